@@ -15,12 +15,14 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+from jax._src import config as _config
 from jax._src import distributed as _distributed
 from jax._src import xla_bridge as _xla_bridge
 from jax._src.interpreters import mlir as _mlir
 from jax._src.lib import _jax  # pyright: ignore[reportPrivateImportUsage, reportPrivateUsage]
 from jax._src.lib import xla_client as _xla_client  # pyright: ignore[reportPrivateImportUsage]
 from jax.experimental import transfer as _transfer
+from jax.experimental.compilation_cache import compilation_cache as _cache
 from jax.extend import backend as _backend
 from jaxlib.mlir import ir as _ir
 
@@ -184,6 +186,30 @@ def _own_address(coordinator: str | None) -> str:
         probe.connect(address)  # a datagram socket sends nothing here
         own = probe.getsockname()[0]
     return f"[{own}]" if family == socket.AF_INET6 else own
+
+
+_cache_lock = threading.Lock()
+
+
+def compile_whole(lowered: Any) -> Any:
+    """Compiles a program that can be saved, without JAX's cache on the disk.
+
+    What XLA:CPU loads from that cache runs. But once it is saved again, whoever loads
+    it misses functions: ``NOT_FOUND: Function ... not found`` (0.10.2). Whether the
+    cache is used is decided once a process and remembered, which has no public switch.
+
+    Args:
+      lowered: `jax.stages.Lowered`.
+
+    Returns:
+      The `jax.stages.Compiled`.
+    """
+    with _cache_lock, _config.enable_compilation_cache(False):
+        _cache.reset_cache()
+        try:
+            return lowered.compile()
+        finally:
+            _cache.reset_cache()
 
 
 # From a module as MLIR's bytecode, XLA's options serialised, and the numbers of the

@@ -27,6 +27,7 @@ from autopar.runtime.world import World
 from autopar.sealed_files import SealedFolder
 from autopar.steps import program_text
 from autopar.version import __version__
+from autopar_passes import jax_processes
 
 
 class LoadedProgram:
@@ -79,17 +80,13 @@ class Programs:
     def _files(self) -> SealedFolder:
         return SealedFolder(self.folder, "program")
 
-    def ready(
-        self, planned: AnyStep, world: World, *, donate: bool, anew: bool = False
-    ) -> Found:
+    def ready(self, planned: AnyStep, world: World, *, donate: bool) -> Found:
         """The compiled program of a planned step, in every process of a world.
 
         Args:
           planned: the step.
           world: its processes; all call this.
           donate: whether the program consumes the carried state.
-          anew: whether this process wants every process to compile its own: a program
-            that was loaded has failed.
 
         Raises:
           PlanError: another process cannot compile it.
@@ -98,10 +95,6 @@ class Programs:
         if not isinstance(planned, PlannedStep):
             return Found(None, "compiled", 0.0)
         name = _name(planned, donate)
-        if _any(world, anew):
-            made = LoadedProgram(planned.lower().compile(), planned.function)
-            exchange.together(world, "compiling", lambda: None)
-            return Found(made, "compiled", time.perf_counter() - begin)
         found, how = None, "loaded"
         with exchange.told(world, "compiling"):
             if world.process_index == 0:
@@ -124,14 +117,14 @@ class Programs:
         name = _name(planned, donate)
         if self._files.read(name) is not None:
             return False
-        self._write(name, planned.lower().compile())
+        self._write(name, jax_processes.compile_whole(planned.lower()))
         return True
 
     def _first(self, name: str, planned: PlannedStep) -> tuple[Any, str]:
         found = self._read(name, planned)
         if found is not None:
             return found, "loaded"
-        found = planned.lower().compile()
+        found = jax_processes.compile_whole(planned.lower())
         self._write(name, found)
         return found, "compiled"
 
@@ -178,11 +171,3 @@ def _name(planned: PlannedStep, donate: bool) -> str:
         repr(None if planned.noise is None else planned.noise.options),
     )
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
-
-
-def _any(world: World, wanted: bool) -> bool:
-    """Whether any process wants something."""
-    if world.process_count == 1:
-        return wanted
-    told = exchange.exchanged(world, "finding the program", bytes([wanted]))
-    return any(x == bytes([True]) for x in told)

@@ -37,8 +37,6 @@ from autopar.runtime import changing_worlds
 from autopar.runtime.creation import StateShapes, flat_state, replaced, state_shapes
 from autopar.runtime.parallel_step import ParallelStep
 
-_NOT_FOUND = "NOT_FOUND: Function"
-
 
 class TeamRun:
     """A run of a step over its samples, of which this process does its part.
@@ -97,7 +95,6 @@ class TeamRun:
         # Of the run, whoever runs it: a scheduler reads it.
         self._pace = Pace(Ledger(team.folder / "progress.jsonl"))
         self._yielded = -1
-        self._distrusts = False
         self._stopped = self._finished = False
         self._seconds: list[float] = []
         self._display = display.Display(steps, shows)
@@ -257,8 +254,6 @@ class TeamRun:
             self._saves.after(self.state, self.step, self.position)
         except Exception as error:
             self._broke_s = self._broke_s or begin
-            # XLA:CPU may fail to find a function of a program that it loaded.
-            self._distrusts = self._distrusts or _NOT_FOUND in str(error)
             if not self._team.broken(error):
                 raise
             self._reform()
@@ -379,7 +374,6 @@ class TeamRun:
             self._train_step.running.planned,
             world,
             donate=self._donate,
-            anew=self._distrusts,
         )
         if program.function is not None:
             changing_worlds.load(self._train_step, program.function)
