@@ -16,7 +16,7 @@ import sys
 import threading
 from typing import Any
 
-from autopar.elastic.processes import identity, open_ends
+from autopar.elastic.processes import identity
 from autopar.elastic.processes.identity import ProcessId
 from autopar_passes import jax_processes
 
@@ -29,7 +29,7 @@ class Services:
 
     def __init__(self) -> None:
         """Hosts none."""
-        self._running: dict[int, tuple[str, Any, socket.socket]] = {}
+        self._running: dict[int, tuple[str, Any]] = {}
         # A descriptor of each worker that used a service.
         self._workers: dict[ProcessId, int] = {}
         self._fillers: list[Any] = []
@@ -48,8 +48,7 @@ class Services:
                 if attempt == 7:
                     raise
                 continue
-            ends = open_ends.hand_out(int(address.rpartition(":")[2]))
-            self._running[generation] = address, service, ends
+            self._running[generation] = address, service
             return address
         raise AssertionError
 
@@ -61,8 +60,7 @@ class Services:
         """
         with contextlib.suppress(Exception):  # the service lives
             service = jax_processes.coordination_service(address, count)
-            ends = open_ends.hand_out(int(address.rpartition(":")[2]))
-            self._running[generation] = address, service, ends
+            self._running[generation] = address, service
             self.fill(generation, list(range(count)))
 
     def _watch(self, processes: list[Any]) -> None:
@@ -100,10 +98,7 @@ class Services:
     def close(self, generation: int) -> None:
         """Ends a service that no process is connected to."""
         if generation in self._running:
-            _, service, ends = self._running.pop(generation)
-            with contextlib.suppress(OSError):
-                ends.shutdown(socket.SHUT_RDWR)
-            ends.close()
+            _, service = self._running.pop(generation)
             service.shutdown()
 
     def wait_for_workers(self) -> None:

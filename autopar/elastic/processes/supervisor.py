@@ -98,9 +98,9 @@ class Supervisor:
         self._do.log("renew", generation=self.generation)
         if self.forms:
             self._abort("its coordination service or supervisor died as it formed")
-            if self._address:
-                count = len(self.world)
-                self._do.stand_in(self.generation, self._address, count)
+        inside = [self.members[w] for w in self.world if w in self.members]
+        if self._address and any(m.phase == "in" and not m.formed for m in inside):
+            self._do.stand_in(self.generation, self._address, len(self.world))
         self._renews = self.state == "run"
         self._advance()
 

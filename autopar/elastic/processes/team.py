@@ -34,7 +34,7 @@ from autopar.elastic.processes.link import (
 )
 from autopar.elastic.processes.messages import Message
 from autopar.elastic.processes.offers import Offers, Peer
-from autopar.elastic.processes.open_ends import OpenEnds
+from autopar.elastic.processes.relay import Relay, shut_down
 from autopar.elastic.processes.sockets import break_connections, knock, listening
 from autopar.errors import PlanError, RunError
 from autopar.runtime.threads import Threads
@@ -115,7 +115,7 @@ class Team:
         # The world that ends without a supervisor.
         self._last_generation: int | None = None
         self._client: Any = None  # once it is connected
-        self._ends: OpenEnds | None = None
+        self._relay: Relay | None = None
         # Held by who ends the waits of a world, which must not meet the next one.
         self._breaking = threading.Lock()
         self._recent: list[tuple[int, dict[str, Any], Mapping[str, Any]]] = []
@@ -230,17 +230,16 @@ class Team:
 
     def _joined(self, form: Message) -> Joined:
         self._form = form
-        self._listening = listening()
         index, count = form["rank"], len(form["members"])
         address = form["address"]
         jax_processes.leave_world()
-        if count > 1:
-            client = jax_processes.coordination_client(address, index, _CONNECT_S)
-            port = int(address.rpartition(":")[2])
-            self._ends = OpenEnds(port, _CONNECT_S, self._cancel_calls)
+        relay = None if count == 1 else Relay(address, _CONNECT_S)
+        self._relay, self._listening = relay, listening()
+        if relay is not None:
+            client = jax_processes.coordination_client(relay.address, index, _CONNECT_S)
             client.connect()
-            self._ends.wait()
             self._client = client  # XLA ends a process that uses it any earlier
+            relay.connected(client)
             jax_processes.enter_world(client, address, index, count)
         self._check_alive()
         devices = tuple(jax.devices())
@@ -392,8 +391,8 @@ class Team:
         jax_processes.leave_world()
         with self._breaking:  # the next world has connections to the same processes
             self._link.left()
-        ends, self._ends = self._ends, None
-        threading.Thread(target=_shut_down, args=(client, ends), daemon=True).start()
+        relay, self._relay = self._relay, None
+        threading.Thread(target=_left, args=(client, relay), daemon=True).start()
         # Connections of the old world close with its last array: others wait for them.
         gc.collect()
 
@@ -419,9 +418,7 @@ class Team:
 
     def _cancel_calls(self) -> None:
         """Ends what waits for the coordination service."""
-        if (client := self._client) is not None:
-            with contextlib.suppress(Exception):
-                client.shutdown()
+        shut_down(self._client)
 
     def _dismissed(self, order: Message) -> None:
         """Ends this process: the run goes on without it, or is over."""
@@ -446,9 +443,7 @@ def local_devices() -> int:
     return jax_processes.local_device_count()
 
 
-def _shut_down(client: Any, ends: OpenEnds | None) -> None:
-    if client is not None:
-        with contextlib.suppress(Exception):
-            client.shutdown()
-    if ends is not None:
-        ends.close()
+def _left(client: Any, relay: Relay | None) -> None:
+    shut_down(client)
+    if relay is not None:
+        relay.close()

@@ -1,0 +1,168 @@
+"""Keeps a process alive whose coordination service dies.
+
+XLA ends a process whose coordination service closes its connection. A callback given
+in its place is not called: jaxlib 0.10.2 cannot make a Python object of the error, and
+ends the process by ``std::bad_cast``. So XLA connects to a relay in its own process.
+Where the service dies, the relay keeps XLA's side open, and no call is answered.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+_RETRY_S = 0.02
+_CHUNK = 1 << 16
+# Frames of HTTP/2 (RFC 9113, 4.1 and 6): the size of their head, two types, a flag.
+_HEAD = 9
+_DATA, _HEADERS, _END_STREAM = 0, 1, 1
+
+
+class Relay:
+    """Passes the bytes of this process's connections to a coordination service.
+
+    Attributes:
+      address: what XLA connects to.
+    """
+
+    def __init__(self, address: str, limit_s: float) -> None:
+        """Listens.
+
+        Args:
+          address: of the service.
+          limit_s: longest that this process may take to connect.
+        """
+        host, _, port = address.rpartition(":")
+        self._target = host.strip("[]"), int(port)
+        self._end_s, self._client = time.monotonic() + limit_s, None
+        # XLA registers by its first call, and repeats it until it is answered.
+        self._registered, self._connected = threading.Event(), threading.Event()
+        self._closed = False
+        self._lock = threading.Lock()
+        self._ends: list[socket.socket] = []
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
+        self._start(self._accept)
+
+    def connected(self, client: Any) -> None:
+        """The client has connected, and can be shut down, which a dead service does.
+
+        A client that is shut down outlives its connection. That closes then, so that
+        calls which wait for an answer raise an error.
+        """
+        self._client = client
+        self._connected.set()
+
+    def close(self) -> None:
+        """Closes all connections: the client is shut down."""
+        with self._lock:
+            self._closed = True
+            ends, self._ends = [self._listener, *self._ends], []
+        self._connected.set()
+        for end in ends:
+            _hang_up(end)
+            end.close()
+
+    def _start(self, function: Callable[..., None], *args: socket.socket) -> None:
+        threading.Thread(target=function, args=args, daemon=True, name="relay").start()
+
+    def _accept(self) -> None:
+        while not self._closed:
+            try:
+                own, _ = self._listener.accept()
+            except OSError:
+                return
+            self._start(self._serve, own)
+
+    def _serve(self, own: socket.socket) -> None:
+        """Serves a connection until one side ends it."""
+        if not self._keep(own):
+            return
+        service = self._reached()
+        if service is None or not self._keep(service):
+            _hang_up(own)
+            return
+        self._start(_pass_on, own, service)
+        answers = _Answers()
+        with contextlib.suppress(OSError):
+            while data := service.recv(_CHUNK):
+                own.sendall(data)
+                if answers.whole(data):
+                    self._registered.set()
+        if self._registered.is_set() and not self._closed:
+            self._connected.wait()
+            shut_down(self._client)
+            # One that stands in for the service must not see what asked the former.
+            self.close()
+        _hang_up(own)
+
+    def _reached(self) -> socket.socket | None:
+        """A connection to the service, or to one that stands in for it."""
+        while not self._closed and time.monotonic() < self._end_s:
+            with contextlib.suppress(OSError):
+                return socket.create_connection(self._target)
+            time.sleep(_RETRY_S)
+        return None
+
+    def _keep(self, end: socket.socket) -> bool:
+        """Keeps a socket to close it; False: the relay is closed already."""
+        end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        with self._lock:
+            if not self._closed:
+                self._ends.append(end)
+                return True
+        end.close()
+        return False
+
+
+class _Answers:
+    """Looks for the end of a call's answer in what a gRPC server sends.
+
+    An answer is a message, in frames of data, and headers that end its stream; an
+    error has no message.
+    """
+
+    def __init__(self) -> None:
+        self._rest, self._skip, self._data = b"", 0, False
+
+    def whole(self, sent: bytes) -> bool:
+        """Takes bytes; returns whether an answer ended in them."""
+        found = False
+        data = self._rest + sent
+        while True:
+            skipped = min(self._skip, len(data))
+            data, self._skip = data[skipped:], self._skip - skipped
+            if len(data) < _HEAD:
+                self._rest = data
+                return found
+            self._skip = _HEAD + int.from_bytes(data[:3], "big")
+            kind, flags = data[3], data[4]
+            if kind == _DATA:
+                self._data = True
+            elif kind == _HEADERS and flags & _END_STREAM:
+                found, self._data = found or self._data, False
+
+
+def shut_down(client: Any) -> None:
+    """Shuts a client of a coordination service down; None: there is none."""
+    if client is not None:
+        with contextlib.suppress(Exception):
+            client.shutdown()
+
+
+def _pass_on(taken: socket.socket, given: socket.socket) -> None:
+    """Passes bytes on until one side ends."""
+    with contextlib.suppress(OSError):
+        while data := taken.recv(_CHUNK):
+            given.sendall(data)
+    _hang_up(given)
+
+
+def _hang_up(end: socket.socket) -> None:
+    """Ends a connection, and the waits of threads for it."""
+    with contextlib.suppress(OSError):
+        end.shutdown(socket.SHUT_RDWR)
