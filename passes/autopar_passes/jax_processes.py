@@ -49,18 +49,32 @@ def _after_fork() -> None:
 os.register_at_fork(after_in_child=_after_fork)
 
 
-def coordination_service(address: str, count: int) -> Any:
-    """Starts the coordination service of a world of ``count`` processes.
+def open_service(count: int) -> tuple[str, Any]:
+    """Starts a coordination service at a port that is free; returns its address, too.
 
     Nobody is told when a process dies, and no process waits for others at the end.
+
+    Args:
+      count: number of processes of its world.
     """
-    return _jax.get_distributed_runtime_service(
-        address,
-        count,
-        heartbeat_timeout=_HEARTBEAT_S,
-        shutdown_timeout=_SHUTDOWN_S,
-        recoverable=True,
-    )
+    for attempt in range(8):
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            address = f"127.0.0.1:{probe.getsockname()[1]}"
+        try:
+            service = _jax.get_distributed_runtime_service(
+                address,
+                count,
+                heartbeat_timeout=_HEARTBEAT_S,
+                shutdown_timeout=_SHUTDOWN_S,
+                recoverable=True,
+            )
+        except Exception:
+            if attempt == 7:
+                raise
+            continue
+        return address, service
+    raise AssertionError
 
 
 def coordination_client(address: str, index: int, connect_s: int) -> Any:

@@ -37,9 +37,6 @@ class Fake:
     def fill(self, generation: int, ranks: list[int]) -> None:
         self.filled.append((generation, ranks))
 
-    def stand_in(self, generation: int, address: str, count: int) -> None:
-        pass
-
     def close(self, generation: int) -> None:
         pass
 

@@ -11,7 +11,6 @@ import contextlib
 import dataclasses
 import json
 import pathlib
-import socket
 import sys
 import time
 from collections.abc import Sequence
@@ -60,10 +59,7 @@ class Echo:
 
 def imitated_world(processes: int, local_devices: int) -> World:
     """A world that nothing runs in; programs can be compiled for it."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{probe.getsockname()[1]}"
-    service = jax_processes.coordination_service(address, processes)
+    address, service = jax_processes.open_service(processes)
     backend = jax_processes.imitated_backend(address, processes, local_devices)
     service.shutdown()
     channel = Echo(processes) if processes > 1 else Alone()

@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import socket
 import sys
 import threading
 from typing import Any
@@ -37,31 +36,9 @@ class Services:
     def open(self, generation: int, processes: list[Any]) -> str:
         """Starts a service and returns its address."""
         self._watch(processes)
-        count = len(processes)
-        for attempt in range(8):
-            with socket.socket() as probe:
-                probe.bind(("127.0.0.1", 0))
-                address = f"127.0.0.1:{probe.getsockname()[1]}"
-            try:
-                service = jax_processes.coordination_service(address, count)
-            except Exception:
-                if attempt == 7:
-                    raise
-                continue
-            self._running[generation] = address, service
-            return address
-        raise AssertionError
-
-    def stand_in(self, generation: int, address: str, count: int) -> None:
-        """Answers in the place of a service that died while a world connected to it.
-
-        XLA ends a process that cannot connect. It also stands for those that had
-        connected, whom the others would wait for.
-        """
-        with contextlib.suppress(Exception):  # the service lives
-            service = jax_processes.coordination_service(address, count)
-            self._running[generation] = address, service
-            self.fill(generation, list(range(count)))
+        address, service = jax_processes.open_service(len(processes))
+        self._running[generation] = address, service
+        return address
 
     def _watch(self, processes: list[Any]) -> None:
         for worker, descriptor in list(self._workers.items()):

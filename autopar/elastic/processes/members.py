@@ -42,10 +42,6 @@ class Actions(Protocol):
         """Lets a world connect whose processes of these ranks are gone."""
         ...
 
-    def stand_in(self, generation: int, address: str, count: int) -> None:
-        """Lets a world of ``count`` connect whose coordination service has died."""
-        ...
-
     def close(self, generation: int) -> None:
         """Ends the coordination service of a world that all have left."""
         ...

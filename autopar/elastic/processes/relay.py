@@ -4,6 +4,9 @@ XLA ends a process whose coordination service closes its connection. A callback 
 in its place is not called: jaxlib 0.10.2 cannot make a Python object of the error, and
 ends the process by ``std::bad_cast``. So XLA connects to a relay in its own process.
 Where the service dies, the relay keeps XLA's side open, and no call is answered.
+
+XLA also ends a process that cannot connect. So the relay answers in the place of a
+service that died before; the world is then to be left.
 """
 
 from __future__ import annotations
@@ -11,11 +14,11 @@ from __future__ import annotations
 import contextlib
 import socket
 import threading
-import time
 from collections.abc import Callable
 from typing import Any
 
-_RETRY_S = 0.02
+from autopar_passes import jax_processes
+
 _CHUNK = 1 << 16
 # Frames of HTTP/2 (RFC 9113, 4.1 and 6): the size of their head, two types, a flag.
 _HEAD = 9
@@ -27,18 +30,24 @@ class Relay:
 
     Attributes:
       address: what XLA connects to.
+      alone: whether it connects to nobody, as the service had died.
     """
 
-    def __init__(self, address: str, limit_s: float) -> None:
+    def __init__(self, address: str, index: int, count: int, limit_s: float) -> None:
         """Listens.
 
         Args:
           address: of the service.
+          index: number of this process in the world.
+          count: number of processes of the world.
           limit_s: longest that this process may take to connect.
         """
         host, _, port = address.rpartition(":")
         self._target = host.strip("[]"), int(port)
-        self._end_s, self._client = time.monotonic() + limit_s, None
+        self._index, self._count, self._limit_s = index, count, limit_s
+        self._client: Any = None
+        self._own: Any = None  # a service of this process, in the place of the other
+        self.alone = False
         # XLA registers by its first call, and repeats it until it is answered.
         self._registered, self._connected = threading.Event(), threading.Event()
         self._closed = False
@@ -62,12 +71,15 @@ class Relay:
         with self._lock:
             self._closed = True
             ends, self._ends = [self._listener, *self._ends], []
+            own, self._own = self._own, None
         self._connected.set()
         for end in ends:
             _hang_up(end)
             end.close()
+        if own is not None:
+            own.shutdown()
 
-    def _start(self, function: Callable[..., None], *args: socket.socket) -> None:
+    def _start(self, function: Callable[..., None], *args: Any) -> None:
         threading.Thread(target=function, args=args, daemon=True, name="relay").start()
 
     def _accept(self) -> None:
@@ -83,8 +95,7 @@ class Relay:
         if not self._keep(own):
             return
         service = self._reached()
-        if service is None or not self._keep(service):
-            _hang_up(own)
+        if not self._keep(service):
             return
         self._start(_pass_on, own, service)
         answers = _Answers()
@@ -96,17 +107,33 @@ class Relay:
         if self._registered.is_set() and not self._closed:
             self._connected.wait()
             shut_down(self._client)
-            # One that stands in for the service must not see what asked the former.
             self.close()
         _hang_up(own)
 
-    def _reached(self) -> socket.socket | None:
-        """A connection to the service, or to one that stands in for it."""
-        while not self._closed and time.monotonic() < self._end_s:
+    def _reached(self) -> socket.socket:
+        """A connection to the service, or to one of this process where it is dead."""
+        if not self.alone:
             with contextlib.suppress(OSError):
-                return socket.create_connection(self._target)
-            time.sleep(_RETRY_S)
-        return None
+                return socket.create_connection(self._target, self._limit_s)
+            self._stand_in()
+        return socket.create_connection(self._target)
+
+    def _stand_in(self) -> None:
+        """Starts a service at which all are there as soon as this process is."""
+        self.alone = True
+        address, self._own = jax_processes.open_service(self._count)
+        self._target = "127.0.0.1", int(address.rpartition(":")[2])
+
+        def connect(index: int) -> None:
+            with contextlib.suppress(Exception):
+                client = jax_processes.coordination_client(
+                    address, index, int(self._limit_s)
+                )
+                client.connect()
+                client.shutdown()
+
+        for index in set(range(self._count)) - {self._index}:
+            self._start(connect, index)
 
     def _keep(self, end: socket.socket) -> bool:
         """Keeps a socket to close it; False: the relay is closed already."""

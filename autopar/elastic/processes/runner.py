@@ -283,10 +283,6 @@ class Runner:
         """See `Actions`."""
         self._service.fill(generation, ranks)
 
-    def stand_in(self, generation: int, address: str, count: int) -> None:
-        """See `Actions`."""
-        self._service.stand_in(generation, address, count)
-
     def close(self, generation: int) -> None:
         """See `Actions`."""
         self._service.close(generation)

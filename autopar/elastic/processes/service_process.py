@@ -121,10 +121,6 @@ class ServiceProcess:
         """Lets a world connect whose processes of these ranks are gone."""
         self._tell(kind="fill", generation=generation, ranks=ranks)
 
-    def stand_in(self, generation: int, address: str, count: int) -> None:
-        """Lets processes connect whose service has died while they did."""
-        self._tell(kind="stand_in", generation=generation, address=address, count=count)
-
     def close(self, generation: int) -> None:
         """Ends the service of a world that all have left."""
         self._tell(kind="close", generation=generation)

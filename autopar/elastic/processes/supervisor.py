@@ -43,7 +43,6 @@ class Supervisor:
         self.generation = self.numbers = 0
         self.wanted = limits.processes
         self.world: tuple[int, ...] = ()
-        self._address = ""  # of its coordination service
         # What the workers plan for, as plain data; None: what their script says.
         self.cluster: Any = None
         # What is done now: gather workers, run a world, pause it, or suspend the run.
@@ -76,7 +75,7 @@ class Supervisor:
         self.cluster = self._planned_for = known.get("cluster")
         self._ever = bool(self.world)
         self.reached = known.get("reached", -1)
-        self._address, formed = known.get("address", ""), known.get("formed", True)
+        formed = known.get("formed", True)
         for worker in map(int, known["workers"]):
             inside = worker in self.world
             self.members[worker] = members.adopted(now, inside=inside, formed=formed)
@@ -98,9 +97,6 @@ class Supervisor:
         self._do.log("renew", generation=self.generation)
         if self.forms:
             self._abort("its coordination service or supervisor died as it formed")
-        inside = [self.members[w] for w in self.world if w in self.members]
-        if self._address and any(m.phase == "in" and not m.formed for m in inside):
-            self._do.stand_in(self.generation, self._address, len(self.world))
         self._renews = self.state == "run"
         self._advance()
 
@@ -397,18 +393,16 @@ class Supervisor:
         self._renews = False
         readies = {w: m.ready for w, m in self.members.items() if m.ready}
         state = latest_state({r["port"]: r["holds"] for r in readies.values()})
-        self._address = ""
+        address = ""
         if len(workers) > 1:
-            self._address = self._do.open(
-                self.generation, processes_of(readies, workers)
-            )
+            address = self._do.open(self.generation, processes_of(readies, workers))
         step = None if state is None else state["step"]
         # Written down before anybody is told: another supervisor may take over here.
         self._do.log("form", generation=self.generation, workers=workers, step=step)
         same = {
             "generation": self.generation,
             "members": described(readies, workers),
-            "address": self._address,
+            "address": address,
             "state": state,
             "lost": self.reached if state is None and self.reached >= 0 else None,
             "cluster": self.cluster,
@@ -492,7 +486,7 @@ class Supervisor:
         names = ("generation", "wanted", "numbers", "cluster", "reached", "world")
         formed = members.all_formed(self.members, self.world)
         known = {name: getattr(self, name) for name in names}
-        return {**known, "formed": formed, "address": self._address}
+        return {**known, "formed": formed}
 
     def status(self) -> Mapping[str, Any]:
         """The run in a few words, as plain data."""

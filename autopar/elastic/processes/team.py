@@ -233,13 +233,15 @@ class Team:
         index, count = form["rank"], len(form["members"])
         address = form["address"]
         jax_processes.leave_world()
-        relay = None if count == 1 else Relay(address, _CONNECT_S)
+        relay = None if count == 1 else Relay(address, index, count, _CONNECT_S)
         self._relay, self._listening = relay, listening()
         if relay is not None:
             client = jax_processes.coordination_client(relay.address, index, _CONNECT_S)
             client.connect()
             self._client = client  # XLA ends a process that uses it any earlier
             relay.connected(client)
+            if relay.alone:
+                raise WorldBroken("the coordination service died as the world formed")
             jax_processes.enter_world(client, address, index, count)
         self._check_alive()
         devices = tuple(jax.devices())

@@ -149,7 +149,7 @@ def test_the_coordination_service_is_killed(start: Start) -> None:
 
     Nobody else dies: every process is one of the first three.
     """
-    run = start(300, 1, 0.03, processes=3, grace=30)
+    run = start(300, 0, 0.03, processes=3, grace=30)
     run.wait_for_world([0, 1, 2])
     run.kill_service()
     run.wait_for(lambda: len(run.worlds()) == 2)
