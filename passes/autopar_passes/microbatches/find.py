@@ -20,7 +20,7 @@ from autopar_passes.microbatches.operators import Grouped, is_float
 from autopar_passes.microbatches.pairs import Pair, paired, place
 from autopar_passes.microbatches.rewrite import Rewritten, rewritten
 from autopar_passes.program.building import needed
-from autopar_passes.program.equations import Program, Region, walk
+from autopar_passes.program.equations import Equation, Program, Region, walk
 from autopar_passes.program.trace import TracedStep
 
 _COMBINED = {
@@ -59,7 +59,7 @@ def microbatched(
     while True:
         follower, unit = _followed(pair, known, couple=couple, hoisted=hoisted)
         made = rewritten(pair, follower.known.edits, follower.once)
-        again = _drawn_twice(pair, follower, made)
+        again = _made_twice(pair, follower, made)
         if not again:
             break
         hoisted |= again
@@ -137,16 +137,24 @@ def _rows_ahead(pair: Pair, follower: Follower, made: Rewritten) -> dict[int, Ro
     }
 
 
-def _drawn_twice(pair: Pair, follower: Follower, made: Rewritten) -> frozenset[int]:
-    """The equations that draw something else ahead than in each microbatch."""
+def _made_twice(pair: Pair, follower: Follower, made: Rewritten) -> frozenset[int]:
+    """The equations that are computed ahead anyway, and should be nowhere else.
+
+    In each microbatch they would draw something else, or make rows that are put
+    together again behind the last one.
+    """
     folded = {index for index, _ in follower.known.edits.folded}
+    handed = set(_handed_on(pair, follower)) - follower.known.edits.replaced
     ahead = needed(pair.whole.body.equations, made.ahead)
     return frozenset(
         eqn.index
         for eqn in ahead
         if eqn.index not in follower.hoisted
-        and not folded.isdisjoint(
-            {eqn.index, *(e.index for r in eqn.regions for e in walk(r))}
+        and not (
+            folded.isdisjoint(
+                {eqn.index, *(e.index for r in eqn.regions for e in walk(r))}
+            )
+            and handed.isdisjoint(eqn.outputs)
         )
     )
 
@@ -191,8 +199,8 @@ def _ahead(pair: Pair, made: Rewritten) -> Program | None:
     return Program(whole.values, region, whole.constants)
 
 
-def _crossings(pair: Pair, follower: Follower) -> tuple[Crossing, ...]:
-    """The values of microbatches that are used after all of them."""
+def _handed_on(pair: Pair, follower: Follower) -> dict[int, Equation]:
+    """The values of microbatches that are used after all of them, and their makers."""
     made = {
         v: eqn
         for eqn in pair.micro.body.equations
@@ -203,8 +211,13 @@ def _crossings(pair: Pair, follower: Follower) -> tuple[Crossing, ...]:
     for eqn in pair.micro.body.equations:
         if eqn.index in follower.once:
             read.extend(eqn.inputs)
+    return {a: made[a] for a in read if isinstance(a, int) and a in made}
+
+
+def _crossings(pair: Pair, follower: Follower) -> tuple[Crossing, ...]:
+    """How the values of microbatches that are used after all of them are combined."""
     found: list[Crossing] = []
-    for value in dict.fromkeys(a for a in read if isinstance(a, int) and a in made):
+    for value, maker in _handed_on(pair, follower).items():
         split = follower.known.classes[value]
         if value in follower.known.edits.replaced:
             split = SAME  # The whole value is there already.
@@ -212,7 +225,7 @@ def _crossings(pair: Pair, follower: Follower) -> tuple[Crossing, ...]:
         dtype = pair.micro.values[value].dtype
         if combine is None or (combine is Combine.MEAN and not is_float(dtype)):
             raise MicrobatchError(
-                f"{place(made[value])} makes a result of each microbatch that is no "
+                f"{place(maker)} makes a result of each microbatch that is no "
                 "part of one of the whole batch."
             )
         rows = Rows(pair.dims[value], max(1, split.inner))

@@ -115,3 +115,21 @@ def test_a_sampler_of_outputs_draws_for_each_microbatch() -> None:
     assert found[1] == again[1]
     np.testing.assert_allclose(found[1], want[1], rtol=0.8)
     assert found[1] != want[1]
+
+
+def test_rows_that_are_sorted_and_put_back_are_made_once() -> None:
+    """The backward pass needs the order ahead, and the update rows of it."""
+
+    def step(w: Any, x: Any) -> Any:
+        def loss_of(w: Any) -> Any:
+            order = jnp.argsort(x[:, 0])
+            return jnp.mean((x[order] @ w)[jnp.argsort(order)] * x[:, :1])
+
+        loss, grad = jax.value_and_grad(loss_of)(w)
+        return w - 0.1 * grad, loss
+
+    w, x, _ = arguments()
+    run = autopar.parallelize(step, cluster="2:cpu", microbatches=4, donate=False)
+
+    for a, b in zip(run(w, x), jax.jit(step)(w, x), strict=True):
+        np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-6)
