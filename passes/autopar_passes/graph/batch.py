@@ -5,7 +5,8 @@ dimension of a parameter may be the rows. Of those, the rows are in the most pro
 of data without meeting each other: a sequence meets itself in attention, and time in
 the loop of a recurrent net. Among equals, the set wins that is reduced, shifted,
 compared or counted out by constants the least. An array that meets rows and has none
-is the same for all of them: it is frozen, as a teacher's weights are.
+is the same for all of them: it is frozen, as a teacher's weights are. One with as many
+rows whose rows are taken by their numbers, as ``x[argsort(n)]`` does, is of the batch.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from __future__ import annotations
 import bisect
 import dataclasses
 from collections.abc import Iterable, Sequence, Set
+
+import jax.numpy as jnp
 
 from autopar_passes import jax_compat
 from autopar_passes.graph.operators import (
@@ -357,6 +360,7 @@ class _Meetings:
         self._apart, self.dims, self.rows = apart, apart.dims, rows
         self.readers = readers(forward)
         self.size, self.single = self._size([v for v in given if self._has_rows(v)])
+        self._numbers = self._numbers_of_rows(forward)
 
     def _size(self, given: Sequence[int]) -> tuple[int, int]:
         """The rows of the largest input that has them, each once; and where one lies.
@@ -392,6 +396,9 @@ class _Meetings:
             for op, slot in self.readers.get(waiting.pop(), ()):
                 made = [v for v in op.outputs if self._has_rows(v)]
                 indexed = op.kind in _INDEXED or op.kind.startswith("scatter")
+                taken = indexed and slot == 0 and shape[0] == self.size
+                if taken and self._numbers.intersection(op.inputs[1:]):
+                    return False
                 if made and (slot == 0 or not indexed) and op.kind not in BOUNDARIES:
                     return True
                 data = data or bool(made)
@@ -399,6 +406,20 @@ class _Meetings:
                 seen.update(after)
                 waiting += after
         return not data and bool(shape[0] % self.size)
+
+    def _numbers_of_rows(self, forward: Sequence[Operator]) -> set[int]:
+        """The whole numbers that are made of those of the rows, such as an order."""
+        found = set[int]()
+        for op in forward:
+            for k, value in enumerate(op.outputs):
+                # An operator like sort moves each operand to a result of its own.
+                read = op.inputs[k : k + 1] if len(op.outputs) > 1 else op.inputs
+                read = read[:1] if op.kind in _INDEXED else read
+                counted = op.kind == "iota" or not found.isdisjoint(read)
+                whole = jnp.issubdtype(self.dims.values[value].dtype, jnp.integer)
+                if counted and whole and self._has_rows(value):
+                    found.add(value)
+        return found
 
     def _has_rows(self, value: int) -> bool:
         return self.dims.position(value, self.rows) is not None

@@ -93,6 +93,27 @@ def test_rows_are_what_stays_apart(loss: Callable[..., Any], args: Any) -> None:
     assert plan.worth.rows == ROWS
 
 
+def test_a_table_is_frozen_and_sorted_rows_are_not() -> None:
+    """Both are read at numbers alone; only the sorted ones are of the rows."""
+
+    def sorted_and_looked_up(w: Any, x: Any, lengths: Any, table: Any) -> Any:
+        order = jnp.argsort(lengths)
+        wanted = table[lengths[order] % ROWS]
+        return jnp.mean((jnp.tanh(x[order] @ w) - wanted) ** 2)
+
+    step = trained(sorted_and_looked_up)
+    lengths = np.arange(ROWS, 0, -1, dtype=np.int32)
+    given = array(WIDTH, WIDTH), array(ROWS, WIDTH), lengths, array(ROWS, WIDTH)
+    run = autopar.parallelize(step, cluster="2:cpu", microbatches=2, donate=False)
+
+    found, want = run(*given), jax.jit(step)(*given)
+
+    roles = [*run.plan.roles.values()]
+    assert roles == ["parameter", "batch", "batch", "frozen"]
+    for a, b in zip(found, want, strict=True):
+        np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-6)
+
+
 def attend(h: Any, w: Any) -> Any:
     """Causal attention of (rows, time, width), with rotary positions."""
     time, width = h.shape[1:]
