@@ -30,7 +30,17 @@ from typing import Any
 
 FOLDER = pathlib.Path(__file__).resolve().parent
 DATA = FOLDER.parent / "docs" / "data" / "feature_steps.json"
-MODULES = ("optimizers", "control_flow", "kernels", "randomness", "roles", "modules")
+MODULES = (
+    "losses",
+    "updates",
+    "batches",
+    "modules",
+    "roles",
+    "kernels",
+    "control_flow",
+    "randomness",
+    "optimizers",
+)
 MODES: dict[str, dict[str, Any]] = {
     "one": {},
     "microbatches": {"microbatches": 2},
@@ -140,7 +150,7 @@ def tried(
         planned = autopar.parallelize(
             feature.step,
             cluster=f"{DEVICES}:cpu",
-            seconds=1,
+            seconds=0.1,
             static_argnames=feature.static,
             **MODES[mode],
         )

@@ -72,10 +72,14 @@ def descent(loss: Callable[..., Any], rate: float = 0.1) -> Step:
 
     def step(state: Any, *batch: Any) -> Any:
         value, gradient = jax.value_and_grad(loss)(state, *batch)
-        state = jax.tree.map(lambda p, g: p - rate * g.astype(p.dtype), state, gradient)
-        return state, {"loss": value}
+        return updated(state, gradient, rate), {"loss": value}
 
     return step
+
+
+def updated(weights: Any, gradient: Any, rate: float = 0.1) -> Any:
+    """The weights after a step of gradient descent."""
+    return jax.tree.map(lambda w, g: w - rate * g.astype(w.dtype), weights, gradient)
 
 
 def between(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -38,6 +38,21 @@ OPTIMIZERS = {
     "contrib ademamix": lambda: optax.contrib.ademamix(1e-2),
     "contrib adopt": lambda: optax.contrib.adopt(1e-2),
     "contrib dog": lambda: optax.contrib.dog(1.0),
+    "contrib madgrad": lambda: optax.contrib.madgrad(1e-2),
+    "contrib galore": lambda: optax.contrib.galore(1e-2, rank=2),
+    "contrib mechanize": lambda: optax.contrib.mechanize(optax.sgd(1e-2)),
+    "contrib sam": lambda: optax.contrib.sam(
+        optax.adam(1e-2),
+        optax.chain(optax.contrib.normalize(), optax.sgd(0.05)),
+        sync_period=2,
+    ),
+    "masked": lambda: optax.masked(
+        optax.add_decayed_weights(0.1), [k % 2 == 0 for k in range(DEPTH)]
+    ),
+    "optimistic adam": lambda: optax.optimistic_adam_v2(1e-2),
+    "skip every second": lambda: optax.conditionally_mask(
+        optax.adam(1e-2), lambda step: step % 2 == 0
+    ),
     "clip, schedule": lambda: optax.chain(
         optax.clip_by_global_norm(1.0),
         optax.adam(optax.warmup_cosine_decay_schedule(0.0, 1e-2, 2, 8)),
@@ -64,6 +79,12 @@ def features() -> Iterator[Feature]:
     for name, make in OPTIMIZERS.items():
         yield _feature(name, make())
     yield Feature("optimizer: lbfgs", _line_search(), _search_state, (X, Y))
+    for name, make in OF_VALUES.items():
+        yield _of_value(name, make())
+    rows = optax.contrib.dpsgd(0.1, 0.1, 0.5, 0)
+    yield _of_each_row("contrib dpsgd", rows)
+    look = optax.lookahead(optax.adam(1e-2), 2, 0.5)
+    yield Feature("optimizer: lookahead", _looking(look), _looks(look), (X, Y))
     yield Feature("optimizer: plateau", _plateau(), _plateau_state, (X, Y))
 
 
@@ -77,11 +98,15 @@ def _feature(name: str, transform: Any) -> Feature:
             metrics["steps"] = held.mini_step
         return (optax.apply_updates(weights, updates), held), metrics
 
-    def state() -> Any:
-        weights = layers()
-        return weights, transform.init(weights)
+    return Feature(f"optimizer: {name}", step, _state(transform), (X, Y))
 
-    return Feature(f"optimizer: {name}", step, state, (X, Y))
+
+def _state(transform: Any) -> Any:
+    def state() -> Any:
+        # An optimiser may hold a key, which a run gives away with its state.
+        return layers(), jax.tree.map(jnp.copy, transform.init(layers()))
+
+    return state
 
 
 _SEARCH = optax.lbfgs(memory_size=2)
@@ -122,5 +147,67 @@ def _plateau() -> Any:
         updates, held = _PLATEAU.update(updates, held, weights, value=loss)
         weights = optax.apply_updates(weights, updates)
         return (weights, held), {"loss": loss, "scale": jnp.asarray(held.scale)}
+
+    return step
+
+
+OF_VALUES = {
+    "polyak": lambda: optax.polyak_sgd(0.1),
+    "contrib momo": lambda: optax.contrib.momo_adam(1e-2),
+    "contrib sophia": lambda: optax.contrib.sophia(1e-3, update_interval=2),
+    "line search": lambda: optax.chain(
+        optax.sgd(0.5), optax.scale_by_backtracking_linesearch(4)
+    ),
+}
+
+
+def _of_value(name: str, transform: Any) -> Feature:
+    """An optimiser that reads the loss, or calls it."""
+
+    def step(state: Any, x: Any, y: Any) -> Any:
+        weights, held = state
+
+        def loss(w: Any) -> Any:
+            return loss_of(w, x, y)
+
+        value, gradient = jax.value_and_grad(loss)(weights)
+        reads = {"value": value, "grad": gradient}
+        reads |= {
+            "contrib sophia": {"obj_fn": loss},
+            "line search": {"value_fn": loss},
+        }.get(name, {})
+        updates, held = transform.update(gradient, held, weights, **reads)
+        return (optax.apply_updates(weights, updates), held), {"loss": value}
+
+    return Feature(f"optimizer: {name}", step, _state(transform), (X, Y))
+
+
+def _of_each_row(name: str, transform: Any) -> Feature:
+    """An optimiser that takes the gradient of each row."""
+
+    def step(state: Any, x: Any, y: Any) -> Any:
+        weights, held = state
+        one = jax.value_and_grad(lambda w, x, y: loss_of(w, x[None], y[None]))
+        losses, rows = jax.vmap(one, (None, 0, 0))(weights, x, y)
+        updates, held = transform.update(rows, held, weights)
+        return (optax.apply_updates(weights, updates), held), {"loss": losses.mean()}
+
+    return Feature(f"optimizer: {name}", step, _state(transform), (X, Y))
+
+
+def _looks(transform: Any) -> Any:
+    def state() -> Any:
+        both = optax.LookaheadParams.init_synced(layers())
+        return both, transform.init(both)
+
+    return state
+
+
+def _looking(transform: Any) -> Any:
+    def step(state: Any, x: Any, y: Any) -> Any:
+        both, held = state
+        loss, gradient = jax.value_and_grad(loss_of)(both.fast, x, y)
+        updates, held = transform.update(gradient, held, both)
+        return (optax.apply_updates(both, updates), held), {"loss": loss}
 
     return step

@@ -21,6 +21,7 @@ from feature import (
     layers,
     loss_of,
     numbers,
+    updated,
 )
 from jax.experimental import io_callback
 
@@ -80,10 +81,6 @@ NORMS = {
 }
 
 
-def _update(weights: Any, gradient: Any) -> Any:
-    return jax.tree.map(lambda p, g: p - 0.1 * g, weights, gradient)
-
-
 def _recurrent(weights: Any, x: Any, y: Any) -> Any:
     def cell(h: Any, x: Any) -> Any:
         return jnp.tanh(x @ weights[0] + h @ weights[1]), None
@@ -136,13 +133,13 @@ def _distill(state: Any, x: Any, y: Any) -> Any:
     student, teacher = state
     target = jax.lax.stop_gradient(forward(teacher, x)) + 0.1 * y
     loss, gradient = jax.value_and_grad(loss_of)(student, x, target)
-    return (_update(student, gradient), teacher), {"loss": loss}
+    return (updated(student, gradient), teacher), {"loss": loss}
 
 
 def _taught(student: Any, teacher: Any, x: Any, y: Any) -> Any:
     target = forward(teacher, x) + 0.1 * y
     loss, gradient = jax.value_and_grad(loss_of)(student, x, target)
-    return _update(student, gradient), {"loss": loss}
+    return updated(student, gradient), {"loss": loss}
 
 
 def _lora_state() -> Any:
@@ -156,15 +153,15 @@ def _lora(state: Any, x: Any, y: Any) -> Any:
         return loss_of(whole, x, y)
 
     value, (a, b) = jax.value_and_grad(loss, (0, 1))(state["a"], state["b"])
-    made = {"base": state["base"], "a": _update(state["a"], a)}
-    return {**made, "b": _update(state["b"], b)}, {"loss": value}
+    made = {"base": state["base"], "a": updated(state["a"], a)}
+    return {**made, "b": updated(state["b"], b)}, {"loss": value}
 
 
 def _target(state: Any, x: Any, y: Any) -> Any:
     online, target = state
     wanted = y + 0.9 * jnp.max(forward(target, x), 1, keepdims=True)
     loss, gradient = jax.value_and_grad(loss_of)(online, x, wanted)
-    online = _update(online, gradient)
+    online = updated(online, gradient)
     target = jax.tree.map(lambda t, o: 0.9 * t + 0.1 * o, target, online)
     return (online, target), {"loss": loss}
 
@@ -172,7 +169,7 @@ def _target(state: Any, x: Any, y: Any) -> Any:
 def _average(state: Any, x: Any, y: Any) -> Any:
     weights, mean = state
     loss, gradient = jax.value_and_grad(loss_of)(weights, x, y)
-    weights = _update(weights, gradient)
+    weights = updated(weights, gradient)
     mean = jax.tree.map(lambda a, w: 0.99 * a + 0.01 * w, mean, weights)
     return (weights, mean), {"loss": loss, "of mean": loss_of(mean, x, y)}
 
@@ -186,7 +183,7 @@ def _gan(state: Any, x: Any, y: Any) -> Any:
     maker, judge = state
     loss, of_judge = jax.value_and_grad(judged)(judge, maker)
     of_maker = jax.grad(lambda m: -judged(judge, m))(maker)
-    return (_update(maker, of_maker), _update(judge, of_judge)), {"loss": loss}
+    return (updated(maker, of_maker), updated(judge, of_judge)), {"loss": loss}
 
 
 def _static(weights: Any, x: Any, y: Any, how: str) -> Any:
@@ -213,7 +210,7 @@ def _scaled(state: Any, x: Any, y: Any) -> Any:
 
     (value, seen), gradient = jax.value_and_grad(loss, has_aux=True)(state["w"])
     most = jnp.concatenate([seen[:, None], state["most"][:, :-1]], 1)
-    return {"w": _update(state["w"], gradient), "most": most}, {"loss": value}
+    return {"w": updated(state["w"], gradient), "most": most}, {"loss": value}
 
 
 def _statistics_state() -> Any:
@@ -229,7 +226,7 @@ def _statistics(state: Any, x: Any, y: Any) -> Any:
 
     (value, mean), gradient = jax.value_and_grad(loss, has_aux=True)(state["w"])
     mean = 0.9 * state["mean"] + 0.1 * mean
-    return {"w": _update(state["w"], gradient), "mean": mean}, {"loss": value}
+    return {"w": updated(state["w"], gradient), "mean": mean}, {"loss": value}
 
 
 def _counted_state() -> Any:
@@ -258,7 +255,7 @@ def _complex(weights: Any, x: Any, y: Any) -> Any:
         return jnp.mean(jnp.abs(h - y) ** 2)
 
     value, gradient = jax.value_and_grad(loss)(weights)
-    return _update(weights, jax.tree.map(jnp.conj, gradient)), {"loss": value}
+    return updated(weights, jax.tree.map(jnp.conj, gradient)), {"loss": value}
 
 
 def _halves() -> Any:
@@ -271,7 +268,7 @@ def _mixed_precision(weights: Any, x: Any, y: Any) -> Any:
         return jnp.mean((forward(cast, x.astype(jnp.bfloat16)) - y) ** 2)
 
     value, gradient = jax.value_and_grad(loss)(weights)
-    return _update(weights, gradient), {"loss": value}
+    return updated(weights, gradient), {"loss": value}
 
 
 def _scale_state() -> Any:
@@ -319,6 +316,6 @@ def _calling(call: Any) -> Any:
         metrics = {"loss": loss}
         if isinstance(made, jax.Array):
             metrics["called"] = made
-        return _update(weights, gradient), metrics
+        return updated(weights, gradient), metrics
 
     return step

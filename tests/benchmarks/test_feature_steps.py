@@ -41,17 +41,24 @@ def test_feature_equals_plain_jit_under_a_mesh(
 
 def test_every_kind_is_in_the_corpus_once(command: Any) -> None:
     names = [f.name for f in command.features()]
-    assert len(names) == len(set(names)) >= 150
+    assert len(names) == len(set(names)) >= 230
     assert {n.partition(":")[0] for n in names} == {
-        "optimizer",
+        "batch",
         "control flow",
-        "kernel",
-        "random",
-        "rows",
-        "roles",
-        "state",
         "effect",
+        "gradient",
+        "kernel",
+        "layer",
+        "loss",
+        "metrics",
         "model",
+        "optimizer",
+        "random",
+        "roles",
+        "rows",
+        "state",
+        "step",
+        "updates",
     }
 
 
