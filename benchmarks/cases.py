@@ -1,0 +1,204 @@
+"""Runs a folder of small programs that once failed, and judges each.
+
+    python benchmarks/cases.py FOLDER [--only TEXT] [--json FILE]
+    AUTOPAR_CASES=FOLDER python benchmarks/cases.py
+
+Each program runs from a copy of the folder, in processes of its own. Steps are compared
+with `jax.jit` (`cases_probe.py`); of runs, what they print and leave behind is read.
+Without a folder the command exits with 2, and with 1 where a case is wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import pathlib
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import cases_judges as judges
+import feature_steps
+
+HERE = pathlib.Path(__file__).resolve().parent
+DATA = HERE.parent / "docs" / "data" / "cases.json"
+LIMIT_S = 2400.0
+# Scripts limit each run for an idle machine; this is how many times as long it gets.
+SLOWER = 6
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A program of the folder, how it is run, and who judges what it printed."""
+
+    path: str
+    judge: Callable[[str, int], str]
+    arguments: tuple[str, ...] = ()
+    probe: str = ""
+
+    @property
+    def name(self) -> str:
+        """Its file, its arguments and how it is looked at."""
+        return " ".join((self.path, *self.arguments[-1:], self.probe)).strip()
+
+    def command(self) -> list[str]:
+        """What is run in the folder of the program."""
+        file = pathlib.Path(self.path)
+        if self.probe:
+            return [sys.executable, str(HERE / "cases_probe.py"), self.probe, file.name]
+        if file.suffix == ".sh":
+            longer = f'timeout() {{ command timeout $(({SLOWER} * $1)) "${{@:2}}"; }}'
+            return ["bash", "-c", f"{longer}; . ./{file.name}"]
+        return [sys.executable, *(self.arguments or (file.name,))]
+
+
+CASES = (
+    Case("steps/explicit_mesh.py", judges.same_as_jit(1), probe="mesh"),
+    Case("steps/ordered_effects.py", judges.same_as_jit(7), probe="plans"),
+    Case("steps/ordered_effects.py", judges.same_as_jit(1), probe="effects"),
+    Case("steps/multisteps_stages.py", judges.same_as_jit(6), probe="plans"),
+    Case("steps/random_microbatches.py", judges.same_as_jit(6), probe="plans"),
+    Case("steps/mixed_rows.py", judges.same_as_jit(6), probe="plans"),
+    Case("steps/last_batches.py", judges.last_batches),
+    Case("steps/pallas_microbatches.py", judges.same_as_jit(8), probe="plans"),
+    Case(
+        "steps/kernels_microbatches.py",
+        judges.same_as_jit(6, judges.ffi_names_option),
+        probe="plans",
+    ),
+    Case("steps/distill.py", judges.same_as_jit(4), probe="roles"),
+    Case("steps/lora_scan.py", judges.same_as_jit(4), probe="roles"),
+    Case(
+        "steps/sparse.py", judges.same_as_jit(4, judges.rows_of_others), probe="roles"
+    ),
+    Case("steps/lstm_tm.py", judges.same_as_jit(4), probe="roles"),
+    Case("steps/gnn_coupled.py", judges.graph),
+    Case(
+        "pricing/goodput_cudnn.py",
+        judges.curve,
+        (
+            *("-m", "autopar", "goodput", "goodput_cudnn.py:workload"),
+            *("--clusters", "8:h100", "impl=cudnn", "kernel=true"),
+        ),
+    ),
+    Case("elastic/repro_restart_from_zero.sh", judges.lost_state),
+    Case("elastic/pid_reuse.sh", judges.stranger_lives),
+    Case("elastic/progs.sh", judges.damaged_programs),
+    Case("elastic/flips.sh", judges.flipped_programs),
+    Case("elastic/diskfull.sh", judges.full_disk),
+    *(
+        Case("elastic/huge_stop.py", judges.huge_cluster, ("huge_stop.py", cluster))
+        for cluster in ("100000000:cpu", "1000000:cpu")
+    ),
+    Case("elastic/repro_file_deaf.py", judges.hears_on),
+    Case("elastic/http_attack.py", judges.endpoint),
+    Case("files/torch_out_of_bounds.py", judges.out_of_bounds),
+    *(
+        Case(
+            "schedule/train_edges.py",
+            judges.train_edge(ends, said),
+            ("train_edges.py", name),
+        )
+        for name, ends, said in (
+            ("codecbad", "->", "unknown codec 'int7'"),
+            ("nan", "->", "steps 5 to 7 are not finite"),
+            ("nanonce", "OK steps 30", r"step 5 is not finite \(1 in a row, 1 in all"),
+            ("srcnone", "->", r"source\(320, 64\) returned None"),
+        )
+    ),
+)
+
+
+def judged(case: Case, folder: pathlib.Path) -> dict[str, Any]:
+    """Runs a case in a folder, and judges it."""
+    begin = time.time()
+    file = folder / case.path
+    row: dict[str, Any] = {"case": case.name}
+    environment = {
+        "PYTHON": sys.executable,
+        "AUTOPAR": str(HERE.parent),
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": feature_steps.FLAGS,
+        "PYTHONUNBUFFERED": "1",
+    }
+    try:
+        judges.need(file.is_file(), f"{case.path} is absent")
+        with subprocess.Popen(
+            case.command(),
+            cwd=file.parent,
+            env={**os.environ, **environment},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            start_new_session=True,
+        ) as run:
+            try:
+                out, _ = run.communicate(timeout=LIMIT_S)
+            except subprocess.TimeoutExpired:
+                os.killpg(run.pid, signal.SIGKILL)
+                raise judges.Wrong(f"still runs after {LIMIT_S:.0f} s") from None
+        row["seen"] = " ".join(case.judge(out, run.returncode).split())
+        row["right"] = True
+    except judges.Wrong as error:
+        row |= {"seen": str(error), "right": False}
+    return row | {"seconds": round(time.time() - begin, 1)}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command; returns its exit code."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    given = os.environ.get("AUTOPAR_CASES")
+    parser.add_argument("folder", nargs="?", default=given, help="of the cases")
+    parser.add_argument("--only", default="", help="cases whose name has this text")
+    parser.add_argument("--json", type=pathlib.Path, default=DATA, help="data file")
+    asked = parser.parse_args(arguments)
+    if asked.folder is None or not (pathlib.Path(asked.folder) / "steps").is_dir():
+        print(
+            f"cases.py: {asked.folder or 'no folder given'}: give the folder of cases "
+            "as the argument, or as AUTOPAR_CASES.",
+            file=sys.stderr,
+        )
+        return 2
+    words = ("git", "rev-parse", "--short", "HEAD")
+    head = subprocess.run(words, cwd=HERE, stdout=subprocess.PIPE, text=True)
+    wrong, chosen = 0, [case for case in CASES if asked.only in case.name]
+    with tempfile.TemporaryDirectory() as temporary:
+        copy = pathlib.Path(temporary) / "cases"
+        shutil.copytree(asked.folder, copy)
+        for path in (copy, *copy.rglob("*")):
+            path.chmod(path.stat().st_mode | 0o200)
+        for case in chosen:
+            row = judged(case, copy) | {"commit": head.stdout.strip()}
+            wrong += not row["right"]
+            write(asked.json, row)
+            verdict = "right" if row["right"] else "WRONG"
+            print(f"{verdict}  {row['case']}: {row['seen']}", flush=True)
+    print(f"\n{len(chosen) - wrong} of {len(chosen)} right")
+    return int(wrong > 0 or not chosen)
+
+
+def write(path: pathlib.Path, row: dict[str, Any]) -> None:
+    """Puts the row of a case into the data file; rows of other cases stay."""
+    rows = json.loads(path.read_text())["rows"] if path.exists() else []
+    known = {x["case"]: x for x in (*rows, row)}
+    rows = [known[case.name] for case in CASES if case.name in known]
+    right = sum(x["right"] for x in rows)
+    data = {
+        "command": "python benchmarks/cases.py FOLDER",
+        "summary": {"cases": len(rows), "right": right},
+        "rows": rows,
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(data, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

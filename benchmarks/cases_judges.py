@@ -1,0 +1,212 @@
+"""Judges what the programs of `cases.py` printed and left behind.
+
+Each judge gets the output and the exit code, and returns a line of what was seen, or
+raises `Wrong`.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from typing import Any
+
+import autopar
+
+# Largest difference from `jax.jit`, relative to an array's largest element.
+LIMIT = 2e-3
+
+
+class Wrong(Exception):
+    """What is not as it must be."""
+
+
+def need(good: object, text: str) -> None:
+    """Says that a case is wrong where something is missing."""
+    if not good:
+        raise Wrong(" ".join(text.split())[:400])
+
+
+def own_error(name: str) -> bool:
+    """Whether a class of errors is autopar's."""
+    kind = getattr(autopar, name.rsplit(".", 1)[-1], None)
+    return isinstance(kind, type) and issubclass(kind, autopar.AutoparError)
+
+
+def same_as_jit(
+    forms: int, refused: Callable[[dict[str, Any]], bool] = lambda _: False
+) -> Callable[[str, int], str]:
+    """Judges the records of a probe.
+
+    Args:
+      forms: how many comparisons there must be.
+      refused: which of them may end with an error of autopar.
+    """
+
+    def judge(out: str, code: int) -> str:
+        rows = [json.loads(x[7:]) for x in out.splitlines() if x.startswith("RECORD ")]
+        need(len(rows) == forms, f"{len(rows)} of {forms} forms ran; {out[-300:]}")
+        lines: list[str] = []
+        for row in rows:
+            if "error" in row:
+                need(row["own"] is True and refused(row), str(row))
+                lines.append(row["line"])
+            else:
+                need(row["difference"] <= LIMIT, str(row))
+        need(code == 0, f"exit code {code}; {out[-300:]}")
+        worst = max((x["difference"] for x in rows if "difference" in x), default=0.0)
+        text = f"{forms - len(lines)} of {forms} equal to jit within {worst:.1e}"
+        drawn = sum("own_numbers" in x for x in rows)
+        if drawn:
+            text += f" ({drawn} with Threefry's keys; the plan says it of others)"
+        return "; refused: ".join([text, *dict.fromkeys(lines)])
+
+    return judge
+
+
+def ffi_names_option(row: dict[str, Any]) -> bool:
+    """A foreign call in microbatches is refused, and the option it names plans it."""
+    return "ffi_call" in row["line"] and row.get("remedy") == "coupled=microbatch"
+
+
+def rows_of_others(row: dict[str, Any]) -> bool:
+    """Numbers that point into rows of other microbatches are refused, with a line."""
+    return "microbatches" in row["options"] and bool(
+        re.search(r"\w+\.py:\d+.* takes rows by numbers .*microbatches=1", row["line"])
+    )
+
+
+def last_batches(out: str, code: int) -> str:
+    """All batches, whatever their order, run and are equal to `jax.jit`."""
+    need(code == 0, out[-400:])
+    seen = re.findall(r"\[lastb\] \(([\d, ]+)\) \[(.*)\]$", out, re.M)
+    need(len(seen) == 5, out[-400:])
+    for sizes, found in seen:
+        wanted = ", ".join(f"({n}, 'ok')" for n in sizes.strip(", ").split(", "))
+        need(found == wanted, f"{sizes}: {found}")
+    return f"{len(seen)} orders of sizes equal to jit"
+
+
+def graph(out: str, code: int) -> str:
+    """Each form is refused, or has the loss of `jax.jit`."""
+    lines = re.findall(r"^64 \d+ \{.*?\} (.*)$", out, re.M)
+    need(code == 0 and len(lines) == 4, out[-400:])
+    for line in lines:
+        numbers = re.match(r"want (\S+) got (\S+)", line)
+        close = numbers and abs(float(numbers[1]) - float(numbers[2])) < LIMIT
+        need(close or own_error(line.split()[0]), line)
+    return f"4 forms; last: {lines[-1][:200]}"
+
+
+def curve(out: str, code: int) -> str:
+    """A curve with rows and positive speeds."""
+    need(code == 0 and "Error" not in out, out[-400:])
+    rows = re.findall(r"8:h100[^\d]+(\d+)\D.*?(\d+(?:\.\d+)?)", out)
+    need(rows and all(float(x[1]) > 0 for x in rows), out[-400:])
+    return f"{len(rows)} rows of a curve"
+
+
+def lost_state(out: str, code: int) -> str:
+    """The run ends with the error, at no step anew."""
+    need(code == 0 and re.search(r"^rc [1-9]\d*$", out, re.M), out[-400:])
+    need("where they go back: [] last" in out, out[-400:])
+    said = re.search(r"^.*was lost with the processes that held it.*$", out, re.M)
+    need(said and "rc 124" not in out, out[-400:])
+    return said[0] if said else ""
+
+
+def stranger_lives(out: str, code: int) -> str:
+    """The process of others lives, and the script was started."""
+    need(code == 0 and "victim lives" in out, out[-400:])
+    need("script runs" in out and "Traceback" not in out, out[-400:])
+    return "the unrelated process lives; the script was started"
+
+
+def damaged_programs(out: str, code: int) -> str:
+    """Each damaged folder trains on, and no pickle of others is run."""
+    need(code == 0 and "uid=" not in out and "PWNED" not in out, out[-400:])
+    need(re.search(r"first run rc 0 programs: [1-9]", out), out[:300])
+    for kind in ("truncated", "empty", "garbage", "evil", "innercut"):
+        need(re.search(rf"^{kind}: rc 0 ", out, re.M), f"{kind}: {out[-700:]}")
+    need(re.search(r"another owner, mode 777: rc [0-9]+ used", out), out[-400:])
+    damaged = re.findall(r"^run.json .*: rc (\d+) (.*)$", out, re.M)
+    need(len(damaged) == 4, out[-600:])
+    for rc, line in damaged:
+        need(rc == "0" or line.startswith("autopar"), f"run.json: {line}")
+    return "5 kinds of damage trained on; nothing foreign was run"
+
+
+def flipped_programs(out: str, code: int) -> str:
+    """Losses after each flipped byte are those of the run before it."""
+    first = re.search(r"^\[39, ([\d.e+-]+),", out, re.M)
+    rows = re.findall(r"flip at .*rc (\d+) \[39, ([^,]+), ", out)
+    need(code == 0 and first and len(rows) == 8, out[-600:])
+    loss = float(first[1]) if first else 0.0
+    for rc, found in rows:
+        need(rc == "0" and abs(float(found) - loss) <= 1e-5 * abs(loss), str(rows))
+    return f"8 flips: loss {loss:.6g} at step 39 each time"
+
+
+def full_disk(out: str, code: int) -> str:
+    """Steps go on while the disk is full, also after a worker's death."""
+    lines = re.findall(r"^(steps before|4 s after|12 s after).*?: (.*)$", out, re.M)
+    steps = [max(map(int, re.findall(r"\[(\d+)", x[1])), default=-1) for x in lines]
+    need(code == 0 and len(steps) == 3, out[-500:])
+    need(steps[0] < steps[1] < steps[2], f"steps {steps}: {out[-300:]}")
+    need(out.count("supervisor alive: yes") == 2, out[-400:])
+    return f"steps {steps[0]}, {steps[1]}, {steps[2]}"
+
+
+def huge_cluster(out: str, code: int) -> str:
+    """Refused in one short line within a second, while steps go on."""
+    found = re.search(r"change returned (.*) ([\d.]+) s$", out, re.M)
+    need(code == 0 and found and "giving up" not in out, out[-400:])
+    seconds = float(found[2]) if found else 99.0
+    need(seconds < 1 and len(out) < 2000, f"{seconds} s, {len(out)} characters")
+    need(found and "ok=True" not in found[0], out[-400:])
+    return found[1] if found else ""
+
+
+def hears_on(out: str, code: int) -> str:
+    """The event behind the wrong one is heard."""
+    need(code == 0 and "watching thread alive: True" in out, out[-400:])
+    wrong, after = out.find("\nwrong "), out.rfind("\nheard ")
+    need(0 < wrong < after and out.count("heard ") == 3, out[-400:])
+    return out[wrong:after].strip().splitlines()[0][:200]
+
+
+def endpoint(out: str, code: int) -> str:
+    """Valid requests are served beside floods and slow sockets; steps go on."""
+    steps = re.search(r"steps go on: (\d+)", out)
+    need(code == 0 and steps and int(steps[1]) > 0, out[-400:])
+    flood = re.search(r"10 good requests meanwhile: \[(.*)\]", out)
+    slow = re.search(r"good request\): \[(.*)\]", out)
+    need(flood and slow, out[-400:])
+    for found, count in ((flood, 10), (slow, 10)):
+        answers = re.findall(r"\b(20\d)\b", found[1] if found else "")
+        need(len(answers) == count, found[0] if found else "")
+    return f"{slow[1] if slow else ''}"[:200]
+
+
+def out_of_bounds(out: str, code: int) -> str:
+    """The file is refused by autopar's error, nothing of it shown."""
+    last = out.strip().splitlines()[-1]
+    need(code == 1 and own_error(last.split(":")[0]), out[-400:])
+    return last
+
+
+def train_edge(ends: str, said: str) -> Callable[[str, int], str]:
+    """Judges an end of `autopar.train`, and what was said of it."""
+
+    def judge(out: str, code: int) -> str:
+        found = re.search(rf"^\w+ {ends}.*$", out, re.M)
+        need(code == 0 and found, out[-500:])
+        line = found[0] if found else ""
+        if "->" in line:
+            need(own_error(line.split("->")[1].split()[0]), line)
+        else:
+            need("nan" not in line.split("...")[-1], line)
+        need(re.search(said, out), out[-500:])
+        return line[:250]
+
+    return judge
