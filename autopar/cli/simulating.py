@@ -57,7 +57,8 @@ def simulated(asked: Asked, *, as_json: bool) -> Result:
     history = simulate(trace.jobs, nodes, policy, options)
     figures = metrics(history)
     if asked.page is not None:
-        export_whole(asked.page, timeline_page(history, figures).encode())
+        page = timeline_page(history, figures)
+        export_whole(asked.page, page.encode(errors="backslashreplace"))
     code = COULD_NOT_RUN if figures.failed else 0
     if as_json:
         data = {

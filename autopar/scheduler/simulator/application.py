@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import math
 import pathlib
+import re
 
 import numpy as np
 
@@ -17,7 +18,14 @@ from autopar.errors import ScheduleError
 from autopar.scheduler.simulator.interpolation import StepTimes
 from autopar.scheduler.simulator.tables import read_rows
 
-_COLUMNS = ("progress", "iteration", "metric", "grad_sqr", "grad_var")
+# The columns, and the least that can stand there: what is divided by is above zero.
+_COLUMNS = {
+    "progress": 0.0,
+    "iteration": 0.0,
+    "metric": -math.inf,
+    "grad_sqr": 0.0,
+    "grad_var": 1e-30,
+}
 
 
 class Application:
@@ -85,7 +93,7 @@ class Application:
     def split(self, batch: int, devices: int) -> tuple[int, int]:
         """Samples a device in a microbatch, and microbatches before the last."""
         local = math.ceil(batch / devices - 1e-8)
-        more = math.ceil(local / self.most_local - 1e-8) - 1
+        more = max(math.ceil(local / self.most_local - 1e-8), 1) - 1
         if devices == 1 and batch > self.base_batch:
             more = max(1, more)
         return math.ceil(local / (more + 1) - 1e-8), more
@@ -111,12 +119,20 @@ class Application:
 def _validations(folder: pathlib.Path) -> dict[int, np.ndarray]:
     found: dict[int, np.ndarray] = {}
     for path in sorted(folder.glob("validation-*.csv")):
-        rows = [
-            [row.number(name) for name in _COLUMNS] for row in read_rows(path, _COLUMNS)
-        ]
+        rows: list[list[float]] = []
+        for row in read_rows(path, tuple(_COLUMNS)):
+            values = [row.number(name, least) for name, least in _COLUMNS.items()]
+            if rows and values[0] < rows[-1][0]:
+                raise ScheduleError(f"{row.where}: progress falls; it adds up epochs.")
+            rows.append(values)
         if not rows:
             raise ScheduleError(f"{path}: it has no rows; an epoch is needed.")
-        found[int(path.stem.rpartition("-")[2])] = np.array(rows)
+        batch = path.stem.rpartition("-")[2]
+        if not re.fullmatch("[1-9][0-9]{0,8}", batch):
+            raise ScheduleError(
+                f"{path}: {batch!r} is no batch; name it as 'validation-64.csv'."
+            )
+        found[int(batch)] = np.array(rows)
     if not found:
         raise ScheduleError(f"{folder}: it has no validation-BATCH.csv.")
     return found

@@ -3,17 +3,32 @@
 from __future__ import annotations
 
 import pathlib
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 from scipy.interpolate import LinearNDInterpolator  # SciPy comes with JAX
+from scipy.spatial import QhullError
 
 from autopar.errors import ScheduleError
-from autopar.scheduler.simulator.tables import read_rows
+from autopar.scheduler.simulator.tables import Row, read_rows
 
 Placement = tuple[int, ...]
 
 _MOST_NODES = 16  # the published tables end there
+
+
+def linear_between(points: np.ndarray, values: np.ndarray) -> Callable[..., Any]:
+    """Interpolates linearly; nan outside, and everywhere if the points lie in a plane.
+
+    Args:
+      points: (points, coordinates).
+      values: of each point.
+    """
+    try:
+        return LinearNDInterpolator(points, values)
+    except QhullError:  # too few points, or all in a plane: nothing lies between them
+        return lambda _: np.full((1, *values.shape[1:]), np.nan)
 
 
 class StepTimes:
@@ -73,7 +88,7 @@ class StepTimes:
             )
         return float(step), float(sync)
 
-    def _interpolator(self) -> LinearNDInterpolator:
+    def _interpolator(self) -> Callable[..., Any]:
         grouped: dict[tuple[int, int, int], list[tuple[float, float]]] = {}
         for placement, local, step, sync in self.rows():
             key = len(placement), sum(placement), local
@@ -83,8 +98,22 @@ class StepTimes:
         columns = ("num_nodes", "num_replicas", "local_bsz", "step_time", "sync_time")
         for row in read_rows(self._folder / "scalability.csv", columns):
             points.append([row.whole(name) for name in columns[:3]])
-            values.append(np.array([row.number(name, 0.0) for name in columns[3:]]))
-        return LinearNDInterpolator(np.array(points, float), np.array(values))
+            values.append(np.array(_step_seconds(row)))
+        return linear_between(np.array(points, float), np.array(values))
+
+
+def _step_seconds(row: Row) -> tuple[float, float]:
+    """Seconds of a step, and of the part of it that synchronises.
+
+    Raises:
+      ScheduleError: the part is larger than the whole.
+    """
+    step, sync = row.number("step_time", 1e-9), row.number("sync_time", 0.0)
+    if sync > step:
+        raise ScheduleError(
+            f"{row.where}: sync_time is {sync:g}, and the whole step_time {step:g}."
+        )
+    return step, sync
 
 
 def _placements(path: pathlib.Path) -> dict[Placement, np.ndarray]:
@@ -92,14 +121,9 @@ def _placements(path: pathlib.Path) -> dict[Placement, np.ndarray]:
     found: dict[Placement, list[tuple[float, float, float]]] = {}
     columns = ("placement", "local_bsz", "step_time", "sync_time")
     for row in read_rows(path, columns):
-        text = row.text("placement")
-        if not text.isdigit() or "0" in text:
-            raise ScheduleError(
-                f"{row.where}: placement {text!r} is no row of digits from 1 to 9."
-            )
-        values = row.number("local_bsz", 1), row.number("step_time", 0.0)
-        sync = row.number("sync_time", 0.0)
-        found.setdefault(tuple(map(int, text)), []).append((*values, sync))
+        placement = row.placement("placement")
+        local, seconds = row.whole("local_bsz", 1), _step_seconds(row)
+        found.setdefault(placement, []).append((local, *seconds))
     if not found:
         raise ScheduleError(f"{path}: it has no rows; a step time is needed.")
     return {key: np.array(sorted(rows)) for key, rows in found.items()}

@@ -8,10 +8,10 @@ import pathlib
 from typing import Any
 
 import numpy as np
-from scipy.interpolate import LinearNDInterpolator  # SciPy comes with JAX
 
 from autopar.errors import ScheduleError
 from autopar.scheduler.jobs import Job
+from autopar.scheduler.simulator.interpolation import linear_between
 from autopar.scheduler.simulator.tables import read_rows
 
 Placement = tuple[int, ...]
@@ -53,12 +53,7 @@ class PlanTimes:
         self._seconds: dict[tuple[str, Placement], float] = {}
         self._means: dict[tuple[int, int], list[float]] = collections.defaultdict(list)
         for row in read_rows(folder / "placements.csv", COLUMNS):
-            text = row.text("placement")
-            if not text.isdigit() or "0" in text:
-                raise ScheduleError(
-                    f"{row.where}: placement {text!r} is no row of digits from 1 to 9."
-                )
-            placement = tuple(map(int, text))
+            placement = row.placement("placement")
             seconds = row.number("iter_time", 1e-9)
             self._means[len(placement), sum(placement)].append(seconds)
             self._seconds.setdefault((row.text("exec_plan"), placement), seconds)
@@ -85,7 +80,7 @@ class PlanTimes:
         if self._between is None:
             points = np.array(sorted(self._means), float)
             means = np.array([np.mean(self._means[key]) for key in sorted(self._means)])
-            self._between = LinearNDInterpolator(points, means)
+            self._between = linear_between(points, means)
         found = float(self._between([key])[0])
         if not np.isfinite(found):
             raise ScheduleError(

@@ -6,9 +6,16 @@ import csv
 import dataclasses
 import math
 import pathlib
+import re
 from collections.abc import Iterator, Sequence
 
 from autopar.errors import ScheduleError
+
+ENCODING = "utf-8-sig"
+"""UTF-8, behind the mark that spreadsheets write or without it."""
+
+_LARGEST = 1e30  # of any unit: products of such numbers are finite
+_LARGEST_WHOLE = 2**53  # larger ones are not all numbers of floating point
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -31,14 +38,15 @@ class Row:
         """The number in a column.
 
         Raises:
-          ScheduleError: it is no finite number, or less than ``least``.
+          ScheduleError: it is no finite number, too large, or less than ``least``.
         """
         try:
             value = float(self.cells[column])
         except ValueError:
             value = math.nan
-        if not math.isfinite(value) or value < least:
+        if not abs(value) <= _LARGEST or value < least:
             bound = "" if math.isinf(least) else f" of at least {least:g}"
+            bound += f", of at most {_LARGEST:g}" if _LARGEST < value < math.inf else ""
             raise ScheduleError(
                 f"{self.where}: {column} is {self.cells[column]!r}; give a finite "
                 f"number{bound}."
@@ -49,27 +57,42 @@ class Row:
         """The whole number in a column.
 
         Raises:
-          ScheduleError: it is none, or less than ``least``.
+          ScheduleError: it is none, less than ``least``, or too large to be exact.
         """
         value = self.number(column, least)
-        if value != int(value):
+        if value != int(value) or abs(value) > _LARGEST_WHOLE:
             raise ScheduleError(
-                f"{self.where}: {column} is {value}; give a whole number."
+                f"{self.where}: {column} is {value}; give a whole number, of at most "
+                f"{_LARGEST_WHOLE}."
             )
         return int(value)
+
+    def placement(self, column: str) -> tuple[int, ...]:
+        """The devices on each node, from a row of digits such as ``422``.
+
+        Raises:
+          ScheduleError: it is none.
+        """
+        text = self.text(column)
+        if not re.fullmatch("[1-9]+", text):
+            raise ScheduleError(
+                f"{self.where}: {column} {text!r} is no row of digits from 1 to 9."
+            )
+        return tuple(map(int, text))
 
 
 def read_rows(
     path: pathlib.Path, columns: Sequence[str], *, delimiter: str = ","
 ) -> Iterator[Row]:
-    """The rows of a CSV file with a head line.
+    """The rows of a CSV file with a head line; only commas stand beside quotes.
 
     Raises:
       ScheduleError: the file cannot be read, lacks a column, or a row lacks a cell.
     """
+    quoting = csv.QUOTE_MINIMAL if delimiter == "," else csv.QUOTE_NONE
     try:
-        with path.open(newline="") as file:
-            lines = list(csv.reader(file, delimiter=delimiter))
+        with path.open(newline="", encoding=ENCODING) as file:
+            lines = list(csv.reader(file, delimiter=delimiter, quoting=quoting))
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise ScheduleError(f"{path}: it cannot be read: {error}.") from error
     head = [name.strip() for name in lines[0]] if lines else []

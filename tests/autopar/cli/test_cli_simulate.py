@@ -265,6 +265,14 @@ def test_records_of_clusters_are_read(
         ("a.txt", SACCT.replace("1-02:00:00", "26h"), ("a.txt:4", "Elapsed is '26h'")),
         ("a.txt", SACCT.replace("AllocTRES", "TRES"), ("no column AllocTRES",)),
         ("a.txt", SACCT.replace("|2024-01-03T03:00:30", ""), ("a.txt:4", "6 cells")),
+        ("a.txt", SACCT.replace("a100=2", "a=" + "9" * 5000), ("a.txt:2", "AllocTRES")),
+        ("a.csv", TABLE.replace("90.5", "1e31"), ("a.csv:3", "at most 1e+30")),
+        ("a.csv", TABLE.replace("90.5,2", "9,1e17"), ("a.csv:3", "whole number")),
+        (
+            "a.csv",
+            TABLE.replace("2017-10-09 07:01:00", "0001-01-01 00:00+23:00"),
+            ("a.csv:2", "timestamp is '0001"),
+        ),
     ],
 )
 def test_a_wrong_record_is_named(
@@ -273,6 +281,66 @@ def test_a_wrong_record_is_named(
     path = tmp_path / name
     path.write_text(text)
     assert_fails(run("simulate", path, "--cluster", "2x4"), *parts)
+
+
+def test_sacct_prints_names_and_steps_as_they_are(
+    run: Run, tmp_path: pathlib.Path
+) -> None:
+    """Quotes mean nothing there; a job that began again stands there each time."""
+    rows = (
+        "JobID|JobName|Submit|Elapsed|State|AllocTRES",
+        '1300+0|say "x|2024-01-02T03:00:00|00:10:00|NODE_FAIL|gres/gpu:a100=1',
+        '1300+0.0+1|"|2024-01-02T03:00:00|00:10:00|CANCELLED|cpu=1',
+        '1300+0|say "x|2024-01-02T03:20:00|00:20:00|COMPLETED|gres/gpu:a100=2',
+        "1301_[5-9%2]|y|2024-01-02T03:20:00|00:00:00|PENDING|",
+    )
+    path = tmp_path / "sacct.txt"
+    path.write_text("\n".join(rows), encoding="utf-8-sig")
+    words = ("simulate", path, "--cluster", "1x4", "--policy", "fifo", "--restart", "0")
+    data = run(*words, "--json").json
+    assert (data["jobs"], data["left_out"]) == (1, {"never ran": 1})
+    assert data["makespan_s"] == 60 + 600 + 1200
+
+
+@pytest.mark.parametrize(
+    ("table", "old", "new", "parts"),
+    [
+        ("placements.csv", "\n11,", "\n\u00b2,", ("'\u00b2' is no row of digits",)),
+        (
+            "placements.csv",
+            "\n1,4,",
+            "\n1,4,0.3,9\n1,4,",
+            ("sync_time is 9", "step_time 0.3"),
+        ),
+        ("placements.csv", "\n1,4,", "\n1,4,0,0\n1,4,", ("step_time is '0'",)),
+        ("placements.csv", "1,4,", "1,4.5,", ("local_bsz is 4.5", "whole number")),
+        ("validation-8.csv", "1.0,2.0", "1.0,0", ("validation-8.csv:2", "grad_var")),
+        ("validation-8.csv", "\n200,", "\n20,", ("-8.csv:3", "progress falls")),
+        ("validation-x.csv", "", "", ("'x' is no batch",)),
+    ],
+)
+def test_a_wrong_table_is_named(
+    table: str,
+    old: str,
+    new: str,
+    parts: tuple[str, ...],
+    run: Run,
+    tmp_path: pathlib.Path,
+) -> None:
+    trace = schedule_tables.write_trace(tmp_path, GOOD)
+    path = tmp_path / "traces" / "tiny" / table
+    whole = path.with_name(table.replace("x", "8")).read_text()
+    path.write_text(whole.replace(old, new, 1), encoding="utf-8")
+    assert_fails(run("simulate", trace, "--cluster", "2x2"), *parts)
+
+
+def test_few_measured_placements_have_nothing_between_them(
+    run: Run, tmp_path: pathlib.Path
+) -> None:
+    trace = plans(tmp_path, "a,0,0,wide,3,ga,9,0")
+    result = run("simulate", trace, "--cluster", "1x4", "--policy", "fifo")
+    assert result.code == 3
+    assert "job a could not run: wide: no step time is known near" in result.out
 
 
 def test_tables_of_each_kind_of_devices(run: Run, tmp_path: pathlib.Path) -> None:

@@ -12,6 +12,7 @@ from autopar.scheduler.models import corrected_form, pollux_form
 from autopar.scheduler.nodes import Nodes
 from autopar.scheduler.policies.base import Policy
 from autopar.scheduler.simulator.running import RunningJob
+from autopar.scheduler.simulator.tables import ENCODING
 from autopar.scheduler.simulator.traces import philly, pollux, recorded, rubick
 
 _RECORDS = {
@@ -160,8 +161,8 @@ def _record(trace: pathlib.Path, head: set[str]) -> str:
 
 def _head(trace: pathlib.Path) -> set[str]:
     try:
-        with trace.open(newline="") as file:
+        with trace.open(newline="", encoding=ENCODING) as file:
             first = file.readline(65536)
+        return {name.strip() for name in next(csv.reader([first]), [])}
     except (OSError, UnicodeDecodeError) as error:
         raise ScheduleError(f"{trace}: it cannot be read: {error}.") from error
-    return {name.strip() for name in next(csv.reader([first]), [])}

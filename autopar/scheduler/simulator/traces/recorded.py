@@ -22,9 +22,8 @@ from autopar.scheduler.simulator.traces.philly import timed_job
 
 PHILLY = ("timestamp", "duration", "num_gpus")
 SACCT = ("JobID", "Submit", "Elapsed")
-# In a Slurm record steps of a job stand below it: 17.batch, 17.extern, 17.0.
-_STEP = re.compile(r"\.(batch|extern|interactive|\d+)$")
 _ELAPSED = re.compile(r"(?:(\d+)-)?(?:(\d+):)?(\d+):(\d+(?:\.\d+)?)")
+_GPU_DIGITS = 9
 _GPU = re.compile(r"gres/gpu(?::([^=,]+))?=(\d+)")
 
 Rows = list[tuple[str, Job]]
@@ -56,29 +55,37 @@ def read_philly_table(path: pathlib.Path) -> tuple[Rows, Left]:
 def read_sacct(path: pathlib.Path) -> tuple[Rows, Left]:
     """The jobs of ``sacct -P`` with JobID, Submit, Elapsed and AllocTRES or ReqTRES.
 
+    A job that began again has a row for each time (``--duplicates``): it has run for
+    the sum of them.
+
     Raises:
       ScheduleError: a row is wrong; it is named.
     """
-    found: list[_Recorded] = []
+    found: dict[str, _Recorded] = {}
     for row in read_rows(path, SACCT, delimiter="|"):
         name = row.text("JobID")
-        if _STEP.search(name):
+        if "." in name:  # a step of a job: 17.batch, 17_4.extern, 17+0.0+1
             continue
         if not {"AllocTRES", "ReqTRES"} & row.cells.keys():
             raise ScheduleError(
                 f"{path}: it has no column AllocTRES or ReqTRES, which say the GPUs; "
                 "add one to --format."
             )
-        found.append(
-            _Recorded(
-                where=row.where,
-                name=name,
-                submitted=_date(row.where, "Submit", row.text("Submit")),
-                devices=_gpus(row),
-                seconds=_elapsed_s(row),
-            )
+        before = found.get(name)
+        submitted = _date(row.where, "Submit", row.text("Submit"))
+        devices, seconds = _gpus(row), _elapsed_s(row)
+        if before is not None:
+            submitted = before.submitted or submitted
+            devices = max(devices, before.devices)
+            seconds += before.seconds
+        found[name] = _Recorded(
+            where=row.where,
+            name=name,
+            submitted=submitted,
+            devices=devices,
+            seconds=seconds,
         )
-    return _jobs(found)
+    return _jobs(found.values())
 
 
 def read_philly_log(path: pathlib.Path) -> tuple[Rows, Left]:
@@ -193,16 +200,14 @@ def _date(where: str, key: str, text: Any) -> datetime.datetime | None:
     cut = re.sub(r" [A-Z]{3,4}$", "", str(text))  # Philly's times may end with PST
     try:
         found = datetime.datetime.fromisoformat(cut)
-    except ValueError:
+        # Some rows of a file may name a zone and others not.
+        if found.utcoffset() is not None:
+            found = found.astimezone(datetime.UTC)
+        return found.replace(tzinfo=None)
+    except (ValueError, OverflowError):  # the first and last days of the calendar
         raise ScheduleError(
             f"{where}: {key} is {text!r}; give a time such as 2017-10-09 07:01:55."
         ) from None
-    # Some rows of a file may name a zone and others not.
-    return (
-        found.replace(tzinfo=None)
-        if found.utcoffset() is None
-        else (found.astimezone(datetime.UTC).replace(tzinfo=None))
-    )
 
 
 def _elapsed_s(row: Row) -> float:
@@ -225,8 +230,13 @@ def _elapsed_s(row: Row) -> float:
 def _gpus(row: Row) -> int:
     """GPUs by what a job had, or else asked for."""
     for column in ("AllocTRES", "ReqTRES"):
-        found = _GPU.findall(row.cells.get(column, ""))
+        text = row.cells.get(column, "")
+        found = _GPU.findall(text)
         if found:
+            if any(len(count) > _GPU_DIGITS for _, count in found):
+                raise ScheduleError(
+                    f"{row.where}: {column} is {text[:80]!r}; no job has so many GPUs."
+                )
             whole = [int(count) for kind, count in found if not kind]
             return whole[0] if whole else sum(int(count) for _, count in found)
     return 0
