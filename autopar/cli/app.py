@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import io
 import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -230,6 +231,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         elif as_json:
             stdout.write_at_once(json.dumps(failures.INTERRUPTED.data) + "\n")
 
+    if own and isinstance(sys.stdout, io.TextIOWrapper):
+        # Names in files may have letters that no terminal shows, or not this one.
+        sys.stdout.reconfigure(errors="backslashreplace")
     with stoppable(interrupted) if own else contextlib.nullcontext():
         code = _run(words, stdout, as_json)
     if own:

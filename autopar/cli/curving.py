@@ -98,7 +98,7 @@ def goodput(
     if out is not None:
         table.save(out)
     if page is not None:
-        export_whole(page, curve_page(table).encode())
+        export_whole(page, curve_page(table).encode(errors="backslashreplace"))
     if as_json:
         return Result.of(msgspec.to_builtins(table))
     return Result("\n".join(lines_of(table)))

@@ -8,6 +8,7 @@ from typing import Any
 
 from autopar.cli.output import Result
 from autopar.elastic.ledger import read_ledger
+from autopar.errors import PlanError
 from autopar.reports.units import bytes_text, seconds_text
 from autopar.terminal import columns
 
@@ -34,18 +35,32 @@ def ledger(file: pathlib.Path, as_json: bool) -> Result:
         return Result.of({"lines": [dict(line) for line in lines]})
     if not lines:
         return Result("no event and no re-plan is written down yet")
-    after = {x.get("number"): x for x in lines if x["kind"] == "measured"}
-    replans = [x for x in lines if x["kind"] == "replan"]
-    rows = [_HEADING, *(_row(x, after.get(x.get("number"), {})) for x in replans)]
-    parts = [columns(rows, right=_NUMBERS)] if replans else []
-    settled = {x.get("number"): x for x in lines if x["kind"] == "batch measured"}
-    changes = [x for x in lines if x["kind"] == "batch"]
-    made = [_batch_row(x, settled.get(x.get("number"), {})) for x in changes]
-    if made:
-        parts.append(columns([_BATCHES, *made], right=(0, *range(3, len(_BATCHES)))))
-    others = [row for x in lines if (row := _other(x))]
-    if others:
-        parts.append(columns([("what", "from", "why"), *others]))
+    later = {(x["kind"], str(x.get("number"))): x for x in lines}
+    replans: list[Sequence[str]] = [_HEADING]
+    batches: list[Sequence[str]] = [_BATCHES]
+    others: list[Sequence[str]] = [("what", "from", "why")]
+    for number, line in enumerate(lines, 1):
+        kind, name = line["kind"], str(line.get("number"))
+        try:
+            if kind == "replan":
+                replans.append(_row(line, later.get(("measured", name), {})))
+            elif kind == "batch":
+                measured = later.get(("batch measured", name), {})
+                batches.append(_batch_row(line, measured))
+            elif other := _other(line):
+                others.append(tuple(map(str, other)))
+        except (AttributeError, LookupError, TypeError, ValueError) as error:
+            # What is no text or number where there should be one, or is missing.
+            raise PlanError(
+                f"{file}: line {number} is none of a ledger: no run writes such a "
+                f"{kind[:40]!r} line."
+            ) from error
+    tables = (
+        (replans, _NUMBERS),
+        (batches, (0, *range(3, len(_BATCHES)))),
+        (others, ()),
+    )
+    parts = [columns(rows, right=right) for rows, right in tables if len(rows) > 1]
     return Result("\n\n".join("\n".join(part) for part in parts))
 
 

@@ -98,7 +98,7 @@ def read_jobs(path: pathlib.Path) -> tuple[Handed, ...]:
         found = tomllib.loads(path.read_text())
     except OSError as error:
         raise ScheduleError(f"{path}: {error.strerror}.") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:  # of TOML, UTF-8 and huge numbers
         raise ScheduleError(f"{path}: it is no TOML: {error}.") from error
     tables = found.pop("job", None)
     if found:
@@ -159,8 +159,12 @@ def _wrong(spec: JobSpec, folder: pathlib.Path) -> str:
     """What is wrong with a job: the key, its value and what to do; '' if nothing is."""
     if not _NAME.fullmatch(spec.name):
         return f"name {spec.name!r} is no name; use letters, digits and _ . -"
-    if not (folder / spec.script).is_file():
-        return f"script {spec.script!r}: there is no such file in {folder}."
+    try:
+        there = (folder / spec.script).is_file()
+    except OSError:  # no file system has such a name
+        there = False
+    if not there:
+        return f"script {spec.script[:200]!r}: there is no such file in {folder}."
     if not (math.isfinite(spec.submitted_s) and spec.submitted_s >= 0):
         return f"submitted_s is {spec.submitted_s}; give a time of at least 0."
     if spec.min < 1:

@@ -123,8 +123,8 @@ def read_ledger(path: str | os.PathLike[str]) -> list[Mapping[str, Any]]:
     for number, text in enumerate(texts, 1):
         try:
             line = json.loads(text)
-            good = isinstance(line, dict) and "kind" in line
-        except ValueError:
+            good = isinstance(line, dict) and isinstance(line.get("kind"), str)
+        except (ValueError, RecursionError):
             line, good = {}, False
         if not good:
             if number == len(texts):

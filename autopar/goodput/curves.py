@@ -218,20 +218,18 @@ class CurveTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         name = os.fspath(path)
         try:
             data = Path(path).read_bytes()
-        except OSError as error:
-            raise ScheduleError(f"{name}: {error.strerror}.") from error
+        except (OSError, ValueError) as error:  # a name may hold what no name can
+            reason = getattr(error, "strerror", None) or error
+            raise ScheduleError(f"{name}: {reason}.") from error
         try:
             schema = msgspec.json.decode(data, type=_Header).schema
-        except msgspec.MsgspecError as error:
-            raise ScheduleError(f"{name}: it is no goodput curve: {error}.") from error
-        if schema != SCHEMA:
-            raise ScheduleError(
-                f"{name}: it is a curve of schema {schema}, and this version reads "
-                f"schema {SCHEMA}; make it anew with autopar goodput."
-            )
-        try:
+            if schema != SCHEMA:
+                raise ScheduleError(
+                    f"{name}: it is a curve of schema {schema}, and this version reads "
+                    f"schema {SCHEMA}; make it anew with autopar goodput."
+                )
             return msgspec.json.decode(data, type=cls)
-        except msgspec.MsgspecError as error:
+        except (msgspec.MsgspecError, RecursionError, UnicodeError) as error:
             raise ScheduleError(f"{name}: it is no goodput curve: {error}.") from error
 
 

@@ -52,6 +52,20 @@ def test_files_that_are_no_ledger(run: Any, tmp_path: Path) -> None:
     path = tmp_path / "other.jsonl"
     path.write_text('{"kind": "stop"}\n[1]\n{"kind": "stop"}\n')
     assert "line 2 is none of a ledger" in run("ledger", path).err
+    for line in (
+        '{"kind": "replan", "events": 5}',
+        '{"kind": "replan", "measured": {"pause_s": "long"}}',
+        '{"kind": "batch", "old": []}',
+        '{"kind": "event"}',
+        '{"kind": "refused", "events": [[]]}',
+        '{"kind": []}',
+        '{"kind": "stop", "events": ' + "[" * 99_999,
+    ):
+        path.write_text('{"kind": "stop"}\n' + line + '\n{"kind": "stop"}\n')
+        assert "line 2 is none of a ledger" in run("ledger", path).err
+    path.write_text('{"kind": "measured", "number": []}\n{"kind": "wrong", "source": 0')
+    path.write_text(path.read_text() + ', "reason": "why"}\n')
+    assert "why" in run("ledger", path).out
     path.write_text("")
     assert "yet" in run("ledger", path).out
 

@@ -85,6 +85,16 @@ def test_json_is_alone_on_stdout(
     assert ("at exit" in err) is own
 
 
+def test_letters_that_stdout_lacks_are_escaped(tmp_path: pathlib.Path) -> None:
+    """Half a pair of UTF-16, which JSON can hold and no encoding has."""
+    path = tmp_path / "ledger.jsonl"
+    path.write_text(r'{"kind": "wrong", "source": "x", "reason": "\ud800"}' + "\n")
+    process = start("ledger", path)
+    out, err = process.communicate(timeout=120)
+    assert (process.returncode, err) == (0, "")
+    assert r"\ud800" in out
+
+
 # Targets in which an interrupt is not raised at once, or never.
 DEAF = {
     "keeps going": """

@@ -54,6 +54,9 @@ def test_a_table_is_read(tmp_path: pathlib.Path) -> None:
         ("[[jobs]]\n", "key 'jobs' is not known"),
         ("", "it has no jobs"),
         ("[[job", "it is no TOML"),
+        (ONE + f"devices = {'9' * 5000}", "it is no TOML"),
+        (ONE.replace("train", "x" * 300), "job 'one': script 'x+': there is no"),
+        (ONE + 'curve = "\\u0000"', "job 'one': curve: .*null"),
     ],
 )
 def test_what_is_wrong_is_named(text: str, words: str, tmp_path: pathlib.Path) -> None:

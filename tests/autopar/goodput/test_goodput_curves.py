@@ -77,6 +77,10 @@ def test_a_file_that_is_none(change: Any, words: str, tmp_path: pathlib.Path) ->
     path.write_text(json.dumps(msgspec.to_builtins(table(1.0)) | change))
     with pytest.raises(ScheduleError, match=words):
         CurveTable.load(path)
+    for damaged in (b'{"sch\xe9ma": 1}', b'{"schema":' + b'{"a":' * 5000):
+        path.write_bytes(damaged)
+        with pytest.raises(ScheduleError, match="it is no goodput curve"):
+            CurveTable.load(path)
     with pytest.raises(ScheduleError, match="No such file"):
         CurveTable.load(tmp_path / "other.json")
 
