@@ -5,8 +5,11 @@
 Valid files are mutated, as bytes, as words and as trees of JSON. A mutant that runs a
 line of the package that no other ran is kept, and mutated further. A case fails where
 another error than `autopar.AutoparError` comes out, where it takes more than 5 s of
-CPU, or where the process dies. The figures go to ``docs/data/fuzz.json``, those of one
-format, such as ``--format plans``, to standard output and to ``--out`` alone.
+CPU, or where the process dies. ``--minutes`` is the time of each format on the clock;
+``cpu_minutes`` in the figures is what it had of a CPU.
+
+The figures go to ``docs/data/fuzz.json``, those of one format, such as ``--format
+plans``, to standard output and to ``--out`` alone.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ from __future__ import annotations
 import argparse
 import collections
 import concurrent.futures
+import contextlib
 import json
 import pathlib
 import random
@@ -26,13 +30,14 @@ import traceback
 import warnings
 from typing import Any
 
-import fuzz_formats
-from fuzz_formats import FORMATS, Format
+from fuzz_formats import FORMATS
+from fuzz_mutations import Format, mutated
 
 import autopar
 
 ROOT = pathlib.Path(__file__).parents[1]
 SLOW_S, MEMORY_BYTES, MOST_CORPUS, MOST_FAILURES = 5.0, 4 << 30, 400, 40
+TRACED = 0.3  # share of the cases whose lines are followed, which is slow
 PACKAGE = str(ROOT / "autopar")
 
 
@@ -68,7 +73,7 @@ class Result:
         self.cases = self.accepted = 0
         self.errors: collections.Counter[str] = collections.Counter()
         self.failures: dict[str, dict[str, Any]] = {}
-        self.slowest_s = 0.0
+        self.slowest_s = self.cpu_s = 0.0
 
     def take(self, found: Format, data: bytes) -> None:
         """Runs a case."""
@@ -99,6 +104,7 @@ class Result:
         """The figures, as JSON can hold them."""
         return {
             "cases": self.cases,
+            "cpu_minutes": round(self.cpu_s / 60, 2),
             "accepted": self.accepted,
             "distinct_errors": len(self.errors),
             "errors": dict(self.errors.most_common(60)),
@@ -138,23 +144,28 @@ def run(
       last: file to which each case is written before it runs; None: nowhere.
     """
     draw = random.Random(seed)
-    with tempfile.TemporaryDirectory() as place, warnings.catch_warnings():
+    with (
+        tempfile.TemporaryDirectory() as place,
+        warnings.catch_warnings(),
+        contextlib.ExitStack() as close,
+    ):
         warnings.simplefilter("ignore")
         found = FORMATS[name](pathlib.Path(place))
         corpus = list(found.seeds)
         result, coverage = Result(), Coverage()
+        close.callback(found.close)
         for data in corpus:
             found.read(data)  # they are valid
-        end = time.monotonic() + seconds
+        end, begin_s = time.monotonic() + seconds, time.process_time()
         while time.monotonic() < end and (cases is None or result.cases < cases):
-            data = fuzz_formats.mutated(draw, draw.choice(corpus), corpus, found)
+            data = mutated(draw, draw.choice(corpus), corpus, found)
             if last is not None:
                 last.seek(0)
                 last.write(len(data).to_bytes(8, "little") + data)
                 last.flush()
             coverage.new = False
             before = sys.gettrace()
-            if traced:
+            if traced and draw.random() < TRACED:
                 sys.settrace(coverage.calls)
             try:
                 result.take(found, data)
@@ -162,6 +173,7 @@ def run(
                 sys.settrace(before)
             if coverage.new and len(corpus) < MOST_CORPUS and len(data) < 1 << 17:
                 corpus.append(data)
+        result.cpu_s = time.process_time() - begin_s
     return result
 
 
@@ -224,6 +236,7 @@ def main() -> int:
         "summary": {
             "formats": len(formats),
             "minutes": given.minutes,
+            "cpu_minutes": round(sum(x["cpu_minutes"] for x in formats), 1),
             "cases": sum(x["cases"] for x in formats),
             "accepted": sum(x["accepted"] for x in formats),
             "failures": failures,

@@ -1,51 +1,37 @@
-"""The formats that `fuzz.py` damages: valid files, how they are read and mutated."""
+"""The formats that `fuzz.py` damages: valid files, and how they are read."""
 
 from __future__ import annotations
 
-import dataclasses
+import contextlib
 import hashlib
-import io
 import json
 import pathlib
-import random
-import zipfile
-from collections.abc import Callable, Mapping, Sequence
+import socket
+import warnings
+from collections.abc import Callable, Mapping
 from typing import Any
 
+import fuzz_traces
 import jax
 import jax.numpy as jnp
 import msgspec
 import numpy as np
+from fuzz_mutations import Format, zip_parts
 
 import autopar
 from autopar.checkpoint import folders, manifest, names, torch_files, trees
+from autopar.cli.ledgering import ledger
 from autopar.dispatch import specs
+from autopar.elastic.events import Event
 from autopar.elastic.inbox import Inbox
 from autopar.elastic.ledger import Ledger
+from autopar.elastic.resolve import Resolved
+from autopar.elastic.sources.http import Http
 from autopar.elastic.sources.messages import read_events
-from autopar.scheduler.nodes import Nodes
-from autopar.scheduler.simulator.traces import philly, pollux, rubick, spot
-
-ROOT = pathlib.Path(__file__).parents[1]
-
-
-@dataclasses.dataclass(frozen=True)
-class Format:
-    """How files of a format are read.
-
-    Attributes:
-      seeds: valid files.
-      read: reads one; raises the package's errors alone.
-      mended: makes a mutant pass checks that keep accidents out; None: there are none.
-      parts: takes a file apart and returns its parts, and a function that joins them.
-    """
-
-    seeds: Sequence[bytes]
-    read: Callable[[bytes], Any]
-    mended: Callable[[bytes], bytes] | None = None
-    parts: Callable[[bytes], tuple[dict[str, bytes], Callable[..., bytes]]] | None = (
-        None
-    )
+from autopar.goodput.curves import CurvePoint, CurveTable
+from autopar.planner.cache import PlanCache
+from autopar.planner.options import PlanOptions
+from autopar.steps.analysis import analyse
 
 
 def _step(state: Any, batch: Any) -> Any:
@@ -57,42 +43,137 @@ def _step(state: Any, batch: Any) -> Any:
 
 
 def _plans(place: pathlib.Path) -> Format:
+    """Plans as files, and as the plan cache keeps them: sealed."""
     w, x = (jax.ShapeDtypeStruct(s, jnp.float32) for s in ((64, 64), (32, 64)))
+    whole = autopar.Cluster.parse("1x2:h100")
+    made = PlanOptions(compression="int8", max_axes=1, seconds=1)
+    cache, analysis = PlanCache(place / "kept"), analyse(_step, (w, x))
     options: dict[str, Any] = {"compression": "int8", "max_axes": 1, "seconds": 1}
-    plans = [autopar.plan(_step, w, x, cluster="1x2:h100", **options)]
+    plan = autopar.plan(_step, w, x, cluster=whole, **options)
+    kept = cache.plan(analysis, whole, made, lambda: plan)
+    (file,) = cache.folder.iterdir()
+    sealed = file.read_bytes()
+    assert cache.find(analysis, whole, made) == kept
+
+    def find() -> None:
+        with warnings.catch_warnings(record=True) as refused:
+            warnings.simplefilter("always")
+            found = cache.find(analysis, whole, made)
+        if found is None and refused:
+            raise autopar.PlanError(str(refused[0].message))
 
     def read(data: bytes) -> None:
+        if sealed[:8] in data[:16]:
+            file.write_bytes(data)
+            find()
+            return
         path = place / "plan.json"
         path.write_bytes(data)
-        found = autopar.Plan.load(path)
+        cache._files.write(file.name, data)
+        try:
+            found = autopar.Plan.load(path)
+        finally:
+            with contextlib.suppress(autopar.PlanError):
+                find()
         repr(found)
         found.digest  # noqa: B018 (worked out when it is asked for)
 
-    return Format([msgspec.json.encode(x) for x in plans], read)
+    return Format([msgspec.json.encode(plan), sealed], read)
 
 
 def _events(place: pathlib.Path) -> Format:
+    """Messages as text, and as requests to the server of `autopar.elastic`."""
     del place
     whole = autopar.Cluster.parse("4x2:h100")
-    seeds = [
+    bodies: list[Any] = [
         {"kind": "gone", "hosts": ["host1"], "deadline_s": 30.0, "id": "a"},
-        {"kind": "added", "devices": [3, "host0/device1"]},
+        {"kind": "added", "devices": [3, "host0/device1"], "time_s": 1.0},
         {"kind": "link", "level": "host", "bandwidth_bytes_per_s": 1e9},
+        {"kind": "link", "level": "between", "latency_s": 1e-3, "source": "x"},
         {"kind": "cluster", "cluster": whole.without("host1").to_data()},
         ["4x2:h100,memory=40GB,network=100Gb/s", {"cluster": "2x2:h100"}],
     ]
+    sink = _Sink(whole)
+    source = Http(token=_TOKEN)
+    source.start(sink)
+    assert source._server is not None
+    source._server.allowance.take = lambda: (True, False)
+    host, _, port = source.url.split("/")[2].partition(":")
 
     def read(data: bytes) -> None:
-        inbox = Inbox(whole, (0, 1), lambda cluster: None, Ledger(None), most=8)
-        wrong = ""
-        for event in read_events(data, "fuzz"):
-            found = inbox.put(event)
-            json.dumps(event.to_data())
-            wrong = found.reason if "a bug in autopar" in found.reason else wrong
-        if wrong:
-            raise RuntimeError(wrong)
+        sink.begin()
+        if b"HTTP/1." in data[:300]:
+            _post(data, (host, int(port)))
+        else:
+            for event in read_events(data, "fuzz"):
+                sink.put(event)
+                json.dumps(event.to_data())
+        if sink.bugs:
+            raise RuntimeError(sink.bugs[0])
 
-    return Format([json.dumps(x).encode() for x in seeds], read)
+    texts = [json.dumps(x).encode() for x in bodies]
+    seeds = [_REQUEST % (len(x), x) for x in texts]
+    return Format([*texts, *seeds], read, _whole_request, close=source.stop)
+
+
+_TOKEN = "a-token-of-the-fuzzer"
+_REQUEST = (
+    b"POST /events HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer "
+    + _TOKEN.encode()
+    + b"\r\nContent-Length: %d\r\n\r\n%s"
+)
+
+
+class _Sink:
+    """Takes events as a run does, and keeps what is said of bugs."""
+
+    def __init__(self, whole: autopar.Cluster) -> None:
+        self._whole = whole
+        self.begin()
+
+    def begin(self) -> None:
+        self.bugs: list[str] = []
+        self._inbox = Inbox(
+            self._whole, (0, 1), lambda cluster: None, Ledger(None), most=8
+        )
+
+    def put(self, event: Event) -> Resolved:
+        found = self._inbox.put(event)
+        self.wrong("", found.reason)
+        return found
+
+    def wrong(self, source: str, reason: str) -> None:
+        bug = "a bug in autopar" in reason or source == "http"  # its thread has ended
+        self.bugs += [reason] if bug else []
+
+
+def _post(data: bytes, address: tuple[str, int]) -> None:
+    """Sends a request; an answer that is not 200 or 409 raises `EventError`."""
+    answer = b""
+    try:
+        with socket.create_connection(address, timeout=0.1) as connection:
+            connection.sendall(data)
+            try:
+                answer = connection.recv(1 << 16)
+            except TimeoutError:  # it waits for more
+                connection.settimeout(20)
+                connection.shutdown(socket.SHUT_WR)
+                answer = connection.recv(1 << 16)
+    except TimeoutError as error:
+        raise RuntimeError("the server does not answer") from error
+    except OSError as error:
+        raise autopar.EventError(f"cut off: {error}.") from error
+    status = answer[9:12]
+    if status not in (b"200", b"409"):
+        if status[:1] == b"5":
+            raise RuntimeError(answer.decode(errors="replace"))
+        raise autopar.EventError(answer.decode(errors="replace") or "cut off.")
+
+
+def _whole_request(data: bytes) -> bytes:
+    """A request with its token and the length of its body; others as they are."""
+    head, blank, body = data.partition(b"\r\n\r\n")
+    return _REQUEST % (len(body), body) if blank and b"HTTP/1." in head else data
 
 
 def _manifests(place: pathlib.Path) -> Format:
@@ -151,27 +232,13 @@ def _pt(place: pathlib.Path) -> Format:
         path.write_bytes(data)
         torch_files.load(path)
 
-    return Format(seeds, read, None, _zip_parts)
-
-
-def _zip_parts(data: bytes) -> tuple[dict[str, bytes], Callable[..., bytes]]:
-    with zipfile.ZipFile(io.BytesIO(data)) as file:
-        parts = {name: file.read(name) for name in file.namelist()}
-
-    def joined(parts: Mapping[str, bytes]) -> bytes:
-        out = io.BytesIO()
-        with zipfile.ZipFile(out, "w") as file:
-            for name, part in parts.items():
-                file.writestr(name, part)
-        return out.getvalue()
-
-    return parts, joined
+    return Format(seeds, read, None, zip_parts)
 
 
 _JOBS = b"""[[job]]
 name = "a"
 script = "train.py"
-arguments = ["1", "x"]
+args = ["1", "x"]
 devices = 2
 """
 
@@ -193,156 +260,80 @@ def _toml(place: pathlib.Path) -> Format:
 
     (place / "train.py").write_text("")
     seeds = [text.encode() for text in texts]
-    try:
-        read(_JOBS)
-        seeds.append(_JOBS)
-    except autopar.AutoparError:
-        pass
-    return Format(seeds, read)
+    return Format([*seeds, _JOBS], read)
 
 
-def _traces(place: pathlib.Path) -> Format:
-    readers: list[tuple[tuple[str, ...], Callable[[pathlib.Path], Any]]] = [
-        (tuple(philly.COLUMNS), philly.read_jobs),
-        (tuple(pollux.COLUMNS), pollux.read_jobs),
-        (tuple(rubick.COLUMNS), rubick.read_jobs),
-    ]
-    nodes = Nodes(4, 8)
+def _curves(place: pathlib.Path) -> Format:
+    points = [
+        CurvePoint(cluster="1x1:h100", kind="h100", nodes=1, devices=1, batch=8,
+                   step_s=0.1, goodput=80.0, plan="ab", codecs=("int8",)),
+        CurvePoint(cluster="2x2:h100", kind="h100", nodes=2, devices=4, batch=32,
+                   step_s=0.2, goodput=70.0, measured=3),
+        CurvePoint(cluster="1x1:v5e", kind="v5e", nodes=1, devices=1, reason="no"),
+    ]  # fmt: skip
+    table = CurveTable(points=tuple(points), base_batch=8, max_batch=64)
+    (place / "train.py").write_text("")
+    jobs = place / "jobs.toml"
+    jobs.write_bytes(_JOBS + b'curve = "curve.json"\n')
 
     def read(data: bytes) -> None:
-        path = place / "trace.csv"
-        path.write_bytes(data[1:])
-        which = data[:1] or b"0"
-        if which == b"3":
-            spot.read_events(path, nodes)
-            return
-        readers[(which[0] - 48) % len(readers)][1](path)
+        (place / "curve.json").write_bytes(data)
+        for job in specs.read_jobs(jobs):
+            assert job.curve is not None
+            found = job.curve
+            job.most(found.kinds)
+            str(found.dips)
+            found.goodput(np.array([1, 2]), np.array([1, 4]))
+            found.save(place / "again.json")
+            CurveTable.load(place / "again.json")
 
-    seeds: list[bytes] = []
-    for number, (columns, _) in enumerate(readers):
-        for row in _ROWS:
-            cells = ",".join(row.get(name, "1") for name in columns)
-            text = f"{number}{','.join(columns)}\n{cells}\n{cells}\n".encode()
-            try:
-                read(text)
-            except autopar.AutoparError:
-                continue
-            seeds.append(text)
-    return Format(seeds, read)
+    return Format([msgspec.json.encode(table)], read)
 
 
-_ROWS: list[dict[str, str]] = [
-    {},
-    {"application": "bert", "name": "a", "num_gpus": "2"},
-]
+def _ledgers(place: pathlib.Path) -> Format:
+    path = place / "ledger.jsonl"
+    plan = {"cluster": "4:cpu", "meshes": [{"data": 4}], "step_s": 0.1}
+    event = {"what": "gone 1", "source": "call", "id": "a", "sent_s": 1.0,
+             "deadline_s": None, "status": "accepted", "reason": ""}  # fmt: skip
+    rows = {"rows": 32, "microbatches": 2, "codecs": "int8", "meshes": [{"data": 4}]}
+    near = {"least": 1.2, "cost_s": 12.0}
+    lines: list[dict[str, Any]] = [
+        {"kind": "replan", "number": 1, "step": 3, "position": 48, "events": [event],
+         "old": plan, "new": plan, "compared": [{"name": "new"}], "chosen": "new",
+         "predicted": {"move_bytes": 1e6}, "measured": {"pause_s": 1.0, "plan_s": 0.5}},
+        {"kind": "measured", "number": 1, "step_before_s": 0.1, "step_after_s": 0.2},
+        {"kind": "batch", "number": 2, "step": 9, "old": rows, "new": rows,
+         "phi": {"phi": 1.5}, "compared": [{}], "predicted": {"goodput": 1.0,
+         "goodput_before": 2.0, "least": 1.1}, "measured": {"pause_s": 1.0}},
+        {"kind": "batch measured", "number": 2, "step_after_s": 1.0},
+        {"kind": "batch refused", "way": rows, "reason": "no"},
+        {"kind": "batch kept", "way": rows, "nearest_name": "x", "nearest": near,
+         "horizon_s": 40.0},
+        {"kind": "gain capped", "step": 7, "loss": 1.0, "limit": 2.0, "gain": 3.0},
+        {"kind": "event", "event": event},
+        {"kind": "wrong", "source": "http", "reason": "401"},
+        {"kind": "refused", "events": [event], "reason": "no plan fits"},
+        {"kind": "stop", "events": [event]},
+        {"kind": "progress", "batch": 8, "devices": 4, "steps": 3, "step_s": 0.1},
+    ]  # fmt: skip
+
+    def read(data: bytes) -> None:
+        path.write_bytes(data)
+        ledger(path, as_json=True)
+        ledger(path, as_json=False)
+
+    seeds = [b"\n".join(json.dumps(x).encode() for x in lines)]
+    return Format([*seeds, *(json.dumps(x).encode() + b"\n{}" for x in lines)], read)
+
 
 FORMATS: Mapping[str, Callable[[pathlib.Path], Format]] = {
+    "curves": _curves,
+    "ledgers": _ledgers,
     "plans": _plans,
     "events": _events,
     "manifests": _manifests,
     "pt": _pt,
     "toml": _toml,
-    "traces": _traces,
+    "traces": fuzz_traces.traces,
+    "tables": fuzz_traces.tables,
 }
-
-_WORDS = [
-    b"0", b"-1", b"1e308", b"1e400", b"-1e-320", b"nan", b"NaN", b"inf", b"Infinity",
-    b"9" * 25, b"1" + b"0" * 400, b"9" * 5000, b"null", b"true", b"[]", b"{}", b'""',
-    b"\x00", b"\xff\xfe", b"\\ud800", b"[" * 2000, b'{"a":' * 2000, b"4294967296",
-    b"18446744073709551616", b".5", b"..", b"/", b"../../x", b"\n", b",", b"x" * 3000,
-    b"[[", b"]]", b"=", b"'''", b"0x7f", b"1_000", b"2024-01-01T00:00:00Z",
-]  # fmt: skip
-_VALUES: list[Any] = [
-    None, True, False, 0, -1, 1, 2**31, 2**63, 2**64, 10**30, -(10**30), 0.5, -0.5,
-    1e308, 1e-320, "", "x", "x" * 3000, "\ud800", "\x00", "..", [], {}, [[]], [0] * 50,
-    ["x"], {"a": 1}, [None],
-]  # fmt: skip
-
-
-def mutated(
-    draw: random.Random, data: bytes, corpus: Sequence[bytes], of: Format
-) -> bytes:
-    """A file with one to four changes."""
-    if of.parts is not None and draw.random() < 0.85:
-        try:
-            parts, joined = of.parts(data)
-        except Exception:  # a mutant that is no archive any more
-            parts = {}
-        if parts:
-            name = draw.choice(list(parts))
-            parts[name] = _changed(draw, parts[name], [*parts.values()])
-            if draw.random() < 0.05:
-                parts.pop(draw.choice(list(parts)))
-            return joined(parts)
-    found = _changed(draw, data, corpus)
-    if of.mended is not None and draw.random() < 0.7:
-        found = of.mended(found)
-    return found
-
-
-def _changed(draw: random.Random, data: bytes, corpus: Sequence[bytes]) -> bytes:
-    for _ in range(draw.choice((1, 1, 1, 2, 4))):
-        tree = _tree(data) if draw.random() < 0.6 else None
-        data = _bytes(draw, data, corpus) if tree is None else _json(draw, tree)
-    return data[: 1 << 20]
-
-
-def _tree(data: bytes) -> Any:
-    try:
-        found = json.loads(data)
-    except (ValueError, RecursionError):
-        return None
-    return found if isinstance(found, (dict, list)) and found else None
-
-
-def _json(draw: random.Random, tree: Any) -> bytes:
-    """Changes one node of a tree."""
-    places: list[tuple[Any, Any]] = []
-    left: list[Any] = [tree]
-    while left:
-        node = left.pop()
-        keys = list(node) if isinstance(node, dict) else range(len(node))
-        for key in keys:
-            places.append((node, key))
-            if isinstance(node[key], (dict, list)):
-                left.append(node[key])
-    node, key = draw.choice(places)
-    kind = draw.randrange(6)
-    if kind == 0:
-        del node[key]
-    elif kind == 1:
-        other, name = draw.choice(places)
-        node[key] = other[name] if name in other or isinstance(other, list) else None
-    elif kind == 2 and isinstance(node[key], (int, float)):
-        node[key] *= draw.choice((-1, 2, 1000, 1e20, 0.5))
-    elif kind == 3 and isinstance(node, dict):
-        node[draw.choice(("", "x", "kind", "schema"))] = draw.choice(_VALUES)
-    else:
-        node[key] = draw.choice(_VALUES)
-    try:
-        return json.dumps(tree).encode()
-    except (ValueError, RecursionError):  # it holds itself
-        return b"[]"
-
-
-def _bytes(draw: random.Random, data: bytes, corpus: Sequence[bytes]) -> bytes:
-    """Changes some bytes."""
-    if not data:
-        return draw.choice(_WORDS)
-    at = draw.randrange(len(data))
-    until = min(len(data), at + draw.choice((1, 1, 2, 4, 8, 40)))
-    kind = draw.randrange(6)
-    if kind == 0:
-        flipped = data[at] ^ (1 << draw.randrange(8))
-        return data[:at] + bytes([flipped]) + data[at + 1 :]
-    if kind == 1:
-        return data[:at] + draw.randbytes(until - at) + data[until:]
-    if kind == 2:
-        return data[:at] + data[until:]
-    if kind == 3:
-        return data[:at] + draw.choice(_WORDS) + data[until:]
-    if kind == 4:
-        other = draw.choice(corpus) or b"0"
-        begin = draw.randrange(len(other))
-        return data[:at] + other[begin : begin + draw.randrange(1, 80)] + data[until:]
-    return data[:at] + data[at:until] * draw.choice((2, 3, 50)) + data[until:]

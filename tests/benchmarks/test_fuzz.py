@@ -9,12 +9,15 @@ import pytest
 
 BENCHMARKS = pathlib.Path(__file__).resolve().parents[2] / "benchmarks"
 CASES = {
+    "curves": 300,
+    "ledgers": 500,
     "plans": 300,
     "events": 600,
     "manifests": 300,
     "pt": 2000,
     "toml": 300,
-    "traces": 300,
+    "traces": 150,
+    "tables": 60,
 }
 
 
