@@ -3,14 +3,15 @@
 An argument is matched as a whole with a part of the result that has the same
 structure, shapes and dtypes, wherever in the result that part is: the result itself,
 an element of a tuple, a value of a dict, a field of a dataclass. NNX objects are
-matched array by array, because a step may add or remove variables.
+matched array by array, because a step may add or remove variables. A number, such as
+a learning rate, must also be what the result is made of: most losses are no next one.
 """
 
 from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -81,7 +82,11 @@ class _Part:
 
 
 def find_carried(
-    form: CallForm, inputs: Sequence[Any], result: ResultForm, outputs: Sequence[Any]
+    form: CallForm,
+    inputs: Sequence[Any],
+    result: ResultForm,
+    outputs: Sequence[Any],
+    depends: Callable[[int, int], bool],
 ) -> Carried:
     """Matches the arguments of a call with its result.
 
@@ -90,6 +95,7 @@ def find_carried(
       inputs: shapes and dtypes of the flat arguments.
       result: the form of the result.
       outputs: shapes and dtypes of the flat results.
+      depends: whether a flat argument is one that a flat result is made of.
     """
 
     def both(given: Any) -> _Found:
@@ -99,7 +105,7 @@ def find_carried(
         before = _numbered(form.fixed, given, inputs)
         numbers = _numbered(result.fixed, after, outputs)
         objects, returned = after
-        search = _Search(_part("", 0, returned, numbers))
+        search = _Search(_part("", 0, returned, numbers), depends)
         for k, (name, tree) in enumerate(zip(form.names, given, strict=True)):
             if form.objects:
                 search.objects(
@@ -118,8 +124,9 @@ def find_carried(
 class _Search:
     """Matches parts of arguments with parts of one result."""
 
-    def __init__(self, result: _Part) -> None:
+    def __init__(self, result: _Part, depends: Callable[[int, int], bool]) -> None:
         """Has matched nothing yet."""
+        self._depends = depends
         self.pairs: dict[int, int] = {}
         self.changed: set[int] = set()
         self._taken: set[int] = set()
@@ -171,7 +178,8 @@ class _Search:
         or an element of a tuple; elsewhere the two must have the same name.
         """
         if part.depth == 0 and other.depth <= 1 and not other.name:
-            return True
+            (own,), (new,) = part.arrays, other.arrays
+            return own.kind[0] != () or self._depends(own.index, new.index)
         return bool(part.name) and other.name == part.name
 
     def _alike(self, part: _Part) -> _Part | None:

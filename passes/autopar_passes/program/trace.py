@@ -16,6 +16,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import jax
+from jax.interpreters import partial_eval
 
 from autopar_errors import InputError
 from autopar_passes import jax_compat, jax_meshes
@@ -240,8 +241,17 @@ def _traced(step: Callable[..., Any], form: CallForm, inputs: list[Any]) -> _Tra
             except (ValueError, TypeError):
                 raise TraceError(_trace_failure(step, error)) from error
     outputs = list(traced.out_info)
-    carried = find_carried(form, inputs, results[-1], outputs)
     jaxpr = traced.jaxpr
+
+    @functools.cache
+    def read_by(output: int) -> list[bool]:
+        """Which arguments an output is made of."""
+        used = [k == output for k in range(len(outputs))]
+        return partial_eval.dce_jaxpr(jaxpr.jaxpr, used)[1]
+
+    carried = find_carried(
+        form, inputs, results[-1], outputs, lambda k, output: read_by(output)[k]
+    )
     if form.mesh is not None or any(explicit):
         jaxpr = jax_meshes.unsharded(jaxpr)
     return _Traced(jaxpr, inputs, outputs, results[-1], carried, replicas)

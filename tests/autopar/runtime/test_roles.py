@@ -114,6 +114,27 @@ def test_a_table_is_frozen_and_sorted_rows_are_not() -> None:
         np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-6)
 
 
+def test_a_rate_is_no_earlier_loss() -> None:
+    """Both are a number; the rate stays with the caller, whatever is donated."""
+
+    def step(w: Any, x: Any, rate: Any, count: Any) -> Any:
+        loss, grad = jax.value_and_grad(lambda w: jnp.mean((x @ w) ** 2))(w)
+        return w - rate * grad, loss, count * 0.5
+
+    w, x, rate = jnp.asarray(array(WIDTH, WIDTH)), array(ROWS, WIDTH), jnp.float32(0.1)
+    run = autopar.parallelize(step, cluster="2:cpu")
+
+    first, loss, count = run(w, x, rate, jnp.float32(8.0))
+    second, _, count = run(first, x, rate, count)
+
+    assert run.plan.roles["rate"] == "other"
+    assert float(count) == 2.0
+    want = jax.jit(step)(array(WIDTH, WIDTH), x, rate, 8.0)
+    np.testing.assert_allclose(loss, want[1], rtol=2e-5)
+    want = jax.jit(step)(want[0], x, rate, want[2])
+    np.testing.assert_allclose(second, want[0], rtol=2e-5, atol=2e-6)
+
+
 def attend(h: Any, w: Any) -> Any:
     """Causal attention of (rows, time, width), with rotary positions."""
     time, width = h.shape[1:]
