@@ -121,7 +121,7 @@ def train(
         codecs=codecs_of(codecs, own),
         rule=rule,
     )
-    _check_state(create_state, args)
+    _check_state(create_state, args, f"{lr_rule or 'adascale'!r}, {base_batch=}")
     rows = _left(step, checkpoints, following)
     guarded("train", step, on_nan)
     changing_batches.measure_noise(step, noise_options(step, following, lr_rule))
@@ -219,13 +219,22 @@ def _check_end(steps: Any, samples: Any, until: Any) -> None:
         raise PlanError(f"train: until={until!r} must be a function of a step.")
 
 
-def _check_state(create_state: Callable[..., Any], args: Sequence[Any]) -> None:
-    """Checks that the state has an optimizer that follows, before any work is done."""
+def _check_state(
+    create_state: Callable[..., Any], args: Sequence[Any], wrapped: str
+) -> None:
+    """Checks that the state has an optimizer that follows, before any work is done.
+
+    Args:
+      create_state: makes the state.
+      args: of it.
+      wrapped: how the optimizer is to be wrapped: further arguments of `scaled`.
+    """
     shapes = state_shapes(create_state, args)
     if not scaled_states(shapes.arguments()):
         raise PlanError(
             "train: the state that create_state makes holds no "
-            "autopar.goodput.ScaledState, so its learning rate would not follow the "
-            "batch. Wrap its optimizer: autopar.goodput.scaled(optimizer, 'adascale', "
-            "base_batch=...), or rule 'none' if the rate is to stay."
+            "autopar.goodput.ScaledState, which counts progress and lets the learning "
+            "rate follow the batch. Wrap its optimizer: "
+            f"autopar.goodput.scaled(optimizer, {wrapped}). The rule 'none' leaves the "
+            "rate as it is."
         )

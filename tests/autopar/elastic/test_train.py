@@ -182,9 +182,10 @@ class TestRefusals:
             started(lr_rule="sqrt")
 
     def test_an_optimizer_that_does_not_follow(self) -> None:
-        plain = optax.sgd(0.1)
-        with pytest.raises(PlanError, match=r"Wrap its optimizer: autopar\.goodput"):
-            started(tx=plain)
+        for given, named in (({}, "adascale"), ({"lr_rule": "none"}, "none")):
+            call = rf"autopar\.goodput\.scaled\(optimizer, '{named}', base_batch=16\)"
+            with pytest.raises(PlanError, match=call):
+                started(tx=optax.sgd(0.1), **given)
 
     @pytest.mark.parametrize(
         ("wrong", "text"),
