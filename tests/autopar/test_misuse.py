@@ -180,7 +180,7 @@ def test_what_cannot_be_split() -> None:
     odd = W[:15, :15], X[:, :15]
     refused(
         lambda: plan(step, W, X[:5], cluster=EIGHT),
-        r"cannot be split.*\n.*try: a batch of 8, or split_batch=False",
+        r"cannot be split.*\n.*try: a batch of 8, or split_batch=False.* last_batch=",
     )
     refused(
         lambda: plan(step, *odd, cluster=EIGHT, pins={"w": P("data")}),
