@@ -209,10 +209,10 @@ def _scheduler(state: pathlib.Path) -> int:
 
 def _figures(store: Store, state: pathlib.Path) -> dict[str, Any]:
     """Whether a scheduler runs, and how old its figures are."""
-    begin, looked = store.fact("begin_s"), store.fact("looked_s")
+    begin, looked = store.seconds("begin_s"), store.seconds("looked_s")
     age_s = None
     if begin is not None and looked is not None:
-        age_s = max(time.time() - float(begin) - float(looked), 0.0)
+        age_s = max(time.time() - begin - looked, 0.0)
     return {"scheduler": _scheduler(state) or None, "age_s": age_s}
 
 

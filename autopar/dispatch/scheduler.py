@@ -98,7 +98,7 @@ class Scheduler:
         self._jobs = store.jobs()
         self._lines: dict[str, list[Mapping[str, Any]]] = {}
         self._begin_s = store.begin_s(clock())
-        self._looked_s = float(store.fact("looked_s") or 0.0)
+        self._looked_s = store.seconds("looked_s") or 0.0
         self._take_up()
 
     @property

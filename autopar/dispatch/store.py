@@ -206,9 +206,19 @@ class Store:
 
     def fact(self, key: str) -> str | None:
         """A fact that was set; None: it was not."""
-        found = self._file.execute("select value from facts where key = ?", (key,))
-        row = found.fetchone()
-        return None if row is None else str(row[0])
+        rows = self._rows("select value from facts where key = ?", key)
+        return str(rows[0][0]) if rows else None
+
+    def _rows(self, statement: str, *values: Any) -> list[tuple[Any, ...]]:
+        """What a statement finds.
+
+        Raises:
+          ScheduleError: the file is damaged.
+        """
+        try:
+            return self._file.execute(statement, values).fetchall()
+        except (sqlite3.Error, UnicodeError) as error:
+            raise ScheduleError(f"{self.path}: it is damaged: {error}.") from error
 
     def set_facts(self, facts: Mapping[str, str]) -> None:
         """Sets facts, all at once."""
@@ -226,7 +236,20 @@ class Store:
         self._file.execute(
             "insert or ignore into facts values ('begin_s', ?)", (str(now),)
         )
-        return float(self.fact("begin_s") or now)
+        found = self.seconds("begin_s")
+        return now if found is None else found
+
+    def seconds(self, key: str) -> float | None:
+        """A fact that is a number of seconds; None: it was not set.
+
+        Raises:
+          ScheduleError: it is no number.
+        """
+        text = self.fact(key)
+        try:
+            return None if text is None else float(text)
+        except ValueError as error:
+            raise ScheduleError(f"{self.path}: {key} is {text!r}, no time.") from error
 
     def add_jobs(self, jobs: Iterable[Handed], at_s: float = 0.0) -> None:
         """Adds jobs, all or none.
@@ -268,12 +291,15 @@ class Store:
     def jobs(self) -> dict[str, JobRecord]:
         """All jobs by name, in the order that they were added."""
         names = ", ".join(_FIELDS)
-        rows = self._file.execute(f"select {names} from jobs order by number")
-        return {row[0]: _record(row) for row in rows}
+        rows = self._rows(f"select {names} from jobs order by number")
+        try:
+            return {row[0]: _record(row) for row in rows}
+        except (msgspec.MsgspecError, TypeError, ValueError, RecursionError) as error:
+            raise ScheduleError(f"{self.path}: a job is damaged: {error}.") from error
 
     def wishes(self) -> dict[str, str]:
         """What the owner of each job wants of it, by the job's name."""
-        return dict(self._file.execute("select name, wish from jobs order by number"))
+        return dict(self._rows("select name, wish from jobs order by number"))
 
     def wish(self, names: Iterable[str], wish: str) -> None:
         """Says what the owner of some jobs wants; one that is cancelled stays so."""
@@ -306,14 +332,11 @@ class Store:
             "devices = excluded.devices, kind = excluded.kind",
             (name, devices, kind),
         )
-        found = self._file.execute("select number from nodes where name = ?", (name,))
-        return int(found.fetchone()[0])
+        return int(self._rows("select number from nodes where name = ?", name)[0][0])
 
     def nodes(self) -> list[tuple[str, int, str]]:
         """Name, devices and kind of every node that was ever there, by number."""
-        rows = self._file.execute(
-            "select name, devices, kind from nodes order by number"
-        )
+        rows = self._rows("select name, devices, kind from nodes order by number")
         return [(str(n), int(d), str(k)) for n, d, k in rows]
 
     def decided(self, at_s: float, decisions: Decisions) -> None:
@@ -333,9 +356,7 @@ class Store:
     def decisions(self) -> list[dict[str, Any]]:
         """Every decision, a line for each job whose devices change."""
         names = ("at_s", "job", "kept", "devices", "gain", "cost_s", "compared", "gap")
-        rows = self._file.execute(
-            f"select {', '.join(names)} from decisions order by number"
-        )
+        rows = self._rows(f"select {', '.join(names)} from decisions order by number")
         return [dict(zip(names, row, strict=True)) for row in rows]
 
     def span(self, job: str, at_s: float, places: Mapping[str, int]) -> None:
@@ -353,13 +374,16 @@ class Store:
 
     def spans(self) -> list[dict[str, Any]]:
         """Who had which devices when."""
-        rows = self._file.execute(
+        rows = self._rows(
             "select job, start_s, end_s, places from spans order by number"
         )
-        return [
-            {"job": j, "start_s": s, "end_s": e, "places": json.loads(p)}
-            for j, s, e, p in rows
-        ]
+        try:
+            return [
+                {"job": j, "start_s": s, "end_s": e, "places": json.loads(p)}
+                for j, s, e, p in rows
+            ]
+        except (TypeError, ValueError, RecursionError) as error:
+            raise ScheduleError(f"{self.path}: a span is damaged: {error}.") from error
 
     def _all_or_nothing(self) -> _Transaction:
         return _Transaction(self._file)
@@ -394,7 +418,7 @@ def _column(name: str, value: Any) -> Any:
 
 def _record(row: tuple[Any, ...]) -> JobRecord:
     fields = dict(zip(_FIELDS, row, strict=True))
-    fields["handed"] = msgspec.json.decode(fields["handed"], type=Handed)
-    fields["places"] = json.loads(fields["places"])
+    for name in ("handed", "places"):
+        fields[name] = json.loads(fields[name])
     fields["finite"] = bool(fields["finite"])
-    return JobRecord(**fields)
+    return msgspec.convert(fields, JobRecord)

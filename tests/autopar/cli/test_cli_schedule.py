@@ -12,6 +12,7 @@ from dispatching import HALVES, World, handed
 
 from autopar.cli.dispatching import configurations
 from autopar.dispatch.backend import Place
+from autopar.dispatch.store import Store
 from autopar.dispatch.supervising import FileLock, holder
 
 ONE = '[[job]]\nname = "one"\nscript = "train.py"\n'
@@ -147,6 +148,29 @@ def test_jobs_are_listed(run: Run, tmp_path: pathlib.Path) -> None:
 
 def test_jobs_of_no_scheduler(run: Run, tmp_path: pathlib.Path) -> None:
     assert_fails(run("jobs", tmp_path), "no scheduler's state", "autopar schedule")
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "part"),
+    [
+        (b"SQLite", b"sqlite", "file is not a database"),
+        (b'"script"', b'"scr\xffpt"', "it is damaged"),
+        (b'"script"', b'"scribe"', "a job is damaged"),
+        (b"begin_s0.0", b"begin_sx.0", "begin_s is 'x.0', no time"),
+    ],
+)
+def test_a_damaged_state_is_named(
+    old: bytes, new: bytes, part: str, run: Run, tmp_path: pathlib.Path
+) -> None:
+    path = tmp_path / "state.sqlite"
+    store = Store(path)
+    store.add_jobs([handed("one", max=4)])
+    store.set_facts({"begin_s": "0.0", "looked_s": "1.0"})
+    store.close()
+    whole = path.read_bytes()
+    assert old in whole
+    path.write_bytes(whole.replace(old, new))
+    assert_fails(run("jobs", tmp_path), "state.sqlite: ", part)
 
 
 def test_another_job_of_a_name_is_refused(
