@@ -159,7 +159,7 @@ def _called(path: pathlib.Path) -> dict[str, str]:
         good = all(isinstance(x, str) for x in found.values())
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read: {error.strerror}.") from error
-    except (ValueError, AttributeError):
+    except (ValueError, AttributeError, RecursionError):
         good, found = False, {}
     if not good:
         raise CheckpointError(

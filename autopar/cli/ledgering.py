@@ -17,6 +17,8 @@ _HEADING = (
     "step", "event", "from", "to", "chosen", "of", "moved", "pause", "plan", "compile",
     "move", "step before", "after",
 )  # fmt: skip
+# Values that are missing, of another type, or numbers of no size.
+_WRONG = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
 _NUMBERS = (0, *range(6, len(_HEADING)))
 _BATCHES = (
     "step", "from", "to", "of", "phi", "goodput before", "predicted", "measured",
@@ -49,8 +51,7 @@ def ledger(file: pathlib.Path, as_json: bool) -> Result:
                 batches.append(_batch_row(line, measured))
             elif other := _other(line):
                 others.append(tuple(map(str, other)))
-        except (AttributeError, LookupError, TypeError, ValueError) as error:
-            # What is no text or number where there should be one, or is missing.
+        except _WRONG as error:
             raise PlanError(
                 f"{file}: line {number} is none of a ledger: no run writes such a "
                 f"{kind[:40]!r} line."

@@ -56,6 +56,7 @@ def test_files_that_are_no_ledger(run: Any, tmp_path: Path) -> None:
         '{"kind": "replan", "events": 5}',
         '{"kind": "replan", "measured": {"pause_s": "long"}}',
         '{"kind": "batch", "old": []}',
+        '{"kind": "batch", "phi": {"phi": 1%s}}' % ("0" * 400),
         '{"kind": "event"}',
         '{"kind": "refused", "events": [[]]}',
         '{"kind": []}',

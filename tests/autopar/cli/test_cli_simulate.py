@@ -334,6 +334,13 @@ def test_a_wrong_table_is_named(
     assert_fails(run("simulate", trace, "--cluster", "2x2"), *parts)
 
 
+def test_a_program_is_no_path(run: Run, tmp_path: pathlib.Path) -> None:
+    trace = plans(tmp_path)
+    for name in ("../traces/wide", "x" * 300):
+        trace.write_text(f"{RUBICK}\na,0,0,{name},1,ga,9,0\n")
+        assert_fails(run("simulate", trace, "--cluster", "1x4"), f"'{name}' has no")
+
+
 def test_few_measured_placements_have_nothing_between_them(
     run: Run, tmp_path: pathlib.Path
 ) -> None:

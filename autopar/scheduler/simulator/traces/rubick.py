@@ -33,11 +33,8 @@ def read_plan_times(folder: pathlib.Path, names: Iterable[str]) -> dict[str, Pla
     Raises:
       ScheduleError: a table is wrong.
     """
-    return {
-        name: PlanTimes(folder / name)
-        for name in sorted(set(names))
-        if (folder / name / "placements.csv").is_file()
-    }
+    there = {path.parent.name for path in folder.glob("*/placements.csv")}
+    return {name: PlanTimes(folder / name) for name in sorted({*names} & there)}
 
 
 def read_jobs(path: pathlib.Path) -> list[tuple[str, Job]]:
