@@ -20,8 +20,10 @@ from fuzz_mutations import Format, zip_parts
 
 import autopar
 from autopar.checkpoint import folders, manifest, names, torch_files, trees
+from autopar.cli import owning
 from autopar.cli.ledgering import ledger
 from autopar.dispatch import specs
+from autopar.dispatch.store import Store
 from autopar.elastic.events import Event
 from autopar.elastic.inbox import Inbox
 from autopar.elastic.ledger import Ledger
@@ -290,6 +292,28 @@ def _curves(place: pathlib.Path) -> Format:
     return Format([msgspec.json.encode(table)], read)
 
 
+def _stores(place: pathlib.Path) -> Format:
+    """The state of a scheduler, as ``autopar jobs list DIR`` reads it."""
+    (place / "train.py").write_text("")
+    (place / "jobs.toml").write_bytes(_JOBS)
+    path = place / owning.STATE_FILE
+    store = Store(path)
+    store.add_jobs(specs.read_jobs(place / "jobs.toml"))
+    store.set_facts({"policy": "fifo", "begin_s": "1.5", "looked_s": "2.5"})
+    store.span("a", 1.0, {"n1": 2})
+    store.number("n1", 2, "h100")
+    store.close()
+
+    def read(data: bytes) -> None:
+        for file in place.glob(f"{owning.STATE_FILE}-*"):
+            file.unlink()
+        path.write_bytes(data)
+        owning.jobs(place, decisions=True, as_json=True)
+        owning.jobs(place, decisions=True, as_json=False)
+
+    return Format([path.read_bytes()], read)
+
+
 def _ledgers(place: pathlib.Path) -> Format:
     path = place / "ledger.jsonl"
     plan = {"cluster": "4:cpu", "meshes": [{"data": 4}], "step_s": 0.1}
@@ -329,6 +353,7 @@ def _ledgers(place: pathlib.Path) -> Format:
 FORMATS: Mapping[str, Callable[[pathlib.Path], Format]] = {
     "curves": _curves,
     "ledgers": _ledgers,
+    "stores": _stores,
     "plans": _plans,
     "events": _events,
     "manifests": _manifests,

@@ -18,6 +18,7 @@ CASES = {
     "toml": 300,
     "traces": 150,
     "tables": 60,
+    "stores": 300,
 }
 
 
