@@ -9,7 +9,7 @@ over the batch, and that none needs another row first.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
@@ -21,7 +21,14 @@ from autopar_passes.microbatches.classes import SAME, Edits, Kind, Split, joined
 from autopar_passes.microbatches.facts import Facts
 from autopar_passes.microbatches.microbatched import MicrobatchError
 from autopar_passes.microbatches.pairs import Pair, paired, place
-from autopar_passes.program.equations import Equation, Program, Scalar, walk
+from autopar_passes.program.equations import (
+    Atom,
+    Equation,
+    Program,
+    Region,
+    Scalar,
+    walk,
+)
 from autopar_passes.program.flatten import flatten
 from autopar_passes.rules import manual, pallas_grid
 
@@ -30,6 +37,8 @@ T = TypeVar("T")
 PARTITIONED = "custom_partitioning"
 # Kernels whose rows are not known to depend on each other where they are refused.
 _OPAQUE = frozenset({PARTITIONED, manual.PRIMITIVE, pallas_grid.PRIMITIVE, "ffi_call"})
+# What tells the type of a value in a shard, and nothing else.
+_SAME_IN_SHARDS = frozenset({"pvary", "pbroadcast", "pcast"})
 # Follows the body of a kernel: from the classes of its inputs to those of its results.
 Follow = Callable[[Pair, Facts, Sequence[Split]], tuple[list[Split], Edits]]
 
@@ -56,7 +65,7 @@ class CoupledError(MicrobatchError):
         where = f", in {module}" if module else ""
         if eqn.primitive in _OPAQUE:
             said = f"{self.why}{where}: its rows may depend on each other. "
-            how = "runs it on each microbatch."
+            how = "runs it on each, and averages what it makes of all of its rows."
         else:
             said = (
                 f"{self.why} before the backward pass{where}: the loss of one row "
@@ -75,11 +84,13 @@ class _Body:
       results: which results of the program are those of the kernel.
       state: how many inputs behind the operands hold what an earlier point has left
         there; the last results are what they hold then.
+      added: values that are added up over shards of rows, so must have none.
     """
 
     program: Program
     results: slice
     state: int = 0
+    added: tuple[int, ...] = ()
 
 
 def is_followed(pair: Pair, eqn: Equation) -> bool:
@@ -127,6 +138,8 @@ def _classes(
         bodies = [_of_points(e) for e in sources]
     whole, micro = bodies
     own = paired(whole.program, micro.program, _ratio(whole.program, micro.program))
+    if any(own.has_rows(v) for v in micro.added):
+        raise MicrobatchError("rows of several shards are added up")
     more = micro.program.body.inputs[len(given) : own.micro.num_arguments]
     held = [Split(Kind.ROWS, inner) if own.has_rows(v) else SAME for v in more]
     facts = _tried(lambda: _facts(own.whole))
@@ -218,11 +231,51 @@ def _of_shards(pair: Pair, eqn: Equation, inner: int) -> _Body:
             names = entry if isinstance(entry, tuple) else (entry,)
             at = isinstance(atom, int) and pair.has_rows(atom) and pair.dims[atom] == d
             (rows if at else others).update(n for n in names if n is not None)
+    if rows & others or (rows and inner > 1):
+        raise MicrobatchError("one axis of devices splits rows and other dimensions")
     program = flatten(jax_compat.ClosedJaxpr(params["jaxpr"], ()))
-    asked = any(e.primitive == "axis_index" for e in walk(program.body))
-    if asked or rows & others or (rows and inner > 1):
-        raise MicrobatchError("shards of rows differ from each other")
-    return _Body(program, slice(None))
+    same: dict[int, Atom] = {}
+    added: list[int] = []
+    for told in walk(program.body):
+        axes = _axes_of(told)
+        if not axes:
+            continue
+        sums = told.primitive.startswith("psum")
+        if told.params.get("axis_index_groups") or not (
+            sums or told.primitive in _SAME_IN_SHARDS
+        ):
+            raise MicrobatchError(f"{place(told)} is about the shards of all devices")
+        for value, atom in zip(told.outputs, told.inputs, strict=True):
+            same[value] = same.get(atom, atom) if isinstance(atom, int) else atom
+            if sums and not rows.isdisjoint(axes) and isinstance(atom, int):
+                added.append(atom)
+    return _Body(_replaced(program, same), slice(None), added=tuple(added))
+
+
+def _axes_of(eqn: Equation) -> set[str]:
+    """The axes of devices that an equation in a shard's program is about."""
+    named = eqn.params.get("axes", eqn.params.get("axis_name", ()))
+    named = named if isinstance(named, tuple) else (named,)
+    return {name for name in named if isinstance(name, str)}
+
+
+def _replaced(program: Program, same: Mapping[int, Atom]) -> Program:
+    """A program that reads atoms in place of values, and does not make these."""
+
+    def atoms(found: Sequence[Atom]) -> tuple[Atom, ...]:
+        return tuple(same.get(a, a) if isinstance(a, int) else a for a in found)
+
+    def region(found: Region) -> Region:
+        equations = tuple(
+            dataclasses.replace(
+                e, inputs=atoms(e.inputs), regions=tuple(map(region, e.regions))
+            )
+            for e in found.equations
+            if same.keys().isdisjoint(e.outputs)
+        )
+        return Region(found.inputs, equations, atoms(found.outputs))
+
+    return dataclasses.replace(program, body=region(program.body))
 
 
 def _facts(program: Program) -> Facts:

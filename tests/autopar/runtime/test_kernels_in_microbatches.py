@@ -205,7 +205,14 @@ TOGETHER = {
         "blocks grow with the rows",
     ),
     "partitioned sum": (_partitioned(lambda x: x - x.sum(0)), "needs a sum"),
-    "shards": (_of_shards(lambda x: x * jax.lax.axis_index("rows")), "shards of rows"),
+    "shards": (
+        _of_shards(lambda x: x * jax.lax.axis_index("rows")),
+        "'axis_index'.* is about the shards of all devices",
+    ),
+    "rows of shards": (
+        _of_shards(lambda x: x - jax.lax.psum(x, "rows")),
+        "rows of several shards are added up",
+    ),
 }
 
 
@@ -218,6 +225,34 @@ def test_a_kernel_whose_rows_stay_apart_runs(name: str) -> None:
 
     for found, want in zip(run(w, x), jax.jit(step)(w, x), strict=True):
         np.testing.assert_allclose(found, want, rtol=2e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("sums", ["rows", "width"])
+def test_shards_may_add_up_over_devices(sums: str) -> None:
+    """Gradients over those that hold rows, and products over those that hold none."""
+    mesh = jax.make_mesh((2,), ("i",), axis_types=(jax.sharding.AxisType.Auto,))
+    P = jax.sharding.PartitionSpec
+    specs, out = (P(), P("i")), P("i")
+    if sums == "width":
+        specs, out = (P("i"), P(None, "i")), P()
+
+    def model(w: Any, x: Any) -> Any:
+        def shard(w: Any, x: Any) -> Any:
+            return jax.lax.psum(x @ w, "i") if sums == "width" else jnp.tanh(x @ w)
+
+        return jax.shard_map(shard, mesh=mesh, in_specs=specs, out_specs=out)(w, x)
+
+    def step(w: Any, x: Any) -> Any:
+        loss, grad = jax.value_and_grad(lambda w: jnp.mean((model(w, x) - 1) ** 2))(w)
+        return w - 0.1 * grad, loss
+
+    draw = np.random.default_rng(0)
+    w, x = (draw.standard_normal((n, 8)).astype(np.float32) for n in (8, 32))
+    run = autopar.parallelize(step, cluster="2:cpu", microbatches=4, donate=False)
+
+    for found, want in zip(run(w, x), jax.jit(step)(w, x), strict=True):
+        np.testing.assert_allclose(found, want, rtol=2e-5, atol=1e-6)
+    assert not run.plan.local
 
 
 @pytest.mark.parametrize("name", TOGETHER)
