@@ -30,6 +30,10 @@ SHOWN = {
 DATA = "<!-- data -->"
 _LINK = re.compile(r"\[([^\]]+)\]\((?!https?:|#)([^)#]+)(#[^)]*)?\)")
 
+# Blocks of code, which break nowhere, and code within text.
+_CODE = re.compile(r"<pre.*?</pre>|<code>[^<]*</code>", re.DOTALL)
+_OPTION = re.compile(r"(?<![\w-])--?[a-z][\w-]*")
+
 
 def on_files(files: Files, *, config: MkDocsConfig) -> Files:
     """Adds the pages that lie outside the folder."""
@@ -42,6 +46,11 @@ def on_files(files: Files, *, config: MkDocsConfig) -> Files:
 def on_page_markdown(markdown: str, **_: Any) -> str:
     """Takes links out of a page that lead to no page."""
     return _LINK.sub(_without_source, markdown.replace(DATA, further_data()))
+
+
+def on_page_content(html: str, **_: Any) -> str:
+    """Keeps an option such as ``--out`` whole where a line of text breaks."""
+    return _CODE.sub(_with_whole_options, html)
 
 
 def moved(text: str) -> str:
@@ -81,3 +90,9 @@ def _without_source(match: re.Match[str]) -> str:
     return (
         match[0] if match[2].endswith((".md", ".ipynb", ".png", ".svg")) else match[1]
     )
+
+
+def _with_whole_options(match: re.Match[str]) -> str:
+    if match[0].startswith("<pre"):
+        return match[0]
+    return _OPTION.sub(r'<span class="option">\g<0></span>', match[0])

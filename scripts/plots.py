@@ -18,8 +18,8 @@ from typing import Any
 DOCS = pathlib.Path(__file__).resolve().parent.parent / "docs"
 WIDTH = 440  # letters stay readable on a phone
 STYLE = """<style>
-text { font: 13px system-ui, sans-serif; fill: #222 }
-.small { font-size: 12px } .end { text-anchor: end } .mid { text-anchor: middle }
+text { font: 14px system-ui, sans-serif; fill: #222 }
+.small { font-size: 13px } .end { text-anchor: end } .mid { text-anchor: middle }
 .line { stroke: #888; stroke-width: 1; fill: none } .band { fill: #8884 }
 .dash { stroke: #888; stroke-dasharray: 4 3 }
 .c0 { fill: #1565c0 } .c1 { fill: #c25e00 } .c2 { fill: #2e7d32 } .c3 { fill: #8e24aa }
@@ -72,8 +72,10 @@ def bars(
     line stands at *mark*.
     """
     high = max(v for _, rows in groups for _, v, _ in rows if math.isfinite(v))
-    left = 22 + 7.2 * max(len(name) for name, _ in groups)
-    scale = (WIDTH - 70 - left) / high
+    longest = max(len(name) for name, _ in groups)
+    above = longest > 24  # a sentence stands above its bars, a name to their left
+    left = 10.0 if above else 22 + 7.4 * longest
+    scale = (WIDTH - 75 - left) / high
     parts: list[str] = []
     top = 12.0
     if len(kinds) > 1:
@@ -84,7 +86,11 @@ def bars(
             top = y + 28.0
     first = top
     for name, rows in groups:
-        parts.append(text(left - 10, top + 8 * len(rows) + 3, name, "small end"))
+        if above:
+            parts.append(text(left, top + 11, name, "small"))
+            top += 17
+        else:
+            parts.append(text(left - 10, top + 8 * len(rows) + 3, name, "small end"))
         for kind, value, words in rows:
             width = value * scale if math.isfinite(value) else 0.0
             if width:
@@ -107,7 +113,7 @@ def when(found: Found) -> str:
         times = [p[key] for p in others if p["fits"] and key in p]
         ratio = min(times) / ours[key] if times else math.inf
         words = f"{ratio:.2f} x" if times else "no usual plan fits"
-        groups.append((case["name"], [("best", ratio, words)]))
+        groups.append((case["what"], [("best", ratio, words)]))
     return bars(
         "Time of the best usual plan over that of the plan", groups, ("best",), 1.0
     )

@@ -72,7 +72,7 @@ def cell(plan: Plan) -> str:
         rows = input_rows(plan, largest)
         parts += [
             _table([("largest inputs", "role", "shape", "layout"), *rows], head=True),
-            plan_picture(plan, largest),
+            f'<div style="overflow-x:auto">{plan_picture(plan, largest)}</div>',
         ]
     return f"<div>{''.join(parts)}</div>"
 

@@ -42,7 +42,7 @@ def picture(axes: Mapping[str, int], arrays: Sequence[tuple[str, Spec]]) -> str:
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" role="img" width="{width}" '
         f'height="{height}" viewBox="0 0 {width} {height}" font-size="11" '
-        f'font-family="sans-serif" style="max-width:100%">{"".join(parts)}</svg>'
+        f'font-family="sans-serif" style="max-width:none">{"".join(parts)}</svg>'
     )
 
 

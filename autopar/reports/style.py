@@ -45,7 +45,7 @@ td { font-family: ui-monospace, monospace; overflow-wrap: break-word; }
   .figure b { font-size: 1rem; }
   .bars { grid-template-columns: minmax(0, 1fr) max-content; }
   .bars i { grid-column: 1 / -1; grid-row: auto; } }
-.picture { overflow-x: auto; } .picture svg { max-width: none !important; }
+.picture { overflow-x: auto; }
 summary { cursor: pointer; color: var(--soft); }
 input[type=search] { font: inherit; width: 100%; max-width: 24rem; margin: .5rem 0;
   padding: .3rem .6rem; color: inherit; background: var(--card);
