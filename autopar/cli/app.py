@@ -241,6 +241,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
     sys.exit(code)
 
 
+def _called(command: Any, words: Sequence[str]) -> tuple[str, set[str]]:
+    """The words of the command that was called, and its options."""
+    name = "autopar"
+    for word in words:
+        inner = getattr(command, "commands", {}).get(word)
+        if inner is None:
+            break
+        command, name = inner, f"{name} {word}"
+    options = {flag for option in command.params for flag in option.opts}
+    return name, options
+
+
 def _run(words: list[str], stdout: Stdout, as_json: bool) -> int:
     command = typer.main.get_command(commands(stdout))
     try:
@@ -249,7 +261,7 @@ def _run(words: list[str], stdout: Stdout, as_json: bool) -> int:
             return code or 0
         failure = failures.INTERRUPTED
     except Exception as error:  # said in one line, with its traceback if it is a bug
-        failure = failures.failure_of(error)
+        failure = failures.failure_of(error, *_called(command, words))
         if failure.code == failures.BUG or (
             "--traceback" in words and failure.code != STOPPED
         ):

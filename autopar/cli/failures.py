@@ -5,11 +5,13 @@ from __future__ import annotations
 import dataclasses
 import pathlib
 import traceback
+from collections.abc import Collection
 from typing import Any, cast
 
 import typer
 
 from autopar.cli.interrupts import STOPPED
+from autopar.cli.spelling import spelled
 
 DIFFERENT, BAD_INPUT, DOES_NOT_FIT, BUG = 1, 2, 3, 70
 COULD_NOT_RUN = DOES_NOT_FIT
@@ -59,19 +61,30 @@ class Failure:
 INTERRUPTED = Failure("Interrupted", "stopped.", STOPPED)
 
 
-def failure_of(error: BaseException) -> Failure:
-    """Says what an error is: the user's, or a bug of autopar's."""
+def failure_of(
+    error: BaseException, command: str = "autopar", options: Collection[str] = ()
+) -> Failure:
+    """Says what an error is: the user's, or a bug of autopar's.
+
+    Args:
+      error: what a command raised.
+      command: the words of the command, for its help.
+      options: those that the command has.
+    """
     kind = type(error).__name__
     if isinstance(error, (typer.Abort, KeyboardInterrupt)):
         return INTERRUPTED
     if isinstance(error, USAGE_ERROR):
         text = getattr(error, "format_message", error.__str__)()
-        return Failure(kind, _one_line(text), BAD_INPUT)
+        said = _one_line(text).rstrip(".")
+        return Failure(kind, f"{said}. See {command} --help.", BAD_INPUT)
     # It imports JAX, which help must not.
-    from autopar.errors import user_line
+    from autopar.errors import TargetError, user_line
 
     where = user_line(error.__cause__ or error)
     text = _one_line(str(error))
+    if not isinstance(error, TargetError):  # it may name arguments of the user's own
+        text = spelled(text, options)
     if code := _code(error):
         placed = where and pathlib.PurePath(where).name not in text
         return Failure(kind, f"{text} ({where})" if placed else text, code, where)
@@ -100,7 +113,11 @@ def described(error: BaseException) -> str:
 
 
 def _one_line(text: str) -> str:
-    return " ".join(text.split())
+    """The lines of a message as sentences behind each other."""
+    lines = [" ".join(line.split()) for line in text.splitlines()]
+    told = [line for line in lines if line]
+    ended = [x if x[-1] in ".:;,?!" else f"{x}." for x in told[:-1]]
+    return " ".join([*ended, *told[-1:]])
 
 
 def print_traceback(error: BaseException) -> None:

@@ -99,11 +99,18 @@ def load(target: str, options: dict[str, str]) -> Workload:
         raise TargetError(
             f"{target} must return (train_step, state, batch), with any further "
             "arguments of the step behind the batch, or a dictionary with 'step' and "
-            f"'args', and returned {_kind(made)}."
+            f"'args', and returned {_returned(made)}."
         )
     step, state, *others = made
     first = state if type(state) is tuple else (state,)
     return Workload(step, (*first, *others), target, options)
+
+
+def _returned(made: object) -> str:
+    """What a target returned in place of a step with its arguments."""
+    if isinstance(made, tuple) and len(made) >= 3:
+        return f"{_kind(made[0])} as its step"
+    return _kind(made)
 
 
 def _from_dictionary(

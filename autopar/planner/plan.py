@@ -495,6 +495,6 @@ def check_batch(
         f"{', in each microbatch' if parts > 1 else ''}), and no "
         f"mesh axis of {cluster} ({', '.join(map(str, sizes))}) divides it.\n"
         f"  try: a batch of {-(-n // up) * up * parts}, or split_batch=False "
-        "(autopar plan --no-split-batch) to plan without data parallelism. With "
-        "last_batch='run', such a batch runs after one that can be split."
+        "to plan without data parallelism. With last_batch='run', such a batch runs "
+        "after one that can be split."
     )

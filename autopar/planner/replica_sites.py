@@ -88,7 +88,7 @@ def sites_of(cluster: Cluster) -> tuple[Site, ...]:
         raise PlanError(
             f"{cluster}: replicas of unequal devices need groups of equal hosts, and "
             "these have others. Plan with stages='auto', which gives each group a "
-            "stage of its own, or for one group, cluster.groups[0] and so on."
+            "stage of its own, or for one group alone."
         )
     each = (math.gcd(*(shape[0] for shape in shapes)), *shapes[0][1:])
     parts = [

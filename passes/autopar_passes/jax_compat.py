@@ -9,6 +9,8 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import dataclasses
+import pathlib
+import re
 import threading
 from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any
@@ -50,6 +52,9 @@ from jaxlib.mlir import ir as _ir
 
 from autopar_errors import InputError
 
+_OURS = str(pathlib.Path(__file__).parent)
+_INSTALLED = re.compile(r"[/\\](site|dist)-packages[/\\]")
+
 ClosedJaxpr = jex_core.ClosedJaxpr
 Literal = jex_core.Literal
 
@@ -65,15 +70,22 @@ def name_stack(eqn: Any) -> str:
 def source_line(eqn: Any) -> str:
     """Returns ``file.py:line`` of the user's code that made an equation, or ''.
 
-    ``source_info_util.user_frame`` is private (0.10.2) and changed its
+    That is the innermost line outside of installed packages, such as Flax and Optax;
+    where there is none, theirs. What a pass has made itself has no line.
+    ``source_info_util.user_frames`` is private (0.10.2) and changed its
     argument between releases, so a failure only loses the line.
     """
+    found = ""
     with contextlib.suppress(Exception):
-        frame = _source_info.user_frame(eqn.source_info.traceback)
-        if frame is not None:
-            name = frame.file_name.rsplit("/", 1)[-1]
-            return f"{name}:{frame.start_line}"
-    return ""
+        for frame in _source_info.user_frames(eqn.source_info.traceback):
+            path = frame.file_name
+            if path.startswith(_OURS):
+                break
+            line = f"{path.rsplit('/', 1)[-1]}:{frame.start_line}"
+            if not _INSTALLED.search(path):
+                return line
+            found = found or line
+    return found
 
 
 def is_of_random(eqn: Any) -> bool:

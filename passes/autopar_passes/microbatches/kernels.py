@@ -72,7 +72,7 @@ class CoupledError(MicrobatchError):
                 "depends on the others. "
             )
             how = "takes each microbatch for the batch there."
-        super().__init__(f'{said}coupled="microbatch" (--coupled microbatch) {how}')
+        super().__init__(f'{said}coupled="microbatch" {how}')
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

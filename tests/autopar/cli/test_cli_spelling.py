@@ -1,0 +1,53 @@
+"""Errors name options as they are written on the command line, and the user's lines."""
+
+from __future__ import annotations
+
+import pytest
+from command_line import SMALL, TARGET, Run, assert_fails
+
+PLAN = ("plan", TARGET, *SMALL, "--cluster")
+
+
+@pytest.mark.parametrize(
+    ("words", "parts"),
+    [
+        ((*PLAN, "8:cpu", "--schedule", "1f1b"), ("--schedule 1f1b is", "--stages,")),
+        ((*PLAN, "8:cpu", "--remat", "9"), ("--remat 9: ",)),
+        ((*PLAN, "8x8:cpu", "--max-axes", "1"), ("--max-axes 1 is",)),
+        ((*PLAN, "4:cpu", "--axis-names", "a,b,c"), ("--axis-names a,b,c: ",)),
+        (
+            (*PLAN, "4:h100+4:a100", "--stages", "2", "--microbatches", "8+4"),
+            ("--microbatches 8+4 are", "leave --stages out"),
+        ),
+        ((*PLAN, "8:h10"), ("Example: --cluster 8x8:h100",)),
+        ((*PLAN, "8:cpu", "--memry", "1GB"), ("--memory", "See autopar plan --help.")),
+        # What the user's own function takes keeps its name.
+        ((*PLAN, "8:cpu", "remat=1"), ("'remat'", "layers=2, width=256")),
+    ],
+)
+def test_options_are_spelled_as_given(
+    words: tuple[str, ...], parts: tuple[str, ...], run: Run
+) -> None:
+    assert_fails(run(*words), *parts)
+
+
+@pytest.mark.parametrize(
+    ("command", "hint"),
+    [
+        ("plan", "or --remat auto, --microbatches auto"),
+        ("audit", "or autopar plan --remat auto"),
+    ],
+)
+def test_a_memory_error_says_what_the_command_has(
+    command: str, hint: str, run: Run
+) -> None:
+    result = run(command, TARGET, "batch=4096", "--cluster", "2:cpu,memory=1MB")
+    assert_fails(result, "(two_layers.py:", ". try: ", hint, code=3)
+    assert "_tree_math" not in result.err
+
+
+def test_a_memory_error_of_microbatches_names_the_users_line(run: Run) -> None:
+    words = ("--cluster", "2:cpu,memory=1MB", "--microbatches", "2")
+    result = run("plan", TARGET, "batch=256", *words)
+    assert_fails(result, "(two_layers.py:", code=3)
+    assert ".py:" not in result.err.replace("two_layers.py:", "")
