@@ -150,7 +150,7 @@ def tried(
         planned = autopar.parallelize(
             feature.step,
             cluster=f"{DEVICES}:cpu",
-            seconds=0.1,
+            seconds=0.3,
             static_argnames=feature.static,
             **MODES[mode],
         )

@@ -23,6 +23,7 @@ from autopar.planner.hints import (
     pin_restriction,
     pinned_layouts,
 )
+from autopar.planner.manual import meshes_for_manual
 from autopar.planner.options import PlanOptions
 from autopar.planner.problem import Restriction
 from autopar.planner.recipes import Recipe, restriction_of
@@ -156,6 +157,7 @@ class StageSearch:
         lies = {} if like is None else _like(analysis, like)
         if like is not None and lies:
             meshes = [like.pricer.mesh]
+        meshes = meshes_for_manual(analysis, site.cluster, meshes)
         restriction = self._restriction(analysis, pins, lies)
         device = dataclasses.replace(site.cluster.device, memory_bytes=math.floor(room))
         limited = dataclasses.replace(site.cluster, device=device)
@@ -189,11 +191,11 @@ class StageSearch:
 
     def _meshes(
         self, analysis: Analysis, site: StageSite, pins: Pins
-    ) -> list[MeshShape] | None:
-        """The meshes that a stage may have; None: all of its devices'."""
+    ) -> list[MeshShape]:
+        """The meshes that a stage may have."""
         hints = self.hints
-        if not hints.about_meshes:
-            return None if site.mesh is None else [site.mesh]
+        if not hints.about_meshes and site.mesh is not None:
+            return [site.mesh]
         meshes = candidate_meshes(site.cluster, hints.max_axes, hints.axis_names)
         return fitting_meshes(analysis, pins, meshes) if pins else meshes
 

@@ -220,19 +220,24 @@ def _index_maps(eqn: Equation) -> tuple[str, ...]:
 
 
 def _of_shards(pair: Pair, eqn: Equation, inner: int) -> _Body:
-    """What a `jax.shard_map` computes from shards, some of which are of rows."""
+    """What a `jax.shard_map` computes from shards, some of which may be of rows.
+
+    Rows are dealt out in turn, so a shard of a microbatch's rows is a part of the same
+    shard of all rows: what differs from shard to shard is the same for each row. Where
+    rows come in groups, a shard could end within one.
+    """
     params = eqn.params
     arrays = (*eqn.inputs, *eqn.outputs)
-    rows, others = set[str](), set[str]()
+    rows = set[str]()
     for atom, spec in zip(
         arrays, (*params["in_specs"], *params["out_specs"]), strict=True
     ):
-        for d, entry in enumerate(spec):
-            names = entry if isinstance(entry, tuple) else (entry,)
-            at = isinstance(atom, int) and pair.has_rows(atom) and pair.dims[atom] == d
-            (rows if at else others).update(n for n in names if n is not None)
-    if rows & others or (rows and inner > 1):
-        raise MicrobatchError("one axis of devices splits rows and other dimensions")
+        at = pair.dims[atom] if isinstance(atom, int) else -1
+        entry = spec[at] if 0 <= at < len(spec) else None
+        names = entry if isinstance(entry, tuple) else (entry,)
+        rows.update(n for n in names if n is not None)
+    if rows and inner > 1:
+        raise MicrobatchError("a shard may have a part of the rows that go together")
     program = flatten(jax_compat.ClosedJaxpr(params["jaxpr"], ()))
     same: dict[int, Atom] = {}
     added: list[int] = []

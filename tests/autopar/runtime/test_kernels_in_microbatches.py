@@ -164,13 +164,14 @@ def _partitioned(function: Any) -> Any:
     return made
 
 
-def _of_shards(function: Any) -> Any:
+def _of_shards(function: Any, *more: Any) -> Any:
     auto = (jax.sharding.AxisType.Auto,)
     rows = jax.sharding.PartitionSpec("rows")
 
     def call(x: Any) -> Any:
         mesh = jax.make_mesh((2,), ("rows",), axis_types=auto)
-        return jax.shard_map(function, mesh=mesh, in_specs=rows, out_specs=rows)(x)
+        mapped = jax.shard_map(function, mesh=mesh, in_specs=rows, out_specs=rows)
+        return mapped(x, *more)
 
     return call
 
@@ -195,6 +196,7 @@ APART = {
     "smaller blocks": _kernel(_tanh, lambda n: min(n, 16), 8, 0),
     "custom_partitioning": _partitioned(jnp.tanh),
     "shard_map": _of_shards(jnp.tanh),
+    "number for each shard": _of_shards(lambda x, n: x * n[0], jnp.arange(1.0, 3.0)),
 }
 TOGETHER = {
     "sum": (_whole(_centred), "needs a sum over the batch"),
