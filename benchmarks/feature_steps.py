@@ -234,23 +234,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
                     flush=True,
                 )
         jax.clear_caches()
+        _write(asked.json, len(dict.fromkeys(r["feature"] for r in rows)), rows)
     counts = Counter(row["outcome"] for row in rows)
-    refused = Counter(r["line"] for r in rows if r["outcome"] == "refused")
     spent = time.process_time() - start
     print(f"\n{len(chosen)} features, {len(rows)} runs, {spent:.0f} s of the CPU")
     print(", ".join(f"{n} {name}" for name, n in counts.most_common()))
-    if asked.json is not None:
-        asked.json.parent.mkdir(parents=True, exist_ok=True)
-        data = {
-            "command": "python benchmarks/feature_steps.py",
-            "devices": DEVICES,
-            "features": len(chosen),
-            "counts": dict(counts),
-            "refused": dict(refused),
-            "runs": rows,
-        }
-        asked.json.write_text(json.dumps(data, indent=1) + "\n")
     return int(any(counts[name] for name in BAD))
+
+
+def _write(path: pathlib.Path, features: int, rows: Sequence[dict[str, Any]]) -> None:
+    """Writes what was found so far, so that a run that is cut short leaves it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    data = {
+        "command": "python benchmarks/feature_steps.py",
+        "devices": DEVICES,
+        "features": features,
+        "counts": dict(Counter(r["outcome"] for r in rows)),
+        "refused": dict(Counter(r["line"] for r in rows if r["outcome"] == "refused")),
+        "runs": rows,
+    }
+    path.write_text(json.dumps(data, indent=1) + "\n")
 
 
 if __name__ == "__main__":

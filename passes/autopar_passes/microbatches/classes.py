@@ -65,6 +65,7 @@ class Edits:
       drawn: equations that draw for the rows of a microbatch what they draw for these
         rows in the whole batch -> `Rows.inner` of those.
       kept: equations whose scalars stay those of a microbatch.
+      counted: the numbers of rows, which what runs once reads of the whole batch.
       replaced: values that are computed from the whole batch wherever they are read;
         a microbatch reads its rows of them.
     """
@@ -75,6 +76,7 @@ class Edits:
     folded: set[tuple[int, int]] = dataclasses.field(default_factory=set)
     drawn: dict[int, int] = dataclasses.field(default_factory=dict)
     kept: set[int] = dataclasses.field(default_factory=set)
+    counted: set[int] = dataclasses.field(default_factory=set)
     replaced: set[int] = dataclasses.field(default_factory=set)
 
     def forget(self, equation: int) -> None:

@@ -73,6 +73,47 @@ def facts(pair: Pair, graph: OperatorGraph) -> Facts:
     )
 
 
+def loop_of_updates(pair: Pair, operators: Mapping[int, Operator]) -> Equation | None:
+    """The loop over the batch that hands gradients of a turn to a later forward pass.
+
+    So do updates on minibatches, and a search along a line. What a loop adds up over
+    its turns, and what it hands on for each row, is read by no forward pass so.
+
+    Args:
+      pair: the programs.
+      operators: the operator of each equation without regions.
+    """
+    for eqn in walk(pair.whole.body):
+        for region in eqn.regions[-1:] if eqn.primitive in ("scan", "while") else ():
+            back, ahead = set[int](), set[int]()
+            first = len(region.inputs) - len(region.outputs)
+            if eqn.primitive == "scan":
+                first = eqn.params["num_consts"]
+            carried = list(zip(region.inputs[first:], region.outputs, strict=False))
+            carried = [(a, b) for a, b in carried if not pair.has_rows(a)]
+            for inner in region.equations:
+                roles = _roles_in(inner, operators)
+                read = {a for a in inner.inputs if isinstance(a, int)}
+                if Role.BACKWARD in roles or not back.isdisjoint(read):
+                    back.update(inner.outputs)
+            ahead.update(a for a, b in carried if b in back)
+            for inner in region.equations:
+                if ahead.isdisjoint(a for a in inner.inputs if isinstance(a, int)):
+                    continue
+                ahead.update(inner.outputs)
+                made = (inner, *(e for r in inner.regions for e in walk(r)))
+                rows = any(pair.has_rows(v) for e in made for v in e.outputs)
+                if rows and Role.FORWARD in _roles_in(inner, operators):
+                    return eqn
+    return None
+
+
+def _roles_in(eqn: Equation, operators: Mapping[int, Operator]) -> set[Role]:
+    """The roles of an equation's operators, with those in its regions."""
+    made = (eqn, *(e for region in eqn.regions for e in walk(region)))
+    return {operators[e.index].role for e in made if e.index in operators}
+
+
 def _outermost(equations: Iterable[Equation]) -> dict[int, int]:
     """Each equation -> the one outside of all regions that it is in."""
     out: dict[int, int] = {}

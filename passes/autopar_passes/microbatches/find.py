@@ -219,7 +219,7 @@ def _crossings(pair: Pair, follower: Follower) -> tuple[Crossing, ...]:
     found: list[Crossing] = []
     for value, maker in _handed_on(pair, follower).items():
         split = follower.known.classes[value]
-        if value in follower.known.edits.replaced:
+        if value in follower.known.edits.replaced | follower.known.edits.counted:
             split = SAME  # The whole value is there already.
         combine = _COMBINED.get(split.kind)
         dtype = pair.micro.values[value].dtype

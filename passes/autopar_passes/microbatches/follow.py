@@ -25,6 +25,7 @@ from autopar_passes.microbatches import kernels, operators
 from autopar_passes.microbatches.classes import (
     ANY_ROWS,
     LOCAL,
+    POSITION,
     SAME,
     SUM,
     WHOLE,
@@ -34,7 +35,7 @@ from autopar_passes.microbatches.classes import (
     joined,
 )
 from autopar_passes.microbatches.draws import can_draw
-from autopar_passes.microbatches.facts import RANDOM, Facts
+from autopar_passes.microbatches.facts import RANDOM, Facts, loop_of_updates
 from autopar_passes.microbatches.indexing import taken_from_others
 from autopar_passes.microbatches.known import Again, Known
 from autopar_passes.microbatches.microbatched import MicrobatchError
@@ -83,6 +84,19 @@ class Follower:
 
     def run(self) -> None:
         """Follows the whole program, or raises a `MicrobatchError`."""
+        try:
+            self._follow()
+        except MicrobatchError:
+            loop = loop_of_updates(self.pair, self.facts.operators)
+            if loop is None:
+                raise
+            raise MicrobatchError(
+                f"{place(loop)} goes through the batch in each of its turns, and a "
+                "turn needs the whole gradients of the turn before: the batch would "
+                "be gone through more than once."
+            ) from None
+
+    def _follow(self) -> None:
         after: set[int] = set()
         for eqn in self.pair.micro.body.equations:
             if eqn.source.effects and self._calls_once(eqn):
@@ -102,6 +116,18 @@ class Follower:
                     continue
             self.once.add(eqn.index)
             after.update(eqn.outputs)
+        self._count_once()
+
+    def _count_once(self) -> None:
+        """Has the numbers of rows counted over all rows where an equation runs once."""
+        body = self.pair.micro.body
+        late = [e.inputs for e in body.equations if e.index in self.once]
+        read = [a for atoms in (*late, body.outputs) for a in atoms]
+        self.known.edits.counted.update(
+            a
+            for a in read
+            if isinstance(a, int) and self.known.classes.get(a) == POSITION
+        )
 
     def _calls_once(self, eqn: Equation) -> bool:
         """Whether the host is called once, with what the whole batch makes.

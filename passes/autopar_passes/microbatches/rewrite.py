@@ -172,7 +172,7 @@ class _Writer:
         maker = self.pair.made_by.get(atom)
         if maker is not None and maker.index in self.once:
             return atom
-        known = maker is None or atom in self.edits.replaced
+        known = maker is None or atom in self.edits.replaced | self.edits.counted
         among = self.whole if known else self.gathered
         if atom not in among:
             among[atom] = self.builder.like(self.pair.whole.values[atom])
