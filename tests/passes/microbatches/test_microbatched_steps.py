@@ -200,6 +200,8 @@ def test_metrics_are_those_of_the_whole_batch() -> None:
             "largest": jnp.max(logits),
             "each": jnp.max(logits, -1),
             "sorted": jnp.sort(logits[:, 0]),
+            "order": jnp.argsort(logits[:, 0]),
+            "numbers": jnp.arange(x.shape[0]),
             "flat": logits.reshape(-1),
             "norm": jnp.linalg.norm(grad),
             "rows": x.shape[0] * jnp.ones(()),

@@ -224,6 +224,23 @@ def test_a_second_update_is_refused() -> None:
         split(step, (W, X), 2)
 
 
+def test_a_loop_of_updates_is_refused() -> None:
+    """Each of its minibatches is trained on with what the one before has made."""
+
+    def step(w: Any, x: Any) -> Any:
+        def turn(w: Any, part: Any) -> Any:
+            return w - jax.grad(lambda w: jnp.mean((part @ w) ** 2))(w), None
+
+        def epoch(w: Any, key: Any) -> Any:
+            order = jax.random.permutation(key, x.shape[0]).reshape(2, -1)
+            return jax.lax.scan(turn, w, x[order])
+
+        return jax.lax.scan(epoch, w, jax.random.split(jax.random.key(0), 2))[0]
+
+    with pytest.raises(PlanError, match=r"'scan'.*turn before.*more than once"):
+        split(step, (W, X), 2)
+
+
 def test_moments_of_a_first_update_are_no_batch_statistics() -> None:
     """State keeps them, and the new parameters that they make are used on rows."""
 
