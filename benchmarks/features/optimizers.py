@@ -81,8 +81,9 @@ def features() -> Iterator[Feature]:
     yield Feature("optimizer: lbfgs", _line_search(), _search_state, (X, Y))
     for name, make in OF_VALUES.items():
         yield _of_value(name, make())
-    rows = optax.contrib.dpsgd(0.1, 0.1, 0.5, 0)
-    yield _of_each_row("contrib dpsgd", rows)
+    clip = optax.contrib.differentially_private_aggregate
+    private = optax.chain(clip(0.1, 0.5, key=jax.random.key(0)), optax.sgd(0.1))
+    yield _of_each_row("contrib private", private)
     look = optax.lookahead(optax.adam(1e-2), 2, 0.5)
     yield Feature("optimizer: lookahead", _looking(look), _looks(look), (X, Y))
     yield Feature("optimizer: plateau", _plateau(), _plateau_state, (X, Y))
