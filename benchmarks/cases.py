@@ -98,7 +98,11 @@ CASES = (
     ),
     Case("elastic/repro_file_deaf.py", judges.hears_on),
     Case("elastic/http_attack.py", judges.endpoint),
-    Case("files/torch_out_of_bounds.py", judges.out_of_bounds),
+    Case(
+        "files/torch_out_of_bounds.py",
+        judges.same_as_jit(2, judges.out_of_bounds),
+        probe="files",
+    ),
     *(
         Case(
             "schedule/train_edges.py",

@@ -1,6 +1,6 @@
 """Runs one step program of `cases.py`, and compares what it makes with `jax.jit`.
 
-Usage: python benchmarks/cases_probe.py plans|roles|mesh|effects PROGRAM
+Usage: python benchmarks/cases_probe.py plans|roles|mesh|effects|files PROGRAM
 
 Prints a line `RECORD {...}` for each comparison: how far planned steps are from plain
 ones, or the error, whether it is autopar's, and whether the option that it names helps.
@@ -12,6 +12,7 @@ import contextlib
 import dataclasses
 import importlib.util
 import json
+import pathlib
 import re
 import runpy
 import sys
@@ -161,6 +162,25 @@ def mesh(path: str) -> None:
     record(options={}, difference=difference(found, wanted))
 
 
+def files(path: str) -> None:
+    """Records how each file that a program reads is refused."""
+    from autopar.checkpoint import torch_files
+
+    load = torch_files.load
+
+    def read(name: str) -> Any:
+        try:
+            found = load(pathlib.Path(name))
+        except Exception as error:
+            record(options={"file": name}, **failed(error))
+            return None
+        record(options={"file": name}, error="read", own=False, line=str(found))
+        return found
+
+    torch_files.load = read
+    runpy.run_path(path)
+
+
 def roles(path: str) -> None:
     """Plans a program of real sizes for its rows, and runs it small in all modes."""
 
@@ -230,6 +250,6 @@ def roles(path: str) -> None:
 if __name__ == "__main__":
     with contextlib.suppress(RuntimeError):
         jax.config.update("jax_num_cpu_devices", DEVICES)
-    {"plans": plans, "roles": roles, "mesh": mesh, "effects": effects}[sys.argv[1]](
-        sys.argv[2]
-    )
+    {"plans": plans, "roles": roles, "mesh": mesh, "effects": effects, "files": files}[
+        sys.argv[1]
+    ](sys.argv[2])
