@@ -165,6 +165,10 @@ class _Simulation:
                 )
         self._nodes, self._policy, self._options = nodes, policy, options
         self._now_s = 0.0
+        self._order = {name: number for number, name in enumerate(self._jobs)}
+        fit = [job for job in self._jobs.values() if not job.failed]
+        fit.sort(key=lambda job: job.job.submitted_s)
+        self._coming, self._there = collections.deque(fit), list[RunningJob]()
         self._current: dict[str, Allocation] = {}
         self._begun: dict[str, tuple[float, Allocation, str, int]] = {}
         self._rounds: list[Round] = []
@@ -177,7 +181,7 @@ class _Simulation:
 
     def run(self) -> History:
         """Steps to the end."""
-        while self._open():
+        while self._active() or self._coming:
             if self._now_s > self._options.most_s:
                 self._give_up(f"it is not done after {self._now_s:g} s")
                 break
@@ -192,18 +196,29 @@ class _Simulation:
         )
 
     def _open(self) -> list[RunningJob]:
-        jobs = self._jobs.values()
-        return [job for job in jobs if job.completed_s is None and not job.failed]
+        return [*self._active(), *self._coming]
 
     def _active(self) -> list[RunningJob]:
-        """Jobs that wait or run."""
-        return [job for job in self._open() if job.job.submitted_s <= self._now_s]
+        """Jobs that wait or run, in the order of the trace.
+
+        Those that ended, and those that come later, are not looked at each time: a
+        trace may have a hundred thousand.
+        """
+        count = len(self._there)
+        while self._coming and self._coming[0].job.submitted_s <= self._now_s:
+            self._there.append(self._coming.popleft())
+        if len(self._there) > count:
+            self._there.sort(key=lambda job: self._order[job.job.name])
+        self._there = [
+            job for job in self._there if job.completed_s is None and not job.failed
+        ]
+        return self._there
 
     def _step(self) -> None:
         """Runs to the next look, and decides if something calls for it."""
         seconds = self._times.until_look_s(self._now_s)
         slowed = self._interfering()
-        for job in self._open():
+        for job in self._active():
             if job.placement:
                 self._advance(job, seconds, slowed)
         self._now_s += seconds
@@ -227,9 +242,8 @@ class _Simulation:
 
     def _end_idleness(self) -> None:
         """Gives up on jobs that wait while nobody runs and nothing is still to come."""
-        waiting = self._open()
-        comes = any(job.job.submitted_s > self._now_s for job in waiting)
-        idle = bool(waiting) and not (self._current or comes or self._events)
+        comes = bool(self._coming or self._events)
+        idle = bool(self._active()) and not (self._current or comes)
         self._idle = self._idle + 1 if idle else 0
         if self._idle >= _IDLE_ROUNDS:
             self._give_up(
