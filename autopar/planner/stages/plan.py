@@ -208,7 +208,8 @@ def layers_of(
     if not starts:
         raise PlanError(
             "the step has no layers: nothing in its forward pass depends on both the "
-            "state and the batch. Plan it without stages."
+            "state and the batch, outside of loops with a backward pass of their own. "
+            "Plan it without stages."
         )
     return layer_map(analysis, starts, batch)
 

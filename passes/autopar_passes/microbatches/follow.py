@@ -36,7 +36,7 @@ from autopar_passes.microbatches.classes import (
 )
 from autopar_passes.microbatches.draws import can_draw
 from autopar_passes.microbatches.facts import RANDOM, Facts, loop_of_updates
-from autopar_passes.microbatches.indexing import taken_from_others
+from autopar_passes.microbatches.indexing import picked_by_order, taken_from_others
 from autopar_passes.microbatches.known import Again, Known
 from autopar_passes.microbatches.microbatched import MicrobatchError
 from autopar_passes.microbatches.pairs import Pair, check_dims, place
@@ -349,6 +349,8 @@ class Follower:
             op.role is Role.BACKWARD and op.module in self._modules
         )
         others = None if known else taken_from_others(self.pair, eqn, value)
+        if not known and others is None:
+            others = picked_by_order(self.pair, eqn, self.facts.back)
         if not known and (others is not None or not self.couple):
             if value in self.facts.updated and op.role is not Role.BACKWARD:
                 raise MicrobatchError(

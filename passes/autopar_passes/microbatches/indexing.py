@@ -6,6 +6,9 @@ say that an index is none of a row.
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
+from autopar_passes import jax_compat
 from autopar_passes.microbatches.pairs import Pair
 from autopar_passes.program.equations import Atom, Equation, Scalar
 
@@ -66,6 +69,38 @@ def taken_from_others(pair: Pair, eqn: Equation, value: int | None) -> Equation 
         if (added or picked) and not _indexes_within(pair, maker):
             return maker
     return None
+
+
+def picked_by_order(
+    pair: Pair, eqn: Equation, among: Collection[int]
+) -> Equation | None:
+    """What picks rows by an order that an operator makes of the rows of the batch.
+
+    Args:
+      pair: the programs.
+      eqn: the operator, such as a sort.
+      among: the equations that may pick.
+
+    Returns:
+      A later operator for whose numbers a microbatch does not have all rows.
+    """
+    made = set(eqn.outputs) if eqn.primitive in _RANKING else set[int]()
+    for later in pair.micro.body.equations:
+        read = [a for a in later.inputs if isinstance(a, int)]
+        if made.isdisjoint(read):
+            continue
+        if later.index in among and indexes_rows(pair, later):
+            if not made.isdisjoint(read[1:]) and not _indexes_within(pair, later):
+                return later
+        elif _is_counting(pair, later):
+            made.update(later.outputs)
+    return None
+
+
+def _is_counting(pair: Pair, eqn: Equation) -> bool:
+    """Whether all results are whole numbers or flags."""
+    dtypes = [pair.micro.values[v].dtype for v in eqn.outputs]
+    return not any(jax_compat.is_extended(d) or d.kind not in "biu" for d in dtypes)
 
 
 def _indexes_within(pair: Pair, eqn: Equation) -> bool:

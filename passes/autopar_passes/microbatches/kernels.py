@@ -57,9 +57,9 @@ class CoupledError(MicrobatchError):
         self.why = f"{place(eqn)} {why}"
         if others is not None:
             super().__init__(
-                f"{place(others)} takes rows by numbers that are given with the whole "
-                "batch. A microbatch does not have all of them, and no option helps: "
-                "plan with microbatches=1."
+                f"{place(others)} takes rows by numbers of the whole batch. A "
+                "microbatch does not have all of them, and no option helps: plan with "
+                "microbatches=1."
             )
             return
         where = f", in {module}" if module else ""

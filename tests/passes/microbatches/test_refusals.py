@@ -224,6 +224,18 @@ def test_a_second_update_is_refused() -> None:
         split(step, (W, X), 2)
 
 
+@pytest.mark.parametrize("couple", [False, True])
+def test_rows_in_an_order_of_activations_are_refused(couple: Any) -> None:
+    """Their numbers count the whole batch: taking a microbatch for it cannot help."""
+
+    def loss(w: Any, x: Any) -> Any:
+        h = x @ w
+        return jnp.mean(jnp.tanh(h[jnp.argsort(h[:, 0])]) * h)
+
+    with pytest.raises(PlanError, match=r"'gather'.*no option helps"):
+        split(sgd(loss), (W, X), 2, couple=couple)
+
+
 def test_a_loop_of_updates_is_refused() -> None:
     """Each of its minibatches is trained on with what the one before has made."""
 
