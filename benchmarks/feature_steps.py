@@ -234,7 +234,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
                     flush=True,
                 )
         jax.clear_caches()
-        _write(asked.json, len(dict.fromkeys(r["feature"] for r in rows)), rows)
+        given = sys.argv[1:] if arguments is None else arguments
+        _write(asked.json, given, rows)
     counts = Counter(row["outcome"] for row in rows)
     spent = time.process_time() - start
     print(f"\n{len(chosen)} features, {len(rows)} runs, {spent:.0f} s of the CPU")
@@ -242,13 +243,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return int(any(counts[name] for name in BAD))
 
 
-def _write(path: pathlib.Path, features: int, rows: Sequence[dict[str, Any]]) -> None:
+def _write(
+    path: pathlib.Path, given: Sequence[str], rows: Sequence[dict[str, Any]]
+) -> None:
     """Writes what was found so far, so that a run that is cut short leaves it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     data = {
-        "command": "python benchmarks/feature_steps.py",
+        "command": " ".join(["python benchmarks/feature_steps.py", *given]),
         "devices": DEVICES,
-        "features": features,
+        "features": len({r["feature"] for r in rows}),
         "counts": dict(Counter(r["outcome"] for r in rows)),
         "refused": dict(Counter(r["line"] for r in rows if r["outcome"] == "refused")),
         "runs": rows,
