@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import pathlib
+import re
 import traceback
 from collections.abc import Collection
 from typing import Any, cast
@@ -28,6 +29,9 @@ EXIT_CODES = (
 )
 # click's UsageError, which some versions of typer carry inside and do not export.
 USAGE_ERROR = cast("type[Exception]", typer.BadParameter.__bases__[0])
+
+# Python's text of an OSError, with its number and the file's name.
+_SYSTEM_ERROR = re.compile(r"\[Errno -?\d+\] ([^:\[\]]+?)(?:: '([^']*)')?(?=\.|\s|$)")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -76,8 +80,8 @@ def failure_of(
         return INTERRUPTED
     if isinstance(error, USAGE_ERROR):
         text = getattr(error, "format_message", error.__str__)()
-        said = _one_line(text).rstrip(".")
-        return Failure(kind, f"{said}. See {command} --help.", BAD_INPUT)
+        told = _one_line(f"{text}\nSee {command} --help.")
+        return Failure(kind, told, BAD_INPUT)
     # It imports JAX, which help must not.
     from autopar.errors import TargetError, user_line
 
@@ -116,8 +120,16 @@ def _one_line(text: str) -> str:
     """The lines of a message as sentences behind each other."""
     lines = [" ".join(line.split()) for line in text.splitlines()]
     told = [line for line in lines if line]
+    told = [_SYSTEM_ERROR.sub(_system_error, line) for line in told]
     ended = [x if x[-1] in ".:;,?!" else f"{x}." for x in told[:-1]]
     return " ".join([*ended, *told[-1:]])
+
+
+def _system_error(match: re.Match[str]) -> str:
+    """The reason; the file's name in front where nothing has named it yet."""
+    reason, path = match.groups()
+    named = path is None or path in match.string[: match.start()]
+    return reason if named else f"{path}: {reason}"
 
 
 def print_traceback(error: BaseException) -> None:

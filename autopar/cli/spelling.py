@@ -10,7 +10,7 @@ import re
 import shlex
 from collections.abc import Collection
 
-# Arguments of `autopar.plan` that ``autopar plan`` has as options.
+# Arguments in Python that are options of a command, most of them of ``autopar plan``.
 _NAMES = (
     "axis_names",
     "compression",
@@ -26,6 +26,7 @@ _NAMES = (
     "seconds",
     "split_batch",
     "stages",
+    "to",  # of a checkpoint
 )
 _ONE = "|".join(_NAMES)
 # A name with its value, where it is no part of a cluster's text: "8:cpu,memory=4GB".

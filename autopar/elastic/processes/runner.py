@@ -480,7 +480,9 @@ def command(folder: pathlib.Path, **words: Any) -> Message:
     """
     state = read_state(folder)
     if state is None:
-        raise FileNotFoundError("there is no run.json")
+        raise FileNotFoundError(
+            f"there is no run.json. Start one: autopar run --folder {folder} SCRIPT.py"
+        )
     connection = connect("127.0.0.1", state["port"], timeout_s=_ANSWER_S)
     connection.patience(_ANSWER_S)
     connection.send("command", token=state["token"], **words)

@@ -282,9 +282,9 @@ def _trace_failure(step: Callable[..., Any], error: Exception) -> str:
     if isinstance(error, TraceError):
         return str(error)
     name = step_name(step)
-    first = str(error).strip().split("\n", 1)[0]
+    first = str(error).strip().split("\n", 1)[0].rstrip(".")
     return (
-        f"the step '{name}' cannot be traced: {first}\n"
+        f"the step '{name}' cannot be traced: {first}.\n"
         "  A planned step must be a function that jax.jit accepts: pytrees of arrays "
         "in and out, no Python control flow on array values, no conversion of arrays "
         "to Python numbers.\n"

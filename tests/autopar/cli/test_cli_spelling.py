@@ -21,6 +21,9 @@ PLAN = ("plan", TARGET, *SMALL, "--cluster")
         ),
         ((*PLAN, "8:h10"), ("Example: --cluster 8x8:h100",)),
         ((*PLAN, "8:cpu", "--memry", "1GB"), ("--memory", "See autopar plan --help.")),
+        (("ledger", "none.jsonl"), ("autopar: none.jsonl: No such file or",)),
+        (("simulate", "none.csv", "--cluster", "2x4"), ("read: No such file or",)),
+        (("workers", "nowhere"), ("autopar run --folder nowhere SCRIPT.py",)),
         # What the user's own function takes keeps its name.
         ((*PLAN, "8:cpu", "remat=1"), ("'remat'", "layers=2, width=256")),
     ],
