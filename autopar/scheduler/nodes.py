@@ -7,10 +7,11 @@ import dataclasses
 import re
 from collections.abc import Iterable, Mapping
 
+from autopar.cluster.specs import MOST_DEVICES
 from autopar.errors import ScheduleError
 from autopar.scheduler.jobs import Allocation
 
-_PART = re.compile(r"(\d+)x(\d+)(?::([\w.-]+))?")
+_PART = re.compile(r"(\d{1,7})x(\d{1,7})(?::([\w.-]+))?")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -41,6 +42,11 @@ class Nodes:
                     f"cluster {text!r}: {part!r} is no group of nodes; write "
                     "NODESxDEVICES or NODESxDEVICES:KIND, joined by +, such as "
                     "16x4 or 6x4:t4+2x8:a100."
+                )
+            if sum(devices) + int(match[1]) * int(match[2]) > MOST_DEVICES:
+                raise ScheduleError(
+                    f"cluster {text!r}: it has more than {MOST_DEVICES} devices; take "
+                    "fewer."
                 )
             devices += [int(match[2])] * int(match[1])
             kinds += [match[3] or ""] * int(match[1])

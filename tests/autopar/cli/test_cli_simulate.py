@@ -144,6 +144,8 @@ def test_a_wrong_event_is_named(
     ("words", "parts"),
     [
         (("--cluster", "2by2"), ("NODESxDEVICES",)),
+        (("--cluster", f"{'9' * 5000}x8"), ("NODESxDEVICES",)),
+        (("--cluster", "1x8+9999999x9999999"), ("more than 1048576 devices",)),
         (("--cluster", "2x2", "--policy", "best"), ("'best'", "goodput")),
         (("--cluster", "2x2", "--interval", "0"), ("the interval is 0",)),
         (("--cluster", "2x2", "--interval", "nan"), ("the interval is nan",)),
