@@ -310,5 +310,7 @@ def _whole_number(value: Any) -> int:
       CheckpointError: it is none.
     """
     if type(value) is not int or not 0 <= value < 1 << 62:
-        raise CheckpointError("damaged: a size, an offset or a stride is no number.")
+        raise CheckpointError(
+            "damaged: a size, an offset or a stride is negative or no number."
+        )
     return value
