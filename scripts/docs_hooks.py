@@ -49,7 +49,7 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
 
 
 def on_page_content(html: str, **_: Any) -> str:
-    """Keeps an option such as ``--out`` whole where a line of text breaks."""
+    """Keeps an option such as ``--out`` whole, and takes backslashes from pipes."""
     return _CODE.sub(_with_whole_options, html)
 
 
@@ -95,4 +95,5 @@ def _without_source(match: re.Match[str]) -> str:
 def _with_whole_options(match: re.Match[str]) -> str:
     if match[0].startswith("<pre"):
         return match[0]
-    return _OPTION.sub(r'<span class="option">\g<0></span>', match[0])
+    text = match[0].replace("\\|", "|")  # escaped in a table, as GitHub wants it
+    return _OPTION.sub(r'<span class="option">\g<0></span>', text)
