@@ -7,13 +7,14 @@ import dataclasses
 import math
 import pathlib
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from autopar.errors import ScheduleError
 
 ENCODING = "utf-8-sig"
 """UTF-8, behind the mark that spreadsheets write or without it."""
 
+_LONGEST = 1000
 _LARGEST = 1e30  # of any unit: products of such numbers are finite
 _LARGEST_WHOLE = 2**53  # larger ones are not all numbers of floating point
 
@@ -31,8 +32,18 @@ class Row:
     cells: dict[str, str]
 
     def text(self, column: str) -> str:
-        """The text of a column."""
-        return self.cells[column].strip()
+        """The text of a column.
+
+        Raises:
+          ScheduleError: it is too long for what is read from it.
+        """
+        found = self.cells[column].strip()
+        if len(found) > _LONGEST:
+            raise ScheduleError(
+                f"{self.where}: {column} has {len(found)} letters; give at most "
+                f"{_LONGEST}."
+            )
+        return found
 
     def number(self, column: str, least: float = -math.inf) -> float:
         """The number in a column.
@@ -40,16 +51,16 @@ class Row:
         Raises:
           ScheduleError: it is no finite number, too large, or less than ``least``.
         """
+        text = self.text(column)
         try:
-            value = float(self.cells[column])
+            value = float(text)
         except ValueError:
             value = math.nan
         if not abs(value) <= _LARGEST or value < least:
             bound = "" if math.isinf(least) else f" of at least {least:g}"
             bound += f", of at most {_LARGEST:g}" if _LARGEST < value < math.inf else ""
             raise ScheduleError(
-                f"{self.where}: {column} is {self.cells[column]!r}; give a finite "
-                f"number{bound}."
+                f"{self.where}: {column} is {text!r}; give a finite number{bound}."
             )
         return value
 
@@ -81,6 +92,11 @@ class Row:
         return tuple(map(int, text))
 
 
+def listed(columns: Iterable[str]) -> str:
+    """The names of columns, for an error: the first of them where they are long."""
+    return f"{', '.join(columns) or 'none':.{_LONGEST}}"
+
+
 def read_rows(
     path: pathlib.Path, columns: Sequence[str], *, delimiter: str = ","
 ) -> Iterator[Row]:
@@ -99,8 +115,7 @@ def read_rows(
     missing = [name for name in columns if name not in head]
     if missing:
         raise ScheduleError(
-            f"{path}: it has no column {missing[0]!r}; the columns are "
-            f"{', '.join(head) or 'none'}."
+            f"{path}: it has no column {missing[0]!r}; the columns are {listed(head)}."
         )
     for number, line in enumerate(lines[1:], start=2):
         if not line:

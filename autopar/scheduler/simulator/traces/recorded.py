@@ -154,15 +154,17 @@ def _logged(path: pathlib.Path, number: int, job: Any) -> _Recorded:
     where = f"{path}: job {number}"
     if not isinstance(job, Mapping):
         raise ScheduleError(f"{where}: it is no JSON object.")
-    name = str(job.get("jobid", "")) or f"job-{number}"
+    name = str(job.get("jobid", ""))[:200] or f"job-{number}"
     where = f"{where} ({name})"
     attempts = job.get("attempts")
     if not isinstance(attempts, list):
-        raise ScheduleError(f"{where}: attempts is {attempts!r}; give a list.")
+        raise ScheduleError(f"{where}: attempts is {attempts!r:.80}; give a list.")
     devices, seconds = 0, 0.0
     for attempt in attempts:
         if not isinstance(attempt, Mapping):
-            raise ScheduleError(f"{where}: an attempt is {attempt!r}; give an object.")
+            raise ScheduleError(
+                f"{where}: an attempt is {attempt!r:.80}; give an object."
+            )
         begin, end = (
             _date(where, key, attempt.get(key)) for key in ("start_time", "end_time")
         )
@@ -185,11 +187,13 @@ def _logged_gpus(where: str, detail: Any) -> Iterator[int]:
     """GPUs of each node of an attempt."""
     nodes = [] if detail is None else detail
     if not isinstance(nodes, list):
-        raise ScheduleError(f"{where}: detail is {detail!r}; give a list of nodes.")
+        raise ScheduleError(f"{where}: detail is {detail!r:.80}; give a list of nodes.")
     for node in nodes:
         gpus = node.get("gpus") if isinstance(node, Mapping) else None
         if not isinstance(gpus, list):
-            raise ScheduleError(f"{where}: gpus of a node is {gpus!r}; give a list.")
+            raise ScheduleError(
+                f"{where}: gpus of a node is {gpus!r:.80}; give a list."
+            )
         yield len(gpus)
 
 
@@ -206,7 +210,7 @@ def _date(where: str, key: str, text: Any) -> datetime.datetime | None:
         return found.replace(tzinfo=None)
     except (ValueError, OverflowError):  # the first and last days of the calendar
         raise ScheduleError(
-            f"{where}: {key} is {text!r}; give a time such as 2017-10-09 07:01:55."
+            f"{where}: {key} is {text!r:.80}; give a time such as 2017-10-09 07:01:55."
         ) from None
 
 
