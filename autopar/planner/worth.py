@@ -16,11 +16,9 @@ from autopar.plans.worth import AxisUse, Worth
 from autopar.steps.analysis import Analysis
 from autopar.steps.samples import batch_tokens, samples
 from autopar_passes.graph.operators import PRODUCTS, Operator
-from autopar_passes.graph.roles import Role
+from autopar_passes.graph.roles import REPEATED, Role
 from autopar_passes.rules.kernel import CUDNN_EFFICIENCY, PALLAS_EFFICIENCY
 
-# What JAX calls the part of a backward pass that repeats a forward pass.
-_REPEATED = "rematted_computation"
 # The largest head for which a kind of device has a fused kernel of attention, and the
 # part of the peak that it reaches: cuDNN's and Splash attention.
 _FUSED = {"gpu": (128, CUDNN_EFFICIENCY), "tpu": (256, PALLAS_EFFICIENCY)}
@@ -166,7 +164,7 @@ def _is_matrix(op: Operator) -> bool:
 
 def is_repeated(op: Operator) -> bool:
     """Whether rematerialisation does the work of an operator for a second time."""
-    return _REPEATED in op.module.split("/")
+    return REPEATED in op.module.split("/")
 
 
 def axis_uses(

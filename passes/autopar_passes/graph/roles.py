@@ -26,6 +26,8 @@ class InputRole(enum.Enum):
     OTHER = "other"
 
 
+# JAX's name for the part of a backward pass that repeats a forward pass.
+REPEATED = "rematted_computation"
 _WRAPPER = re.compile(r"^(?:transpose|jvp|vmap|remat|checkpoint|jit|pjit)\((.*)\)$")
 
 

@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from autopar_passes import jax_compat
-from autopar_passes.graph.roles import Role, module_path
+from autopar_passes.graph.roles import REPEATED, Role, module_path
 from autopar_passes.microbatches import kernels, operators
 from autopar_passes.microbatches.classes import (
     ANY_ROWS,
@@ -274,7 +274,11 @@ class Follower:
             self._fold(eqn, 0)
         found = operators.rows(self.pair, eqn, given, op.rule, self.kernel)
         if isinstance(found, str):
-            return self._coupled(eqn, found)
+            made = self._coupled(eqn, found)
+            # What a backward pass makes of rows is linear in their gradients: it adds
+            # up. What it only computes again is as it was in the forward pass.
+            adds_up = op.role is Role.BACKWARD and REPEATED not in op.module.split("/")
+            return [SUM if adds_up and split == LOCAL else split for split in made]
         if SUM in found and eqn.primitive == "scatter-add":
             self.known.as_part(eqn, 0)
         return found

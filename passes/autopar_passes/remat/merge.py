@@ -12,15 +12,13 @@ from typing import Any
 
 from autopar_passes import jax_compat
 from autopar_passes.graph.operators import PRODUCTS
+from autopar_passes.graph.roles import REPEATED
 from autopar_passes.program.building import renumbered
 from autopar_passes.program.calls import Call
 from autopar_passes.program.equations import Equation, Program, Region, walk
 from autopar_passes.program.trace import TracedStep, trace_call
 from autopar_passes.remat.levels import RematError
 from autopar_passes.rules.book import signature
-
-# JAX's name for the part of a backward pass that repeats a forward pass.
-REPEATED = "rematted_computation"
 
 
 def trace_without_checkpoints(step: Callable[..., Any], call: Call) -> TracedStep:

@@ -302,3 +302,37 @@ def test_a_loop_in_which_a_row_needs_those_before_it_is_refused(coupled: Any) ->
     arrays = [jax.ShapeDtypeStruct((n, 8), jnp.float32) for n in (8, 32)]
     with pytest.raises(PlanError, match="a row needs those before it"):
         autopar.plan(step, *arrays, cluster="2:cpu", microbatches=4, coupled=coupled)
+
+
+@jax.custom_vjp
+def product(x: Any, w: Any) -> Any:
+    return x @ w
+
+
+def product_backward(read: Any, ct: Any) -> Any:
+    """The gradient of the weights by a kernel that nobody looks into."""
+    x, w = read
+    out = jax.ShapeDtypeStruct(w.shape, w.dtype)
+    grad = jax.pure_callback(lambda a, b: np.asarray(a).T @ np.asarray(b), out, x, ct)
+    return ct @ w.T, grad
+
+
+product.defvjp(lambda x, w: (x @ w, (x, w)), product_backward)
+
+
+def test_what_an_opaque_kernel_makes_of_gradients_adds_up() -> None:
+    def step(w: Any, x: Any) -> Any:
+        def loss_of(w: Any) -> Any:
+            return jnp.mean(jnp.sin(product(x, w)) ** 2)
+
+        loss, grad = jax.value_and_grad(loss_of)(w)
+        return w - 0.1 * grad, loss
+
+    w, x = jnp.full((8, 4), 0.1), np.random.default_rng(0).standard_normal((16, 8))
+    x = x.astype(np.float32)
+    options: dict[str, Any] = {"cluster": "2:cpu", "microbatches": 4}
+    with pytest.raises(PlanError, match="coupled="):
+        autopar.parallelize(step, **options)(w, x)
+    planned = autopar.parallelize(step, **options, coupled="microbatch", donate=False)
+    for got, want in zip(planned(w, x), jax.jit(step)(w, x), strict=True):
+        np.testing.assert_allclose(got, want, rtol=2e-5)
