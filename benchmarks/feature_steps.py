@@ -21,7 +21,9 @@ import importlib
 import json
 import os
 import pathlib
+import subprocess
 import sys
+import tempfile
 import time
 import warnings
 from collections import Counter
@@ -201,14 +203,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", type=pathlib.Path, default=DATA, help="data file")
     parser.add_argument("--limit", type=float, default=2e-3, help="of a difference")
     parser.add_argument("--list", action="store_true", help="names, and nothing else")
+    parser.add_argument("--jobs", type=int, default=1, help="processes")
+    parser.add_argument("--share", default="0/1", help=argparse.SUPPRESS)
     asked = parser.parse_args(arguments)
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    if asked.jobs > 1:
+        return _shared(given, asked.json, asked.jobs)
     os.environ.setdefault("XLA_FLAGS", FLAGS)
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     import jax
 
     with contextlib.suppress(RuntimeError):
         jax.config.update("jax_num_cpu_devices", DEVICES)
-    chosen = features(asked.only)
+    share, shares = map(int, asked.share.split("/"))
+    chosen = features(asked.only)[share::shares]
     if asked.list:
         print("\n".join(f.name for f in chosen))
         return 0
@@ -234,13 +242,34 @@ def main(arguments: Sequence[str] | None = None) -> int:
                     flush=True,
                 )
         jax.clear_caches()
-        given = sys.argv[1:] if arguments is None else arguments
         _write(asked.json, given, rows)
-    counts = Counter(row["outcome"] for row in rows)
     spent = time.process_time() - start
     print(f"\n{len(chosen)} features, {len(rows)} runs, {spent:.0f} s of the CPU")
+    return _told(rows)
+
+
+def _told(rows: Sequence[dict[str, Any]]) -> int:
+    """Says how many rows came out how; returns the exit code."""
+    counts = Counter(row["outcome"] for row in rows)
     print(", ".join(f"{n} {name}" for name, n in counts.most_common()))
     return int(any(counts[name] for name in BAD))
+
+
+def _shared(given: Sequence[str], path: pathlib.Path, jobs: int) -> int:
+    """Runs the command in several processes, each for its share of the features."""
+    with tempfile.TemporaryDirectory() as folder:
+        files = [pathlib.Path(folder, f"{k}.json") for k in range(jobs)]
+        children = [
+            subprocess.Popen(
+                [sys.executable, __file__, *given, "--jobs=1"]
+                + [f"--share={k}/{jobs}", f"--json={file}"]
+            )
+            for k, file in enumerate(files)
+        ]
+        died = [c for c in children if c.wait() not in (0, 1)]
+        rows = [row for f in files for row in json.loads(f.read_text())["runs"]]
+    _write(path, given, rows)
+    return _told(rows) or int(bool(died))
 
 
 def _write(
