@@ -261,8 +261,10 @@ def _shared(given: Sequence[str], path: pathlib.Path, jobs: int) -> int:
         files = [pathlib.Path(folder, f"{k}.json") for k in range(jobs)]
         children = [
             subprocess.Popen(
-                [sys.executable, __file__, *given, "--jobs=1"]
-                + [f"--share={k}/{jobs}", f"--json={file}"]
+                [
+                    *(sys.executable, __file__, *given, "--jobs=1"),
+                    *(f"--share={k}/{jobs}", f"--json={file}"),
+                ]
             )
             for k, file in enumerate(files)
         ]
