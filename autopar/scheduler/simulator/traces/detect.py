@@ -105,11 +105,13 @@ def read_trace(
     _refuse_kinds(by_kind, trace)
     seconds = philly.RESTART_S if restart_s is None else restart_s
     if set(philly.COLUMNS) <= head:
-        return Trace(jobs=philly.running(philly.read_jobs(trace), seconds), alike=alike)
+        rows = philly.read_jobs(trace)
+        return Trace(jobs=philly.running(rows, nodes.total, seconds), alike=alike)
     record = _record(trace, head)
     if record:
         rows, left = _RECORDS[record](trace)
-        return Trace(jobs=philly.running(rows, seconds), left_out=left, alike=alike)
+        jobs = philly.running(rows, nodes.total, seconds)
+        return Trace(jobs=jobs, left_out=left, alike=alike)
     raise ScheduleError(
         f"{trace}: its columns are {listed(sorted(head))}; known traces "
         f"have {', '.join(pollux.COLUMNS)}; or {', '.join(rubick.COLUMNS)}; or "

@@ -32,15 +32,17 @@ class PowerScaling:
     Attributes:
       asked: how many devices the owner asks for.
       step_s: seconds of a step on them.
+      there: how many devices the cluster has.
     """
 
     asked: int
     step_s: float = 1.0
+    there: int = _MOST_DEVICES
 
     @property
     def most(self) -> int:
-        """No job gets more than this, or than it asks for."""
-        return max(_MOST_DEVICES, self.asked)
+        """No job gets more than this, or than it asks for and there are."""
+        return max(_MOST_DEVICES, min(self.asked, self.there))
 
     @property
     def curve(self) -> PowerScaling:
@@ -98,12 +100,14 @@ def timed_job(name: str, submitted_s: float, devices: int, seconds: float) -> Jo
     )
 
 
-def running(jobs: list[tuple[str, Job]], restart_s: float = RESTART_S) -> list[StepJob]:
-    """The jobs, ready to be simulated."""
+def running(
+    jobs: list[tuple[str, Job]], devices: int, restart_s: float = RESTART_S
+) -> list[StepJob]:
+    """The jobs, ready to be simulated on a cluster with so many devices."""
     return [
         StepJob(
             job,
-            PowerScaling(job.devices, job.duration_s / job.steps),
+            PowerScaling(job.devices, job.duration_s / job.steps, devices),
             restart_s,
             one_more=False,
         )
