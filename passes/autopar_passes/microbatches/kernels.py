@@ -65,7 +65,10 @@ class CoupledError(MicrobatchError):
         where = f", in {module}" if module else ""
         if eqn.primitive in _OPAQUE:
             said = f"{self.why}{where}: its rows may depend on each other. "
-            how = "runs it on each, and averages what it makes of all of its rows."
+            how = (
+                "runs it on each; what it makes of all of its rows is averaged, and "
+                "adds up in the backward pass."
+            )
         else:
             said = (
                 f"{self.why} before the backward pass{where}: the loss of one row "
