@@ -107,7 +107,6 @@ class Result:
             "cpu_minutes": round(self.cpu_s / 60, 2),
             "accepted": self.accepted,
             "distinct_errors": len(self.errors),
-            "errors": dict(self.errors.most_common(60)),
             "slowest_s": round(self.slowest_s, 3),
             "failures": list(self.failures.values()),
         }
