@@ -1,0 +1,176 @@
+"""Plans some thirty cases by one checkout, or compares two.
+
+    python benchmarks/search_table.py run [--checkout DIR] [--only TEXT] --out FILE
+    python benchmarks/search_table.py compare OLD NEW
+
+Each case is planned in a process of its own. Written are the predicted time of a step,
+the gap and the status, the scheme and the mesh, and CPU seconds from the step to the
+plan. Cases named ``tight`` have about 1.05 times the least memory for which a plan was
+found. ``compare`` prints one row a case, and exits with 1 where a new plan is slower by
+over half a percent, or takes over half of the old CPU seconds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import pathlib
+import statistics
+import subprocess
+import sys
+import time
+from typing import Any
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+GPT12 = {
+    "layers": 12, "d_model": 768, "heads": 12, "seq": 1024, "batch": 512,
+    "vocab": 50304,
+}  # fmt: skip
+LLAMA4 = {
+    "layers": 4, "d_model": 4096, "heads": 32, "kv_heads": 8, "ffn": 14336,
+    "vocab": 32000, "seq": 4096, "batch": 32, "dtype": "bfloat16",
+}  # fmt: skip
+UNET = {"batch": 64, "size": 32, "widths": (128, 256, 512)}
+GPT13B = {
+    "layers": 40, "d_model": 5120, "heads": 40, "seq": 2048, "batch": 256,
+    "vocab": 50304, "remat": True, "dtype": "bfloat16",
+}  # fmt: skip
+# Name -> (example, options, cluster); an example named `large:` is of `large.py`.
+CASES: dict[str, tuple[str, dict[str, Any], str]] = {
+    **{
+        f"{name} 4x8": (name, {"batch": 32}, "4x8:h100")
+        for name in (
+            "gpt", "gpt-scan", "gpt-nnx", "llama", "vit", "resnet", "moe", "lstm",
+            "recommendation",
+        )
+    },
+    "unet 2x4": ("unet", UNET, "2x4:h100"),
+    "gpt12 8x8": ("gpt", GPT12, "8x8:h100"),
+    "gpt12 2x4x4": ("gpt", GPT12, "2x4x4:h100"),
+    "gpt12 a100 50": ("gpt", GPT12, "8x8:a100,network=50Gb/s"),
+    "gpt12 a100 10": ("gpt", GPT12, "8x8:a100,network=10Gb/s"),
+    "gpt12 v5e": ("gpt", GPT12, "16x16:v5e"),
+    "gpt12 v5p": ("gpt", GPT12, "4x4x4:v5p"),
+    "gpt12 tight": ("gpt", GPT12, "8x8:h100,memory=22.7GB"),
+    "llama4 v5p": ("llama", LLAMA4, "4x4x4:v5p"),
+    "llama4 a100 10": ("llama", LLAMA4, "8x8:a100,network=10Gb/s"),
+    "1.3b 8x8": ("large:gpt-1.3b", {}, "8x8:h100"),
+    "1.3b a100 50": ("large:gpt-1.3b", {}, "8x8:a100,network=50Gb/s"),
+    "1.3b v5e": ("large:gpt-1.3b", {}, "16x16:v5e"),
+    "8b 8x8": ("large:llama-8b", {}, "8x8:h100"),
+    "8b v5p": ("large:llama-8b", {}, "4x4x4:v5p"),
+    "70b 32x8": ("large:llama-70b", {}, "32x8:h100"),
+    "175b 32x8": ("large:gpt-175b", {}, "32x8:h100"),
+    "mixtral 8x8": ("large:mixtral", {}, "8x8:h100"),
+    "mixtral v5p": ("large:mixtral", {}, "4x4x4:v5p"),
+    "moe tight": ("moe", {"batch": 32}, "4x8:h100,memory=60MB"),
+    "vit-h 8x8": ("large:vit-h", {}, "8x8:h100"),
+    "unet large": ("large:unet", {}, "8x8:h100"),
+    "13b mixed": ("gpt", GPT13B, "4x8:h100+4x8:a100"),
+}  # fmt: skip
+CHILD = """
+import json, sys, time
+sys.path.insert(0, sys.argv[1])
+import workloads, large, unet, autopar
+example, options, text = json.loads(sys.argv[2])
+cluster = autopar.Cluster.parse(text)
+if example.startswith("large:"):
+    step, args = large.CASES[example[6:]](cluster)
+elif example == "unet":
+    step, args = unet.train_step(**{**options, "widths": tuple(options["widths"])})
+else:
+    step, args = workloads.arguments(example, **options)
+begin, wall = time.process_time(), time.perf_counter()
+plan = autopar.plan(step, *args, cluster=cluster)
+found = {
+    "step_s": plan.predicted.step_s,
+    "peak_bytes": plan.predicted.peak_memory_bytes,
+    "gap": plan.solver.gap, "status": plan.solver.status,
+    "cpu_s": time.process_time() - begin, "wall_s": time.perf_counter() - wall,
+    "scheme": plan.worth.scheme,
+    "mesh": dict(zip(plan.axis_names, plan.axis_sizes)),
+}
+print("FOUND" + json.dumps(found), flush=True)
+"""
+
+
+def main() -> int:
+    """Runs the cases, or compares two files of figures."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    run = commands.add_parser("run")
+    run.add_argument("--checkout", type=pathlib.Path, default=ROOT)
+    run.add_argument("--only", default="")
+    run.add_argument("--limit", type=float, default=500.0, help="seconds of a case")
+    run.add_argument("--out", type=pathlib.Path, required=True)
+    beside = commands.add_parser("compare")
+    beside.add_argument("old", type=pathlib.Path)
+    beside.add_argument("new", type=pathlib.Path)
+    options = parser.parse_args()
+    if options.command == "compare":
+        return compared(
+            *(json.loads(p.read_text()) for p in (options.old, options.new))
+        )
+    known = json.loads(options.out.read_text()) if options.out.exists() else {}
+    for name in CASES:
+        if options.only in name:
+            known[name] = planned(name, options.checkout.resolve(), options.limit)
+            print(name, json.dumps(known[name]), flush=True)
+            options.out.write_text(json.dumps(known, indent=1) + "\n")
+    return 0
+
+
+def planned(name: str, checkout: pathlib.Path, limit_s: float) -> dict[str, Any]:
+    """Plans a case in a process of its own."""
+    places = (checkout, checkout / "passes", checkout / "solver")
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, places))}
+    here = str(pathlib.Path(__file__).parent)
+    begin = time.perf_counter()
+    try:
+        ran = subprocess.run(
+            [sys.executable, "-c", CHILD, here, json.dumps(CASES[name])],
+            cwd=checkout, env=env, capture_output=True, text=True, timeout=limit_s,
+            check=False,
+        )  # fmt: skip
+    except subprocess.TimeoutExpired:
+        return {"error": f"not within {limit_s:g} s"}
+    for line in ran.stdout.splitlines():
+        if line.startswith("FOUND"):
+            return json.loads(line[5:])
+    why = (ran.stderr.strip().splitlines() or [f"exit {ran.returncode}"])[-1][:300]
+    return {"error": why, "wall_s": time.perf_counter() - begin}
+
+
+def compared(old: dict[str, Any], new: dict[str, Any]) -> int:
+    """Prints the rows of both; returns 1 where a bar is missed."""
+    print("| case | old ms | new ms | new / old | old CPU s | new CPU s | new gap |")
+    print("| --- " * 7 + "|")
+    ratios: list[float] = []
+    missed = 0
+    for name in CASES:
+        a, b = old.get(name, {}), new.get(name, {})
+        if "step_s" not in a or "step_s" not in b:
+            print(f"| {name} | {_short(a)} | {_short(b)} | | | | |")
+            continue
+        ratio, cpu = b["step_s"] / a["step_s"], b["cpu_s"] / a["cpu_s"]
+        ratios.append(cpu)
+        bad = ratio > 1.005 or cpu > 0.5
+        missed += bad
+        print(
+            f"| {name}{' *' if bad else ''} | {a['step_s'] * 1e3:.4g} | "
+            f"{b['step_s'] * 1e3:.4g} | {ratio:.4f} | {a['cpu_s']:.1f} | "
+            f"{b['cpu_s']:.1f} | {b['gap']:.3f} |"
+        )
+    if ratios:
+        print(f"\nmedian of CPU seconds, new / old: {statistics.median(ratios):.2f}")
+    return int(missed > 0)
+
+
+def _short(found: dict[str, Any]) -> str:
+    seconds = found.get("step_s")
+    return f"{seconds * 1e3:.4g}" if seconds else found.get("error", "-")[:60]
+
+
+if __name__ == "__main__":
+    sys.exit(main())
