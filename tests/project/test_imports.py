@@ -22,7 +22,7 @@ LATE = {
     "autopar/cli/app.py: from autopar.errors import TargetError",
     "autopar/cli/failures.py: from autopar.errors import AutoparError, "
     "InfeasibleError, InternalError",
-    "autopar/cli/failures.py: from autopar.errors import user_line",
+    "autopar/cli/failures.py: from autopar.errors import TargetError, user_line",
     "autopar/cluster/local.py: import jax",
     "autopar/elastic/__init__.py: from autopar.elastic.start import elastic",
     "solver/autopar_solver/sharding/bounds/compiled.py: "
