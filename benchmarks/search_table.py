@@ -22,16 +22,13 @@ import sys
 import time
 from typing import Any
 
+from planning_time import GPT12, UNET
+
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-GPT12 = {
-    "layers": 12, "d_model": 768, "heads": 12, "seq": 1024, "batch": 512,
-    "vocab": 50304,
-}  # fmt: skip
 LLAMA4 = {
     "layers": 4, "d_model": 4096, "heads": 32, "kv_heads": 8, "ffn": 14336,
     "vocab": 32000, "seq": 4096, "batch": 32, "dtype": "bfloat16",
 }  # fmt: skip
-UNET = {"batch": 64, "size": 32, "widths": (128, 256, 512)}
 GPT13B = {
     "layers": 40, "d_model": 5120, "heads": 40, "seq": 2048, "batch": 256,
     "vocab": 50304, "remat": True, "dtype": "bfloat16",
