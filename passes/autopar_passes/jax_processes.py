@@ -7,6 +7,7 @@ another (0.10.2). One process can also compile what another one runs.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import socket
@@ -94,6 +95,20 @@ def coordination_client(address: str, index: int, connect_s: int) -> Any:
         shutdown_on_destruction=False,
         use_compression=True,
     )
+
+
+def fill_place(address: str, index: int, connect_s: int) -> None:
+    """Connects in the place of a process that is gone, from a thread that may wait.
+
+    Args:
+      address: of the service, which waits for all of its world.
+      index: number of the process.
+      connect_s: how long it waits for the others.
+    """
+    with contextlib.suppress(Exception):
+        client = coordination_client(address, index, connect_s)
+        client.connect()
+        client.shutdown()
 
 
 def enter_world(client: Any, address: str, index: int, count: int) -> None:

@@ -8,7 +8,6 @@ workers. Commands come as JSON lines on stdin: ``open`` a service for some proce
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import sys
@@ -31,7 +30,6 @@ class Services:
         self._running: dict[int, tuple[str, Any]] = {}
         # A descriptor of each worker that used a service.
         self._workers: dict[ProcessId, int] = {}
-        self._fillers: list[Any] = []
 
     def open(self, generation: int, processes: list[Any]) -> str:
         """Starts a service and returns its address."""
@@ -60,17 +58,11 @@ class Services:
             return
         address = self._running[generation][0]
 
-        def connect(rank: int) -> None:
-            with contextlib.suppress(Exception):
-                client = jax_processes.coordination_client(
-                    address, rank, connect_s=_CONNECT_S
-                )
-                self._fillers.append(client)
-                client.connect()
-                client.shutdown()
-
         for rank in ranks:
-            threading.Thread(target=connect, args=(rank,), daemon=True).start()
+            given = address, rank, _CONNECT_S
+            threading.Thread(
+                target=jax_processes.fill_place, args=given, daemon=True
+            ).start()
 
     def close(self, generation: int) -> None:
         """Ends a service that no process is connected to."""

@@ -124,16 +124,8 @@ class Relay:
         address, self._own = jax_processes.open_service(self._count)
         self._target = "127.0.0.1", int(address.rpartition(":")[2])
 
-        def connect(index: int) -> None:
-            with contextlib.suppress(Exception):
-                client = jax_processes.coordination_client(
-                    address, index, int(self._limit_s)
-                )
-                client.connect()
-                client.shutdown()
-
         for index in set(range(self._count)) - {self._index}:
-            self._start(connect, index)
+            self._start(jax_processes.fill_place, address, index, int(self._limit_s))
 
     def _keep(self, end: socket.socket) -> bool:
         """Keeps a socket to close it; False: the relay is closed already."""
