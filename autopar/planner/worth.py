@@ -14,6 +14,7 @@ from autopar.layouts.layout import axes_of
 from autopar.planner.scheme import scheme_of
 from autopar.plans.worth import AxisUse, Worth
 from autopar.steps.analysis import Analysis
+from autopar.steps.attention import Attention
 from autopar.steps.samples import batch_tokens, samples
 from autopar_passes.graph.operators import PRODUCTS, Operator
 from autopar_passes.graph.roles import REPEATED, Role
@@ -133,23 +134,26 @@ def fused_saves_s(
     device = pricer.cluster.device
     most, efficiency = _FUSED.get(device.kind, (0, 0.0))
     operators, trips = analysis.graph.operators, analysis.trips
-    saved = 0.0
+    # An item stands for a class of operators: those of all layers alike.
+    read = dict[int, Attention]()
+    products = set[int]()
     for found in analysis.attention:
-        if found.dtype not in _HALF or found.head_dim > most:
+        if found.dtype in _HALF and found.head_dim <= most:
+            inside = found.products | found.between
+            read.update((operators[k].class_index, found) for k in inside)
+            products.update(operators[k].class_index for k in found.products)
+    saved = 0.0
+    for item in done:
+        found = read.get(item.operator)
+        if found is None or item.work is None:
             continue
-        classes = {operators[k].class_index for k in found.products | found.between}
-        products = {operators[k].class_index for k in found.products}
-        kernel_s = 0.0
-        for item in done:
-            if item.operator not in classes or item.work is None:
-                continue
-            saved += item.cost.work_s
-            if item.operator in products:
-                op = item.work.op
-                again = _AGAIN if op.role is Role.BACKWARD else 1.0
-                each = op.flops * trips[item.operator] / math.prod(item.parts)
-                kernel_s += each * again * (0.5 if found.causal else 1.0)
-        saved -= kernel_s / (efficiency * device.peak(found.dtype))
+        saved += item.cost.work_s
+        if item.operator in products:
+            op = item.work.op
+            again = _AGAIN if op.role is Role.BACKWARD else 1.0
+            each = op.flops * trips[item.operator] / math.prod(item.parts)
+            kernel = each * again * (0.5 if found.causal else 1.0)
+            saved -= kernel / (efficiency * device.peak(found.dtype))
     return max(0.0, saved)
 
 
