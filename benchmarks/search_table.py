@@ -1,13 +1,15 @@
 """Plans some thirty cases by one checkout, or compares two.
 
-    python benchmarks/search_table.py run [--checkout DIR] [--only TEXT] --out FILE
+    python benchmarks/search_table.py run [--checkout DIR] [--only TEXT] [--decide]
+        --out FILE
     python benchmarks/search_table.py compare OLD NEW
 
 Each case is planned in a process of its own. Written are the predicted time of a step,
 the gap and the status, the scheme and the mesh, and CPU seconds from the step to the
-plan. Cases named ``tight`` have about 1.05 times the least memory for which a plan was
-found. ``compare`` prints one row a case, and exits with 1 where a new plan is slower by
-over half a percent, or takes over half of the old CPU seconds.
+plan. With ``--decide`` stages, microbatches and rematerialisation are decided, too.
+Cases named ``tight`` have about 1.05 times the least memory for which a plan was found.
+``compare`` prints one row a case, and exits with 1 where a new plan is slower by over
+half a percent, or takes over half of the old CPU seconds.
 """
 
 from __future__ import annotations
@@ -66,11 +68,12 @@ CASES: dict[str, tuple[str, dict[str, Any], str]] = {
     "unet large": ("large:unet", {}, "8x8:h100"),
     "13b mixed": ("gpt", GPT13B, "4x8:h100+4x8:a100"),
 }  # fmt: skip
+DECIDED = {"stages": "auto", "microbatches": "auto", "remat": "auto"}
 CHILD = """
 import json, sys, time
 sys.path.insert(0, sys.argv[1])
 import workloads, large, unet, autopar
-example, options, text = json.loads(sys.argv[2])
+example, options, text, decided = json.loads(sys.argv[2])
 cluster = autopar.Cluster.parse(text)
 if example.startswith("large:"):
     step, args = large.CASES[example[6:]](cluster)
@@ -79,13 +82,14 @@ elif example == "unet":
 else:
     step, args = workloads.arguments(example, **options)
 begin, wall = time.process_time(), time.perf_counter()
-plan = autopar.plan(step, *args, cluster=cluster)
+plan = autopar.plan(step, *args, cluster=cluster, **decided)
 found = {
     "step_s": plan.predicted.step_s,
     "peak_bytes": plan.predicted.peak_memory_bytes,
     "gap": plan.solver.gap, "status": plan.solver.status,
+    "stages": len(plan.stages), "microbatches": plan.microbatches,
     "cpu_s": time.process_time() - begin, "wall_s": time.perf_counter() - wall,
-    "scheme": plan.worth.scheme,
+    "scheme": plan.worth.scheme if plan.worth else "",
     "mesh": dict(zip(plan.axis_names, plan.axis_sizes)),
 }
 print("FOUND" + json.dumps(found), flush=True)
@@ -99,6 +103,7 @@ def main() -> int:
     run = commands.add_parser("run")
     run.add_argument("--checkout", type=pathlib.Path, default=ROOT)
     run.add_argument("--only", default="")
+    run.add_argument("--decide", action="store_true", help="stages and all else")
     run.add_argument("--limit", type=float, default=500.0, help="seconds of a case")
     run.add_argument("--out", type=pathlib.Path, required=True)
     beside = commands.add_parser("compare")
@@ -112,21 +117,23 @@ def main() -> int:
     known = json.loads(options.out.read_text()) if options.out.exists() else {}
     for name in CASES:
         if options.only in name:
-            known[name] = planned(name, options.checkout.resolve(), options.limit)
+            known[name] = planned(name, options)
             print(name, json.dumps(known[name]), flush=True)
             options.out.write_text(json.dumps(known, indent=1) + "\n")
     return 0
 
 
-def planned(name: str, checkout: pathlib.Path, limit_s: float) -> dict[str, Any]:
+def planned(name: str, asked: argparse.Namespace) -> dict[str, Any]:
     """Plans a case in a process of its own."""
+    checkout, limit_s = asked.checkout.resolve(), asked.limit
+    case = json.dumps((*CASES[name], DECIDED if asked.decide else {}))
     places = (checkout, checkout / "passes", checkout / "solver")
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, places))}
     here = str(pathlib.Path(__file__).parent)
     begin = time.perf_counter()
     try:
         ran = subprocess.run(
-            [sys.executable, "-c", CHILD, here, json.dumps(CASES[name])],
+            [sys.executable, "-c", CHILD, here, case],
             cwd=checkout, env=env, capture_output=True, text=True, timeout=limit_s,
             check=False,
         )  # fmt: skip

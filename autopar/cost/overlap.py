@@ -24,14 +24,10 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
 
 import numpy as np
 
 from autopar.cost.parts import Part
-from autopar.steps.analysis import Analysis
-from autopar.steps.sums import charged
-from autopar.steps.uses import Use
 from autopar_passes.graph.roles import Role
 
 
@@ -91,6 +87,11 @@ class Timeline:
         """Seconds of all communication of the pass that may be hidden."""
         return float(self.gathers.sum() + self.sums.sum())
 
+    @property
+    def whole(self) -> Stretch:
+        """The whole pass."""
+        return Stretch(self.role, -1, len(self.work))
+
     @functools.cached_property
     def _running(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Work, gathers and sums up to each position, and 0 before the first."""
@@ -115,14 +116,13 @@ class Timeline:
           share: part of the work that communication may run beside.
         """
         count = len(self.work)
-        whole = Stretch(self.role, -1, count)
         if not count:
-            return whole
+            return self.whole
         work, gathers, sums = self._running
         early = gathers[1:] - share * work[:-1]
         late = (sums[-1] - sums[:-1]) - share * (work[-1] - work[1:])
         found = (
-            whole,
+            self.whole,
             Stretch(self.role, -1, int(np.argmax(early))),
             Stretch(self.role, int(np.argmax(late)), count),
         )
@@ -145,97 +145,3 @@ class Timeline:
     def least_s(self, share: float) -> float:
         """Seconds exposed if arrays were sent alone, whatever loops they are in."""
         return max(0.0, self.excess_s(self.tightest(share), share))
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Discounts:
-    """Prices of work and communication where a part is hidden.
-
-    A step takes ``work + waiting + contention x hideable + (1 - contention) x
-    exposed``, and ``exposed`` is at least ``communication - share x work`` of any
-    stretch. So for weights of stretches, of each pass at most 1 together, prices
-    that add over decisions give a lower bound of the time of every plan, and weights
-    for which it is that of the best plan exist but for what cannot be split (the
-    Lagrangian dual of the maximum).
-
-    Attributes:
-      work: factor on seconds of work, by class of operators.
-      sums: factor on sums that nothing waits for, by class of their makers.
-      gathers: factor on gathers that end before an operator, by position.
-      shares: the part of such a sum that operators pay, by class, where sums may be
-        one (`autopar.steps.sums.charged`); None: equal parts.
-    """
-
-    work: np.ndarray
-    sums: np.ndarray
-    gathers: np.ndarray
-    shares: Mapping[int, float] | None = None
-
-    def of_uses(self, uses: Sequence[Use]) -> float:
-        """The factor on a gather for these readings; the mean over instances."""
-        first: dict[int, int] = {}
-        for use in uses:
-            for value, (reader, _, _) in use.readers.items():
-                first[value] = min(first.get(value, reader), reader)
-        found = [float(self.gathers[reader]) for reader in first.values()]
-        return sum(found) / len(found) if found else 1.0
-
-
-def lowered(seconds: np.ndarray, factor: float) -> np.ndarray:
-    """Seconds times a factor, which may be 0; what is infinite stays so."""
-    finite = np.isfinite(seconds)
-    return np.where(finite, factor * np.where(finite, seconds, 0.0), seconds)
-
-
-def discounts(
-    analysis: Analysis,
-    weights: Mapping[Stretch, float],
-    share: float,
-    contention: float,
-    *,
-    whole: bool = True,
-) -> Discounts:
-    """The prices at weights of stretches.
-
-    Args:
-      analysis: the program.
-      weights: of stretches, at least 0; those of a pass add up to at most 1.
-      share: part of the work that communication may run beside.
-      contention: seconds of work lost for each second that is hidden.
-      whole: whether messages are sent whole, so that the update may cover sums.
-    """
-    places = analysis.positions
-    count = len(places.classes)
-    covering, gathered, summed = (np.zeros(count) for _ in range(3))
-    for stretch, weight in weights.items():
-        done, early, late = stretch.slices(count)
-        covering[done] += weight * places.roles[stretch.role][done]
-        if whole and stretch.role is Role.BACKWARD and stretch.last >= count:
-            covering += weight * places.update
-        gathered[early] += weight * places.roles[stretch.role][early]
-        summed[late] += weight * places.summed[stretch.role][late]
-    rest = 1.0 - contention
-    in_pass = places.roles[Role.FORWARD] | places.roles[Role.BACKWARD]
-    complete = contention + rest * summed
-    return Discounts(
-        places.of_classes(1.0 - rest * share * covering),
-        places.of_classes(complete[places.ready]),
-        np.where(in_pass, contention + rest * gathered, 1.0),
-        _shares(analysis, complete),
-    )
-
-
-def _shares(analysis: Analysis, factors: np.ndarray) -> dict[int, float]:
-    """The parts of sums that operators pay where sums may be one, by class.
-
-    Args:
-      analysis: the program.
-      factors: on a sum that is complete at an operator, by position.
-    """
-    places, own = analysis.positions, factors[analysis.positions.ready]
-    makers = {v: analysis.contraction.producer[v].index for v in analysis.shared.count}
-    paid = own.copy()
-    for operator, factor in charged(makers, analysis.shared, factors.tolist()).items():
-        paid[operator] = factor
-    whole, part = places.of_classes(own), places.of_classes(paid)
-    return {c: float(part[c] / whole[c]) for c in analysis.shares if whole[c] > 0.0}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
@@ -25,7 +25,7 @@ from autopar.cost.combining import (
     Group,
     combiner_of,
 )
-from autopar.layouts.layout import Axes, Layout, ReshardStep, reshard_steps
+from autopar.layouts.layout import Axes, Layout, ReshardStep, reshard_steps, shards
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -35,17 +35,14 @@ class Pricer:
     Attributes:
       cluster: the devices and links.
       mesh: the mesh.
-      without: groups of messages that no plan may send (`autopar.planner.solving`).
       combining: whether collectives may share messages.
-      alone: classes of operators whose sums the problem charges whole, though the
-        compiler may take them with others (`autopar.planner.solving`).
+      joined_bytes: bytes of all sums, and of all gathers, that may share messages.
     """
 
     cluster: Cluster
     mesh: MeshShape
-    without: frozenset[Group] = frozenset()
     combining: bool = True
-    alone: frozenset[int] = frozenset()
+    joined_bytes: tuple[float, float] = (math.inf, math.inf)
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -138,8 +135,8 @@ class Pricer:
     def least_s(self, step: ReshardStep, nbytes: float) -> float:
         """Seconds that a collective takes in whatever message it travels, at least.
 
-        A message holds the array itself, and no more than the compiler joins. What is
-        larger than that travels alone, so this is what it takes.
+        A message holds the array itself, no more than the compiler joins, and no more
+        than all that may be joined. A larger array travels alone, and takes this.
         """
         size = step.fraction * nbytes
         if not size or step.kind == "slice":
@@ -148,7 +145,8 @@ class Pricer:
             return self.collective_s(step, nbytes)
         kind, _ = self.group_of(step)
         parts = self.group(step.axes) if kind == "reduce_scatter" else 1
-        most = max(size, parts * self.combiner.most_bytes)
+        every = self.joined_bytes[step.kind not in SUMS]
+        most = max(size, min(every, parts * self.combiner.most_bytes))
         axes = self._axes(step.axes)
         wire = least_s_per_byte(kind, size, most, axes) * size
         return self.skew(axes) * wire + self.move_s(step, size)
@@ -158,8 +156,6 @@ class Pricer:
     ) -> float:
         """Seconds that are sure, whatever else travels in the same message.
 
-        Infinite where the message may not be sent.
-
         Args:
           step: the collective.
           nbytes: of the whole array.
@@ -168,7 +164,7 @@ class Pricer:
         group = self.group_of(step)
         if step.kind not in together or group[0] not in self.combiner.kinds:
             return self.collective_s(step, nbytes)
-        return math.inf if group in self.without else self.least_s(step, nbytes)
+        return self.least_s(step, nbytes)
 
     def move_s(self, step: ReshardStep, size: float) -> float:
         """Seconds to bring a collective's pieces into their places on one device.
@@ -291,30 +287,54 @@ def _step_table(
 ) -> tuple[list[tuple[str, Axes]], np.ndarray, np.ndarray]:
     """The steps of every pair, independent of the size of the array.
 
+    Dimensions that stay as they are have no part in the steps: they only divide the
+    bytes. So pairs whose other dimensions are the same are worked out once.
+
     Returns the distinct (kind, axes), and for each pair and position in its
     sequence of steps the number of its (kind, axes), -1 for none, and its fraction.
     """
+    codes: dict[Axes, int] = {}
     numbers: dict[tuple[str, Axes], int] = {}
-    paths = [
-        [
-            [
-                (numbers.setdefault((s.kind, s.axes), len(numbers)), s.fraction)
-                for s in reshard_steps(start, target, partial, reduction, sizes)
-                if s.kind != "slice"
-            ]
-            for target in targets
-        ]
-        for start, partial in starts
-    ]
-    longest = max((len(p) for row in paths for p in row), default=0)
-    index = np.full((len(starts), len(targets), max(longest, 1)), -1)
+
+    def coded(layouts: Iterable[Layout]) -> np.ndarray:
+        rows = [[codes.setdefault(axes, len(codes)) for axes in x] for x in layouts]
+        return np.array(rows, dtype=int).reshape(len(rows), -1)
+
+    begin, end = coded(s for s, _ in starts)[:, None], coded(targets)[None]
+    summed = coded((partial,) for _, partial in starts)
+    stays = begin == end
+    moves = np.where(stays, 0, 1 + begin * len(codes) + end)
+    moves = np.take_along_axis(moves, np.argsort(stays, axis=-1, kind="stable"), -1)
+    pair = np.repeat(summed, len(targets))
+    for move in moves.reshape(len(pair), -1).T:
+        pair = np.unique((1 + len(codes) ** 2) * pair + move, return_inverse=True)[1]
+    _, first, pair = np.unique(pair, return_index=True, return_inverse=True)
+    paths: list[list[tuple[int, float]]] = []
+    for row, column in zip(*np.divmod(first, len(targets)), strict=True):
+        (start, partial), target = starts[row], targets[column]
+        moved = [d for d, same in enumerate(stays[row, column]) if not same]
+        steps = reshard_steps(
+            tuple(start[d] for d in moved),
+            tuple(target[d] for d in moved),
+            partial,
+            reduction,
+            sizes,
+        )
+        own = [(s.kind, s.axes, s.fraction) for s in steps if s.kind != "slice"]
+        paths.append(
+            [(numbers.setdefault((k, a), len(numbers)), part) for k, a, part in own]
+        )
+    longest = max((1, *map(len, paths)))
+    index = np.full((len(paths), longest), -1)
     fractions = np.zeros(index.shape)
-    for i, row in enumerate(paths):
-        for j, path in enumerate(row):
-            for k, (number, fraction) in enumerate(path):
-                index[i, j, k] = number
-                fractions[i, j, k] = fraction
-    return list(numbers), index, fractions
+    for k, path in enumerate(paths):
+        for step, (number, fraction) in enumerate(path):
+            index[k, step], fractions[k, step] = number, fraction
+    split = np.array([shards((axes,), sizes) for axes in codes], dtype=float)
+    kept = np.where(stays, split[begin], 1.0).prod(axis=-1)
+    shape = (len(starts), len(targets), longest)
+    every = fractions[pair].reshape(shape) / kept[..., None]
+    return list(numbers), index[pair].reshape(shape), every
 
 
 def _unique(items: Sequence[object]) -> tuple[list[int], list[object]]:

@@ -75,33 +75,6 @@ def reassociated(
     return sorted(out, key=lambda c: c.operator)
 
 
-def alone_s(assignment: Assignment, pricer: Pricer) -> dict[int, float]:
-    """Seconds by class of operators that the problem of the layouts leaves out.
-
-    The problem charges each of several sums that may be one its part, whether the
-    others are sums in a plan or not (`autopar.cost.work.share_of`).
-
-    Args:
-      assignment: strategies as layouts.
-      pricer: the mesh and cluster.
-    """
-    out: dict[int, float] = {}
-    if not pricer.reassociates:
-        return out
-    made_by, shared = assignment.contraction.producer, assignment.analysis.shared
-    for c in compiled_traffic(assignment, pricer):
-        summed = shared.summed.get(c.value, ())
-        if c.step.kind not in SUMS or c.ready != made_by[c.value].index:
-            continue
-        charged = sum(1.0 / shared.count[v] for v in summed)
-        for v in summed:
-            missing_s = (1.0 - charged) * c.seconds(pricer) / len(summed)
-            if missing_s > 0.0:
-                kind = made_by[v].class_index
-                out[kind] = out.get(kind, 0.0) + missing_s
-    return out
-
-
 def _alike(
     one: Sequence[Collective], other: Sequence[Collective], late: frozenset[int]
 ) -> int:

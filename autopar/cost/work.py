@@ -9,50 +9,33 @@ import numpy as np
 
 from autopar.cost.combining import ALONE, SUMS
 from autopar.cost.compute import work_s
-from autopar.cost.overlap import Discounts, lowered
 from autopar.cost.pricer import Pricer
 from autopar.layouts.layout import Axes
 from autopar.layouts.strategies import Space, Strategy, layout_of, partial_axes
 from autopar.steps.analysis import Analysis
 from autopar.steps.nodes import Node
+from autopar.steps.positions import SEGMENTS
 from autopar.steps.sums import PartialRuns
 from autopar_passes.graph.operators import Operator
 
 
-def share_of(
-    analysis: Analysis,
-    pricer: Pricer,
-    class_index: int,
-    discounts: Discounts | None = None,
-) -> float:
+def share_of(analysis: Analysis, pricer: Pricer, class_index: int) -> float:
     """The part of a sum that each operator of a class pays.
 
-    Sums that the compiler may take as one are charged a part of that one each. Where
-    nothing waits for them and some have more time to hide, the parts differ.
+    Sums that the compiler may take as one are charged a part of that one each.
 
     Args:
       analysis: the step.
       pricer: the mesh and cluster.
       class_index: of the operators.
-      discounts: on sums that nothing waits for.
     """
-    if not pricer.reassociates or class_index in pricer.alone:
-        return 1.0
-    known = analysis.shares
-    final = class_index in analysis.independent.summing
-    if final and discounts is not None and discounts.shares is not None:
-        known = discounts.shares
-    return known.get(class_index, 1.0)
+    return analysis.shares.get(class_index, 1.0) if pricer.reassociates else 1.0
 
 
-def node_work_s(
-    analysis: Analysis,
-    node: Node,
-    space: Space,
-    pricer: Pricer,
-    discounts: Discounts | None = None,
-) -> np.ndarray:
-    """Returns seconds of work of a node under each of its strategies.
+def node_seconds(
+    analysis: Analysis, node: Node, space: Space, pricer: Pricer
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Returns seconds of a node under each of its strategies.
 
     Work is divided by the axes given to an operator's factors: an axis that an
     operator does not use repeats its whole work on every device of that axis.
@@ -62,11 +45,19 @@ def node_work_s(
       node: the node.
       space: its strategies.
       pricer: the mesh and cluster.
-      discounts: on work that covers communication, and on communication.
+
+    Returns:
+      Seconds of work in each segment of both passes and in the update, float64
+      ``[2 * SEGMENTS + 1, strategies]``; of sums that nothing waits for, by the segment
+      in which they are complete, ``[SEGMENTS, strategies]``; and of all else,
+      ``[strategies]``.
     """
     device = pricer.cluster.device
     works = analysis.works(streamed=device.streams)
-    total = np.zeros(len(space.strategies))
+    places = analysis.positions
+    count = len(space.strategies)
+    covering, waited = np.zeros((2 * SEGMENTS + 1, count)), np.zeros(count)
+    free = np.zeros((SEGMENTS, count))
     split = _split(space.strategies, pricer)
     for member, mapping in node.members.items():
         work = works.get(member)
@@ -75,22 +66,25 @@ def node_work_s(
         op = work.op
         seconds = work_s(work, _parts(split, mapping), device)
         kernel_s = device.kernel_latency_s if work.kernel else 0.0
-        factor = 1.0 if discounts is None else discounts.work[member]
-        total += factor * analysis.trips[member] * (seconds + kernel_s)
+        seconds = analysis.trips[member] * (seconds + kernel_s)
+        parts = places.work_parts[member]
+        covering += np.outer(parts, seconds)
+        waited += (1.0 - parts.sum()) * seconds
         # That of a contraction is on the edge to its result.
         if node.kind != "contraction":
             own = analysis.sums[op.class_index]
             final = op.class_index in analysis.independent.summing
             together = SUMS if final else ALONE
-            factor = discounts.sums[op.class_index] if discounts and final else 1.0
             summed_s = _reduction_s(op, node, space, pricer, own, together)
-            part = share_of(analysis, pricer, op.class_index, discounts)
-            summed_s = part * summed_s
-            total += lowered(summed_s, factor)
-            total += analysis.trips[member] * _inner_sums_s(
+            summed_s = share_of(analysis, pricer, op.class_index) * summed_s
+            if final:
+                free += np.outer(places.sum_parts[op.class_index], summed_s)
+            else:
+                waited += summed_s
+            waited += analysis.trips[member] * _inner_sums_s(
                 analysis, op, node, space, pricer
             )
-    return total
+    return covering, free, waited
 
 
 def _split(
@@ -142,8 +136,8 @@ def partial_work_s(
 ) -> np.ndarray:
     """Seconds that an operator takes longer where it works on partial values, a run.
 
-    `node_work_s` charges it as its node's strategy splits it. What is partial over some
-    axes is not split by them: each device works on its own part of the sum, whole.
+    `node_seconds` charges it as its node's strategy splits it. What is partial over
+    some axes is not split by them: each device works on its own part of the sum, whole.
 
     Args:
       analysis: the step.

@@ -8,7 +8,6 @@ import math
 
 from autopar.cluster import MeshShape
 from autopar.cost.breakdown import CostBreakdown, step_s
-from autopar.cost.combining import Group
 from autopar.cost.evaluate import total
 from autopar.cost.items import CostItem, items, seconds_of, timelines
 from autopar.cost.memory import habits_of, peak_memory_bytes
@@ -16,9 +15,9 @@ from autopar.cost.overlap import Timeline
 from autopar.cost.pricer import Pricer
 from autopar.cost.traffic import Collective
 from autopar.layouts.assignment import Assignment, assign
-from autopar.planner.hiding import Weights
 from autopar.planner.problem import Formulation
 from autopar.planner.scheme import with_axis_names
+from autopar.planner.weights import WHOLE, Weights
 from autopar.steps.analysis import Analysis
 from autopar_solver import Solution, Status
 
@@ -37,8 +36,7 @@ class Candidate:
       solution: what the solver says.
       items: what a step of it costs, operator by operator.
       peak_memory_bytes: most bytes live at once on one device.
-      weights: of what is hidden, at which the problem was solved; None: work and
-        communication were added.
+      weights: of what may be hidden, at which the problem was solved.
       lower_s: a lower bound of the time of every plan of this mesh; None: that of the
         solution.
     """
@@ -49,7 +47,7 @@ class Candidate:
     solution: Solution
     items: tuple[CostItem, ...]
     peak_memory_bytes: float
-    weights: Weights | None = None
+    weights: Weights = WHOLE
     lower_s: float | None = None
 
     @functools.cached_property
@@ -103,19 +101,6 @@ class Candidate:
         """Predicted seconds of one step."""
         return step_s(self.cost)
 
-    @functools.cached_property
-    def alone_s(self) -> float:
-        """Seconds of a step if messages had the windows of their arrays.
-
-        No problem holds who shares a message, so this is what their bounds can reach.
-        """
-        known = self.pricer.cluster.device.calibrated
-        if not known.overlap:
-            return self.step_s
-        least = sum(t.least_s(known.overlap) for t in self.timelines)
-        exposed = sum(t.exposed_s(known.overlap) for t in self.timelines)
-        return self.step_s - (1.0 - known.contention) * (exposed - least)
-
     @property
     def bound_s(self) -> float:
         """A lower bound of the seconds of every plan on this mesh."""
@@ -136,31 +121,6 @@ class Candidate:
         status = Status.OPTIMAL if proved else Status.FEASIBLE
         return dataclasses.replace(
             self.solution, cost=self.step_s, bound=bound_s, status=status
-        )
-
-    @property
-    def settled(self) -> bool:
-        """Whether problems can prove no more of the plan than they do."""
-        if self.lower_s is None:
-            return self.solution.status is Status.OPTIMAL
-        return self.bound_s >= (1 - WORTHWHILE) * self.alone_s
-
-    @property
-    def shared_s(self) -> float:
-        """Seconds of messages that many collectives share, beyond their bytes'.
-
-        The problem of the layouts does not hold them: they belong to no pair of
-        decisions.
-        """
-        return sum(c.shared_s(self.pricer) for c in self.collectives)
-
-    @property
-    def groups(self) -> frozenset[Group]:
-        """The groups of messages that collectives share."""
-        return frozenset(
-            self.pricer.group_of(c.step)
-            for c in self.collectives
-            if c.message_bytes and not self.pricer.apart(c.step)
         )
 
 
@@ -240,27 +200,6 @@ def candidate_of(
     assignment = assignment_of(analysis, formulation, solution)
     peak_bytes = peak_of(assignment, formulation.pricer)
     return priced(formulation, solution, assignment, peak_bytes)
-
-
-def solved_again(
-    analysis: Analysis,
-    formulation: Formulation,
-    solution: Solution,
-    known: Candidate | None,
-) -> Candidate | None:
-    """A known plan as the solution of another problem; it is priced and fits already.
-
-    None: the solution is another plan, or that plan does not fit.
-    """
-    pricer = formulation.pricer
-    if known is None or known.pricer != pricer:
-        return None
-    fits = known.peak_memory_bytes <= pricer.cluster.memory_bytes
-    if not fits or known.assignment != assignment_of(analysis, formulation, solution):
-        return None
-    return dataclasses.replace(
-        known, formulation=formulation, solution=solution, lower_s=None
-    )
 
 
 def assignment_of(

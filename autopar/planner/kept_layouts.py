@@ -8,7 +8,7 @@ from autopar.layouts.strategies import Strategy
 from autopar.planner.candidate import Candidate
 from autopar.planner.record import assignment_of
 from autopar.planner.search import plan_mesh
-from autopar.planner.solving import solve_mesh
+from autopar.planner.solving import HIDDEN, solve_mesh
 from autopar.plans import Plan
 from autopar.steps.analysis import Analysis
 from autopar.steps.nodes import Node
@@ -40,7 +40,7 @@ def priced(
     def same(node: Node, strategy: Strategy) -> bool:
         return strategy == kept.get(node.index, strategy)
 
-    return solve_mesh(other, pricer, same, _MOST_S, weights={})
+    return solve_mesh(other, pricer, same, _MOST_S, weights=(HIDDEN,))
 
 
 def _kept(plan: Plan, planned: Analysis, other: Analysis) -> dict[int, Strategy]:

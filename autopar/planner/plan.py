@@ -42,7 +42,7 @@ from autopar.planner.options import DEFAULTS, PlanOptions
 from autopar.planner.problem import Restriction
 from autopar.planner.rebatch import rebatched
 from autopar.planner.record import make_plan, restore, split_as
-from autopar.planner.remat import as_asked, fastest, wanted
+from autopar.planner.remat import as_asked, fastest, may_gain, wanted
 from autopar.planner.replicas import plan_replicas
 from autopar.planner.search import candidate_meshes, given, search
 from autopar.planner.stages.entry import plan_with_stages, without_stages
@@ -268,6 +268,8 @@ def _fastest_split(
     best: Plan | None = None
     failed: PlanOptions | None = None
     for count in numbers_of_microbatches(analysis):
+        if best is not None and not may_gain(analysis, cluster, options, best, count):
+            break
         asked = dataclasses.replace(options, microbatches=count)
         try:
             found = plan_analysis(analysis, cluster, asked, sent, errors, advise=False)

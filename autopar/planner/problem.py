@@ -10,10 +10,8 @@ import numpy as np
 from autopar.cost.codecs.matrix import Prices, coded_matrix
 from autopar.cost.combining import ALONE, GATHERS, SUMS
 from autopar.cost.local import sent_bytes
-from autopar.cost.overlap import Discounts, lowered
 from autopar.cost.pricer import Pricer
-from autopar.cost.work import node_work_s, partial_runs, partial_work_s, share_of
-from autopar.errors import PlanError
+from autopar.cost.work import node_seconds, partial_runs, partial_work_s, share_of
 from autopar.layouts.copies import Copy, Mode
 from autopar.layouts.layout import Axes, Layout
 from autopar.layouts.strategies import (
@@ -24,6 +22,7 @@ from autopar.layouts.strategies import (
     strategy_space,
 )
 from autopar.planner.memory_terms import memory_terms
+from autopar.planner.weights import WHOLE, Weights, in_kinds, lowered
 from autopar.steps.analysis import Analysis
 from autopar.steps.nodes import Contraction, Node
 from autopar.steps.uses import Source, Use, times_made
@@ -83,6 +82,10 @@ def allowed_strategies(
     return kept[:1] if small and not any(kept[0]) else kept
 
 
+# Parts of seconds that are of no kind.
+_NO_PARTS = in_kinds(0.0, 0.0, 0.0)
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Formulation:
     """A priced problem and what its nodes stand for.
@@ -92,14 +95,105 @@ class Formulation:
       spaces: the strategies of each node, of the copies after those of the program.
       copies: the copies.
       pricer: the mesh and cluster.
-      discounts: on what may be hidden; None: work and communication are added.
+      own: of each node of the program, seconds of each kind that is weighed, and last
+        all other; float64 ``[KINDS + 1, strategies]``.
+      parts: of each edge, the parts that are of these kinds; float64 ``[KINDS]``.
+      weights: of the problem.
+      whole: the costs of edges at weights of 1.
     """
 
     problem: ShardingProblem
     spaces: tuple[Space, ...]
     copies: tuple[Copy, ...]
     pricer: Pricer
-    discounts: Discounts | None = None
+    own: tuple[np.ndarray, ...]
+    parts: tuple[np.ndarray, ...]
+    weights: Weights
+    whole: tuple[np.ndarray, ...]
+
+    def at(self, weights: Weights) -> Formulation:
+        """The same at other weights."""
+        if weights == self.weights:
+            return self
+        problem = dataclasses.replace(
+            self.problem,
+            node_costs=(
+                *_weighted_nodes(weights, self.own),
+                *self.problem.node_costs[len(self.own) :],
+            ),
+            edge_costs=_weighted(weights, self.whole, self.parts),
+        )
+        return dataclasses.replace(self, problem=problem, weights=weights)
+
+    def limited(self, memory_limit: float | None) -> Formulation:
+        """The same where terms of memory may use so many bytes."""
+        problem = dataclasses.replace(self.problem, memory_limit=memory_limit)
+        return dataclasses.replace(self, problem=problem)
+
+    def within(
+        self,
+        analysis: Analysis,
+        rule: Restriction | None,
+        small: frozenset[int] = frozenset(),
+    ) -> Formulation:
+        """The same with the strategies that a rule allows.
+
+        Args:
+          analysis: the program.
+          rule: a node of which it allows none keeps the first; None: it allows all.
+          small: nodes that stay whole where they may.
+        """
+        nodes = analysis.contraction.nodes
+        kept: list[np.ndarray] = []
+        for node, space in zip(nodes, self.spaces, strict=False):
+            known = {s: k for k, s in enumerate(space.strategies)}
+            own = allowed_strategies(rule, node, space.strategies, node.index in small)
+            kept.append(np.array([known[s] for s in own]))
+        copies = self.spaces[len(nodes) :]
+        kept += [np.arange(len(space.strategies)) for space in copies]
+        spaces = [
+            Space(tuple(space.strategies[k] for k in own))
+            for space, own in zip(self.spaces[: len(nodes)], kept, strict=False)
+        ]
+
+        def cut(costs: Sequence[np.ndarray]) -> tuple[np.ndarray, ...]:
+            return tuple(
+                cost[np.ix_(kept[a], kept[b])]
+                for (a, b), cost in zip(self.problem.edges, costs, strict=True)
+            )
+
+        problem = dataclasses.replace(
+            self.problem,
+            node_costs=tuple(
+                cost[own]
+                for cost, own in zip(self.problem.node_costs, kept, strict=True)
+            ),
+            edge_costs=cut(self.problem.edge_costs),
+            memory=tuple(
+                dataclasses.replace(term, usage=term.usage[kept[term.node]])
+                for term in self.problem.memory
+            ),
+        )
+        return dataclasses.replace(
+            self,
+            problem=problem,
+            spaces=(*spaces, *copies),
+            own=tuple(own[:, k] for own, k in zip(self.own, kept, strict=False)),
+            whole=cut(self.whole),
+        )
+
+
+def _weighted(
+    weights: Weights, costs: Sequence[np.ndarray], parts: Sequence[np.ndarray]
+) -> tuple[np.ndarray, ...]:
+    return tuple(lowered(weights, c, p) for c, p in zip(costs, parts, strict=True))
+
+
+def _weighted_nodes(
+    weights: Weights, own: Sequence[np.ndarray]
+) -> tuple[np.ndarray, ...]:
+    factors = np.append(weights.kinds, 1.0)
+    return tuple(factors @ seconds for seconds in own)
 
 
 def contraction_partials(graph: OperatorGraph, node: Node, space: Space) -> list[Axes]:
@@ -141,9 +235,8 @@ def formulate(
     restriction: Restriction | None = None,
     memory_limit: float | None = None,
     prices: Prices | None = None,
-    discounts: Discounts | None = None,
-    small: frozenset[int] | None = None,
-    like: Formulation | None = None,
+    weights: Weights = WHOLE,
+    small: frozenset[int] = frozenset(),
 ) -> Formulation:
     """Prices every strategy and every resharding of a program on one mesh.
 
@@ -154,76 +247,86 @@ def formulate(
       memory_limit: bytes of one device. With it the problem has memory terms;
         without, it is smaller, and enough where memory is plenty.
       prices: with them gradients may be sent by codecs.
-      discounts: on what may be hidden.
-      small: nodes of state that are kept whole where they may; None: `small_state`.
-      like: a problem of the same program, mesh and cluster; its terms of memory are
-        taken where its nodes have the same strategies.
-
-    Raises:
-      PlanError: no plan does without the messages that ``pricer`` rules out.
+      weights: of what may be hidden.
+      small: nodes that stay whole where they may.
     """
-    if small is None:
-        memory_bytes = float(pricer.cluster.memory_bytes)
-        small = small_state(analysis.graph, analysis.contraction, memory_bytes)
-    spaces, costs = _node_costs(analysis, pricer, restriction, discounts, small)
+    judge, pricer = pricer, with_joined_bytes(analysis, pricer)
+    spaces, own = _node_costs(analysis, pricer, restriction, small)
     edges: list[tuple[int, int]] = []
     matrices: list[np.ndarray] = []
-    for edge, matrix in _result_edges(analysis, spaces, pricer, prices, discounts):
+    parts: list[np.ndarray] = []
+
+    def add(edge: tuple[int, int], matrix: np.ndarray, counted: np.ndarray) -> None:
         edges.append(edge)
         matrices.append(matrix)
-    for edge, matrix in _partial_work_edges(analysis, spaces, pricer, discounts):
+        parts.append(counted)
+
+    for row in _result_edges(analysis, spaces, pricer, prices, weights):
+        add(*row)
+    for edge, matrix in _partial_work_edges(analysis, spaces, pricer):
         if edge[0] == edge[1]:
-            costs[edge[0]] += matrix.diagonal()
-            continue
-        edges.append(edge)
-        matrices.append(matrix)
+            own[edge[0]][-1] += matrix.diagonal()
+        else:
+            add(edge, matrix, _NO_PARTS)
     copies: list[Copy] = []
     for source in analysis.sources.values():
         start = len(analysis.contraction.nodes) + len(copies)
         memory = memory_limit is not None
         made = make_copies(analysis, source, start, pricer, memory=memory)
         copies.extend(made)
-        for edge, matrix in _source_edges(
-            analysis, source, made, spaces, pricer, discounts
-        ):
-            edges.append(edge)
-            matrices.append(matrix)
-    priced = (*costs, *matrices)
-    if pricer.without and not all(np.isfinite(c).any() for c in priced):
-        raise PlanError(
-            f"mesh {pricer.mesh.label}: no plan does without these messages."
-        )
+        for row in _source_edges(analysis, source, made, spaces, pricer):
+            add(*row)
     terms: tuple[MemoryTerm, ...] = ()
     if memory_limit is not None:
-        known = _terms(like, spaces, copies) if like is not None else ()
-        terms = known or memory_terms(analysis, pricer, spaces, copies)
+        terms = memory_terms(analysis, pricer, spaces, copies)
     problem = ShardingProblem(
         name="step",
-        node_costs=(*costs, *(np.zeros(len(c.space.strategies)) for c in copies)),
+        node_costs=(
+            *_weighted_nodes(weights, own),
+            *(np.zeros(len(c.space.strategies)) for c in copies),
+        ),
         edges=tuple(edges),
-        edge_costs=tuple(matrices),
+        edge_costs=_weighted(weights, matrices, parts),
         memory=terms,
         memory_limit=memory_limit,
     )
     all_spaces = (*spaces, *(c.space for c in copies))
-    return Formulation(problem, all_spaces, tuple(copies), pricer, discounts)
+    return Formulation(
+        problem,
+        all_spaces,
+        tuple(copies),
+        judge,
+        tuple(own),
+        tuple(parts),
+        weights,
+        tuple(matrices),
+    )
 
 
-def _terms(
-    like: Formulation, spaces: Sequence[Space], copies: Sequence[Copy]
-) -> tuple[MemoryTerm, ...]:
-    """The terms of memory of another problem of these strategies; () if it has none."""
-    same = like.copies == tuple(copies) and like.spaces[: len(spaces)] == tuple(spaces)
-    return like.problem.memory if same else ()
+def with_joined_bytes(analysis: Analysis, pricer: Pricer) -> Pricer:
+    """A pricer that knows the bytes of all arrays of a step that may share messages."""
+    sums = sum(
+        nbytes * times
+        for index in analysis.independent.summing
+        for nbytes, times in analysis.sums[index]
+    )
+    rounds = pricer.cluster.device.rounds_operands
+    gathers = 0.0
+    for source in analysis.sources.values():
+        if source.value_class[0] in analysis.independent.gathered:
+            # An axis is gathered once on the way to a reader.
+            times = sum(use.weight for use in source.foreign)
+            gathers += times * sent_bytes(analysis, source.example, rounds=rounds)
+    return dataclasses.replace(pricer, joined_bytes=(float(sums), gathers))
 
 
 def _node_costs(
     analysis: Analysis,
     pricer: Pricer,
     restriction: Restriction | None,
-    discounts: Discounts | None,
     small: frozenset[int],
 ) -> tuple[list[Space], list[np.ndarray]]:
+    """The strategies of each node, and their seconds (`Formulation.own`)."""
     spaces: list[Space] = []
     costs: list[np.ndarray] = []
     graph, contraction = analysis.graph, analysis.contraction
@@ -234,7 +337,9 @@ def _node_costs(
         )
         space = Space(kept)
         spaces.append(space)
-        costs.append(node_work_s(analysis, node, space, pricer, discounts))
+        work, sums, rest = node_seconds(analysis, node, space, pricer)
+        weighed = in_kinds(work, np.zeros((1, len(rest))), sums)
+        costs.append(np.vstack([weighed, rest]))
     return spaces, costs
 
 
@@ -243,8 +348,8 @@ def _result_edges(
     spaces: Sequence[Space],
     pricer: Pricer,
     prices: Prices | None,
-    discounts: Discounts | None,
-) -> Iterator[tuple[tuple[int, int], np.ndarray]]:
+    weights: Weights,
+) -> Iterator[tuple[tuple[int, int], np.ndarray, np.ndarray]]:
     """Edges from a contraction to its results, which take the reduction."""
     for node in analysis.contraction.nodes:
         if node.kind != "contraction":
@@ -253,17 +358,14 @@ def _result_edges(
         for slot, value in enumerate(op.outputs):
             home = analysis.contraction.homes.get(value)
             if home is not None:
-                matrix = _result_matrix(
-                    analysis, node, slot, spaces, pricer, prices, discounts
+                matrix, parts = _result_matrix(
+                    analysis, node, slot, spaces, pricer, prices, weights
                 )
-                yield (node.index, home.node), matrix
+                yield (node.index, home.node), matrix, parts
 
 
 def _partial_work_edges(
-    analysis: Analysis,
-    spaces: Sequence[Space],
-    pricer: Pricer,
-    discounts: Discounts | None,
+    analysis: Analysis, spaces: Sequence[Space], pricer: Pricer
 ) -> Iterator[tuple[tuple[int, int], np.ndarray]]:
     """Edges from contractions to what works on their partial results.
 
@@ -278,8 +380,6 @@ def _partial_work_edges(
         partials = [partial_axes(s, reduced) for s in own]
         strategies = spaces[reader].strategies
         matrix = trips * partial_work_s(analysis, member, strategies, partials, pricer)
-        if discounts is not None:
-            matrix = discounts.work[member] * matrix
         if matrix.any():
             yield (node.index, reader), matrix
 
@@ -291,8 +391,8 @@ def _result_matrix(
     spaces: Sequence[Space],
     pricer: Pricer,
     prices: Prices | None,
-    discounts: Discounts | None,
-) -> np.ndarray:
+    weights: Weights,
+) -> tuple[np.ndarray, np.ndarray]:
     """Seconds from each strategy of a contraction to each layout of a result."""
     graph = analysis.graph
     op = graph.operators[node.root]
@@ -306,7 +406,7 @@ def _result_matrix(
     sums = analysis.sums[op.class_index] if slot == 0 else whole
     final = op.class_index in analysis.independent.summing
     together = SUMS if final else ALONE
-    share = share_of(analysis, pricer, op.class_index, discounts)
+    share = share_of(analysis, pricer, op.class_index)
     matrix = np.sum(
         [
             weight
@@ -317,16 +417,19 @@ def _result_matrix(
         ],
         axis=0,
     )
-    if final and discounts is not None:
-        matrix = lowered(matrix, discounts.sums[op.class_index])
+    parts = _NO_PARTS
+    if final:
+        parts = in_kinds(0.0, 0.0, analysis.positions.sum_parts[op.class_index])
     coded = analysis.coded.get(op.class_index)
     if prices is None or not coded or slot != 0:
-        return matrix
+        return matrix, parts
     sent = [
         weight * coded_matrix(pricer, prices, starts, targets, shape)
         for shape, weight in coded
     ]
-    return prices.chosen(matrix, np.sum(sent, axis=0))
+    return prices.chosen(
+        lowered(weights, matrix, parts), np.sum(sent, axis=0)
+    ), _NO_PARTS
 
 
 def make_copies(
@@ -366,8 +469,7 @@ def _source_edges(
     copies: Sequence[Copy],
     spaces: Sequence[Space],
     pricer: Pricer,
-    discounts: Discounts | None,
-) -> Iterator[tuple[tuple[int, int], np.ndarray]]:
+) -> Iterator[tuple[tuple[int, int], np.ndarray, np.ndarray]]:
     """Edges from a value to its readers, by its copies where it has any."""
     known = analysis.independent.gathered
     shared = GATHERS if source.value_class[0] in known else ALONE
@@ -375,32 +477,42 @@ def _source_edges(
     nbytes = sent_bytes(analysis, source.example, rounds=rounds)
     home = spaces[source.home.node].layouts(source.home.dims)
 
-    def part(uses: Sequence[Use]) -> float:
-        """The factor on a gather that nothing waits for."""
-        return discounts.of_uses(uses) if discounts is not None and shared else 1.0
+    def parts(uses: Sequence[Use]) -> np.ndarray:
+        """The parts of a gather that nothing waits for."""
+        return _in_passes(analysis, uses) if shared else _NO_PARTS
 
     if not copies:
         for use in source.foreign:
             target = spaces[use.node].layouts(use.dims)
             matrix = _matrix(home, target, nbytes, pricer, shared)
-            matrix = lowered(matrix, part((use,)))
-            yield (source.home.node, use.node), use.weight * matrix
+            yield (source.home.node, use.node), use.weight * matrix, parts((use,))
         return
     for copy in copies:
         layouts = copy.space.layouts(copy.dims)
         fetch = _matrix(home, layouts, nbytes, pricer, shared) * times_made(copy.uses)
-        fetch = lowered(fetch, part(copy.uses))
         yield (
             (source.home.node, copy.node),
             _by_mode(copy, home, layouts, fetch),
+            parts(copy.uses),
         )
         for use in copy.uses:
             target = spaces[use.node].layouts(use.dims)
             matrix = _matrix(layouts, target, nbytes, pricer, shared)
-            matrix = lowered(matrix, part((use,)))
-            yield (copy.node, use.node), use.weight * matrix
+            yield (copy.node, use.node), use.weight * matrix, parts((use,))
     if len(copies) == 2:
-        yield (copies[0].node, copies[1].node), _reuse_matrix(*copies)
+        yield (copies[0].node, copies[1].node), _reuse_matrix(*copies), _NO_PARTS
+
+
+def _in_passes(analysis: Analysis, uses: Sequence[Use]) -> np.ndarray:
+    """The parts of a value's gathers that are ahead of readers in each segment.
+
+    Work of the pass may run beside gathers for them; the update waits for its own.
+    """
+    first: dict[int, int] = {}
+    for use in uses:
+        for value, (reader, _, _) in use.readers.items():
+            first[value] = min(first.get(value, reader), reader)
+    return in_kinds(0.0, analysis.positions.gather_parts(list(first.values())), 0.0)
 
 
 def _matrix(

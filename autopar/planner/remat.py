@@ -130,6 +130,8 @@ class _Search:
         # Bytes that every plan needs where none fits.
         self.needs: dict[str, float] = {}
         self.plans: dict[str, Plan] = {}
+        # Seconds of a step by what its layouts were found for, and what it computes.
+        self.priced: dict[tuple[str, str], float] = {}
 
     def run(self) -> None:
         self.tried("0")
@@ -182,7 +184,7 @@ class _Search:
 
     def is_easy(self, plain: Plan) -> bool:
         """Whether memory does not hold back a plan that computes nothing again."""
-        if plain.predicted.peak_memory_bytes <= _EASY * self.cluster.memory_bytes:
+        if _is_small(plain, self.cluster):
             return True
         roomy = _roomy(self.cluster)
         free = self.plan(roomy, dataclasses.replace(self.options, remat=0), False)
@@ -211,14 +213,13 @@ class _Search:
 
     def priced_s(self, plan: Plan, planned: str, other: str) -> float:
         """Seconds of a step in the layouts of a plan; 0: not found in time."""
-        before, after = (
-            as_asked(self.analysis, dataclasses.replace(self.options, remat=r))
-            for r in (planned, other)
-        )
-        try:
-            return priced(plan, before, after, _roomy(self.cluster)).step_s
-        except PlanError:
-            return 0.0
+        if (planned, other) not in self.priced:
+            before, after = (
+                as_asked(self.analysis, dataclasses.replace(self.options, remat=r))
+                for r in (planned, other)
+            )
+            self.priced[planned, other] = _priced_s(plan, before, after, self.cluster)
+        return self.priced[planned, other]
 
     def fewest(self, level: str, least: int, layers: int) -> int | None:
         """The fewest layers with which a plan fits, ``least`` or more; None: none.
@@ -273,6 +274,50 @@ class _Search:
         if found.predicted.step_s < before_s:
             self.best = found
         return True
+
+
+def may_gain(
+    analysis: Analysis, cluster: Cluster, options: PlanOptions, plan: Plan, count: int
+) -> bool:
+    """Whether a plan with more microbatches may be faster than one with fewer.
+
+    They need less memory. A plan that needs little of it is priced in more of them: in
+    its own layouts, for others would have been taken already.
+
+    Args:
+      analysis: the step.
+      cluster: what is planned for.
+      options: those of the plan.
+      plan: that with fewer microbatches.
+      count: the larger number.
+    """
+    if not _is_small(plan, cluster) or plan.remat.layers or plan.gradients:
+        return True
+    before, after = (
+        dataclasses.replace(options, microbatches=k, remat=0)
+        for k in (plan.microbatches, count)
+    )
+    try:
+        steps = as_asked(analysis, before), as_asked(analysis, after)
+    except PlanError:
+        return True  # the search says why
+    same_s = _priced_s(plan, steps[0], steps[0], cluster)
+    return _priced_s(plan, *steps, cluster) < same_s
+
+
+def _is_small(plan: Plan, cluster: Cluster) -> bool:
+    """Whether a plan needs so little memory that memory does not hold it back."""
+    return plan.predicted.peak_memory_bytes <= _EASY * cluster.memory_bytes
+
+
+def _priced_s(
+    plan: Plan, planned: Analysis, other: Analysis, cluster: Cluster
+) -> float:
+    """Seconds of another step in the layouts of a plan; 0: not found in time."""
+    try:
+        return priced(plan, planned, other, _roomy(cluster)).step_s
+    except PlanError:
+        return 0.0
 
 
 def first_that(holds: Callable[[int], bool], low: int, high: int, few: int = 0) -> int:

@@ -20,9 +20,7 @@ from autopar.planner.candidate import (
 )
 from autopar.planner.infeasible import advised
 from autopar.planner.problem import Restriction, formulate
-from autopar.planner.small_state import with_small_state_split
 from autopar.planner.solving import TimeOutError, has_plan, solve_mesh
-from autopar.planner.whole import not_slower_than_whole
 from autopar.plans.optimality import optimality_text
 from autopar.progress import say
 from autopar.steps.analysis import Analysis
@@ -145,11 +143,6 @@ def search(
     if not solved:
         raise _no_mesh(analysis, failures, seconds, restriction, advise=advise)
     best = min(solved, key=lambda c: c.step_s)
-    limit = restriction(best.pricer) if restriction is not None else None
-    known, best = best, with_small_state_split(analysis, best, limit, seconds)
-    best = not_slower_than_whole(analysis, best, limit)
-    # The best plan stays one of those tried: codecs are chosen for each of them.
-    tried = [(mesh, best if c is known else c) for mesh, c in tried]
     late = any(isinstance(error, TimeOutError) for _, error in failures)
     floor_s = 0.0 if late else min(c.bound_s for c in solved)
     spent_s = time.perf_counter() - start

@@ -1,4 +1,18 @@
-"""The best plan on one mesh, in a limited time."""
+"""Proposals for one mesh, each judged once by the whole model.
+
+The problem of the layouts adds seconds of work and of communication. How much of the
+communication runs beside work, and which arrays share a message and its latency, is
+known of a plan as a whole only. So the problem is solved in a few ways, each plan is
+priced once by the whole model, and the fastest is taken:
+
+- at weights that bound the time of every plan from below (`autopar.planner.weights`),
+  moved to where the bound of the plans known so far is highest (cutting planes: Kelley,
+  J. SIAM 8, 1960);
+- with communication that may be hidden at a part of its price (`PARTLY`), and then at
+  parts beside those that gave the fastest plan;
+- with a latency for each array;
+- by the rules of the plans that people write (`autopar.planner.recipes`).
+"""
 
 from __future__ import annotations
 
@@ -9,37 +23,58 @@ import time
 from collections.abc import Sequence
 
 from autopar.cost.codecs.matrix import Prices
-from autopar.cost.overlap import discounts
 from autopar.cost.pricer import Pricer
-from autopar.cost.reassociation import alone_s
 from autopar.errors import PlanError
 from autopar.garbage import collector_paused
+from autopar.layouts.strategies import Strategy
 from autopar.planner.candidate import (
     WORTHWHILE,
     Candidate,
     choices_of,
     priced,
-    solved_again,
 )
-from autopar.planner.fewer_messages import with_fewer_messages
-from autopar.planner.hiding import PROVED, Plane, Weights, best_weights, plane_of
 from autopar.planner.infeasible import infeasible
 from autopar.planner.limit import Limit
 from autopar.planner.memory_terms import fixed_bytes
-from autopar.planner.problem import Formulation, Restriction, Within, formulate
+from autopar.planner.problem import (
+    Formulation,
+    Restriction,
+    Within,
+    formulate,
+    small_state,
+)
 from autopar.planner.recipes import least_bytes, recipes, restriction_of
 from autopar.planner.ties import laid_out, tie_broken
+from autopar.planner.weights import (
+    HIDDEN,
+    WHOLE,
+    Plane,
+    Weights,
+    highest,
+    nowhere,
+    partly,
+    plane_of,
+    weights_of,
+)
 from autopar.steps.analysis import Analysis
-from autopar_solver import Status, solve
+from autopar.steps.nodes import Node
+from autopar_solver import Solution, Status, solve
 
 # How often the memory limit is tightened until the exact peak fits.
 _TIGHTENINGS = 5
-# Problems solved for one mesh to find the weights of what is hidden.
-_ROUNDS = 5
-# Part of a step that its messages must expose for plans of experts to be made for it.
-EXPOSED = 0.02
-# Parts of the time that is left: of one problem, and of one plan by an expert's rule.
-_PROBLEM_SHARE, _EXPERT_SHARE = 0.45, 0.15
+# How often the weights that bound are moved.
+_ROUNDS = 4
+_BETWEEN = partly(0.67, 0.67)
+PARTLY = (WHOLE, partly(1.0, 0.33), partly(0.5, 0.0), _BETWEEN)
+# How far the weights are moved from the best ones.
+_STEP = 0.25
+# A plan by an expert's rule is not made where its cost is this much above the least,
+# and above the time of the fastest plan.
+_FAR = 1.1
+# How well least costs are proved: those that bound, and others.
+_BOUND_GAP, _GAP = 1e-3, WORTHWHILE
+# Parts of the time that is left: of the first problem, and of every other one.
+_FIRST_SHARE, _SHARE = 0.45, 0.15
 
 
 @collector_paused()
@@ -50,25 +85,11 @@ def solve_mesh(
     seconds: float | None = None,
     starts: Sequence[Candidate] = (),
     prices: Prices | None = None,
-    weights: Weights | None = None,
+    weights: Sequence[Weights] | None = None,
     most_s: float = math.inf,
     experts: bool = False,
 ) -> Candidate:
     """Finds the best assignment on one mesh.
-
-    Where communication runs beside work, the problem is solved at some weights of
-    what is hidden, then at better ones (`autopar.planner.hiding`). Where a plan may be
-    faster by more than `WORTHWHILE` then, the plans that people write are made too: the
-    search goes on from the best of them.
-
-    The problem of the layouts holds what bytes take; a message that collectives
-    share has a latency besides, which is paid once for its group, whoever sends in
-    it. So the problem is solved first as if latencies were free, then without each
-    of the groups that were used, and so on, as long as that may pay
-    (`autopar.planner.fewer_messages`).
-    The gap is that to the lowest bound of what was left.
-
-    With ``prices`` it is solved once, for codecs have messages of their own.
 
     Args:
       analysis: the step.
@@ -77,9 +98,10 @@ def solve_mesh(
       seconds: time limit of all problems of the mesh.
       starts: assignments known already.
       prices: with them gradients may be sent by codecs.
-      weights: of what is hidden; None: they are found.
-      most_s: seconds of the best plan of other meshes; no more is proved of this mesh
-        than that it has none that is faster.
+      weights: the only ones at which the problem is solved; None: the problem is
+        solved in all ways.
+      most_s: seconds of the best plan of other meshes; where none of this mesh can be
+        faster, no more of them are made.
       experts: whether plans that people write are made where they may be faster.
 
     Raises:
@@ -87,72 +109,49 @@ def solve_mesh(
     """
     memory = pricer.cluster.memory_bytes
     fitting = [c for c in starts if c.peak_memory_bytes <= memory]
-    start = min(fitting, key=lambda c: c.step_s, default=None)
-    task = _Task(analysis, restriction, Limit(seconds), prices)
-    if prices is not None or weights is not None:
-        found = _solved(task, pricer, start, weights or {}, None) or start
-        assert found is not None
-        best = found if start is None else min(found, start, key=lambda c: c.step_s)
-        return dataclasses.replace(best, pricer=pricer)
-    return _on_mesh(task, pricer, start, most_s=most_s, experts=experts)
+    mesh = _Mesh(analysis, pricer, restriction, Limit(seconds), prices, fitting)
+    if weights is not None:
+        for one in weights:
+            mesh.solve(Way(one, small=True))
+        return mesh.found()
+    try:
+        mesh.bound(most_s)
+    except TimeOutError:
+        if experts:
+            mesh.ask_experts()
+        if mesh.best is None:
+            raise
+    mesh.propose(most_s)
+    if mesh.small and not mesh.settled(most_s):
+        mesh.solve(dataclasses.replace(mesh.way, small=not mesh.way.small))
+    if experts and not mesh.settled(most_s):
+        mesh.ask_experts()
+        mesh.improve(most_s)
+    return mesh.found()
 
 
-def _on_mesh(
-    task: _Task,
-    pricer: Pricer,
-    start: Candidate | None,
-    *,
-    most_s: float,
-    memory_limit: float | None = None,
-    experts: bool = False,
-) -> Candidate:
-    """`solve_mesh` where nothing but the layouts is chosen.
+@dataclasses.dataclass(frozen=True, slots=True)
+class Way:
+    """How the communication of a problem counts.
 
-    Args:
-      task: the step.
-      pricer: the mesh and cluster.
-      start: a plan that is known.
-      most_s: seconds of the best plan of other meshes.
-      memory_limit: bytes that terms of memory may use from the first problem on;
-        None: problems have such terms where the fastest plan does not fit.
-      experts: whether plans that people write are made where they may be faster.
+    Attributes:
+      weights: of what may be hidden.
+      latencies: whether each array pays the latency of a message of its own.
+      small: whether small state stays whole (`autopar.planner.problem.small_state`).
     """
-    rounds = _Rounds(task, pricer, start, memory_limit)
-    rounds.begin(experts=experts)
-    _go_on(rounds, most_s, experts and not rounds.asked)
-    if not rounds.proved(most_s, WORTHWHILE):
-        rounds.charge_whole()
-    best, first = rounds.best, rounds.last
-    assert best is not None  # where none was found an error was raised
-    if rounds.weighted or start is not None:
-        best = dataclasses.replace(best, weights=rounds.weights, lower_s=rounds.bound_s)
-    if first is not None and rounds.bound_s < most_s:
-        first = dataclasses.replace(first, lower_s=rounds.bound_s)
-        best = with_fewer_messages(
-            lambda fewer: _without(task, fewer, rounds), task.limit, first, best
-        )
-    return dataclasses.replace(best, pricer=pricer)
 
+    weights: Weights
+    latencies: bool = False
+    small: bool = False
 
-def _without(task: _Task, pricer: Pricer, rounds: _Rounds) -> Candidate:
-    """The best plan without some groups of messages, solved as the last problem was.
-
-    Raises:
-      PlanError: there is none, or none was found.
-    """
-    assert rounds.last is not None
-    tight = rounds.last.formulation.problem.memory_limit
-    found = _solved(task, pricer, None, rounds.weights, tight)
-    assert found is not None  # without a start there is one, or an error
-    return found
+    @property
+    def bounds(self) -> bool:
+        """Whether the least cost may bound the time of every plan."""
+        return not self.small and (self.weights == HIDDEN or not self.weights.works)
 
 
 class TimeOutError(PlanError):
     """Time ran out before any plan was found."""
-
-
-class _SlowerError(PlanError):
-    """No plan is as fast as one that is known."""
 
 
 def has_plan(
@@ -162,323 +161,311 @@ def has_plan(
     seconds: float | None,
 ) -> bool:
     """Whether a plan that fits is found on a mesh in one problem."""
-    task = _Task(analysis, restriction, Limit(seconds))
+    mesh = _Mesh(analysis, pricer, restriction, Limit(seconds), None, ())
     try:
-        _solved(task, pricer, None, None, None)
+        mesh.solve(Way(HIDDEN))
     except PlanError:
         return False
     return True
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Task:
-    """What stays the same in all problems of a mesh.
+class _Mesh:
+    """What is known of a mesh after some proposals.
 
     Attributes:
-      analysis: the step.
-      restriction: says which strategies are allowed.
-      limit: of time, of all problems.
-      prices: with them gradients may be sent by codecs.
-      below_s: plans that take as long are of no use; they are not priced.
-    """
-
-    analysis: Analysis
-    restriction: Restriction | None
-    limit: Limit
-    prices: Prices | None = None
-    below_s: float = math.inf
-
-
-class _Rounds:
-    """What is known of a mesh after some problems.
-
-    Attributes:
-      best: the fastest plan.
-      last: the solution of the last problem; None: it gave no plan that fits.
-      weights: of what is hidden, in that problem.
-      bound_s: the highest bound of all problems.
-      planes: of the plans known.
-      memory_limit: that of the last problem.
-      problems: number of problems solved.
-      weighted: whether communication may be hidden.
-      asked: whether plans that people write are among those known.
-      began: the plan that the last problem was begun with.
+      best: the fastest plan that fits.
+      bound_s: a lower bound of the seconds of every plan.
     """
 
     def __init__(
         self,
-        task: _Task,
+        analysis: Analysis,
         pricer: Pricer,
-        start: Candidate | None,
-        memory_limit: float | None,
+        restriction: Restriction | None,
+        limit: Limit,
+        prices: Prices | None,
+        starts: Sequence[Candidate],
     ) -> None:
-        """Knows a plan at most."""
-        self.task, self.pricer = task, pricer
-        self.weighted = bool(pricer.cluster.device.calibrated.overlap)
-        self.asked = False
-        self.best = self.began = start
-        self.last: Candidate | None = None
-        self.weights: Weights | None = None
+        """Knows some plans."""
+        self.analysis, self.pricer, self.limit = analysis, pricer, limit
+        self.restriction, self.prices = restriction, prices
+        self.best = min(starts, key=lambda c: c.step_s, default=None)
         self.bound_s = 0.0
-        self.planes: list[Plane] = []
-        self.memory_limit = memory_limit
-        self.problems = 0
-        if start is not None:
-            self.take(start)
+        # Bytes that terms of memory may use; None: problems have no terms yet.
+        self.tight: float | None = None
+        # The way that gave the fastest plan of those in which all work counts, the
+        # plan's seconds, and the least cost of the problem.
+        self.way, self._way_s, self.least_s = Way(HIDDEN), math.inf, math.inf
+        self._planes: list[Plane] = []
+        # Of each way that was tried, the layouts that were found; None: nothing.
+        self._plans: dict[Way, object] = {}
+        self._problems: dict[tuple[bool, ...], Formulation] = {}
+        memory = float(pricer.cluster.memory_bytes)
+        self.small = small_state(analysis.graph, analysis.contraction, memory)
+        self._known: dict[object, Candidate] = {}
+
+    @property
+    def hides(self) -> bool:
+        """Whether communication may run beside work."""
+        return bool(self.pricer.cluster.device.calibrated.overlap)
+
+    def settled(self, most_s: float) -> bool:
+        """Whether no plan can be faster by what is worth the time."""
+        if self.best is None:
+            return False
+        least_s = (1 - WORTHWHILE) * self.best.step_s
+        return self.bound_s >= min(most_s, least_s)
+
+    def felt(self, weights: Weights) -> Weights:
+        """The weights of a problem: what is hidden slows the work beside it."""
+        if not self.hides:
+            return WHOLE
+        least = self.pricer.cluster.device.calibrated.contention
+        return weights.with_least(least)
+
+    def solve(self, way: Way) -> Solution | None:
+        """Solves the problem in a way; None where it was, or there is no time.
+
+        Raises:
+          PlanError: no plan was found, and none was known.
+        """
+        if way in self._plans or (self.best is not None and self.limit.over):
+            return None
+        self._plans[way] = None
+        found = self.solved(way, self.best)
+        if found is None:
+            return None
+        self._plans[way] = found.assignment.strategies
+        if way.weights.works and found.step_s < self._way_s:
+            self.way, self._way_s = way, found.step_s
+            self.least_s = found.solution.cost
+        self.take(found)
+        return found.solution
+
+    def bound(self, most_s: float) -> None:
+        """Bounds the time of every plan, and finds plans on the way.
+
+        Raises:
+          PlanError: no plan was found, and none was known.
+        """
+        known = self.pricer.cluster.device.calibrated
+        best = tried = nowhere()
+        part = 0.25
+        for _ in range(_ROUNDS + 1):
+            solution = self.solve(Way(weights_of(tried, known)))
+            if solution is None:
+                return
+            if solution.bound > self.bound_s:
+                self.bound_s, best, part = solution.bound, tried, min(1.0, 2.0 * part)
+            else:
+                part *= 0.5
+            if not self.hides or self.settled(most_s):
+                return
+            # Few plans are no guide far off: half of the way at first.
+            goal, most_bound_s = highest(self._planes, known.overlap)
+            if most_bound_s <= (1.0 + WORTHWHILE) * self.bound_s:
+                return
+            tried = (1.0 - part) * best + part * goal
+
+    def propose(self, most_s: float) -> None:
+        """Makes plans at other prices of communication.
+
+        Prices are linear in the weights: a plan that is best where all counts and where
+        what may be hidden is free is best at all weights between.
+        """
+        small = bool(self.small)
+        ways = [Way(one, small=small) for one in PARTLY] if self.hides else []
+        ways.append(Way(WHOLE, latencies=True, small=small))
+        for way in ways:
+            if self.settled(most_s):
+                return
+            ends = [self._plans.get(Way(one, small=small)) for one in (HIDDEN, WHOLE)]
+            between = way.weights == _BETWEEN and ends[0] == ends[1]
+            if not between:
+                self.solve(way)
+
+    def improve(self, most_s: float) -> None:
+        """Moves parts of the price as long as plans get faster.
+
+        Only where the fastest plan is one of such a price.
+        """
+        assert self.best is not None
+        moved = self.hides and self._way_s <= self.best.step_s
+        while moved and not self.settled(most_s):
+            before = self.way
+            known = before.weights
+            for gathers, sums in ((_STEP, 0), (-_STEP, 0), (0, _STEP), (0, -_STEP)):
+                weights = partly(
+                    min(1.0, max(0.0, known.gathers[0] + gathers)),
+                    min(1.0, max(0.0, known.sums[0] + sums)),
+                )
+                self.solve(dataclasses.replace(before, weights=weights))
+            moved = self.way != before
 
     def take(self, found: Candidate) -> None:
         """Adds a plan."""
-        if self.weighted:
+        if self.hides:
+            places = self.analysis.positions
             known = self.pricer.cluster.device.calibrated
-            plane = plane_of(found.step_s, found.timelines, known)
-            self.planes.append(plane)
+            plane = plane_of(places, found.step_s, found.timelines, known)
+            self._planes.append(plane)
         if self.best is None or found.step_s < self.best.step_s:
             self.best = found
 
-    @property
-    def certain(self) -> bool:
-        """Whether the last problem was solved to its end."""
-        return self.last is not None and self.last.solution.status is Status.OPTIMAL
-
-    def proved(self, most_s: float, part: float = PROVED) -> bool:
-        """Whether no plan is faster than the best by a part, or than ``most_s``.
-
-        But for what messages expose because arrays share them, which no problem holds.
-        """
-        assert self.best is not None
-        return self.bound_s >= min(most_s, (1 - part) * self.best.alone_s)
-
-    def sure(self, most_s: float) -> bool:
-        """Whether no plan is faster by what is worth the time, messages included.
-
-        Plans that people write may expose less of their messages than the best plan of
-        a problem, which does not hold them.
-        """
-        assert self.best is not None
-        least_s = (1 - EXPOSED) * self.best.step_s
-        return self.proved(most_s, WORTHWHILE) and self.bound_s >= min(most_s, least_s)
-
-    def go_on(self) -> bool:
-        """Solves at the best weights; False where that would be the same again.
-
-        A problem that time ended is the same from the same plan: it has less time now.
-        """
-        weights = self.best_weights()
-        settled = self.certain or self.began is self.best
-        if self.task.limit.over or (weights == self.weights and settled):
-            return False
-        self.solve(weights)
-        return True
-
-    def best_weights(self) -> Weights | None:
-        """The weights at which the plans known so far are bounded best."""
-        if not self.weighted:
-            return None
-        known = self.pricer.cluster.device.calibrated
-        return best_weights(self.planes, known) if self.planes else {}
-
-    def begin(self, *, experts: bool) -> None:
-        """Solves the first problem.
-
-        Raises:
-          PlanError: no plan was found, and none was known.
-        """
-        try:
-            self.solve(self.best_weights())
-        except TimeOutError:
-            if not experts:
-                raise
-            self.ask_experts()
-            if self.best is None:
-                self.solve(self.best_weights())
-
-    def solve(self, weights: Weights | None) -> None:
-        """Solves one problem.
-
-        Raises:
-          PlanError: no plan was found, and none was known.
-        """
-        self.weights, self.began = weights, self.best
-        before = self.last.formulation if self.last is not None else None
-        self.last = _solved(
-            self.task, self.pricer, self.best, weights, self.memory_limit, before
-        )
-        self.problems += 1
-        if self.last is not None:
-            self.memory_limit = self.last.formulation.problem.memory_limit
-            self.bound_s = max(self.bound_s, self.last.bound_s)
-            self.take(self.last)
-
-    def charge_whole(self) -> None:
-        """Solves again if the last solution pays too little for sums.
-
-        The problem charges sums that may be one a part each. Where a solution makes
-        one of them and not the others, they are charged whole. That bounds no plan.
-        """
-        if self.last is None or self.task.limit.over:
-            return
-        missing = alone_s(self.last.assignment, self.pricer)
-        if sum(missing.values()) < WORTHWHILE * self.last.step_s:
-            return
-        pricer = dataclasses.replace(self.pricer, alone=frozenset(missing))
-        with contextlib.suppress(PlanError):
-            found = _solved(
-                self.task, pricer, self.best, self.weights, self.memory_limit
-            )
-            if found is not None:
-                self.take(dataclasses.replace(found, pricer=self.pricer))
+    def found(self) -> Candidate:
+        """The fastest plan, with the bound."""
+        assert self.best is not None  # where none was found an error was raised
+        return dataclasses.replace(self.best, pricer=self.pricer, lower_s=self.bound_s)
 
     def ask_experts(self) -> None:
-        """Makes the plans that people write; those that shard parameters first."""
-        self.asked = True
-        analysis, limit = self.task.analysis, self.task.limit
-        rules = recipes(len(self.pricer.mesh.axes))
-        share = _EXPERT_SHARE
-        for recipe in sorted(rules, key=lambda r: not r.shard_parameters):
-            if limit.over and self.best is not None:
+        """Makes the plans that people write."""
+        rules = [
+            restriction_of(self.analysis, recipe, self.pricer)
+            for recipe in recipes(len(self.pricer.mesh.axes))
+        ]
+        for inner in (_splits_nothing, *rules):
+            if self.limit.over:
                 return
             # What the user pinned holds for the plans of experts, too.
-            rule = Within(
-                self.task.restriction, restriction_of(analysis, recipe, self.pricer)
-            )
-            least = least_bytes(analysis, rule, self.pricer)
+            rule = Within(self.restriction, inner)
+            least = least_bytes(self.analysis, rule, self.pricer)
             if least > self.pricer.cluster.memory_bytes:
                 continue
-            best_s = self.best.step_s if self.best else math.inf
-            part = limit.part(share)
-            task = _Task(analysis, rule, part, below_s=best_s)
-            try:
-                found = _on_mesh(
-                    task,
-                    self.pricer,
-                    None,
-                    most_s=best_s,
-                    # What shards parameters mostly fits, and is found sooner without
-                    # terms of memory.
-                    memory_limit=None if recipe.shard_parameters else self.memory_limit,
+            with contextlib.suppress(PlanError):
+                found = self.solved(self.way, None, inner)
+                if found is not None:
+                    self.take(found)
+
+    @property
+    def far_s(self) -> float:
+        """The cost from which on a plan by an expert's rule is not made."""
+        known = self.best.step_s if self.best is not None else math.inf
+        return max(_FAR * self.least_s, known)
+
+    def solved(
+        self,
+        way: Way,
+        start: Candidate | None,
+        inner: Restriction | None = None,
+    ) -> Candidate | None:
+        """The best plan of the problem in a way.
+
+        Memory terms enter only where the fastest plan does not fit without.
+
+        Args:
+          way: how communication counts.
+          start: a plan that is known.
+          inner: says which of the strategies are allowed.
+
+        Returns:
+          None where the solver found none that fits, and one is known.
+
+        Raises:
+          PlanError: no plan was found, and none was known.
+        """
+        fixed = fixed_bytes(self.analysis, self.pricer)
+        memory = float(self.pricer.cluster.memory_bytes)
+        tight = self.tight if inner is None else None
+        part = _FIRST_SHARE if self.best is None else _SHARE
+        left = _TIGHTENINGS
+        while True:
+            # Priced once, with terms of memory and without.
+            key = tight is not None, way.latencies, way.small
+            known, weights = self._problems.get(key), self.felt(way.weights)
+            whole = self._problems.get((*key[:2], False))
+            if known is None and whole is not None and self.prices is None:
+                known = whole.within(self.analysis, None, self.small)
+                self._problems[key] = known
+            elif known is None or self.prices is not None:
+                pricer = dataclasses.replace(self.pricer, combining=not way.latencies)
+                known = formulate(
+                    self.analysis,
+                    pricer,
+                    self.restriction,
+                    tight,
+                    self.prices,
+                    weights,
+                    self.small if way.small else frozenset(),
                 )
-            except TimeOutError:  # a few plans are worth more than none of many
-                share = min(2 * share, _PROBLEM_SHARE)
-            except PlanError:
-                continue
-            else:
-                self.take(found)
+                # Plans are judged by the whole model, whatever proposed them.
+                known = dataclasses.replace(known, pricer=self.pricer)
+                self._problems[key] = known
+            formulation = known.at(weights).limited(tight)
+            if inner is not None:
+                formulation = formulation.within(self.analysis, Within(None, inner))
+            choices = None
+            if start is not None:
+                choices = choices_of(formulation, start.assignment)
+            solution = solve(
+                formulation.problem,
+                seconds=self.limit.part_s(part),
+                gap=_BOUND_GAP if way.bounds else _GAP,
+                warm_start=choices,
+                below=math.inf if inner is None else self.far_s,
+                timer=time.thread_time,
+            )
+            self.limit.spend(solution.seconds)
+            if solution.status in (Status.INFEASIBLE, Status.UNKNOWN):
+                break
+            found = self.judged((key, inner), formulation, solution)
+            peak_bytes = found.peak_memory_bytes
+            if peak_bytes <= memory:
+                return dataclasses.replace(found, weights=way.weights)
+            over = (memory - fixed) / (peak_bytes - fixed)
+            tight = memory - fixed if tight is None else 0.995 * tight * over
+            if inner is None:
+                self.tight = tight
+            left -= 1
+            if left < 0 or (self.best is not None and self.limit.over):
+                break
+        if self.best is not None:
+            return None
+        raise _failed(self, formulation, solution.status, tight)
+
+    def judged(
+        self, kind: object, formulation: Formulation, solution: Solution
+    ) -> Candidate:
+        """A plan with its price; one that is known has it already.
+
+        Args:
+          kind: of the formulation; choices of one kind mean the same.
+          formulation: the problem.
+          solution: its solution.
+        """
+        key = kind, solution.choices
+        known = self._known.get(key)
+        if known is None:
+            fitted, layouts, peak_bytes = laid_out(self.analysis, formulation, solution)
+            same = layouts.strategies, frozenset(layouts.copies.items())
+            known = self._known.get(same)
+            if known is None:
+                known = priced(formulation, fitted, layouts, peak_bytes)
+                if peak_bytes <= self.pricer.cluster.memory_bytes:
+                    known = tie_broken(self.analysis, known)
+            known = dataclasses.replace(known, solution=fitted)
+            self._known[key] = self._known[same] = known
+        # What is proved is of this problem; the choices may be split where it is free.
+        solution = dataclasses.replace(solution, choices=known.solution.choices)
+        return dataclasses.replace(known, formulation=formulation, solution=solution)
 
 
-def _go_on(rounds: _Rounds, most_s: float, experts: bool) -> None:
-    """Solves at better weights, from better plans, until the best plan is proved.
-
-    The plans of experts are asked for where they may be worth their time.
-    """
-    while rounds.problems < _ROUNDS and not rounds.proved(most_s):
-        if experts and (rounds.problems == 2 or not rounds.certain):
-            experts = False
-            if not rounds.sure(most_s):
-                rounds.ask_experts()
-        if not rounds.go_on():
-            break
-    if experts and not rounds.sure(most_s):
-        rounds.ask_experts()
-        rounds.go_on()
-
-
-def _solved(
-    task: _Task,
-    pricer: Pricer,
-    start: Candidate | None,
-    weights: Weights | None,
-    tightened: float | None,
-    known_terms: Formulation | None = None,
-) -> Candidate | None:
-    """The best assignment, but for the latencies of shared messages.
-
-    Memory terms enter only where the fastest assignment does not fit without.
-
-    Args:
-      task: the step.
-      pricer: the mesh and cluster.
-      start: an assignment that is known.
-      weights: of what is hidden; None: work and communication are added.
-      tightened: bytes that terms of memory may use; None: no terms at first.
-      known_terms: a problem of the same mesh, whose terms of memory may be the same.
-
-    Returns:
-      None where the solver found none that fits, and one is known.
-    """
-    known = pricer.cluster.device.calibrated
-    lowered = None
-    if weights is not None and known.overlap:
-        lowered = discounts(
-            task.analysis,
-            weights,
-            known.overlap,
-            known.contention,
-            whole=known.whole_messages,
-        )
-    fixed = fixed_bytes(task.analysis, pricer)
-    memory = float(pricer.cluster.memory_bytes)
-    formulation = known_terms
-    status = Status.UNKNOWN
-    for _ in range(_TIGHTENINGS + 1):
-        formulation = formulate(
-            task.analysis,
-            pricer,
-            task.restriction,
-            tightened,
-            task.prices,
-            lowered,
-            like=formulation,
-        )
-        choices = None if start is None else choices_of(formulation, start.assignment)
-        seconds = task.limit.part_s(_PROBLEM_SHARE)
-        solution = solve(
-            formulation.problem,
-            seconds=seconds,
-            warm_start=choices,
-            timer=time.thread_time,
-        )
-        task.limit.spend(solution.seconds)
-        status = solution.status
-        if status in (Status.INFEASIBLE, Status.UNKNOWN):
-            break
-        if solution.bound >= task.below_s:
-            raise _SlowerError(f"no plan on mesh {pricer.mesh.label} is as fast.")
-        found = solved_again(task.analysis, formulation, solution, start)
-        if found is not None:
-            found = dataclasses.replace(found, weights=weights)
-            return tie_broken(task.analysis, found)
-        solution, layouts, peak_bytes = laid_out(task.analysis, formulation, solution)
-        if peak_bytes <= memory:
-            found = priced(formulation, solution, layouts, peak_bytes)
-            found = dataclasses.replace(found, weights=weights)
-            return tie_broken(task.analysis, found)
-        over = (memory - fixed) / (peak_bytes - fixed)
-        tightened = memory - fixed if tightened is None else 0.995 * tightened * over
-        if start is not None and task.limit.over:
-            break
-    if start is not None:
-        return None
-    raise _failed(task, pricer, formulation, status, tightened)
+def _splits_nothing(node: Node, strategy: Strategy) -> bool:
+    del node
+    return not any(strategy)
 
 
 def _failed(
-    task: _Task,
-    pricer: Pricer,
-    formulation: Formulation | None,
-    status: Status,
-    tightened: float | None,
+    mesh: _Mesh, formulation: Formulation, status: Status, tight: float | None
 ) -> PlanError:
     """The error where the solver found no plan that fits."""
+    label = mesh.pricer.mesh.label
     if status is Status.UNKNOWN:
         return TimeOutError(
-            f"no plan found on mesh {pricer.mesh.label} within "
-            f"{task.limit.seconds:g} s. Give the solver more time with seconds=."
+            f"no plan found on mesh {label} within {mesh.limit.seconds:g} s. Give the "
+            "solver more time with seconds=."
         )
-    if tightened is None or formulation is None:
+    if tight is None:
         return PlanError(
-            f"no plan found on mesh {pricer.mesh.label}: no choice of layouts is "
-            "possible."
+            f"no plan found on mesh {label}: no choice of layouts is possible."
         )
-    if math.isfinite(task.below_s):  # a plan is known, and nobody reads why
-        return _SlowerError(f"no other plan on mesh {pricer.mesh.label} fits.")
-    return infeasible(task.analysis, pricer, formulation)
+    return infeasible(mesh.analysis, mesh.pricer, formulation)

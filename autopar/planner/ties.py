@@ -37,7 +37,6 @@ def tie_broken(analysis: Analysis, found: Candidate) -> Candidate:
     if solution.choices == found.solution.choices:
         return found
     split = candidate_of(analysis, found.formulation, solution)
-    split = dataclasses.replace(split, weights=found.weights)
     limit = max(found.peak_memory_bytes, float(found.pricer.cluster.memory_bytes))
     fits = split.peak_memory_bytes <= limit
     return split if fits and split.step_s <= found.step_s * (1 + 1e-9) else found

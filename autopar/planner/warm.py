@@ -31,7 +31,7 @@ from autopar.planner.problem import FEW_NODES, Restriction, Within
 from autopar.planner.record import assignment_of, make_plan, split_as
 from autopar.planner.remat import as_asked
 from autopar.planner.search import candidate_meshes
-from autopar.planner.solving import solve_mesh
+from autopar.planner.solving import HIDDEN, solve_mesh
 from autopar.plans import Plan
 from autopar.steps.analysis import Analysis
 from autopar.steps.nodes import Node
@@ -208,7 +208,7 @@ def _on_mesh(
         with contextlib.suppress(PlanError):
             starts.append(carried_plan(analysis, pricer, running, limit))
     with contextlib.suppress(PlanError):
-        return solve_mesh(analysis, pricer, limit, MESH_S, starts, weights={})
+        return solve_mesh(analysis, pricer, limit, MESH_S, starts, weights=(HIDDEN,))
     return None
 
 
@@ -234,6 +234,6 @@ def carried_plan(
         return strategy == wanted[node.index]
 
     rule = Within(limit, same)
-    found = solve_mesh(analysis, pricer, rule, MESH_S, weights={})
+    found = solve_mesh(analysis, pricer, rule, MESH_S, weights=(HIDDEN,))
     # Its bound is that of plans with these layouts, and says nothing of others.
     return dataclasses.replace(found, lower_s=0.0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import numpy as np
@@ -14,6 +15,10 @@ from autopar_passes.sums.deferral import Deferral
 
 # The passes in which communication may run beside work; the update is none.
 PASSES = (Role.FORWARD, Role.BACKWARD)
+# Each of them is cut into segments at these parts of its operators. What is read first
+# or made last has next to no work to hide behind.
+_CUTS = (1 / 256, 1 / 32, 1 / 8, 1 / 2, 7 / 8, 31 / 32, 255 / 256)
+SEGMENTS = len(_CUTS) + 1
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -36,11 +41,66 @@ class Positions:
     summed: Mapping[Role, np.ndarray]
     ready: np.ndarray
 
-    def of_classes(self, values: np.ndarray) -> np.ndarray:
-        """The mean of each class, weighed by runs."""
-        return np.bincount(
-            self.classes, weights=values * self.shares, minlength=len(values)
-        )
+    @functools.cached_property
+    def segments(self) -> tuple[np.ndarray, np.ndarray]:
+        """The segment of each operator in the forward and in the backward pass.
+
+        An operator of another pass is in the segment of the nearest before it.
+        """
+        found: list[np.ndarray] = []
+        for role in PASSES:
+            number = np.cumsum(self.roles[role]) - 1
+            cuts = np.array(_CUTS) * self.roles[role].sum()
+            found.append(np.searchsorted(cuts, number, side="right"))
+        return found[0], found[1]
+
+    def by_segment(self, number: int, seconds: np.ndarray) -> np.ndarray:
+        """Seconds of operators of a pass, by its segments.
+
+        Args:
+          number: of the pass in `PASSES`.
+          seconds: float64 ``[operators]``.
+        """
+        return np.bincount(self.segments[number], seconds, SEGMENTS)
+
+    @functools.cached_property
+    def work_parts(self) -> np.ndarray:
+        """The parts of each class's runs in each segment of both passes and the update.
+
+        Returns:
+          float64 ``[classes, 2 * SEGMENTS + 1]``; what is in neither is missing.
+        """
+        found = np.zeros((len(self.classes), 2 * SEGMENTS + 1))
+        for number, role in enumerate(PASSES):
+            own = self.roles[role]
+            at = self.segments[number][own] + number * SEGMENTS
+            np.add.at(found, (self.classes[own], at), self.shares[own])
+        np.add.at(found[:, -1], self.classes[self.update], self.shares[self.update])
+        return found
+
+    @functools.cached_property
+    def sum_parts(self) -> np.ndarray:
+        """The parts of each class's sums that are complete in each backward segment.
+
+        Returns:
+          float64 ``[classes, SEGMENTS]``.
+        """
+        found = np.zeros((len(self.classes), SEGMENTS))
+        at = self.segments[1][self.ready]
+        np.add.at(found, (self.classes, at), self.shares)
+        return found
+
+    def gather_parts(self, readers: Sequence[int]) -> np.ndarray:
+        """The parts of gathers, one before each reader, in each segment of both passes.
+
+        Returns:
+          float64 ``[2 * SEGMENTS]``; what is in neither is missing.
+        """
+        found = np.zeros(2 * SEGMENTS)
+        for number, role in enumerate(PASSES):
+            own = [r for r in readers if self.roles[role][r]]
+            np.add.at(found, self.segments[number][own] + number * SEGMENTS, 1.0)
+        return found / max(1, len(readers))
 
 
 def positions(

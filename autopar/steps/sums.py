@@ -125,41 +125,6 @@ def shares(graph: OperatorGraph, known: Shared) -> dict[int, float]:
     return {c: mean for c, mean in means.items() if mean < 1.0}
 
 
-def charged(
-    made_by: Mapping[int, int], known: Shared, factors: Sequence[float]
-) -> dict[int, float]:
-    """Returns the factor on a sum that each operator pays, of those that share one.
-
-    A sum costs its factor: that of its operator if it is taken alone, that of the
-    addition if it is taken with others there. So no operator is charged more than its
-    own factor, nor all that an addition may join more than the addition's: whatever is
-    joined, no plan is charged more than it costs. What one of them may not be charged,
-    the others are (water filling), where equal parts would leave it out.
-
-    Args:
-      made_by: the operator that makes each value.
-      known: the sums that may be one.
-      factors: on a sum that is complete at an operator.
-    """
-    out = {v: factors[made_by[v]] for v in known.count}
-    for operator, made in known.additions:
-        joined = known.summed[made]
-        level = _level([out[v] for v in joined], factors[operator])
-        out.update((v, min(out[v], level)) for v in joined)
-    return {made_by[v]: factor for v, factor in out.items()}
-
-
-def _level(caps: Sequence[float], total: float) -> float:
-    """The level at which amounts, none over its cap, add up to a total at most."""
-    level = math.inf
-    for full, cap in enumerate(sorted(caps)):
-        level = total / (len(caps) - full)
-        if cap >= level:
-            return level
-        total -= cap
-    return math.inf
-
-
 # Classes of a contribution and of an operator behind it -> how often the second runs.
 PartialRuns = dict[tuple[int, int], float]
 

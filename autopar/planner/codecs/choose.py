@@ -42,7 +42,7 @@ from autopar.planner.codecs.left_out import EARLY, left_to_compiler
 from autopar.planner.codecs.sites import Site, decision, sites
 from autopar.planner.codecs.smaller_error import GAP, with_less_error
 from autopar.planner.problem import Restriction
-from autopar.planner.solving import solve_mesh
+from autopar.planner.solving import HIDDEN, solve_mesh
 from autopar.plans import Compression, GradientDecision
 from autopar.steps.analysis import Analysis
 from autopar_passes.graph.roles import Role
@@ -410,10 +410,14 @@ def _solved(
     pricer = Pricer(result.best.pricer.cluster, mesh)
     limit = restriction(pricer) if restriction is not None else None
     known = [c.weights for m, c in result.tried if c is not None and m == mesh]
-    weights = next(iter(known), None)
     try:
         return solve_mesh(
-            analysis, pricer, limit, seconds, prices=prices, weights=weights
+            analysis,
+            pricer,
+            limit,
+            seconds,
+            prices=prices,
+            weights=known or (HIDDEN,),
         )
     except InfeasibleError:
         return None

@@ -15,11 +15,11 @@ from autopar.planner.stages.layer_map import LayerMap, batch_inputs, layer_map
 from autopar.planner.stages.placement import place
 from autopar.planner.stages.submeshes import (
     Submesh,
-    Weights,
     batch_splits,
     divides,
     submeshes,
 )
+from autopar.planner.weights import partly
 from autopar.steps.analysis import Analysis
 from autopar.steps.batch import batch_rows
 from autopar_passes.stages.layers import cluster_layers
@@ -151,7 +151,7 @@ def plan_stages(
     spent.on("layers")
     every = list(microbatches or divisors(rows_to_split(analysis) * analysed))
     typical = min(_TYPICAL, max(every))
-    weights = Weights(gathers=typical / analysed, sums=1.0 / analysed)
+    weights = partly(gathers=typical / analysed, sums=1.0 / analysed)
     found = submeshes(analysis, cluster, weights)
     spent.on("layouts")
     counts = list(microbatches or covering(every, found, analysed))

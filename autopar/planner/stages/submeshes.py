@@ -14,13 +14,11 @@ import math
 import time
 from collections.abc import Iterable, Iterator, Sequence
 
-import numpy as np
-
 from autopar.cluster import Cluster, MeshShape
-from autopar.cost.overlap import Discounts
 from autopar.cost.pricer import Pricer
-from autopar.layouts.assignment import Assignment, assign
+from autopar.layouts.assignment import Assignment
 from autopar.layouts.strategies import Strategy
+from autopar.planner.candidate import assignment_of
 from autopar.planner.limit import Limit
 from autopar.planner.problem import (
     Formulation,
@@ -30,11 +28,12 @@ from autopar.planner.problem import (
 )
 from autopar.planner.recipes import most_split
 from autopar.planner.search import candidate_meshes
+from autopar.planner.weights import Weights
 from autopar.steps.analysis import Analysis
 from autopar.steps.batch import BATCH, SEQUENCE
 from autopar.steps.nodes import Node
 from autopar_passes.graph.roles import InputRole
-from autopar_solver import ShardingProblem, Status, solve
+from autopar_solver import Status, solve
 
 Shape = tuple[int, ...]
 
@@ -125,19 +124,6 @@ class Submesh:
         """What messages call it."""
         cluster, mesh = self.pricer.cluster, self.pricer.mesh
         return f"{cluster}: {'x'.join(map(str, mesh.sizes))}, {self.rule}"
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Weights:
-    """How much communication counts in the search, work and the rest being 1.
-
-    Attributes:
-      gathers: of parameters, which every microbatch repeats.
-      sums: of gradients, which are taken once a step.
-    """
-
-    gathers: float = 1.0
-    sums: float = 1.0
 
 
 def submeshes(
@@ -337,12 +323,9 @@ def layouts_on(
       was found in time.
     """
     sizes = largest or pricer.sizes
-    formulation = formulate(
-        analysis,
-        pricer,
-        _growing(analysis, sizes),
-        discounts=_discounts(analysis, weights),
-    )
+    growing = _growing(analysis, sizes)
+    small = _small(analysis, pricer)
+    formulation = formulate(analysis, pricer, growing, weights=weights, small=small)
     found = [
         (rule.name, _solved(formulation, analysis, allowed, seconds))
         for rule in rules(pricer.mesh)
@@ -370,20 +353,15 @@ def layouts_within(
     Returns:
       None where none is possible, or none was found in time.
     """
-    discounts = _discounts(analysis, weights)
-    formulation = formulate(analysis, pricer, restriction, discounts=discounts)
+    small = _small(analysis, pricer)
+    formulation = formulate(analysis, pricer, restriction, weights=weights, small=small)
     return _solved(formulation, analysis, lambda node, strategy: True, seconds)
 
 
-def _discounts(analysis: Analysis, weights: Weights) -> Discounts:
-    places = analysis.positions
-    count = len(places.classes)
-    in_pass = np.logical_or.reduce(list(places.roles.values()))
-    return Discounts(
-        np.ones(count),
-        np.full(count, weights.sums),
-        np.where(in_pass, weights.gathers, 1.0),
-    )
+def _small(analysis: Analysis, pricer: Pricer) -> frozenset[int]:
+    """The nodes of state that stays whole."""
+    memory = float(pricer.cluster.memory_bytes)
+    return small_state(analysis.graph, analysis.contraction, memory)
 
 
 def _solved(
@@ -393,53 +371,14 @@ def _solved(
     seconds: float | None,
 ) -> Assignment | None:
     """The fastest layouts of a problem that keep to a rule; None: none was found."""
-    limited, kept = _limited(analysis, formulation, allowed)
+    limited = formulation.within(analysis, allowed)
     limit = Limit(seconds)
     solution = solve(
-        limited, seconds=limit.part_s(1.0), gap=_GAP, timer=time.thread_time
+        limited.problem, seconds=limit.part_s(1.0), gap=_GAP, timer=time.thread_time
     )
     if solution.status in (Status.INFEASIBLE, Status.UNKNOWN):
         return None
-    pairs = zip(kept, solution.choices, strict=True)
-    choices = [int(places[k]) for places, k in pairs]
-    return _assigned(analysis, formulation, choices)
-
-
-def _limited(
-    analysis: Analysis, formulation: Formulation, allowed: Restriction
-) -> tuple[ShardingProblem, list[np.ndarray]]:
-    """The problem with the strategies that a rule allows, and which ones these are.
-
-    A node of which it allows none keeps the first.
-    """
-    problem = formulation.problem
-    kept = [np.arange(len(costs)) for costs in problem.node_costs]
-    for node in analysis.contraction.nodes:
-        strategies = formulation.spaces[node.index].strategies
-        found = [k for k, s in enumerate(strategies) if allowed(node, s)]
-        kept[node.index] = np.array(found or [0])
-    limited = dataclasses.replace(
-        problem,
-        node_costs=tuple(c[k] for c, k in zip(problem.node_costs, kept, strict=True)),
-        edge_costs=tuple(
-            costs[np.ix_(kept[a], kept[b])]
-            for (a, b), costs in zip(problem.edges, problem.edge_costs, strict=True)
-        ),
-    )
-    return limited, kept
-
-
-def _assigned(
-    analysis: Analysis, formulation: Formulation, choices: Sequence[int]
-) -> Assignment:
-    """The layouts of a choice of strategies."""
-    nodes = len(analysis.contraction.nodes)
-    chosen = [
-        space.strategies[k]
-        for space, k in zip(formulation.spaces[:nodes], choices[:nodes], strict=True)
-    ]
-    copies = [(c, choices[c.node]) for c in formulation.copies]
-    return assign(analysis, formulation.pricer.sizes, chosen, copies)
+    return assignment_of(analysis, limited, solution)
 
 
 def _growing(analysis: Analysis, largest: Sequence[int]) -> Restriction:
@@ -474,8 +413,7 @@ def _keeping(
       largest: sizes of its axes at which state is split as far as it can be.
     """
     homes, nodes = analysis.contraction.homes, analysis.contraction.nodes
-    memory = pricer.cluster.memory_bytes
-    small = small_state(analysis.graph, analysis.contraction, memory)
+    small = _small(analysis, pricer)
     split: dict[int, tuple[frozenset[int], int]] = {}
     for given in analysis.graph.inputs:
         axes = {

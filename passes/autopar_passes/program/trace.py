@@ -227,19 +227,18 @@ def _traced(step: Callable[..., Any], form: CallForm, inputs: list[Any]) -> _Tra
         try:
             with jax_meshes.entered(form.mesh):
                 traced, replicas = with_one_replica(lambda: _jaxpr(step, flat, typed))
-        except (ValueError, NotImplementedError) as error:
+        except ValueError as error:
             if form.mesh is None and not any(explicit):
                 raise
             # What JAX asks of types is where arrays lie, which the plan decides: a
-            # step without such words is traced without the mesh, and so is one with
-            # an operator that JAX has no types for yet. Without a mesh that
+            # step without such words is traced without the mesh. Without a mesh that
             # is set, types alone let a shard_map be traced.
             other = inputs
             if form.mesh is not None:
                 other = [jax_meshes.on_mesh(x, None) for x in inputs]
             try:
                 traced, replicas = with_one_replica(lambda: _jaxpr(step, flat, other))
-            except (ValueError, TypeError, NotImplementedError):
+            except (ValueError, TypeError):
                 raise TraceError(_trace_failure(step, error)) from error
     outputs = list(traced.out_info)
     jaxpr = traced.jaxpr

@@ -27,6 +27,7 @@ def solve(
     seconds: float | None = None,
     gap: float = 1e-4,
     warm_start: Sequence[int] | None = None,
+    below: float = math.inf,
     backend: BackendName = "highs",
     timer: Timer = time.monotonic,
 ) -> Solution:
@@ -41,6 +42,8 @@ def solve(
             optimal; 1e-9 of rounding is always allowed.
         warm_start: choices to begin with; if they are valid, the result costs at most
             as much.
+        below: solutions that cost as much are of no interest; where there is none
+            below it, the status is unknown and the bound is as high, or higher.
         backend: who solves integer programs: "highs", or "cbc" through PuLP.
         timer: tells the time in seconds; with ``time.thread_time`` the limit is of
             work, however busy the machine is.
@@ -52,6 +55,7 @@ def solve(
     clock = Clock(timer(), seconds, timer)
     solver = backend_of(backend)
     incumbent = Incumbent(problem, gap)
+    incumbent.cost = below
     if warm_start is not None:
         incumbent.offer(warm_start)
     graph = build_graph(problem)
@@ -72,6 +76,7 @@ def _solution(
     if incumbent.choices is None:
         nothing = incumbent.bound == math.inf
         status = Status.INFEASIBLE if nothing else Status.UNKNOWN
+        incumbent.cost = math.inf
     else:
         status = Status.OPTIMAL if incumbent.proved else Status.FEASIBLE
     found = incumbent.choices if incumbent.choices is not None else np.zeros(0)

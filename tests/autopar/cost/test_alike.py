@@ -18,7 +18,7 @@ from autopar.cost.memory import each_held_bytes, habits_of, held_bytes
 from autopar.cost.pricer import Pricer
 from autopar.cost.traffic import joined, traffic
 from autopar.layouts.assignment import Assignment
-from autopar.planner.candidate import Candidate, candidate_of, solved_again
+from autopar.planner.candidate import Candidate, candidate_of
 from autopar.planner.problem import Formulation, formulate
 from autopar.planner.search import candidate_meshes
 from autopar.steps.analysis import Analysis, analyse
@@ -127,25 +127,3 @@ def test_a_total_is_the_sum_of_each_field() -> None:
 
     for name in FIELDS:
         assert getattr(cost, name) == sum(getattr(i.cost, name) for i in found)
-
-
-def test_a_plan_that_is_solved_again_is_not_priced_again() -> None:
-    name, text = "mlp_adamw_clip", "2x4:h100"
-    one, other, *_ = candidates(name, text)
-    problem = formulation(name, text)
-
-    again = solved_again(analysis(name), problem, one.solution, one)
-
-    assert again is not None
-    assert again.items is one.items
-    assert again.step_s == candidate_of(analysis(name), problem, one.solution).step_s
-    assert solved_again(analysis(name), problem, one.solution, other) is None
-    assert solved_again(analysis(name), problem, one.solution, None) is None
-
-
-def test_a_plan_for_other_devices_is_priced_again() -> None:
-    name = "mlp_adamw_clip"
-    (one, *_) = candidates(name, "2x4:h100")
-    elsewhere = formulation(name, "2x4:a100")
-
-    assert solved_again(analysis(name), elsewhere, one.solution, one) is None

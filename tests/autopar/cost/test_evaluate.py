@@ -8,17 +8,17 @@ import random
 
 import planner_cases as cases
 import pytest
+from pairwise import corrections, pairwise_s
 
 from autopar.cluster import Cluster
 from autopar.cost.breakdown import FIELDS, CostBreakdown, exposed_s, step_s
 from autopar.cost.evaluate import cost_parts, evaluate
 from autopar.cost.memory import input_bytes
-from autopar.cost.pairwise import corrections, pairwise_s
 from autopar.cost.pricer import Pricer
 from autopar.cost.traffic import joined, traffic
 from autopar.layouts.copies import Mode
 from autopar.planner.candidate import Candidate, candidate_of
-from autopar.planner.problem import Formulation, formulate
+from autopar.planner.problem import Formulation, formulate, with_joined_bytes
 from autopar.planner.search import candidate_meshes
 from autopar.steps.analysis import Analysis, analyse
 from autopar_solver import Solution, Status
@@ -73,9 +73,10 @@ def test_the_objective_is_the_cost_less_its_corrections(name: str, text: str) ->
         plans = random_plans(found, formulation, random.Random(name))
         for objective, candidate in plans:
             assignment = candidate.assignment
-            pairs = pairwise_s(assignment, pricer)
+            known = with_joined_bytes(found, pricer)
+            pairs = pairwise_s(assignment, known)
             assert pairs == pytest.approx(objective, rel=1e-9)
-            lacking = corrections(assignment, pricer)
+            lacking = corrections(assignment, known)
             total = step_s(evaluate(assignment, pricer))
             assert objective + lacking.total_s == pytest.approx(total, rel=1e-9)
             assert lacking.messages_s >= -1e-12

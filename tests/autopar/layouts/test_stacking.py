@@ -14,11 +14,11 @@ import planner_cases
 import planner_harness as harness
 import pytest
 from jax.sharding import PartitionSpec
+from pairwise import paired_work_s
 from planner_steps import normal, training
 
 from autopar.cluster import Cluster
 from autopar.cost.items import work_items
-from autopar.cost.pairwise import paired_work_s
 from autopar.layouts.assignment import Assignment
 from autopar.layouts.layout import shards
 from autopar.planner.options import PlanOptions

@@ -127,9 +127,8 @@ def test_zero_1_sends_no_more_than_data_parallelism(name: str) -> None:
 def test_so_does_what_the_search_finds(name: str) -> None:
     plain = expert(name, "data parallel")
     found = search(analysis(name), CLUSTER, experts=False).best
-    # No problem of the search holds what messages expose because arrays share them.
     zero = expert(name, "ZeRO-1")
-    assert min(found.step_s - zero.step_s, found.alone_s - zero.alone_s) <= 0
+    assert found.step_s <= zero.step_s * (1 + 5e-3)
     assert found.communication_bytes <= plain.communication_bytes * (1 + 1e-6)
     assert gathered(found) <= {"bfloat16"}
 

@@ -25,6 +25,7 @@ from autopar import Cluster, InfeasibleError, PlanError
 from autopar.cluster.text import parse_quantity
 from autopar.cost.pricer import Pricer
 from autopar.planner.candidate import (
+    WORTHWHILE,
     Candidate,
     SearchResult,
     bounded,
@@ -87,11 +88,11 @@ def test_a_plan_without_a_bound_is_saved_and_read(tmp_path) -> None:
 
 @pytest.mark.parametrize("cluster", sorted(CLUSTERS))
 def test_without_warm_starts_neither(cluster: str) -> None:
-    """Up to the gap: every expert plan is a point of the search's own space."""
+    """Up to what is worth the time: every expert plan is one of the search's space."""
     experts = expert_plans(mlp(), CLUSTERS[cluster], seconds=5)
     known = [e.candidate.step_s for e in experts if e.candidate is not None]
     found = searched(cluster).best
-    assert found.step_s <= (1 + GAP) * min(known)
+    assert found.step_s <= (1 + WORTHWHILE) * min(known)
 
 
 def test_the_best_of_all_meshes_is_taken() -> None:
@@ -150,7 +151,7 @@ class TestWhatIsProved:
 
         monkeypatch.setattr("autopar.planner.search.solve_mesh", solved)
         result = search(mlp(layers=1), CLUSTERS["cpu"], seconds=5)
-        assert result.best.report.status is Status.OPTIMAL
+        assert result.best.report.gap < 1.0
         assert result.report.status is Status.FEASIBLE
         assert result.report.gap == 1.0
 
@@ -411,7 +412,7 @@ def test_nothing_is_cheaper_than_what_the_solver_finds(
 def test_the_solver_counts_what_the_plan_does(name: str) -> None:
     """Random assignments: the cost is the time of their work and traffic.
 
-    What messages share is no part of it (`Candidate.shared_s`).
+    What messages share is no part of it (`Collective.shared_s`).
     """
     step, args = TINY[name]
     analysis = analyse(step, args)
@@ -430,7 +431,8 @@ def test_the_solver_counts_what_the_plan_does(name: str) -> None:
         )
         candidate = candidate_of(analysis, formulation, solution)
         # Copies that turn out alike are sent once, so it may be less.
-        assert candidate.step_s - candidate.shared_s <= cost * (1 + 1e-9)
+        shared_s = sum(c.shared_s(candidate.pricer) for c in candidate.collectives)
+        assert candidate.step_s - shared_s <= cost * (1 + 1e-9)
 
 
 class TestTies:

@@ -15,15 +15,13 @@ from hypothesis import strategies as st
 from autopar import Cluster
 from autopar.cost.breakdown import added_s, step_s
 from autopar.cost.evaluate import evaluate
-from autopar.cost.overlap import Discounts, Stretch, discounts
 from autopar.cost.pricer import Pricer
-from autopar.planner import solving
 from autopar.planner.candidate import candidate_of
 from autopar.planner.problem import formulate
 from autopar.planner.search import candidate_meshes
 from autopar.planner.solving import solve_mesh
+from autopar.planner.weights import partly
 from autopar.steps.analysis import Analysis, analyse
-from autopar_passes.graph.roles import Role
 from autopar_solver import Solution, Status, evaluate_choices
 
 # Large, so that bytes decide and not latencies.
@@ -96,33 +94,12 @@ class TestHidden:
     found = tied()
     cluster = Cluster.parse("2x4:h100,network=20Gb/s")
 
-    def weighed(self, weights: dict[Stretch, float]) -> Discounts:
-        known = self.cluster.device.calibrated
-        return discounts(self.found, weights, known.overlap, known.contention)
-
-    def test_the_early_sum_pays_what_it_would_alone_and_the_late_one_the_rest(
-        self,
-    ) -> None:
-        count, known = len(self.found.graph.operators), self.cluster.device.calibrated
-        ((early, late),) = (r.summed for r in self.found.reassociations)
-        made_by = self.found.contraction.producer
-        early, late = sorted(made_by[v].index for v in (early, late))
-        end = Stretch(Role.BACKWARD, late, count)
-        shares = self.weighed({end: 1.0}).shares
-        assert shares is not None
-        classes = (self.found.graph.operators[k].class_index for k in (early, late))
-        assert [shares[c] for c in classes] == pytest.approx(
-            [1.0, 1.0 - known.contention]
-        )
-
     @settings(max_examples=40, deadline=None)
     @given(st.data())
     def test_prices_bound_every_plan_from_below(self, data: st.DataObject) -> None:
         pricer = Pricer(self.cluster, candidate_meshes(self.cluster)[0])
-        count = len(self.found.graph.operators)
-        cut, weight = data.draw(st.integers(0, count)), data.draw(st.floats(0, 1))
-        lowered = self.weighed({Stretch(Role.BACKWARD, cut - 1, count): weight})
-        priced = formulate(self.found, pricer, discounts=lowered)
+        least = self.cluster.device.calibrated.contention
+        priced = formulate(self.found, pricer, weights=partly(least, least))
         choices = tuple(
             data.draw(st.integers(0, len(c) - 1)) for c in priced.problem.node_costs
         )
@@ -143,32 +120,3 @@ class TestHidden:
         whole = evaluate_choices(formulated.problem, choices).cost
         merged_s = whole - added_s(candidate_of(self.found, formulated, solution).cost)
         assert cost <= plan.step_s + max(0.0, merged_s) + 1e-12
-
-
-def test_a_sum_that_is_made_alone_is_charged_whole_in_another_problem(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    asked: list[frozenset[int]] = []
-    solved = solving._solved  # pyright: ignore[reportPrivateUsage]
-
-    def watched(task, pricer, *rest):  # pyright: ignore
-        asked.append(pricer.alone)  # pyright: ignore
-        return solved(task, pricer, *rest)  # pyright: ignore
-
-    monkeypatch.setattr(solving, "_solved", watched)
-    # What is proved of a plan is never enough.
-    monkeypatch.setattr(solving, "WORTHWHILE", 0.0)
-    monkeypatch.setattr(
-        solving,
-        "alone_s",
-        lambda assignment, _: dict.fromkeys(assignment.analysis.shares, 1.0),
-    )
-    found, cluster = attention((4096, 4096, 4096)), Cluster.parse("8:h100")
-    pricer = Pricer(cluster, candidate_meshes(cluster)[0])
-    best = solve_mesh(found, pricer)
-
-    assert frozenset(found.shares) in asked
-    assert asked[0] == frozenset()
-    # What was found so is priced as any other plan, and bounds none.
-    assert best.pricer == pricer
-    assert best.bound_s <= best.step_s

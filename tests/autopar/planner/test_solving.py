@@ -6,6 +6,7 @@ import dataclasses
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 from planner_steps import mlp_batch, mlp_loss, mlp_params, training
 
@@ -13,13 +14,15 @@ from autopar import Cluster, PlanError
 from autopar.cost.combining import SUMS
 from autopar.cost.pricer import Pricer
 from autopar.layouts.layout import ReshardStep
+from autopar.layouts.strategies import Strategy
 from autopar.planner import solving
-from autopar.planner.candidate import Candidate
 from autopar.planner.limit import Limit
-from autopar.planner.problem import formulate
+from autopar.planner.problem import Within, formulate
 from autopar.planner.search import candidate_meshes, search
 from autopar.planner.solving import solve_mesh
+from autopar.planner.weights import HIDDEN, WHOLE, partly
 from autopar.steps.analysis import Analysis, analyse
+from autopar.steps.nodes import Node
 from autopar_solver import ShardingProblem, Solution, Status
 
 
@@ -83,37 +86,6 @@ def test_where_time_runs_out_the_search_starts_from_experts(
     assert found.report.bound <= free.step_s * (1 + 1e-9)
 
 
-@pytest.mark.parametrize(
-    ("bound_s", "asked", "solved"),
-    [(0.9, True, 4), (0.994, True, 4), (0.996, False, 4), (0.9995, False, 0)],
-)
-def test_experts_are_asked_where_they_may_be_worth_it(
-    monkeypatch: pytest.MonkeyPatch, bound_s: float, asked: bool, solved: int
-) -> None:
-    """Not where no plan saves more than half a percent; problems go on a little."""
-    calls: list[str] = []
-
-    class Known(solving._Rounds):
-        certain = True
-
-        def go_on(self) -> bool:
-            calls.append("problem")
-            self.problems += 1
-            return True
-
-        def ask_experts(self) -> None:
-            calls.append("experts")
-
-    cluster = Cluster.parse("8:cpu")
-    pricer = Pricer(cluster, candidate_meshes(cluster)[0])
-    best = solve_mesh(mlp(), pricer)
-    rounds = Known(solving._Task(mlp(), None, Limit(None)), pricer, best, None)
-    rounds.bound_s, rounds.problems = bound_s * best.step_s, 1
-    solving._go_on(rounds, math.inf, True)
-    assert ("experts" in calls) is asked
-    assert calls.count("problem") == solved
-
-
 def test_the_bound_of_a_restricted_plan_is_none_of_all_plans(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -135,64 +107,36 @@ def test_the_bound_of_a_restricted_plan_is_none_of_all_plans(
     assert found.report.status is Status.FEASIBLE
 
 
-def test_a_problem_that_time_ended_is_not_begun_again_from_the_same_plan(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    cluster = Cluster.parse("8:cpu")
-    pricer = Pricer(cluster, candidate_meshes(cluster)[0])
-    best = solve_mesh(mlp(), pricer)
-    late = dataclasses.replace(best.solution, status=Status.FEASIBLE)
-    late = dataclasses.replace(best, solution=late)
-    begun: list[float] = []
-
-    def ended(_: object, __: object, start: Candidate, *___: object) -> Candidate:
-        begun.append(start.step_s)
-        return late
-
-    monkeypatch.setattr(solving, "_solved", ended)
-    rounds = solving._Rounds(solving._Task(mlp(), None, Limit(9.0)), pricer, best, None)
-    rounds.begin(experts=False)
-    assert not rounds.certain
-    assert not rounds.go_on()
-    # From a faster plan it may end elsewhere.
-    faster = dataclasses.replace(best, items=best.items[1:])
-    assert faster.step_s < best.step_s
-    rounds.take(faster)
-    assert rounds.go_on()
-    assert begun == [best.step_s, faster.step_s]
-
-
-def test_terms_of_memory_are_those_of_a_problem_with_the_same_strategies() -> None:
+def test_a_problem_is_priced_once_for_all_weights_and_rules() -> None:
+    """What is derived of it is what a formulation of its own would be."""
     cluster = Cluster.parse("2x4:h100")
     pricer = Pricer(cluster, candidate_meshes(cluster)[0])
     first = formulate(mlp(), pricer, memory_limit=1e9)
-    again = formulate(mlp(), pricer, memory_limit=1e9)
-    assert again.problem.memory is not first.problem.memory
-    again = formulate(mlp(), pricer, memory_limit=1e8, like=first)
-    assert again.problem.memory is first.problem.memory
-    assert again.problem.memory_limit == 1e8
+    for weights in (partly(0.3, 0.7), HIDDEN, WHOLE):
+        found = first.at(weights)
+        again = formulate(mlp(), pricer, memory_limit=1e9, weights=weights)
+        same_costs(found.problem, again.problem)
 
-    def whole(_: object, strategy: tuple[tuple[int, ...], ...]) -> bool:
-        return not any(strategy)
+    def rows(node: Node, strategy: Strategy) -> bool:
+        return not strategy or not any(strategy[1:])
 
-    rest = formulate(mlp(), pricer, whole, memory_limit=1e9, like=first)
-    assert rest.spaces != first.spaces
-    assert all(len(t.usage) == 1 for t in rest.problem.memory if t.node == 0)
-    # A problem without terms has none to take.
-    plain = formulate(mlp(), pricer)
-    assert formulate(mlp(), pricer, memory_limit=1e9, like=plain).problem.memory
+    rule = Within(None, rows)
+    weights = partly(0.5, 0.2)
+    found = first.at(weights).within(mlp(), rule)
+    again = formulate(mlp(), pricer, rule, memory_limit=1e9, weights=weights)
+    same_costs(found.problem, again.problem)
+    assert found.spaces == again.spaces
 
 
-def test_nobody_is_told_why_another_plan_than_a_known_one_does_not_fit(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    cluster = Cluster.parse("8:h100,memory=1MB")
-    pricer = Pricer(cluster, candidate_meshes(cluster)[0])
-    monkeypatch.setattr(solving, "infeasible", lambda *_: PlanError("explained"))
-    for below_s, text in ((math.inf, "explained"), (1.0, "no other plan")):
-        task = solving._Task(mlp(1 << 20), None, Limit(None), below_s=below_s)
-        with pytest.raises(PlanError, match=text):
-            solving._solved(task, pricer, None, {}, None)
+def same_costs(one: ShardingProblem, other: ShardingProblem) -> None:
+    assert one.edges == other.edges
+    assert [t.node for t in one.memory] == [t.node for t in other.memory]
+    for a, b in zip(
+        (*one.node_costs, *one.edge_costs, *(t.usage for t in one.memory)),
+        (*other.node_costs, *other.edge_costs, *(t.usage for t in other.memory)),
+        strict=True,
+    ):
+        np.testing.assert_allclose(a, b, rtol=1e-12, atol=1e-18)
 
 
 class TestSharedMessages:

@@ -3,10 +3,10 @@ import math
 import msgspec
 import pytest
 from checkout import GOLDEN
+from pairwise import pairwise_s
 
 from autopar.cli.target import load
 from autopar.cluster import Cluster
-from autopar.cost.pairwise import pairwise_s
 from autopar.errors import PlanError
 from autopar.planner.options import PlanOptions
 from autopar.planner.plan import plan_analysis

@@ -13,7 +13,8 @@ import optax
 
 from autopar.cluster import Cluster
 from autopar.planner.stages.layer_map import LayerMap, batch_inputs, layer_map
-from autopar.planner.stages.submeshes import Submesh, Weights, submeshes
+from autopar.planner.stages.submeshes import Submesh, submeshes
+from autopar.planner.weights import partly
 from autopar.steps.analysis import Analysis, analyse
 from autopar_passes.stages.layers import cluster_layers
 
@@ -98,5 +99,5 @@ def layers_of(case: str) -> LayerMap:
 @functools.cache
 def on(case: str, cluster: str) -> tuple[Submesh, ...]:
     """The submeshes of a cluster by its text."""
-    found = submeshes(CASES[case](), Cluster.parse(cluster), Weights(4.0))
+    found = submeshes(CASES[case](), Cluster.parse(cluster), partly(4.0, 1.0))
     return tuple(found)

@@ -32,7 +32,8 @@ from autopar.planner.stages.plan import (
     plan_stages,
     rows_to_split,
 )
-from autopar.planner.stages.submeshes import Weights, batch_splits, divides, submeshes
+from autopar.planner.stages.submeshes import batch_splits, divides, submeshes
+from autopar.planner.weights import WHOLE
 from autopar.steps.analysis import analyse
 from autopar_solver import Schedule, ScheduleKind
 
@@ -155,7 +156,7 @@ def test_computing_again_fits_where_keeping_does_not() -> None:
 def test_every_size_of_a_microbatch_is_tried_on_every_submesh() -> None:
     """Of 48 rows, three devices need a multiple of three, four one of four."""
     batch = analysed(residual, blocks(6), struct(48, 64))
-    found = submeshes(batch, Cluster.parse("6x1:cpu"), Weights())
+    found = submeshes(batch, Cluster.parse("6x1:cpu"), WHOLE)
     counts = covering(divisors(48), found)
     assert set(counts) <= set(divisors(48))
     for submesh in found:
