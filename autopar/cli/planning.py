@@ -15,12 +15,14 @@ from autopar.cli.target import load, parse_words
 from autopar.cluster import Cluster
 from autopar.errors import PlanError
 from autopar.planner.options import PlanOptions
+from autopar.planner.proposals import recorded
 from autopar.plans import Plan
 from autopar.reports.attribution import LAYER, attributed
 from autopar.reports.explain import bind_plan, group_collectives
 from autopar.reports.gradients import codec_rows
 from autopar.reports.html import render_html
 from autopar.reports.schedule import trace_text
+from autopar.reports.search import proposal_lines
 from autopar.reports.table import planning_times, render
 from autopar.steps.analysis import Analysis
 from autopar.whole_files import export_whole
@@ -36,10 +38,11 @@ def plan(
     html: pathlib.Path | None,
     as_json: bool,
     trace: pathlib.Path | None = None,
+    explain_search: bool = False,
 ) -> Result:
     """Plans a target's step; writes the files that are asked for."""
     begin = time.perf_counter()
-    with common.progress() as say:
+    with common.progress() as say, recorded() as proposals:
         workload = load(target, parse_words(words))
         analysis, found = common.plan_workload(workload, cluster, limits, say)
         total_s = time.perf_counter() - begin
@@ -59,7 +62,10 @@ def plan(
             export_whole(html, _page(analysis, found, cluster).encode())
     if as_json:
         return Result.of(found.to_json())
-    return Result(f"{render(found)}\n\n{planning_times(found)}")
+    parts = [render(found)]
+    if explain_search:
+        parts.append("\n".join(proposal_lines(proposals)))
+    return Result("\n\n".join([*parts, planning_times(found)]))
 
 
 def limits(

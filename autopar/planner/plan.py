@@ -40,6 +40,7 @@ from autopar.planner.hints import (
 from autopar.planner.manual import meshes_for_manual
 from autopar.planner.options import DEFAULTS, PlanOptions
 from autopar.planner.problem import Restriction
+from autopar.planner.proposals import Proposal, of_program, record
 from autopar.planner.rebatch import rebatched
 from autopar.planner.record import make_plan, restore, split_as
 from autopar.planner.remat import as_asked, fastest, may_gain, wanted
@@ -131,6 +132,7 @@ def plan_analysis(
             return plan_analysis(analysis, on, asked, sent, errors, advise=advise)
 
         return fastest(analysis, cluster, options, plan, advise=advise)
+    program = _program_text(options)
     analysis = _split(analysis, options)
     names, pins = options.axis_names, options.pins or {}
     codecs = requested(options, sent, errors)
@@ -144,7 +146,20 @@ def plan_analysis(
         meshes = fitting_meshes(analysis, pins, meshes)
     if options.split_batch:
         check_batch(analysis, cluster, meshes)
-    return _searched(analysis, cluster, meshes, pins, codecs, seconds, advise=advise)
+    with of_program(program):
+        return _searched(
+            analysis, cluster, meshes, pins, codecs, seconds, advise=advise
+        )
+
+
+def _program_text(options: PlanOptions) -> str:
+    """What a program computes again, and in how many microbatches; '' for neither."""
+    parts: list[str] = []
+    if options.microbatches not in (None, 1):
+        parts.append(f"{options.microbatches} microbatches")
+    if options.remat not in (None, 0, "0", "auto"):
+        parts.append(f"remat {options.remat}")
+    return ", ".join(parts)
 
 
 def _check_no_remat(options: PlanOptions, kept: Plan) -> None:
@@ -170,8 +185,11 @@ def _in_stages(
         assert found is not None
         return found
     other, failed = _beside_stages(analysis, cluster, options, codecs)
+    begin = time.thread_time()
     try:
-        found = plan_with_stages(analysis, cluster, options, other, codecs) or other
+        staged = plan_with_stages(analysis, cluster, options, other, codecs)
+        _record_stages(staged, time.thread_time() - begin)
+        found = staged or other
     except PlanError as error:
         if other is not None:
             say(f"planning without stages only: {error}")
@@ -188,6 +206,17 @@ def _in_stages(
         f"one kind of devices alone trains fastest on {cluster}: plan for a part of "
         "it, cluster.groups[0] and so on."
     ) from failed
+
+
+def _record_stages(found: Plan | None, cpu_s: float) -> None:
+    """Says what stages come to, where proposals are recorded."""
+    if found is None:
+        record(Proposal("stages", "", note="one stage is as fast", cpu_s=cpu_s))
+        return
+    expected = found.predicted
+    name = f"{len(found.stages)} stages, {found.microbatches} microbatches"
+    made = expected.step_s, expected.peak_memory_bytes
+    record(Proposal(name, "", *made, cpu_s=cpu_s))
 
 
 def _beside_stages(

@@ -43,12 +43,14 @@ from autopar.planner.problem import (
     formulate,
     small_state,
 )
+from autopar.planner.proposals import Proposal, record
 from autopar.planner.recipes import least_bytes, recipes, restriction_of
 from autopar.planner.ties import laid_out, tie_broken
 from autopar.planner.weights import (
     HIDDEN,
     WHOLE,
     Plane,
+    Way,
     Weights,
     highest,
     nowhere,
@@ -73,8 +75,10 @@ _STEP = 0.25
 _FAR = 1.1
 # How well least costs are proved: those that bound, and others.
 _BOUND_GAP, _GAP = 1e-3, WORTHWHILE
+# Why a proposal is no plan.
+_TOO_LARGE = "does not fit"
 # Parts of the time that is left: of the first problem, and of every other one.
-_FIRST_SHARE, _SHARE = 0.45, 0.15
+_FIRST_SHARE, _SHARE = 0.45, 0.2
 
 
 @collector_paused()
@@ -128,26 +132,6 @@ def solve_mesh(
         mesh.ask_experts()
         mesh.improve(most_s)
     return mesh.found()
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Way:
-    """How the communication of a problem counts.
-
-    Attributes:
-      weights: of what may be hidden.
-      latencies: whether each array pays the latency of a message of its own.
-      small: whether small state stays whole (`autopar.planner.problem.small_state`).
-    """
-
-    weights: Weights
-    latencies: bool = False
-    small: bool = False
-
-    @property
-    def bounds(self) -> bool:
-        """Whether the least cost may bound the time of every plan."""
-        return not self.small and (self.weights == HIDDEN or not self.weights.works)
 
 
 class TimeOutError(PlanError):
@@ -320,19 +304,20 @@ class _Mesh:
     def ask_experts(self) -> None:
         """Makes the plans that people write."""
         rules = [
-            restriction_of(self.analysis, recipe, self.pricer)
+            (recipe.name, restriction_of(self.analysis, recipe, self.pricer))
             for recipe in recipes(len(self.pricer.mesh.axes))
         ]
-        for inner in (_splits_nothing, *rules):
+        for name, inner in (("nothing split", _splits_nothing), *rules):
             if self.limit.over:
                 return
             # What the user pinned holds for the plans of experts, too.
             rule = Within(self.restriction, inner)
             least = least_bytes(self.analysis, rule, self.pricer)
             if least > self.pricer.cluster.memory_bytes:
+                self.record(f"rule: {name}", None, _TOO_LARGE)
                 continue
             with contextlib.suppress(PlanError):
-                found = self.solved(self.way, None, inner)
+                found = self.solved(self.way, None, inner, name)
                 if found is not None:
                     self.take(found)
 
@@ -347,6 +332,7 @@ class _Mesh:
         way: Way,
         start: Candidate | None,
         inner: Restriction | None = None,
+        name: str = "",
     ) -> Candidate | None:
         """The best plan of the problem in a way.
 
@@ -356,6 +342,7 @@ class _Mesh:
           way: how communication counts.
           start: a plan that is known.
           inner: says which of the strategies are allowed.
+          name: of that rule.
 
         Returns:
           None where the solver found none that fits, and one is known.
@@ -368,6 +355,8 @@ class _Mesh:
         tight = self.tight if inner is None else None
         part = _FIRST_SHARE if self.best is None else _SHARE
         left = _TIGHTENINGS
+        proposer = f"rule: {name}" if name else way.name
+        begin = time.thread_time()
         while True:
             # Priced once, with terms of memory and without.
             key = tight is not None, way.latencies, way.small
@@ -410,6 +399,7 @@ class _Mesh:
             found = self.judged((key, inner), formulation, solution)
             peak_bytes = found.peak_memory_bytes
             if peak_bytes <= memory:
+                self.record(proposer, found, "", time.thread_time() - begin)
                 return dataclasses.replace(found, weights=way.weights)
             over = (memory - fixed) / (peak_bytes - fixed)
             tight = memory - fixed if tight is None else 0.995 * tight * over
@@ -418,9 +408,21 @@ class _Mesh:
             left -= 1
             if left < 0 or (self.best is not None and self.limit.over):
                 break
+        late = solution.status is Status.UNKNOWN
+        note = "none is faster" if name and late else "out of time" if late else ""
+        note = note or (_TOO_LARGE if tight is not None else "not possible")
+        self.record(proposer, None, note, time.thread_time() - begin)
         if self.best is not None:
             return None
         raise _failed(self, formulation, solution.status, tight)
+
+    def record(
+        self, proposer: str, found: Candidate | None, note: str, cpu_s: float = 0.0
+    ) -> None:
+        """Says what was proposed, where that is recorded."""
+        made = (found.step_s, found.peak_memory_bytes) if found else (None, 0.0)
+        label = self.pricer.mesh.label
+        record(Proposal(proposer, label, *made, note=note, cpu_s=cpu_s))
 
     def judged(
         self, kind: object, formulation: Formulation, solution: Solution

@@ -74,6 +74,38 @@ def partly(gathers: float, sums: float) -> Weights:
 WHOLE, HIDDEN = partly(1.0, 1.0), partly(0.0, 0.0)
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Way:
+    """How the communication of a problem counts.
+
+    Attributes:
+      weights: of what may be hidden.
+      latencies: whether each array pays the latency of a message of its own.
+      small: whether small state stays whole (`autopar.planner.problem.small_state`).
+    """
+
+    weights: Weights
+    latencies: bool = False
+    small: bool = False
+
+    @property
+    def name(self) -> str:
+        """What people read of it."""
+        some = self.weights
+        text = f"solver: gathers {some.gathers[0]:.2g}, sums {some.sums[0]:.2g}"
+        if not some.works:
+            text = "solver: bound"
+        elif some == HIDDEN:
+            text = "solver: all hidden"
+        text += ", messages apart" if self.latencies else ""
+        return text + (", small state whole" if self.small else "")
+
+    @property
+    def bounds(self) -> bool:
+        """Whether the least cost may bound the time of every plan."""
+        return not self.small and (self.weights == HIDDEN or not self.weights.works)
+
+
 def in_kinds(
     work: np.ndarray | float, gathers: np.ndarray | float, sums: np.ndarray | float
 ) -> np.ndarray:

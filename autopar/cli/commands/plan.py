@@ -38,6 +38,12 @@ def plan(
     stages: options.Stages = None,
     schedule: options.Schedule = None,
     remat: options.Remat = None,
+    explain_search: Annotated[
+        bool,
+        typer.Option(
+            "--explain-search", help="Also print what was proposed, and how fast it is."
+        ),
+    ] = False,
     trace: Annotated[
         pathlib.Path | None,
         typer.Option(
@@ -77,5 +83,6 @@ def plan(
         out=out,
         html=html,
         trace=trace,
+        explain_search=explain_search,
         as_json=as_json,
     )

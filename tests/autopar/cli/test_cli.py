@@ -75,6 +75,17 @@ def test_plan_is_saved(run: Run, saved: pathlib.Path) -> None:
     assert "params/0/kernel" in render(plan)
 
 
+def test_plan_explains_its_search(run: Run) -> None:
+    words = ("--cluster", "2x4:h100", "--microbatches", "auto", "--explain-search")
+    result = run("plan", TARGET, *SMALL, *words)
+    rows = [line.split("  ") for line in result.out.splitlines() if "2x4 " in line]
+    starred = [row for row in rows if row[0] == "*"]
+    assert len(starred) == 1
+    (step,) = (x for x in result.out.splitlines() if x.startswith("step "))
+    assert any(cell and cell in step for cell in starred[0])
+    assert "solver: all hidden" in {cell.strip() for row in rows for cell in row}
+
+
 def test_plan_writes_a_page(run: Run, tmp_path: pathlib.Path) -> None:
     page = tmp_path / "report.html"
     assert run("plan", TARGET, "--cluster", "2x4:cpu", "--html", page).code == 0
