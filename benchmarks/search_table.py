@@ -2,14 +2,14 @@
 
     python benchmarks/search_table.py run [--checkout DIR] [--only TEXT] [--decide]
         --out FILE
-    python benchmarks/search_table.py compare OLD NEW
+    python benchmarks/search_table.py compare OLD NEW [--json FILE]
 
 Each case is planned in a process of its own. Written are the predicted time of a step,
 the gap and the status, the scheme and the mesh, and CPU seconds from the step to the
 plan. With ``--decide`` stages, microbatches and rematerialisation are decided, too.
 Cases named ``tight`` have about 1.05 times the least memory for which a plan was found.
 ``compare`` prints one row a case, and exits with 1 where a new plan is slower by over
-half a percent, or takes over half of the old CPU seconds.
+half a percent, or takes over half of the old CPU seconds. The rows go to a file, too.
 """
 
 from __future__ import annotations
@@ -109,11 +109,11 @@ def main() -> int:
     beside = commands.add_parser("compare")
     beside.add_argument("old", type=pathlib.Path)
     beside.add_argument("new", type=pathlib.Path)
+    beside.add_argument("--json", type=pathlib.Path)
     options = parser.parse_args()
     if options.command == "compare":
-        return compared(
-            *(json.loads(p.read_text()) for p in (options.old, options.new))
-        )
+        old, new = (json.loads(p.read_text()) for p in (options.old, options.new))
+        return compared(old, new, options.json)
     known = json.loads(options.out.read_text()) if options.out.exists() else {}
     for name in CASES:
         if options.only in name:
@@ -146,8 +146,11 @@ def planned(name: str, asked: argparse.Namespace) -> dict[str, Any]:
     return {"error": why, "wall_s": time.perf_counter() - begin}
 
 
-def compared(old: dict[str, Any], new: dict[str, Any]) -> int:
+def compared(
+    old: dict[str, Any], new: dict[str, Any], file: pathlib.Path | None
+) -> int:
     """Prints the rows of both; returns 1 where a bar is missed."""
+    rows: list[dict[str, Any]] = []
     print("| case | old ms | new ms | new / old | old CPU s | new CPU s | new gap |")
     print("| --- " * 7 + "|")
     ratios: list[float] = []
@@ -159,6 +162,10 @@ def compared(old: dict[str, Any], new: dict[str, Any]) -> int:
             continue
         ratio, cpu = b["step_s"] / a["step_s"], b["cpu_s"] / a["cpu_s"]
         ratios.append(cpu)
+        kept = ("step_s", "cpu_s", "gap", "status", "scheme", "mesh")
+        sides = (("old", a), ("new", b))
+        row = {f"{side}_{key}": found[key] for side, found in sides for key in kept}
+        rows.append({"case": name, **row})
         bad = ratio > 1.005 or cpu > 0.5
         missed += bad
         print(
@@ -166,6 +173,8 @@ def compared(old: dict[str, Any], new: dict[str, Any]) -> int:
             f"{b['step_s'] * 1e3:.4g} | {ratio:.4f} | {a['cpu_s']:.1f} | "
             f"{b['cpu_s']:.1f} | {b['gap']:.3f} |"
         )
+    if file is not None:
+        file.write_text(json.dumps({"rows": rows}, indent=1) + "\n")
     if ratios:
         print(f"\nmedian of CPU seconds, new / old: {statistics.median(ratios):.2f}")
     return int(missed > 0)

@@ -37,12 +37,15 @@ class Pricer:
       mesh: the mesh.
       combining: whether collectives may share messages.
       joined_bytes: bytes of all sums, and of all gathers, that may share messages.
+      messages: bytes of the largest message of each group, of a plan; None: messages
+        may be as large as ``joined_bytes``.
     """
 
     cluster: Cluster
     mesh: MeshShape
     combining: bool = True
     joined_bytes: tuple[float, float] = (math.inf, math.inf)
+    messages: tuple[tuple[Group, float], ...] | None = None
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -143,9 +146,11 @@ class Pricer:
             return 0.0
         if self.apart(step):
             return self.collective_s(step, nbytes)
-        kind, _ = self.group_of(step)
+        kind, _ = group = self.group_of(step)
         parts = self.group(step.axes) if kind == "reduce_scatter" else 1
         every = self.joined_bytes[step.kind not in SUMS]
+        if self.messages is not None:
+            every = next((own for g, own in self.messages if g == group), 0.0)
         most = max(size, min(every, parts * self.combiner.most_bytes))
         axes = self._axes(step.axes)
         wire = least_s_per_byte(kind, size, most, axes) * size

@@ -10,7 +10,8 @@ priced once by the whole model, and the fastest is taken:
   J. SIAM 8, 1960);
 - with communication that may be hidden at a part of its price (`PARTLY`), and then at
   parts beside those that gave the fastest plan;
-- with a latency for each array;
+- with messages as large as those of the fastest plan, of whose latency each array pays
+  its part, and with a message for each array;
 - by the rules of the plans that people write (`autopar.planner.recipes`).
 """
 
@@ -23,6 +24,7 @@ import time
 from collections.abc import Sequence
 
 from autopar.cost.codecs.matrix import Prices
+from autopar.cost.combining import Group
 from autopar.cost.pricer import Pricer
 from autopar.errors import PlanError
 from autopar.garbage import collector_paused
@@ -49,6 +51,7 @@ from autopar.planner.ties import laid_out, tie_broken
 from autopar.planner.weights import (
     HIDDEN,
     WHOLE,
+    Messages,
     Plane,
     Way,
     Weights,
@@ -66,8 +69,7 @@ from autopar_solver import Solution, Status, solve
 _TIGHTENINGS = 5
 # How often the weights that bound are moved.
 _ROUNDS = 4
-_BETWEEN = partly(0.67, 0.67)
-PARTLY = (WHOLE, partly(1.0, 0.33), partly(0.5, 0.0), _BETWEEN)
+PARTLY = (WHOLE, partly(1.0, 0.33), partly(0.5, 0.0), partly(0.67, 0.67))
 # How far the weights are moved from the best ones.
 _STEP = 0.25
 # A plan by an expert's rule is not made where its cost is this much above the least,
@@ -116,7 +118,7 @@ def solve_mesh(
     mesh = _Mesh(analysis, pricer, restriction, Limit(seconds), prices, fitting)
     if weights is not None:
         for one in weights:
-            mesh.solve(Way(one, small=True))
+            mesh.solve(Way(one))
         return mesh.found()
     try:
         mesh.bound(most_s)
@@ -181,9 +183,8 @@ class _Mesh:
         # plan's seconds, and the least cost of the problem.
         self.way, self._way_s, self.least_s = Way(HIDDEN), math.inf, math.inf
         self._planes: list[Plane] = []
-        # Of each way that was tried, the layouts that were found; None: nothing.
-        self._plans: dict[Way, object] = {}
-        self._problems: dict[tuple[bool, ...], Formulation] = {}
+        self._tried: set[Way] = set()
+        self._problems: dict[object, Formulation] = {}
         memory = float(pricer.cluster.memory_bytes)
         self.small = small_state(analysis.graph, analysis.contraction, memory)
         self._known: dict[object, Candidate] = {}
@@ -207,24 +208,25 @@ class _Mesh:
         least = self.pricer.cluster.device.calibrated.contention
         return weights.with_least(least)
 
-    def solve(self, way: Way) -> Solution | None:
+    def solve(self, way: Way) -> Candidate | None:
         """Solves the problem in a way; None where it was, or there is no time.
 
         Raises:
           PlanError: no plan was found, and none was known.
         """
-        if way in self._plans or (self.best is not None and self.limit.over):
+        if way in self._tried or (self.best is not None and self.limit.over):
             return None
-        self._plans[way] = None
+        self._tried.add(way)
         found = self.solved(way, self.best)
         if found is None:
             return None
-        self._plans[way] = found.assignment.strategies
+        if way.bounds:
+            self.bound_s = max(self.bound_s, found.solution.bound)
         if way.weights.works and found.step_s < self._way_s:
             self.way, self._way_s = way, found.step_s
             self.least_s = found.solution.cost
         self.take(found)
-        return found.solution
+        return found
 
     def bound(self, most_s: float) -> None:
         """Bounds the time of every plan, and finds plans on the way.
@@ -236,11 +238,11 @@ class _Mesh:
         best = tried = nowhere()
         part = 0.25
         for _ in range(_ROUNDS + 1):
-            solution = self.solve(Way(weights_of(tried, known)))
-            if solution is None:
+            before_s = self.bound_s
+            if self.solve(Way(weights_of(tried, known))) is None:
                 return
-            if solution.bound > self.bound_s:
-                self.bound_s, best, part = solution.bound, tried, min(1.0, 2.0 * part)
+            if self.bound_s > before_s:
+                best, part = tried, min(1.0, 2.0 * part)
             else:
                 part *= 0.5
             if not self.hides or self.settled(most_s):
@@ -252,21 +254,26 @@ class _Mesh:
             tried = (1.0 - part) * best + part * goal
 
     def propose(self, most_s: float) -> None:
-        """Makes plans at other prices of communication.
-
-        Prices are linear in the weights: a plan that is best where all counts and where
-        what may be hidden is free is best at all weights between.
-        """
+        """Makes plans at other prices of communication."""
         small = bool(self.small)
-        ways = [Way(one, small=small) for one in PARTLY] if self.hides else []
-        ways.append(Way(WHOLE, latencies=True, small=small))
-        for way in ways:
-            if self.settled(most_s):
-                return
-            ends = [self._plans.get(Way(one, small=small)) for one in (HIDDEN, WHOLE)]
-            between = way.weights == _BETWEEN and ends[0] == ends[1]
-            if not between:
-                self.solve(way)
+        for weights in PARTLY if self.hides else ():
+            if not self.settled(most_s):
+                self.solve(Way(weights, small=small))
+        for messages in (None, ()):
+            before = None
+            while before is not self.best and not self.settled(most_s):
+                before = self.best
+                known = self.messages() if messages is None else messages
+                self.solve(Way(self.way.weights, known, small))
+
+    def messages(self) -> Messages:
+        """The largest message of each group in the fastest plan."""
+        assert self.best is not None
+        found: dict[Group, float] = {}
+        for one in self.best.collectives:
+            group = self.pricer.group_of(one.step)
+            found[group] = max(found.get(group, 0.0), one.message_bytes)
+        return tuple(sorted(found.items()))
 
     def improve(self, most_s: float) -> None:
         """Moves parts of the price as long as plans get faster.
@@ -307,6 +314,7 @@ class _Mesh:
             (recipe.name, restriction_of(self.analysis, recipe, self.pricer))
             for recipe in recipes(len(self.pricer.mesh.axes))
         ]
+        way = dataclasses.replace(self.way, messages=None)
         for name, inner in (("nothing split", _splits_nothing), *rules):
             if self.limit.over:
                 return
@@ -317,7 +325,7 @@ class _Mesh:
                 self.record(f"rule: {name}", None, _TOO_LARGE)
                 continue
             with contextlib.suppress(PlanError):
-                found = self.solved(self.way, None, inner, name)
+                found = self.solved(way, None, inner, name)
                 if found is not None:
                     self.take(found)
 
@@ -359,14 +367,14 @@ class _Mesh:
         begin = time.thread_time()
         while True:
             # Priced once, with terms of memory and without.
-            key = tight is not None, way.latencies, way.small
+            key = tight is not None, way.messages, way.small
             known, weights = self._problems.get(key), self.felt(way.weights)
             whole = self._problems.get((*key[:2], False))
             if known is None and whole is not None and self.prices is None:
                 known = whole.within(self.analysis, None, self.small)
                 self._problems[key] = known
             elif known is None or self.prices is not None:
-                pricer = dataclasses.replace(self.pricer, combining=not way.latencies)
+                pricer = dataclasses.replace(self.pricer, messages=way.messages)
                 known = formulate(
                     self.analysis,
                     pricer,

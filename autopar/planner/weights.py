@@ -20,9 +20,13 @@ from collections.abc import Sequence
 import numpy as np
 
 from autopar.cluster.calibration import Calibration
+from autopar.cost.combining import Group
 from autopar.cost.overlap import Timeline
 from autopar.steps.positions import SEGMENTS, Positions
 from autopar_solver import highest_minimum
+
+# Bytes of the largest message of each group.
+Messages = tuple[tuple[Group, float], ...]
 
 # Kinds of seconds, each by segment: work of both passes and of the update, gathers of
 # both passes, and sums.
@@ -80,12 +84,13 @@ class Way:
 
     Attributes:
       weights: of what may be hidden.
-      latencies: whether each array pays the latency of a message of its own.
+      messages: bytes of messages by group, of which each array pays its part; an array
+        of another group has its own message. None: one may hold all that may be joined.
       small: whether small state stays whole (`autopar.planner.problem.small_state`).
     """
 
     weights: Weights
-    latencies: bool = False
+    messages: Messages | None = None
     small: bool = False
 
     @property
@@ -97,13 +102,15 @@ class Way:
             text = "solver: bound"
         elif some == HIDDEN:
             text = "solver: all hidden"
-        text += ", messages apart" if self.latencies else ""
+        if self.messages is not None:
+            text += ", messages of a plan" if self.messages else ", messages apart"
         return text + (", small state whole" if self.small else "")
 
     @property
     def bounds(self) -> bool:
         """Whether the least cost may bound the time of every plan."""
-        return not self.small and (self.weights == HIDDEN or not self.weights.works)
+        whole = not self.small and self.messages is None
+        return whole and (self.weights == HIDDEN or not self.weights.works)
 
 
 def in_kinds(

@@ -92,6 +92,8 @@ def test_planned_step_under_a_mesh_equals_plain_jit(case: str) -> None:
 
 
 def test_codec_under_a_mesh_sends_as_without_one() -> None:
+    rows = np.tile(X, (256, 1))  # so many that each device works on its own
+
     def run() -> Any:
         step = autopar.parallelize(
             plain,
@@ -100,7 +102,12 @@ def test_codec_under_a_mesh_sends_as_without_one() -> None:
             pins={"x": P("data"), "state/w": P()},
             seconds=2,
         )
-        return _trained(step, X), [g.codec for g in step.plan.gradients]
+        state, losses = _state(), list[float]()
+        for _ in range(2):
+            state, metrics = step(state, rows)
+            losses.append(float(metrics["loss"]))
+        codecs = [g.codec for g in step.plan.gradients]
+        return (losses, np.asarray(state["w"])), codecs
 
     (expected, wanted), codecs = run()
     with jax.set_mesh(_mesh(8)):
