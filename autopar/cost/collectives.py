@@ -20,7 +20,7 @@ import numpy as np
 from autopar.cluster.mesh import MeshAxis
 from autopar.cluster.specs import KINDS, LinkSpec
 from autopar.cost import nccl
-from autopar.cost.curves import Curve, Line, Piece, Sizes, highest, line, lowest, total
+from autopar.cost.curves import Curve, Line, Piece, highest, line, lowest, total
 from autopar_errors import InputError
 from autopar_passes.audit.collectives import sent_ratio
 
@@ -253,13 +253,6 @@ def least_s_per_byte(
       axes: the mesh axes of the group, in any order; none costs nothing.
     """
     return _curve(kind, axes).least_s_per_byte(low, high)
-
-
-def collective_s_array(kind: str, nbytes: Sizes, axes: Sequence[MeshAxis]) -> Sizes:
-    """`collective_s` of many sizes at once, in the shape of `nbytes`."""
-    sizes = np.maximum(np.asarray(nbytes, dtype=np.float64), 0.0)
-    found = _curve(kind, tuple(axes)).seconds_array(sizes)
-    return np.where(sizes > 0, found, 0.0)
 
 
 def collective_pieces(kind: str, axes: tuple[MeshAxis, ...]) -> tuple[Piece, ...]:

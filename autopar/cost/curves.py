@@ -12,9 +12,7 @@ import math
 from collections.abc import Callable, Sequence
 
 import numpy as np
-import numpy.typing as npt
 
-Sizes = npt.NDArray[np.float64]
 Line = tuple[float, float]
 """(latency_s, s_per_byte)."""
 Piece = tuple[float, float, float]
@@ -37,12 +35,6 @@ class Curve:
         """The time at one size."""
         latency, slope = self.lines[bisect.bisect_right(self.starts, nbytes) - 1]
         return latency + slope * nbytes
-
-    def seconds_array(self, nbytes: Sizes) -> Sizes:
-        """`seconds` of many sizes, none below 0."""
-        piece = np.searchsorted(np.array(self.starts), nbytes, side="right") - 1
-        lines = np.array(self.lines)[piece]
-        return lines[..., 0] + lines[..., 1] * nbytes
 
     @property
     def pieces(self) -> tuple[Piece, ...]:

@@ -46,11 +46,6 @@ def listening() -> frozenset[int]:
     return frozenset(_port(here) for here, _, x in _rows(_LISTENING) if x in own)
 
 
-def established() -> list[tuple[int, int, int]]:
-    """Own port, other port and inode of each connection, also of other processes."""
-    return [(_port(here), _port(there), x) for here, there, x in _rows(_ESTABLISHED)]
-
-
 def knock(ports: Iterable[int]) -> None:
     """Connects in the place of processes that gloo waits for, and hangs up.
 

@@ -3,7 +3,6 @@
 import doctest
 import itertools
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -14,7 +13,6 @@ from autopar.cluster.specs import KINDS
 from autopar.cost.collectives import (
     collective_bytes,
     collective_s,
-    collective_s_array,
     collective_s_per_byte,
 )
 
@@ -272,17 +270,6 @@ class TestAllShapes:
         assert collective_s(kind, 1e9, ()) == 0.0
         assert collective_s(kind, 1e9, [axis(1), axis(1, level=1)]) == 0.0
 
-    @given(kinds, some_axes(), st.lists(st.floats(0, 1e12), max_size=6))
-    def test_array_form_agrees(self, kind, axes, values):
-        expected = [collective_s(kind, value, axes) for value in values]
-        found = collective_s_array(kind, np.array(values), axes)
-        np.testing.assert_allclose(found, expected, rtol=1e-12)
-
-    def test_array_form_keeps_the_shape(self):
-        found = collective_s_array("all_gather", np.ones((2, 3)), [axis(4)])
-        assert found.shape == (2, 3)
-        assert collective_s_array("all_gather", np.array(1e6), [axis(4)]).shape == ()
-
 
 def fit(k, *, kind="all_reduce", latency_s=0.0, s_per_byte=0.0, large=0.0):
     return CollectiveFit(
@@ -307,8 +294,6 @@ class TestMeasured:
         for nbytes, expected in [(1e8, 1.1), (1e9, 5.0), (1e10, 50.0)]:
             assert found.seconds(nbytes) == pytest.approx(expected)
             assert collective_s("all_reduce", nbytes, [link]) == pytest.approx(expected)
-        array = collective_s_array("all_reduce", np.array([1e8, 1e9]), [link])
-        np.testing.assert_allclose(array, [1.1, 5.0])
 
     def test_interpolates_between_group_sizes(self):
         """Linear in the group size: latency, and time of a byte sent.

@@ -61,13 +61,6 @@ def test_a_phase_sees_its_part(parts: list[Curve], part: float, size: float) -> 
     agree(curve.seeing(part).seconds(size), curve.seconds(part * size))
 
 
-@given(curves, st.lists(sizes, min_size=1, max_size=5))
-def test_many_sizes_at_once(parts: list[Curve], at: list[float]) -> None:
-    curve = highest(parts)
-    found = curve.seconds_array(np.array(at))
-    assert found.tolist() == [curve.seconds(size) for size in at]
-
-
 @given(curves, st.floats(1.0, 1e12))
 def test_no_byte_takes_less_than_the_least(parts: list[Curve], size: float) -> None:
     curve = total(parts)
