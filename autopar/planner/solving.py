@@ -104,8 +104,9 @@ def solve_mesh(
       seconds: time limit of all problems of the mesh.
       starts: assignments known already.
       prices: with them gradients may be sent by codecs.
-      weights: the only ones at which the problem is solved; None: the problem is
-        solved in all ways.
+      weights: the only ones at which the problem is solved; (): the problem is solved
+        once, with messages like those of the assignments that are known; None: the
+        problem is solved in all ways.
       most_s: seconds of the best plan of other meshes; where none of this mesh can be
         faster, no more of them are made.
       experts: whether plans that people write are made where they may be faster.
@@ -119,6 +120,8 @@ def solve_mesh(
     if weights is not None:
         for one in weights:
             mesh.solve(Way(one))
+        if not weights:
+            mesh.solve(Way(HIDDEN, mesh.messages()))
         return mesh.found()
     try:
         mesh.bound(most_s)

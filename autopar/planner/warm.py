@@ -179,9 +179,12 @@ def _refined(
                 limit,
                 MESH_S if few else REFINE_S,
                 [found],
+                weights=None if few else (),
                 most_s=best.step_s,
                 experts=few,
             )
+            if not few:
+                more = dataclasses.replace(more, lower_s=found.bound_s)
             best = min(best, more, key=lambda c: c.step_s)
     return best
 
