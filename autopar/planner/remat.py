@@ -293,8 +293,10 @@ def may_gain(
     """
     if not _is_small(plan, cluster) or plan.remat.layers or plan.gradients:
         return True
+    # What is chosen of layers is none here; what is asked for stays.
+    remat = 0 if options.remat == "auto" else options.remat
     before, after = (
-        dataclasses.replace(options, microbatches=k, remat=0)
+        dataclasses.replace(options, microbatches=k, remat=remat)
         for k in (plan.microbatches, count)
     )
     try:

@@ -8,7 +8,17 @@ import random
 from typing import Any
 
 import pytest
-from remat_cases import again, blocks, descent, drawn, in_loop, mlp, named, stacked
+from remat_cases import (
+    again,
+    blocks,
+    checkpointed,
+    descent,
+    drawn,
+    in_loop,
+    mlp,
+    named,
+    stacked,
+)
 
 import autopar
 from autopar.cluster import Cluster
@@ -133,3 +143,19 @@ def test_layers_that_cannot_be_enough_are_not_planned(
     assert found.remat.layers
     assert min(numbers) >= 3
     assert len(asked) <= 8
+
+
+def test_microbatches_are_chosen_where_checkpoints_are_left_out() -> None:
+    """A plan is priced in more microbatches of the program that it is for."""
+    plan = autopar.plan(
+        descent(checkpointed),
+        blocks(2),
+        X,
+        cluster="2:h100",
+        microbatches="auto",
+        remat="none",
+        seconds=1,
+    )
+
+    assert plan.microbatches == 1
+    assert not plan.remat.checkpoints
