@@ -87,11 +87,6 @@ class Timeline:
         """Seconds of all communication of the pass that may be hidden."""
         return float(self.gathers.sum() + self.sums.sum())
 
-    @property
-    def whole(self) -> Stretch:
-        """The whole pass."""
-        return Stretch(self.role, -1, len(self.work))
-
     @functools.cached_property
     def _running(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Work, gathers and sums up to each position, and 0 before the first."""
@@ -116,13 +111,14 @@ class Timeline:
           share: part of the work that communication may run beside.
         """
         count = len(self.work)
+        whole = Stretch(self.role, -1, count)
         if not count:
-            return self.whole
+            return whole
         work, gathers, sums = self._running
         early = gathers[1:] - share * work[:-1]
         late = (sums[-1] - sums[:-1]) - share * (work[-1] - work[1:])
         found = (
-            self.whole,
+            whole,
             Stretch(self.role, -1, int(np.argmax(early))),
             Stretch(self.role, int(np.argmax(late)), count),
         )

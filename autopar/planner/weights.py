@@ -61,12 +61,13 @@ class Weights:
 
     def with_least(self, least: float) -> Weights:
         """The same where what is hidden still counts at least so much."""
-        found = least + (1.0 - least) * self.kinds
-        return Weights(
-            tuple(found[:_WORK]),
-            tuple(found[_WORK : _WORK + _GATHERS]),
-            tuple(found[_WORK + _GATHERS :]),
-        )
+        return _of_kinds(least + (1.0 - least) * self.kinds)
+
+
+def _of_kinds(kinds: np.ndarray) -> Weights:
+    """The weights of all kinds; see `Weights.kinds`."""
+    work, gathers, sums = np.split(kinds, (_WORK, _WORK + _GATHERS))
+    return Weights(tuple(work), tuple(gathers), tuple(sums))
 
 
 def partly(gathers: float, sums: float) -> Weights:
@@ -200,16 +201,11 @@ def weights_of(stretches: np.ndarray, known: Calibration) -> Weights:
       known: how communication runs beside work.
     """
     inside, _ = _stretches()
-    share = known.overlap
     counted = np.minimum((stretches @ inside).round(4), 1.0)
     if not known.whole_messages:
         counted[_WORK - 1] = 0.0
-    moved = counted[_WORK:]
-    return Weights(
-        tuple(1.0 - share * counted[:_WORK]),
-        tuple(moved[:_GATHERS]),
-        tuple(moved[_GATHERS:]),
-    )
+    counted[:_WORK] = 1.0 - known.overlap * counted[:_WORK]
+    return _of_kinds(counted)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -22,22 +22,21 @@ _HEADING: tuple[str, ...] = (
 
 def proposal_lines(proposals: Sequence[Proposal]) -> list[str]:
     """The proposals in the order in which they were made; the fastest has a star."""
-    judged = [p.step_s for p in proposals if p.step_s is not None]
-    least_s = min(judged, default=None)
-    starred = False
+    judged = [p for p in proposals if p.step_s is not None]
+    fastest = min(judged, key=lambda p: p.step_s or 0.0, default=None)
     rows = [_HEADING]
     for one in proposals:
-        best = one.step_s is not None and one.step_s == least_s and not starred
-        starred |= best
-        made = one.step_s is not None
+        step, memory = "", ""
+        if one.step_s is not None:
+            step, memory = seconds_text(one.step_s), bytes_text(one.peak_bytes)
         rows.append(
             (
-                "*" if best else "",
+                "*" if one is fastest else "",
                 one.proposer,
                 one.mesh,
                 one.program or "as written",
-                seconds_text(one.step_s) if one.step_s is not None else "",
-                bytes_text(one.peak_bytes) if made else "",
+                step,
+                memory,
                 seconds_text(one.cpu_s),
                 one.note,
             )
