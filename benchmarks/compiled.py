@@ -34,7 +34,7 @@ from autopar.api import audit_analysis
 from autopar.cluster import Cluster
 from autopar.cost.breakdown import exposed_s, step_s
 from autopar.cost.evaluate import evaluate
-from autopar.cost.memory import habits_of, peak_memory_bytes
+from autopar.cost.live import live
 from autopar.errors import AutoparError
 from autopar.planner.options import PlanOptions
 from autopar.planner.plan import plan_analysis
@@ -233,9 +233,7 @@ def predicted(
     """The predictions for a plan, and their ratios to what was compiled."""
     cluster = case.machine
     bound = bind_plan(analysis, plan, cluster)
-    overhead = cluster.device.calibrated.memory_overhead
-    life = analysis.life(habits_of(cluster.device))
-    memory = peak_memory_bytes(restore(analysis, plan), life, overhead)
+    memory = live(restore(analysis, plan), cluster.device).peak_bytes()
     sent = sum(c.sent_bytes(bound.pricer) for c in bound.collectives)
     messages = predicted_messages(bound)
     out: dict[str, Any] = {"memory": memory, "bytes": sent, "messages": messages}

@@ -2,13 +2,12 @@
 
 import dataclasses
 import math
-from collections import defaultdict
 from typing import Any
 
 from autopar.cli import common
 from autopar.cli.gradients import gradient_data, gradient_lines
 from autopar.cli.output import Result
-from autopar.cost.memory import habits_of, held_bytes, memory_at_peak
+from autopar.cost.live import Live, live
 from autopar.errors import PlanError
 from autopar.planner.options import PlanOptions
 from autopar.planner.search import given as layouts_alone
@@ -164,20 +163,21 @@ def _rows(bound: BoundPlan) -> list[CollectiveRow]:
 
 def overview_data(bound: BoundPlan) -> dict[str, Any]:
     """Memory and communication of a plan of one stage, as plain values."""
+    arrays = _arrays(bound)
     return {
-        "state_bytes": _memory_by_role(bound),
-        "peak_bytes": _memory_at_peak(bound),
+        "state_bytes": arrays.held_bytes(),
+        "peak_bytes": arrays.at_peak(),
         "collectives": list(map(_row_data, _rows(bound))),
     }
 
 
 def overview_lines(bound: BoundPlan) -> list[str]:
     """Memory and communication of a plan of one stage, as tables."""
-    rows = _rows(bound)
+    rows, arrays = _rows(bound), _arrays(bound)
     cells = [("held on each device", "bytes")]
-    cells += [(k, bytes_text(v)) for k, v in _memory_by_role(bound).items()]
+    cells += [(k, bytes_text(v)) for k, v in arrays.held_bytes().items()]
     cells += [("besides, at the peak", "")]
-    cells += [(k, bytes_text(v)) for k, v in _memory_at_peak(bound).items()]
+    cells += [(k, bytes_text(v)) for k, v in arrays.at_peak().items()]
     lines = [*columns(cells, right=(1,)), ""]
     lines += (
         collective_lines(rows[:_MOST_COLLECTIVES]) if rows else ["no communication"]
@@ -189,21 +189,9 @@ def overview_lines(bound: BoundPlan) -> list[str]:
     return lines
 
 
-def _memory_at_peak(bound: BoundPlan) -> dict[str, float]:
-    """Bytes on one device besides the inputs, by kind, when most are live."""
-    device = bound.pricer.cluster.device
-    life = bound.analysis.life(habits_of(device))
-    overhead = device.calibrated.memory_overhead
-    return memory_at_peak(bound.assignment, life, overhead)
-
-
-def _memory_by_role(bound: BoundPlan) -> dict[str, float]:
-    """Bytes of the step's inputs on one device."""
-    tiled = habits_of(bound.pricer.cluster.device).tiled
-    out: dict[str, float] = defaultdict(float)
-    for given in bound.analysis.graph.inputs:
-        out[given.role.value] += held_bytes(bound.assignment, given, tiled=tiled)
-    return dict(out)
+def _arrays(bound: BoundPlan) -> Live:
+    """What a device holds."""
+    return live(bound.assignment, bound.pricer.cluster.device)
 
 
 def _row_data(row: CollectiveRow) -> dict[str, Any]:

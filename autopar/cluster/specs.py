@@ -171,7 +171,7 @@ class DeviceSpec:
       power_part: part of its datasheet's power that the device may draw.
       rates: the table of matrix products, one of `DEVICE_RATES`; "" has none.
       workspace_bytes: what the library of matrix products takes to work in; None: as
-        on the newest devices of the kind (`autopar.cost.memory.habits_of`).
+        on the newest devices of the kind (`autopar.cost.live.habits_of`).
       on_chip_bytes: memory of the chip itself that its compiler gives to buffers: the
         vector memory of a TPU; 0 elsewhere.
       codec_s_per_element: (codec as text, seconds) pairs, measured: what encoding and

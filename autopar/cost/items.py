@@ -16,7 +16,7 @@ import numpy as np
 from autopar.cost.breakdown import CostBreakdown
 from autopar.cost.combining import SUMS
 from autopar.cost.compute import work_once_s
-from autopar.cost.memory import each_held_bytes
+from autopar.cost.live import each_held_bytes
 from autopar.cost.overlap import Timeline
 from autopar.cost.parts import Part
 from autopar.cost.placing import Placing, placing

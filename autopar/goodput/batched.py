@@ -1,7 +1,7 @@
 """A step and its plan at batches other than the one that it was written for.
 
 Other batches and accumulations are arithmetic, as long as the layouts of a plan stay
-(`ScaledCost`, `ScaledMemory`).
+(`ScaledCost`, `Live`).
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import jax
 
 from autopar.cluster import Cluster
 from autopar.compression.codecs.registry import parse_codec
+from autopar.cost.live import Live, live
 from autopar.cost.pricer import Pricer
-from autopar.cost.scaled_memory import ScaledMemory
 from autopar.cost.scaling import ScaledCost
 from autopar.errors import PlanError, ScheduleError
 from autopar.goodput.efficiency import CodecError, efficiency
@@ -163,7 +163,7 @@ class Planned:
       plan: the plan.
       rows: of the batch that it was made for.
       cost: seconds at other batches.
-      memory: bytes at other batches.
+      live: what a device holds, at other batches, too.
       parts: into how many parts the rows of a microbatch are split.
       error: of its codecs.
     """
@@ -171,7 +171,7 @@ class Planned:
     plan: Plan
     rows: int
     cost: ScaledCost
-    memory: ScaledMemory
+    live: Live
     parts: int
     error: CodecError
 
@@ -188,8 +188,8 @@ class Planned:
           factor: the batch over the planned one.
           accumulation: number of microbatches.
         """
-        held = self.plan.predicted.peak_memory_bytes - self.memory.peak_bytes(1.0)
-        return self.memory.peak_bytes(factor, accumulation) + held
+        held = self.plan.predicted.peak_memory_bytes - self.live.peak_bytes()
+        return self.live.peak_bytes(factor, accumulation) + held
 
     def splits(self, rows: int) -> Iterator[int]:
         """Numbers of microbatches whose rows the layouts can split."""
@@ -213,7 +213,7 @@ def planned(program: Program, rows: int, cluster: Cluster, plan: Plan) -> Planne
         plan,
         rows,
         ScaledCost(assignment, pricer),
-        ScaledMemory(assignment, pricer),
+        live(assignment, cluster.device),
         max(splits, default=1),
         error_of(plan),
     )

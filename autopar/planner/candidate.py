@@ -10,7 +10,7 @@ from autopar.cluster import MeshShape
 from autopar.cost.breakdown import CostBreakdown, step_s
 from autopar.cost.evaluate import total
 from autopar.cost.items import CostItem, items, seconds_of, timelines
-from autopar.cost.memory import habits_of, peak_memory_bytes
+from autopar.cost.live import live
 from autopar.cost.overlap import Timeline
 from autopar.cost.pricer import Pricer
 from autopar.cost.traffic import Collective
@@ -216,9 +216,7 @@ def assignment_of(
 
 def peak_of(assignment: Assignment, pricer: Pricer) -> float:
     """The most bytes live at once on one device."""
-    device = pricer.cluster.device
-    life = assignment.analysis.life(habits_of(device))
-    return peak_memory_bytes(assignment, life, device.calibrated.memory_overhead)
+    return live(assignment, pricer.cluster.device).peak_bytes()
 
 
 def priced(

@@ -1,6 +1,6 @@
 """Memory as terms of the solver's problem, one choice at a time.
 
-The exact model (`autopar.cost.memory`) knows both ends of a resharding; a
+The exact model (`autopar.cost.live`) knows both ends of a resharding; a
 term of the problem knows one node. So the terms leave out the short-lived
 forms between two nodes, and the search checks the exact peak of what the
 solver returns and tightens the limit where that is over. The work space of products
@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import numpy as np
 
 from autopar.cost.buffers import held_until
-from autopar.cost.memory import habits_of
+from autopar.cost.live import habits_of
 from autopar.cost.pricer import Pricer
 from autopar.layouts.copies import Copy, Mode
 from autopar.layouts.layout import shards

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 from autopar.cluster import Cluster, Level, LinkSpec, MeshAxis, MeshShape
 from autopar.cost.items import items
-from autopar.cost.memory import habits_of, peak_memory_bytes
+from autopar.cost.live import live
 from autopar.cost.pricer import Pricer
 from autopar.errors import PlanError
 from autopar.layouts.assignment import Assignment, CopyChoice
@@ -116,17 +116,12 @@ def priced(view: Analysis, found: Candidate, site: Site) -> Candidate:
         view, (site.count, *own.sizes), tuple(map(_shifted, own.strategies)), copies
     )
     pricer = Pricer(site.whole, site.mesh(_mesh_on(site, found)))
-    device = site.part.device
     return dataclasses.replace(
         found,
         assignment=assignment,
         pricer=pricer,
         items=tuple(items(assignment, pricer)),
-        peak_memory_bytes=peak_memory_bytes(
-            assignment,
-            view.life(habits_of(device)),
-            device.calibrated.memory_overhead,
-        ),
+        peak_memory_bytes=live(assignment, site.part.device).peak_bytes(),
         weights=None,
         lower_s=None,
     )

@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 
 from autopar.cost.items import CostItem, work_items
-from autopar.cost.memory import habits_of, peak_memory_bytes
+from autopar.cost.live import live
 from autopar.cost.pricer import Pricer
 from autopar.layouts.assignment import Assignment
 from autopar.layouts.layout import axes_of
@@ -44,17 +44,15 @@ def worth_of(
     analysis, cluster = assignment.analysis, pricer.cluster
     whole = assignment.undivided
     one_s = sum(item.cost.work_s for item in work_items(whole, pricer))
-    overhead = cluster.device.calibrated.memory_overhead
-    life = analysis.life(habits_of(cluster.device))
-    one_bytes = peak_memory_bytes(whole, life, overhead)
+    one_bytes = live(whole, cluster.device).peak_bytes()
     rows, tokens = samples(analysis.graph), batch_tokens(analysis.graph)
     done = [item for item in items if item.work is not None]
     work = model_work(analysis)
     most = step_s * pricer.mesh.num_devices * cluster.device.peak(work.dtype)
     return Worth(
         one_device_s=one_s,
-        one_device_bytes=float(one_bytes),
-        one_device_fits=bool(one_bytes <= cluster.memory_bytes),
+        one_device_bytes=one_bytes,
+        one_device_fits=one_bytes <= cluster.memory_bytes,
         speed_up=one_s / step_s if step_s else 1.0,
         model_flops=work.flops,
         mfu=work.flops / most if most else 0.0,

@@ -276,7 +276,7 @@ class Analysis:
         """When values are made and last needed.
 
         Args:
-          habits: of the compiler (`autopar.cost.memory.habits_of`).
+          habits: of the compiler (`autopar.cost.live.habits_of`).
         """
         known = self._lives.get(habits)
         if known is None and self.in_parts and habits.breadth_first:

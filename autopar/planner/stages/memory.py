@@ -13,10 +13,7 @@ import functools
 import numpy as np
 
 from autopar.cluster.specs import DeviceSpec
-from autopar.cost.buffers import buffers
-from autopar.cost.items import held_items
-from autopar.cost.local import Buffer
-from autopar.cost.memory import habits_of
+from autopar.cost.live import SUMS, Live, habits_of, live
 from autopar.layouts.layout import shards
 from autopar.planner.stages.layer_map import LayerMap
 from autopar.planner.stages.submeshes import Submesh
@@ -58,22 +55,28 @@ class BytesPricer:
 
     def price(self, submesh: Submesh) -> LayerBytes:
         """Bytes of the example layers on a device of a submesh."""
-        known = submesh.pricer.cluster.device
-        life = self.life(known)
-        found = buffers(submesh.assignment, life, self.around)
-        kept = [(b, layer) for b in found if (layer := self.keeper(b)) is not None]
-        activations = np.zeros((len(self.layers.examples), len(self.scales)))
-        for buffer, layer in kept:
-            if layer in self.layers.row:
-                activations[self.layers.row[layer]] += self.scaled(buffer)
-        ids = {id(b) for b, _ in kept}
-        rest = [b for b in found if id(b) not in ids]
-        overhead = known.calibrated.memory_overhead * life.factor
+        device = submesh.pricer.cluster.device
+        found = live(submesh.assignment, device, self.life(device), self.around)
+        grown = found.nbytes[:, None] * self.scales ** found.degrees[:, None]
+        keeper = self.keepers(found)
+        layers = self.layers
+        activations = np.zeros((len(layers.examples), len(self.scales)))
+        state = np.zeros(len(layers.examples))
+        for layer, row in layers.row.items():
+            activations[row] = grown[keeper == layer].sum(axis=0)
+        producer = layers.analysis.contraction.producer
+        for k in range(found.held):
+            if found.kinds[k] != SUMS:
+                layer = int(layers.layer[producer[int(found.values[k])].index])
+                if layer in layers.row:
+                    state[layers.row[layer]] += found.nbytes[k]
+        rest = keeper < 0
+        rest[: found.held] = False
         return LayerBytes(
-            self.state(submesh),
+            state,
             *self.gradients(submesh),
-            overhead * activations,
-            overhead * self.transient(rest) + life.workspace_bytes,
+            found.factor * activations,
+            found.factor * self.transient(found, rest, grown) + found.workspace_bytes,
         )
 
     def life(self, device: DeviceSpec) -> Lifetimes:
@@ -101,49 +104,33 @@ class BytesPricer:
                 out.update(producer[v].index for v in op.inputs if v is not None)
         return tuple(sorted(out))
 
-    def scaled(self, buffer: Buffer) -> np.ndarray:
-        """Bytes of a buffer at each size of a microbatch."""
-        labels = self.layers.analysis.dim_labels
-        return buffer.nbytes * self.scales ** labels.degree(buffer.value)
+    def keepers(self, found: Live) -> np.ndarray:
+        """For each array the layer whose backward pass it waits for; -1: none."""
+        layers, graph = self.layers, self.layers.analysis.graph
+        producer = layers.analysis.contraction.producer
+        forward = {v for v, op in producer.items() if op.role is Role.FORWARD}
+        roles = np.array([op.role is Role.BACKWARD for op in graph.operators])
+        # What begins in the backward pass is gathered anew for it.
+        waits = np.array([int(v) in forward for v in found.values], dtype=bool)
+        waits &= roles[found.last] & ~roles[found.first]
+        waits[: found.held] = False
+        return np.where(waits, layers.layer[found.last], -1)
 
-    def keeper(self, buffer: Buffer) -> int | None:
-        """The layer whose backward pass keeps a buffer waiting; None: none does."""
-        analysis = self.layers.analysis
-        maker = analysis.contraction.producer[buffer.value]
-        last = analysis.graph.operators[buffer.end]
-        if maker.role is not Role.FORWARD or last.role is not Role.BACKWARD:
-            return None
-        begun = analysis.graph.operators[buffer.start]
-        if begun.role is Role.BACKWARD:  # gathered anew for the backward pass
-            return None
-        layer = int(self.layers.layer[buffer.end])
-        return layer if layer >= 0 else None
-
-    def transient(self, found: list[Buffer]) -> np.ndarray:
-        """The most bytes of these buffers at once while each example layer runs."""
+    def transient(
+        self, found: Live, chosen: np.ndarray, grown: np.ndarray
+    ) -> np.ndarray:
+        """The most bytes of the chosen arrays at once while each example layer runs."""
         layers = self.layers
         out = np.zeros((len(layers.examples), len(self.scales)))
-        length = len(layers.layer)
-        change = np.zeros((length + 1, len(self.scales)))
-        for buffer in found:
-            nbytes = self.scaled(buffer)
-            change[buffer.start] += nbytes
-            change[min(buffer.end, length - 1) + 1] -= nbytes
-        usage = np.cumsum(change[:length], axis=0)
+        change = np.zeros((found.length + 1, len(self.scales)))
+        np.add.at(change, found.first[chosen], grown[chosen])
+        last = np.minimum(found.last[chosen], found.length - 1)
+        np.add.at(change, last + 1, -grown[chosen])
+        usage = np.cumsum(change[: found.length], axis=0)
         for layer, row in layers.row.items():
-            within = layers.layer == layer
-            within &= layers.in_passes
+            within = (layers.layer == layer) & layers.in_passes
             if within.any():
                 out[row] = usage[within].max(axis=0)
-        return out
-
-    def state(self, submesh: Submesh) -> np.ndarray:
-        """Bytes of the inputs, each in the layer that holds it."""
-        out = np.zeros(len(self.layers.examples))
-        for item in held_items(submesh.assignment):
-            layer = int(self.layers.layer[item.operator])
-            if layer in self.layers.row:
-                out[self.layers.row[layer]] += item.cost.held_bytes
         return out
 
     def gradients(self, submesh: Submesh) -> tuple[np.ndarray, np.ndarray]:

@@ -11,7 +11,7 @@ import numpy as np
 
 from autopar.cluster import Cluster, LinkSpec
 from autopar.cost.items import CostItem, Paid
-from autopar.cost.memory import habits_of
+from autopar.cost.live import habits_of
 from autopar.layouts.assignment import Assignment
 from autopar.layouts.layout import shards
 from autopar.planner.candidate import Candidate

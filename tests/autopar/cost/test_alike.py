@@ -14,7 +14,7 @@ from autopar.cost.breakdown import FIELDS
 from autopar.cost.brought import Brought
 from autopar.cost.evaluate import total
 from autopar.cost.items import collective_items, items
-from autopar.cost.memory import each_held_bytes, habits_of, held_bytes
+from autopar.cost.live import each_held_bytes, habits_of, held_bytes
 from autopar.cost.pricer import Pricer
 from autopar.cost.traffic import joined, traffic
 from autopar.layouts.assignment import Assignment

@@ -13,7 +13,7 @@ from pairwise import corrections, pairwise_s
 from autopar.cluster import Cluster
 from autopar.cost.breakdown import FIELDS, CostBreakdown, exposed_s, step_s
 from autopar.cost.evaluate import cost_parts, evaluate
-from autopar.cost.memory import input_bytes
+from autopar.cost.live import live
 from autopar.cost.pricer import Pricer
 from autopar.cost.traffic import joined, traffic
 from autopar.layouts.copies import Mode
@@ -111,7 +111,9 @@ def test_the_breakdown_adds_up(name: str) -> None:
         assert cost.communication_bytes == pytest.approx(
             sum(c.sent_bytes(pricer) for c in sent)
         )
-        assert cost.held_bytes == pytest.approx(input_bytes(candidate.assignment))
+        assert cost.held_bytes == pytest.approx(
+            sum(live(candidate.assignment, pricer.cluster.device).held_bytes().values())
+        )
         parts = cost_parts(candidate.assignment, pricer).step
         for name_ in FIELDS:
             assert getattr(parts, name_) == pytest.approx(

@@ -12,7 +12,7 @@ from planner_steps import mlp_batch, mlp_loss, mlp_params, training
 import autopar
 from autopar.cost.buffers import buffers
 from autopar.cost.joined_sums import sending_times
-from autopar.cost.memory import habits_of
+from autopar.cost.live import habits_of
 from autopar.layouts.assignment import Assignment
 from autopar.planner.options import PlanOptions
 from autopar.planner.plan import plan_analysis

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import pytest
 
 from autopar.cluster import Cluster
-from autopar.cost.memory import habits_of
+from autopar.cost.live import habits_of
 from autopar.errors import PlanError, ScheduleError
 from autopar.goodput.batched import Batches, Planned, Program, planned
 from autopar.goodput.configurations import Wanted, chain, configuration

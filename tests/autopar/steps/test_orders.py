@@ -11,7 +11,7 @@ import planner_harness as harness
 import pytest
 
 from autopar import Cluster
-from autopar.cost.memory import habits_of
+from autopar.cost.live import habits_of
 from autopar.cost.pricer import Pricer
 from autopar.planner.candidate import candidate_of
 from autopar.planner.memory_terms import fixed_bytes, least_terms

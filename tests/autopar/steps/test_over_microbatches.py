@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 from step_forms import cheap
 
-from autopar.cost.memory import buffers
+from autopar.cost.buffers import buffers
 from autopar.cost.traffic import traffic
 from autopar.planner.candidate import Candidate
 from autopar.planner.search import candidate_meshes, search

@@ -11,8 +11,8 @@ from planner_steps import mlp_batch, mlp_loss, mlp_params, normal, training
 
 from autopar.cluster import Cluster
 from autopar.cost.buffers import buffers
+from autopar.cost.live import habits_of
 from autopar.cost.local import local_bytes, sent_bytes
-from autopar.cost.memory import habits_of
 from autopar.cost.pricer import Pricer
 from autopar.cost.reassociation import compiled_traffic
 from autopar.layouts.assignment import Assignment

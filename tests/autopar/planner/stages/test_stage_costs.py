@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 from layer_cases import BLOCKS, COUNTS, SCALES, WIDTH, layers_of, on
 
-from autopar.cost.memory import input_bytes, peak_memory_bytes
+from autopar.cost.live import live
 from autopar.cost.scaling import batch_curve
 from autopar.planner.stages.memory import BytesPricer
 from autopar.planner.stages.seconds import LayerSeconds, SecondsPricer
@@ -58,15 +58,12 @@ def test_bytes_of_layers_cover_the_peak_of_the_program(case: str) -> None:
     for submesh in on(case, "2x4:cpu"):
         found = pricer.price(submesh)
         state = float(layers.spread(found.state).sum())
-        assert state == pytest.approx(input_bytes(submesh.assignment))
+        device = submesh.pricer.cluster.device
+        whole = live(submesh.assignment, device, pricer.life(device))
+        assert state == pytest.approx(sum(whole.held_bytes().values()))
         kept = float(layers.spread(found.activations)[:, 0].sum())
         most = float(found.transient[:, 0].max())
-        device = submesh.pricer.cluster.device
-        peak = peak_memory_bytes(
-            submesh.assignment,
-            pricer.life(device),
-            device.calibrated.memory_overhead,
-        )
+        peak = whole.peak_bytes()
         assert peak <= (state + kept + most) * (1 + 1e-9)
         assert state + kept + most <= 1.5 * peak
 

@@ -13,21 +13,16 @@ import optax
 import planner_harness as harness
 import pytest
 import step_forms as forms
+from hypothesis import given
+from hypothesis import strategies as st
 from jax.experimental import pallas as pl
 from planner_steps import mlp_batch, mlp_loss, mlp_params, training
 
 import autopar
-from autopar.cost.memory import (
-    BUFFER_KINDS,
-    Buffer,
-    buffers,
-    habits_of,
-    input_bytes,
-    local_bytes,
-    memory_at_peak,
-    peak_memory_bytes,
-    usage_by_time,
-)
+from autopar.cost.buffers import buffers
+from autopar.cost.live import OVERHEAD, SUMS, WORK_SPACE, Live, habits_of, live
+from autopar.cost.local import BUFFER_KINDS, local_bytes
+from autopar.cost.on_chip import on_chip
 from autopar.layouts.assignment import Assignment
 from autopar.steps.analysis import analyse
 from autopar.steps.lifetimes import PLAIN
@@ -108,54 +103,91 @@ def test_inputs_are_counted_in_their_shards() -> None:
     case = prepared()
     plan = harness.random_plan(case, (2, 4), random.Random(5))
     expected = 0.0
-    for given in case.graph.inputs:
-        value = case.graph.values[given.value]
-        layout = plan.home_layout(given.value)
+    for one in case.graph.inputs:
+        value = case.graph.values[one.value]
+        layout = plan.home_layout(one.value)
         parts = harness.product((2, 4)[a] for d in layout for a in d)
         expected += value.nbytes / parts
-    assert input_bytes(plan) == pytest.approx(expected)
+    found = live(plan, CLUSTER.device).held_bytes()
+    assert sum(found.values()) == pytest.approx(expected)
 
 
-def test_a_replicated_plan_needs_all_state() -> None:
-    case = prepared()
-    plan = harness.random_plan(case, (8,), random.Random(0), replicated=True)
-    life = case.analysis.life()
-    total = sum(case.graph.values[i.value].nbytes for i in case.graph.inputs)
-    assert input_bytes(plan) == total
-    assert peak_memory_bytes(plan, life, 1.2) > total
+ARRAY = st.tuples(
+    st.integers(1, 50),
+    st.integers(0, 12),
+    st.integers(0, 12),
+    st.integers(0, 2),
+    st.sampled_from(["results", "temporaries", "activations"]),
+)
+STATE = st.tuples(st.integers(1, 50), st.booleans(), st.booleans())
 
 
-@pytest.mark.parametrize("seed", range(5))
-def test_the_peak_is_the_most_that_is_live(seed: int) -> None:
-    """Against a sum over all buffers at every time."""
-    case = prepared()
-    plan = harness.random_plan(case, (2, 4), random.Random(seed))
-    life = case.analysis.life()
-    found = buffers(plan, life)
-    assert all(b.nbytes >= 0 and b.start <= b.end for b in found)
-    live = [
-        sum(b.nbytes for b in found if b.start <= t <= b.end)
-        for t in range(len(case.graph.operators))
+@given(
+    st.lists(STATE, max_size=4),
+    st.lists(ARRAY, max_size=9),
+    st.sampled_from([0.0, 60.0]),
+    st.sampled_from([0.5, 1.0, 3.0]),
+    st.sampled_from([1, 2]),
+)
+def test_the_peak_is_the_most_that_is_there(
+    state: list[tuple[int, bool, bool]],
+    arrays: list[tuple[int, int, int, int, str]],
+    room: float,
+    rows: float,
+    count: int,
+) -> None:
+    """As sums over all arrays at every time, whatever the batch and microbatches."""
+    kinds = ["optimizer state" if not sums else SUMS for _, _, sums in state]
+    found = Live(
+        values=np.zeros(len(state) + len(arrays), dtype=int),
+        nbytes=np.array([float(x[0]) for x in (*state, *arrays)]),
+        first=np.array([0] * len(state) + [x[1] for x in arrays], dtype=int),
+        last=np.array([19] * len(state) + [min(19, x[1] + x[2]) for x in arrays], int),
+        degrees=np.array([*(int(x[1]) for x in state), *(x[3] for x in arrays)], int),
+        kinds=(*kinds, *(x[4] for x in arrays)),
+        held=len(state),
+        length=20,
+        factor=1.25,
+        workspace_bytes=7.0,
+        on_chip_bytes=room,
+    )
+    fixed = 7.0
+    for nbytes, batch, sums in state:
+        if not sums or count > 1:
+            fixed += nbytes * (rows if batch else 1.0)
+    sizes = [n * (rows / count) ** degree for n, _, _, degree, _ in arrays]
+    spans = [range(s, min(19, s + n) + 1) for _, s, n, _, _ in arrays]
+    inside = [k for k, x in enumerate(arrays) if x[4] != "results"]
+    chip = on_chip(
+        np.array([spans[k][0] for k in inside], dtype=int),
+        np.array([spans[k][-1] for k in inside], dtype=int),
+        np.array([sizes[k] for k in inside]),
+        room,
+    )
+    held = {k for k, on in zip(inside, chip, strict=True) if on}
+    by_time = [
+        fixed
+        + 1.25 * sum(b for k, b in enumerate(sizes) if t in spans[k] and k not in held)
+        for t in range(20)
     ]
-    expected = input_bytes(plan) + 1.2 * max(live)
-    assert peak_memory_bytes(plan, life, 1.2) == pytest.approx(expected)
 
-
-def test_usage_by_time() -> None:
-    found = [Buffer(0, 10.0, 0, 1), Buffer(1, 5.0, 1, 3), Buffer(2, 1.0, 3, 3)]
-    np.testing.assert_array_equal(usage_by_time(found, 5), [10, 15, 5, 6, 0])
-    np.testing.assert_array_equal(usage_by_time([], 3), [0, 0, 0])
+    np.testing.assert_allclose(found.timeline(rows, count), by_time)
+    assert found.peak_bytes(rows, count) == pytest.approx(max(by_time))
+    if rows == 1.0 and count == 1:
+        total = sum(found.held_bytes().values()) + sum(found.at_peak().values())
+        assert total == pytest.approx(max(by_time))
 
 
 def test_a_resharded_form_takes_part_in_the_peak() -> None:
     """Gathered parameters are whole for a while, however they are stored."""
     case = prepared()
-    life = case.analysis.life()
     sharded = [
         harness.random_plan(case, (8,), random.Random(s), density=1.0) for s in range(8)
     ]
     for plan in sharded:
-        assert peak_memory_bytes(plan, life, 1.2) > input_bytes(plan)
+        found = live(plan, CLUSTER.device)
+        assert "gathered copies" in found.kinds
+        assert found.peak_bytes() > sum(found.held_bytes().values())
 
 
 def softmax_loss(params: Any, batch: Any) -> jax.Array:
@@ -312,12 +344,10 @@ def test_memory_at_the_peak_is_named() -> None:
     case = prepared()
     plan = harness.random_plan(case, (2, 4), random.Random(1))
     life = case.analysis.life(HABITS["gpu"])
-    found = memory_at_peak(plan, life, 1.2)
+    found = live(plan, CLUSTER.device, life).at_peak()
 
-    assert set(found) <= {*BUFFER_KINDS, "compiler's overhead", "products' work space"}
+    assert set(found) <= {*BUFFER_KINDS, OVERHEAD, WORK_SPACE}
     assert len(found) > 2
-    total = input_bytes(plan) + sum(found.values())
-    assert total == pytest.approx(peak_memory_bytes(plan, life, 1.2))
 
 
 def test_gradients_of_a_loop_are_made_in_the_loop() -> None:

@@ -1,0 +1,285 @@
+"""The arrays that one device holds in a step, and when: its memory.
+
+The model follows what XLA does with a step:
+
+* inputs are allocated throughout; carried outputs take the place of the inputs
+  they replace (donation), beside spare copies (`autopar.steps.spares`);
+* an element-wise result is fused into its readers: what it reads stays live
+  until they run, and it has no buffer of its own; costly element-wise results
+  with several readers, and results that a product, a reduction or a region
+  reads, are written;
+* the update of a parameter runs as soon as its gradient is there;
+* a resharded form lives from its first reader to its last;
+* what enters a loop lives until the loop ends.
+
+XLA's GPU compiler has habits of its own (`Habits`, `habits_of`). It makes element-wise
+results again rather than keep them. It writes what batched products make and read in
+fixed orders of the dimensions (`autopar.steps.orders`). It runs the products that make
+gradients behind others of the backward pass, where they hide messages; what these read
+lives until then, also where a checkpoint was to save it. Its products have work space.
+
+XLA's CPU compiler runs operators as soon as it can (`autopar.steps.breadth`), sends
+sums of gradients together (`autopar.cost.joined_sums`), copies parameters that their
+updates might overwrite too early (`autopar.steps.replacing`) and computes types of 16
+bits in 32 (`autopar.steps.widening`).
+
+XLA's compiler for TPUs of one core fuses element-wise results into products, too. It
+keeps short-lived buffers in the memory of the chip (`autopar.cost.on_chip`) and stores
+arrays in tiles (`autopar.cost.tiles`). What products of float32 read lies in bfloat16
+on all TPUs (`autopar.steps.rounding`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from autopar.cluster.specs import DeviceSpec
+from autopar.cost.buffers import buffers
+from autopar.cost.local import Buffer, local_bytes
+from autopar.cost.on_chip import on_chip, room_bytes
+from autopar.layouts.assignment import Assignment
+from autopar.layouts.layout import shards
+from autopar.steps.lifetimes import PLAIN, Habits, Lifetimes
+from autopar_passes.graph.operators import GraphInput
+
+OVERHEAD = "compiler's overhead"
+WORK_SPACE = "products' work space"
+SUMS = "sums over microbatches"
+
+# Read from the schedules and buffer assignments of XLA's compilers (jax 0.10.2). With
+# 6 and 8 layers (36 to 56 products) nearly all wait, with 16 layers about a third. The
+# bound of 48 stands between; docs/record has the figures.
+_GPU = Habits(
+    makes_again=True,
+    keeps_orders=True,
+    late_gradients=48,
+    # openxla/xla, ``xla/service/gpu/transforms/gemm_rewriter.cc``: from Hopper on.
+    workspace_bytes=2**25,
+)
+# Read from optimised programs and buffer assignments (jaxlib 0.10.2).
+_CPU = Habits(breadth_first=True, widens=True)
+_HABITS = {"gpu": _GPU, "cpu": _CPU}
+# Read from the scheduled programs of v5e (libtpu 0.0.42). The scheduler hides messages,
+# too, and the same bound is assumed.
+_ON_CHIP = Habits(
+    makes_again=True,
+    into_products=True,
+    late_gradients=48,
+    late_until_barrier=True,
+    tiled=True,
+    rounds=True,
+)
+
+
+def habits_of(device: DeviceSpec) -> Habits:
+    """What the compiler of a device does with memory.
+
+    TPUs of two cores write more than those of one (docs/record), and no rule for
+    what they write is known. They say nothing of their vector memory, and only round.
+    """
+    if device.on_chip_bytes:
+        room = room_bytes(device.on_chip_bytes)
+        return dataclasses.replace(_ON_CHIP, on_chip_bytes=room)
+    found = _HABITS.get(device.kind, PLAIN)
+    if device.rounds_operands:
+        found = dataclasses.replace(found, rounds=True)
+    if found.breadth_first:
+        # It joins sums of any size.
+        number = device.calibrated.combined_arrays
+        found = dataclasses.replace(found, joined_sums=number)
+    if device.workspace_bytes is None:
+        return found
+    return dataclasses.replace(found, workspace_bytes=device.workspace_bytes)
+
+
+@dataclasses.dataclass(frozen=True, eq=False, slots=True)
+class Live:
+    """The arrays that one device holds in a step, each with when it is there.
+
+    Times are those of operators. The first ``held`` arrays are there all the time: the
+    inputs, with the spare copies of what is carried, and the sums of gradients over
+    microbatches, which only steps of several microbatches have.
+
+    Attributes:
+      values: int ``[arrays]``, the value of the program.
+      nbytes: float64 ``[arrays]``, bytes on the device at the planned batch.
+      first: int ``[arrays]``, the first time at which an array is there.
+      last: int ``[arrays]``, the last one.
+      degrees: int ``[arrays]``, how many dimensions grow with the batch.
+      kinds: what each is for: a role of the step's inputs, `SUMS`, or one of
+        `autopar.cost.local.BUFFER_KINDS`.
+      held: how many arrays are there all the time.
+      length: the number of times.
+      factor: on the bytes of the others (`Calibration.memory_overhead`).
+      workspace_bytes: what matrix products take to work in.
+      on_chip_bytes: what the memory of the chip itself holds of the others.
+    """
+
+    values: np.ndarray
+    nbytes: np.ndarray
+    first: np.ndarray
+    last: np.ndarray
+    degrees: np.ndarray
+    kinds: tuple[str, ...]
+    held: int
+    length: int
+    factor: float
+    workspace_bytes: float
+    on_chip_bytes: float
+
+    def bytes_at(self, rows: float = 1.0, accumulation: int = 1) -> np.ndarray:
+        """Bytes of each array, ``[arrays]``, at another batch or accumulation.
+
+        The layouts stay. The whole batch is there before it is cut into microbatches.
+
+        Args:
+          rows: of the whole step, over the planned ones.
+          accumulation: number of microbatches that the batch is cut into.
+        """
+        grown = self.nbytes * (rows / accumulation) ** self.degrees
+        grown[: self.held] = self.nbytes[: self.held] * np.where(
+            self.degrees[: self.held] > 0, rows, 1.0
+        )
+        if accumulation == 1:
+            grown[[kind == SUMS for kind in self.kinds]] = 0.0
+        return grown
+
+    def timeline(self, rows: float = 1.0, accumulation: int = 1) -> np.ndarray:
+        """Bytes in the memory of the device at each time, ``[length]``."""
+        nbytes = self.bytes_at(rows, accumulation)
+        fixed = float(nbytes[: self.held].sum()) + self.workspace_bytes
+        return fixed + self.factor * self._usage(nbytes, ~self._on_chip(nbytes))
+
+    def peak_bytes(self, rows: float = 1.0, accumulation: int = 1) -> float:
+        """Most bytes in the memory of the device at once."""
+        return float(self.timeline(rows, accumulation).max())
+
+    def held_bytes(self) -> dict[str, float]:
+        """Bytes of the inputs by role."""
+        out = dict.fromkeys(self.kinds[: self.held], 0.0)
+        out.pop(SUMS, None)
+        for kind, nbytes in zip(self.kinds, self.nbytes[: self.held], strict=False):
+            if kind in out:
+                out[kind] += float(nbytes)
+        return out
+
+    def at_peak(self) -> dict[str, float]:
+        """Bytes beside the inputs, by kind, at the time when most are there."""
+        off = ~self._on_chip(self.nbytes)
+        usage = self._usage(self.nbytes, off)
+        peak = int(usage.argmax())
+        there = off & (self.first <= peak) & (peak <= self.last)
+        out: dict[str, float] = {}
+        for k in np.flatnonzero(there):
+            kind = self.kinds[k]
+            out[kind] = out.get(kind, 0.0) + float(self.nbytes[k])
+        out[OVERHEAD] = (self.factor - 1.0) * float(usage[peak])
+        out[WORK_SPACE] = self.workspace_bytes
+        return {kind: nbytes for kind, nbytes in out.items() if nbytes}
+
+    def _usage(self, nbytes: np.ndarray, chosen: np.ndarray) -> np.ndarray:
+        """Sums the chosen arrays: bytes at each time."""
+        change = np.zeros(self.length + 2)
+        np.add.at(change, self.first[chosen], nbytes[chosen])
+        np.add.at(change, self.last[chosen] + 1, -nbytes[chosen])
+        return np.cumsum(change)[: self.length]
+
+    def _on_chip(self, nbytes: np.ndarray) -> np.ndarray:
+        """Which arrays are not in the device's memory: those held are counted apart.
+
+        Results of the step are in the device's memory when it ends.
+        """
+        out = np.zeros(len(nbytes), dtype=bool)
+        out[: self.held] = True
+        if self.on_chip_bytes:
+            inside = np.array([k != "results" for k in self.kinds], dtype=bool) & ~out
+            chip = on_chip(
+                self.first[inside],
+                self.last[inside],
+                nbytes[inside],
+                self.on_chip_bytes,
+            )
+            out[np.flatnonzero(inside)[chip]] = True
+        return out
+
+
+def live(
+    assignment: Assignment,
+    device: DeviceSpec,
+    life: Lifetimes | None = None,
+    only: Sequence[int] | None = None,
+) -> Live:
+    """Lists what a device holds in a step.
+
+    Args:
+      assignment: strategies as layouts.
+      device: the device.
+      life: when values are made and last needed; None: as the device's compiler has it.
+      only: the operators that count, as makers and as readers; None: all of them.
+    """
+    analysis = assignment.analysis
+    life = analysis.life(habits_of(device)) if life is None else life
+    length = max(1, len(analysis.graph.operators))
+    state = [*_inputs(assignment, length, tiled=life.tiled), *_sums(assignment, length)]
+    found = [*state, *buffers(assignment, life, only)]
+    degree = analysis.dim_labels.degree
+    return Live(
+        np.array([b.value for b in found], dtype=int),
+        np.array([b.nbytes for b in found], dtype=float),
+        np.array([b.start for b in found], dtype=int),
+        np.array([b.end for b in found], dtype=int),
+        np.array([degree(b.value) for b in found], dtype=int),
+        tuple(b.kind for b in found),
+        len(state),
+        length,
+        device.calibrated.memory_overhead * life.factor,
+        float(life.workspace_bytes),
+        float(life.on_chip_bytes),
+    )
+
+
+def _inputs(assignment: Assignment, length: int, *, tiled: bool) -> Iterator[Buffer]:
+    held = each_held_bytes(assignment, tiled=tiled)
+    for given, nbytes in zip(assignment.graph.inputs, held, strict=True):
+        yield Buffer(given.value, nbytes, 0, length - 1, given.role.value)
+
+
+def _sums(assignment: Assignment, length: int) -> Iterator[Buffer]:
+    """The sums of gradients over microbatches, on one device."""
+    graph = assignment.graph
+    for deferral in assignment.analysis.deferrals:
+        for value in deferral.ends:
+            if value in deferral.gradients:
+                split = shards(assignment.home_layout(value), assignment.sizes)
+                nbytes = graph.values[value].nbytes / split
+                yield Buffer(value, nbytes, 0, length - 1, SUMS)
+
+
+def held_bytes(
+    assignment: Assignment, given: GraphInput, *, tiled: bool = False
+) -> float:
+    """Bytes of an input on one device, with the spare copies of what is carried."""
+    layout = assignment.home_layout(given.value)
+    split = shards(layout, assignment.sizes)
+    copies = 1.0
+    if given.output >= 0:
+        copies = float(assignment.analysis.spares.copies(split))
+    return copies * local_bytes(assignment, given.value, layout, tiled=tiled)
+
+
+def each_held_bytes(assignment: Assignment, *, tiled: bool = False) -> list[float]:
+    """`held_bytes` of all inputs; those of equal layers are the same."""
+    known: dict[tuple[object, ...], float] = {}
+    graph, kernels = assignment.graph, assignment.analysis.in_kernels if tiled else ()
+    out: list[float] = []
+    for given in graph.inputs:
+        value, layout = graph.values[given.value], assignment.home_layout(given.value)
+        carried, kernel = given.output >= 0, given.value in kernels
+        key = value.shape, value.dtype, layout, carried, kernel
+        if key not in known:
+            known[key] = held_bytes(assignment, given, tiled=tiled)
+        out.append(known[key])
+    return out
