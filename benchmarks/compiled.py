@@ -33,7 +33,7 @@ import workloads
 from autopar.api import audit_analysis
 from autopar.cluster import Cluster
 from autopar.cost.breakdown import exposed_s, step_s
-from autopar.cost.evaluate import evaluate
+from autopar.cost.estimate import estimate
 from autopar.cost.live import live
 from autopar.errors import AutoparError
 from autopar.planner.options import PlanOptions
@@ -238,7 +238,7 @@ def predicted(
     messages = predicted_messages(bound)
     out: dict[str, Any] = {"memory": memory, "bytes": sent, "messages": messages}
     # Priced anew: the plan's own seconds are those of when it was made.
-    cost = evaluate(bound.assignment, bound.pricer)
+    cost = estimate(bound.assignment, bound.pricer).cost
     out["compute_s"] = cost.work_s
     # By how much hidden messages slow work is in no schedule, so it is left out here.
     out["exposed_s"] = exposed_s(cost)

@@ -1,6 +1,6 @@
 """What a format is to `fuzz.py`, and how files are changed: bytes, words, JSON."""
 
-from __future__ import annotations
+from __future__ import contextlib
 
 import dataclasses
 import io
@@ -117,7 +117,8 @@ def _json(draw: random.Random, tree: Any) -> bytes:
         other, name = draw.choice(places)
         node[key] = other[name] if name in other or isinstance(other, list) else None
     elif kind == 2 and isinstance(node[key], (int, float)):
-        node[key] *= draw.choice((-1, 2, 1000, 1e20, 0.5))
+        with contextlib.suppress(OverflowError):  # of a number too large for a float
+            node[key] *= draw.choice((-1, 2, 1000, 1e20, 0.5))
     elif kind == 3 and isinstance(node, dict):
         node[draw.choice(("", "x", "kind", "schema"))] = draw.choice(_VALUES)
     else:

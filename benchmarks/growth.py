@@ -34,13 +34,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import decoder
+import numpy as np
 
 import autopar
 from autopar.cluster.presets import STREAM_EFFICIENCY
 from autopar.cost.breakdown import step_s
 from autopar.cost.combining import GATHERS
-from autopar.cost.evaluate import total
-from autopar.cost.items import CostItem, hidden_item
 from autopar.cost.pricer import Pricer
 from autopar.errors import InfeasibleError
 from autopar.planner.candidate import Candidate
@@ -161,15 +160,16 @@ def own_seconds(given: dict[str, Any], found: Candidate) -> float:
     """Seconds of a step as the run sends its parameters."""
     if not given.get("broadcasts"):
         return found.step_s
-    sent, kept = 0.0, list[CostItem]()
-    for item in found.items:
-        moved = item.collective
-        if moved is not None and moved.place is not None and moved.step.kind in GATHERS:
-            sent += moved.trips * moved.size
-        elif not item.cost.cover_s:
-            kept.append(item)
-    hidden = hidden_item(found.assignment, found.pricer, kept)
-    cost = total([*kept, hidden] if hidden is not None else kept)
+    messages = found.estimate.messages
+    gathers = np.array(
+        [c.place is not None and c.step.kind in GATHERS for c in messages.collectives]
+    )
+    sent = sum(
+        c.trips * c.size
+        for c, gathered in zip(messages.collectives, gathers, strict=True)
+        if gathered
+    )
+    cost = dataclasses.replace(found.estimate, messages=messages.keep(~gathers)).cost
     hosts = 1 if given["strategy"].endswith("within") else None
     return step_s(cost) + broadcasts_s(
         sent, found.pricer.cluster, given["tensor"], hosts

@@ -2,9 +2,9 @@
 
     python benchmarks/scaled_cost.py [example ...]
 
-For each example a plan is made; then ``ScaledCost.step_s(devices, batch,
-accumulation)`` is asked. *query* is the median time of one query, *first* the time of
-the first query of a number of devices. *error* is the largest difference, over batches
+For each example a plan is made; then ``StepEstimate.seconds(batch, accumulation)`` is
+asked. *query* is the median time of a query of a batch that was not asked for before,
+*again* of one that was. *error* is the largest difference, over batches
 of a quarter to 8 times the planned one, to tracing the step at that batch and pricing
 the same layouts anew. Batches at which the planner sees other nodes are left out and
 counted.
@@ -16,15 +16,13 @@ import dataclasses
 import statistics
 import sys
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import workloads
 
 from autopar.cluster import Cluster
-from autopar.cost.breakdown import step_s
-from autopar.cost.evaluate import evaluate
-from autopar.cost.scaling import ScaledCost
-from autopar.errors import PlanError
+from autopar.cost.estimate import StepEstimate, estimate
 from autopar.planner.search import search
 from autopar.steps.analysis import Analysis, analyse
 
@@ -41,7 +39,7 @@ SMALL: dict[str, dict[str, Any]] = {
 }
 BATCH = 256
 FACTORS = (0.25, 0.5, 2.0, 8.0)
-QUERIES = 2000
+QUERIES = 100
 
 
 def analysed(name: str, batch: int) -> Analysis:
@@ -50,12 +48,12 @@ def analysed(name: str, batch: int) -> Analysis:
     return analyse(step, args)
 
 
-def query_s(cost: ScaledCost, devices: int) -> float:
+def query_s(found: StepEstimate, asked: Sequence[float]) -> float:
     """Median seconds of one query."""
     times: list[float] = []
-    for k in range(QUERIES):
+    for batch in asked:
         start = time.perf_counter()
-        cost.step_s(devices, BATCH + 8 * (k % 64), 1 + k % 3)
+        found.seconds(batch, 2)
         times.append(time.perf_counter() - start)
     return statistics.median(times)
 
@@ -64,7 +62,7 @@ def main() -> None:
     """Prints the table."""
     names = sys.argv[1:] or list(SMALL)
     workloads.row(
-        "example", "cluster", "query", "first", "error", "batches", "left out"
+        "example", "cluster", "query", "again", "error", "batches", "left out"
     )
     workloads.row(*["---"] * 7)
     for name in names:
@@ -73,26 +71,22 @@ def main() -> None:
         for text in CLUSTERS:
             cluster = Cluster.parse(text)
             best = search(analysis, cluster, seconds=5).best
-            cost = ScaledCost(best.assignment, best.pricer)
-            start = time.perf_counter()
-            try:
-                cost.step_s(2 * cluster.num_devices, BATCH)
-                first = f"{1e3 * (time.perf_counter() - start):.0f} ms"
-            except PlanError:
-                first = "no other degree"
+            cost = estimate(best.assignment, best.pricer)
+            asked = [1.0 + k / QUERIES for k in range(QUERIES)]
+            first_s, again_s = query_s(cost, asked), query_s(cost, asked)
             errors: list[float] = []
             for factor, other in others.items():
                 if other.structure != analysis.structure:
                     continue
                 moved = dataclasses.replace(best.assignment, analysis=other, _known={})
-                want = step_s(evaluate(moved, best.pricer))
-                found = cost.step_s(cluster.num_devices, int(factor * BATCH))
+                want = estimate(moved, best.pricer).seconds()
+                found = cost.seconds(factor)
                 errors.append(abs(found / want - 1))
             workloads.row(
                 name,
                 text,
-                f"{1e6 * query_s(cost, cluster.num_devices):.1f} us",
-                first,
+                f"{1e3 * first_s:.2f} ms",
+                f"{1e6 * again_s:.1f} us",
                 f"{max(errors):.2%}" if errors else "-",
                 len(errors),
                 len(others) - len(errors),

@@ -20,7 +20,7 @@ import numpy as np
 from autopar.cluster.mesh import MeshAxis
 from autopar.cluster.specs import KINDS, LinkSpec
 from autopar.cost import nccl
-from autopar.cost.curves import Curve, Line, Piece, highest, line, lowest, total
+from autopar.cost.curves import Curve, Line, highest, line, lowest, total
 from autopar_errors import InputError
 from autopar_passes.audit.collectives import sent_ratio
 
@@ -199,7 +199,8 @@ def _groups(axes: Iterable[MeshAxis]) -> tuple[tuple[int, LinkSpec], ...]:
 # A cluster has about 30 kinds over groups of axes; an entry takes about 2 kB. This
 # holds a hundred clusters in 6 MB.
 @functools.lru_cache(maxsize=1 << 12)
-def _curve(kind: str, axes: tuple[MeshAxis, ...]) -> Curve:
+def collective_curve(kind: str, axes: tuple[MeshAxis, ...]) -> Curve:
+    """The time of a collective over these mesh axes, as a function of its size."""
     _check_kind(kind)
     groups = _groups(axes)
     return nccl.across(kind, groups) if _is_nccl(kind, groups) else _route(kind, groups)
@@ -213,11 +214,25 @@ def collective_s(kind: str, nbytes: float, axes: Sequence[MeshAxis]) -> float:
       nbytes: size by the convention of `autopar.cluster.specs.Kind`.
       axes: the mesh axes of the group, in any order; none costs nothing.
     """
-    curve = _curve(kind, tuple(axes))
+    curve = collective_curve(kind, tuple(axes))
     return curve.seconds(nbytes) if nbytes > 0 else 0.0
 
 
-@functools.lru_cache(maxsize=1 << 12)  # as many as `_curve` has
+def collective_s_at(
+    kind: str, nbytes: np.ndarray, axes: Sequence[MeshAxis]
+) -> np.ndarray:
+    """`collective_s` of some sizes, of their shape.
+
+    >>> link = LinkSpec(latency_s=1.0, bandwidth_bytes_per_s=1.0)
+    >>> axis = MeshAxis(name="data", size=4, link=link, level=0)
+    >>> collective_s_at("all_reduce", np.array([0.0, 4.0, 20.0]), (axis,)).tolist()
+    [0.0, 10.0, 36.0]
+    """
+    found = collective_curve(kind, tuple(axes)).seconds_at(nbytes)
+    return np.where(nbytes > 0, found, 0.0)
+
+
+@functools.lru_cache(maxsize=1 << 12)  # as many as `collective_curve` has
 def collective_s_per_byte(kind: str, axes: tuple[MeshAxis, ...]) -> float:
     """The time of a byte in a collective whose latency does not count.
 
@@ -232,7 +247,7 @@ def collective_s_per_byte(kind: str, axes: tuple[MeshAxis, ...]) -> float:
       kind: one of `KINDS`.
       axes: the mesh axes of the group, in any order; none costs nothing.
     """
-    return _curve(kind, axes).s_per_byte
+    return collective_curve(kind, axes).s_per_byte
 
 
 @functools.lru_cache(maxsize=1 << 14)
@@ -252,21 +267,4 @@ def least_s_per_byte(
       high: size of the largest; it may be infinite.
       axes: the mesh axes of the group, in any order; none costs nothing.
     """
-    return _curve(kind, axes).least_s_per_byte(low, high)
-
-
-def collective_pieces(kind: str, axes: tuple[MeshAxis, ...]) -> tuple[Piece, ...]:
-    """`collective_s` as straight pieces: (from size, latency_s, s_per_byte), in order.
-
-    The first piece starts at size 0; each holds until the next begins.
-
-    >>> link = LinkSpec(latency_s=1.0, bandwidth_bytes_per_s=1.0)
-    >>> axis = MeshAxis(name="data", size=4, link=link, level=0)
-    >>> collective_pieces("all_reduce", (axis,))
-    ((0.0, 2.0, 2.0), (8.0, 6.0, 1.5))
-
-    Args:
-      kind: one of `KINDS`.
-      axes: the mesh axes of the group, in any order.
-    """
-    return _curve(kind, axes).pieces
+    return collective_curve(kind, axes).least_s_per_byte(low, high)

@@ -7,8 +7,6 @@ model", CACM 52(4), 2009.
 from __future__ import annotations
 
 import functools
-import math
-from collections.abc import Sequence
 
 import numpy as np
 
@@ -65,17 +63,38 @@ def work_s(work: OperatorWork, parts: np.ndarray, device: DeviceSpec) -> np.ndar
       parts: ``[strategies, factors]``, into how many parts each factor is split.
       device: the device.
     """
-    shards = parts.prod(axis=1)
     in_memory = np.delete(parts, list(work.looked_up), axis=1).prod(axis=1)
-    flops, nbytes = work.op.flops / shards, work.nbytes / in_memory
-    if work.op.kernel is not None and work.is_matrix:
-        compute_s = flops / kernel_flops_per_s(work.op.kernel, device)
-        return np.maximum(compute_s, nbytes / device.memory_bandwidth_bytes_per_s)
+    sides = matrix_sides(work.op.rule, parts) if work.sides else np.ones((1, 3))
+    return shard_s(
+        work, work.op.flops / parts.prod(axis=1), work.nbytes / in_memory, sides, device
+    )
+
+
+def shard_s(
+    work: OperatorWork,
+    flops: np.ndarray,
+    nbytes: np.ndarray,
+    sides: np.ndarray,
+    device: DeviceSpec,
+) -> np.ndarray:
+    """Seconds of operators of one kind on a device's shard, without starting a kernel.
+
+    Args:
+      work: what one of them does: its type, its kernel, whether it is a product.
+      flops: ``[points]``, FLOPs of the shard.
+      nbytes: ``[points]``, bytes of the shard's memory traffic.
+      sides: ``[points, 3]``, M, N and K of a product's shard.
+      device: the device.
+    """
     if not work.is_matrix:
         return roofline_s(flops, nbytes, work.dtype, device, is_matrix=False)
-    sides = matrix_sides(work.op.rule, parts)
+    bandwidth = device.memory_bandwidth_bytes_per_s
+    if work.op.kernel is not None:
+        compute_s = flops / kernel_flops_per_s(work.op.kernel, device)
+        return np.maximum(compute_s, nbytes / bandwidth)
     if rates_of(device, work.itemsize) is not None:
-        return tabled_s(work, flops, nbytes, sides, device)
+        batch = flops / (2.0 * sides.prod(axis=1))
+        return in_table_s(work.dtype, work.itemsize, batch, sides, nbytes, device)
     efficiency = matrix_efficiency(sides, device.calibrated.half_rate_side)
     product_s = roofline_s(
         flops, nbytes, work.dtype, device, is_matrix=True, efficiency=efficiency
@@ -84,27 +103,7 @@ def work_s(work: OperatorWork, parts: np.ndarray, device: DeviceSpec) -> np.ndar
     if not (passes and work.unfolds):
         return product_s
     patches = 2.0 * sides[:, 0] * sides[:, 2] * work.itemsize
-    return product_s + passes * patches / device.memory_bandwidth_bytes_per_s
-
-
-def tabled_s(
-    work: OperatorWork,
-    flops: np.ndarray,
-    nbytes: np.ndarray,
-    sides: np.ndarray,
-    device: DeviceSpec,
-) -> np.ndarray:
-    """Seconds of a product on a device that has a table of them; see `in_table_s`.
-
-    Args:
-      work: what it does.
-      flops: of one shard, ``[points]``.
-      nbytes: bytes of the arrays of one shard that are in memory.
-      sides: M, N and K of one shard, ``[points, 3]``.
-      device: the device; `rates_of` finds its table.
-    """
-    batch = flops / (2.0 * sides.prod(axis=1))
-    return in_table_s(work.dtype, work.itemsize, batch, sides, nbytes, device)
+    return product_s + passes * patches / bandwidth
 
 
 def in_table_s(
@@ -154,36 +153,6 @@ def matrix_sides(rule: FactorRule, parts: np.ndarray) -> np.ndarray:
         whole = float(np.prod([rule.sizes[f] for f in factors]))
         columns.append(whole / parts[:, factors].prod(axis=1))
     return np.stack(columns, axis=1)
-
-
-def work_once_s(work: OperatorWork, parts: Sequence[int], device: DeviceSpec) -> float:
-    """`work_s` of one strategy, in plain numbers: many times faster for one."""
-    shards = math.prod(parts)
-    rate = attained_flops_per_s(work.dtype, device, work.is_matrix)
-    bandwidth = device.memory_bandwidth_bytes_per_s
-    compute_s, memory_s = (
-        work.op.flops / shards / rate,
-        work.nbytes / work.memory_parts(parts) / bandwidth,
-    )
-    known = device.calibrated
-    if not work.is_matrix:
-        return known.vector_slowdown * max(compute_s, memory_s)
-    if work.op.kernel is not None:
-        rate = kernel_flops_per_s(work.op.kernel, device)
-        return max(work.op.flops / shards / rate, memory_s)
-    if rates_of(device, work.itemsize) is not None:
-        return float(work_s(work, np.array([parts], dtype=float), device)[0])
-    sides = [
-        math.prod(work.op.rule.sizes[f] / parts[f] for f in factors)
-        for factors in work.sides
-    ]
-    for side in sides:
-        compute_s *= (side + known.half_rate_side) / side
-    found = max(compute_s, memory_s)
-    if known.patch_passes and work.unfolds:
-        patches = 2.0 * sides[0] * sides[2] * work.itemsize
-        found += known.patch_passes * patches / bandwidth
-    return found
 
 
 def matrix_efficiency(sides: np.ndarray, half_rate_side: float) -> np.ndarray:

@@ -36,11 +36,11 @@ class Curve:
         latency, slope = self.lines[bisect.bisect_right(self.starts, nbytes) - 1]
         return latency + slope * nbytes
 
-    @property
-    def pieces(self) -> tuple[Piece, ...]:
-        """The pieces, in order."""
-        pairs = zip(self.starts, self.lines, strict=True)
-        return tuple((start, *line) for start, line in pairs)
+    def seconds_at(self, nbytes: np.ndarray) -> np.ndarray:
+        """The times at some sizes, of the same shape."""
+        latency, slope = np.array(self.lines).T
+        at = np.searchsorted(self.starts, nbytes, side="right") - 1
+        return latency[at] + slope[at] * nbytes
 
     @property
     def s_per_byte(self) -> float:

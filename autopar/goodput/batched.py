@@ -1,7 +1,7 @@
 """A step and its plan at batches other than the one that it was written for.
 
 Other batches and accumulations are arithmetic, as long as the layouts of a plan stay
-(`ScaledCost`, `Live`).
+(`StepEstimate`).
 """
 
 from __future__ import annotations
@@ -14,9 +14,8 @@ import jax
 
 from autopar.cluster import Cluster
 from autopar.compression.codecs.registry import parse_codec
-from autopar.cost.live import Live, live
+from autopar.cost.estimate import StepEstimate, estimate
 from autopar.cost.pricer import Pricer
-from autopar.cost.scaling import ScaledCost
 from autopar.errors import PlanError, ScheduleError
 from autopar.goodput.efficiency import CodecError, efficiency
 from autopar.planner.record import restore
@@ -162,24 +161,22 @@ class Planned:
     Attributes:
       plan: the plan.
       rows: of the batch that it was made for.
-      cost: seconds at other batches.
-      live: what a device holds, at other batches, too.
+      estimate: what a step does, at other batches as well.
       parts: into how many parts the rows of a microbatch are split.
       error: of its codecs.
     """
 
     plan: Plan
     rows: int
-    cost: ScaledCost
-    live: Live
+    estimate: StepEstimate
     parts: int
     error: CodecError
 
     def step_s(self, rows: int, accumulation: int) -> float:
         """Seconds of a step; codecs save what they do at the planned batch."""
-        devices = self.cost.devices
-        coded_s = self.plan.predicted.step_s - self.cost.step_s(devices, self.rows)
-        return max(self.cost.step_s(devices, rows, accumulation) + coded_s, 1e-12)
+        coded_s = self.plan.predicted.step_s - self.estimate.seconds()
+        scaled_s = self.estimate.seconds(rows / self.rows, accumulation)
+        return max(scaled_s + coded_s, 1e-12)
 
     def peak_bytes(self, factor: float, accumulation: int) -> float:
         """Most bytes live at once on a device; codecs hold what they do as planned.
@@ -188,8 +185,8 @@ class Planned:
           factor: the batch over the planned one.
           accumulation: number of microbatches.
         """
-        held = self.plan.predicted.peak_memory_bytes - self.live.peak_bytes()
-        return self.live.peak_bytes(factor, accumulation) + held
+        held = self.plan.predicted.peak_memory_bytes - self.estimate.live.peak_bytes()
+        return self.estimate.live.peak_bytes(factor, accumulation) + held
 
     def splits(self, rows: int) -> Iterator[int]:
         """Numbers of microbatches whose rows the layouts can split."""
@@ -212,8 +209,7 @@ def planned(program: Program, rows: int, cluster: Cluster, plan: Plan) -> Planne
     return Planned(
         plan,
         rows,
-        ScaledCost(assignment, pricer),
-        live(assignment, cluster.device),
+        estimate(assignment, pricer),
         max(splits, default=1),
         error_of(plan),
     )

@@ -1,6 +1,6 @@
 """The terms of a plan's predicted step, at its batch and at others.
 
-Where the layouts stay, `autopar.cost.scaling` says what another batch costs. A plan of
+Where the layouts stay, `autopar.cost.estimate` says what another batch takes. A plan of
 several stages, or one that cannot be scaled, is scaled by its rows.
 """
 
@@ -10,8 +10,8 @@ import contextlib
 import dataclasses
 import functools
 
+from autopar.cost.estimate import StepEstimate, estimate
 from autopar.cost.pricer import Pricer
-from autopar.cost.scaling import BatchCurve, batch_curve
 from autopar.errors import PlanError
 from autopar.goodput.throughput import Terms
 from autopar.layouts.assignment import Assignment
@@ -34,7 +34,7 @@ class PlanCurve:
       rows: rows that it was made for.
       devices: number of devices.
       hosts: number of hosts.
-      curve: seconds of its layouts by batch; None: it has none.
+      estimate: what a step does in its layouts; None: its stages have several.
       layouts: digits that tell what the plan decides besides the batch and the codecs.
       analysis: of the step that the plan is for.
     """
@@ -43,7 +43,7 @@ class PlanCurve:
     rows: int
     devices: int
     hosts: int
-    curve: BatchCurve | None
+    estimate: StepEstimate | None
     layouts: str
     analysis: Analysis = dataclasses.field(repr=False, compare=False)
     # What was asked for before: each decision of a loop asks for all of it again.
@@ -52,13 +52,11 @@ class PlanCurve:
     )
 
     @functools.cached_property
-    def alone(self) -> BatchCurve | None:
-        """Seconds of one device that does everything; None: there are none."""
-        if self.curve is not None:
-            with contextlib.suppress(PlanError):
-                assignment, pricer = _priced(self.analysis, self.plan)
-                return batch_curve(assignment.undivided, pricer)
-        return None
+    def alone(self) -> StepEstimate | None:
+        """What one device does that does everything; None likewise."""
+        if self.estimate is None:
+            return None
+        return estimate(self.estimate.assignment.undivided, self.estimate.pricer)
 
     def terms(
         self, rows: int | None = None, microbatches: int | None = None
@@ -89,8 +87,8 @@ class PlanCurve:
         terms = self.terms(rows)
         if terms is None or self.alone is None or not terms.predicted_s > 0:
             return 0.0
-        fixed_s = self.alone.microbatch(_NOTHING)
-        grows_s = self.alone.microbatch(rows / self.rows) - fixed_s
+        fixed_s = self.alone.microbatch_s(_NOTHING)
+        grows_s = self.alone.microbatch_s(rows / self.rows) - fixed_s
         repeated_s = max(0.0, terms.work_s - grows_s / self.devices)
         gathers_s = max(0.0, terms.fixed_s - terms.microbatches * fixed_s)
         return (repeated_s + gathers_s) / terms.predicted_s
@@ -98,7 +96,7 @@ class PlanCurve:
     def _terms(self, rows: int, microbatches: int) -> Terms | None:
         own = self.plan.microbatches
         times, rest = divmod(microbatches, own)
-        if rest or (times > 1 and self.curve is None):
+        if rest or (times > 1 and self.estimate is None):
             return None
         work, fixed, sync = self._seconds(rows / self.rows, times)
         return Terms(
@@ -118,17 +116,17 @@ class PlanCurve:
           ratio: of the batch to the planned one.
           times: into how many parts each microbatch is split once more.
         """
-        predicted, curve = self.plan.predicted, self.curve
-        if curve is None:
+        predicted, found = self.plan.predicted, self.estimate
+        if found is None:
             sync = predicted.step_s - predicted.compute_s
             return predicted.compute_s * ratio, 0.0, sync
-        # What codecs, which the curve does not know, change of a synchronisation.
-        coded = predicted.step_s - curve.step_s(1.0, 1)
-        fixed = times * curve.microbatch(_NOTHING)
-        work = times * curve.microbatch(ratio / times) - fixed
+        # What codecs, which the estimate does not hold, change of a synchronisation.
+        coded = predicted.step_s - found.seconds()
+        fixed = times * found.microbatch_s(_NOTHING)
+        work = times * found.microbatch_s(ratio / times) - fixed
         if times > 1:
-            fixed += times * curve.accumulate_s
-        return work, fixed, curve.step_s(ratio, times) - work - fixed + coded
+            fixed += times * found.accumulate_s
+        return work, fixed, found.seconds(ratio, times) - work - fixed + coded
 
 
 def layouts_of(plan: Plan) -> str:
@@ -153,17 +151,17 @@ def plan_curve(analysis: Analysis, plan: Plan, rows: int) -> PlanCurve:
       rows: of that step's batch.
     """
     cluster = plan.cluster.read()
-    curve: BatchCurve | None = None
+    found: StepEstimate | None = None
     if len(plan.stages) == 1 and not cluster.groups:
         with contextlib.suppress(PlanError):
-            curve = batch_curve(*_priced(analysis, plan))
+            found = estimate(*_priced(analysis, plan))
     hosts = max(1, len(cluster.hosts))
     return PlanCurve(
         plan=plan,
         rows=rows,
         devices=cluster.num_devices,
         hosts=hosts,
-        curve=curve,
+        estimate=found,
         layouts=layouts_of(plan),
         analysis=analysis,
     )

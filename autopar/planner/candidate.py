@@ -8,8 +8,7 @@ import math
 
 from autopar.cluster import MeshShape
 from autopar.cost.breakdown import CostBreakdown, step_s
-from autopar.cost.evaluate import total
-from autopar.cost.items import CostItem, items, seconds_of, timelines
+from autopar.cost.estimate import StepEstimate, estimate
 from autopar.cost.live import live
 from autopar.cost.overlap import Timeline
 from autopar.cost.pricer import Pricer
@@ -34,7 +33,7 @@ class Candidate:
       pricer: the mesh and cluster.
       formulation: the problem that the solver was given.
       solution: what the solver says.
-      items: what a step of it costs, operator by operator.
+      estimate: what a step of it does.
       peak_memory_bytes: most bytes live at once on one device.
       weights: of what may be hidden, at which the problem was solved.
       lower_s: a lower bound of the time of every plan of this mesh; None: that of the
@@ -45,7 +44,7 @@ class Candidate:
     pricer: Pricer
     formulation: Formulation
     solution: Solution
-    items: tuple[CostItem, ...]
+    estimate: StepEstimate
     peak_memory_bytes: float
     weights: Weights = WHOLE
     lower_s: float | None = None
@@ -53,28 +52,23 @@ class Candidate:
     @functools.cached_property
     def mesh(self) -> MeshShape:
         """The mesh with its axes named by what they split; given names stay."""
-        done = [item for item in self.items if item.work is not None]
-        return with_axis_names(self.pricer.mesh, self.assignment, done)
+        works = self.estimate.work.table.works
+        return with_axis_names(self.pricer.mesh, self.assignment, works)
 
-    @functools.cached_property
+    @property
     def cost(self) -> CostBreakdown:
         """The cost of a step."""
-        return total(self.items)
+        return self.estimate.cost
 
-    @functools.cached_property
+    @property
     def collectives(self) -> tuple[Collective, ...]:
         """The communication of the assignment, in program order."""
-        return tuple(i.collective for i in self.items if i.collective is not None)
+        return self.estimate.messages.collectives
 
-    @functools.cached_property
+    @property
     def timelines(self) -> tuple[Timeline, ...]:
         """Work, and communication that may be hidden, of both passes."""
-        known = next((i.timelines for i in self.items if i.timelines), ())
-        if known:
-            return known
-        whole = self.pricer.cluster.device.calibrated.whole_messages
-        found = seconds_of(self.items)
-        return tuple(timelines(self.assignment, found, whole=whole))
+        return self.estimate.timelines
 
     @property
     def compute_s(self) -> float:
@@ -234,5 +228,5 @@ def priced(
       peak_bytes: most bytes live at once on one device.
     """
     pricer = formulation.pricer
-    found = tuple(items(assignment, pricer))
+    found = estimate(assignment, pricer)
     return Candidate(assignment, pricer, formulation, solution, found, peak_bytes)

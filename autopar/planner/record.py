@@ -44,6 +44,7 @@ def make_plan(analysis: Analysis, result: SearchResult) -> Plan:
     """Writes the best candidate of a search down as a plan."""
     best = result.best
     pricer = dataclasses.replace(best.pricer, mesh=best.mesh)
+    named = dataclasses.replace(best.estimate, pricer=pricer)
     solution = result.report
     low_s, high_s = interval_s(best.cost, best.pricer.cluster.device)
     predicted = Predicted(
@@ -91,7 +92,7 @@ def make_plan(analysis: Analysis, result: SearchResult) -> Plan:
             i.path: tuple(analysis.graph.values[i.value].shape)
             for i in analysis.graph.inputs
         },
-        worth=worth_of(best.assignment, pricer, best.items, best.step_s),
+        worth=worth_of(named, best.step_s),
     ).stamped()
 
 

@@ -13,7 +13,7 @@ import math
 from collections.abc import Sequence
 
 from autopar.cluster import Cluster, Level, LinkSpec, MeshAxis, MeshShape
-from autopar.cost.items import items
+from autopar.cost.estimate import estimate
 from autopar.cost.live import live
 from autopar.cost.pricer import Pricer
 from autopar.errors import PlanError
@@ -120,7 +120,7 @@ def priced(view: Analysis, found: Candidate, site: Site) -> Candidate:
         found,
         assignment=assignment,
         pricer=pricer,
-        items=tuple(items(assignment, pricer)),
+        estimate=estimate(assignment, pricer),
         peak_memory_bytes=live(assignment, site.part.device).peak_bytes(),
         weights=None,
         lower_s=None,

@@ -13,11 +13,11 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 
 from autopar.cluster import MeshShape
-from autopar.cost.items import CostItem
 from autopar.layouts.assignment import Assignment
 from autopar.layouts.layout import axes_of
 from autopar.steps.labels import BATCH, SEQUENCE
 from autopar.steps.nodes import Node
+from autopar.steps.work import OperatorWork
 from autopar_passes.graph.operators import Operator
 from autopar_passes.graph.roles import InputRole, Role
 
@@ -61,33 +61,33 @@ class Split:
 
 
 def scheme_of(
-    assignment: Assignment, work: Sequence[CostItem], names: Sequence[str]
+    assignment: Assignment, works: Sequence[OperatorWork], names: Sequence[str]
 ) -> str:
     """The schemes in words, such as ``FSDP (ZeRO-3) over data (8)``.
 
     Args:
       assignment: strategies as layouts.
-      work: the items of the work of a step.
+      works: the work of the operators of a step.
       names: of the mesh axes.
     """
     found: dict[str, list[str]] = {}
     for axis, (name, size) in enumerate(zip(names, assignment.sizes, strict=True)):
         if size > 1:
-            text = name_of(split_of(assignment, work, axis))
+            text = name_of(split_of(assignment, works, axis))
             found.setdefault(text, []).append(f"{name} ({size})")
     parts = [f"{text} over {' and '.join(axes)}" for text, axes in found.items()]
     return ", ".join(parts) or "one device: nothing is split"
 
 
 def with_axis_names(
-    mesh: MeshShape, assignment: Assignment, work: Sequence[CostItem]
+    mesh: MeshShape, assignment: Assignment, works: Sequence[OperatorWork]
 ) -> MeshShape:
     """The mesh with its axes named by what they split; given names stay.
 
     Args:
       mesh: that of the assignment.
       assignment: strategies as layouts.
-      work: the items of the work of a step.
+      works: the work of the operators of a step.
     """
     taken = {axis.name for axis in mesh.axes if axis.named}
     made = list(mesh.axes)
@@ -96,7 +96,7 @@ def with_axis_names(
             continue
         name = axis.name  # of one device: nothing is split, whatever its name
         if axis.size > 1:
-            name = axis_name_of(split_of(assignment, work, position))
+            name = axis_name_of(split_of(assignment, works, position))
         name = next(n for n in _numbered(name) if n not in taken)
         taken.add(name)
         made[position] = dataclasses.replace(axis, name=name, named=True)
@@ -150,33 +150,29 @@ def _name(kind: str, split: Split) -> str:
     return text
 
 
-def split_of(assignment: Assignment, work: Sequence[CostItem], axis: int) -> Split:
+def split_of(assignment: Assignment, works: Sequence[OperatorWork], axis: int) -> Split:
     """Finds what a mesh axis splits."""
-    products = [item for item in work if item.work and item.work.is_matrix]
+    products = [work for work in works if work.is_matrix]
     # The forward pass says best what is split: a product of the backward pass may have
     # no parameter among its operands.
-    forward = [item for item in products if _is_forward(item)]
+    forward = [work for work in products if work.op.role is Role.FORWARD]
     parts, sides = _of_products(assignment, forward, axis)
     if not parts:
         parts, _ = _of_products(assignment, products, axis)
     if not parts:
-        parts = _of_others(assignment, work, axis)
+        parts = _of_others(assignment, works, axis)
     return Split(
         parts,
         False in sides,
         True in sides,
-        _between(assignment, work, axis),
+        _between(assignment, works, axis),
         _held(assignment, InputRole.PARAMETER, axis),
         _held(assignment, InputRole.OPTIMIZER_STATE, axis),
     )
 
 
-def _is_forward(item: CostItem) -> bool:
-    return item.work is not None and item.work.op.role is Role.FORWARD
-
-
 def _of_products(
-    assignment: Assignment, products: Sequence[CostItem], axis: int
+    assignment: Assignment, products: Sequence[OperatorWork], axis: int
 ) -> tuple[dict[str, float], set[bool]]:
     """Parts of the FLOPs of products by what an axis splits in them.
 
@@ -184,12 +180,11 @@ def _of_products(
     """
     flops: dict[str, float] = defaultdict(float)
     total, sides = 0.0, set[bool]()
-    for item in products:
-        assert item.work is not None
-        op, labels = item.work.op, _labels(assignment, item.operator)
-        done = op.flops * assignment.analysis.trips[item.operator]
+    for work in products:
+        op, labels = work.op, _labels(assignment, work.op.index)
+        done = op.flops * assignment.analysis.trips[op.index]
         total += done
-        split = _split_factors(assignment, item.operator, axis)
+        split = _split_factors(assignment, op.index, axis)
         kinds = {f: _kind(assignment, op, labels.get(f, ""), f) for f in split}
         for kind in set(kinds.values()):
             flops[kind] += done
@@ -198,34 +193,35 @@ def _of_products(
 
 
 def _of_others(
-    assignment: Assignment, work: Sequence[CostItem], axis: int
+    assignment: Assignment, works: Sequence[OperatorWork], axis: int
 ) -> dict[str, float]:
     """Parts of the bytes of forward work without products that it splits so."""
     total, parts = 0.0, defaultdict[str, float](float)
-    for item in work:
-        if item.work is None or item.work.is_matrix or not _is_forward(item):
+    for work in works:
+        op = work.op
+        if work.is_matrix or op.role is not Role.FORWARD:
             continue
-        nbytes = item.work.nbytes * assignment.analysis.trips[item.operator]
+        nbytes = work.nbytes * assignment.analysis.trips[op.index]
         total += nbytes
-        labels = _labels(assignment, item.operator)
-        split = _split_factors(assignment, item.operator, axis)
+        labels = _labels(assignment, op.index)
+        split = _split_factors(assignment, op.index, axis)
         for kind in {_KINDS.get(labels.get(f, ""), TENSOR) for f in split}:
             parts[kind] += nbytes
     return {kind: nbytes / total for kind, nbytes in parts.items() if total}
 
 
-def _between(assignment: Assignment, work: Sequence[CostItem], axis: int) -> float:
+def _between(assignment: Assignment, works: Sequence[OperatorWork], axis: int) -> float:
     """Part of the bytes of other work along a sequence, forward, that is split so."""
     total = split = 0.0
-    for item in work:
-        assert item.work is not None
-        labels = _labels(assignment, item.operator)
-        if item.work.is_matrix or not _is_forward(item):
+    for work in works:
+        op = work.op
+        if work.is_matrix or op.role is not Role.FORWARD:
             continue
+        labels = _labels(assignment, op.index)
         if SEQUENCE in labels.values():
-            nbytes = item.work.nbytes * assignment.analysis.trips[item.operator]
+            nbytes = work.nbytes * assignment.analysis.trips[op.index]
             total += nbytes
-            factors = _split_factors(assignment, item.operator, axis)
+            factors = _split_factors(assignment, op.index, axis)
             split += nbytes * any(labels.get(f) == SEQUENCE for f in factors)
     return split / total if total else 0.0
 

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Sequence
 
-from autopar.cost.items import CostItem, work_items
+from autopar.cost.estimate import StepEstimate, Work, work_of
 from autopar.cost.live import live
-from autopar.cost.pricer import Pricer
 from autopar.layouts.assignment import Assignment
 from autopar.layouts.layout import axes_of
 from autopar.planner.scheme import scheme_of
@@ -30,23 +28,20 @@ _HALF = frozenset({"bfloat16", "float16"})
 _AGAIN = 1.25
 
 
-def worth_of(
-    assignment: Assignment, pricer: Pricer, items: Sequence[CostItem], step_s: float
-) -> Worth:
+def worth_of(estimate: StepEstimate, step_s: float) -> Worth:
     """Says what a plan makes of its cluster.
 
     Args:
-      assignment: strategies as layouts.
-      pricer: the mesh and cluster.
-      items: what a step costs.
-      step_s: seconds of it.
+      estimate: what a step does.
+      step_s: seconds of it, with codecs.
     """
+    assignment, pricer = estimate.assignment, estimate.pricer
     analysis, cluster = assignment.analysis, pricer.cluster
     whole = assignment.undivided
-    one_s = sum(item.cost.work_s for item in work_items(whole, pricer))
+    alone = work_of(whole, pricer)
+    one_s = float(alone.planned_s.sum() + alone.kernel_s.sum())
     one_bytes = live(whole, cluster.device).peak_bytes()
     rows, tokens = samples(analysis.graph), batch_tokens(analysis.graph)
-    done = [item for item in items if item.work is not None]
     work = model_work(analysis)
     most = step_s * pricer.mesh.num_devices * cluster.device.peak(work.dtype)
     return Worth(
@@ -57,13 +52,13 @@ def worth_of(
         model_flops=work.flops,
         mfu=work.flops / most if most else 0.0,
         causal_mfu=(work.flops - 0.5 * work.causal_flops) / most if most else 0.0,
-        fused_saves_s=fused_saves_s(analysis, done, pricer),
+        fused_saves_s=fused_saves_s(analysis, estimate.work),
         rows=rows,
         tokens=tokens,
         rows_per_s=rows / step_s if step_s else 0.0,
         tokens_per_s=tokens / step_s if step_s else 0.0,
-        axes=axis_uses(assignment, done, pricer.mesh.names),
-        scheme=scheme_of(assignment, done, pricer.mesh.names),
+        axes=axis_uses(assignment, estimate.work, pricer.mesh.names),
+        scheme=scheme_of(assignment, estimate.work.table.works, pricer.mesh.names),
     )
 
 
@@ -114,11 +109,7 @@ def model_work(analysis: Analysis) -> ModelWork:
     return ModelWork(flops, causal, most)
 
 
-def fused_saves_s(
-    analysis: Analysis,
-    done: Sequence[CostItem],
-    pricer: Pricer,
-) -> float:
+def fused_saves_s(analysis: Analysis, work: Work) -> float:
     """Seconds of a step that a fused kernel would save; 0 where there is none for it.
 
     A kernel reads queries, keys and values, keeps scores on the chip, leaves out what
@@ -126,13 +117,12 @@ def fused_saves_s(
 
     Args:
       analysis: the step.
-      done: the items of its work.
-      pricer: the mesh and cluster.
+      work: what a device computes.
     """
-    device = pricer.cluster.device
+    device, seconds = work.device, work.planned_s + work.kernel_s
     most, efficiency = _FUSED.get(device.kind, (0, 0.0))
-    operators, trips = analysis.graph.operators, analysis.trips
-    # An item stands for a class of operators: those of all layers alike.
+    operators = analysis.graph.operators
+    # A row stands for a class of operators: those of all layers alike.
     read = dict[int, Attention]()
     products = set[int]()
     for found in analysis.attention:
@@ -141,15 +131,15 @@ def fused_saves_s(
             read.update((operators[k].class_index, found) for k in inside)
             products.update(operators[k].class_index for k in found.products)
     saved = 0.0
-    for item in done:
-        found = read.get(item.operator)
-        if found is None or item.work is None:
+    for row, done in enumerate(work.table.works):
+        op = done.op
+        found = read.get(op.index)
+        if found is None:
             continue
-        saved += item.cost.work_s
-        if item.operator in products:
-            op = item.work.op
+        saved += float(seconds[row])
+        if op.index in products:
             again = _AGAIN if op.role is Role.BACKWARD else 1.0
-            each = op.flops * trips[item.operator] / math.prod(item.parts)
+            each = op.flops * float(work.table.trips[row] / work.parts[row])
             kernel = each * again * (0.5 if found.causal else 1.0)
             saved -= kernel / (efficiency * device.peak(found.dtype))
     return max(0.0, saved)
@@ -170,20 +160,20 @@ def is_repeated(op: Operator) -> bool:
 
 
 def axis_uses(
-    assignment: Assignment, work: Sequence[CostItem], names: Sequence[str]
+    assignment: Assignment, work: Work, names: Sequence[str]
 ) -> tuple[AxisUse, ...]:
     """The use of each mesh axis.
 
     Args:
       assignment: strategies as layouts.
-      work: the items of the work of a step.
+      work: what a device computes; splitting it shortens all but starts of kernels.
       names: of the mesh axes.
     """
-    total = sum(_divisible_s(item) for item in work)
+    total = float(work.planned_s.sum())
     split = [0.0] * len(names)
-    for item in work:
-        for axis in _axes(assignment, item.operator):
-            split[axis] += _divisible_s(item)
+    for done, seconds in zip(work.table.works, work.planned_s.tolist(), strict=True):
+        for axis in _axes(assignment, done.op.index):
+            split[axis] += seconds
     held = frozenset[int]().union(
         *(axes_of(assignment.home_layout(i.value)) for i in assignment.graph.inputs)
     )
@@ -201,11 +191,6 @@ def axis_uses(
 def _part_left(split: float, total: float) -> float:
     """The part that is not split; of no work, everything."""
     return min(1.0, max(0.0, 1.0 - split / total)) if total else 1.0
-
-
-def _divisible_s(item: CostItem) -> float:
-    """Seconds of work that splitting it would shorten: not the start of its kernel."""
-    return item.cost.matrix_s + item.cost.vector_s
 
 
 def _axes(assignment: Assignment, member: int) -> frozenset[int]:

@@ -8,8 +8,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
 from autopar.cost.breakdown import CostBreakdown, step_s
-from autopar.cost.evaluate import total
-from autopar.cost.items import CostItem, items
+from autopar.cost.estimate import StepEstimate, estimate
 from autopar.planner.worth import is_repeated
 from autopar.reports.explain import BoundPlan
 from autopar.reports.table import collapse, template
@@ -60,12 +59,13 @@ def attributed(bound: BoundPlan, by: str) -> list[Part]:
       bound: the plan.
       by: ``operator`` or ``layer``.
     """
-    priced = items(bound.assignment, bound.pricer)
+    found = estimate(bound.assignment, bound.pricer)
     groups: dict[tuple[str, str, str], list[tuple[str, float]]] = defaultdict(list)
-    members = _members(bound)
-    for item in priced:
-        for what, phase, name, seconds in _told(bound, members, item, by):
-            groups[what, phase, template(name)].append((name, seconds))
+    for what, phase, name, seconds in (
+        *_work_parts(bound, found, by),
+        *_message_parts(bound, found, by),
+    ):
+        groups[what, phase, template(name)].append((name, seconds))
     parts = [
         Part(
             what,
@@ -76,37 +76,37 @@ def attributed(bound: BoundPlan, by: str) -> list[Part]:
         for (what, phase, _), found in groups.items()
     ]
     parts.sort(key=lambda part: -part.seconds)
-    return [*parts, *_of_the_whole(bound, total(priced))]
+    return [*parts, *_of_the_whole(bound, found.cost)]
 
 
-def _members(bound: BoundPlan) -> dict[int, list[Operator]]:
-    """The operators of each class."""
-    found: dict[int, list[Operator]] = defaultdict(list)
-    for op in bound.analysis.graph.operators:
-        found[op.class_index].append(op)
-    return found
-
-
-def _told(
-    bound: BoundPlan, members: dict[int, list[Operator]], item: CostItem, by: str
+def _work_parts(
+    bound: BoundPlan, found: StepEstimate, by: str
 ) -> Iterator[tuple[str, str, str, float]]:
-    """What an item is spent on: what, phase, name and seconds.
+    """The work of each operator: what, phase, name and seconds.
 
     The work of a class is that of its operators, each by how often it runs.
     """
-    analysis = bound.analysis
-    op = analysis.graph.operators[item.operator]
-    if item.collective is not None:
-        value = item.collective.value
-        name = array_name(analysis, value) if by == OPERATOR else layer_of(op)
-        kind = item.collective.step.kind
-        yield kind, op.role.value, name, item.cost.communication_s
-    elif item.work is not None and item.cost.work_s:
-        for o in members[item.operator]:
-            name = operator_name(analysis, o.index) if by == OPERATOR else layer_of(o)
-            part = o.trips / analysis.trips[item.operator]
-            what = AGAIN if is_repeated(o) else COMPUTE
-            yield what, o.role.value, name, part * item.cost.work_s
+    analysis, work = bound.analysis, found.work
+    members: dict[int, list[Operator]] = defaultdict(list)
+    for op in analysis.graph.operators:
+        members[op.class_index].append(op)
+    seconds = (work.planned_s + work.kernel_s).tolist()
+    for member, own in zip(work.table.operators.tolist(), seconds, strict=True):
+        for op in members[member] if own else ():
+            name = operator_name(analysis, op.index) if by == OPERATOR else layer_of(op)
+            what = AGAIN if is_repeated(op) else COMPUTE
+            yield what, op.role.value, name, op.trips / analysis.trips[member] * own
+
+
+def _message_parts(
+    bound: BoundPlan, found: StepEstimate, by: str
+) -> Iterator[tuple[str, str, str, float]]:
+    """The seconds of each collective: what, phase, name and seconds."""
+    sent = found.messages
+    for c, own in zip(sent.collectives, sent.planned_s.tolist(), strict=True):
+        op = bound.analysis.graph.operators[c.operator]
+        name = layer_of(op) if by == LAYER else array_name(bound.analysis, c.value)
+        yield c.step.kind, op.role.value, name, own
 
 
 def layer_of(op: Operator) -> str:

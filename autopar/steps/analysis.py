@@ -52,9 +52,11 @@ from autopar.steps.uses import Source, ValueClass, collect
 from autopar.steps.widening import rounded, widened
 from autopar.steps.work import (
     OperatorWork,
+    WorkTable,
     class_trips,
     in_memory,
     operator_work,
+    work_table,
 )
 from autopar_errors import InputError
 from autopar_passes.graph.build import step_graph
@@ -248,6 +250,20 @@ class Analysis:
 
     @functools.cached_property
     def _works(self) -> dict[bool, dict[int, OperatorWork]]:
+        return {}
+
+    def work_table(self, *, streamed: bool = False) -> WorkTable:
+        """`works` as arrays; likewise."""
+        known = self._work_tables.get(streamed)
+        if known is None:
+            works = self.works(streamed=streamed)
+            known = self._work_tables[streamed] = work_table(
+                works, self.contraction, self.dim_labels, self.trips
+            )
+        return known
+
+    @functools.cached_property
+    def _work_tables(self) -> dict[bool, WorkTable]:
         return {}
 
     @functools.cached_property

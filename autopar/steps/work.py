@@ -9,9 +9,12 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
+from autopar.steps.batch import DimLabels
 from autopar.steps.fusion import Fusion, is_elementwise, is_product, side_factors
+from autopar.steps.nodes import Contraction
 from autopar.steps.rounded import NOT_ROUNDED, Rounded
 from autopar_passes.graph.operators import Operator, OperatorGraph, producers
+from autopar_passes.graph.roles import Role
 from autopar_passes.program.equations import Value
 
 # Operators that read a part of their first operand, as large as their result.
@@ -60,14 +63,6 @@ class OperatorWork:
         """Bytes that it reads from memory and writes to it, of whole arrays."""
         return sum(n for _, n in self.traffic)
 
-    def memory_parts(self, parts: Sequence[float]) -> float:
-        """Into how many parts its memory traffic is split.
-
-        Args:
-          parts: into how many each factor of its rule is split.
-        """
-        return math.prod(n for f, n in enumerate(parts) if f not in self.looked_up)
-
     @property
     def is_matrix(self) -> bool:
         """Whether the matrix units do it."""
@@ -78,6 +73,132 @@ class OperatorWork:
     def unfolds(self) -> bool:
         """Whether it is a convolution, which may unfold its patches."""
         return self.op.kind == "conv_general_dilated"
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class WorkTable:
+    """The work of a step's operators as arrays, a row for each class of them.
+
+    Attributes:
+      works: what the first operator of each class does.
+      operators: int ``[rows]``, the position of that operator.
+      trips: ``[rows]``, runs of all operators of the class in a step.
+      update: bool ``[rows]``, whether they belong to the update.
+      kernels: bool ``[rows]``, whether they start a kernel of their own.
+      matrix: bool ``[rows]``, whether the matrix units do them.
+      flops: ``[rows]``, FLOPs of one run on whole arrays.
+      flops_degree: int ``[rows]``, the number of factors that grow with the batch.
+      nbytes: ``[rows, degrees]``, bytes of memory traffic of one run, of the arrays
+        that have so many dimensions that grow with the batch.
+      sides: ``[rows, 3]``, M, N and K of products; 1 of all else.
+      sides_degree: int ``[rows, 3]``, the number of their factors that grow.
+      split_by: int ``[rows, factors]``, where `node_splits` has the parts of each
+        factor of a rule; 0 where there is none.
+      memory_split_by: the same of the factors that split memory traffic.
+      sides_split_by: int ``[rows, 3, factors]``, the same of the factors of the sides.
+      alike: the rows that one formula prices together.
+    """
+
+    works: tuple[OperatorWork, ...]
+    operators: np.ndarray
+    trips: np.ndarray
+    update: np.ndarray
+    kernels: np.ndarray
+    matrix: np.ndarray
+    flops: np.ndarray
+    flops_degree: np.ndarray
+    nbytes: np.ndarray
+    sides: np.ndarray
+    sides_degree: np.ndarray
+    split_by: np.ndarray
+    memory_split_by: np.ndarray
+    sides_split_by: np.ndarray
+    alike: tuple[np.ndarray, ...]
+
+
+def first_splits(contraction: Contraction) -> list[int]:
+    """Where a list of the splits of all nodes has those of each; the first is 1.
+
+    Args:
+      contraction: the nodes.
+    """
+    sizes = [len(node.factors) for node in contraction.nodes]
+    return np.cumsum([1, *sizes])[:-1].tolist()
+
+
+def work_table(
+    works: Mapping[int, OperatorWork],
+    contraction: Contraction,
+    labels: DimLabels,
+    trips: Mapping[int, float],
+) -> WorkTable:
+    """The work of a step as arrays.
+
+    Args:
+      works: class -> what its operators do.
+      contraction: the nodes that decide for them.
+      labels: the dimensions and factors that grow with the batch.
+      trips: class -> the runs of all its operators in a step.
+    """
+    first, rows = first_splits(contraction), list(works.values())
+    splits: list[list[int]] = []
+    memory: list[list[int]] = []
+    sides: list[list[list[int]]] = []
+    growing: list[frozenset[int]] = []
+    alike: dict[object, list[int]] = {}
+    for row, work in enumerate(rows):
+        op = work.op
+        node = contraction.node(op)
+        own = node.members[op.class_index]
+        places = [first[node.index] + k if k >= 0 else 0 for k in own]
+        splits.append(places)
+        memory.append([0 if f in work.looked_up else k for f, k in enumerate(places)])
+        sides.append([[places[f] for f in side] for side in work.sides or ((),) * 3])
+        growing.append(labels.batch_factors(op.index))
+        kernel = None if op.kernel is None else (op.kernel.dtype, op.kernel.efficiency)
+        kind = work.dtype, work.itemsize, work.is_matrix, kernel, work.unfolds
+        alike.setdefault((*kind, bool(work.sides)), []).append(row)
+    traffic = [[(labels.degree(v), n) for v, n in work.traffic] for work in rows]
+    degrees = 1 + max((d for own in traffic for d, _ in own), default=0)
+    nbytes = np.zeros((len(rows), degrees))
+    for row, own in enumerate(traffic):
+        for degree, size in own:
+            nbytes[row, degree] += size
+    whole = [
+        [math.prod(w.op.rule.sizes[f] for f in side) for side in w.sides or ((),) * 3]
+        for w in rows
+    ]
+    grow = [
+        [sum(f in own for f in side) for side in w.sides or ((),) * 3]
+        for w, own in zip(rows, growing, strict=True)
+    ]
+    longest = max((len(places) for places in splits), default=0)
+    flat = _padded([side for own in sides for side in own], longest)
+    return WorkTable(
+        works=tuple(rows),
+        operators=np.array([w.op.index for w in rows], int),
+        trips=np.array([trips[member] for member in works], float),
+        update=np.array([w.op.role is Role.UPDATE for w in rows], bool),
+        kernels=np.array([w.kernel for w in rows], bool),
+        matrix=np.array([w.is_matrix for w in rows], bool),
+        flops=np.array([w.op.flops for w in rows], float),
+        flops_degree=np.array([len(own) for own in growing], int),
+        nbytes=nbytes,
+        sides=np.array(whole, float).reshape(len(rows), 3),
+        sides_degree=np.array(grow, int).reshape(len(rows), 3),
+        split_by=_padded(splits, longest),
+        memory_split_by=_padded(memory, longest),
+        sides_split_by=flat.reshape(len(rows), 3, longest),
+        alike=tuple(np.array(own, int) for own in alike.values()),
+    )
+
+
+def _padded(rows: Sequence[Sequence[int]], length: int) -> np.ndarray:
+    """Rows of places, filled up with the place of what is not split."""
+    out = np.zeros((len(rows), length), int)
+    for k, places in enumerate(rows):
+        out[k, : len(places)] = places
+    return out
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -40,7 +40,7 @@ WRONG = [
     ("passes/autopar_passes/debug.py", "autopar_solver.ilp", "the layers"),
     ("autopar/plans/specs.py", "autopar.planner.plan", "autopar's rooms"),
     ("autopar/cluster/groups.py", "autopar.cluster.cluster", "clusters"),
-    ("autopar/cost/items.py", "autopar.cost.evaluate", "the cost"),
+    ("autopar/cost/pricer.py", "autopar.cost.estimate", "the cost"),
     ("autopar/steps/nodes.py", "autopar.steps.analysis", "the step"),
     ("autopar/layouts/layout.py", "autopar.layouts.copies", "layouts"),
     ("autopar/runtime/world.py", "autopar.runtime.timing", "the runtime"),

@@ -17,11 +17,12 @@ from __future__ import annotations
 
 import dataclasses
 
+import numpy as np
+
 from autopar.cost.breakdown import added_s, step_s
 from autopar.cost.combining import ALONE, GATHERS, SUMS
-from autopar.cost.compute import work_once_s
-from autopar.cost.evaluate import total
-from autopar.cost.items import items, parts_of
+from autopar.cost.compute import work_s
+from autopar.cost.estimate import estimate
 from autopar.cost.local import sent_bytes
 from autopar.cost.pricer import Pricer
 from autopar.cost.work import partial_runs, partial_work_s, share_of
@@ -59,11 +60,9 @@ def corrections(assignment: Assignment, pricer: Pricer) -> Corrections:
     ``pairwise_s(...) + corrections(...).total_s`` is the time of a step. Without
     combined messages and without merged copies the two are equal.
     """
-    found = items(assignment, pricer)
-    shared_s = sum(
-        i.collective.shared_s(pricer) for i in found if i.collective is not None
-    )
-    cost = total(found)
+    found = estimate(assignment, pricer)
+    shared_s = sum(c.shared_s(pricer) for c in found.messages.collectives)
+    cost = found.cost
     hidden_s = added_s(cost) - step_s(cost)
     alone_s = added_s(cost) - shared_s
     merged_s = pairwise_s(assignment, pricer) - alone_s
@@ -89,9 +88,10 @@ def paired_work_s(assignment: Assignment, pricer: Pricer) -> float:
     out = 0.0
     for member, work in works.items():
         strategy = assignment.strategies[contraction.node_of[member]]
-        parts = parts_of(contraction, pricer, work.op, strategy)
+        own = contraction.node(work.op).members[member]
+        parts = [pricer.group(strategy[f]) if f >= 0 else 1 for f in own]
         kernel_s = device.kernel_latency_s if work.kernel else 0.0
-        once_s = work_once_s(work, parts, device)
+        once_s = float(work_s(work, np.array([parts], float), device)[0])
         out += analysis.trips[member] * (once_s + kernel_s)
     for (maker, member), trips in partial_runs(analysis, pricer).items():
         partial = assignment.partial(assignment.graph.operators[maker])

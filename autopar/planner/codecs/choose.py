@@ -32,8 +32,7 @@ from autopar.cost.codecs.collectives import collectives_s
 from autopar.cost.codecs.matrix import Prices
 from autopar.cost.codecs.price import CodecPrice, codec_price, compiler_price
 from autopar.cost.codecs.route import route_of
-from autopar.cost.evaluate import total as total_cost
-from autopar.cost.items import items
+from autopar.cost.estimate import estimate
 from autopar.cost.pricer import Pricer
 from autopar.errors import InfeasibleError, PlanError
 from autopar.layouts.summation import Summation
@@ -158,7 +157,7 @@ def judged(
     ]
     texts = {s.value: c for s, c in zip(found, codecs, strict=True) if c}
     waiting = dataclasses.replace(candidate.assignment, codecs=texts, _known={})
-    rest = total_cost(items(waiting, pricer))
+    rest = estimate(waiting, pricer).cost
     coded = [a for a, text in zip(after, codecs, strict=True) if text]
     taken = [a.summation for a in after]
     sent = CostBreakdown(
@@ -490,7 +489,7 @@ def _gradients_s(choice: CodecChoice) -> float:
     candidate = choice.candidate
     texts = {site.value: "dense" for site in choice.sites}
     waiting = dataclasses.replace(candidate.assignment, codecs=texts, _known={})
-    rest = total_cost(items(waiting, candidate.pricer))
+    rest = estimate(waiting, candidate.pricer).cost
     longer_s = rest.work_s - candidate.cost.work_s
     return candidate.step_s - (step_s(rest) - longer_s)
 

@@ -1,8 +1,7 @@
 """Seconds of layers on a submesh, for each number of microbatches.
 
-The items of a step's cost are added up by layer. What an item takes depends on the
-rows of a microbatch: products by their table, the rest by piecewise polynomials
-(`autopar.cost.scaling`). Layers that stand for others are priced alone.
+The work and the messages of a step (`autopar.cost.estimate`) are added up by layer, at
+the rows of each microbatch. Layers that stand for others are priced alone.
 
 Communication that nothing waits for runs beside the work of its own layer: gathers of
 parameters beside each microbatch's, sums of gradients beside the backward pass of the
@@ -13,23 +12,15 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
 
 import numpy as np
 
-from autopar.cluster.specs import DeviceSpec
 from autopar.cost.combining import SUMS
-from autopar.cost.items import Paid, paid_of, parts_of
-from autopar.cost.pieces import Pieces, value_at
-from autopar.cost.products import rates_of
+from autopar.cost.estimate import messages_of, work_of
 from autopar.cost.reassociation import compiled_traffic
-from autopar.cost.scaling import collective_pieces_of, tabled_at, work_pieces
 from autopar.cost.traffic import Collective, joined
-from autopar.layouts.assignment import Assignment
 from autopar.planner.stages.layer_map import LayerMap
 from autopar.planner.stages.submeshes import Submesh
-from autopar.steps.work import OperatorWork
-from autopar_passes.graph.roles import Role
 
 # Columns of a table of seconds.
 FORWARD, INPUT, WEIGHT, STEP, AGAIN = range(5)
@@ -57,7 +48,7 @@ class LayerSeconds:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class SecondsPricer:
-    """Prices layers; what operators take is kept, for submeshes share it.
+    """Prices layers.
 
     Attributes:
       layers: the layers.
@@ -66,7 +57,6 @@ class SecondsPricer:
 
     layers: LayerMap
     scales: np.ndarray
-    _known: dict[object, np.ndarray] = dataclasses.field(default_factory=dict)
 
     def price(self, submesh: Submesh) -> LayerSeconds:
         """Seconds of the example layers on a submesh."""
@@ -78,72 +68,54 @@ class SecondsPricer:
         return _overlapped(work, waiting, free, known.overlap, known.contention)
 
     def _add_work(self, submesh: Submesh, out: np.ndarray) -> None:
-        analysis, assignment = self.layers.analysis, submesh.assignment
-        device = submesh.pricer.cluster.device
-        works = analysis.works(streamed=device.streams)
-        for member, runs in self._runs.items():
-            work = works[member]
-            strategy = assignment.works_as(work.op)
-            parts = parts_of(analysis.contraction, submesh.pricer, work.op, strategy)
-            seconds = self._run_s(assignment, device, work, parts)
-            for (column, row), trips in runs.items():
-                out[column, row] += trips * seconds
+        work = work_of(submesh.assignment, submesh.pricer)
+        table = work.table
+        # The update is the same whatever a microbatch is.
+        run_s = np.where(
+            table.update[:, None], work.run_s(np.ones(1)), work.run_s(self.scales)
+        )
+        run_s += work.device.kernel_latency_s * table.kernels[:, None]
+        row_of = {member: row for row, member in enumerate(table.operators.tolist())}
+        places, trips = self._runs
+        members = [row_of[member] for _, _, member in places]
+        columns, rows = np.array([place[:2] for place in places], int).reshape(-1, 2).T
+        np.add.at(out, (columns, rows), trips[:, None] * run_s[members])
 
     @functools.cached_property
-    def _runs(self) -> dict[int, dict[tuple[int, int], float]]:
-        """How often the operators of a class run, by column and example layer."""
+    def _runs(self) -> tuple[list[tuple[int, int, int]], np.ndarray]:
+        """The columns, example layers and classes of operators, and how often they run.
+
+        ``[places]``.
+        """
         layers = self.layers
-        out: dict[int, dict[tuple[int, int], float]] = {}
+        out: dict[tuple[int, int, int], float] = {}
         works = layers.analysis.works()
         for index in layers.operators:
             op = layers.analysis.graph.operators[index]
             if op.class_index not in works or layers.layer[index] < 0:
                 continue
             row = layers.row[int(layers.layer[index])]
-            runs = out.setdefault(op.class_index, {})
             for column in self._columns(index):
-                runs[column, row] = runs.get((column, row), 0.0) + op.trips
-        return out
-
-    def _run_s(
-        self,
-        assignment: Assignment,
-        device: DeviceSpec,
-        work: OperatorWork,
-        parts: tuple[int, ...],
-    ) -> np.ndarray:
-        """Seconds of one run of an operator, with the start of its kernel."""
-        key = (work.op.index, parts, device)
-        known = self._known.get(key)
-        if known is None:
-            scales = self.scales
-            update = work.op.role is Role.UPDATE
-            if update:
-                scales = np.ones_like(scales)
-            tabled = work.is_matrix and work.op.kernel is None
-            if tabled and rates_of(device, work.itemsize) is not None:
-                known = tabled_at(assignment, work, parts, device, scales)
-            else:
-                known = _at(work_pieces(assignment, work, parts, device), scales)
-            known = known + (device.kernel_latency_s if work.kernel else 0.0)
-            self._known[key] = known
-        return known
+                place = column, row, op.class_index
+                out[place] = out.get(place, 0.0) + op.trips
+        return list(out), np.array(list(out.values()), float)
 
     def _add_communication(
         self, submesh: Submesh, waiting: np.ndarray, free: np.ndarray
     ) -> None:
-        layers, assignment, pricer = self.layers, submesh.assignment, submesh.pricer
-        for c, layer in self._collectives(submesh):
-            once = paid_of(assignment, c) is Paid.SYNCHRONISATION
-            columns = (STEP,) if once else self._columns(c.operator)
-            scales = self.scales
-            if once:
-                # Sums of gradients are as large whatever the microbatch is.
-                scales = np.ones_like(scales)
-            seconds = _at(collective_pieces_of(assignment, pricer, c), scales)
+        layers, assignment = self.layers, submesh.assignment
+        found = self._collectives(submesh)
+        sent = messages_of(assignment, submesh.pricer, [c for c, _ in found])
+        # Sums of gradients are as large whatever the microbatch is.
+        each_s = np.where(
+            sent.once[:, None], sent.planned_s[:, None], sent.seconds(self.scales)
+        )
+        for (c, layer), once, seconds in zip(
+            found, sent.once.tolist(), each_s, strict=True
+        ):
             summed = c.place is not None and c.step.kind in SUMS
             hides = c.place is not None and (summed or not once)
-            for column in columns:
+            for column in (STEP,) if once else self._columns(c.operator):
                 (free if hides else waiting)[column, layers.row[layer]] += seconds
 
     def _columns(self, operator: int) -> tuple[int, ...]:
@@ -175,11 +147,6 @@ class SecondsPricer:
                 found, middles[:-1].tolist(), middles[1:].tolist(), strict=True
             )
         ]
-
-
-def _at(pieces: Pieces, scales: Sequence[float] | np.ndarray) -> np.ndarray:
-    """A piecewise polynomial at some points."""
-    return np.array([value_at(pieces.at(x), x) for x in map(float, scales)])
 
 
 def _overlapped(

@@ -10,7 +10,6 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 import numpy as np
 
 from autopar.cluster import Cluster, LinkSpec
-from autopar.cost.items import CostItem, Paid
 from autopar.cost.live import habits_of
 from autopar.layouts.assignment import Assignment
 from autopar.layouts.layout import shards
@@ -137,14 +136,19 @@ def _task_seconds(
         members[op.class_index].append(op.equation)
     out: dict[TaskKey, float] = defaultdict(float)
     once = TaskKey(Phase.UPDATE, stage, 0)
-    for item in candidate.items:
-        seconds = item.cost.work_s + item.cost.communication_s + item.cost.codec_s
+    work, sent = candidate.estimate.work, candidate.estimate.messages
+    seconds_s = np.concatenate([work.planned_s + work.kernel_s, sent.planned_s])
+    makers = [*work.table.operators.tolist(), *(c.operator for c in sent.collectives)]
+    paid_once = [*work.table.update.tolist(), *sent.once.tolist()]
+    for maker, seconds, update in zip(
+        makers, seconds_s.tolist(), paid_once, strict=True
+    ):
         if not seconds:
             continue
-        if _once(item):
+        if update:
             out[once] += seconds
             continue
-        equations = members[graph.operators[item.operator].class_index]
+        equations = members[graph.operators[maker].class_index]
         for index in equations:
             for key in tasks.get(index, (once,)):
                 out[key] += seconds / len(equations)
@@ -152,11 +156,6 @@ def _task_seconds(
     cost = candidate.cost
     hidden_s = cost.cover_s - cost.contention_s
     return {k: s * (1 - hidden_s / whole) if whole else s for k, s in out.items()}
-
-
-def _once(item: CostItem) -> bool:
-    """Whether an item is paid once a step."""
-    return item.paid is Paid.SYNCHRONISATION
 
 
 def _tasks_of(cut: CutStep, stage: int) -> dict[int, list[TaskKey]]:

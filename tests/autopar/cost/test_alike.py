@@ -10,10 +10,8 @@ import planner_cases as cases
 import pytest
 
 from autopar.cluster import Cluster
-from autopar.cost.breakdown import FIELDS
 from autopar.cost.brought import Brought
-from autopar.cost.evaluate import total
-from autopar.cost.items import collective_items, items
+from autopar.cost.estimate import messages_of
 from autopar.cost.live import each_held_bytes, habits_of, held_bytes
 from autopar.cost.pricer import Pricer
 from autopar.cost.traffic import joined, traffic
@@ -103,9 +101,16 @@ def test_collectives_cost_the_same_together_and_alone(name: str) -> None:
     for candidate in candidates(name, "2x4:h100"):
         assignment, pricer = candidate.assignment, candidate.pricer
         found = joined(pricer, traffic(assignment))
-        alone = [i for c in found for i in collective_items(assignment, pricer, [c])]
+        sent = messages_of(assignment, pricer, found)
 
-        assert list(collective_items(assignment, pricer, found)) == alone
+        assert sent.planned_s.tolist() == pytest.approx(
+            [c.seconds(pricer) for c in found]
+        )
+        for k, c in enumerate(found):
+            alone = messages_of(assignment, pricer, [c])
+            assert alone.bytes_s[0] == sent.bytes_s[k]
+            assert alone.sent_bytes[0] == sent.sent_bytes[k]
+            assert alone.once[0] == sent.once[k]
 
 
 @pytest.mark.parametrize("tiled", [False, True])
@@ -118,12 +123,3 @@ def test_inputs_hold_the_same_together_and_alone(name: str, *, tiled: bool) -> N
         assert each_held_bytes(assignment, tiled=tiled) == [
             held_bytes(assignment, given, tiled=tiled) for given in inputs
         ]
-
-
-def test_a_total_is_the_sum_of_each_field() -> None:
-    (candidate, *_) = candidates("mlp_adamw_clip", "2x4:h100")
-    found = items(candidate.assignment, candidate.pricer)
-    cost = total(iter(found))
-
-    for name in FIELDS:
-        assert getattr(cost, name) == sum(getattr(i.cost, name) for i in found)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from autopar.cluster import DeviceSpec
-from autopar.cost.compute import work_once_s, work_s
+from autopar.cost.compute import work_s
 from autopar.steps.analysis import analyse
 from autopar.steps.work import OperatorWork
 
@@ -46,9 +46,7 @@ def works() -> dict[str, OperatorWork]:
 def seconds(work: OperatorWork, *factors: int) -> float:
     """Of one shard, each of the factors split into `PARTS`."""
     split = [PARTS if f in factors else 1 for f in range(len(work.op.rule.sizes))]
-    once = work_once_s(work, split, DEVICE)
-    assert once == pytest.approx(work_s(work, np.array([split], float), DEVICE)[0])
-    return once
+    return float(work_s(work, np.array([split], float), DEVICE)[0])
 
 
 @pytest.mark.parametrize("kind", ["gather", "scatter-add"])

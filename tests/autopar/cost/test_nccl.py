@@ -14,7 +14,7 @@ from autopar.cluster.rates import LINK_RATES, NCCL_CLASSES, collective_knots
 from autopar.cluster.specs import KINDS
 from autopar.cost.collectives import (
     collective_bytes,
-    collective_pieces,
+    collective_curve,
     collective_s,
     collective_s_per_byte,
 )
@@ -78,8 +78,9 @@ def test_no_byte_takes_less_than_the_least(
 def test_times_are_continuous(name: str, shape: str, kind: str) -> None:
     assume(not stepped(name, kind))
     axes = Cluster.parse(f"{shape}:{name}").default_mesh().axes
-    pieces = collective_pieces(kind, axes)
-    for (_, a, b), (start, c, d) in itertools.pairwise(pieces):
+    curve = collective_curve(kind, axes)
+    after = zip(curve.starts[1:], itertools.pairwise(curve.lines), strict=True)
+    for start, ((a, b), (c, d)) in after:
         assert a + b * start == pytest.approx(c + d * start, rel=1e-6)
 
 

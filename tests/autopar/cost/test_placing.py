@@ -12,7 +12,6 @@ import pytest
 
 from autopar.cluster import Cluster
 from autopar.cost.combining import SUMS
-from autopar.cost.items import seconds_of, timelines
 from autopar.cost.placing import Placing, placing
 from autopar.cost.pricer import Pricer
 from autopar.planner.candidate import Candidate
@@ -134,7 +133,7 @@ def test_a_loop_that_communicates_is_a_part_of_its_own() -> None:
 @pytest.mark.parametrize("scan", [False, True])
 def test_messages_expose_no_less_than_their_arrays(scan: bool) -> None:
     plan = fsdp(scan)
-    for line in timelines(plan.assignment, seconds_of(plan.items)):
+    for line in plan.timelines:
         assert line.exposed_s(1.0) >= line.least_s(1.0)
     assert plan.report.bound <= plan.step_s
 

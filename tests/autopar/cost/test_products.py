@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -15,7 +16,7 @@ import autopar
 from autopar.cluster.calibration import CALIBRATIONS
 from autopar.cluster.presets import PRESETS
 from autopar.cluster.specs import DeviceSpec
-from autopar.cost.compute import work_once_s
+from autopar.cost.compute import work_s
 from autopar.cost.products import product_s, rates_of
 from autopar.steps.analysis import analyse
 from autopar.steps.fusion import Fusion
@@ -194,7 +195,7 @@ def test_a_convolution_of_each_channel_waits_for_memory() -> None:
     (op,) = [op for op in graph.operators if op.kind == "conv_general_dilated"]
     work = operator_work(graph, op, all_in_memory(graph))
 
-    found = work_once_s(work, [1] * len(op.rule.sizes), H100)
+    (found,) = work_s(work, np.ones((1, len(op.rule.sizes))), H100)
 
     memory_s = 2 * x.nbytes / H100.memory_bandwidth_bytes_per_s
     assert memory_s <= found < 1.5 * memory_s

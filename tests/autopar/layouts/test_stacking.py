@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 import random
 from typing import Any
 
@@ -18,7 +17,7 @@ from pairwise import paired_work_s
 from planner_steps import normal, training
 
 from autopar.cluster import Cluster
-from autopar.cost.items import work_items
+from autopar.cost.estimate import work_of
 from autopar.layouts.assignment import Assignment
 from autopar.layouts.layout import shards
 from autopar.planner.options import PlanOptions
@@ -98,20 +97,20 @@ def test_what_adds_partial_sums_works_on_the_whole_of_them(name: str) -> None:
         plan = harness.random_plan(case, sizes, random.Random(f"{name} {k}"))
         pricer = harness.pricer_of(sizes)
         makers = {c for s in plan.stackings.values() for c in s.deferral.contributions}
-        found = list(work_items(plan, pricer))
-        for item in found:
-            assert item.work is not None
-            op = item.work.op
+        found = work_of(plan, pricer)
+        for done, parts in zip(found.table.works, found.parts.tolist(), strict=True):
+            op = done.op
             held = plan.stacked(op.outputs[0])
             if held is None or op.index in makers:
                 continue
             kept = {f for d in op.rule.results[0] for f in d}
-            parts = math.prod(n for f, n in enumerate(item.parts) if f in kept)
+            if len(kept) < len(op.rule.sizes):
+                continue
             assert parts == shards(held[1], sizes)
             split += parts < shards(plan.home_layout(op.outputs[0]), sizes)
         if all_wait(plan):
             paired += bool(plan.stackings)
-            work_s = sum(item.cost.work_s for item in found)
+            work_s = found.planned_s.sum() + found.kernel_s.sum()
             assert paired_work_s(plan, pricer) == pytest.approx(work_s, rel=1e-12)
     assert split
     assert paired

@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autopar import Cluster
-from autopar.cost.breakdown import added_s, step_s
-from autopar.cost.evaluate import evaluate
+from autopar.cost.breakdown import added_s
+from autopar.cost.estimate import estimate
 from autopar.cost.pricer import Pricer
 from autopar.planner.candidate import candidate_of
 from autopar.planner.problem import formulate
@@ -66,7 +66,7 @@ def test_never_slower_than_the_plan_of_a_problem_without(
         pricer = Pricer(cluster, mesh)
         best = solve_mesh(found, pricer)
         other = solve_mesh(found, Pricer(plain, mesh))
-        other_s = step_s(evaluate(other.assignment, pricer))
+        other_s = estimate(other.assignment, pricer).seconds()
         # What is hidden is found in few rounds, which leave up to a percent.
         assert best.step_s <= other_s * (1 + 1e-2)
         assert best.bound_s <= min(best.step_s, other_s) * (1 + 1e-9)

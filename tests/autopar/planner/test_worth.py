@@ -16,7 +16,7 @@ from planner_steps import mlp_batch, mlp_block, mlp_loss, mlp_params, training
 
 import autopar
 from autopar.cluster import Cluster
-from autopar.cost.items import items
+from autopar.cost.estimate import estimate
 from autopar.cost.pricer import Pricer
 from autopar.layouts.assignment import Assignment
 from autopar.planner.experts import expert_plans
@@ -61,7 +61,7 @@ def batch_over(analysis: Analysis, axis: int, sizes: tuple[int, ...]) -> Worth:
     )
     assignment = Assignment(analysis, sizes, strategies, {})
     pricer = pricer_of(sizes)
-    return worth_of(assignment, pricer, items(assignment, pricer), 1.0)
+    return worth_of(estimate(assignment, pricer), 1.0)
 
 
 def test_one_device_costs_what_its_own_plan_does() -> None:
@@ -90,7 +90,7 @@ def test_a_step_that_does_not_fit_one_device_says_so() -> None:
         {},
     )
     pricer = Pricer(cluster, mesh)
-    worth = worth_of(whole, pricer, items(whole, pricer), 1.0)
+    worth = worth_of(estimate(whole, pricer), 1.0)
     assert not worth.one_device_fits
     assert "if it held" in worth_lines(worth)[0]
 
@@ -156,7 +156,7 @@ def test_parameters_that_belong_to_a_part_of_the_batch_are_experts() -> None:
     )
     assignment = Assignment(analysis, (4,), strategies, {})
     pricer = pricer_of((4,))
-    worth = worth_of(assignment, pricer, items(assignment, pricer), 1.0)
+    worth = worth_of(estimate(assignment, pricer), 1.0)
     assert worth.scheme == "expert parallel over x (4)"
 
 
@@ -182,7 +182,8 @@ def test_usual_plans_are_called_by_their_names() -> None:
         made = found[name]
         assert made is not None
         pricer = dataclasses.replace(made.pricer, mesh=made.mesh)
-        worth = worth_of(made.assignment, pricer, made.items, made.step_s)
+        named = dataclasses.replace(made.estimate, pricer=pricer)
+        worth = worth_of(named, made.step_s)
         assert worth.scheme == scheme
 
 

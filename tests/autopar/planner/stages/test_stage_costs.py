@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 from layer_cases import BLOCKS, COUNTS, SCALES, WIDTH, layers_of, on
 
+from autopar.cost.estimate import estimate
 from autopar.cost.live import live
-from autopar.cost.scaling import batch_curve
 from autopar.planner.stages.memory import BytesPricer
 from autopar.planner.stages.seconds import LayerSeconds, SecondsPricer
+from autopar.planner.stages.submeshes import Submesh
 
 
 def whole_s(case: str, found: LayerSeconds) -> list[float]:
@@ -24,15 +23,21 @@ def whole_s(case: str, found: LayerSeconds) -> list[float]:
     return [m * e + float(o) for m, e, o in zip(COUNTS, each, once, strict=True)]
 
 
+def program_s(submesh: Submesh) -> list[float]:
+    """The same of the program in one piece, without adding up gradients."""
+    found = estimate(submesh.assignment, submesh.pricer)
+    return [
+        found.seconds(1.0, count) - (count * found.accumulate_s if count > 1 else 0.0)
+        for count in COUNTS
+    ]
+
+
 @pytest.mark.parametrize("case", ["mlp", "tied"])
 def test_layers_together_take_what_the_program_takes(case: str) -> None:
     """Without overlap nothing is lost or counted twice, at any size of a microbatch."""
     pricer = SecondsPricer(layers_of(case), SCALES)
     for submesh in on(case, "2x4:cpu"):
-        curve = batch_curve(submesh.assignment, submesh.pricer)
-        assert curve.hidden is None
-        alone = dataclasses.replace(curve, accumulate_s=0.0)
-        expected = [alone.step_s(1.0, count) for count in COUNTS]
+        expected = program_s(submesh)
         found = whole_s(case, pricer.price(submesh))
         # A message has fewer arrays in it where only some layers are priced.
         assert found == pytest.approx(expected, rel=5e-3)
@@ -42,9 +47,7 @@ def test_what_is_hidden_of_layers_is_about_what_is_hidden_of_the_program() -> No
     case = "mlp"
     pricer = SecondsPricer(layers_of(case), SCALES)
     for submesh in on(case, "2x4:a100"):
-        curve = batch_curve(submesh.assignment, submesh.pricer)
-        alone = dataclasses.replace(curve, accumulate_s=0.0)
-        expected = [alone.step_s(1.0, count) for count in COUNTS]
+        expected = program_s(submesh)
         found = whole_s(case, pricer.price(submesh))
         # A message of many layers exposes more than the messages of each of them do.
         assert found == pytest.approx(expected, rel=0.13)

@@ -1,0 +1,460 @@
+"""What a training step does on one device of a mesh, as lists, and what that takes.
+
+A step does work and sends messages (`Work`, `Messages`): arrays with a row for each
+class of operators and for each collective. Some rows are paid by every microbatch,
+others once in a step, when gradients are summed and the state is updated. What a row
+takes depends on the batch of a microbatch, and is priced at any batch by the formulas
+that price the planned one. `StepEstimate` adds the rows up. Reports, goodput and stages
+read its totals.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from autopar.cluster import DeviceSpec
+from autopar.cost.breakdown import CostBreakdown
+from autopar.cost.collectives import collective_s_at
+from autopar.cost.combining import SUMS
+from autopar.cost.compute import roofline_s, shard_s
+from autopar.cost.live import Live, each_held_bytes, live
+from autopar.cost.overlap import Timeline
+from autopar.cost.parts import Part
+from autopar.cost.placing import Placing, placing
+from autopar.cost.pricer import Pricer
+from autopar.cost.replicas import all_collectives
+from autopar.cost.traffic import Collective
+from autopar.layouts.assignment import Assignment
+from autopar.layouts.layout import shards
+from autopar.layouts.stacking import partial_along, without
+from autopar.steps.positions import PASSES
+from autopar.steps.work import WorkTable, first_splits
+from autopar_passes.graph.roles import InputRole, Role
+
+_HELD = {
+    InputRole.PARAMETER: "parameter_bytes",
+    InputRole.OPTIMIZER_STATE: "optimizer_bytes",
+    InputRole.FROZEN: "parameter_bytes",
+    InputRole.BATCH: "batch_bytes",
+}
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Work:
+    """The work of one device, a row for each class of operators.
+
+    Attributes:
+      table: the work on whole arrays.
+      device: the device.
+      parts: ``[rows]``, into how many parts the FLOPs of each are split.
+      memory_parts: the same of memory traffic.
+      sides: ``[rows, 3]``, M, N and K of the shard of a product.
+    """
+
+    table: WorkTable
+    device: DeviceSpec
+    parts: np.ndarray
+    memory_parts: np.ndarray
+    sides: np.ndarray
+
+    @functools.cached_property
+    def kernel_s(self) -> np.ndarray:
+        """``[rows]``, seconds of starting the kernels of all runs in a step."""
+        return self.table.trips * self.table.kernels * self.device.kernel_latency_s
+
+    @functools.cached_property
+    def planned_s(self) -> np.ndarray:
+        """``[rows]``, seconds of all runs in a step at the planned batch."""
+        return self.seconds(np.ones(1))[:, 0]
+
+    def seconds(self, scales: np.ndarray) -> np.ndarray:
+        """`run_s` of all runs in a step."""
+        return self.table.trips[:, None] * self.run_s(scales)
+
+    def run_s(self, scales: np.ndarray) -> np.ndarray:
+        """Seconds of one run, without the start of its kernel.
+
+        Args:
+          scales: ``[scales]``, rows of a microbatch over the planned ones.
+
+        Returns:
+          float64 ``[rows, scales]``.
+        """
+        table = self.table
+        grown = scales[None] ** np.arange(table.nbytes.shape[1])[:, None]
+        nbytes = (table.nbytes / self.memory_parts[:, None]) @ grown
+        flops = (table.flops / self.parts)[:, None]
+        flops = flops * scales ** table.flops_degree[:, None]
+        sides = self.sides[:, None] * scales[:, None] ** table.sides_degree[:, None]
+        out = np.zeros(flops.shape)
+        for rows in table.alike:
+            found = shard_s(
+                table.works[rows[0]],
+                flops[rows].ravel(),
+                nbytes[rows].ravel(),
+                sides[rows].reshape(-1, 3),
+                self.device,
+            )
+            out[rows] = found.reshape(len(rows), -1)
+        return out
+
+
+def work_of(assignment: Assignment, pricer: Pricer) -> Work:
+    """The work of a step under an assignment.
+
+    Args:
+      assignment: strategies as layouts.
+      pricer: the mesh and cluster.
+    """
+    analysis, device = assignment.analysis, pricer.cluster.device
+    table = analysis.work_table(streamed=device.streams)
+    by, memory_by, sides_by = (
+        table.split_by,
+        table.memory_split_by,
+        table.sides_split_by,
+    )
+    sizes = assignment.sizes
+    splits = [1, *(shards((a,), sizes) for s in assignment.strategies for a in s)]
+    if assignment.stackings:
+        by, memory_by, sides_by = by.copy(), memory_by.copy(), sides_by.copy()
+        first = first_splits(analysis.contraction)
+        for row, work in enumerate(table.works):
+            node = analysis.contraction.node_of[work.op.class_index]
+            works_as = assignment.works_as(work.op)
+            if works_as is not assignment.strategies[node]:
+                for places in (by[row], memory_by[row], sides_by[row]):
+                    places[places > 0] += len(splits) - first[node]
+                splits += [shards((axes,), sizes) for axes in works_as]
+    split = np.array(splits, float)
+    return Work(
+        table,
+        device,
+        split[by].prod(axis=-1),
+        split[memory_by].prod(axis=-1),
+        table.sides / split[sides_by].prod(axis=-1),
+    )
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Messages:
+    """The communication of one device, a row for each collective, in program order.
+
+    Attributes:
+      collectives: of one step.
+      once: bool ``[rows]``, whether it is paid once in a step, not by microbatches.
+      hideable: bool ``[rows]``, whether nothing waits for it, so that work may hide it.
+      row_of: int ``[rows]``, the row of `priced` that says what it takes.
+      priced: one collective for each price, and how many dimensions of its array grow
+        with the batch.
+      pricer: the mesh and cluster.
+    """
+
+    collectives: tuple[Collective, ...]
+    once: np.ndarray
+    hideable: np.ndarray
+    row_of: np.ndarray
+    priced: tuple[tuple[Collective, int], ...]
+    pricer: Pricer
+
+    @functools.cached_property
+    def planned_s(self) -> np.ndarray:
+        """``[rows]``, seconds of all runs in a step at the planned batch."""
+        return self.seconds(np.ones(1))[:, 0]
+
+    def seconds(self, scales: np.ndarray) -> np.ndarray:
+        """Seconds of all runs in a step; each has its part of its message's.
+
+        Args:
+          scales: ``[scales]``, rows of a microbatch over the planned ones.
+
+        Returns:
+          float64 ``[rows, scales]``.
+        """
+        pricer = self.pricer
+        out = np.zeros((len(self.priced), len(scales)))
+        groups: dict[object, list[int]] = {}
+        for row, (c, _) in enumerate(self.priced):
+            groups.setdefault(pricer.group_of(c.step), []).append(row)
+        for rows in groups.values():
+            found = [self.priced[row] for row in rows]
+            step = found[0][0].step
+            size = np.array([c.size for c, _ in found])
+            whole = [pricer.whole(c.step, c.size, c.message_bytes) for c, _ in found]
+            degree = np.array([degree for _, degree in found])[:, None]
+            trips = np.array([c.trips for c, _ in found])
+            moved_s = [pricer.move_s(c.step, c.size) for c, _ in found]
+            grown = scales**degree
+            axes = tuple(pricer.mesh.axes[a] for a in step.axes)
+            message = np.array(whole)
+            kind = pricer.runs_as(step.kind)
+            wire_s = collective_s_at(kind, message[:, None] * grown, axes)
+            part = np.divide(size, message, out=np.ones_like(size), where=message > 0)
+            waiting = (pricer.skew(axes) * part)[:, None] * wire_s
+            moving = np.array(moved_s)[:, None] * grown
+            out[rows] = trips[:, None] * (waiting + moving)
+        return out[self.row_of]
+
+    @functools.cached_property
+    def bytes_s(self) -> np.ndarray:
+        """``[rows]``, seconds that bytes take, without the latency of messages."""
+        pricer = self.pricer
+        least = [c.trips * pricer.bytes_s(c.step, c.nbytes) for c, _ in self.priced]
+        return np.minimum(self.planned_s, np.array(least)[self.row_of])
+
+    @functools.cached_property
+    def sent_bytes(self) -> np.ndarray:
+        """``[rows]``, bytes that the device sends in a step."""
+        sent = [c.sent_bytes(self.pricer) for c, _ in self.priced]
+        return np.array(sent)[self.row_of]
+
+    def keep(self, rows: np.ndarray) -> Messages:
+        """The messages of some rows.
+
+        Args:
+          rows: bool ``[rows]``.
+        """
+        kept = [c for c, has in zip(self.collectives, rows, strict=True) if has]
+        return dataclasses.replace(
+            self,
+            collectives=tuple(kept),
+            once=self.once[rows],
+            hideable=self.hideable[rows],
+            row_of=self.row_of[rows],
+        )
+
+
+def messages_of(
+    assignment: Assignment, pricer: Pricer, collectives: Sequence[Collective]
+) -> Messages:
+    """The messages of a step under an assignment.
+
+    Args:
+      assignment: strategies as layouts.
+      pricer: the mesh and cluster.
+      collectives: of one step, each with its message.
+    """
+    labels = assignment.analysis.dim_labels
+    numbers: dict[tuple[object, ...], int] = {}
+    priced: list[tuple[Collective, int]] = []
+    row_of: list[int] = []
+    for c in collectives:
+        degree = labels.degree(c.value) if c.size > 0 else 0
+        # What decides the price: layers that are alike have the same.
+        key = c.step.kind, c.step.axes, c.size, c.trips, c.message_bytes, degree
+        number = numbers.setdefault(key, len(priced))
+        if number == len(priced):
+            priced.append((c, degree))
+        row_of.append(number)
+    return Messages(
+        collectives=tuple(collectives),
+        once=np.array([is_once(assignment, c) for c in collectives], bool),
+        hideable=np.array([c.place is not None for c in collectives], bool),
+        row_of=np.array(row_of, int),
+        priced=tuple(priced),
+        pricer=pricer,
+    )
+
+
+def is_once(assignment: Assignment, collective: Collective) -> bool:
+    """Whether a collective is paid once in a step, not by every microbatch.
+
+    Sums of gradients wait for all microbatches; what an update reads comes once.
+    """
+    op = assignment.graph.operators[collective.operator]
+    summed = collective.place is not None and collective.step.kind in SUMS
+    return summed or op.role is Role.UPDATE or op.kind == "return"
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class StepEstimate:
+    """What a training step does on one device of a mesh.
+
+    Attributes:
+      assignment: strategies as layouts.
+      pricer: the mesh and cluster.
+      work: what the device computes.
+      messages: what it sends.
+    """
+
+    assignment: Assignment
+    pricer: Pricer
+    work: Work
+    messages: Messages
+    # Seconds by scale: of a microbatch, once in a step, hidden by all microbatches but
+    # the last, and by the last.
+    _known: dict[float, tuple[float, float, float, float]] = dataclasses.field(
+        init=False, repr=False, default_factory=dict
+    )
+
+    def seconds(self, batch: float = 1.0, accumulation: int = 1) -> float:
+        """Seconds of a step.
+
+        Args:
+          batch: rows of the whole step over the planned ones.
+          accumulation: number of microbatches that they are split into.
+        """
+        micro, once, early, late = self._at(batch / accumulation)
+        added = self.accumulate_s if accumulation > 1 else 0.0
+        slowed = 1.0 - self.pricer.cluster.device.calibrated.contention
+        hidden = (accumulation - 1) * early + late
+        return accumulation * (micro + added) + once - slowed * hidden
+
+    def microbatch_s(self, scale: float = 1.0) -> float:
+        """Seconds that every microbatch pays, with nothing hidden.
+
+        Args:
+          scale: rows of the microbatch over the planned ones.
+        """
+        return self._at(scale)[0]
+
+    def _at(self, scale: float) -> tuple[float, float, float, float]:
+        found = self._known.get(scale)
+        if found is None:
+            work, sent = self.work, self.messages
+            scales = np.array([scale])
+            work_s = work.seconds(scales)[:, 0] + work.kernel_s
+            sent_s = sent.seconds(scales)[:, 0]
+            once = float(work_s[work.table.update].sum() + sent_s[sent.once].sum())
+            micro = float(work_s.sum() + sent_s.sum()) - once
+            late = self._hidden_s(work_s, sent_s)
+            early = self._hidden_s(work_s, np.where(sent.once, 0.0, sent_s))
+            found = self._known[scale] = micro, once, early, late
+        return found
+
+    def _hidden_s(self, work_s: np.ndarray, sent_s: np.ndarray) -> float:
+        """Seconds of communication that run beside work."""
+        share = self.pricer.cluster.device.calibrated.overlap
+        if not share:
+            return 0.0
+        lines = self._timelines(work_s, sent_s)
+        return sum(line.communication_s - line.exposed_s(share) for line in lines)
+
+    @functools.cached_property
+    def live(self) -> Live:
+        """The arrays that the device holds, each with when it is there."""
+        return live(self.assignment, self.pricer.cluster.device)
+
+    @functools.cached_property
+    def placed(self) -> Placing:
+        """The parts of the step in which messages run."""
+        return placing(self.assignment, self.messages.collectives)
+
+    @functools.cached_property
+    def timelines(self) -> tuple[Timeline, ...]:
+        """Work, and communication that may be hidden, of both passes."""
+        work_s = self.work.planned_s + self.work.kernel_s
+        return self._timelines(work_s, self.messages.planned_s)
+
+    def _timelines(
+        self, work_s: np.ndarray, sent_s: np.ndarray
+    ) -> tuple[Timeline, ...]:
+        """The work and the communication of both passes, by position.
+
+        Communication of the update, and what something waits for, is in none of them.
+        """
+        places = self.assignment.analysis.positions
+        whole = self.pricer.cluster.device.calibrated.whole_messages
+        by_class, gathers, sums = np.zeros((3, len(self.assignment.graph.operators)))
+        by_class[self.work.table.operators] = work_s
+        free = np.flatnonzero(self.messages.hideable)
+        made = self.messages.collectives
+        ready = np.array([made[k].ready for k in free], int)
+        summing = np.array([made[k].step.kind in SUMS for k in free], bool)
+        np.add.at(sums, ready[summing], sent_s[free[summing]])
+        np.add.at(gathers, ready[~summing], sent_s[free[~summing]])
+        work = by_class[places.classes] * places.shares
+        parts: list[Part] = []
+        if whole:
+            parts = self.placed.parts(work, sent_s.tolist())
+        after_s = float(work[places.update].sum()) if whole else 0.0
+        return tuple(
+            Timeline(
+                role,
+                np.where(places.roles[role], work, 0.0),
+                np.where(places.roles[role], gathers, 0.0),
+                np.where(places.summed[role], sums, 0.0),
+                after_s if role is Role.BACKWARD else 0.0,
+                tuple(part for part in parts if part.key[0] is role),
+            )
+            for role in PASSES
+        )
+
+    @functools.cached_property
+    def accumulate_s(self) -> float:
+        """Seconds of adding each gradient to its sum: two reads and a write.
+
+        Where the sum over devices waits for all microbatches, each device adds up its
+        own part of it, whole.
+        """
+        assignment, device = self.assignment, self.pricer.cluster.device
+        total = 0.0
+        for deferral in assignment.analysis.deferrals:
+            axes = partial_along(assignment, deferral)
+            for value in deferral.ends:
+                if value in deferral.gradients:
+                    held = assignment.graph.values[value]
+                    layout = without(assignment.home_layout(value), axes)
+                    split = shards(layout, assignment.sizes)
+                    total += float(
+                        roofline_s(
+                            held.size / split,
+                            3.0 * held.nbytes / split,
+                            str(held.dtype),
+                            device,
+                            is_matrix=False,
+                        )
+                    )
+        return total
+
+    @functools.cached_property
+    def cost(self) -> CostBreakdown:
+        """What a step at the planned batch is spent on."""
+        work, sent = self.work, self.messages
+        matrix, hideable = work.table.matrix, sent.hideable
+        latency_s = sent.planned_s - sent.bytes_s
+        kinds = np.array([c.step.kind for c in sent.collectives], object)
+        moved = {
+            f"{kind}_bytes": float(sent.sent_bytes[kinds == kind].sum())
+            for kind in dict.fromkeys(kinds.tolist())
+        }
+        held: dict[str, list[float]] = {}
+        inputs = self.assignment.graph.inputs
+        for given, nbytes in zip(inputs, each_held_bytes(self.assignment), strict=True):
+            held.setdefault(_HELD.get(given.role, "other_bytes"), []).append(nbytes)
+        known = self.pricer.cluster.device.calibrated
+        hidden_s = 0.0
+        if known.overlap:
+            hidden_s = sum(
+                line.communication_s - line.exposed_s(known.overlap)
+                for line in self.timelines
+            )
+        return CostBreakdown(
+            matrix_s=float(work.planned_s[matrix].sum()),
+            vector_s=float(work.planned_s[~matrix].sum()),
+            kernel_s=float(work.kernel_s.sum()),
+            waiting_s=float(sent.bytes_s[~hideable].sum()),
+            hideable_s=float(sent.bytes_s[hideable].sum()),
+            waiting_latency_s=float(latency_s[~hideable].sum()),
+            hideable_latency_s=float(latency_s[hideable].sum()),
+            cover_s=hidden_s,
+            contention_s=known.contention * hidden_s,
+            **moved,
+            **{kind: math.fsum(own) for kind, own in held.items()},
+        )
+
+
+def estimate(assignment: Assignment, pricer: Pricer) -> StepEstimate:
+    """Lists what a step does under an assignment.
+
+    Args:
+      assignment: strategies as layouts.
+      pricer: the mesh and cluster.
+    """
+    collectives = all_collectives(assignment, pricer)
+    sent = messages_of(assignment, pricer, collectives)
+    return StepEstimate(assignment, pricer, work_of(assignment, pricer), sent)
