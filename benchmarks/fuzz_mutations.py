@@ -1,7 +1,8 @@
 """What a format is to `fuzz.py`, and how files are changed: bytes, words, JSON."""
 
-from __future__ import contextlib
+from __future__ import annotations
 
+import contextlib
 import dataclasses
 import io
 import json

@@ -12,6 +12,7 @@ from pairwise import corrections, pairwise_s
 
 from autopar.cluster import Cluster
 from autopar.cost.breakdown import FIELDS, CostBreakdown, exposed_s, step_s
+from autopar.cost.estimate import estimate
 from autopar.cost.live import live
 from autopar.cost.pricer import Pricer
 from autopar.cost.traffic import joined, traffic
