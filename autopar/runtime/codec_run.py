@@ -131,13 +131,18 @@ class CodecRun:
             kept = {k: x for k, x in state.items() if k != "codecs"}
             self._saved, self._state = None, kept
 
+    @property
+    def has_saved(self) -> bool:
+        """Whether a saved state waits for the next step."""
+        return self._saved is not None
+
     def resumed(self, plan: Plan) -> Plan:
         """The plan with the codecs of a saved state that no step has used yet.
 
         Raises:
           PlanError: a codec that was saved is not known here.
         """
-        return plan if self._saved is None else self.recoding.resumed(plan, self._saved)
+        return self.recoding.resumed(plan, self._saved) if self.has_saved else plan
 
     def check_unused(self, plan: Plan) -> None:
         """Checks that no saved state is lost by a plan that compresses nothing.
@@ -145,7 +150,7 @@ class CodecRun:
         Raises:
           PlanError: one was restored.
         """
-        if self._saved is not None:
+        if self.has_saved:
             raise PlanError(
                 f"compression_state: a state was restored, and this plan ({plan.mesh}) "
                 "compresses no gradient, so its residuals would be lost. Plan with the "

@@ -35,6 +35,7 @@ from autopar.runtime.methods import method_of
 from autopar.runtime.noise_run import HasNoise, NoiseRun
 from autopar.runtime.preparation import Preparation, Running, moved_state
 from autopar.runtime.program_store import ProgramStore
+from autopar.runtime.repeated_calls import RepeatedCall, repeated_call
 from autopar.runtime.setting import Setting
 from autopar.runtime.state_mover import named
 from autopar.runtime.step_planner import ANALYSES, StepPlanner
@@ -100,6 +101,7 @@ class ParallelStep(HasNoise, Generic[P, R]):
         self._noise, self.finite = NoiseRun(), cast(Any, None)
         self._batches = arguments.BatchArguments(step, ANALYSES)
         self._current: Running | None = None
+        self._repeated: RepeatedCall | None = None
 
     @property
     def world(self) -> World:
@@ -288,15 +290,37 @@ class ParallelStep(HasNoise, Generic[P, R]):
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """Runs one step; see `autopar.parallelize`. Under a JAX transform, as it is."""
+        if (found := self._repeats(args, kwargs)) is not None:
+            return self._again(*found)
         if any(isinstance(x, Tracer) for x in jax.tree.leaves((args, kwargs))):
             return self._step(*args, **kwargs)
         with without_mesh(), updating():
             with exchange.told(self.world, "reading the arguments"):
                 call = opened_within(self._parameters, args, kwargs)
                 arguments.check_alive(self.__name__, call)
-            return self._run(call)
+            return self._run(call, args, kwargs)
 
-    def _run(self, call: Call) -> Any:
+    def _repeats(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[RepeatedCall, list[Any], list[Any]] | None:
+        """The last call and these arguments, given and placed; None: they differ."""
+        known = self._repeated
+        if known is None or known.running is not self._current:
+            return None
+        if self._codecs.has_saved or self.world.process_count > 1:
+            return None
+        found = known.placed(args, kwargs)
+        return None if found is None else (known, *found)
+
+    def _again(self, known: RepeatedCall, given: list[Any], placed: list[Any]) -> Any:
+        """Runs one step on arguments like those of the last call."""
+        planned = known.running.planned
+        flat = self._issued(planned, placed)
+        known.consume(given, placed, flat)
+        self._advised(planned)
+        return planned.analysis.pytrees.result.returned(flat)
+
+    def _run(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs one step on the arrays of a call."""
         if self._current is not None and self._last_batch != "run":
             count, running = self.world.process_count, self._current.of_full_batch
@@ -310,22 +334,35 @@ class ParallelStep(HasNoise, Generic[P, R]):
         first = not self._current.ready
         placed = self._preparation.placed(planned, call.arrays, first=first)
         self._make_ready()
-        carried = self._store.consumed(planned)
+        running, carried = self._current, self._store.consumed(planned)
         placement.separate(call.arrays, placed, carried)
-        if planned.sums is not None:
-            self._codecs.prepare(planned, placed, self.world)
         with self._preparation.compiling(planned, self.__name__):
-            flat = self._noise.run(planned, placed, self._codecs)
-        if self._store.guard:
-            flat, self.finite = settled(planned, placed, flat)
+            flat = self._issued(planned, placed)
         placement.consume(call.arrays, placed, carried, flat)
-        if planned.sums is not None and (wish := self._codecs.advise(self.world)):
-            self._follow(wish)
         home = homes.home_of(call.arrays)
+        if home is None and self.world.process_count == 1:
+            self._repeated = repeated_call(
+                running, call, args, kwargs, placed, flat, carried
+            )
+        self._advised(planned)
         flat = homes.given_back(
             flat, home, frozenset(planned.analysis.carried.values())
         )
         return planned.analysis.pytrees.result.returned(flat)
+
+    def _issued(self, planned: AnyStep, placed: list[Any]) -> list[Any]:
+        """Runs a program on arrays in their places; returns its flat results."""
+        if planned.sums is not None:
+            self._codecs.prepare(planned, placed, self.world)
+        flat = self._noise.run(planned, placed, self._codecs)
+        if self._store.guard:
+            flat, self.finite = settled(planned, placed, flat)
+        return flat
+
+    def _advised(self, planned: AnyStep) -> None:
+        """Sends gradients by the codecs that the policy wants from now on."""
+        if planned.sums is not None and (wish := self._codecs.advise(self.world)):
+            self._follow(wish)
 
     def _follow(self, wish: Mapping[str, str]) -> None:
         """Sends gradients by the codecs that the policy wants, if they may not wait."""

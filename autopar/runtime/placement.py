@@ -28,6 +28,8 @@ def place(leaf: Any, sharding: NamedSharding) -> Any:
     if isinstance(leaf, jax.Array):
         if leaf.committed and leaf.sharding == sharding:
             return leaf
+    elif type(leaf) is np.ndarray and sharding.is_fully_addressable:
+        return jax_compat.put(leaf, sharding)
     elif not _is_extended(leaf):
         leaf = np.asarray(leaf, jax.typeof(leaf).dtype)
     if is_global(leaf) and _is_extended(leaf):

@@ -52,6 +52,8 @@ class Fixed:
 
     def join(self, arrays: Sequence[Any]) -> Any:
         """The tree with these arrays."""
+        if not self.leaves:
+            return jax.tree.unflatten(self.tree, arrays)
         fixed, given = dict(self.leaves), iter(arrays)
         count = self.tree.num_leaves
         leaves = [fixed[k] if k in fixed else next(given) for k in range(count)]
