@@ -19,7 +19,6 @@ import workloads
 from autopar.compression import adjusting
 from autopar.compression.adjusting import Adjustable, Adjusted, limit_of, room_for
 from autopar.compression.codecs.registry import parse_codec
-from autopar.compression.exchange import wire_bytes
 
 WORKERS = 4
 SHAPES = [(256, 1024), (1024, 256), (256, 256), (256, 768)] * 6 + [(96, 256), (256, 96)]
@@ -55,9 +54,9 @@ def programs(sets: Sequence[Sequence[str]]) -> tuple[int, int, float, float]:
         limit = limit_of([g.codec for g in group])
         room = room_for(group, limit)
         found.add((limit, room))
-        exact = sum(wire_bytes(g.codec, g.shape, WORKERS) for g in group)
+        exact = sum(g.codec.wire_bytes(g.shape, WORKERS) for g in group)
         codec = Adjustable(limit, room)
-        there = sum(wire_bytes(codec, g.shape, WORKERS) for g in group)
+        there = sum(codec.wire_bytes(g.shape, WORKERS) for g in group)
         ratios.append(there / exact)
     different = len({tuple(texts) for texts in sets})
     return different, len(found), sum(ratios) / len(ratios), max(ratios)

@@ -49,7 +49,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent / "network"))
 import language_model
 
 from autopar.compression.codecs.registry import parse_codec
-from autopar.compression.exchange import MeshLinks, wire_bytes
+from autopar.compression.exchange import MeshLinks
 from autopar.compression.feedback import Feedback
 from autopar.compression.gradient import Gradient, init_state
 from autopar.compression.policies import Accordion, GraVAC, topk_levels
@@ -205,7 +205,7 @@ class Trainer:
     def nbytes(self, codecs: Codecs) -> list[float]:
         """That one worker sends of each gradient."""
         found = self.gradients(codecs)
-        return [wire_bytes(g.codec, g.shape, WORKERS) for g in found]
+        return [g.codec.wire_bytes(g.shape, WORKERS) for g in found]
 
     def program(self, codecs: Codecs) -> Callable[..., Any]:
         """``(state, states, batch, step) -> (state, states, sums)``, compiled."""

@@ -36,7 +36,6 @@ from autopar.compression.exchange import (
     MeshLinks,
     chunk_elements,
     exchange,
-    wire_bytes,
 )
 
 WORKERS = 4
@@ -294,7 +293,7 @@ def report(
     seconds = times_s([c for _, c, _ in rows], gradients, moments, repeats)
     sync: list[list[float]] = []
     for (_, codec, _), work_s in zip(rows, seconds, strict=True):
-        nbytes = wire_bytes(codec, (size,), WORKERS)
+        nbytes = codec.wire_bytes((size,), WORKERS)
         sync.append([work_s + 8 * nbytes / (rate * 1e6) for rate in MBIT_PER_S])
     of = next(i for i, row in enumerate(rows) if row[1] is best[0])
     for (name, codec, error), work_s, total_s in zip(rows, seconds, sync, strict=True):
@@ -302,7 +301,7 @@ def report(
             f"{t * 1e3:.1f} ({b / t:.2f}x)"
             for t, b in zip(total_s, sync[of], strict=True)
         ]
-        nbytes = wire_bytes(codec, (size,), WORKERS)
+        nbytes = codec.wire_bytes((size,), WORKERS)
         workloads.row(
             f"{budget:.0%}",
             name,

@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from autopar.cost.codecs.price import CodecPrice
+from autopar.cost.codecs import CodecPrice
 from autopar.plans import GradientDecision
 from autopar.reports.explain import BoundPlan
 from autopar.reports.gradients import codec_options

@@ -28,7 +28,6 @@ import jax
 import jax.numpy as jnp
 
 from autopar.compression.codecs.codec import Codec, CodecContext, Rounds, State
-from autopar.compression.exchange import codec_messages
 
 # Rooms by which sizes differ by a factor of two.
 _STEPS = 2
@@ -68,6 +67,14 @@ class Adjustable(Codec):
     def extent(self, shape: tuple[int, ...]) -> float:
         """See `Codec`."""
         return self.codec.extent(shape)
+
+    def error(self, shape: tuple[int, ...]) -> float:
+        """See `Codec`."""
+        return self.codec.error(shape)
+
+    def cost(self, shape: tuple[int, ...]) -> float:
+        """See `Codec`."""
+        return self.codec.cost(shape)
 
     def reduce(self, chunks: jax.Array, state: State, context: CodecContext) -> Rounds:
         """See `Codec`."""
@@ -131,7 +138,7 @@ class Adjusted:
 
     def nbytes(self, codec: Codec) -> list[float]:
         """Bytes of each message, by another codec."""
-        found = codec_messages(codec, self.shape, self.workers, scatter=self.scatter)
+        found = codec.messages(self.shape, self.workers, scatter=self.scatter)
         return [message.nbytes for message in found]
 
 

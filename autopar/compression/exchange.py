@@ -1,30 +1,116 @@
-"""Runs the rounds of many codecs in step, one collective for each kind of request."""
+"""Runs the rounds of many codecs in step, one collective for each kind of request.
+
+A codec describes the communication of one gradient as a generator. It yields a
+request for each round and is sent the answer. `exchange` runs all generators of a
+bucket in step and makes one collective of what they ask for in the same round.
+
+Where inputs of the program say how much of a request counts (`Part`), its place behind
+the requests before it is computed while the step runs. The message has a fixed size:
+the room of all such requests together, so that one may need more where another needs
+less.
+
+Legend of shapes: n workers, c elements of one chunk, b bytes of one message.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-import functools
+import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
-from autopar.compression import packing
-from autopar.compression.codecs.codec import (
-    AllGather,
-    AllReduce,
-    AllToAll,
-    Codec,
-    CodecContext,
-    Reduced,
-    ReduceScatter,
-    Request,
-    Rounds,
-)
 from autopar_errors import InputTypeError
 from autopar_passes.audit.collectives import sent_ratio
+
+# A codec's state: a pytree of arrays local to one device.
+State = Any
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Part:
+    """How much of a request counts, where an input of the program says so.
+
+    What counts comes first; behind it the answer holds zeros. Such requests travel
+    without the rest (`_packed`).
+
+    Attributes:
+      used: elements of the last dim that count, an int32 scalar, the same on all
+        workers.
+      room: for what part of the last dim the message has room, if the requests that
+        travel with it share theirs.
+    """
+
+    used: jax.Array
+    room: float
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class AllToAll:
+    """Row i of ``payload``, uint8 (n, b), goes to worker i; answer: (n, b)."""
+
+    payload: jax.Array
+    part: Part | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class AllGather:
+    """``payload``, uint8 (b,), goes to all; answer: (n, b)."""
+
+    payload: jax.Array
+    part: Part | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class AllReduce:
+    """``values``, float32 (k,), are summed over the workers; answer: (k,)."""
+
+    values: jax.Array
+    part: Part | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ReduceScatter:
+    """``values``, float32 (n, c), are summed; answer: this worker's row, (c,)."""
+
+    values: jax.Array
+    part: Part | None = None
+
+
+Request = AllToAll | AllGather | AllReduce | ReduceScatter
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Reduced:
+    """The result of a codec for one gradient.
+
+    Attributes:
+      total: the sum over all workers, (n, c), or this worker's row (c,) when
+        scattered. Bit-identical on all workers.
+      sent: what the others understood of this worker's own contribution,
+        (n, c): the error is ``chunks - sent``. Or a function that makes it, from
+        what is in memory anyway: a step that needs no error does not call it.
+      state: the codec's new state.
+      again: makes the total anew, from what is in memory anyway, for a branch that is
+        seldom taken; None: such a branch reads the total.
+    """
+
+    total: jax.Array
+    sent: jax.Array | Callable[[], jax.Array]
+    state: State
+    again: Callable[[], jax.Array] | None = None
+
+    @property
+    def understood(self) -> jax.Array:
+        """What was ``sent``, as an array."""
+        return self.sent() if callable(self.sent) else self.sent
+
+
+Rounds = Generator[Request, jax.Array, Reduced]
 
 
 class Links(Protocol):
@@ -117,10 +203,8 @@ def _answer(
         members.sort(key=lambda k: asked[k].part is not None)
         arrays = [_content(asked[k]) for k in members]
         parts = [asked[k].part for k in members]
-        whole = collective(packing.packed(arrays, parts))
-        for k, answer in zip(
-            members, packing.taken_apart(whole, arrays, parts), strict=True
-        ):
+        whole = collective(_packed(arrays, parts))
+        for k, answer in zip(members, _taken_apart(whole, arrays, parts), strict=True):
             answers[k] = answer
     return answers
 
@@ -154,8 +238,13 @@ class Message:
 
 
 @dataclasses.dataclass(slots=True)
-class _Recorder:
-    """Stands for links and records what is asked of them."""
+class Alone:
+    """Implements `Links` as if all workers held the same; sends nothing.
+
+    Attributes:
+      workers: number of workers.
+      messages: what was asked for, one for each collective.
+    """
 
     workers: int
     messages: list[Message] = dataclasses.field(default_factory=list[Message])
@@ -165,95 +254,88 @@ class _Recorder:
         self.messages.append(Message(kind, nbytes, sent))
 
     def all_to_all(self, payload: jax.Array) -> jax.Array:
+        """See `Links`: everyone has sent this worker its first row."""
         self._record("all_to_all", payload.size)
-        return payload
+        return jnp.broadcast_to(payload[0], payload.shape)
 
     def all_gather(self, payload: jax.Array) -> jax.Array:
+        """See `Links`."""
         self._record("all_gather", payload.size * self.workers)
         return jnp.broadcast_to(payload, (self.workers, *payload.shape))
 
     def all_reduce(self, values: jax.Array) -> jax.Array:
+        """See `Links`."""
         self._record("all_reduce", 4.0 * values.size)
-        return values
+        return values * self.workers
 
     def reduce_scatter(self, values: jax.Array) -> jax.Array:
+        """See `Links`."""
         self._record("reduce_scatter", 4.0 * values.size)
-        return values[0]
+        return values[0] * self.workers
 
 
-@functools.lru_cache(maxsize=1 << 14)
-def codec_messages(
-    codec: Codec, shape: tuple[int, ...], workers: int, *, scatter: bool = False
-) -> tuple[Message, ...]:
-    """The messages of a codec for one gradient, one a round.
-
-    The codec's generator is run on abstract values, so this is what is sent.
-
-    Args:
-      codec: the codec.
-      shape: of the gradient on one device.
-      workers: number of workers, n.
-      scatter: whether each worker needs only its part of the sum.
-    """
-    size = math.prod(shape)
-    if not size:
-        return ()
-    recorder = _Recorder(workers)
-    chunk = chunk_elements(codec, size, workers, scatter=scatter)
-
-    def run(chunks: Any, state: Any, worker: Any) -> Any:
-        context = CodecContext(workers, worker, worker, 0, shape, size, scatter)
-        reduced = exchange([codec.reduce(chunks, state, context)], recorder)[0]
-        return reduced.total
-
-    jax.eval_shape(
-        run,
-        jax.ShapeDtypeStruct((workers, chunk), jnp.float32),
-        jax.eval_shape(lambda: codec.init(shape, workers * chunk, workers)),
-        jax.ShapeDtypeStruct((), jnp.int32),
-    )
-    return tuple(recorder.messages)
+Parts = Sequence[Part | None]
 
 
-# Rows for each worker and columns of the gradient that estimates start from: wide
-# enough that blocks and padding weigh as little as in most gradients.
-_ROWS, _COLUMNS = 64, 1024
+def _room_of(elements: int, room: float) -> int:
+    """Elements for which there is room in a part of so many."""
+    return min(elements, math.ceil(elements * room))
 
 
-def example_messages(
-    codec: Codec, workers: int, *, scatter: bool = False
-) -> tuple[tuple[Message, ...], float]:
-    """The messages of a gradient of 1024 columns, and its `Codec.extent`.
-
-    Those of any other are nearly in proportion to its extent, which spares running
-    the codec on every shape.
+def _packed(arrays: Sequence[jax.Array], parts: Parts) -> jax.Array:
+    """Requests (..., b) side by side, those that count as a whole first.
 
     Args:
-      codec: the codec.
-      workers: number of workers, n.
-      scatter: whether each worker needs only its part of the sum.
+      arrays: the requests, those with a part last.
+      parts: of each; None where all of it counts.
     """
-    shape = (_ROWS * workers, _COLUMNS)
-    return codec_messages(codec, shape, workers, scatter=scatter), codec.extent(shape)
+    count = parts.count(None)
+    out = list(arrays[:count])
+    given = [part for part in parts if part is not None]
+    if given:
+        out.append(_behind_each_other(arrays[count:], given))
+    return jnp.concatenate(out, axis=-1)
 
 
-def wire_cost(
-    codec: Codec, shape: tuple[int, ...], workers: int, *, scatter: bool = False
-) -> tuple[float, int]:
-    """Bytes that one worker sends for a gradient, and in how many rounds."""
-    found = codec_messages(codec, shape, workers, scatter=scatter)
-    return sum(m.sent for m in found), len(found)
+def _taken_apart(
+    whole: jax.Array, arrays: Sequence[jax.Array], parts: Parts
+) -> list[jax.Array]:
+    """The answers (..., b) to the requests of `_packed`, zero behind what counts.
+
+    Args:
+      whole: the answer to all of them, of the same last dim.
+      arrays: the requests.
+      parts: of each.
+    """
+    count = parts.count(None)
+    ends = list(itertools.accumulate(a.shape[-1] for a in arrays[:count]))
+    *answers, rest = jnp.split(whole, ends, axis=-1)
+    given = [part for part in parts if part is not None]
+    if not given:
+        return answers
+    widths = [a.shape[-1] for a in arrays[count:]]
+    padding = [(0, 0)] * (rest.ndim - 1) + [(0, max(widths))]
+    rest = jnp.pad(rest, padding)
+    for width, first, part in zip(widths, _firsts(given), given, strict=True):
+        values = lax.dynamic_slice_in_dim(rest, first, width, axis=-1)
+        counts = lax.iota(jnp.int32, width) < part.used
+        answers.append(jnp.where(counts, values, jnp.zeros((), values.dtype)))
+    return answers
 
 
-def wire_bytes(
-    codec: Codec, shape: tuple[int, ...], workers: int, *, scatter: bool = False
-) -> float:
-    """Bytes that one worker sends for a gradient; see `codec_messages`."""
-    return wire_cost(codec, shape, workers, scatter=scatter)[0]
+def _behind_each_other(arrays: Sequence[jax.Array], parts: Sequence[Part]) -> jax.Array:
+    """What counts of each behind that of the one before, in the room of all."""
+    widths = [a.shape[-1] for a in arrays]
+    room = sum(_room_of(w, p.room) for w, p in zip(widths, parts, strict=True))
+    # What does not count is overwritten by the next; that of the last is cut off.
+    shape = (*arrays[0].shape[:-1], room + max(widths))
+    out = jnp.zeros(shape, arrays[0].dtype)
+    for array, first in zip(arrays, _firsts(parts), strict=True):
+        out = lax.dynamic_update_slice_in_dim(out, array, first, axis=-1)
+    return out[..., :room]
 
 
-def chunk_elements(codec: Codec, size: int, workers: int, *, scatter: bool) -> int:
-    """Elements of one of the chunks that a gradient is cut into."""
-    if scatter:
-        return size // workers
-    return codec.chunk(max(1, -(-size // workers)))
+def _firsts(parts: Sequence[Part]) -> list[jax.Array]:
+    """The place of each in what they share, int32 scalars."""
+    used = [part.used for part in parts]
+    return list(itertools.accumulate(used[:-1], initial=jnp.int32(0)))

@@ -23,9 +23,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from autopar.compression.codecs.dense import Dense
 from autopar.compression.codecs.registry import format_codec, parse_codec
-from autopar.compression.exchange import Links
+from autopar.compression.exchange import Alone, Links
 from autopar.compression.gradient import Gradient, State, init_state
 from autopar.compression.synchronise import SENT, WANTED, synchronise
 from autopar_errors import InputError
@@ -64,10 +63,10 @@ class Fallback:
     def levels_of(self, gradient: Gradient) -> tuple[Gradient, ...]:
         """The gradient by its own codec, then by each codec of the fallback.
 
-        A dense gradient stays dense on all levels. If one level wants a residual, all
-        levels have it.
+        A gradient of which nothing is lost stays as it is on all levels. If one level
+        wants a residual, all levels have it.
         """
-        if isinstance(gradient.codec, Dense):
+        if gradient.codec.lossless:
             return (gradient,) * (1 + len(self.codecs))
         codecs = [gradient.codec, *(parse_codec(text) for text in self.codecs)]
         feedback = gradient.feedback
@@ -77,33 +76,6 @@ class Fallback:
             dataclasses.replace(gradient, codec=codec, feedback=feedback)
             for codec in codecs
         )
-
-
-@dataclasses.dataclass(slots=True)
-class Alone:
-    """Implements `Links` as if all workers held the same; sends nothing.
-
-    Attributes:
-      workers: number of workers.
-    """
-
-    workers: int
-
-    def all_to_all(self, payload: jax.Array) -> jax.Array:
-        """See `Links`: everyone has sent this worker its first row."""
-        return jnp.broadcast_to(payload[0], payload.shape)
-
-    def all_gather(self, payload: jax.Array) -> jax.Array:
-        """See `Links`."""
-        return jnp.broadcast_to(payload, (self.workers, *payload.shape))
-
-    def all_reduce(self, values: jax.Array) -> jax.Array:
-        """See `Links`."""
-        return values * self.workers
-
-    def reduce_scatter(self, values: jax.Array) -> jax.Array:
-        """See `Links`."""
-        return values[0] * self.workers
 
 
 def init_level_states(

@@ -8,9 +8,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from autopar.compression.codecs.codec import Codec
-from autopar.compression.codecs.quantise import without_server_feedback
-from autopar.compression.exchange import chunk_elements
+from autopar.compression.codecs.codec import Codec, chunk_elements
 from autopar.compression.feedback import Feedback
 from autopar_errors import InputError
 
@@ -95,7 +93,7 @@ def init_state(gradient: Gradient, workers: int) -> State:
         return {"residual": (), "codec": ()}
     codec = gradient.codec
     if gradient.scatter:
-        codec = without_server_feedback(codec)
+        codec = codec.scattered()
     elements = workers * gradient.chunk(workers)
     residual: Any = ()
     if gradient.feedback.active:

@@ -19,7 +19,6 @@ import numpy as np
 
 from autopar.compression.chunking import own_part, own_shape
 from autopar.compression.codecs.blocks import materialised
-from autopar.compression.codecs.dense import Dense
 from autopar.compression.encoding import EncodedGroup, Entry, encoded
 from autopar.compression.exchange import Links
 from autopar.compression.feedback import next_residuals, with_residual
@@ -231,7 +230,7 @@ def _synchronise_some(
         coded = {
             k: gradient.seed
             for k, gradient in enumerate(gradients)
-            if not (gradient.scatter or isinstance(gradient.codec, Dense))
+            if not (gradient.scatter or gradient.codec.lossless)
         }
         sent = [w - made[k].known_error for k, w in enumerate(wanted)]
         more = signal_rows(partials, sent, totals, coded, links, step)

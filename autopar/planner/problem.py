@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
-from autopar.cost.codecs.matrix import Prices, coded_matrix
+from autopar.cost.codecs import Prices, coded_matrix
 from autopar.cost.combining import ALONE, GATHERS, SUMS
 from autopar.cost.local import sent_bytes
 from autopar.cost.pricer import Pricer

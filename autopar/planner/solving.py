@@ -23,7 +23,7 @@ import math
 import time
 from collections.abc import Sequence
 
-from autopar.cost.codecs.matrix import Prices
+from autopar.cost.codecs import Prices
 from autopar.cost.combining import Group
 from autopar.cost.pricer import Pricer
 from autopar.errors import PlanError

@@ -17,7 +17,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from autopar.compression.codecs.blocks import WITH_BARRIERS, materialised
-from autopar.compression.codecs.registry import parse_codec
+from autopar.compression.codecs.registry import (
+    codec_class,
+    codec_names,
+    format_codec,
+    parse_codec,
+)
 from autopar.compression.feedback import Feedback
 from autopar.compression.gradient import Gradient, init_state
 from autopar.compression.synchronise import (
@@ -29,13 +34,29 @@ from autopar.profiling import kernels
 
 # Workers that a gradient is divided among.
 WORKERS = 4
-# What is timed. A codec with other parameters is taken in proportion
-# (`autopar.cost.codecs.terms.local_s`).
-CODECS = (
-    "dense", "bf16", "fp8", "int8", "int4", "int4:hadamard=false",
-    "int4:block=32,hadamard=false", "sign", "topk", "randk", "blocktopk", "threshold",
-    "powersgd:rank=2", "powersgd:rank=8", "sketch", "predicted",
-)  # fmt: skip
+# A codec with other parameters is timed where its work differs from that of those that
+# are timed by this factor; others are taken in proportion
+# (`autopar.cost.codecs.local_s`).
+_UNLIKE = 1.25
+
+
+def timed_codecs(elements: int) -> tuple[str, ...]:
+    """The codecs to time: each registered one, by its default and other parameters.
+
+    Args:
+      elements: of the gradient that is timed.
+    """
+    shape = (math.isqrt(elements),) * 2
+    out: list[str] = []
+    for name in codec_names():
+        cls = codec_class(name)
+        known: list[float] = []
+        for codec in (cls(), *cls.choices()):
+            cost = codec.cost(shape)
+            if all(max(cost, c) >= _UNLIKE * min(cost, c) for c in known):
+                known.append(cost)
+                out.append(format_codec(codec))
+    return tuple(out)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

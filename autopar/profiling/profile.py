@@ -50,7 +50,8 @@ class Settings:
     check_bytes: tuple[int, ...]
     # Of the gradient that goes through each codec on each device; 0 times no codec.
     codec_elements: int = 0
-    codecs: tuple[str, ...] = codecs.CODECS
+    # None: `codecs.timed_codecs`.
+    codecs: tuple[str, ...] | None = None
     rounds: int = 5
 
 
@@ -194,7 +195,10 @@ def _programs(
         found["both", size] = kernels.matmul_then_reduce(devices, size)
     if settings.codec_elements:
         found["codec", ""] = codecs.plain(devices, settings.codec_elements)
-        for text in settings.codecs:
+        texts = settings.codecs
+        if texts is None:
+            texts = codecs.timed_codecs(settings.codec_elements)
+        for text in texts:
             progress(f"compiling codec {text}")
             found["codec", text] = codecs.codec(devices, text, settings.codec_elements)
     return found

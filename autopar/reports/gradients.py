@@ -11,27 +11,25 @@ import math
 from collections import defaultdict
 from collections.abc import Sequence
 
-from autopar.compression.codecs.registry import parse_codec
+from autopar.compression.codecs.registry import offered_codecs, parse_codec
 from autopar.compression.exchange import Message
 from autopar.compression.synchronise import TELEMETRY_EVERY
-from autopar.cost.codecs.collectives import (
+from autopar.cost.codecs import (
     SQUARES_BYTES,
     TELEMETRY_BYTES,
-    squares_of,
-)
-from autopar.cost.codecs.price import (
     CodecPrice,
+    Route,
     codec_price,
     compiler_price,
+    local_s,
+    planned_route,
+    squares_of,
     with_wire_bytes,
 )
-from autopar.cost.codecs.route import Route, planned_route
-from autopar.cost.codecs.terms import local_s
 from autopar.cost.collectives import collective_bytes, collective_s
 from autopar.cost.pricer import Pricer
 from autopar.layouts.buckets import WITHIN, Bucket, BucketCollective, bucket_messages
 from autopar.planner.codecs.adjusted import codec_of
-from autopar.planner.codecs.choose import CANDIDATES
 from autopar.plans import GradientDecision
 from autopar.reports.table import CollectiveRow
 
@@ -107,9 +105,7 @@ def _message_row(
 def _work_row(pricer: Pricer, coded: Sequence[GradientDecision]) -> CollectiveRow:
     """Encoding and decoding, which sends nothing."""
     device = pricer.cluster.device
-    seconds = sum(
-        local_s(parse_codec(g.codec), math.prod(g.local_shape), device) for g in coded
-    )
+    seconds = sum(local_s(parse_codec(g.codec), g.local_shape, device) for g in coded)
     names = tuple(g.name for g in coded)
     return CollectiveRow(
         kind="encode",
@@ -164,7 +160,7 @@ def codec_options(
     route = planned_route(gradient, pricer.mesh.axes)
     plain = compiler_price(pricer, route, itemsize)
     priced = {"": dataclasses.replace(plain, wire_bytes=gradient.dense_bytes)}
-    texts = list(dict.fromkeys([gradient.codec, *CANDIDATES]))
+    texts = list(dict.fromkeys([gradient.codec, "", *offered_codecs()]))
     for text in filter(None, texts):
         priced[text] = with_wire_bytes(codec_price(pricer, route, text), route)
     if gradient.limit:

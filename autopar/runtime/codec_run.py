@@ -12,7 +12,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from autopar.compression.exchange import wire_bytes
 from autopar.compression.policies.policy import (
     GradientReport,
     MeasuredErrors,
@@ -424,13 +423,9 @@ def _wire_bytes(member: Member, level: int) -> float:
     """Bytes that one device sends by a level."""
     if level == 0:
         return member.decision.wire_bytes
-    gradient = member.levels[level]
-    return wire_bytes(
-        gradient.codec,
-        gradient.shape,
-        member.summation.workers,
-        scatter=gradient.scatter,
-    )
+    gradient, workers = member.levels[level], member.summation.workers
+    scatter = gradient.scatter
+    return gradient.codec.wire_bytes(gradient.shape, workers, scatter=scatter)
 
 
 def _report(

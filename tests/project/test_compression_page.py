@@ -19,8 +19,8 @@ from autopar.compression.codecs.registry import (
     parse_codec,
 )
 from autopar.compression.fallback import LEAST_GAIN
-from autopar.cost.codecs.collectives import TELEMETRY_BYTES
-from autopar.cost.codecs.terms import FEEDBACK_DISCOUNT, effective_error
+from autopar.compression.feedback import FEEDBACK_DISCOUNT, effective_error
+from autopar.cost.codecs import TELEMETRY_BYTES
 from autopar.planner.codecs.choose import WORTHWHILE
 from autopar.planner.codecs.options import DEFAULT_BUDGET
 from autopar.steps.sums import SMALLEST

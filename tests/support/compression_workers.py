@@ -10,10 +10,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from autopar.compression.codecs.codec import Codec, CodecContext
-from autopar.compression.exchange import MeshLinks, chunk_elements, exchange
+from autopar.compression.codecs.codec import Codec, CodecContext, chunk_elements
+from autopar.compression.exchange import MeshLinks, exchange
 
 EPSILON = float(np.finfo(np.float32).eps)
+
+
+def wire_cost(codec: Codec, shape, workers, *, scatter=False) -> tuple[float, int]:
+    """Bytes that one worker sends for a gradient, and in how many rounds."""
+    found = codec.messages(shape, workers, scatter=scatter)
+    return sum(message.sent for message in found), len(found)
 
 
 class Result(NamedTuple):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Generator
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, Self
 
 import jax
 import jax.numpy as jnp
@@ -101,6 +101,26 @@ class PowerSGD(Codec):
         """See `Codec`: columns of the factors."""
         del workers, scatter
         return {"rank": min(self.rank, *matrix_shape(shape))}
+
+    @classmethod
+    def choices(cls) -> tuple[Self, ...]:
+        """See `Codec`."""
+        return tuple(cls(rank=rank) for rank in (1, 4, 8, 16, 32, 64))
+
+    def error(self, shape: tuple[int, ...]) -> float:
+        """See `Codec`.
+
+        A power law through relative errors of .93, .65 and .45 at 1/64, 1/16 and 1/8 of
+        the narrower side: gradients of a character language model 128 wide, with
+        feedback, in batches so small that they are mostly noise. Larger batches are
+        easier.
+        """
+        part = self.rank / max(1, min(matrix_shape(shape)))
+        return math.sqrt(1.0 - min(0.95, 1.9 * part**0.42))
+
+    def cost(self, shape: tuple[int, ...]) -> float:
+        """See `Codec`: three products with the thin factor, and its basis."""
+        return 5.8 + 0.33 * self.rank
 
     def check(self, shape: tuple[int, ...], *, scatter: bool) -> str:
         """See `Codec`."""

@@ -14,7 +14,7 @@ e elements of the rotating slice.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +25,12 @@ from autopar.compression.codecs.dense import Bf16, Dense
 from autopar.compression.codecs.quantise import Int8
 from autopar.compression.codecs.registry import register_codec
 from autopar.compression.codecs.sketch import Sketch
-from autopar.compression.codecs.sparse import check_ratio, kept, shared_salt
+from autopar.compression.codecs.sparse import (
+    check_ratio,
+    error_without,
+    kept,
+    shared_salt,
+)
 from autopar.compression.codecs.threshold import compact, quantile
 from autopar_errors import InputError
 
@@ -122,6 +127,19 @@ class Predicted(Codec):
             jnp.zeros(kept(self.ratio, size), jnp.int32),
             jnp.zeros((), jnp.int32),
         )
+
+    @classmethod
+    def choices(cls) -> tuple[Self, ...]:
+        """See `Codec`."""
+        return cls(ratio=0.05), cls(ratio=0.1)
+
+    def error(self, shape: tuple[int, ...]) -> float:
+        """See `Codec`: not all of the largest are expected."""
+        return error_without(self.ratio, 0.93)
+
+    def cost(self, shape: tuple[int, ...]) -> float:
+        """See `Codec`."""
+        return 8.5
 
     def slice_elements(self, elements: int) -> int:
         """Elements of the rotating slice, e."""

@@ -56,12 +56,19 @@ def register_codec(cls: type[C]) -> type[C]:
             f"give {cls.__module__}.{cls.__qualname__} another."
         )
     _CODECS[name] = cls
+    parse_codec.cache_clear()
     return cls
 
 
 def codec_names() -> tuple[str, ...]:
     """The names of all known codecs, sorted."""
     return tuple(sorted(_CODECS))
+
+
+def offered_codecs() -> tuple[str, ...]:
+    """The codecs that ``compression="auto"`` chooses from (`Codec.choices`), sorted."""
+    every = (codec for cls in _CODECS.values() for codec in cls.choices())
+    return tuple(sorted(map(format_codec, every)))
 
 
 def codec_class(name: str) -> type[Codec]:

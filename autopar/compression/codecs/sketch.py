@@ -29,7 +29,12 @@ from autopar.compression.codecs.codec import (
     State,
 )
 from autopar.compression.codecs.registry import register_codec
-from autopar.compression.codecs.sparse import check_ratio, kept, shared_salt
+from autopar.compression.codecs.sparse import (
+    check_ratio,
+    error_without,
+    kept,
+    shared_salt,
+)
 from autopar.compression.codecs.threshold import kth_largest, quantile
 from autopar_errors import InputError
 
@@ -67,6 +72,14 @@ class Sketch(Codec):
         check_ratio(self, self.heavy, "heavy")
         if self.rows not in (1, 3, 5):
             raise InputError(f"sketch: rows must be 1, 3 or 5, got {self.rows}.")
+
+    def error(self, shape: tuple[int, ...]) -> float:
+        """See `Codec`."""
+        return error_without(self.heavy)
+
+    def cost(self, shape: tuple[int, ...]) -> float:
+        """See `Codec`."""
+        return 10.6 * self.rows
 
     def columns(self, elements: int) -> int:
         """C, the length of a row for so many elements."""

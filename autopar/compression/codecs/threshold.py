@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import ClassVar
+from typing import ClassVar, Self
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +26,7 @@ from autopar.compression.codecs.sparse import (
     VALUE_TYPES,
     Values,
     check_ratio,
+    error_without,
     group_size,
     groups,
     kept,
@@ -202,6 +203,19 @@ class Threshold(Codec):
             raise InputError(
                 f"threshold: every counts steps and must be positive, got {self.every}."
             )
+
+    @classmethod
+    def choices(cls) -> tuple[Self, ...]:
+        """See `Codec`."""
+        return cls(ratio=0.01), cls(ratio=0.05)
+
+    def error(self, shape: tuple[int, ...]) -> float:
+        """See `Codec`."""
+        return error_without(self.ratio)
+
+    def cost(self, shape: tuple[int, ...]) -> float:
+        """See `Codec`."""
+        return 8.6
 
     def init(self, shape: tuple[int, ...], size: int, workers: int) -> State:
         """The threshold, f32 (); zero asks for a refresh."""

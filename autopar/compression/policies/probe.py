@@ -15,19 +15,15 @@ contributed.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from autopar.compression.codecs.codec import Codec, CodecContext, Reduced, Rounds
+from autopar.compression.codecs.codec import Codec, sample_encoder
 from autopar.compression.codecs.registry import parse_codec
-from autopar.compression.exchange import chunk_elements, exchange, wire_cost
-from autopar.compression.fallback import Alone
 from autopar.compression.policies.policy import Choice, MeasuredErrors
 from autopar.compression.policies.signals import MIN_ELEMENTS
 from autopar_errors import InputError
@@ -95,11 +91,10 @@ class Probe:
             codec = parse_codec(text)
             if codec.check(sample.shape, scatter=scatter):
                 continue
-            nbytes, rounds = wire_cost(
-                codec, sample.shape, self.workers, scatter=scatter
-            )
+            messages = codec.messages(sample.shape, self.workers, scatter=scatter)
+            nbytes = sum(message.sent for message in messages)
             error = relative_error(codec, sample)
-            found.append(Choice(text, error, nbytes, rounds))
+            found.append(Choice(text, error, nbytes, len(messages)))
         return tuple(found)
 
 
@@ -119,12 +114,12 @@ def relative_error(codec: Codec, sample: np.ndarray, seed: int = 0) -> float:
         )
     if norm == 0.0:
         return 0.0
-    begin, encode = _encoder(codec, sample.shape, seed)
+    begin, encode = sample_encoder(codec, sample.shape, seed)
     values, state = jnp.asarray(sample, jnp.float32), begin()
     warm_up = WARM_UP if jax.tree.leaves(state) else 0
     error = None
     for step in range(warm_up + 1):
-        error, state = encode(values, state, jnp.int32(step))
+        error, _, state = encode(values, state, jnp.int32(step))
     return rounded(float(np.asarray(error)) / norm)
 
 
@@ -154,22 +149,6 @@ def topk_family(
 
 QUANTISERS = ("sign", "int4", "int8")
 """The family of 1, 4 and 8 bits."""
-
-
-@functools.lru_cache(maxsize=1024)
-def _encoder(codec: Codec, shape: tuple[int, ...], seed: int) -> tuple[Any, Any]:
-    """The state before the first step, and a compiled step: L2 error and state."""
-    size = math.prod(shape)
-    chunk = chunk_elements(codec, size, 1, scatter=False)
-
-    def encode(values: jax.Array, state: Any, step: jax.Array) -> Any:
-        chunks = jnp.pad(values.reshape(-1), (0, chunk - size)).reshape(1, chunk)
-        context = CodecContext(1, jnp.int32(0), step, seed, shape, size, False)
-        rounds: Rounds = codec.reduce(chunks, state, context)
-        reduced: Reduced = exchange([rounds], Alone(1))[0]
-        return jnp.linalg.norm(chunks - reduced.understood), reduced.state
-
-    return lambda: codec.init(shape, chunk, 1), jax.jit(encode)
 
 
 def _check_samples(samples: Mapping[str, np.ndarray]) -> None:

@@ -19,7 +19,6 @@ from autopar.compression.adjusting import (
 )
 from autopar.compression.codecs.codec import Codec
 from autopar.compression.codecs.registry import format_codec, parse_codec
-from autopar.compression.exchange import wire_bytes
 from autopar.errors import PlanError
 from autopar.planner.codecs.sites import repriced
 from autopar.plans import GradientDecision, Plan
@@ -137,9 +136,8 @@ def _with_limit(group: Decisions, limit: Codec) -> list[GradientDecision]:
 
 
 def _nbytes(decision: GradientDecision, codec: Codec) -> float:
-    return wire_bytes(
-        codec, decision.local_shape, decision.workers, scatter=decision.scatter
-    )
+    shape, scatter = decision.local_shape, decision.scatter
+    return codec.wire_bytes(shape, decision.workers, scatter=scatter)
 
 
 def _gradients(group: Decisions) -> list[Adjusted]:

@@ -24,14 +24,22 @@ import numpy as np
 
 from autopar.cluster import MeshShape
 from autopar.compression.codecs.codec import Codec
-from autopar.compression.codecs.registry import format_codec, parse_codec
+from autopar.compression.codecs.registry import (
+    format_codec,
+    offered_codecs,
+    parse_codec,
+)
 from autopar.compression.feedback import Feedback
 from autopar.compression.gradient import Gradient, init_state
 from autopar.cost.breakdown import CostBreakdown, step_s
-from autopar.cost.codecs.collectives import collectives_s
-from autopar.cost.codecs.matrix import Prices
-from autopar.cost.codecs.price import CodecPrice, codec_price, compiler_price
-from autopar.cost.codecs.route import route_of
+from autopar.cost.codecs import (
+    CodecPrice,
+    Prices,
+    codec_price,
+    collectives_s,
+    compiler_price,
+    route_of,
+)
 from autopar.cost.estimate import estimate
 from autopar.cost.pricer import Pricer
 from autopar.errors import InfeasibleError, PlanError
@@ -52,15 +60,6 @@ from autopar_solver import (
     solve_selection,
 )
 
-# ``auto`` chooses from these; '' leaves a gradient to the compiler.
-CANDIDATES = (
-    "", "bf16", "fp8", "int8", "int4", "int4:hadamard=false",
-    "int4:block=32,hadamard=false", "sign",
-    "topk:ratio=0.01", "topk:ratio=0.05", "blocktopk", "threshold:ratio=0.01",
-    "threshold:ratio=0.05", "powersgd:rank=1", "powersgd:rank=4", "powersgd:rank=8",
-    "powersgd:rank=16", "powersgd:rank=32", "powersgd:rank=64",
-    "predicted:ratio=0.05", "predicted:ratio=0.1",
-)  # fmt: skip
 # Codecs that save less than this part of a step are not worth their error.
 WORTHWHILE = 0.03
 # No gradient may lose more than this many times the budget: what is left of it is not
@@ -281,8 +280,8 @@ def _allowed(
     pricer: Pricer, site: Site, most: float, errors: Errors
 ) -> list[tuple[str, Option]]:
     """Returns the codecs that a gradient may be sent by, and their effects."""
-    known = [t for t in CANDIDATES if not t or not site.refuses(parse_codec(t))]
-    options = [(text, _option(pricer, site, text, errors)) for text in known]
+    known = [t for t in offered_codecs() if not site.refuses(parse_codec(t))]
+    options = [(text, _option(pricer, site, text, errors)) for text in ("", *known)]
     limit = math.prod(site.shape) * most**2
     return [(text, o) for text, o in options if o.weighted_error <= limit]
 
@@ -389,7 +388,7 @@ def _prices(best: CodecChoice, errors: Errors, budget: float) -> Prices:
 
     Where that sends nothing, an error is free: the exact choice sees to the budget.
     """
-    codecs, known, most = CANDIDATES[1:], dict(errors), MOST_OF_BUDGET * budget
+    codecs, known, most = offered_codecs(), dict(errors), MOST_OF_BUDGET * budget
     dual = None if best.problem is None else solve_relaxation(best.problem)
     if dual is None or dual.status is not Status.OPTIMAL:
         return Prices(1.0, 0.0, codecs, known, most)

@@ -14,8 +14,7 @@ import msgspec
 from autopar.cluster.mesh import MeshAxis
 from autopar.compression.codecs.codec import Codec
 from autopar.compression.codecs.registry import parse_codec
-from autopar.compression.exchange import wire_bytes
-from autopar.cost.codecs.route import route_of
+from autopar.cost.codecs import route_of
 from autopar.cost.collectives import collective_bytes
 from autopar.layouts.assignment import Assignment
 from autopar.layouts.layout import Axes
@@ -217,7 +216,6 @@ def repriced(made: GradientDecision) -> GradientDecision:
     """A decision with the bytes that its codec sends."""
     if not made.codec:
         return msgspec.structs.replace(made, wire_bytes=made.dense_bytes)
-    sent = wire_bytes(
-        parse_codec(made.codec), made.local_shape, made.workers, scatter=made.scatter
-    )
+    codec = parse_codec(made.codec)
+    sent = codec.wire_bytes(made.local_shape, made.workers, scatter=made.scatter)
     return msgspec.structs.replace(made, wire_bytes=sent)

@@ -29,8 +29,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from autopar.compression.codecs.codec import Codec
 from autopar.compression.codecs.registry import parse_codec
-from autopar.compression.exchange import wire_cost
-from autopar.compression.fallback import Alone
+from autopar.compression.exchange import Alone
 from autopar.compression.gradient import Gradient, init_state
 from autopar.compression.policies.policy import Choice, MeasuredErrors
 from autopar.compression.policies.probe import WARM_UP, rounded
@@ -164,11 +163,10 @@ def _measured_errors(
     norm = math.sqrt(wanted * elements / (gradient.size * devices))
     choices: list[Choice] = []
     for (text, codec), error in zip(usable, errors, strict=True):
-        nbytes, rounds = wire_cost(
-            codec, gradient.shape, workers, scatter=gradient.scatter
-        )
+        found = codec.messages(gradient.shape, workers, scatter=gradient.scatter)
+        nbytes = sum(message.sent for message in found)
         relative = rounded(math.sqrt(error / wanted)) if wanted else 0.0
-        choices.append(Choice(text, relative, nbytes, rounds))
+        choices.append(Choice(text, relative, nbytes, len(found)))
     return MeasuredErrors(elements, gradient.size, norm, tuple(choices))
 
 

@@ -22,7 +22,6 @@ from autopar.compression.adjusting import (
     set_amounts,
 )
 from autopar.compression.codecs.registry import parse_codec
-from autopar.compression.exchange import wire_bytes
 from autopar.compression.gradient import Gradient
 
 SHAPES = ((64, 40), (100, 32))
@@ -144,7 +143,7 @@ def test_bytes_are_those_of_the_compiled_program(name):
         size = math.prod(map(int, dims.split(","))) * {"u8": 1, "f32": 4}[dtype]
         part = (WORKERS - 1) / WORKERS * (2 if kind == "all-reduce" else 1)
         sent += part * size
-    assert sent == sum(wire_bytes(g.codec, g.shape, WORKERS) for g in inputs)
+    assert sent == sum(g.codec.wire_bytes(g.shape, WORKERS) for g in inputs)
 
 
 def test_rooms_hold_what_they_must_and_little_more():
@@ -168,9 +167,9 @@ def test_rooms_hold_what_they_must_and_little_more():
         assert fits(group, limit, room)
         smaller = room * 2**-0.5
         assert not fits(group, limit, smaller) or smaller < 2**-16
-        exact = sum(wire_bytes(g.codec, g.shape, WORKERS) for g in group)
+        exact = sum(g.codec.wire_bytes(g.shape, WORKERS) for g in group)
         codec = Adjustable(limit, room)
-        there = sum(wire_bytes(codec, g.shape, WORKERS) for g in group)
+        there = sum(codec.wire_bytes(g.shape, WORKERS) for g in group)
         # Each message is rounded up; of the two of powersgd one decides for both.
         most = 1.6 if name == "powersgd" else 1.415
         assert exact <= there <= most * exact + 24 * WORKERS * count

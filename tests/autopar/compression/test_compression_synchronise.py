@@ -13,7 +13,7 @@ from compression_mesh import FED_BACK, WORKERS, begin, norm, normal, program, ru
 from autopar.compression.codecs.dense import Bf16, Dense
 from autopar.compression.codecs.quantise import Int4, Int8, Sign
 from autopar.compression.codecs.registry import codec_names, parse_codec
-from autopar.compression.exchange import MeshLinks, wire_bytes
+from autopar.compression.exchange import MeshLinks
 from autopar.compression.feedback import Feedback
 from autopar.compression.gradient import Gradient, check_gradient, init_state
 from autopar.compression.synchronise import (
@@ -300,7 +300,7 @@ def test_wire_bytes_are_those_of_the_compiled_program(text, scatter_dim):
     # Both return n messages, of which one is the worker's own. It sends n - 1
     # others in the all-to-all, and its own to n - 1 others in the all-gather.
     sent = sum(nbytes * (WORKERS - 1) // WORKERS for _, _, nbytes in found)
-    assert sent == wire_bytes(codec, shape, WORKERS, scatter=scatter)
+    assert sent == codec.wire_bytes(shape, WORKERS, scatter=scatter)
 
 
 def test_one_collective_of_each_kind_for_a_whole_bucket():

@@ -16,9 +16,7 @@ from autopar.cluster.mesh import MeshAxis
 from autopar.compression.codecs.registry import parse_codec
 from autopar.compression.feedback import Feedback
 from autopar.compression.gradient import Gradient
-from autopar.cost.codecs.price import within_s
-from autopar.cost.codecs.route import Route, route_of
-from autopar.cost.codecs.terms import added_s
+from autopar.cost.codecs import Route, added_s, route_of, within_s
 from autopar.cost.collectives import collective_bytes
 from autopar.layouts.layout import Axes, Layout
 from autopar.layouts.summation import (

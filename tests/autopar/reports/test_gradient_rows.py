@@ -11,12 +11,10 @@ from jax.sharding import PartitionSpec as P
 from autopar.api import audit_analysis
 from autopar.cli.target import load
 from autopar.cluster import Cluster
-from autopar.compression.codecs.registry import parse_codec
-from autopar.compression.exchange import codec_messages
-from autopar.cost.codecs.collectives import SQUARES_BYTES, TELEMETRY_BYTES
-from autopar.cost.codecs.terms import effective_error, expected_error
+from autopar.compression.codecs.registry import offered_codecs, parse_codec
+from autopar.compression.feedback import effective_error
+from autopar.cost.codecs import SQUARES_BYTES, TELEMETRY_BYTES
 from autopar.cost.pricer import Pricer
-from autopar.planner.codecs.choose import CANDIDATES
 from autopar.planner.options import PlanOptions
 from autopar.planner.plan import plan_analysis
 from autopar.plans import GradientDecision, Plan
@@ -139,7 +137,7 @@ def test_options_are_those_of_auto_and_the_chosen_one(
 ) -> None:
     plan = make(analysis, cluster, "int4:block=64")
     options = codec_options(kernel_of(plan), 4, pricer_of(plan, cluster))
-    assert {o.codec for o in options} == {"int4:block=64", *CANDIDATES}
+    assert {o.codec for o in options} == {"int4:block=64", "", *offered_codecs()}
     times = [o.seconds for o in options]
     assert times == sorted(times)
     plain = next(o for o in options if not o.codec)
@@ -150,9 +148,9 @@ def test_options_are_those_of_auto_and_the_chosen_one(
         if not option.codec or option.refused:
             continue
         codec = parse_codec(option.codec)
-        sent = codec_messages(codec, (64, 64), DEVICES)
+        sent = codec.messages((64, 64), DEVICES)
         assert option.wire_bytes == pytest.approx(sum(m.sent for m in sent))
-        error = expected_error(codec, (64, 64))
+        error = codec.error((64, 64))
         assert option.error == error
         assert option.counted_error == effective_error(error, feedback=codec.feedback)
 

@@ -9,12 +9,12 @@ from compression_workers import (
     flat_total,
     relative_error,
     simulate,
+    wire_cost,
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autopar.compression.codecs.dense import Bf16, Dense
-from autopar.compression.exchange import wire_bytes, wire_cost
 
 
 def normal(*shape, seed=0):
@@ -100,8 +100,8 @@ def test_wire(size, workers):
 
 def test_wire_of_a_scattered_sum_is_half():
     for codec in (Dense(), Bf16()):
-        whole = wire_bytes(codec, (64,), 4)
-        assert wire_bytes(codec, (64,), 4, scatter=True) == whole / 2
+        whole = codec.wire_bytes((64,), 4)
+        assert codec.wire_bytes((64,), 4, scatter=True) == whole / 2
 
 
 def test_linear_codec_sends_the_sum_of_parts():

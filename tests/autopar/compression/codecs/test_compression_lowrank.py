@@ -11,12 +11,12 @@ from compression_workers import (
     initial,
     relative_error,
     simulate,
+    wire_cost,
 )
 
 from autopar.compression.codecs import lowrank
 from autopar.compression.codecs.lowrank import PowerSGD, matrix_shape
 from autopar.compression.codecs.registry import parse_codec
-from autopar.compression.exchange import wire_cost
 
 WORKERS = 4
 

@@ -12,12 +12,12 @@ from compression_workers import (
     initial,
     relative_error,
     simulate,
+    wire_cost,
 )
 
 from autopar.compression.codecs.predicted import Predicted, PredictedState, largest
 from autopar.compression.codecs.quantise import Int8
 from autopar.compression.codecs.registry import format_codec, parse_codec
-from autopar.compression.exchange import wire_bytes, wire_cost
 
 WORKERS = 4
 SIZE = 800
@@ -181,10 +181,10 @@ def test_bytes(workers):
     plain = Predicted(explore=0.0)
     # One scale of two bytes for 256 codes; the last block of a chunk is whole.
     blocks = -(-(k // n) // 256)
-    assert wire_bytes(plain, (size,), n) == pytest.approx(
+    assert plain.wire_bytes((size,), n) == pytest.approx(
         two_shots * n * (k / n + 2 * blocks), rel=0.04
     )
-    assert wire_bytes(plain, (size,), n) == wire_bytes(Int8(), (k,), n)
+    assert plain.wire_bytes((size,), n) == Int8().wire_bytes((k,), n)
     half = wire_cost(Predicted(values="bf16"), (size,), n)
     assert half == (pytest.approx(two_shots * 2 * (k + e)), 2)
     full = wire_cost(Predicted(values="f32", sketch=0.03), (size,), n)

@@ -13,21 +13,15 @@ from compression_workers import (
     initial,
     relative_error,
     simulate,
+    wire_cost,
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autopar.compression.codecs.blocks import hadamard, mix, uniform
 from autopar.compression.codecs.codec import Codec
-from autopar.compression.codecs.quantise import (
-    Fp8,
-    Int4,
-    Int8,
-    Sign,
-    without_server_feedback,
-)
+from autopar.compression.codecs.quantise import Fp8, Int4, Int8, Sign
 from autopar.compression.codecs.registry import format_codec
-from autopar.compression.exchange import wire_bytes, wire_cost
 
 PLAIN_INT4 = Int4(hadamard=False)
 CODECS = (
@@ -324,7 +318,7 @@ def test_wire_of_whole_blocks_is_the_formula_of_the_field(codec):
     size, workers = 1 << 20, 8
     bits = {"int8": 8, "fp8": 8, "int4": 4, "sign": 1}[codec.name]
     expected = 2 * (workers - 1) / workers * size * (bits / 8 + 2 / codec.block)
-    assert wire_bytes(codec, (size,), workers) == expected
+    assert codec.wire_bytes((size,), workers) == expected
 
 
 @named([Int8(), Int4(), Sign(), Fp8()])
@@ -387,8 +381,8 @@ def test_server_feedback_keeps_what_the_second_shot_dropped(codec):
 
 def test_no_server_state_without_feedback():
     assert initial(Int8(), (64,), 2) == ()
-    assert without_server_feedback(Sign()) == Sign(server_feedback=False)
-    assert without_server_feedback(Int8()) == Int8()
+    assert Sign().scattered() == Sign(server_feedback=False)
+    assert Int8().scattered() == Int8()
 
 
 def test_stochastic_rounding_differs_between_workers_steps_and_seeds():

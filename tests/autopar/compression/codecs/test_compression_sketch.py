@@ -9,6 +9,7 @@ from compression_workers import (
     assert_same_everywhere,
     flat_total,
     simulate,
+    wire_cost,
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -16,7 +17,6 @@ from hypothesis import strategies as st
 from autopar.compression.codecs.registry import parse_codec
 from autopar.compression.codecs.sketch import Sketch, median, sketch, unsketch
 from autopar.compression.codecs.sparse import shared_salt
-from autopar.compression.exchange import wire_cost
 
 WORKERS = 4
 SALT = shared_salt(jnp.int32(3), 11)

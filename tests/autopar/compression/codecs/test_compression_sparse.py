@@ -11,13 +11,13 @@ from compression_workers import (
     chunked,
     flat_total,
     simulate,
+    wire_cost,
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autopar.compression.codecs.registry import format_codec, parse_codec
 from autopar.compression.codecs.sparse import BlockTopK, RandK, TopK, add_all, kept
-from autopar.compression.exchange import wire_cost
 
 WORKERS = 4
 BYTES = {"bf16": 2, "f32": 4}

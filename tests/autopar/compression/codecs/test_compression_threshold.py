@@ -9,6 +9,7 @@ from compression_workers import (
     chunked,
     flat_total,
     simulate,
+    wire_cost,
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -20,7 +21,6 @@ from autopar.compression.codecs.threshold import (
     kth_largest,
     quantile,
 )
-from autopar.compression.exchange import wire_cost
 
 WORKERS = 4
 SHAPE = (40, 50)

@@ -13,7 +13,6 @@ from autopar.compression.codecs.lowrank import PowerSGD
 from autopar.compression.codecs.quantise import Int8
 from autopar.compression.codecs.registry import parse_codec
 from autopar.compression.codecs.sparse import TopK
-from autopar.compression.exchange import wire_bytes
 from autopar.compression.policies import (
     AcrossFamilies,
     GraVAC,
@@ -101,7 +100,7 @@ def test_lgreco_moves_ranks_to_where_they_help():
 
     def sent(ranks):
         return sum(
-            wire_bytes(PowerSGD(rank=r), SAMPLES[n].shape, 4) for n, r in ranks.items()
+            PowerSGD(rank=r).wire_bytes(SAMPLES[n].shape, 4) for n, r in ranks.items()
         )
 
     # Ten thousand buckets, each error rounded up: two of them may be lost.
@@ -129,7 +128,7 @@ def test_across_families_beats_every_single_codec_within_the_budget():
 
     def sent(codecs):
         return sum(
-            wire_bytes(parse_codec(t), SAMPLES[n].shape, 4) for n, t in codecs.items()
+            parse_codec(t).wire_bytes(SAMPLES[n].shape, 4) for n, t in codecs.items()
         )
 
     assert set(chosen) == {"flat", "steep"}

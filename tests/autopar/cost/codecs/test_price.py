@@ -11,15 +11,22 @@ from hypothesis import strategies as st
 from autopar.cluster import Cluster
 from autopar.compression.codecs.registry import parse_codec
 from autopar.compression.exchange import Message
-from autopar.cost.codecs.collectives import (
+from autopar.compression.feedback import effective_error
+from autopar.cost.codecs import (
     SQUARES_BYTES,
     TELEMETRY_BYTES,
+    Prices,
+    Route,
+    added_s,
+    codec_price,
+    coded_matrix,
     collectives_s,
+    compiler_price,
+    local_s,
+    planned_route,
+    route_of,
+    with_wire_bytes,
 )
-from autopar.cost.codecs.matrix import Prices, coded_matrix
-from autopar.cost.codecs.price import codec_price, compiler_price, with_wire_bytes
-from autopar.cost.codecs.route import Route, planned_route, route_of
-from autopar.cost.codecs.terms import added_s, effective_error, local_s
 from autopar.cost.collectives import collective_s
 from autopar.cost.pricer import Pricer
 from autopar.layouts.layout import Layout
@@ -64,7 +71,7 @@ def test_a_price_is_the_sum_of_its_messages(route: Route, text: str) -> None:
     rounds += [(m, route.within) for m in route.within_messages]
     sent = [PRICER.skew(axes) * added_s(m.kind, m.nbytes, axes) for m, axes in rounds]
     assert price.wire_s == pytest.approx(sum(sent), rel=1e-9)
-    assert price.local_s == local_s(codec, route.elements, CLUSTER.device)
+    assert price.local_s == local_s(codec, route.local_shape, CLUSTER.device)
     assert price.seconds == price.wire_s + price.local_s
     counted = effective_error(price.error, feedback=codec.feedback)
     assert price.counted_error == counted
@@ -112,7 +119,7 @@ def test_the_compiler_sums_without_error(route: Route, itemsize: int) -> None:
 def test_the_reports_show_the_price_of_the_choice(
     monkeypatch: pytest.MonkeyPatch, home: Layout, text: str
 ) -> None:
-    monkeypatch.setattr("autopar.reports.gradients.CANDIDATES", ("",))
+    monkeypatch.setattr("autopar.reports.gradients.offered_codecs", lambda: ())
     way = summations(SHAPE, home, (0, 1), MESH)[-1]
     site = Site(0, "w", SHAPE, way.axes, (way,), 0, 4)
     made = decision(site, MESH, text, way)

@@ -9,7 +9,7 @@ import pytest
 from autopar.cluster import Cluster
 from autopar.cluster.specs import DeviceSpec
 from autopar.compression.codecs.registry import parse_codec
-from autopar.cost.codecs.terms import local_s
+from autopar.cost.codecs import local_s
 
 PLAIN = Cluster.parse("4:cpu").device
 
@@ -21,8 +21,8 @@ def measured(**seconds: float) -> DeviceSpec:
 
 def test_a_measured_codec_takes_what_was_measured() -> None:
     device = measured(int8=3e-9, bf16=1e-9)
-    assert local_s(parse_codec("int8"), 1e6, device) == pytest.approx(3e-3)
-    assert local_s(parse_codec("bf16"), 2e6, device) == pytest.approx(2e-3)
+    assert local_s(parse_codec("int8"), (1000, 1000), device) == pytest.approx(3e-3)
+    assert local_s(parse_codec("bf16"), (2000, 1000), device) == pytest.approx(2e-3)
 
 
 def test_other_parameters_are_taken_in_proportion() -> None:
@@ -30,14 +30,16 @@ def test_other_parameters_are_taken_in_proportion() -> None:
     low, high, own = (parse_codec(f"powersgd:rank={r}") for r in (2, 32, 30))
     pairs = (("powersgd:rank=2", 1e-9), ("powersgd:rank=32", 7e-9))
     device = dataclasses.replace(PLAIN, codec_s_per_element=pairs)
-    passes = {c: local_s(c, 1.0, PLAIN) for c in (low, high, own)}
+    passes = {c: local_s(c, (1, 1), PLAIN) for c in (low, high, own)}
     expected = 7e-9 * passes[own] / passes[high]
-    assert local_s(own, 1.0, device) == pytest.approx(expected)
+    assert local_s(own, (1, 1), device) == pytest.approx(expected)
 
 
 def test_a_codec_of_another_name_is_in_passes() -> None:
     codec = parse_codec("sign")
-    assert local_s(codec, 1e6, measured(int8=3e-9)) == local_s(codec, 1e6, PLAIN)
+    assert local_s(codec, (1000, 1000), measured(int8=3e-9)) == local_s(
+        codec, (1000, 1000), PLAIN
+    )
 
 
 def test_files_hold_the_seconds(tmp_path) -> None:

@@ -18,12 +18,11 @@ from jax.sharding import PartitionSpec
 from planner_steps import mlp_batch, mlp_loss, mlp_params, trained, training
 
 from autopar import Cluster, Plan, PlanError
-from autopar.compression.codecs.registry import parse_codec
+from autopar.compression.codecs.registry import offered_codecs, parse_codec
+from autopar.compression.feedback import effective_error
 from autopar.cost.breakdown import step_s
-from autopar.cost.codecs.terms import effective_error, expected_error
 from autopar.cost.pricer import Pricer
 from autopar.planner.codecs.choose import (
-    CANDIDATES,
     MOST_OF_BUDGET,
     choose,
     gradient_decisions,
@@ -114,7 +113,7 @@ class TestLinks:
         found = {g.name: g for g in plan.gradients}
         assert found["params/0/bias"].codec == "dense"
         for name in ("params/0/up", "params/0/down"):
-            assert found[name].codec in CANDIDATES[1:]
+            assert found[name].codec in offered_codecs()
             assert found[name].wire_bytes < found[name].dense_bytes / 4
             assert found[name].saved_s > 0
         assert plan.predicted.step_s < without.predicted.step_s / 2
@@ -232,7 +231,7 @@ class TestBudget:
         squares = total = 0.0
         for g in plan.gradients:
             codec = parse_codec(g.codec or "dense")
-            error = expected_error(codec, g.local_shape)
+            error = codec.error(g.local_shape)
             counted = effective_error(error, feedback=codec.feedback)
             assert counted <= MOST_OF_BUDGET * budget
             squares += math.prod(g.shape) * counted**2
@@ -278,7 +277,7 @@ def test_measured_errors_take_the_place_of_expected_ones() -> None:
     plan = data_parallel(SLOW, "none")
     kept = restore(analysis(), plan)
     candidate = given(analysis(), cluster(SLOW), kept, plan.axis_names).best
-    bad = dict.fromkeys(CANDIDATES[1:], 1.0)
+    bad = dict.fromkeys(offered_codecs(), 1.0)
     up = "params/0/up"
 
     def chosen(errors: Any) -> dict[str, str]:
@@ -400,7 +399,7 @@ class TestErrors:
         found = {g.name: g for g in self.planned(bad)}
         assert found[name].codec not in ("", before[name].codec)
         other = found["params/0/down"]
-        expected = expected_error(parse_codec(other.codec), other.local_shape)
+        expected = parse_codec(other.codec).error(other.local_shape)
         assert other.error == expected
 
         found = {g.name: g for g in self.planned({name: {"sign": 1e-3}})}

@@ -14,7 +14,6 @@ from compressed_cases import WORKERS, case_of
 from planner_steps import mlp_loss
 
 from autopar.compression.codecs.registry import parse_codec
-from autopar.compression.exchange import wire_bytes
 from autopar.compression.policies import AcrossFamilies, LGreCo, Probe
 from autopar.compression.policies.policy import Observation
 from autopar_passes.audit.compiled import hlo_collectives
@@ -113,7 +112,7 @@ def test_errors_are_those_of_samples() -> None:
             assert choice.error == pytest.approx(expected, rel=0.05, abs=1e-6)
             shape = samples[0][path].shape
             codec = parse_codec(choice.text)
-            assert choice.wire_bytes == wire_bytes(codec, shape, WORKERS)
+            assert choice.wire_bytes == codec.wire_bytes(shape, WORKERS)
 
 
 def test_probing_leaves_training_as_it_is() -> None:

@@ -1,0 +1,496 @@
+"""Seconds of sending gradients by codecs: of one, of all, and of every pair of layouts.
+
+Wire time is that of the collectives that a codec asks for (`Codec.messages`), by the
+collectives' own model. Local time, encoding and decoding, is what a profile of the
+device measured. Without one it is in passes (`Codec.cost`) at the device's memory
+bandwidth. Messages that travel together are one collective (`autopar.layouts.buckets`):
+it takes the time of all their bytes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+import numpy as np
+
+from autopar.cluster import DeviceSpec
+from autopar.cluster.mesh import MeshAxis
+from autopar.compression.codecs.codec import Codec, example_messages
+from autopar.compression.codecs.registry import parse_codec
+from autopar.compression.exchange import Message
+from autopar.compression.feedback import effective_error
+from autopar.compression.synchronise import NON_FINITE
+from autopar.cost.collectives import collective_bytes, collective_s
+from autopar.cost.pricer import Pricer
+from autopar.layouts.buckets import A, Bucket, BucketCollective, bucket_messages
+from autopar.layouts.layout import Axes, Layout, reshard_steps
+from autopar.layouts.summation import WITHIN_BYTES, Summation, summations
+from autopar.plans import GradientDecision
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Route:
+    """The mesh axes over which one gradient is sent.
+
+    Attributes:
+      axes: those over which a codec sums.
+      within: those over which the gradient is summed before, as it is.
+      workers: number of devices along ``axes``.
+      local_shape: of what a device encodes.
+      scatter: whether each worker needs only its own part of the sum.
+      keeps: whether the sum stays split over ``within``; it is gathered otherwise.
+    """
+
+    axes: tuple[MeshAxis, ...]
+    within: tuple[MeshAxis, ...]
+    workers: int
+    local_shape: tuple[int, ...]
+    scatter: bool
+    keeps: bool
+
+    @property
+    def elements(self) -> int:
+        """Number of elements that a device encodes."""
+        return math.prod(self.local_shape)
+
+    @property
+    def devices_within(self) -> int:
+        """Number of devices along ``within``."""
+        return math.prod(axis.size for axis in self.within)
+
+    @property
+    def kind(self) -> str:
+        """The collective that sums over ``axes`` without a codec."""
+        return "reduce_scatter" if self.scatter else "all_reduce"
+
+    def rounds(self, codec: Codec) -> tuple[Message, ...]:
+        """The messages of a codec over ``axes``, one a round."""
+        return codec.messages(self.local_shape, self.workers, scatter=self.scatter)
+
+    @property
+    def within_messages(self) -> tuple[Message, ...]:
+        """The float32 sum over ``within`` before the codec, and the gather after it."""
+        if not self.within:
+            return ()
+        devices = self.devices_within
+        nbytes = WITHIN_BYTES * (self.elements * devices)
+        kinds = ("reduce_scatter",) if self.keeps else ("reduce_scatter", "all_gather")
+        return tuple(
+            Message(kind, nbytes, collective_bytes(kind, nbytes, devices))
+            for kind in kinds
+        )
+
+
+def route_of(summation: Summation, mesh: Sequence[MeshAxis]) -> Route:
+    """The route of one way to sum a gradient.
+
+    Args:
+      summation: how the devices share the work.
+      mesh: the axes of the mesh.
+    """
+    return Route(
+        axes=tuple(mesh[a] for a in summation.axes),
+        within=tuple(mesh[a] for a in summation.within),
+        workers=summation.workers,
+        local_shape=summation.local_shape,
+        scatter=summation.scatter,
+        keeps=summation.keeps,
+    )
+
+
+def planned_route(gradient: GradientDecision, mesh: Sequence[MeshAxis]) -> Route:
+    """The route that a plan gives a gradient.
+
+    Args:
+      gradient: the plan's decision.
+      mesh: the axes of the mesh.
+    """
+    return Route(
+        axes=tuple(axis for axis in mesh if axis.name in gradient.axes),
+        within=tuple(axis for axis in mesh if axis.name in gradient.within),
+        workers=gradient.workers,
+        local_shape=gradient.local_shape,
+        scatter=gradient.scatter,
+        keeps=gradient.keeps,
+    )
+
+
+# Messages of many gradients travel together: a codec is charged what its bytes add
+# to a message of this size, and the message's latency is charged once.
+BUCKET_BYTES = 4e6
+
+# On accelerators the same element-wise work is fused into few kernels; a pass there
+# is a pass over memory, and an encoding has about this part of the CPU's passes.
+# An assumption: it was not measured.
+ACCELERATOR_PASSES = 0.25
+
+
+def local_s(codec: Codec, shape: tuple[int, ...], device: DeviceSpec) -> float:
+    """Seconds of encoding and decoding on one device.
+
+    Args:
+      codec: the codec.
+      shape: of the gradient on one device.
+      device: the device.
+    """
+    elements = math.prod(shape)
+    measured = _measured_s(codec, shape, device.codec_s_per_element)
+    if measured is not None:
+        return measured * elements
+    passes = codec.cost(shape)
+    if device.kind != "cpu":
+        passes *= ACCELERATOR_PASSES
+    return passes * 8.0 * elements / device.memory_bandwidth_bytes_per_s
+
+
+@functools.lru_cache(maxsize=1 << 12)
+def _measured_s(
+    codec: Codec, shape: tuple[int, ...], measured: tuple[tuple[str, float], ...]
+) -> float | None:
+    """Seconds for an element by a profile; None where it holds no codec of the name.
+
+    Of the same codec with other parameters, that whose passes are nearest is taken, in
+    proportion to the passes.
+    """
+    own = codec.cost(shape)
+    # A profile may name codecs of another program, which are not registered here.
+    found = [(text, s) for text, s in measured if text.partition(":")[0] == codec.name]
+    alike = [(parse_codec(text), seconds) for text, seconds in found]
+    if not alike:
+        return None
+    if codec in (c for c, _ in alike):
+        return dict(alike)[codec]
+    passes = [(c.cost(shape), seconds) for c, seconds in alike]
+    near, seconds = min(passes, key=lambda pair: abs(math.log(pair[0] / own)))
+    return seconds * own / near
+
+
+def wire_s(
+    codec: Codec,
+    shape: tuple[int, ...],
+    workers: int,
+    axes: Sequence[MeshAxis],
+    *,
+    scatter: bool,
+) -> float:
+    """Seconds that a gradient adds to the messages of its bucket, nearly.
+
+    What the codec sends of every shape is estimated from one: a planner asks for
+    thousands.
+
+    Args:
+      codec: the codec.
+      shape: of the gradient on one device.
+      workers: number of devices it is summed over.
+      axes: the mesh axes of those.
+      scatter: whether each needs only its part of the sum.
+    """
+    return codec.extent(shape) * _rate_s(codec, workers, tuple(axes), scatter)
+
+
+@functools.lru_cache(maxsize=1 << 14)
+def _rate_s(
+    codec: Codec, workers: int, axes: tuple[MeshAxis, ...], scatter: bool
+) -> float:
+    """Seconds that a gradient adds for one unit of `Codec.extent`."""
+    found, extent = example_messages(codec, workers, scatter=scatter)
+    return sum(added_s(m.kind, m.nbytes, axes) for m in found) / extent
+
+
+@functools.lru_cache(maxsize=1 << 14)
+def added_s(kind: str, nbytes: float, axes: tuple[MeshAxis, ...]) -> float:
+    """Seconds that bytes add to a collective of `BUCKET_BYTES`."""
+    whole = collective_s(kind, BUCKET_BYTES + nbytes, axes)
+    return whole - collective_s(kind, BUCKET_BYTES, axes)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class CodecPrice:
+    """The cost of one way to send a gradient, by itself.
+
+    Attributes:
+      codec: as text; '' is the compiler's sum.
+      wire_s: seconds that it adds to the messages of the step.
+      local_s: seconds of encoding and decoding in a step.
+      error: relative error of what is sent, in the L2 norm.
+      counted_error: what of it counts against the budget.
+      wire_bytes: bytes that one device sends in a step; nan until `with_wire_bytes`.
+      refused: why the codec cannot be used, or ''; nothing is sent then.
+    """
+
+    codec: str
+    wire_s: float = 0.0
+    local_s: float = 0.0
+    error: float = 0.0
+    counted_error: float = 0.0
+    wire_bytes: float = math.nan
+    refused: str = ""
+
+    @property
+    def seconds(self) -> float:
+        """Seconds in a step; infinite where the codec is refused."""
+        return math.inf if self.refused else self.wire_s + self.local_s
+
+
+def codec_price(
+    pricer: Pricer, route: Route, text: str, error: float | None = None
+) -> CodecPrice:
+    """Prices a codec for a gradient.
+
+    Args:
+      pricer: the mesh and cluster.
+      route: the links over which the gradient is sent.
+      text: the codec.
+      error: its measured relative error; None: what the codec expects.
+    """
+    codec, shape = parse_codec(text), route.local_shape
+    if error is None:
+        error = codec.error(shape)
+    counted = effective_error(error, feedback=codec.feedback)
+    if refused := codec.check(shape, scatter=route.scatter):
+        return CodecPrice(
+            codec=text, error=error, counted_error=counted, refused=refused
+        )
+    wire = wire_s(codec, shape, route.workers, route.axes, scatter=route.scatter)
+    return CodecPrice(
+        codec=text,
+        wire_s=pricer.skew(route.axes) * wire
+        + pricer.skew(route.within) * within_s(route),
+        local_s=local_s(codec, shape, pricer.cluster.device),
+        error=error,
+        counted_error=counted,
+    )
+
+
+def compiler_price(pricer: Pricer, route: Route, itemsize: int) -> CodecPrice:
+    """Prices the compiler's sum of a gradient, without a codec.
+
+    Args:
+      pricer: the mesh and cluster.
+      route: the links over which a codec would send it.
+      itemsize: bytes of an element in the program.
+    """
+    nbytes = float(route.elements * route.devices_within * itemsize)
+    return CodecPrice(codec="", wire_s=_plain_s(pricer, route, nbytes))
+
+
+def with_wire_bytes(price: CodecPrice, route: Route) -> CodecPrice:
+    """The price with the bytes that the codec sends; its rounds are run for it."""
+    if price.refused:
+        return dataclasses.replace(price, wire_bytes=0.0)
+    codec, shape = parse_codec(price.codec), route.local_shape
+    nbytes = codec.wire_bytes(shape, route.workers, scatter=route.scatter)
+    return dataclasses.replace(price, wire_bytes=nbytes)
+
+
+def within_s(route: Route) -> float:
+    """Seconds that a gradient adds to the messages over the fast links."""
+    return sum(added_s(m.kind, m.nbytes, route.within) for m in route.within_messages)
+
+
+def _plain_s(pricer: Pricer, route: Route, nbytes: float) -> float:
+    """Seconds that a gradient of so many bytes adds to the compiler's sums."""
+    slow, within = route.axes, route.within
+    if within and route.keeps and not route.scatter:
+        inside = added_s(pricer.runs_as("reduce_scatter"), nbytes, within)
+        across = added_s("all_reduce", nbytes / route.devices_within, slow)
+        return pricer.skew(within) * inside + pricer.skew(slow) * across
+    both = (*slow, *within)
+    return pricer.skew(both) * added_s(pricer.runs_as(route.kind), nbytes, both)
+
+
+# Of each gradient the devices add up so many float32 sums, and in a step that is not
+# measured one.
+TELEMETRY_BYTES, SQUARES_BYTES = 4 * (NON_FINITE + 1), 4
+
+
+def collectives_s(
+    pricer: Pricer, taken: Sequence[Summation], codecs: Sequence[str]
+) -> float:
+    """Seconds of the collectives of all gradients in a step that is not measured.
+
+    Telemetry is among them: squared norms, or whole rows (`squares_of`).
+
+    Args:
+      pricer: the mesh and cluster.
+      taken: how the devices share the work of each gradient.
+      codecs: of each gradient, '' where it is left to the compiler.
+    """
+    mesh = pricer.mesh.axes
+    telemetry = _telemetry(len(mesh))
+    coded = [(s, text) for s, text in zip(taken, codecs, strict=True) if text]
+    sizes: dict[BucketCollective[int], float] = {}
+    for summation, text in coded:
+        for key, message in _sent(summation, text, mesh):
+            sizes[key] = sizes.get(key, 0.0) + message.nbytes
+    buckets = [(_bucket(s), s.scatter) for s, _ in coded]
+    squares = squares_of(buckets, range(len(mesh)))
+    for bucket, _ in buckets:
+        key = squares.get(bucket, telemetry)
+        more = SQUARES_BYTES if bucket in squares else TELEMETRY_BYTES
+        sizes[key] = sizes.get(key, 0.0) + more
+    return sum(
+        _collective_s(pricer, key, nbytes, tuple(mesh[a] for a in key.axes))
+        for key, nbytes in sizes.items()
+    )
+
+
+def squares_of(
+    gradients: Iterable[tuple[Bucket[A], bool]], axes: Iterable[A]
+) -> dict[Bucket[A], BucketCollective[A]]:
+    """The buckets whose squared norms are summed with their first messages.
+
+    Those that all devices of the mesh sum whole. The rows of others are summed over all
+    devices in each step (`autopar.compression.synchronise.synchronise`, ``summed``).
+
+    Args:
+      gradients: of each its bucket, and whether it is scattered.
+      axes: of the mesh.
+
+    Returns:
+      For each such bucket the collective that holds the norms.
+    """
+    given, whole = list(gradients), set(axes)
+    parts = {bucket for bucket, scatter in given if scatter}
+    return {
+        bucket: BucketCollective(bucket, 0, "all_reduce")
+        for bucket, _ in given
+        if bucket not in parts and set(bucket.axes) == whole
+    }
+
+
+def _bucket(summation: Summation) -> Bucket[int]:
+    """Of a gradient in a plan that is being made, which has one bucket number."""
+    return Bucket(0, summation.axes, summation.within)
+
+
+def _collective_s(
+    pricer: Pricer, key: BucketCollective[int], nbytes: float, axes: Sequence[MeshAxis]
+) -> float:
+    return pricer.skew(axes) * collective_s(key.kind, nbytes, axes)
+
+
+def _sent(
+    summation: Summation, text: str, mesh: Sequence[MeshAxis]
+) -> Iterator[tuple[BucketCollective[int], Message]]:
+    """The messages of one gradient."""
+    route = route_of(summation, mesh)
+    return bucket_messages(
+        _bucket(summation), route.rounds(parse_codec(text)), route.within_messages
+    )
+
+
+def _telemetry(num_axes: int) -> BucketCollective[int]:
+    """The sums over all devices, which belong to no bucket of the plan."""
+    return BucketCollective(Bucket(-1, tuple(range(num_axes)), ()), 0, "all_reduce")
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Prices:
+    """The prices of a second on the link and of a unit of squared error.
+
+    Attributes:
+      wire_weight: seconds of a step for a second on the link, 0 to 1.
+      seconds_per_error: for a unit of squared error, weighted by elements.
+      codecs: those to choose from, as text.
+      errors: measured relative errors, by parameter and codec; these layouts do
+        not know whose gradient they carry, so their mean by codec is used.
+      most_error: none of a gradient's may count for more.
+      forced: whether gradients are sent by codecs wherever they can be.
+    """
+
+    wire_weight: float
+    seconds_per_error: float
+    codecs: tuple[str, ...]
+    errors: Mapping[str, Mapping[str, float]]
+    most_error: float = np.inf
+    forced: bool = False
+
+    def chosen(self, plain: np.ndarray, coded: np.ndarray) -> np.ndarray:
+        """Seconds of what is taken, without codecs or with."""
+        if self.forced:
+            return np.where(np.isfinite(coded), coded, plain)
+        return np.minimum(plain, coded)
+
+    def error_of(self, text: str, shape: tuple[int, ...]) -> float:
+        """Expected relative error of a codec."""
+        known = [row[text] for row in self.errors.values() if text in row]
+        if known:
+            return float(np.sqrt(np.mean(np.square(known))))
+        return parse_codec(text).error(shape)
+
+
+def coded_matrix(
+    pricer: Pricer,
+    prices: Prices,
+    starts: Sequence[tuple[Layout, Axes]],
+    targets: Sequence[Layout],
+    shape: tuple[int, ...],
+) -> np.ndarray:
+    """Seconds of the best codec for every pair of layouts; inf where none can be used.
+
+    Args:
+      pricer: the mesh and cluster.
+      prices: what to weigh seconds and errors with.
+      starts: layouts of the partial gradient, with the axes it is partial over.
+      targets: layouts of the sum.
+      shape: of the whole gradient; dims in front of those of the layouts are whole.
+    """
+    known: dict[tuple[Summation, ...], float] = {}
+    mesh = pricer.mesh.axes
+    out = np.full((len(starts), len(targets)), np.inf)
+    for i, (start, partial) in enumerate(starts):
+        if not partial:
+            continue
+        for j, target in enumerate(targets):
+            if not _waits(start, target, partial, pricer.sizes):
+                continue
+            key = _summations(shape, target, partial, mesh)
+            if key not in known:
+                known[key] = min(
+                    _best(pricer, prices, summation, shape) for summation in key
+                )
+            out[i, j] = known[key]
+    return out
+
+
+# A GPT of 2 layers on 2x4x4 has 1,193 different ones; an entry takes about 350 bytes:
+# 3 MB in all.
+_summations = functools.lru_cache(maxsize=1 << 13)(summations)
+
+
+# The same GPT has 4,834 different ones, of 400 bytes: 7 MB in all.
+@functools.lru_cache(maxsize=1 << 14)
+def _waits(
+    start: Layout, target: Layout, partial: Axes, sizes: tuple[int, ...]
+) -> bool:
+    """Whether the sum may wait: slices before it, slices and the sum after."""
+    stripped = tuple(tuple(a for a in d if a not in partial) for d in target)
+    before = reshard_steps(start, stripped, (), "", sizes)
+    after = reshard_steps(stripped, target, partial, "sum", sizes)
+    free = all(s.kind == "slice" for s in before)
+    sums = ("slice", "all_reduce", "reduce_scatter")
+    return free and all(s.kind in sums for s in after)
+
+
+def _best(
+    pricer: Pricer, prices: Prices, summation: Summation, shape: tuple[int, ...]
+) -> float:
+    """Seconds of the best codec for one way to share the work."""
+    route = route_of(summation, pricer.mesh.axes)
+    best = np.inf
+    for text in prices.codecs:
+        error = prices.error_of(text, summation.local_shape)
+        price = codec_price(pricer, route, text, error)
+        if price.refused or price.counted_error > prices.most_error:
+            continue
+        seconds = (
+            prices.wire_weight * price.wire_s
+            + price.local_s
+            + prices.seconds_per_error * math.prod(shape) * price.counted_error**2
+        )
+        best = min(best, seconds)
+    return best

@@ -1,1 +1,0 @@
-"""Time, bytes and error of sending gradients by codecs."""
