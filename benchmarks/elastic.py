@@ -206,7 +206,7 @@ def ahead(names: list[str]) -> bool:
     Turns of steps with the background thread at work and without; medians of each.
     """
     run = started((names or ["gpt"])[0], 10**6)
-    from autopar.elastic.ahead import Ahead
+    from autopar.elastic.replanning import Ahead
 
     for _ in range(5):
         next(run)

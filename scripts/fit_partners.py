@@ -1,6 +1,6 @@
 """Fits the rates of permutations and all-to-alls for `scripts/fit_rates.py`.
 
-The form is that of `autopar.cost.partners`, which has NCCL's rules. Its constants are
+The form is that of `autopar.cost.collectives`, with NCCL's rules. Its constants are
 fitted first, then the knots of what is left.
 """
 
@@ -17,7 +17,7 @@ import xla_tables
 from scipy.optimize import least_squares
 
 from autopar.cluster.rates import PartnerRates
-from autopar.cost.partners import beside, channels, modelled_s
+from autopar.cost.collectives import beside, channels, modelled_s
 
 KINDS = ("all_to_all", "collective_permute")
 # NCCL's channels: pow2Up of those of its rings, and of those to one partner. On 8 H100s

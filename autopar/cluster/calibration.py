@@ -38,7 +38,7 @@ class Calibration:
         place, or what it sends is packed.
       reassociates: whether the compiler takes the sum of two sums over devices as one.
       scatters_slices: whether the compiler makes reduce-scatters of sums of which a
-        slice is read behind a change of shape (`autopar.cost.sliced_sums`).
+        slice is read behind a change of shape (`autopar.cost.reassociation`).
       overlap: part of the work beside which communication may run; 0 where a device
         does one after the other.
       contention: seconds of work lost for each second of communication beside it.

@@ -35,9 +35,9 @@ OLD_LINK_EFFICIENCY = 0.8
 NETWORK_EFFICIENCY = 0.9
 
 # Time of one step of a collective, for what looks at no protocol in particular:
-# `autopar.cost.nccl` has NCCL's latencies by algorithm and protocol, and scales those
-# of networks by the network's latency over InfiniBand's. Ethernet and shared memory are
-# assumptions; TPU links take about 1 us a hop
+# `autopar.cost.collectives` has NCCL's latencies by algorithm and protocol, and scales
+# those of networks by the network's latency over InfiniBand's. Ethernet and shared
+# memory are assumptions; TPU links take about 1 us a hop
 # (https://jax-ml.github.io/scaling-book/sharding/).
 NVLINK_LATENCY_S = 2e-6
 PCIE_LATENCY_S = 4e-6

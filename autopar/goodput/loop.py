@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+import statistics
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -15,21 +16,263 @@ from typing import Any
 
 import jax
 
-from autopar.goodput import first, lines
 from autopar.goodput.agreeing import Said, agreed, key_of, with_key
-from autopar.goodput.choice import Decision, PhiRange, Way, decide
+from autopar.goodput.choice import Decision, PhiRange, Way, decide, json_number
 from autopar.goodput.following import Following, check_data, check_rule
 from autopar.goodput.guard import LossGuard, finite, loss_in
 from autopar.goodput.now import Now, now_of
-from autopar.goodput.phi_track import PhiTrack
 from autopar.goodput.rates import gain_told, told
-from autopar.goodput.studies import worth_now
+from autopar.goodput.studies import worth_now, worth_studying
 from autopar.goodput.throughput import Throughput
 from autopar.goodput.ways import Key, Made, Ways
 from autopar.progress import LOGGER
 from autopar.runtime import changing_batches, lanes
+from autopar.runtime.noise.averages import NoiseScale
 from autopar.runtime.noise.options import NoiseOptions
 from autopar.runtime.parallel_step import ParallelStep
+from autopar.runtime.world import World
+
+# What a loop whose batch follows writes into a ledger.
+
+
+def way_data(made: Made) -> dict[str, Any]:
+    """A way as a line of a ledger has it."""
+    return {
+        **dataclasses.asdict(made.key),
+        "cluster": made.plan.cluster.text,
+        "meshes": [dict(s.mesh["axes"]) for s in made.plan.stages],
+        "step_s": made.plan.predicted.step_s,
+    }
+
+
+def kept(made: Made, decision: Decision, phi: PhiRange | None) -> dict[str, Any] | None:
+    """Why a way stays; None: there is no other.
+
+    Args:
+      made: the way that runs.
+      decision: that compared it with others.
+      phi: the noise scale.
+    """
+    others = [x for x in decision.compared if x is not decision.current]
+    if not others:
+        return None
+    nearest = max(others, key=lambda x: x.pays)
+    return {
+        "way": way_data(made),
+        "nearest_name": nearest.way.name,
+        "nearest": nearest.to_data(),
+        "compared": len(decision.compared),
+        "horizon_s": json_number(decision.horizon_s),
+        "phi": None if phi is None else numbers(phi),
+    }
+
+
+def changed(
+    old: Made, new: Made, phi: PhiRange | None, decision: Decision, pause_s: float
+) -> dict[str, Any]:
+    """How a way was changed, and why.
+
+    Args:
+      old: the way before.
+      new: the way now.
+      phi: the noise scale; None: it was not known.
+      decision: that chose it.
+      pause_s: seconds in which no step ran.
+    """
+    return {
+        "old": way_data(old),
+        "new": way_data(new),
+        "phi": None if phi is None else numbers(phi),
+        "compared": [x.to_data() for x in decision.compared],
+        "predicted": {
+            "horizon_s": decision.horizon_s,
+            **decision.chosen.to_data(),
+            "goodput_before": decision.current.goodput,
+        },
+        "measured": {"pause_s": pause_s},
+    }
+
+
+def capped(
+    step: int, loss: float, before: LossGuard, now: LossGuard, gain: float
+) -> dict[str, Any]:
+    """How a loss capped the gain of steps, which is logged, too.
+
+    Args:
+      step: its number.
+      loss: that rose.
+      before: the guard before it.
+      now: the guard after it.
+      gain: of the step.
+    """
+    LOGGER.warning(
+        "step %d: the loss rose to %.4g, so steps count at most %.3g of the base "
+        "batch (%.3g before)", step, loss, now.most, gain,
+    )  # fmt: skip
+    return {
+        "step": step,
+        "loss": json_number(loss),
+        "limit": before.limit,
+        "gain": gain,
+        "most": now.most,
+    }
+
+
+def numbers(phi: PhiRange) -> dict[str, float | None]:
+    """A noise scale and its range."""
+    found = {"phi": phi.phi, "low": phi.low, "high": phi.high}
+    return {k: json_number(x) for k, x in found.items()}
+
+
+# Chooses the codecs of a run's first step, before its program is compiled.
+#
+# Nothing was measured yet. Seconds of steps are those of plans, within what they may
+# err, and the noise scale may be anything: other codecs are taken where they finish
+# more under every noise scale. With no noise an unbiased codec of error w on K workers
+# is worth 1 / (1 + w / K) of a row, with noise alone 1 / (1 + w)
+# (`autopar.goodput.efficiency`). So codecs that err little are taken at once where
+# links are slow, and others only once the noise is known.
+
+
+def chosen(
+    world: World,
+    ways: Ways,
+    now: Now,
+    following: Following,
+    *,
+    horizon_s: float,
+    rest_s: float,
+) -> Said:
+    """The codecs to begin with, if choosing them pays; the same on all processes.
+
+    Args:
+      world: the processes, which all call this.
+      ways: the ways to go on.
+      now: the way that would run, and its arguments.
+      following: how the batch follows.
+      horizon_s: seconds until something changes.
+      rest_s: seconds that the job takes without other codecs.
+    """
+    # To choose one, or to look for its layouts, takes no longer than the first plan.
+    each_s, terms = now.made.plan.seconds.total, now.made.curve.terms()
+    part = 0.0 if terms is None else Throughput().sync_part(terms)
+    spare_s = min(horizon_s, rest_s)
+    worth = worth_studying(ways, now.made, part, spare_s=spare_s, each_s=each_s)
+    worth = agreed(world, worth)
+    if not worth.studies:
+        return Said()
+    ways.study(now.made, layouts=worth.layouts)
+    decision = first_decision(ways, now, following, horizon_s, rest_s)
+    return agreed(world, Said(key=key_of(decision), decision=decision))
+
+
+def first_decision(
+    ways: Ways, now: Now, following: Following, horizon_s: float, rest_s: float
+) -> Decision:
+    """Compares the codecs for the base batch.
+
+    Args:
+      ways: the ways to go on, which have studied the layouts.
+      now: the way that would run, and its arguments.
+      following: how the batch follows.
+      horizon_s: seconds until something changes.
+      rest_s: seconds that the job takes without other codecs.
+    """
+    own, base = now.made.key, following.base_batch
+    found = ways.others(now.made, now.held, own.microbatches)
+    others = [
+        dataclasses.replace(way, cost_s=0.0)
+        for key, way in found.items()
+        if (key.rows, key.microbatches) == (own.rows, own.microbatches)
+    ]
+    return decide(
+        now.way,
+        others,
+        Throughput(),
+        PhiRange(float(base), 0.0, math.inf),
+        base_batch=base,
+        horizon_s=horizon_s,
+        rest_s=rest_s,
+        sigmas=following.sigmas,
+    )
+
+
+# How sure the noise scale is: what its averages hold, and how far steps scatter.
+#
+# Each step gives an estimate of the squared norm of the mean gradient and of the
+# variance of a row's gradient. The averages of `autopar.runtime.noise` hold many of
+# them. How far single steps scatter, over the root of how many are averaged, is how far
+# off an average may be.
+
+# Steps whose scatter is kept, and the fewest that say anything.
+_KEPT, _FEWEST = 64, 5
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PhiTrack:
+    """The latest single estimates; `with_step` returns another one.
+
+    Attributes:
+      sqr: squared norms of the mean gradient that steps found.
+      var: variances of one row's gradient that steps found.
+      last: the averages as they were read last; None: none yet.
+    """
+
+    sqr: tuple[float, ...] = ()
+    var: tuple[float, ...] = ()
+    last: NoiseScale | None = None
+
+    def with_step(self, scale: NoiseScale) -> PhiTrack:
+        """Takes the averages after a step, if it has measured finite gradients."""
+        numbers = (scale.local, scale.total, scale.sqr, scale.var)
+        seen = self.last is not None and scale.steps == self.last.steps
+        if seen or scale.steps < 1 or not all(map(math.isfinite, numbers)):
+            return self
+        n = max(scale.groups, 2)
+        rows = scale.rows * (2 if scale.groups < 2 else 1)
+        sqr = (n * scale.total - scale.local) / (n - 1)
+        var = (scale.local - scale.total) * rows / (n - 1)
+        return PhiTrack((*self.sqr, sqr)[-_KEPT:], (*self.var, var)[-_KEPT:], scale)
+
+    def range(self, decay: float, base_batch: float, sigmas: float) -> PhiRange | None:
+        """Within what the noise scale lies; None: too few steps have run.
+
+        Args:
+          decay: of the averages, in a step with the base batch.
+          base_batch: rows of the base batch.
+          sigmas: standard deviations.
+        """
+        scale = self.last
+        if scale is None or len(self.sqr) < _FEWEST or math.isnan(scale.phi):
+            return None
+        keep = decay ** (scale.rows / base_batch)
+        held = min(float(scale.steps), (1 + keep) / max(1 - keep, 1e-9))
+        # A gradient in one group is compared with the step before, which is biased.
+        wide = sigmas * (2.0 if scale.biased else 1.0) / math.sqrt(held)
+        sqr = wide * statistics.stdev(self.sqr)
+        var = wide * statistics.stdev(self.var)
+        low = max(0.0, scale.var - var) / (scale.sqr + sqr) if scale.sqr + sqr else 0.0
+        rest = scale.sqr - sqr
+        high = (scale.var + var) / rest if rest > 0 else math.inf
+        return PhiRange(scale.phi, min(low, scale.phi), max(high, scale.phi))
+
+    def to_data(self) -> dict[str, Any]:
+        """The track as JSON can hold it."""
+        last = None if self.last is None else dataclasses.asdict(self.last)
+        return {"sqr": list(self.sqr), "var": list(self.var), "last": last}
+
+    @classmethod
+    def from_data(cls, data: Mapping[str, Any]) -> PhiTrack:
+        """What `to_data` returned."""
+        found: dict[str, Any] | None = data.get("last")
+        last: NoiseScale | None = None
+        if found is not None:
+            fields: dict[str, Any] = dict(found)
+            fields["left_out"] = tuple(found.get("left_out", ()))
+            fields["excess"] = math.nan if found["excess"] is None else found["excess"]
+            last = NoiseScale(**fields)
+        return cls(tuple(data["sqr"]), tuple(data["var"]), last)
+
 
 # Steps after a change that are not timed, and those before the next decision.
 _UNTIMED, _SETTLED = 2, 8
@@ -143,7 +386,7 @@ class Loop:
         """Chooses the codecs of the first step, and moves the state to its plan."""
         made = self._ways.running(self.batch_size)
         now = self._now(made, state, rest, named)
-        said = first.chosen(
+        said = chosen(
             self.step.world, self._ways, now, self.following,
             horizon_s=self._horizon_s(), rest_s=self._rest_s(),
         )  # fmt: skip
@@ -242,7 +485,7 @@ class Loop:
         before, self._guard = self._guard, self._guard.with_step(loss, self._gain)
         if self._guard.alarms == before.alarms:
             return False
-        line = lines.capped(self._steps, loss, before, self._guard, self._gain)
+        line = capped(self._steps, loss, before, self._guard, self._gain)
         self._record("gain capped", **line)
         return True
 
@@ -434,7 +677,7 @@ class Loop:
 
     def _tell_kept(self, made: Made, decision: Decision | None) -> None:
         """Writes down why the way stays: at decisions 1, 2, 4, 8 and so on."""
-        line = None if decision is None else lines.kept(made, decision, self.phi())
+        line = None if decision is None else kept(made, decision, self.phi())
         if line is not None:
             self._kept += 1
             if self._kept.bit_count() == 1:
@@ -451,7 +694,7 @@ class Loop:
         runs = decision.current
         self._before = self.changes, runs.step_s, runs.goodput
         pause_s = time.perf_counter() - begin
-        line = lines.changed(old, new, self.phi(), decision, pause_s)
+        line = changed(old, new, self.phi(), decision, pause_s)
         self._record("batch", number=self.changes, **line)
         return state
 

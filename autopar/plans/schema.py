@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 import importlib
 import pathlib
 from collections.abc import Callable, Mapping, Sequence
@@ -13,18 +14,52 @@ import msgspec
 from autopar.errors import PlanError
 from autopar.plans import checks, files
 from autopar.plans.cluster_data import ClusterData
-from autopar.plans.edits import with_layouts
 from autopar.plans.gradients import Compression, GradientDecision
 from autopar.plans.optimality import optimality_text
 from autopar.plans.pipeline import PipelineData
 from autopar.plans.rematerialisation import AS_WRITTEN, Rematerialisation
 from autopar.plans.replicas import ReplicaPlan, check_replicas
-from autopar.plans.specs import Entries, Spec
+from autopar.plans.specs import Entries, Spec, spec_of
 from autopar.plans.stage import CopyDecision, NodeDecision, StagePlan
 from autopar.plans.worth import Worth
 from autopar.whole_files import export_whole
 from autopar_errors import check_path
 from autopar_passes.layer_loops.paths import one_each, piece_paths
+
+# Changes of a plan's layouts by name.
+
+
+def with_layouts(
+    inputs: Mapping[str, Spec],
+    shapes: Mapping[str, Sequence[int]],
+    axes: Mapping[str, int],
+    layouts: Mapping[str, Entries],
+) -> dict[str, Spec]:
+    """Returns the layouts of inputs, some of them replaced.
+
+    Args:
+      inputs: path of each input -> its layout.
+      shapes: path of each input -> its shape.
+      axes: size of each mesh axis, by name.
+      layouts: path pattern -> layout; a later pattern wins.
+
+    Raises:
+      PlanError: a pattern matches nothing, or a layout does not fit its array.
+    """
+    out = dict(inputs)
+    for pattern, entries in layouts.items():
+        matched = [path for path in inputs if fnmatch.fnmatchcase(path, pattern)]
+        if not matched:
+            some = ", ".join(list(inputs)[:3])
+            raise PlanError(
+                f"edit: '{pattern}' matches no input; inputs are named like {some}."
+            )
+        for path in matched:
+            # A plan may lack shapes; then the number of entries is that of its layout.
+            shape = shapes.get(path, (0,) * len(inputs[path]))
+            out[path] = spec_of(entries, shape, axes, f"edit: '{path}'")
+    return out
+
 
 # Orders in which the stages of a pipeline may run their microbatches; one stage has
 # none.

@@ -12,7 +12,7 @@ import pathlib
 
 import msgspec
 
-# Links on which NCCL's own latencies hold (`autopar.cost.nccl`).
+# Links on which NCCL's own latencies hold (`autopar.cost.collectives`).
 NCCL_CLASSES = ("nvlink", "pcie", "network")
 # Links with measured collectives: the device that they join.
 MEASURED_LINKS = ("h100", "b200", "gb200")
@@ -36,7 +36,7 @@ class CollectiveKnots(msgspec.Struct, frozen=True):
 
 
 class PartnerRates(msgspec.Struct, frozen=True):
-    """Rates of messages between pairs of devices (`autopar.cost.partners`).
+    """Rates of messages between pairs of devices (`autopar.cost.collectives`).
 
     Attributes:
       channels: that a device has for all messages at once.

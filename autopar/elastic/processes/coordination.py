@@ -8,15 +8,147 @@ workers. Commands come as JSON lines on stdin: ``open`` a service for some proce
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import queue
+import subprocess
 import sys
 import threading
+import time
+from collections.abc import Sequence
 from typing import Any
 
 from autopar.elastic.processes import identity
 from autopar.elastic.processes.identity import ProcessId
+from autopar.errors import RunError
 from autopar_passes import jax_processes
+
+# The supervisor's side of the process that hosts coordination services.
+
+# How often it is asked whether it lives, and how long it may take to start.
+_ASK_S, _START_S = 2.0, 120.0
+_TRIES = 3
+
+
+class ServiceProcess:
+    """Starts the process, again where it has died, and gives it commands.
+
+    Attributes:
+      up: whether it has answered.
+    """
+
+    def __init__(self, silent_s: float) -> None:
+        """Has started none.
+
+        Args:
+          silent_s: longest without an answer before it is killed.
+        """
+        self._silent_s = silent_s
+        self._child: subprocess.Popen[str] | None = None
+        self._answers: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+        self._heard_s = self._asked_s = 0.0
+        self.up = False
+
+    def start(self) -> None:
+        """Starts it where it does not run."""
+        if self._child is not None and self._child.poll() is None:
+            return
+        child = subprocess.Popen(
+            [sys.executable, "-m", "autopar.elastic.processes.coordination"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            start_new_session=True,
+            env={**os.environ, "JAX_PLATFORMS": "cpu"},
+        )
+        self._child, self._answers, self.up = child, queue.SimpleQueue(), False
+        self._heard_s = time.monotonic() + _START_S
+        threading.Thread(
+            target=self._read, args=(child, self._answers), daemon=True
+        ).start()
+
+    def _read(
+        self, child: subprocess.Popen[str], answers: queue.SimpleQueue[str | None]
+    ) -> None:
+        assert child.stdout is not None
+        for line in child.stdout:
+            if child is self._child:
+                self._heard_s, self.up = time.monotonic(), True
+            with contextlib.suppress(ValueError, KeyError):
+                answers.put(json.loads(line)["address"])
+        answers.put(None)
+
+    @property
+    def process(self) -> ProcessId | None:
+        """Which process it is; None: it does not run."""
+        child = self._child
+        if child is None or child.poll() is not None:
+            return None
+        return ProcessId.of(child.pid)
+
+    def died(self) -> bool:
+        """Whether it has ended by itself, said once; a silent one is killed."""
+        child, now = self._child, time.monotonic()
+        if child is None:
+            return False
+        if child.poll() is not None:
+            self._child = None
+            return True
+        if now - self._heard_s > self._silent_s:
+            child.kill()
+        elif now - self._asked_s > _ASK_S:
+            self._asked_s = now
+            self._tell(kind="ping")
+        return False
+
+    def open(self, generation: int, processes: Sequence[ProcessId | None]) -> str:
+        """Starts the service of a world; returns its address.
+
+        Args:
+          generation: number of the world.
+          processes: that will connect.
+
+        Raises:
+          RunError: the process does not start.
+        """
+        known = [None if x is None else x.to_data() for x in processes]
+        for _ in range(_TRIES):
+            self.start()
+            self._tell(kind="open", generation=generation, processes=known)
+            limit_s = max(self._silent_s, self._heard_s - time.monotonic())
+            with contextlib.suppress(queue.Empty):
+                if (address := self._answers.get(timeout=limit_s)) is not None:
+                    return address
+            self.stop()
+        raise RunError(
+            f"the coordination service did not start in {_TRIES} attempts: run "
+            "`python -m autopar.elastic.processes.coordination` to see why."
+        )
+
+    def fill(self, generation: int, ranks: list[int]) -> None:
+        """Lets a world connect whose processes of these ranks are gone."""
+        self._tell(kind="fill", generation=generation, ranks=ranks)
+
+    def close(self, generation: int) -> None:
+        """Ends the service of a world that all have left."""
+        self._tell(kind="close", generation=generation)
+
+    def stop(self) -> None:
+        """Ends the process."""
+        child, self._child = self._child, None
+        if child is not None:
+            child.kill()
+            child.wait()
+
+    def _tell(self, **command: Any) -> None:
+        child = self._child
+        if child is not None and child.stdin is not None:
+            with contextlib.suppress(OSError):
+                child.stdin.write(json.dumps(command) + "\n")
+                child.stdin.flush()
+
 
 # How long a world may take to connect: XLA ends a process that does not get so far.
 _CONNECT_S = 50

@@ -11,16 +11,171 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from autopar.elastic.processes import members
-from autopar.elastic.processes.breaking import Breaks
-from autopar.elastic.processes.formation import (
-    chosen,
-    described,
-    latest_state,
-    processes_of,
-)
+from autopar.elastic.processes import members, tiles
+from autopar.elastic.processes.identity import ProcessId
 from autopar.elastic.processes.members import Actions, Limits, Member
 from autopar.elastic.processes.messages import SUSPENDED, Message
+
+# Who belongs to the next world, and with which state it goes on.
+
+# Port of a worker's offers -> version -> what it holds, as `Offers.listed` says.
+Held = Mapping[int, Mapping[str, Mapping[str, Any]]]
+
+
+def latest_state(held: Held) -> dict[str, Any] | None:
+    """The latest state of which all is held by someone, for the message to workers.
+
+    Returns:
+      Version, step, shapes, what goes with it, and holders; None: there is none.
+    """
+    versions = {name for mine in held.values() for name in mine}
+    for name in sorted(versions, key=_order, reverse=True):
+        mine = {port: x[name] for port, x in held.items() if name in x}
+        shapes = {p: s for x in mine.values() for p, s in x["shapes"].items()}
+        plain = {path: shape for path, (shape, _) in shapes.items()}
+        if tiles.complete(plain, [x["tiles"] for x in mine.values()]):
+            some = next(iter(mine.values()))
+            return {
+                "version": name,
+                "step": some["step"],
+                "shapes": shapes,
+                "extra": some["extra"],
+                "holders": {port: x["tiles"] for port, x in mine.items()},
+            }
+    return None
+
+
+def described(
+    ready: Mapping[int, Message], workers: Sequence[int]
+) -> list[dict[str, Any]]:
+    """The workers of a world by rank, for the message to them.
+
+    Args:
+      ready: what each worker said as it became ready.
+      workers: of the world.
+    """
+    keys = ("port", "pid", "devices")
+    return [{k: ready[w][k] for k in keys} | {"worker": w} for w in workers]
+
+
+def processes_of(
+    ready: Mapping[int, Message], workers: Sequence[int]
+) -> list[ProcessId | None]:
+    """The processes of workers, as they said."""
+    return [ProcessId.from_data(ready[w].get("process")) for w in workers]
+
+
+def _order(version: str) -> tuple[int, int]:
+    step, generation = version.split(".")
+    return int(step), int(generation)
+
+
+def chosen(
+    ready: Sequence[int], wanted: int, leaving: frozenset[int], rows: float
+) -> list[int]:
+    """The workers of the next world, by rank; the oldest first.
+
+    As many as divide the batch; the others are spares, which take the place of those
+    that die.
+
+    Args:
+      ready: numbers of the workers that wait for a world.
+      wanted: how many a world should have.
+      leaving: those that were asked to go.
+      rows: of a batch, for each device of a process; 0: any number of processes can
+        share it.
+
+    >>> chosen([0, 1, 2, 3, 4], 5, frozenset({1}), 24)
+    [0, 2, 3, 4]
+    >>> chosen([0, 1, 2, 3, 4], 5, frozenset(), 24)
+    [0, 1, 2, 3]
+    """
+    left = sorted(set(ready) - leaving)[:wanted]
+    sizes = [n for n in range(len(left), 0, -1) if rows % n == 0]
+    return left[: sizes[0]] if sizes else left
+
+
+# What broke a world: the loss of a process, or what its own script does.
+
+# Worlds in a row that may break at one step though nobody died.
+_BREAKS = 3
+# Errors that the loss of another process may have caused.
+_OF_OTHERS = (
+    "RuntimeError",
+    "RunError",
+    "Connection",
+    "OSError",
+    "TimeoutError",
+    "WorldBroken",
+)
+# For so long after a loss, any error may come from it: a process that meets the end of
+# another one between two calls may read half of what it expects.
+_AFTERMATH_S = 30.0
+# So long after an error, no process is found to be gone: it was the script's own.
+_OWN_S = 3.0
+
+
+class Breaks:
+    """Counts the worlds that break, and says what is blamed on the loss of others."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        """Nothing has broken yet.
+
+        Args:
+          clock: seconds now.
+        """
+        self._clock = clock
+        self._lost_s = -math.inf
+        self._count = 0
+        self._due_s: dict[int, float] = {}
+
+    def lost(self) -> None:
+        """A process of a world was killed."""
+        self._lost_s = self._clock()
+
+    def progressed(self) -> None:
+        """A world has formed with a later step than those before."""
+        self._count = 0
+
+    @property
+    def aftermath(self) -> bool:
+        """Whether a process was lost a short while ago."""
+        return self._clock() - self._lost_s < _AFTERMATH_S
+
+    def of_others(self, error: str) -> bool:
+        """Whether an error may have been caused by the loss of another process.
+
+        Args:
+          error: its kind and its text, with a colon between them.
+        """
+        kind = error.partition(":")[0]
+        return self.aftermath or any(part in kind for part in _OF_OTHERS)
+
+    def too_many(self, size: int) -> bool:
+        """Counts an error of a world; whether there were too many at one step.
+
+        Args:
+          size: number of processes of the world.
+        """
+        self._count += 1
+        return self._count > _BREAKS * max(1, size)
+
+    def wait(self, worker: int) -> None:
+        """A worker waits to hear whether the loss of another one explains its error."""
+        self._due_s[worker] = self._clock() + _OWN_S
+
+    def left(self) -> None:
+        """The world is left: that explains the errors of its processes."""
+        self._due_s.clear()
+
+    def own(self) -> list[int]:
+        """The workers whose error is their own by now; each is named once."""
+        now = self._clock()
+        found = [worker for worker, due_s in self._due_s.items() if due_s <= now]
+        for worker in found:
+            del self._due_s[worker]
+        return found
+
 
 # How long a world may take to save its state.
 _SAVE_S = 300.0

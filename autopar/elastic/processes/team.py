@@ -22,9 +22,8 @@ from typing import Any, TypeVar
 import jax
 
 from autopar.elastic.processes import holding
-from autopar.elastic.processes.channel import WorldChannel
-from autopar.elastic.processes.copies import Copier
 from autopar.elastic.processes.fetching import Fetcher, Source
+from autopar.elastic.processes.holding import Holding
 from autopar.elastic.processes.identity import ProcessId
 from autopar.elastic.processes.link import (
     FOLDER_VARIABLE,
@@ -34,12 +33,117 @@ from autopar.elastic.processes.link import (
 )
 from autopar.elastic.processes.messages import Message
 from autopar.elastic.processes.offers import Offers, Peer
-from autopar.elastic.processes.relay import Relay, shut_down
-from autopar.elastic.processes.sockets import break_connections, knock, listening
+from autopar.elastic.processes.relay import (
+    Relay,
+    break_connections,
+    knock,
+    listening,
+    shut_down,
+)
 from autopar.errors import PlanError, RunError
+from autopar.runtime.key_values import KeyValueExchange
 from autopar.runtime.threads import Threads
-from autopar.runtime.world import Alone, World
+from autopar.runtime.world import Alone, JaxChannel, World
 from autopar_passes import jax_processes
+
+# Copies of what lies on this process alone, sent to others while it trains.
+
+
+class Copier:
+    """Sends the state after each step to other processes, one step behind at most."""
+
+    def __init__(self, token: str) -> None:
+        """Has nobody to send to yet."""
+        self._token = token
+        self._changed = threading.Condition()
+        self._waiting: Holding | None = None
+        self._busy = False
+        self._ports: tuple[int, ...] = ()
+        self._peers: dict[int, Peer] = {}
+        threading.Thread(target=self._work, daemon=True, name="copies").start()
+
+    def aim(self, ports: Sequence[int]) -> None:
+        """Sends to the offers at these ports from now on."""
+        with self._changed:
+            self._ports, self._waiting = tuple(ports), None
+
+    def send(self, held: Holding) -> None:
+        """Sends copies in the background, once those of the step before have come."""
+        self.wait()
+        with self._changed:
+            if self._ports:
+                self._waiting, self._busy = held, True
+                self._changed.notify_all()
+
+    def wait(self) -> None:
+        """Waits until all copies have come, or those who take them are gone."""
+        with self._changed:
+            while self._busy:
+                self._changed.wait()
+
+    def _work(self) -> None:
+        while True:
+            with self._changed:
+                while self._waiting is None:
+                    self._busy = False
+                    self._changed.notify_all()
+                    self._changed.wait()
+                held, self._waiting = self._waiting, None
+                ports = self._ports
+            for port in ports:
+                # Who is gone is noticed by the supervisor.
+                with contextlib.suppress(OSError):
+                    self._copy(port, held)
+
+    def _copy(self, port: int, held: Holding) -> None:
+        try:
+            if port not in self._peers:
+                self._peers[port] = Peer(port, self._token)
+            self._peers[port].copy(held)
+        except OSError:
+            if (peer := self._peers.pop(port, None)) is not None:
+                peer.close()
+            raise
+
+
+# The channel between the processes of a world that may break at any time.
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class WorldChannel:
+    """As `JaxChannel`, but an exchange ends when the world is left.
+
+    Attributes:
+      client: of the world's coordination service.
+      index: number of this process.
+      count: number of processes.
+      check: raises an error once the world is to be left.
+    """
+
+    client: Any
+    index: int
+    count: int
+    check: Callable[[], None]
+
+    def broadcast(self, data: bytes) -> bytes:
+        """See `Channel`; what is broken ends collectives with an error."""
+        return JaxChannel().broadcast(data)
+
+    def gather(self, data: bytes) -> list[bytes]:
+        """See `Channel`."""
+        return JaxChannel().gather(data)
+
+    def exchange(self, data: bytes, what: str) -> dict[int, bytes]:
+        """See `Channel`."""
+        return self._store().exchange(data, what)
+
+    def tell(self, data: bytes) -> None:
+        """See `Channel`."""
+        self._store().tell(data)
+
+    def _store(self) -> KeyValueExchange:
+        return KeyValueExchange(self.client, self.index, self.count, self.check)
+
 
 # How long the others may take to connect: XLA ends a process that does not.
 _CONNECT_S = 50

@@ -1,6 +1,6 @@
 """Events over HTTP, from who knows the token.
 
-    curl -H "Authorization: Bearer $TOKEN" -d '{"kind": "gone", "hosts": ["host1"]}' \\
+    curl -H "Authorization: Bearer $TOKEN" -d '{"kind": "gone", "hosts": ["host1"]}' \
         http://127.0.0.1:8765/events
 
 The answer says what comes of each event: 200 accepted, repeated or late, 409 refused.
@@ -9,13 +9,292 @@ It listens on this machine only, unless a host is named.
 
 from __future__ import annotations
 
+import asyncio
+import collections
+import contextlib
+import functools
+import hmac
+import json
+import logging
 import os
 import secrets
+import socket
 import ssl
+import time
+from http import HTTPStatus
+from typing import Any
 
-from autopar.elastic.sources.serving import Serving
+from tornado import http1connection, httpserver, iostream, web
+
+from autopar.elastic.resolve import Resolved
+from autopar.elastic.sources.messages import LARGEST_BYTES, read_events
 from autopar.elastic.sources.source import Sink
-from autopar.errors import PlanError
+from autopar.elastic.sources.watching import Watched
+from autopar.errors import EventError, PlanError
+
+# The server behind `autopar.elastic.sources.http`: Tornado in a thread of its own.
+#
+# One thread serves all connections, so slow ones hold nobody up. Who has not sent a
+# whole request and taken the answer in time is cut off, and where there are too many
+# connections the oldest goes. The token is checked first: requests without it count for
+# nothing.
+
+# Requests a second over a longer time, and at once, of who knows the token.
+_RATE, _BURST = 10.0, 40
+# Seconds of a connection, from TLS to the answer; most connections at a time.
+_PATIENCE_S, _CONNECTIONS = 5.0, 256
+_LONGEST_HEAD = 16 << 10
+# Seconds between two notes of refusals without a token.
+_NOTE_S = 10.0
+
+
+class _Allowance:
+    """How many requests may still be answered: so many a second, some at once."""
+
+    def __init__(self) -> None:
+        self._left, self._at = float(_BURST), time.monotonic()
+        self._told = False
+
+    def take(self) -> tuple[bool, bool]:
+        """Whether a request may be answered, and whether a refusal is the first."""
+        now = time.monotonic()
+        self._left = min(_BURST, self._left + (now - self._at) * _RATE)
+        self._at = now
+        if self._left >= 1:
+            self._left -= 1
+            self._told = False
+            return True, False
+        first, self._told = not self._told, True
+        return False, first
+
+
+class _Strangers:
+    """Requests without the token: which are noted, as a flood would fill the ledger."""
+
+    def __init__(self) -> None:
+        self._count, self._at = 0, -_NOTE_S
+
+    def note(self) -> str | None:
+        """What to note of one more; None: nothing."""
+        self._count += 1
+        if time.monotonic() - self._at < _NOTE_S:
+            return None
+        more = f" ({self._count} requests)" if self._count > 1 else ""
+        self._count, self._at = 0, time.monotonic()
+        return more
+
+
+class _Server(httpserver.HTTPServer):
+    """A server that lets the oldest connection go where there are too many."""
+
+    def initialize(self, *args: Any, **options: Any) -> None:
+        super().initialize(*args, **options)
+        self.connections: collections.deque[iostream.IOStream] = collections.deque()
+
+    def handle_stream(self, stream: iostream.IOStream, address: Any) -> None:
+        if len(self.connections) >= _CONNECTIONS:
+            there = [x for x in self.connections if not x.closed()]
+            self.connections.clear()
+            self.connections.extend(there)
+        if len(self.connections) >= _CONNECTIONS:
+            self.connections.popleft().close()
+        self.connections.append(stream)
+        asyncio.get_running_loop().call_later(_PATIENCE_S, stream.close)
+        super().handle_stream(stream, address)
+
+
+@web.stream_request_body
+class _Handler(web.RequestHandler):
+    """Answers one request."""
+
+    def initialize(self, serving: Serving) -> None:
+        self._serving = serving
+        self._body = bytearray()
+
+    def set_default_headers(self) -> None:
+        self.set_header("Server", "autopar")
+
+    def prepare(self) -> None:
+        """Refuses what can be refused before the message is read."""
+        serving, request = self._serving, self.request
+        given = request.headers.get("Authorization", "").encode(errors="replace")
+        if not hmac.compare_digest(given, b"Bearer " + serving.token):
+            more = serving.strangers.note()
+            text = "the header 'Authorization: Bearer TOKEN' lacks the token."
+            self._refuse(HTTPStatus.UNAUTHORIZED, text, note=more)
+            return
+        may, first = serving.allowance.take()
+        if not may:
+            text = f"more than {_RATE:g} requests a second."
+            self._refuse(HTTPStatus.TOO_MANY_REQUESTS, text, note="" if first else None)
+        elif request.method != "POST":
+            self._refuse(HTTPStatus.METHOD_NOT_ALLOWED, "send events by POST.")
+        elif request.path.rstrip("/") != "/events":
+            self._refuse(HTTPStatus.NOT_FOUND, "send events to /events.")
+        else:
+            self._check_length(request.headers.get("Content-Length", ""))
+
+    def _check_length(self, length: str) -> None:
+        if not (length.isascii() and length.isdigit()):
+            text = "a request needs its Content-Length."
+            self._refuse(HTTPStatus.LENGTH_REQUIRED, text)
+        elif len(length) > 12 or int(length) > LARGEST_BYTES:
+            text = f"a message has at most {LARGEST_BYTES} bytes."
+            self._refuse(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, text)
+
+    def data_received(self, chunk: bytes) -> None:
+        if not self._headers_written:
+            self._body += chunk
+
+    def _end(self) -> None:
+        """Ends a request that was refused, once all of it is here."""
+        self.finish()
+
+    get = head = put = patch = delete = options = _end
+
+    def post(self) -> None:
+        """Takes the events of a message."""
+        if self._headers_written:
+            self._end()
+            return
+        try:
+            events = read_events(bytes(self._body), self._source)
+        except EventError as error:
+            self._refuse(HTTPStatus.BAD_REQUEST, str(error))
+            self.finish()
+            return
+        found = [self._serving.sink.put(event) for event in events]
+        refused = any(x.status == "refused" for x in found)
+        status = HTTPStatus.CONFLICT if refused else HTTPStatus.OK
+        self._answer(status, {"events": [_answer(x) for x in found]})
+        self.finish()
+
+    @property
+    def _source(self) -> str:
+        return f"http:{self.request.remote_ip}"
+
+    def _refuse(
+        self, status: HTTPStatus, reason: str, *, note: str | None = ""
+    ) -> None:
+        if note is not None:
+            text = f"{status.value}: {reason}{note}"
+            self._serving.sink.wrong(self._source, text)
+        # What the client still sends is thrown away, or it could not read its answer.
+        connection = self.request.connection
+        if isinstance(connection, http1connection.HTTP1Connection):
+            connection.set_max_body_size(1 << 62)
+        self._answer(status, {"error": reason})
+
+    def _answer(self, status: HTTPStatus, body: dict[str, Any]) -> None:
+        """Answers; `_end` or `post` ends the request, which closes the connection."""
+        text = json.dumps(body).encode() + b"\n"
+        self.set_status(status)
+        self.set_header("Content-Type", "application/json")
+        self.set_header("Content-Length", len(text))
+        self.write(text)
+        self.flush()
+
+    def write_error(self, status_code: int, **_: Any) -> None:
+        self._answer(HTTPStatus(status_code), {"error": HTTPStatus(status_code).phrase})
+        self.finish()
+
+    def log_exception(self, typ: Any, value: Any, tb: Any) -> None:
+        """A bug is noted where refusals are; the server goes on."""
+        del typ, tb
+        if not isinstance(value, web.HTTPError):
+            text = f"a bug in autopar: {type(value).__name__}: {value}"[:500]
+            self._serving.sink.wrong(self._source, text)
+
+
+class Serving:
+    """A server in a thread, until it is closed."""
+
+    def __init__(
+        self,
+        address: tuple[str, int],
+        sink: Sink,
+        token: str,
+        context: ssl.SSLContext | None,
+    ) -> None:
+        """Listens.
+
+        Args:
+          address: host and port; port 0: any that is free.
+          sink: takes the events.
+          token: what senders must know.
+          context: of TLS; None: plain HTTP.
+
+        Raises:
+          OSError: it cannot listen there.
+        """
+        self.sink, self.token = sink, token.encode()
+        self.allowance, self.strangers = _Allowance(), _Strangers()
+        self._context = context
+        family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
+        listening = socket.create_server(address, family=family, backlog=1024)
+        listening.setblocking(False)
+        self.address: tuple[str, int] = listening.getsockname()[:2]
+        self._listening = listening
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._ended = asyncio.Event()
+        # What it says of clients that break off is no concern of the run.
+        logging.getLogger("tornado.general").setLevel(logging.ERROR)
+        self._watched = Watched(
+            "autopar-http",
+            self._run,
+            functools.partial(sink.wrong, "http"),
+        )
+
+    def close(self) -> None:
+        """Stops listening."""
+        self._watched.ending.set()
+        if (loop := self._loop) is not None:
+            with contextlib.suppress(RuntimeError):  # a loop that an error has closed
+                loop.call_soon_threadsafe(lambda: self._ended.set())
+        self._watched.end()
+        self._listening.close()
+
+    def _run(self, watched: Watched) -> None:
+        connections: collections.deque[iostream.IOStream] = collections.deque()
+        try:
+            asyncio.run(self._serve(watched, connections))
+        finally:
+            for stream in connections:  # those that are open yet when the loop dies
+                if stream.socket is not None:
+                    stream.socket.close()
+
+    async def _serve(
+        self, watched: Watched, connections: collections.deque[iostream.IOStream]
+    ) -> None:
+        self._ended = asyncio.Event()
+        self._loop = asyncio.get_running_loop()
+        if watched.ending.is_set():
+            return
+        rules = [(".*", _Handler, {"serving": self})]
+        application = web.Application(rules, log_function=lambda handler: None)
+        server = _Server(
+            application,
+            ssl_options=self._context,
+            no_keep_alive=True,
+            max_header_size=_LONGEST_HEAD,
+            max_body_size=LARGEST_BYTES,
+            max_buffer_size=2 * LARGEST_BYTES,
+        )
+        server.connections = connections
+        server.add_socket(self._listening)
+        await self._ended.wait()
+        server.stop()
+        await server.close_all_connections()
+
+
+def _answer(found: Resolved) -> dict[str, Any]:
+    return {
+        "event": str(found.event),
+        "status": found.status,
+        "reason": found.reason,
+        "cluster": None if found.cluster is None else str(found.cluster),
+    }
+
 
 # Where a token is read from, and the shortest that is taken; and the files of TLS.
 TOKEN_VARIABLE, _SHORTEST = "AUTOPAR_EVENTS_TOKEN", 16

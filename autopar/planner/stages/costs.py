@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import functools
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
 from autopar.cluster import Cluster
+from autopar.cluster.specs import LinkSpec
+from autopar.cost.combining import SUMS
+from autopar.cost.estimate import messages_of, work_of
+from autopar.cost.reassociation import compiled_traffic
+from autopar.cost.traffic import Collective, joined
 from autopar.layouts.layout import shards
-from autopar.planner.stages.crossings import (
-    Crossings,
-    between,
-    crossings,
-    device_bytes,
-    shared_parameters,
-)
 from autopar.planner.stages.layer_map import LayerMap
 from autopar.planner.stages.memory import BytesPricer, LayerBytes
-from autopar.planner.stages.seconds import LayerSeconds, SecondsPricer
 from autopar.planner.stages.submeshes import Submesh, batch_splits, divides
+from autopar_passes.graph.roles import InputRole, Role
 from autopar_solver import (
     DeviceGroup,
     LayerCosts,
@@ -28,6 +27,294 @@ from autopar_solver import (
     StageProblem,
     SubmeshOption,
 )
+
+# Seconds of layers on a submesh, for each number of microbatches.
+#
+# The work and the messages of a step (`autopar.cost.estimate`) are added up by layer,
+# at the rows of each microbatch. Layers that stand for others are priced alone.
+#
+# Communication that nothing waits for runs beside the work of its own layer: gathers of
+# parameters beside each microbatch's, sums of gradients beside the backward pass of the
+# last microbatch.
+
+# Columns of a table of seconds.
+FORWARD, INPUT, WEIGHT, STEP, AGAIN = range(5)
+_COLUMNS = 5
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class LayerSeconds:
+    """Seconds of example layers, float64 ``[examples, scales]``.
+
+    Attributes:
+      forward: of one microbatch.
+      backward_input: gradients that an earlier layer waits for.
+      backward_weight: the other gradients.
+      step: once a step.
+      again: of computing activations again, before the backward pass of a microbatch.
+    """
+
+    forward: np.ndarray
+    backward_input: np.ndarray
+    backward_weight: np.ndarray
+    step: np.ndarray
+    again: np.ndarray
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class SecondsPricer:
+    """Prices layers.
+
+    Attributes:
+      layers: the layers.
+      scales: rows of a microbatch over those of the program, for each number of them.
+    """
+
+    layers: LayerMap
+    scales: np.ndarray
+
+    def price(self, submesh: Submesh) -> LayerSeconds:
+        """Seconds of the example layers on a submesh."""
+        shape = (_COLUMNS, len(self.layers.examples), len(self.scales))
+        work, waiting, free = (np.zeros(shape) for _ in range(3))
+        self._add_work(submesh, work)
+        self._add_communication(submesh, waiting, free)
+        known = submesh.pricer.cluster.device.calibrated
+        return _overlapped(work, waiting, free, known.overlap, known.contention)
+
+    def _add_work(self, submesh: Submesh, out: np.ndarray) -> None:
+        work = work_of(submesh.assignment, submesh.pricer)
+        table = work.table
+        # The update is the same whatever a microbatch is.
+        run_s = np.where(
+            table.update[:, None], work.run_s(np.ones(1)), work.run_s(self.scales)
+        )
+        run_s += work.device.kernel_latency_s * table.kernels[:, None]
+        row_of = {member: row for row, member in enumerate(table.operators.tolist())}
+        places, trips = self._runs
+        members = [row_of[member] for _, _, member in places]
+        columns, rows = np.array([place[:2] for place in places], int).reshape(-1, 2).T
+        np.add.at(out, (columns, rows), trips[:, None] * run_s[members])
+
+    @functools.cached_property
+    def _runs(self) -> tuple[list[tuple[int, int, int]], np.ndarray]:
+        """The columns, example layers and classes of operators, and how often they run.
+
+        ``[places]``.
+        """
+        layers = self.layers
+        out: dict[tuple[int, int, int], float] = {}
+        works = layers.analysis.works()
+        for index in layers.operators:
+            op = layers.analysis.graph.operators[index]
+            if op.class_index not in works or layers.layer[index] < 0:
+                continue
+            row = layers.row[int(layers.layer[index])]
+            for column in self._columns(index):
+                place = column, row, op.class_index
+                out[place] = out.get(place, 0.0) + op.trips
+        return list(out), np.array(list(out.values()), float)
+
+    def _add_communication(
+        self, submesh: Submesh, waiting: np.ndarray, free: np.ndarray
+    ) -> None:
+        layers, assignment = self.layers, submesh.assignment
+        found = self._collectives(submesh)
+        sent = messages_of(assignment, submesh.pricer, [c for c, _ in found])
+        # Sums of gradients are as large whatever the microbatch is.
+        each_s = np.where(
+            sent.once[:, None], sent.planned_s[:, None], sent.seconds(self.scales)
+        )
+        for (c, layer), once, seconds in zip(
+            found, sent.once.tolist(), each_s, strict=True
+        ):
+            summed = c.place is not None and c.step.kind in SUMS
+            hides = c.place is not None and (summed or not once)
+            for column in (STEP,) if once else self._columns(c.operator):
+                (free if hides else waiting)[column, layers.row[layer]] += seconds
+
+    def _columns(self, operator: int) -> tuple[int, ...]:
+        """The columns in which an operator counts."""
+        again = self.layers.again(operator)
+        return (self.layers.column(operator), AGAIN)[: 2 if again else 1]
+
+    def _collectives(self, submesh: Submesh) -> list[tuple[Collective, int]]:
+        """The collectives of example layers, each with its layer.
+
+        Messages are those of all layers: a collective travels with those of the layers
+        that are like its own.
+        """
+        layers = self.layers
+        found = [
+            (c, layers.layer_of(c.operator, c.value))
+            for c in compiled_traffic(
+                submesh.assignment, submesh.pricer, layers.operators
+            )
+        ]
+        found = [(c, layer) for c, layer in found if layer in layers.row]
+        times = np.bincount(layers.kept, minlength=layers.count)
+        whole = [c for c, layer in found for _ in range(times[layer])]
+        sent = joined(submesh.pricer, whole)
+        middles = np.cumsum([0] + [int(times[layer]) for _, layer in found])
+        return [
+            (sent[(first + last) // 2], layer)
+            for (_, layer), first, last in zip(
+                found, middles[:-1].tolist(), middles[1:].tolist(), strict=True
+            )
+        ]
+
+
+def _overlapped(
+    work: np.ndarray,
+    waiting: np.ndarray,
+    free: np.ndarray,
+    share: float,
+    contention: float,
+) -> LayerSeconds:
+    """Adds work and communication, of which a part runs beside the work.
+
+    Args:
+      work: float64 ``[columns, examples, scales]``, seconds of work.
+      waiting: of communication that something waits for.
+      free: of communication that may run beside work.
+      share: part of the work that it may run beside.
+      contention: seconds of work lost for each second of it.
+    """
+    saved = np.zeros_like(work)
+    backward = work[INPUT] + work[WEIGHT]
+    gathers = free[INPUT] + free[WEIGHT]
+    beside = {
+        FORWARD: np.minimum(free[FORWARD], share * work[FORWARD]),
+        AGAIN: np.minimum(free[AGAIN], share * work[AGAIN]),
+        STEP: np.minimum(free[STEP], np.maximum(0.0, share * backward - gathers)),
+    }
+    hidden = np.minimum(gathers, share * backward)
+    part = np.divide(hidden, gathers, out=np.zeros_like(hidden), where=gathers > 0)
+    beside[INPUT], beside[WEIGHT] = part * free[INPUT], part * free[WEIGHT]
+    for column, seconds in beside.items():
+        saved[column] = (1.0 - contention) * seconds
+    total = work + waiting + free - saved
+    return LayerSeconds(*total)
+
+
+# What crosses the boundaries between layers, and for how long it occupies links.
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Crossings:
+    """The values that cross the boundary behind each layer but the last.
+
+    Attributes:
+      forward: activations, by boundary.
+      backward: cotangents, on their way back.
+      entering: by layer, the activations of earlier layers that it reads.
+    """
+
+    forward: tuple[tuple[int, ...], ...]
+    backward: tuple[tuple[int, ...], ...]
+    entering: tuple[tuple[int, ...], ...]
+
+
+def crossings(layers: LayerMap) -> Crossings:
+    """Finds what crosses the boundaries between layers.
+
+    A value that several layers read crosses all boundaries up to the last of them;
+    the stages between hand it on.
+    """
+    flow, count = layers.parts.flow, layers.count
+    forward: list[list[int]] = [[] for _ in range(count - 1)]
+    backward: list[list[int]] = [[] for _ in range(count - 1)]
+    entering: list[list[int]] = [[] for _ in range(count)]
+    for value, maker in flow.maker.items():
+        made = layers.parts.part.get(maker)
+        if made is None or flow.roles[maker] is Role.UPDATE:
+            continue
+        read = [
+            (layers.parts.part[r], flow.roles[r])
+            for r in flow.readers.get(value, ())
+            if r in layers.parts.part and flow.roles[r] is not Role.UPDATE
+        ]
+        later = [part for part, _ in read if part > made]
+        for boundary in range(made, max(later, default=made)):
+            forward[boundary].append(value)
+        for part in sorted(
+            {p for p, role in read if p > made and role is Role.FORWARD}
+        ):
+            entering[part].append(value)
+        earlier = [part for part, _ in read if part < made]
+        for boundary in range(min(earlier, default=made), made):
+            backward[boundary].append(value)
+    return Crossings(
+        *(tuple(map(tuple, found)) for found in (forward, backward, entering))
+    )
+
+
+def device_bytes(
+    layers: LayerMap,
+    values: Sequence[Sequence[int]],
+    submesh: Submesh,
+    scales: np.ndarray,
+) -> np.ndarray:
+    """Bytes of some values on one device, float64 ``[boundaries, scales]``."""
+    assignment = submesh.assignment
+    labels = layers.analysis.dim_labels
+    out = np.zeros((len(values), len(scales)))
+    for row, found in enumerate(values):
+        for value in found:
+            nbytes = assignment.graph.values[value].nbytes
+            if value in assignment.contraction.homes:
+                nbytes /= shards(assignment.home_layout(value), assignment.sizes)
+            out[row] += nbytes * scales ** labels.degree(value)
+    return out
+
+
+def between(cluster: Cluster, first: Submesh, second: Submesh) -> LinkSpec:
+    """The link from a stage to the next: that of the outermost level that has several.
+
+    Where stages will lie is not known yet; some of them may be closer.
+    """
+    if first.group != second.group:
+        assert cluster.between is not None
+        return cluster.between
+    levels = (cluster.groups[first.group] if cluster.groups else cluster).levels
+    several = [level for level in levels if level.size > 1]
+    return (several or list(levels))[0].link
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Shared:
+    """A parameter that several layers read in their forward pass.
+
+    Attributes:
+      value: the input.
+      source: the first layer, which holds it.
+      target: another layer that reads it.
+    """
+
+    value: int
+    source: int
+    target: int
+
+
+def shared_parameters(layers: LayerMap) -> Iterator[Shared]:
+    """The parameters that forward passes of several layers read, cast or not.
+
+    Small ones are sent to whoever reads them without a thought.
+    """
+    flow, part = layers.parts.flow, layers.parts.part
+    read: dict[int, set[int]] = {}
+    for index in flow.equations:
+        if flow.roles[index] is not Role.FORWARD or index not in part:
+            continue
+        for value in flow.equations[index].inputs:
+            for given in flow.of_state.get(value, ()) if isinstance(value, int) else ():
+                read.setdefault(given, set()).add(part[index])
+    for given in layers.analysis.graph.inputs:
+        found = sorted(read.get(given.value, ()))
+        if given.role is InputRole.PARAMETER and len(found) > 1:
+            for target in found[1:]:
+                yield Shared(given.value, found[0], target)
+
 
 # A submesh is left out where another one of its size costs no more than this in
 # anything.

@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
 
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from autopar_passes import jax_compat
 from autopar_passes.graph.operators import OperatorGraph, update_equations
-from autopar_passes.microbatches.classes import SAME, Kind
+from autopar_passes.microbatches.classes import SAME, Edits, Kind
+from autopar_passes.microbatches.draws import drawn
 from autopar_passes.microbatches.facts import Facts, facts
 from autopar_passes.microbatches.follow import Follower
 from autopar_passes.microbatches.microbatched import (
@@ -18,10 +25,296 @@ from autopar_passes.microbatches.microbatched import (
 )
 from autopar_passes.microbatches.operators import Grouped, is_float
 from autopar_passes.microbatches.pairs import Pair, paired, place
-from autopar_passes.microbatches.rewrite import Rewritten, rewritten
-from autopar_passes.program.building import needed
-from autopar_passes.program.equations import Equation, Program, Region, walk
+from autopar_passes.program.building import Builder, needed, next_index
+from autopar_passes.program.equations import (
+    Atom,
+    Equation,
+    Program,
+    Region,
+    Scalar,
+    walk,
+)
 from autopar_passes.program.trace import TracedStep
+
+# Writes the program of a microbatch with what was found out about it.
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Rewritten:
+    """The program of a microbatch that counts as its part of the whole batch.
+
+    Attributes:
+      program: behind the step's own inputs it has one for the microbatch's number, if
+        it needs that, and those for what is computed from the whole batch.
+      number: whether it takes the number.
+      ahead: the values of the whole batch that it takes.
+      parts: those of them that are dealt out to the microbatches, the first ones.
+      gathered: values of microbatches whose rows it takes together, behind the others.
+    """
+
+    program: Program
+    number: bool
+    ahead: tuple[int, ...]
+    parts: int
+    gathered: tuple[int, ...]
+
+
+def rewritten(pair: Pair, edits: Edits, once: Collection[int]) -> Rewritten:
+    """Writes the program of a microbatch.
+
+    Args:
+      pair: the programs.
+      edits: what was found out.
+      once: indices of the equations that run once, with the rows of the whole batch.
+    """
+    return _Writer(pair, edits, once).run()
+
+
+class _Writer:
+    def __init__(self, pair: Pair, edits: Edits, once: Collection[int]) -> None:
+        self.pair = pair
+        self.edits = edits
+        self.once = once
+        self.builder = Builder(pair.micro.values, next_index(pair.micro))
+        self.number: int | None = None
+        # Of each open region, values of the program -> what it takes them in as.
+        self.taken: list[dict[int, int]] = []
+        self.given: dict[int, int] = {}
+        # The same for what runs once: with all rows, and put together of microbatches.
+        self.whole: dict[int, int] = {}
+        self.gathered: dict[int, int] = {}
+
+    def run(self) -> Rewritten:
+        micro = self.pair.micro
+        if self.edits.first or self.edits.folded or self.edits.drawn:
+            self.number = self.builder.value((), jnp.dtype("int32"))
+        region = self.region(self.pair.whole.body, micro.body)
+        read = [*self.gathered, *(v for v in region.outputs if isinstance(v, int))]
+        for eqn in region.equations:
+            if eqn.source.effects:
+                read.extend(
+                    (*eqn.outputs, *(a for a in eqn.inputs if isinstance(a, int)))
+                )
+        kept = {e.index for e in needed(region.equations, read)}
+        equations = tuple(
+            e for e in region.equations if e.index in kept or e.source.effects
+        )
+        body = Region(self.inputs(), equations, region.outputs)
+        # A constant with rows is read as the rows of the whole one, ahead.
+        constants = tuple(
+            a if np.shape(a) == np.shape(b) else b
+            for a, b in zip(self.pair.whole.constants, micro.constants, strict=True)
+        )
+        program = Program(tuple(self.builder.values), body, constants)
+        return Rewritten(
+            program,
+            self.number is not None,
+            (*self.given, *self.whole),
+            len(self.given),
+            tuple(self.gathered),
+        )
+
+    def inputs(self) -> tuple[int, ...]:
+        micro = self.pair.micro
+        own = micro.body.inputs[: micro.num_arguments]
+        constants = micro.body.inputs[micro.num_arguments :]
+        number = () if self.number is None else (self.number,)
+        taken = (*self.given.values(), *self.whole.values(), *self.gathered.values())
+        return (*own, *number, *taken, *constants)
+
+    def region(self, whole: Region, micro: Region) -> Region:
+        outer, self.builder.equations = self.builder.equations, []
+        for a, b in zip(whole.equations, micro.equations, strict=True):
+            if a.index in self.once:
+                self.late(a)
+            else:
+                self.equation(a, b)
+        equations = tuple(self.builder.equations)
+        self.builder.equations = outer
+        outputs = _scalars_of(whole.outputs, micro.outputs)
+        return Region(micro.inputs, equations, tuple(map(self.read, outputs)))
+
+    def read(self, atom: Atom) -> Atom:
+        """An atom, or what is computed from the whole batch in its place."""
+        replaced = isinstance(atom, int) and atom in self.edits.replaced
+        if not replaced or not isinstance(atom, int):
+            return atom
+        return self.take(self.ahead(atom))
+
+    def ahead(self, value: int) -> int:
+        """The input that takes what is computed from the whole batch."""
+        if value not in self.given:
+            part = self.pair.has_rows(value)
+            of = (self.pair.micro if part else self.pair.whole).values[value]
+            self.given[value] = self.builder.value(of.shape, of.dtype)
+        return self.given[value]
+
+    def equation(self, whole: Equation, micro: Equation) -> None:
+        inputs = list(micro.inputs)
+        if micro.index not in self.edits.kept:
+            inputs = _scalars_of(whole.inputs, micro.inputs)
+        read = [
+            self.operand(micro, slot, self.read(atom))
+            for slot, atom in enumerate(inputs)
+        ]
+        regions: list[Region] = []
+        taken: list[dict[int, int]] = []
+        for a, b in zip(whole.regions, micro.regions, strict=True):
+            self.taken.append({})
+            regions.append(self.region(a, b))
+            taken.append(self.taken.pop())
+        if micro.index in self.edits.drawn:
+            self.draw(whole, micro, read[0])
+            return
+        made = dataclasses.replace(micro, inputs=tuple(read), regions=tuple(regions))
+        self.builder.equations.append(self.with_taken(made, taken))
+
+    def late(self, eqn: Equation) -> None:
+        """What runs once, on the rows of the whole batch."""
+        for inner in (eqn, *(e for region in eqn.regions for e in walk(region))):
+            made = (*inner.outputs, *(v for r in inner.regions for v in r.inputs))
+            for value in made:
+                self.builder.values[value] = self.pair.whole.values[value]
+        inputs = tuple(map(self.late_operand, eqn.inputs))
+        self.builder.equations.append(dataclasses.replace(eqn, inputs=inputs))
+
+    def late_operand(self, atom: Atom) -> Atom:
+        """What is read of all rows, by an equation that runs once."""
+        if not isinstance(atom, int) or self.pair.dims[atom] == -1:
+            return self.read(atom)
+        maker = self.pair.made_by.get(atom)
+        if maker is not None and maker.index in self.once:
+            return atom
+        known = maker is None or atom in self.edits.replaced | self.edits.counted
+        among = self.whole if known else self.gathered
+        if atom not in among:
+            among[atom] = self.builder.like(self.pair.whole.values[atom])
+        return among[atom]
+
+    def draw(self, whole: Equation, micro: Equation, key: Atom) -> None:
+        """What is drawn for the rows of the whole batch, for those of a microbatch."""
+        assert isinstance(key, int)
+        assert self.number is not None
+        (value,) = micro.outputs
+        ahead = len(self.builder.values[key].shape)
+        rows = Rows(self.pair.dims[value] - ahead, self.edits.drawn[micro.index])
+        shape = tuple(whole.params["shape"])
+        self.builder.call(
+            lambda k, n: drawn(micro, k, n, shape=shape, rows=rows),
+            [key, self.take(self.number)],
+            micro.name_stack,
+            value,
+        )
+
+    def take(self, value: int) -> int:
+        """The value that stands for one of the program in the innermost region."""
+        for region in self.taken:
+            if value not in region:
+                of = self.builder.values[value]
+                region[value] = self.builder.value(of.shape, of.dtype)
+        return self.taken[-1][value] if self.taken else value
+
+    def with_taken(self, eqn: Equation, taken: Sequence[dict[int, int]]) -> Equation:
+        """An equation that hands to its regions what they take of the program."""
+        values = list(dict.fromkeys(v for region in taken for v in region))
+        if not values:
+            return eqn
+        params = dict(eqn.params)
+        at, handing = 0, list(range(len(eqn.regions)))
+        if eqn.primitive == "scan":
+            params["num_consts"] += len(values)
+        elif eqn.primitive == "while":
+            if taken[0]:
+                raise MicrobatchError(
+                    f"{place(eqn)} tests what is drawn or mixed for each microbatch."
+                )
+            at, handing = params["cond_nconsts"], [1]
+            params["body_nconsts"] += len(values)
+        else:
+            at = 1
+        regions = list(eqn.regions)
+        for k in handing:
+            inner = [taken[k].get(v, -1) for v in values]
+            of = [self.builder.values[v] for v in values]
+            inner = [
+                self.builder.value(o.shape, o.dtype) if v < 0 else v
+                for v, o in zip(inner, of, strict=True)
+            ]
+            regions[k] = dataclasses.replace(
+                regions[k], inputs=(*inner, *regions[k].inputs)
+            )
+        given = [self.take(v) for v in values]
+        return dataclasses.replace(
+            eqn,
+            source=eqn.source.replace(params=params),
+            inputs=(*eqn.inputs[:at], *given, *eqn.inputs[at:]),
+            regions=tuple(regions),
+        )
+
+    def operand(self, eqn: Equation, slot: int, atom: Atom) -> Atom:
+        """What an equation reads, with what is to be done to it before."""
+        key = (eqn.index, slot)
+        if key in self.edits.ahead:
+            return self.take(self.ahead(self.edits.ahead[key]))
+        if key in self.edits.scaled:
+            factor = self.edits.scaled[key]
+            if isinstance(atom, Scalar):
+                scaled = np.asarray(atom.value, atom.aval.dtype) * factor
+                return Scalar(scaled.astype(atom.aval.dtype)[()], atom.aval)
+            number = np.asarray(factor, self.builder.values[atom].dtype)[()]
+            return self.builder.call(lambda x: x * number, [atom], eqn.name_stack)
+        if key in self.edits.first:
+            return self.first(eqn, atom)
+        if key in self.edits.folded:
+            assert isinstance(atom, int)
+            assert self.number is not None
+            number = self.take(self.number)
+            return self.builder.call(_folded, [atom, number], eqn.name_stack)
+        return atom
+
+    def first(self, eqn: Equation, atom: Atom) -> Atom:
+        """An operand in the first microbatch, and zero in others."""
+        assert self.number is not None
+        number = self.take(self.number)
+        if isinstance(atom, Scalar):
+            value = np.asarray(atom.value, atom.aval.dtype)[()]
+            return self.builder.call(
+                lambda n: jax.lax.select(n == 0, value, np.zeros_like(value)),
+                [number],
+                eqn.name_stack,
+            )
+        return self.builder.call(
+            lambda x, n: jax.lax.mul(
+                x, jax.lax.broadcast((n == 0).astype(x.dtype), x.shape)
+            ),
+            [atom, number],
+            eqn.name_stack,
+        )
+
+
+def _folded(key: Any, number: Any) -> Any:
+    """Keys that differ in each microbatch; ``key`` may be raw, ``(..., words)``."""
+    if jax_compat.is_extended(key.dtype):
+        fold, rank = jax.random.fold_in, key.ndim
+    else:
+        fold, rank = _folded_raw, key.ndim - 1
+    for _ in range(rank):
+        fold = jax.vmap(fold, in_axes=(0, None))
+    return fold(key, number)
+
+
+def _folded_raw(key: Any, number: Any) -> Any:
+    return jax.random.key_data(
+        jax.random.fold_in(jax.random.wrap_key_data(key), number)
+    )
+
+
+def _scalars_of(whole: Sequence[Atom], micro: Sequence[Atom]) -> list[Atom]:
+    """What the microbatch reads, with the scalars of the whole batch."""
+    return [
+        a if isinstance(a, Scalar) else b for a, b in zip(whole, micro, strict=True)
+    ]
+
 
 _COMBINED = {
     Kind.SAME: Combine.SAME,

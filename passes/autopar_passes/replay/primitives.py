@@ -2,21 +2,275 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 
 from autopar_passes import jax_compat, jax_effects
 from autopar_passes.graph.operators import Operator
-from autopar_passes.layouts import Layout
+from autopar_passes.layouts import Layout, automatic_axes, partition_spec
 from autopar_passes.program.equations import Equation
-from autopar_passes.replay.grouped_convolution import grouped_convolution
-from autopar_passes.replay.kernel_shards import kernel_on_shards
+from autopar_passes.program.flatten import INLINED, call_body
 from autopar_passes.replay.values import Values
-from autopar_passes.rules import convolution
+from autopar_passes.rules import convolution, manual, pallas_grid
+from autopar_passes.rules.factor_rule import FactorRule
 from autopar_passes.sums import stacked
 from autopar_passes.sums.finish import BY_SHARDS, Sum, behind, finished
-from autopar_passes.sums.stacked import Stacked
+from autopar_passes.sums.stacked import Stacked, stack_partials, sum_partials
+
+# Runs hand-written kernels shard by shard: no compiler can partition them.
+#
+# Every device runs the kernel on its own shards. A Pallas kernel gets the grid of the
+# shards; its blocks and its body stay as they are. What a kernel adds up over its
+# shards (`FactorRule.sums`) is summed before it is handed on.
+
+
+# Runs the body of a step's own `jax.shard_map` over another mesh than its own.
+#
+# The types inside a jaxpr name the mesh that it was traced on. So the body is run
+# equation by equation, calls in line and loops traced anew: then every type comes from
+# the mesh that the body runs on.
+
+
+def run_body(params: dict[str, Any], args: Sequence[Any]) -> list[Any]:
+    """Runs the body of a ``shard_map`` on one device's shards.
+
+    Axes of size one of its own mesh, which the mesh around need not have, are bound
+    here.
+
+    Args:
+      params: parameters of the ``shard_map``.
+      args: one device's shards of its operands.
+    """
+    body = getattr(params["jaxpr"], "jaxpr", params["jaxpr"])
+    alone = {n: 1 for n, size in params["mesh"].shape.items() if size == 1}
+    with jax_compat.axis_env(alone):
+        return _run(body, (), args)
+
+
+def _run(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
+    env: dict[Any, Any] = dict(zip(jaxpr.constvars, consts, strict=True))
+    env.update(zip(jaxpr.invars, args, strict=True))
+
+    def read(atom: Any) -> Any:
+        if isinstance(atom, jax_compat.Literal):
+            return np.asarray(atom.val)  # without the mesh in its type
+        return env[atom]
+
+    for eqn in jaxpr.eqns:
+        out = _equation(eqn, [read(a) for a in eqn.invars])
+        env.update(zip(eqn.outvars, out, strict=True))
+    return [read(v) for v in jaxpr.outvars]
+
+
+def _equation(eqn: Any, args: list[Any]) -> Sequence[Any]:
+    name = eqn.primitive.name
+    if name in INLINED and (body := call_body(eqn)) is not None:
+        return _run(*body, args)
+    match name:
+        case "scan":
+            return _scan(eqn.params, args)
+        case "while":
+            return _while(eqn.params, args)
+        case "cond":
+            branches = [_function(b) for b in eqn.params["branches"]]
+            return jax.lax.switch(args[0], branches, *args[1:])
+        case _:
+            return jax_compat.bind_anywhere(eqn, *args)
+
+
+def _function(closed: Any) -> Callable[..., list[Any]]:
+    return lambda *args: _run(closed.jaxpr, closed.consts, args)
+
+
+def _scan(params: dict[str, Any], args: list[Any]) -> Sequence[Any]:
+    body, consts = _function(params["jaxpr"]), args[: params["num_consts"]]
+    end = params["num_consts"] + params["num_carry"]
+
+    def step(carry: Any, xs: Any) -> Any:
+        out = body(*consts, *carry, *xs)
+        return out[: params["num_carry"]], out[params["num_carry"] :]
+
+    carry, stacked = jax.lax.scan(
+        step,
+        args[params["num_consts"] : end],
+        args[end:],
+        length=params["length"],
+        reverse=params["reverse"],
+        unroll=params["unroll"],
+    )
+    return [*carry, *stacked]
+
+
+def _while(params: dict[str, Any], args: list[Any]) -> Sequence[Any]:
+    first, both = params["cond_nconsts"], params["body_nconsts"]
+    cond, body = _function(params["cond_jaxpr"]), _function(params["body_jaxpr"])
+    of_cond, of_body = args[:first], args[first : first + both]
+    return jax.lax.while_loop(
+        lambda carry: cond(*of_cond, *carry)[0],
+        lambda carry: body(*of_body, *carry),
+        args[first + both :],
+    )
+
+
+def kernel_on_shards(
+    eqn: Equation,
+    rule: FactorRule,
+    operands: Sequence[Any],
+    layouts: Sequence[Layout],
+    results: Sequence[Layout],
+    mesh: Any,
+) -> list[Any]:
+    """Runs a kernel on each device's shards.
+
+    Args:
+      eqn: the equation of the kernel.
+      rule: its rule.
+      operands: the whole operands, in their layouts.
+      layouts: of the operands.
+      results: layouts of the results.
+      mesh: the mesh of the layouts.
+    """
+    axes = _axes_of_factors(rule, layouts)
+    if eqn.primitive == manual.PRIMITIVE:
+        return _manual(eqn, axes, operands, mesh)
+
+    def run(*shards: Any) -> tuple[Any, ...]:
+        out = _kernel_shards_bind(eqn, shards)
+        for slot, factors in enumerate(rule.sums):
+            names = tuple(mesh.axis_names[a] for f in factors for a in axes.get(f, ()))
+            if names:
+                out[slot] = jax.lax.psum(out[slot], names)
+        return tuple(out)
+
+    return list(
+        jax.shard_map(
+            run,
+            mesh=mesh,
+            in_specs=tuple(partition_spec(mesh, layout) for layout in layouts),
+            out_specs=tuple(partition_spec(mesh, layout) for layout in results),
+            axis_names=automatic_axes(mesh),
+            check_vma=False,
+        )(*operands)
+    )
+
+
+def _manual(
+    eqn: Equation,
+    axes: dict[int, tuple[int, ...]],
+    operands: Sequence[Any],
+    mesh: Any,
+) -> list[Any]:
+    """Runs a step's own ``shard_map`` over the planned mesh, under its own names."""
+    names = [f"_{name}" for name in mesh.axis_names]
+    for f, own in enumerate(manual.manual_axes(eqn.params)):
+        (axis,) = axes[f]
+        names[axis] = own
+    taken = set(names)
+
+    def spec(given: Any) -> Any:
+        return jax.sharding.PartitionSpec(*(_kept(entry, taken) for entry in given))
+
+    return list(
+        jax.shard_map(
+            lambda *shards: tuple(run_body(eqn.params, shards)),
+            mesh=jax_compat.renamed_mesh(mesh, tuple(names)),
+            in_specs=tuple(spec(s) for s in eqn.params["in_specs"]),
+            out_specs=tuple(spec(s) for s in eqn.params["out_specs"]),
+            check_vma=eqn.params["check_vma"],
+        )(*operands)
+    )
+
+
+def _kept(entry: Any, names: set[str]) -> Any:
+    """An entry of a spec without axes of size one, which the mesh may not have."""
+    if not isinstance(entry, tuple):
+        return entry if entry in names else None
+    return tuple(n for n in entry if n in names) or None
+
+
+def _kernel_shards_bind(eqn: Equation, shards: Sequence[Any]) -> list[Any]:
+    if eqn.primitive != pallas_grid.PRIMITIVE:
+        return jax_compat.bind(eqn.source, *shards)
+    shapes = [jax.numpy.shape(x) for x in shards]
+    params = pallas_grid.localised(eqn.params, shapes)
+    return jax_compat.bind_with(eqn, params, *shards)
+
+
+def _axes_of_factors(
+    rule: FactorRule, layouts: Sequence[Layout]
+) -> dict[int, tuple[int, ...]]:
+    """The mesh axes that split each factor.
+
+    Of the factors of a dimension at most one may be split, or each of them is split
+    by one axis (`FactorRule.whole`).
+    """
+    found: dict[int, tuple[int, ...]] = {}
+    for dims, layout in zip(rule.operands, layouts, strict=True):
+        for factors, axes in zip(dims, layout, strict=True):
+            free = [f for f in factors if f in rule.free]
+            if rule.whole:
+                found.update((f, (a,)) for f, a in zip(free, axes, strict=True))
+            else:
+                found.update((f, axes) for f in free)
+    return found
+
+
+# Runs grouped convolutions shard by shard, where the compiler's partitioner fails.
+
+
+def grouped_convolution(
+    params: Mapping[str, Any],
+    operands: Sequence[Any],
+    layouts: Sequence[Layout],
+    rule: FactorRule,
+    mesh: Any,
+) -> Any:
+    """Runs a grouped convolution shard by shard and sums the partial results.
+
+    Each shard's partial result is one slice of a leading dimension, split over
+    the axes of the reduction; summing that dimension is the reduction.
+
+    Args:
+      params: parameters of the primitive.
+      operands: left and right operand, in their layouts.
+      layouts: of the left operand, the right one, and the result.
+      rule: the rule of the convolution.
+      mesh: the mesh of the layouts.
+    """
+    left, right, result = layouts
+    kept = {a for axes in result for a in axes}
+    summed = tuple(sorted({a for x in (left, right) for d in x for a in d} - kept))
+    sizes = [mesh.shape[name] for name in mesh.axis_names]
+    local = dict(params)
+    split = _group_split(rule, result, sizes)
+    for name in ("feature_group_count", "batch_group_count"):
+        local[name] = max(1, params[name] // split)
+
+    def run(*shards: Any) -> Any:
+        return jax.lax.conv_general_dilated_p.bind(*shards, **local)
+
+    stacked = stack_partials(run, operands, (left, right), result, summed, mesh)
+    return sum_partials(stacked)
+
+
+def _group_split(rule: FactorRule, result: Layout, sizes: Sequence[int]) -> int:
+    """Returns the number of parts into which the groups are split.
+
+    The groups are the one factor of both operands and the result. In a
+    dimension they are the major factor, and a minor one is split only where
+    they are split wholly.
+    """
+    common = frozenset.intersection(
+        *(rule.factors_of(dims) for dims in (*rule.operands, *rule.results))
+    )
+    for factors, axes in zip(rule.results[0], result, strict=True):
+        if factors and factors[0] in common:
+            return min(rule.sizes[factors[0]], math.prod(sizes[a] for a in axes))
+    return 1
 
 
 def run_primitive(values: Values, eqn: Equation, op: Operator) -> list[Any]:

@@ -7,18 +7,300 @@ has nothing left to choose.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import contextlib
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from typing import Any
 
-from autopar_passes import jax_compat
+import jax
+
+from autopar_passes import jax_compat, jax_effects
 from autopar_passes.graph.operators import Operator, OperatorGraph, producers
-from autopar_passes.program.equations import Equation, Program
-from autopar_passes.replay.control_flow import ControlFlow
+from autopar_passes.program.equations import (
+    Atom,
+    Equation,
+    Program,
+    Region,
+    Value,
+    walk,
+)
 from autopar_passes.replay.layout_plan import LayoutPlan, Synchroniser, Watch
 from autopar_passes.replay.primitives import run_barrier, run_primitive
 from autopar_passes.replay.replicas import Replicas
 from autopar_passes.replay.values import Values
+from autopar_passes.sums import stacked
 from autopar_passes.sums.stacked import Stacked
+
+# Runs loops and branches, whose regions state the layouts of a plan inside.
+
+# Runs one equation and adds its results to the values.
+Run = Callable[[Equation], None]
+
+
+class ControlFlow:
+    """Runs the equations with regions of one program."""
+
+    def __init__(
+        self,
+        values: Values,
+        types: Sequence[Value],
+        run: Run,
+        replicas: Replicas | None = None,
+    ) -> None:
+        """Starts outside of all regions.
+
+        Args:
+          values: the values of the program.
+          types: shape and dtype of each value.
+          run: runs one equation of a region.
+          replicas: deal the turns of one scan out; None: every device runs all.
+        """
+        self._values = values
+        self._types = types
+        self._run = run
+        self._replicas = replicas
+
+    def scan(self, eqn: Equation, ops: Sequence[Operator]) -> list[Any]:
+        """Runs a scan; returns its results."""
+        params, body = eqn.params, eqn.regions[0]
+        consts, carry = params["num_consts"], params["num_carry"]
+        first = consts + carry
+        enters, stacks = ops[: len(eqn.inputs)], ops[len(eqn.inputs) :]
+        carries = enters[consts:first]
+        outer = self._hand_in(enters, eqn.inputs)
+
+        def step(given: Any, carried: Any, sliced: Any) -> tuple[Any, Any]:
+            with self._inside(body, enters, (*given, *carried, *sliced)):
+                ends = self._hand_on(carries, 1, body.outputs[:carry])
+                ys = self._hand_on(stacks, 0, body.outputs[carry:])
+                seen = self._seen(eqn)
+            return _as_arrays(ends, carried), (ys, seen)
+
+        if self._replicas is not None and self._replicas.loop == eqn.index:
+            ends, ys = self._replicas.run(
+                self._values, step, outer[:consts], outer[consts:first], outer[first:]
+            )
+            left = [*zip(carries, ends, strict=True), *zip(stacks, ys, strict=True)]
+            return [self._replicas.left(self._values, op, x) for op, x in left]
+
+        def turn(carried: Any, sliced: Any) -> tuple[Any, Any]:
+            after, (ends, left) = self._in_turn(
+                carried[0], step, outer[:consts], carried[1], sliced
+            )
+            return (after, ends), left
+
+        (after, end), (ys, seen) = jax.lax.scan(
+            turn,
+            (self._turn(eqn), outer[consts:first]), outer[first:],
+            length=params["length"], reverse=params["reverse"],
+            unroll=params["unroll"],
+        )  # fmt: skip
+        self._passed(after)
+        if self._values.watch is not None:
+            self._values.watch.after(eqn.index, seen)
+        return self._hand_out(carries, 1, end) + self._hand_out(stacks, 0, ys)
+
+    def _seen(self, eqn: Equation) -> Any:
+        """Returns what the watch takes of an iteration; nothing without one."""
+        watch = self._values.watch
+        return () if watch is None else watch.inside(eqn.index, self._values.held)
+
+    def loop(self, eqn: Equation, ops: Sequence[Operator]) -> list[Any]:
+        """Runs a ``while``; returns its results."""
+        cond, body = eqn.regions
+        n_cond, n_body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
+        outer = self._hand_in(ops, eqn.inputs)
+        carries = ops[n_cond + n_body :]
+        # Each element of a loop under `jax.vmap` ends for itself.
+        mapped = bool(eqn.params["cond_jaxpr"].out_avals[0].shape)
+
+        def goes_on(carried: Any) -> Any:
+            with self._inside(cond, ops, (*_kept(outer[:n_cond]), *carried)):
+                return self._values.plain(cond.outputs[0])
+
+        def test(carried: Any) -> Any:
+            return jax.numpy.any(goes_on(carried))
+
+        def step(carried: Any) -> Any:
+            consts = _kept(outer[n_cond : n_cond + n_body])
+            with self._inside(body, ops, (*consts, *carried)):
+                ends = self._hand_on(carries, 1, body.outputs)
+            made = _as_arrays(ends, carried)
+            return _where(goes_on(carried), made, carried) if mapped else made
+
+        after, end = jax.lax.while_loop(
+            lambda carried: self._in_turn(carried[0], test, carried[1])[1],
+            lambda carried: self._in_turn(carried[0], step, carried[1]),
+            (self._turn(eqn), outer[n_cond + n_body :]),
+        )
+        self._passed(after)
+        return self._hand_out(carries, 2, end)
+
+    def cond(self, eqn: Equation, ops: Sequence[Operator]) -> list[Any]:
+        """Runs the branches of a ``cond``; returns its results."""
+        count = len(eqn.inputs) - 1
+        merges = ops[count * len(eqn.regions) :]
+        branches: list[Callable[..., Any]] = []
+        arguments: list[Any] = []
+        for b, region in enumerate(eqn.regions):
+            enters = ops[b * count : (b + 1) * count]
+            arguments.append(self._operands(enters, 0, eqn.inputs[1:]))
+            branches.append(self._branch(region, enters, merges, b))
+        index = self._values.plain(eqn.inputs[0])
+        after, out = jax.lax.switch(
+            index,
+            [
+                lambda turn, args, f=f, b=b: self._in_turn(turn, f, args[b])
+                for b, f in enumerate(branches)
+            ],
+            self._turn(eqn),
+            arguments,
+        )
+        self._passed(after)
+        plan = self._values.plan
+        return [
+            self._values.pin(x, plan.results(op, 0))
+            for x, op in zip(out, merges, strict=True)
+        ]
+
+    def _turn(self, eqn: Equation) -> tuple[Any, ...]:
+        """What the callbacks in regions wait for; nothing where they have no order."""
+        inner = (e for region in eqn.regions for e in walk(region))
+        ordered = any(jax_effects.is_ordered(e.source) for e in inner)
+        return (self._values.turn,) if ordered else ()
+
+    def _in_turn(
+        self, turn: tuple[Any, ...], run: Callable[..., Any], *args: Any
+    ) -> tuple[tuple[Any, ...], Any]:
+        """Runs a region after a callback; returns what to wait for, and its result."""
+        before, values = self._values.turn, self._values
+        values.turn = turn[0] if turn else before
+        made = run(*args)
+        after = (values.turn,) if turn else ()
+        values.turn = before
+        return after, made
+
+    def _passed(self, turn: tuple[Any, ...]) -> None:
+        """Goes on after the callbacks of a region."""
+        self._values.turn = turn[0] if turn else self._values.turn
+
+    def _branch(
+        self,
+        region: Region,
+        enters: Sequence[Operator],
+        merges: Sequence[Operator],
+        slot: int,
+    ) -> Callable[[Any], list[Any]]:
+        def run(args: Any) -> list[Any]:
+            with self._inside(region, enters, args):
+                ends = self._operands(merges, slot, region.outputs)
+            return _as_arrays(ends, [self._types[op.outputs[0]] for op in merges])
+
+        return run
+
+    @contextlib.contextmanager
+    def _inside(
+        self, region: Region, ops: Sequence[Operator], args: Sequence[Any]
+    ) -> Generator[None]:
+        """Runs the equations of a region; within the context its values are known.
+
+        Args:
+          region: the body.
+          ops: the boundary operators that hand values into the region.
+          args: the arrays of the region's inputs.
+        """
+        with self._values.inside(self._pinned(ops, region.inputs, args)):
+            for eqn in region.equations:
+                self._run(eqn)
+            yield
+
+    def _pinned(
+        self, ops: Sequence[Operator], inputs: Sequence[int], args: Sequence[Any]
+    ) -> dict[int, Any]:
+        """Returns a region's inputs, in the layouts of their boundary operators."""
+        plan, mesh = self._values.plan, self._values.mesh
+        found = dict(zip(inputs, args, strict=True))
+        for op in ops:
+            for slot, value in enumerate(op.outputs):
+                if value not in found:
+                    continue
+                partial = plan.stacked(value)
+                found[value] = (
+                    self._values.pin(found[value], plan.results(op, slot))
+                    if partial is None
+                    else stacked.stack(found[value], *partial, mesh)
+                )
+        return found
+
+    def _operands(
+        self, ops: Sequence[Operator], slot: int, atoms: Sequence[Atom]
+    ) -> list[Any]:
+        return [
+            self._values.operand(op, slot, a) for op, a in zip(ops, atoms, strict=True)
+        ]
+
+    def _hand_in(self, ops: Sequence[Operator], atoms: Sequence[Atom]) -> list[Any]:
+        """Returns the inputs of a loop; a carry that stays partial starts lifted."""
+        return [self._started(op, a) for op, a in zip(ops, atoms, strict=True)]
+
+    def _started(self, op: Operator, atom: Atom) -> Any:
+        values = self._values
+        partial = values.plan.stacked(op.outputs[0]) if op.kind == "carry" else None
+        if partial is None:
+            return values.operand(op, 0, atom)
+        axes, layout = partial
+        whole = values.read(atom, layout, values.plan.is_backward(op))
+        return stacked.lift(whole, axes, layout, values.mesh).array
+
+    def _hand_on(
+        self, ops: Sequence[Operator], slot: int, atoms: Sequence[Atom]
+    ) -> list[Any]:
+        """Returns the results of an iteration; a partial value as its stacked array."""
+        arrays = [
+            self._values.partial_operand(op, slot, atom)
+            for op, atom in zip(ops, atoms, strict=True)
+        ]
+        return [x.array if isinstance(x, Stacked) else x for x in arrays]
+
+    def _hand_out(
+        self, ops: Sequence[Operator], slot: int, arrays: Sequence[Any]
+    ) -> list[Any]:
+        """Returns the results of a loop."""
+        return [self._left(op, slot, x) for op, x in zip(ops, arrays, strict=True)]
+
+    def _left(self, op: Operator, slot: int, array: Any) -> Any:
+        """Returns one result of a loop; a stacked dimension comes before iterations."""
+        value, plan = op.outputs[slot], self._values.plan
+        if plan.stacked(value) is None:
+            return self._values.pin(array, plan.results(op, slot))
+        if op.kind == "stack_step":
+            array = jax.numpy.moveaxis(array, 1, 0)
+        return self._values.defer(value, array)
+
+
+def _kept(constants: Sequence[Any]) -> list[Any]:
+    """Returns the constants of a while loop, behind a barrier.
+
+    JAX makes them part of the carry. Without the barrier Shardy would reshard them
+    to the last layout that the body states, and back for the next iteration.
+    """
+    return [jax.lax.optimization_barrier(x) for x in constants]
+
+
+def _where(test: Any, new: Sequence[Any], old: Sequence[Any]) -> list[Any]:
+    """New arrays where the elements of their first dimensions pass a test."""
+    return [
+        jax.numpy.where(jax.numpy.expand_dims(test, range(test.ndim, x.ndim)), x, y)
+        for x, y in zip(new, old, strict=True)
+    ]
+
+
+def _as_arrays(ends: Sequence[Any], types: Sequence[Any]) -> list[Any]:
+    """Turns constants that end a region into arrays of the types that it returns."""
+    return [
+        e if hasattr(e, "aval") else jax.numpy.asarray(e, t.dtype)
+        for e, t in zip(ends, types, strict=True)
+    ]
+
 
 # A value and what was made of it -> what is used instead.
 Made = Callable[[int, Any], Any]

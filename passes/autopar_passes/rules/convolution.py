@@ -6,7 +6,7 @@ all mesh axes, and likewise any reduction of a grouped convolution; other
 shardings of grouped ones abort the process (``convolution_handler.cc``,
 "Check failed: new_input_batch_size"). So window dimensions stay whole, and a
 grouped convolution runs shard by shard
-(`autopar_passes.replay.grouped_convolution`).
+(`autopar_passes.replay.primitives`).
 """
 
 from __future__ import annotations

@@ -6,16 +6,220 @@ with the least regret go into a small integer program, which grows until the gap
 relaxation's bound is small enough.
 """
 
+from __future__ import annotations
+
 import dataclasses
 
 import numpy as np
 
-from autopar_solver.allocation.exact import solve_core, solve_table
 from autopar_solver.allocation.problem import Allocated, AllocationProblem
-from autopar_solver.allocation.relaxation import Priced, Segments, relax
 from autopar_solver.ilp.backends import BackendName, backend_of
-from autopar_solver.ilp.program import Backend, StopCriteria
+from autopar_solver.ilp.highs import solve_without_integrality
+from autopar_solver.ilp.program import Backend, IntegerProgram, StopCriteria
 from autopar_solver.status import Status
+
+# The linear relaxation of an allocation, through prices of the kinds of devices.
+#
+# With a price for a device of each kind, every job takes the option that leaves it
+# most. The least total over prices, ``budgets @ prices + sum of what is left``, is the
+# value of the linear relaxation. Cutting planes find it: there are as many prices as
+# kinds.
+
+_MOST_PLANES = 200
+_NEAR = 2e-6
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Priced:
+    """Prices and what they prove.
+
+    Attributes:
+        prices: ``[kinds]``, of a device.
+        bound: no allocation is worth more.
+        left: ``[options]``, the value of each less the price of its devices.
+        best: ``[jobs]``, what each job is left with at most; not below 0 for a job that
+            is not required, minus infinity for a required job without options.
+    """
+
+    prices: np.ndarray
+    bound: float
+    left: np.ndarray
+    best: np.ndarray
+
+
+class Segments:
+    """The options of each job, for maxima over them."""
+
+    def __init__(self, problem: AllocationProblem) -> None:
+        """Finds where the options of each job begin."""
+        self.problem = problem
+        self.present, self.starts = np.unique(problem.jobs, return_index=True)
+
+    def priced(self, prices: np.ndarray) -> tuple[Priced, np.ndarray]:
+        """What is left at given prices, and the devices of each kind that are taken."""
+        problem = self.problem
+        left = problem.values - prices[problem.kinds] * problem.counts
+        best = np.where(problem.required, -np.inf, 0.0)
+        taken = np.zeros(len(prices))
+        if len(left):
+            most = np.maximum.reduceat(left, self.starts)
+            best[self.present] = np.maximum(best[self.present], most)
+            lengths = np.diff(np.append(self.starts, len(left)))
+            first = (left == np.repeat(most, lengths)) & (left == best[problem.jobs])
+            index = np.flatnonzero(first)
+            # Of options that leave the same, the first.
+            chosen = index[np.unique(problem.jobs[index], return_index=True)[1]]
+            counts = problem.counts[chosen]
+            taken = np.bincount(problem.kinds[chosen], counts, len(prices))
+        bound = float(problem.budgets @ prices + best.sum())
+        return Priced(prices, bound, left, best), taken
+
+
+def relax(segments: Segments) -> Priced:
+    """The prices with the least bound, to a relative accuracy of 2e-6."""
+    problem = segments.problem
+    kinds = len(problem.budgets)
+    highest = np.zeros(kinds)
+    worth = problem.values / problem.counts
+    np.maximum.at(highest, problem.kinds, np.maximum(worth, 0.0))
+    # A required job may have to push another one out: prices can be higher than worths.
+    highest *= (
+        1.0 if not problem.required.any() else 1.0 + problem.counts.max(initial=1)
+    )
+    slopes, heights = [], []
+    best, taken = segments.priced(np.zeros(kinds))
+    priced = best
+    for _ in range(_MOST_PLANES):
+        slope = problem.budgets - taken
+        slopes.append(slope)
+        heights.append(priced.bound - slope @ priced.prices)
+        prices, least = _lowest(np.array(slopes), np.array(heights), highest)
+        if best.bound - least <= _NEAR * max(abs(best.bound), 1e-12):
+            break
+        priced, taken = segments.priced(prices)
+        if priced.bound < best.bound:
+            best = priced
+    return best
+
+
+def _lowest(
+    slopes: np.ndarray, heights: np.ndarray, highest: np.ndarray
+) -> tuple[np.ndarray, float]:
+    """Where the highest of some planes is lowest, and how high it is there."""
+    planes, kinds = slopes.shape
+    scale = highest + (highest == 0)
+    shift = float(heights.min() - np.abs(slopes * scale).sum(axis=1).max() - 1.0)
+    unit = max(float(np.abs(heights - shift).max()), 1e-300)
+    matrix = np.hstack([np.ones((planes, 1)), -slopes * scale / unit])
+    answer = solve_without_integrality(
+        IntegerProgram(
+            costs=np.append(1.0, np.zeros(kinds)),
+            most=np.append(np.inf, (highest > 0) * 1.0),
+            num_binary=0,
+            starts=np.arange(planes + 1) * (kinds + 1),
+            columns=np.tile(np.arange(kinds + 1), planes),
+            values=matrix.ravel(),
+            lower=(heights - shift) / unit,
+            upper=np.full(planes, np.inf),
+            names=tuple(f"above_plane_{i}" for i in range(planes)),
+        )
+    )
+    assert answer is not None  # it has a point: any prices, high enough
+    values = answer[0]
+    return np.clip(values[1:], 0.0, 1.0) * scale, float(values[0] * unit + shift)
+
+
+# Exact solutions: of one kind of devices by a table, of some jobs by an ILP.
+
+
+def solve_table(problem: AllocationProblem) -> tuple[int, ...] | None:
+    """The best options where there is one kind of devices; None if there are none.
+
+    Row by row, the best value of the first jobs for each number of devices.
+    """
+    budget = int(problem.budgets[0])
+    best = np.zeros(budget + 1)
+    taken = np.full((problem.num_jobs, budget + 1), -1, np.int64)
+    bounds = np.searchsorted(problem.jobs, np.arange(problem.num_jobs + 1))
+    for job in range(problem.num_jobs):
+        required = problem.required[job]
+        new = np.full(budget + 1, -np.inf) if required else best.copy()
+        for option in range(bounds[job], bounds[job + 1]):
+            count, value = int(problem.counts[option]), problem.values[option]
+            if count > budget or (value <= 0 and not required):
+                continue
+            tried = best[: budget + 1 - count] + value
+            better = tried > new[count:]
+            new[count:][better] = tried[better]
+            taken[job, count:][better] = option
+        best = new
+    if best[budget] == -np.inf:
+        return None
+    choices, left = [], budget
+    for job in range(problem.num_jobs - 1, -1, -1):
+        option = int(taken[job, left])
+        choices.append(option)
+        left -= int(problem.counts[option]) if option >= 0 else 0
+    return tuple(reversed(choices))
+
+
+def solve_core(
+    problem: AllocationProblem,
+    options: np.ndarray,
+    budgets: np.ndarray,
+    backend: Backend,
+    stop: StopCriteria,
+    start: np.ndarray | None = None,
+) -> tuple[np.ndarray | None, float]:
+    """The best of some options within some budgets, by an integer program.
+
+    Args:
+        problem: the whole problem.
+        options: ``[n]``, indices of the options that may be chosen; rising.
+        budgets: ``[kinds]``, devices that are left for them.
+        backend: solves the program.
+        stop: when it may stop.
+        start: a choice that is known, if there is one; rising.
+
+    Returns:
+        The chosen options, None if there are none, and an upper bound of their value.
+    """
+    # x[o] = 1: option o is chosen.
+    size = len(options)
+    jobs, rows = np.unique(problem.jobs[options], return_inverse=True)
+    must = problem.required[jobs]
+    place = np.empty(len(jobs), np.int64)
+    # The rows of required jobs come first: those before the named ones are equalities.
+    place[np.argsort(~must, kind="stable")] = np.arange(len(jobs))
+    row = np.concatenate([place[rows], len(jobs) + problem.kinds[options]])
+    column = np.tile(np.arange(size), 2)
+    value = np.concatenate([np.ones(size), problem.counts[options] * 1.0])
+    order = np.lexsort((column, row))
+    height = len(jobs) + len(budgets)
+    program = IntegerProgram(
+        costs=-problem.values[options],
+        most=np.ones(size),
+        num_binary=size,
+        starts=np.searchsorted(row[order], np.arange(height + 1)),
+        columns=column[order],
+        values=value[order],
+        lower=np.concatenate(
+            [np.ones(must.sum()), np.full(height - must.sum(), -np.inf)]
+        ),
+        upper=np.concatenate([np.ones(len(jobs)), budgets * 1.0]),
+        names=(
+            *(f"one_option_{job}" for job in jobs[~must].tolist()),
+            *(f"budget_{kind}" for kind in range(len(budgets))),
+        ),
+        # Prices have left little of the problem. To simplify it again takes longer.
+        reduced=True,
+    )
+    known = None if start is None else np.isin(options, start) * 1.0
+    answer = backend(program, stop, known)
+    if answer.values is None:
+        return None, -answer.bound
+    return options[answer.values > 0.5], -answer.bound
+
 
 _CORE_JOBS = 40
 # With no more options an integer program over all of them is as fast.

@@ -6,6 +6,8 @@ bound, and solve what is small or repeats itself. If cost and bound do not meet,
 integer program decides between the options that are left.
 """
 
+from __future__ import annotations
+
 import dataclasses
 import math
 import time
@@ -17,11 +19,8 @@ from autopar_solver.clock import Clock
 from autopar_solver.ilp.backends import BackendName, backend_of
 from autopar_solver.ilp.program import Backend, IntegerProgram, StopCriteria
 from autopar_solver.selection.check import fits_budgets, recompute
-from autopar_solver.selection.descent import descend
-from autopar_solver.selection.incumbent import Incumbent
-from autopar_solver.selection.labels import search_labels
 from autopar_solver.selection.options import Options, options_of
-from autopar_solver.selection.problem import CodecSelection
+from autopar_solver.selection.problem import BUDGET_TOLERANCE, CodecSelection
 from autopar_solver.selection.program import (
     SelectionProgram,
     build_program,
@@ -30,6 +29,379 @@ from autopar_solver.selection.program import (
 from autopar_solver.selection.relaxation import Relaxed, relax
 from autopar_solver.selection.solution import SelectionCost, SelectionResult
 from autopar_solver.status import Status
+
+# Solves a codec selection gradient by gradient, keeping what can still be best.
+#
+# A *label* is a choice for the first gradients of the link's order, as far as the rest
+# of the problem can see it: when the link is done with them, ``f``, and their sums of
+# local time, error and memory. This is label setting for shortest paths with resources
+# (Irnich and Desaulniers, "Shortest path problems with resource constraints", 2005).
+#
+# How late the link is matters only between two times, known backwards from the end of
+# the backward pass, where they meet::
+#
+#     early[l - 1] = max(ready[l], early[l] - slowest wire of l)
+#     late[l - 1]  = max(ready[l], late[l] - fastest wire of l)
+#
+# Up to ``early[l]`` all of the rest is as if the link were free; from ``late[l]`` on it
+# never pauses again and ends after the backward pass, so that each further second costs
+# one, and is counted with the local time at once. A label goes if
+#
+# - its error or memory leaves too little for the others,
+# - the prices of the relaxed program prove that it ends above the cutoff, or
+# - another one with no more error and memory has ``local`` and ``f + local`` no larger.
+#
+# If more than ``width`` remain, those that promise least go too, and the best promise
+# among them bounds what was missed.
+
+BINS = 12
+"""Into how many parts lateness is divided to compare labels: all pairs are too many."""
+
+MEMORY_BINS = 4
+"""The same for memory, where it is limited."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class LabelAnswer:
+    """What a search found.
+
+    Attributes:
+        chosen: by gradient in the link's order, an index into the options; None if
+            nothing under the cutoff was found.
+        bound_s: no choice costs less, unless it is at least the cutoff; ``inf`` if no
+            label was ever cut for the width and nothing was found.
+    """
+
+    chosen: np.ndarray | None
+    bound_s: float
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class _Labels:
+    """Columns of one length; ``parent`` is a label of the gradient before."""
+
+    finish: np.ndarray
+    local: np.ndarray
+    error: np.ndarray
+    memory: np.ndarray
+    parent: np.ndarray
+    option: np.ndarray
+
+    def keep(self, kept: np.ndarray) -> _Labels:
+        return _Labels(
+            finish=self.finish[kept],
+            local=self.local[kept],
+            error=self.error[kept],
+            memory=self.memory[kept],
+            parent=self.parent[kept],
+            option=self.option[kept],
+        )
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class _Outlook:
+    """What holds for all that follows each gradient.
+
+    Attributes:
+        ready: by gradient.
+        early, late: see the module's docstring.
+        error, memory: the least that the gradients after it add.
+        rest: seconds that they add to the cost at least, at the prices.
+    """
+
+    ready: np.ndarray
+    early: np.ndarray
+    late: np.ndarray
+    error: np.ndarray
+    memory: np.ndarray
+    rest: np.ndarray
+
+
+def search_labels(
+    problem: CodecSelection,
+    options: Options,
+    relaxed: Relaxed,
+    *,
+    cutoff_s: float,
+    width: int,
+    clock: Clock,
+) -> LabelAnswer | None:
+    """Searches for a choice that costs less than the cutoff.
+
+    Args:
+        problem: what to solve.
+        options: what may be chosen.
+        relaxed: prices; any prove, the best prove most.
+        cutoff_s: only lower costs are of interest.
+        width: how many labels are kept for each gradient.
+        clock: None is returned when it has run out.
+    """
+    outlook = _outlook(problem, options, relaxed)
+    labels = _Labels(*np.zeros((4, 1)), *np.zeros((2, 1), np.int64))
+    stages, missed = list[_Labels](), math.inf
+    for place in range(options.num_gradients):
+        if clock.left <= 0:
+            return None
+        labels = _extend(labels, options, outlook, place)
+        labels = labels.keep(_affordable(problem, labels, outlook, place))
+        promise = _promise(labels, relaxed, outlook, place)
+        labels, promise = labels.keep(promise < cutoff_s), promise[promise < cutoff_s]
+        kept = np.sort(_undominated(problem, labels))
+        labels, promise = labels.keep(kept), promise[kept]
+        order = np.argsort(promise, kind="stable")
+        missed = min([missed, *promise[order[width:]][:1].tolist()])
+        labels = labels.keep(np.sort(order[:width]))
+        stages.append(labels)
+    if not len(labels.local):
+        return LabelAnswer(None, missed)
+    end = int(np.argmin(labels.local))
+    bound = min(missed, float(labels.local[end]))
+    return LabelAnswer(_backtrack(stages, end), bound)
+
+
+def _outlook(problem: CodecSelection, options: Options, relaxed: Relaxed) -> _Outlook:
+    count = options.num_gradients
+    ready = np.array(sorted(problem.ready_s))
+    fastest, slowest = options.least(options.wire), options.most(options.wire)
+    early, late = np.empty(count), np.empty(count)
+    early[-1] = late[-1] = problem.backward_s
+    for place in reversed(range(1, count)):
+        early[place - 1] = max(ready[place], early[place] - slowest[place])
+        late[place - 1] = max(ready[place], late[place] - fastest[place])
+    priced = options.priced(relaxed.weights, relaxed.error_price, relaxed.memory_price)
+    starts = np.diff(relaxed.weights, prepend=0.0) * (ready - problem.backward_s)
+    rest = _after(options.least(priced) + starts)
+    rest = rest - relaxed.weights * problem.backward_s
+    for price, budget in (
+        (relaxed.error_price, problem.error_budget),
+        (relaxed.memory_price, problem.memory_limit),
+    ):
+        rest = rest - (price * budget if price else 0.0)
+    return _Outlook(
+        ready=ready,
+        early=early,
+        late=late,
+        error=_after(options.least(options.error)),
+        memory=_after(options.least(options.memory)),
+        rest=rest,
+    )
+
+
+def _after(values: np.ndarray) -> np.ndarray:
+    """The sum of all values behind each."""
+    return np.append(np.cumsum(values[:0:-1])[::-1], 0.0)
+
+
+def _extend(
+    labels: _Labels, options: Options, outlook: _Outlook, place: int
+) -> _Labels:
+    """Every label with every option of the next gradient."""
+    own = np.arange(options.starts[place], options.starts[place + 1])
+    parent = np.repeat(np.arange(len(labels.local)), len(own))
+    option = np.tile(own, len(labels.local))
+    start = np.maximum(labels.finish[parent], outlook.ready[place])
+    finish = start + options.wire[option]
+    late = outlook.late[place]
+    exposed = np.maximum(finish - late, 0.0)
+    return _Labels(
+        finish=np.clip(finish, outlook.early[place], late),
+        local=labels.local[parent] + options.local[option] + exposed,
+        error=labels.error[parent] + options.error[option],
+        memory=labels.memory[parent] + options.memory[option],
+        parent=parent,
+        option=option,
+    )
+
+
+def _affordable(
+    problem: CodecSelection, labels: _Labels, outlook: _Outlook, place: int
+) -> np.ndarray:
+    allowed = 1 + BUDGET_TOLERANCE
+    error = labels.error + outlook.error[place]
+    memory = labels.memory + outlook.memory[place]
+    return (error <= problem.error_budget * allowed) & (
+        memory <= problem.memory_limit * allowed
+    )
+
+
+def _promise(
+    labels: _Labels, relaxed: Relaxed, outlook: _Outlook, place: int
+) -> np.ndarray:
+    """What any choice that begins with each label costs at least, at the prices.
+
+    Raising a finish to ``early`` changes no cost; the bound holds for what it is then.
+    """
+    charged = labels.local + relaxed.weights[place] * labels.finish
+    charged = charged + relaxed.error_price * labels.error
+    charged = charged + relaxed.memory_price * labels.memory
+    return charged + outlook.rest[place]
+
+
+def _undominated(problem: CodecSelection, labels: _Labels) -> np.ndarray:
+    """Labels that no other of a later bin, or of an equal one, replaces.
+
+    Of two labels, the one with ``f + local`` no larger and ``f`` no smaller has no more
+    ``local`` either: it is enough to go through labels by ``f + local`` and compare
+    errors with the least so far in bins of ``f`` that are no earlier.
+    """
+    if not len(labels.local):
+        return np.empty(0, np.int64)
+    total = labels.finish + labels.local
+    error = labels.error * (problem.error_budget < math.inf)
+    memory = labels.memory * (problem.memory_limit < math.inf)
+    order = np.lexsort((memory, error, -labels.finish, total))
+    error = error[order]
+    later, later_same = _bins(-labels.finish[order], BINS)
+    less, less_same = _bins(memory[order], MEMORY_BINS)
+    kept = np.ones(len(order), bool)
+    for g in range(len(later_same)):
+        for h in range(len(less_same)):
+            own = (later == g) & (less == h)
+            if not own.any():
+                continue
+            others = (later < g + later_same[g]) & (less < h + less_same[h])
+            best = np.minimum.accumulate(np.where(others, error, np.inf))
+            best = np.append(np.inf, best[:-1])
+            kept[own] = best[own] > error[own]
+    return order[kept]
+
+
+def _bins(values: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
+    """Which bin each value is in, and by bin, whether all its values are equal.
+
+    Every value of a bin is below every value of the next one.
+    """
+    edges = np.unique(np.quantile(values, np.linspace(0, 1, count + 1), method="lower"))
+    # A value at an edge has a bin of its own; between two edges lies another.
+    bins = np.searchsorted(edges, values, side="left") + np.searchsorted(
+        edges, values, side="right"
+    )
+    return bins - 1, np.arange(2 * len(edges)) % 2 == 0
+
+
+def _backtrack(stages: list[_Labels], end: int) -> np.ndarray:
+    chosen = np.empty(len(stages), np.int64)
+    for place in reversed(range(len(stages))):
+        chosen[place] = stages[place].option[end]
+        end = int(stages[place].parent[end])
+    return chosen
+
+
+# The best choices of codecs so far, and a bound of what any choices cost.
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Incumbent:
+    """The best choices so far, if any, and a bound of every choice's cost."""
+
+    choices: tuple[int, ...] | None
+    cost_s: float
+    bound_s: float
+
+    def offer(self, problem: CodecSelection, choices: tuple[int, ...]) -> Incumbent:
+        """These choices if they fit and are better, else the known ones."""
+        cost = recompute(problem, choices)
+        if cost.cost_s >= self.cost_s or not fits_budgets(problem, cost):
+            return self
+        return Incumbent(choices, cost.cost_s, self.bound_s)
+
+    def prove(self, bound: float) -> Incumbent:
+        """Raises the bound; it never claims more than the cost."""
+        return Incumbent(
+            self.choices, self.cost_s, min(max(self.bound_s, bound), self.cost_s)
+        )
+
+
+# Improves the choices of a codec selection by one or two gradients at a time.
+#
+# With ``end[j] = ready[j] + sum_(m >= j) wire[m]`` over the link's order, exposed time
+# is what the largest ``end`` is after the backward pass. A change of gradient ``l`` by
+# ``d`` seconds on the link moves ``end[0], ..., end[l]`` by ``d`` and no other, so that
+# every single change is priced at once with two running maxima.
+
+MOVES_PER_GRADIENT = 4
+"""After how many changes for each gradient a descent stops; few need more than one."""
+
+PAIRED = 24
+"""How many changes that break a budget are tried together with one that makes room."""
+
+
+def descend(
+    problem: CodecSelection, options: Options, chosen: np.ndarray
+) -> np.ndarray:
+    """Makes the change that saves most, alone or with another, until none does.
+
+    Args:
+        problem: what the options are of.
+        options: what may be chosen.
+        chosen: by gradient in the link's order, an index into the options; within the
+            budgets.
+    """
+    ready = np.array(sorted(problem.ready_s))
+    chosen = chosen.copy()
+    for _ in range(MOVES_PER_GRADIENT * options.num_gradients):
+        saved, fitting = _changes(problem, options, ready, chosen)
+        least = np.where(fitting, saved, np.inf)
+        move = int(np.argmin(least))
+        if not least[move] < 0:
+            pair = _pair(problem, options, ready, chosen, saved, fitting)
+            if pair is None:
+                return chosen
+            chosen = pair
+        else:
+            chosen[options.gradient[move]] = move
+    return chosen
+
+
+def _changes(
+    problem: CodecSelection, options: Options, ready: np.ndarray, chosen: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """By option: what choosing it adds to the cost, and whether it fits the budgets."""
+    wire = options.wire[chosen]
+    end = ready + np.cumsum(wire[::-1])[::-1]
+    until = np.maximum.accumulate(end)
+    behind = np.append(np.maximum.accumulate(end[::-1])[::-1][1:], 0.0)
+    old = chosen[options.gradient]
+    longer = options.wire - options.wire[old]
+    last = np.maximum(until[options.gradient] + longer, behind[options.gradient])
+    exposed = np.maximum(last, problem.backward_s)
+    now = max(float(until[-1]), problem.backward_s)
+    added = exposed - now + options.local - options.local[old]
+    fitting = np.ones(len(added), bool)
+    for values, budget in (
+        (options.error, problem.error_budget),
+        (options.memory, problem.memory_limit),
+    ):
+        fitting &= values[chosen].sum() + values - values[old] <= budget
+    # Less than rounding is nothing saved: a descent must end.
+    added[np.abs(added) <= 1e-12 * now] = 0.0
+    return added, fitting
+
+
+def _pair(
+    problem: CodecSelection,
+    options: Options,
+    ready: np.ndarray,
+    chosen: np.ndarray,
+    added: np.ndarray,
+    fitting: np.ndarray,
+) -> np.ndarray | None:
+    """The best of the changes that save much, together with one that makes room."""
+    tempting = np.flatnonzero(~fitting & (added < 0))
+    tempting = tempting[np.argsort(added[tempting], kind="stable")[:PAIRED]]
+    best, least = None, 0.0
+    for first in tempting:
+        trial = chosen.copy()
+        trial[options.gradient[first]] = first
+        second_added, second_fitting = _changes(problem, options, ready, trial)
+        second_fitting &= options.gradient != options.gradient[first]
+        total = added[first] + np.where(second_fitting, second_added, np.inf)
+        second = int(np.argmin(total))
+        if total[second] < least and not np.isclose(total[second], 0.0, atol=0.0):
+            trial[options.gradient[second]] = second
+            best, least = trial, float(total[second])
+    return best
+
 
 ROUNDING_UNITS = 1e-5
 """Units of the program in which cost and bound may differ for rounding's sake."""

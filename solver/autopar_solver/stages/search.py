@@ -6,24 +6,21 @@ Bounds come from `terms`: a sum and a maximum. Prices on devices bound all chain
 must compute again, and is played if it may be better than the incumbent.
 """
 
+from __future__ import annotations
+
 import dataclasses
+import heapq
 import itertools
 import math
+from collections.abc import Callable
+from typing import NamedTuple
 
 import numpy as np
 
 from autopar_solver.clock import Clock
 from autopar_solver.stages.completion import completed
-from autopar_solver.stages.dynamic import (
-    Budgets,
-    Tables,
-    budgets_of,
-    num_states,
-    solve_tables,
-)
 from autopar_solver.stages.entries import Entries, build_entries, kept_microbatches
 from autopar_solver.stages.incumbent import Incumbent
-from autopar_solver.stages.intervals import Answer, Interval, cut_intervals
 from autopar_solver.stages.problem import LayerCosts, StageProblem
 from autopar_solver.stages.recompute import (
     RecomputePrices,
@@ -52,6 +49,294 @@ from autopar_solver.stages.terms import (
     loosest_terms,
     terms_at,
 )
+
+# Minimises a sum and a maximum together by cutting the maximum's range.
+#
+# ``least(peak)`` is the least sum over choices whose maximum is at most ``peak``, or a
+# bound of it; it falls as ``peak`` grows. Choices with their maximum in an interval
+# ``(low, high]`` come to no less than ``least(high) + low``. The interval of least
+# bound is halved until no bound is left below what is known.
+
+
+class Answer(NamedTuple):
+    """The least sum under a limit, and the maximum of a choice that has it.
+
+    Without such a choice, ``peak`` is the limit itself.
+    """
+
+    value: float
+    peak: float
+
+
+class Interval(NamedTuple):
+    """Choices whose maximum is above ``low`` and at most ``high`` are bounded."""
+
+    bound: float
+    low: float
+    high: float
+    value: float
+
+
+def cut_intervals(
+    least: Callable[[float], Answer],
+    low: float,
+    high: float,
+    cutoff: Callable[[], float],
+    most: int,
+    beside: int = 0,
+) -> tuple[float, list[Interval]]:
+    """Bounds all choices with a maximum above ``low``.
+
+    Args:
+        least: the least sum under a limit; ``inf`` if there is no choice.
+        low: every choice's maximum is at least this.
+        high: choices with a larger one do not matter.
+        cutoff: bounds above it do not matter; it may fall.
+        most: how many limits to try.
+        beside: how many of them once a choice is known that has the bound: they no
+            longer raise it, but may come upon other choices.
+
+    Returns:
+        A bound of the sum and the maximum, and the intervals that are still below the
+        cutoff. The bound is at most the cutoff, where nothing is below it.
+    """
+    open_ = list[Interval]()
+    closed = math.inf
+
+    def add(answer: Answer, low: float, high: float) -> None:
+        """Choices in ``[answer.peak, high]`` are done; those below are open."""
+        nonlocal closed
+        if answer.value == math.inf:
+            return
+        if answer.peak < high or answer.peak <= low:
+            closed = min(closed, answer.value + max(answer.peak, low))
+        top = min(answer.peak, high)
+        if top > low:
+            interval = Interval(answer.value + low, low, top, answer.value)
+            heapq.heappush(open_, interval)
+
+    add(least(high), low, high)
+    for _ in range(most):
+        if not open_ or open_[0].bound >= cutoff():
+            break
+        if open_[0].bound >= closed:
+            beside -= 1
+            if beside < 0:
+                break
+        bound, low, high, value = heapq.heappop(open_)
+        middle = (low + high) / 2
+        if not low < middle < high:
+            closed = min(closed, bound)
+            continue
+        heapq.heappush(open_, Interval(value + middle, middle, high, value))
+        add(least(middle), low, middle)
+    left = [interval for interval in open_ if interval.bound < cutoff()]
+    bound = min([closed, cutoff(), *(interval.bound for interval in left)])
+    return bound, left
+
+
+# The dynamic programme: the cheapest chain of stages within the devices.
+#
+# ``V[s][l][a][u]`` is the least that layers ``l`` to the last add in ``s`` stages, the
+# first of them on an option of link ``a``, with ``u`` devices of each group to spend:
+#
+#     V[s][l][a][u] = min over stages (l, e, o) of link a
+#                     add[s] + min_b (cross[e][a][b] + V[s - 1][e][b][u - n(o)])
+#
+# ``s`` is part of the state because the memory of a stage depends on how many stages
+# follow. Devices are counted in the largest unit that all stages share.
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Budgets:
+    """The states of devices, and where each stage leads from each of them.
+
+    Attributes:
+        size: the number of states; the last is all devices.
+        kind: ``[entries]``, stages that take the same devices share one.
+        after: ``[kinds, size]``, the state after a stage took its devices; ``size``
+            where there are not enough.
+        range_: ``[entries]``, stages of the same layers and link share one.
+        group: ``[kinds]``, which device group the kinds take; kinds of a group are in
+            the order of their devices.
+    """
+
+    size: int
+    kind: np.ndarray
+    after: np.ndarray
+    range_: np.ndarray
+    group: np.ndarray
+
+
+def num_states(chain: Chain) -> int:
+    """How many states of devices there are."""
+    return math.prod((_sizes(chain)).tolist())
+
+
+def budgets_of(chain: Chain) -> Budgets:
+    """Counts devices in the largest unit of each group."""
+    sizes = _sizes(chain)
+    kinds, kind = np.unique(chain.taken // _units(chain), axis=0, return_inverse=True)
+    count = int(sizes.prod())
+    states = np.stack(np.unravel_index(np.arange(count), sizes), axis=1)
+    left = states[None] - kinds[:, None]
+    strides = np.append(np.cumprod(sizes[:0:-1])[::-1], 1)
+    after = np.where((left >= 0).all(axis=2), left @ strides, count)
+    layers = chain.first * (chain.layers + 1) + chain.end
+    ranges = np.unique(layers * chain.links + chain.link, return_inverse=True)[1]
+    return Budgets(
+        size=count,
+        kind=kind.reshape(-1),
+        after=after,
+        range_=ranges.reshape(-1),
+        group=kinds.argmax(axis=1),
+    )
+
+
+def _units(chain: Chain) -> np.ndarray:
+    return np.maximum(np.gcd.reduce(chain.taken, axis=0), 1)
+
+
+def _sizes(chain: Chain) -> np.ndarray:
+    return chain.devices // _units(chain) + 1
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Tables:
+    """The programme's tables for one limit of the maximum.
+
+    Attributes:
+        chain: the stages.
+        budgets: the states of their devices.
+        terms: what stages add, by number of stages from the last.
+        usable: by number of stages from the last, which stages are allowed there.
+        behind: the same, ``[layers + 1, links, size + 1]``: the cheapest end of the
+            chain behind a layer, its first crossing included.
+        values: by number of stages, fewest first, what the cheapest chain adds.
+    """
+
+    chain: Chain
+    budgets: Budgets
+    terms: list[Terms]
+    usable: list[np.ndarray]
+    behind: list[np.ndarray]
+    values: list[float]
+
+    def walk(self, stages: int) -> tuple[int, ...]:
+        """The stages of the cheapest chain of so many, first to last."""
+        chain, layer, link = self.chain, 0, 0
+        state, chosen = self.budgets.size - 1, list[int]()
+        for place in range(stages - 1, -1, -1):
+            usable = self.usable[place]
+            here = usable[chain.first[usable] == layer]
+            after = self.budgets.after[self.budgets.kind[here], state]
+            rest = self.behind[place][chain.end[here], chain.link[here], after]
+            cross = chain.cross[layer, link, chain.link[here]]
+            best = int(np.argmin(self.terms[place].add[here] + rest + cross))
+            chosen.append(int(here[best]))
+            state = int(after[best])
+            layer, link = int(chain.end[chosen[-1]]), int(chain.link[chosen[-1]])
+        return tuple(chosen)
+
+
+def solve_tables(
+    chain: Chain,
+    budgets: Budgets,
+    terms: list[Terms],
+    link: np.ndarray,
+    peak: float,
+    room: np.ndarray,
+) -> Tables:
+    """Fills the tables, for all numbers of stages there are terms for.
+
+    Args:
+        chain: the stages.
+        budgets: the states of their devices.
+        terms: by number of stages from the last, what stages add there.
+        link: ``[layers + 1, links, links]``, what links have left to carry.
+        peak: no stage's and no link's maximum may be more.
+        room: ``[entries]``, what a stage and the chain behind it may add; chains that
+            add more do not matter, and their value may be infinite.
+    """
+    cross = np.where(link <= peak, chain.cross, np.inf)
+    chain = dataclasses.replace(chain, cross=cross)
+    tables = Tables(
+        chain=chain, budgets=budgets, terms=terms, usable=[], behind=[], values=[]
+    )
+    table = np.full((chain.layers + 1, chain.links, budgets.size + 1), np.inf)
+    table[chain.layers, :, : budgets.size] = 0.0
+    for at in terms:
+        behind = _behind(cross, table)
+        usable = np.flatnonzero(np.isfinite(at.add) & (at.peak <= peak))
+        least = behind[chain.end[usable], chain.link[usable], budgets.size - 1]
+        least = least + at.add[usable]
+        usable = usable[np.isfinite(least) & (least <= room[usable])]
+        usable = _undominated(budgets, usable, at.add)
+        if not len(usable):
+            break
+        table = _extended(chain, budgets, behind, usable, at.add[usable])
+        tables.usable.append(usable)
+        tables.behind.append(behind)
+        tables.values.append(float(table[0, :, budgets.size - 1].min()))
+    return tables
+
+
+def _undominated(budgets: Budgets, usable: np.ndarray, add: np.ndarray) -> np.ndarray:
+    """Without stages that add no less than one of the same layers on fewer devices."""
+    if not len(usable):
+        return usable
+    ranges, kinds = budgets.range_[usable], budgets.kind[usable]
+    least = np.full((int(budgets.range_.max()) + 1, len(budgets.group)), np.inf)
+    np.minimum.at(least, (ranges, kinds), add[usable])
+    for group in np.unique(budgets.group):
+        columns = np.flatnonzero(budgets.group == group)
+        fewer = np.minimum.accumulate(least[:, columns], axis=1)[:, :-1]
+        own = least[:, columns[1:]]
+        least[:, columns[1:]] = np.where(own < fewer, own, -np.inf)
+    # Nothing equals what was marked as dominated.
+    return usable[add[usable] == least[ranges, kinds]]
+
+
+def _behind(cross: np.ndarray, table: np.ndarray) -> np.ndarray:
+    """``min_b (cross[e][a][b] + V[e][b][u])``."""
+    if cross.shape[1] == 1:
+        return cross[:, 0, :, None] + table
+    best = np.full_like(table, np.inf)
+    for link in range(cross.shape[2]):
+        np.minimum(best, cross[:, :, link, None] + table[:, link, None], out=best)
+    return best
+
+
+def _extended(
+    chain: Chain,
+    budgets: Budgets,
+    behind: np.ndarray,
+    usable: np.ndarray,
+    add: np.ndarray,
+) -> np.ndarray:
+    """``V[s]`` from what is behind, which is made of ``V[s - 1]``."""
+    width = budgets.size + 1
+    new = np.full_like(behind, np.inf)
+    rows = chain.end[usable] * chain.links + chain.link[usable]
+    group = chain.first[usable] * chain.links + chain.link[usable]
+    kind = budgets.kind[usable]
+    flat, target = behind.reshape(-1, width), new.reshape(-1, width)
+    order = np.argsort(kind, kind="stable")
+    rows, group, kind, add = rows[order], group[order], kind[order], add[order]
+    starts = np.flatnonzero(np.diff(kind * len(flat) + group, prepend=-1))
+    values = flat[rows]
+    values += add[:, None]
+    least = np.minimum.reduceat(values, starts, axis=0)
+    at, kinds = group[starts], kind[starts]
+    bounds = np.searchsorted(kinds, np.arange(len(budgets.after) + 1)).tolist()
+    for number, (low, high) in enumerate(itertools.pairwise(bounds)):
+        if low < high:
+            # All of them take the same devices: once for the least is enough.
+            own = least[low:high][:, budgets.after[number]]
+            here = at[low:high]
+            target[here, : budgets.size] = np.minimum(target[here, :-1], own)
+    return new
+
 
 MOST_CELLS = 40_000_000
 """Cells of all tables together; larger programmes are left to the bound."""

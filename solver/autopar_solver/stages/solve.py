@@ -1,26 +1,427 @@
 """Finds the pipeline with the shortest step, and bounds all others."""
 
+from __future__ import annotations
+
+import dataclasses
 import itertools
 import math
 import time
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
 
 from autopar_solver.clock import Clock
+from autopar_solver.stages.completion import completed
+from autopar_solver.stages.entries import (
+    Entries,
+    build_entries,
+    can_recompute,
+    kept_microbatches,
+)
 from autopar_solver.stages.exhaust import Allowance, exhaust_space
 from autopar_solver.stages.incumbent import Incumbent
-from autopar_solver.stages.infeasibility import binding_memory
-from autopar_solver.stages.mixed import offer_mixed
-from autopar_solver.stages.polish import polish
-from autopar_solver.stages.problem import StageProblem
-from autopar_solver.stages.schedules.tasks import ScheduleKind
+from autopar_solver.stages.problem import LayerCosts, StageProblem
+from autopar_solver.stages.relaxation import Chain, chain_of, fits_devices
+from autopar_solver.stages.schedules.tasks import Schedule, ScheduleKind
 from autopar_solver.stages.search import (
     Bounded,
     bound_space,
     most_stages,
     search_space,
 )
-from autopar_solver.stages.solution import StageSolution
-from autopar_solver.stages.uniform import offer_uniform, uniform_pipelines
+from autopar_solver.stages.solution import BindingMemory, Pipeline, StageSolution
+from autopar_solver.stages.terms import crossings_of, device_table
 from autopar_solver.status import Status
+
+# Pipelines whose device groups all have the same option.
+#
+# Their parts follow two rules: the same number of layers each, or cuts where the time
+# of the layers before is nearest to an even share. Interleaved schedules have no other
+# pipelines; for the others these are where the search starts.
+#
+# All options are bounded at once. Pipelines are then played from the least bound on,
+# until it reaches the shortest step.
+
+LATE = 500
+"""How many pipelines are tried after the time limit, until one fits."""
+
+
+class UniformPipeline(NamedTuple):
+    """A pipeline without the choice of what is computed again.
+
+    ``bound_s`` comes first: candidates sort by it.
+    """
+
+    bound_s: float
+    microbatches: int
+    schedule: int
+    option: int
+    stages: int
+    cuts: tuple[int, ...]
+
+
+def uniform_pipelines(
+    problem: StageProblem, most_stages: int, cutoff_s: float = math.inf
+) -> list[UniformPipeline]:
+    """All of them whose bound is below the cutoff, the least bound first."""
+    found = list[UniformPipeline]()
+    for costs in problem.costs:
+        for number, schedule in enumerate(problem.schedules):
+            for stages in _stage_counts(problem, schedule, most_stages):
+                for cuts in _rules(costs, stages * schedule.chunks):
+                    bounds = _bounds(problem, costs, schedule, stages, cuts)
+                    for option in np.flatnonzero(bounds < cutoff_s).tolist():
+                        found.append(
+                            UniformPipeline(
+                                float(bounds[option]),
+                                costs.microbatches,
+                                number,
+                                option,
+                                stages,
+                                tuple(cuts[:, option].tolist()),
+                            )
+                        )
+    return sorted(set(found))
+
+
+def offer_uniform(
+    problem: StageProblem,
+    incumbent: Incumbent,
+    candidates: list[UniformPipeline],
+    clock: Clock,
+) -> float:
+    """Plays pipelines until no bound is below the shortest step, or time is up.
+
+    Args:
+        problem: whose pipelines they are.
+        incumbent: gets them.
+        candidates: the least bound first.
+        clock: when to stop; while there is no pipeline yet, `LATE` are tried anyway.
+
+    Returns:
+        A bound of those that were not played; ``inf`` if none can be better.
+    """
+    late = 0
+    for candidate in candidates:
+        if candidate.bound_s >= incumbent.step_s:
+            return math.inf
+        if clock.left <= 0:
+            if incumbent.pipeline is not None or late == LATE:
+                return candidate.bound_s
+            late += 1
+        pipeline = completed(
+            problem,
+            Pipeline(
+                microbatches=candidate.microbatches,
+                schedule=problem.schedules[candidate.schedule],
+                options=(candidate.option,) * candidate.stages,
+                cuts=candidate.cuts,
+            ),
+        )
+        if pipeline is not None:
+            incumbent.offer(pipeline)
+    return math.inf
+
+
+def _stage_counts(
+    problem: StageProblem, schedule: Schedule, most_stages: int
+) -> list[int]:
+    """Divisors of the layers, and powers of two; one stage is not interleaved."""
+    layers = problem.num_layers
+    most = min(most_stages, layers // schedule.chunks)
+    least = 2 if schedule.kind is ScheduleKind.INTERLEAVED else 1
+    return [
+        stages
+        for stages in range(least, most + 1)
+        if layers % stages == 0 or stages & (stages - 1) == 0
+    ]
+
+
+def _rules(costs: LayerCosts, parts: int) -> list[np.ndarray]:
+    """``[parts + 1, options]``, where each rule cuts the chain for each option."""
+    layers, options = costs.forward_s.shape
+    share = np.arange(parts + 1) / parts
+    equal = np.tile((share * layers).round().astype(int)[:, None], (1, options))
+    work = costs.forward_s + costs.backward_input_s + costs.backward_weight_s
+    work = np.where(np.isfinite(work), work, 0.0)
+    before = np.concatenate([np.zeros((1, options)), np.cumsum(work, axis=0)])
+    middles = (before[1:] + before[:-1]) / 2
+    even = (middles[None] < share[:, None, None] * before[-1]).sum(axis=1)
+    even[0], even[-1] = 0, layers
+    # Every part has a layer: cuts move up behind each other, then down.
+    steps = np.arange(parts + 1)[:, None]
+    even = np.maximum.accumulate(even - steps, axis=0) + steps
+    even = np.minimum(even, layers - parts + steps)
+    return [equal, even]
+
+
+def _bounds(
+    problem: StageProblem,
+    costs: LayerCosts,
+    schedule: Schedule,
+    stages: int,
+    cuts: np.ndarray,
+) -> np.ndarray:
+    """``[options]``: no choice of what is computed again is faster; ``inf`` forbids."""
+    numbers = np.arange(cuts.shape[1])
+
+    def parts(array: np.ndarray) -> np.ndarray:
+        """``[parts, options]``: sums of layers."""
+        start = np.zeros((1, array.shape[1]))
+        sums = np.concatenate([start, np.cumsum(array, axis=0)])
+        return sums[cuts[1:], numbers] - sums[cuts[:-1], numbers]
+
+    def groups(array: np.ndarray) -> np.ndarray:
+        """``[stages, options]``: sums of parts."""
+        return array.reshape(-1, stages, array.shape[1]).sum(axis=0)
+
+    forward = np.where(np.isfinite(costs.forward_s), costs.forward_s, 0.0)
+    backward = costs.backward_input_s + costs.backward_weight_s
+    work = groups(parts(forward + backward))
+    least = work.max(axis=0) * costs.microbatches
+    step = parts(costs.step_s)[0]
+    if not schedule.splits_backward:
+        # The first microbatch reaches a group, and its cotangent goes back.
+        before = np.cumsum(parts(forward + backward)[:stages], axis=0)
+        before = np.concatenate([np.zeros_like(before[:1]), before[:-1]])
+        least = (before + costs.microbatches * work).max(axis=0)
+    least = np.maximum(least, parts(forward + costs.backward_input_s).sum(axis=0))
+    taken = [stages * option.devices for option in problem.options]
+    room = [problem.groups[option.group].devices for option in problem.options]
+    possible = np.isfinite(costs.forward_s).all(axis=0)
+    possible &= np.array(taken) <= np.array(room)
+    can = can_recompute(costs)
+    saved = np.where(can, costs.boundary_bytes, costs.activation_bytes)
+    needed = groups(parts(costs.resident_bytes)) + _held(
+        schedule, stages, costs.microbatches, parts(saved)
+    )
+    limit = [problem.limit_bytes(number) for number in numbers.tolist()]
+    possible &= (needed <= np.array(limit) * (1 + 1e-9)).all(axis=0)
+    return np.where(possible, least + step, np.inf)
+
+
+def _held(
+    schedule: Schedule, stages: int, microbatches: int, activation: np.ndarray
+) -> np.ndarray:
+    """``[stages, options]``: bytes of activations at one moment of the schedule."""
+    bytes_ = np.zeros((stages, activation.shape[1]))
+    for stage in range(stages):
+        counts = _held_by_chunk(schedule, stages, microbatches, stage)
+        bytes_[stage] = counts @ activation[stage::stages]
+    return bytes_
+
+
+def _held_by_chunk(
+    schedule: Schedule, stages: int, microbatches: int, stage: int
+) -> np.ndarray:
+    """How many microbatches each chunk holds when a group first runs a backward."""
+    if schedule.kind is not ScheduleKind.INTERLEAVED:
+        kept = kept_microbatches(schedule, microbatches, stages - stage, stages)
+        return np.array([kept[0][0]])
+    begun = 2 * (stages - stage - 1) + (schedule.chunks - 1) * stages + 1
+    rounds, rest = divmod(begun, stages * schedule.chunks)
+    last = np.clip(rest - stages * np.arange(schedule.chunks), 0, stages)
+    return np.minimum(rounds * stages + last, microbatches)
+
+
+# Improves a pipeline by small moves: a cut by one layer, a submesh of the same size.
+#
+# Bounds leave out what all stages but the first do once a step; moves weigh it.
+
+TURNS = 4
+"""How often all moves of the best pipeline are tried."""
+
+
+def polish(problem: StageProblem, incumbent: Incumbent, clock: Clock) -> None:
+    """Offers the neighbours of the best pipeline until none of them is better.
+
+    Args:
+        problem: whose pipelines they are.
+        incumbent: has the best pipeline, and gets better ones.
+        clock: when to stop.
+    """
+    for _ in range(TURNS):
+        best = incumbent.pipeline
+        if best is None:
+            return
+        for neighbour in _neighbours(problem, best):
+            if clock.left <= 0:
+                return
+            pipeline = completed(problem, neighbour)
+            if pipeline is not None:
+                incumbent.offer(pipeline)
+        if incumbent.pipeline is best:
+            return
+
+
+def _neighbours(problem: StageProblem, pipeline: Pipeline) -> Iterator[Pipeline]:
+    cuts, options = pipeline.cuts, pipeline.options
+    for place in range(1, len(cuts) - 1):
+        for cut in (cuts[place] - 1, cuts[place] + 1):
+            if cuts[place - 1] < cut < cuts[place + 1]:
+                moved = (*cuts[:place], cut, *cuts[place + 1 :])
+                yield dataclasses.replace(pipeline, cuts=moved)
+    for stage, option in enumerate(options):
+        own = problem.options[option]
+        for number, other in enumerate(problem.options):
+            same = (other.group, other.devices, other.link)
+            if number != option and same == (own.group, own.devices, own.link):
+                changed = (*options[:stage], number, *options[stage + 1 :])
+                yield dataclasses.replace(pipeline, options=changed)
+
+
+# Pipelines of one stage on each device group, as a start where devices are unequal.
+#
+# Each stage gets a share of the chain's time that is proportional to its speed.
+
+FASTEST = 4
+"""How many options of each device group are tried."""
+MOST_GROUPS = 4
+
+
+def offer_mixed(problem: StageProblem, incumbent: Incumbent, clock: Clock) -> None:
+    """Plays pipelines with one stage on each device group, the fastest options first.
+
+    Args:
+        problem: whose pipelines they are; nothing is offered for a single group.
+        incumbent: gets them.
+        clock: when to stop.
+    """
+    most = min(MOST_GROUPS, problem.num_layers, problem.max_stages or MOST_GROUPS)
+    if not 1 < len(problem.groups) <= most:
+        return
+    for pipeline in _pipelines(problem):
+        if clock.left <= 0:
+            return
+        whole = completed(problem, pipeline)
+        if whole is not None:
+            incumbent.offer(whole)
+
+
+def _pipelines(problem: StageProblem) -> Iterator[Pipeline]:
+    kinds = [s for s in problem.schedules if s.kind is not ScheduleKind.INTERLEAVED]
+    for costs in problem.costs:
+        work = costs.forward_s + costs.backward_input_s + costs.backward_weight_s
+        tried = [_fastest(problem, work, g) for g in range(len(problem.groups))]
+        for chosen in itertools.product(*tried):
+            for options in itertools.permutations(chosen):
+                cuts = _proportional(work[:, list(options)])
+                for schedule in kinds:
+                    yield Pipeline(
+                        microbatches=costs.microbatches,
+                        schedule=schedule,
+                        options=options,
+                        cuts=cuts,
+                    )
+
+
+def _fastest(problem: StageProblem, work: np.ndarray, group: int) -> list[int]:
+    """The options of a group on which all layers take least."""
+    room = problem.groups[group].devices
+    own = [
+        k
+        for k, option in enumerate(problem.options)
+        if option.group == group and option.devices <= room
+    ]
+    possible = [k for k in own if math.isfinite(work[:, k].sum())]
+    return sorted(possible, key=lambda k: float(work[:, k].sum()))[:FASTEST]
+
+
+def _proportional(work: np.ndarray) -> tuple[int, ...]:
+    """Cuts that give each stage a share of the layers' time by its speed.
+
+    Args:
+        work: float64 ``[layers, stages]``, seconds of each layer on each stage.
+
+    >>> _proportional(np.array([[1.0, 2.0]] * 6))
+    (0, 4, 6)
+    """
+    layers, stages = work.shape
+    speed = 1.0 / np.maximum(work.sum(axis=0), 1e-300)
+    share = np.cumsum(speed) / speed.sum()
+    before = np.cumsum(work.mean(axis=1))
+    before /= max(float(before[-1]), 1e-300)
+    cuts = [0]
+    for k in range(stages - 1):
+        wanted = int(np.argmin(np.abs(before - share[k]))) + 1
+        cuts.append(min(max(wanted, cuts[-1] + 1), layers - (stages - 1 - k)))
+    return (*cuts, layers)
+
+
+# Explains why no pipeline fits: by the stage that every pipeline must have.
+
+
+def binding_memory(problem: StageProblem) -> BindingMemory | None:
+    """The stage that comes nearest to its memory, and is still over it.
+
+    Whatever the pipeline, some stage is over its memory by at least the same share,
+    even if it holds one microbatch and computes everything again. None if that does
+    not explain it: then layers are forbidden, or devices are too few.
+    """
+    found = [
+        binding
+        for costs in problem.costs
+        for schedule in problem.schedules
+        if (binding := _binding(problem, costs, schedule)) is not None
+    ]
+    explained = len(found) == len(problem.costs) * len(problem.schedules)
+    if not explained:
+        return None
+    return min(found, key=lambda binding: binding.least_bytes / binding.limit_bytes)
+
+
+def _binding(
+    problem: StageProblem, costs: LayerCosts, schedule: Schedule
+) -> BindingMemory | None:
+    entries = build_entries(problem, costs)
+    taken = device_table(problem, range(len(problem.options)))
+    # Chunks of a device group are stages that take its devices once.
+    devices = np.array([group.devices * schedule.chunks for group in problem.groups])
+    cross = crossings_of(problem, costs, schedule).cross
+    chain = chain_of(entries, taken, devices, cross)
+    used = _least_bytes(entries, schedule, costs.microbatches)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        share = np.where(used > 0, used / entries.limit_bytes, 0.0)
+    entry = _needed(chain, share)
+    if entry is None or share[entry] <= 1:
+        return None
+    return BindingMemory(
+        first=int(entries.first[entry]),
+        last=int(entries.end[entry]) - 1,
+        option=int(entries.option[entry]),
+        least_bytes=float(used[entry]),
+        limit_bytes=float(entries.limit_bytes[entry]),
+    )
+
+
+def _least_bytes(entries: Entries, schedule: Schedule, microbatches: int) -> np.ndarray:
+    """What each stage needs at the place of the pipeline where it needs least."""
+    held = 1
+    if schedule.chunks == 1:
+        held = kept_microbatches(schedule, microbatches, 1, 1)[0][0]
+    kept = entries.running_bytes + held * entries.activation_bytes
+    least = entries.activation_bytes - entries.saving_bytes
+    again = entries.again_bytes + held * least
+    return entries.resident_bytes + np.minimum(kept, again)
+
+
+def _needed(chain: Chain, share: np.ndarray) -> int | None:
+    """The stage of least share without which no chain is possible."""
+    order = np.argsort(share, kind="stable")
+    low, high = 0, len(order)
+    if not high or not fits_devices(chain, np.ones(high, bool)):
+        return None
+    while high - low > 1:
+        middle = (low + high) // 2
+        allowed = np.zeros(len(order), bool)
+        allowed[order[:middle]] = True
+        if fits_devices(chain, allowed):
+            high = middle
+        else:
+            low = middle
+    return int(order[high - 1])
+
 
 CHAINS = 20_000
 """How many stages are tried to settle what bounds leave open."""

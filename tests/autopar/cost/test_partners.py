@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autopar.cluster.rates import PartnerRates, partner_rates
-from autopar.cost.partners import (
+from autopar.cost.collectives import (
     LARGEST_PART,
     SMALL_MESSAGE,
     beside,

@@ -12,7 +12,7 @@ import pytest
 
 from autopar.cluster import Cluster
 from autopar.cost.combining import SUMS
-from autopar.cost.placing import Placing, placing
+from autopar.cost.estimate import Placing, placing
 from autopar.cost.pricer import Pricer
 from autopar.planner.candidate import Candidate
 from autopar.planner.recipes import recipes, restriction_of

@@ -12,8 +12,12 @@ from jax.sharding import PartitionSpec as P
 
 from autopar import Cluster
 from autopar.cost.combining import SUMS
-from autopar.cost.reassociation import compiled_traffic, reassociated
-from autopar.cost.sliced_sums import scattered_sums, split_sums
+from autopar.cost.reassociation import (
+    compiled_traffic,
+    reassociated,
+    scattered_sums,
+    split_sums,
+)
 from autopar.cost.traffic import Collective, traffic
 from autopar.planner.candidate import candidate_of
 from autopar.planner.options import PlanOptions

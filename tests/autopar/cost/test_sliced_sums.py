@@ -16,7 +16,7 @@ import pytest
 
 from autopar import Cluster
 from autopar.cost.pricer import Pricer
-from autopar.cost.sliced_sums import scattered_sums, split_sums
+from autopar.cost.reassociation import scattered_sums, split_sums
 from autopar.cost.traffic import Collective, traffic
 from autopar.layouts.assignment import Assignment
 from autopar.layouts.layout import Axes

@@ -17,8 +17,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import autopar
 from autopar import Cluster
-from autopar.elastic.ahead import likely_next
 from autopar.elastic.options import Horizon, Option, best_option, dividing_part
+from autopar.elastic.replanning import likely_next
 from autopar.errors import ClusterError
 from autopar.runtime.moving import _lacking, move_of
 

@@ -317,7 +317,7 @@ class TestHttp:
         self, source: Http, part: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """Who sends a byte now and then is cut off, wherever it is in the request."""
-        monkeypatch.setattr("autopar.elastic.sources.serving._PATIENCE_S", 0.3)
+        monkeypatch.setattr("autopar.elastic.sources.http._PATIENCE_S", 0.3)
         with listening(source), connected(source) as client:
             begin = time.monotonic()
             client.sendall(b"POST /events HTTP/1.1\r\nHost: a\r\n")

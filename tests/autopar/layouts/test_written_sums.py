@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from autopar.layouts.assignment import Way
+from autopar.layouts.assignment import Way, kept_slices, written_sums
 from autopar.layouts.layout import Layout, ReshardStep, reshard_steps
-from autopar.layouts.written_sums import kept_slices, written_sums
 from autopar_passes.sums.finish import Sum
 
 SIZES = (2, 4, 2)

@@ -11,8 +11,7 @@ import small_step
 import stage_plans
 
 import autopar
-from autopar.reports.notebook import largest_inputs
-from autopar.reports.picture import MOST_PARTS, picture, two_dims
+from autopar.reports.notebook import MOST_PARTS, largest_inputs, picture, two_dims
 
 AXES = {"data": 2, "tensor": 4}
 

@@ -15,7 +15,7 @@ from autopar_passes.graph.operators import Operator
 from autopar_passes.layouts import Layout, partition_spec
 from autopar_passes.program.equations import Equation
 from autopar_passes.program.trace import trace
-from autopar_passes.replay.grouped_convolution import grouped_convolution
+from autopar_passes.replay.primitives import grouped_convolution
 from autopar_passes.rules import convolution
 
 MESH = Mesh(

@@ -15,7 +15,7 @@ from kernel_cases import row_sum, scaled, traced
 from autopar_passes.graph.operators import Operator
 from autopar_passes.layouts import Layout, partition_spec
 from autopar_passes.program.equations import Equation
-from autopar_passes.replay.kernel_shards import kernel_on_shards
+from autopar_passes.replay.primitives import kernel_on_shards
 from autopar_passes.rules.factor_rule import FactorKind, FactorRule
 
 MESH = Mesh(

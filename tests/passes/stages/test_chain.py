@@ -1,4 +1,4 @@
-"""Tests of `autopar_passes.stages.chain`."""
+"""Tests of `autopar_passes.stages.layers`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from autopar_passes.stages.chain import chain_cost, cut_chain
+from autopar_passes.stages.layers import chain_cost, cut_chain
 
 
 @st.composite

@@ -17,9 +17,8 @@ from autopar_passes.graph.errors import GraphError
 from autopar_passes.graph.roles import Role
 from autopar_passes.sums import find as finding
 from autopar_passes.sums.deferral import Deferral
-from autopar_passes.sums.find import find_deferrals
+from autopar_passes.sums.find import find_deferrals, verify_deferrals
 from autopar_passes.sums.linear import CONTRACTIONS
-from autopar_passes.sums.verify import verify_deferrals
 
 
 def microbatches(params: Any, batches: Any) -> Any:

@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import AxisType, Mesh, PartitionSpec
 from step_cases import random
 
-from autopar_passes.sums.scatters import cuts_tiles, in_front, scattered
+from autopar_passes.sums.finish import cuts_tiles, in_front, scattered
 
 MESH = Mesh(
     np.array(jax.devices()).reshape(2, 4), ("x", "y"), axis_types=(AxisType.Auto,) * 2

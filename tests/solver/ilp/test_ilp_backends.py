@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autopar_solver.ilp.backends import backend_of
-from autopar_solver.ilp.cbc import solve_cbc
+from autopar_solver.ilp.backends import backend_of, solve_cbc
 from autopar_solver.ilp.highs import solve_highs, solve_without_integrality
 from autopar_solver.ilp.program import IntegerProgram, StopCriteria
 

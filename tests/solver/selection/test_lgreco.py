@@ -159,7 +159,7 @@ def test_realistic_layers(seed):
     assert exact.size < upper.size
 
 
-# PuLP 3.3 warns of its own way to start CBC, which `autopar_solver.ilp.cbc` uses.
+# PuLP 3.3 warns of its own way to start CBC, which `autopar_solver.ilp.backends` uses.
 @pytest.mark.filterwarnings("ignore:PULP_CBC_CMD is deprecated:DeprecationWarning")
 def test_cbc_agrees():
     problem = power_sgd(5, layers=6)

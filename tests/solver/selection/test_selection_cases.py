@@ -275,7 +275,7 @@ def test_nothing_to_choose():
     assert (*prices, relaxed.status) == (0.0, 0.0, 0.0, Status.OPTIMAL)
 
 
-# PuLP 3.3 warns of its own way to start CBC, which `autopar_solver.ilp.cbc` uses.
+# PuLP 3.3 warns of its own way to start CBC, which `autopar_solver.ilp.backends` uses.
 @pytest.mark.filterwarnings("ignore:PULP_CBC_CMD is deprecated:DeprecationWarning")
 def test_cbc_agrees():
     problem = realistic(6, 8)

@@ -19,10 +19,10 @@ from autopar_solver import (
 from autopar_solver.ilp.backends import backend_of
 from autopar_solver.ilp.program import StopCriteria
 from autopar_solver.selection.check import fits_budgets
-from autopar_solver.selection.incumbent import Incumbent
 from autopar_solver.selection.options import options_of
 from autopar_solver.selection.program import blocks_of, build_program, link_finishes
 from autopar_solver.selection.relaxation import relax
+from autopar_solver.selection.solve import Incumbent
 
 few = settings(max_examples=100, deadline=None, derandomize=True)
 

@@ -27,11 +27,10 @@ from autopar_solver import (
 )
 from autopar_solver.clock import Clock
 from autopar_solver.selection.check import check_selection, fits_budgets
-from autopar_solver.selection.descent import descend
-from autopar_solver.selection.labels import search_labels
 from autopar_solver.selection.options import options_of
 from autopar_solver.selection.program import build_program
 from autopar_solver.selection.relaxation import relax
+from autopar_solver.selection.solve import descend, search_labels
 
 
 @settings(max_examples=200, deadline=None)

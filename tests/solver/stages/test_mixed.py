@@ -1,4 +1,4 @@
-"""Tests of `autopar_solver.stages.mixed`."""
+"""Tests of `autopar_solver.stages.solve`."""
 
 import dataclasses
 import math
@@ -16,7 +16,7 @@ from autopar_solver import (
 )
 from autopar_solver.clock import Clock
 from autopar_solver.stages.incumbent import Incumbent
-from autopar_solver.stages.mixed import offer_mixed
+from autopar_solver.stages.solve import offer_mixed
 
 
 def problem(speeds: list[float], layers: int = 12) -> StageProblem:

@@ -9,9 +9,7 @@ from hypothesis import strategies as st
 from stage_problems import problems
 
 from autopar_solver.stages import recompute
-from autopar_solver.stages.dynamic import budgets_of, num_states, solve_tables
 from autopar_solver.stages.entries import build_entries, kept_microbatches
-from autopar_solver.stages.intervals import Answer, cut_intervals
 from autopar_solver.stages.recompute import (
     choose_recomputed,
     least_recompute_s,
@@ -25,6 +23,13 @@ from autopar_solver.stages.relaxation import (
     through,
 )
 from autopar_solver.stages.schedules.tasks import Schedule, ScheduleKind
+from autopar_solver.stages.search import (
+    Answer,
+    budgets_of,
+    cut_intervals,
+    num_states,
+    solve_tables,
+)
 from autopar_solver.stages.terms import Terms, crossings_of, device_table
 
 seeds = st.integers(0, 10**6)

@@ -14,10 +14,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from autopar import PlanError
 from autopar.elastic.processes import holding, hosting, tiles
-from autopar.elastic.processes.copies import Copier
 from autopar.elastic.processes.fetching import Fetcher, Source
-from autopar.elastic.processes.formation import latest_state
 from autopar.elastic.processes.offers import Offers, Peer
+from autopar.elastic.processes.supervisor import latest_state
+from autopar.elastic.processes.team import Copier
 
 TOKEN = "secret"
 
