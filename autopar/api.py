@@ -13,7 +13,7 @@ from autopar.compilers.targets import target_of
 from autopar.errors import PlanError
 from autopar.planner.edited import carried_out
 from autopar.planner.hints import LogicalRules, Pins
-from autopar.planner.limits import SOLVER_SECONDS
+from autopar.planner.option_texts import SOLVER_SECONDS
 from autopar.planner.options import (
     PlanOptions,
     as_cluster,
@@ -70,47 +70,50 @@ def plan(
         not needed.
       pins: path pattern of an input -> its ``PartitionSpec``, as in
         ``{"state/params/*/kernel": PartitionSpec(None, "tensor")}``.
-      logical_axis_rules: Flax's rules, pairs of a logical name and mesh axes; they
-        pin what ``nn.with_logical_partitioning`` has named in the arguments.
-      axis_names: names of the mesh axes, outermost first.
-      max_axes: most mesh axes to try (default two, or one for each level).
-      seconds: time limit of the solver, for each mesh, in seconds of its own work (a
-        busy machine does not shorten it). With None it runs until the
-        plan is proved optimal, and the same call always gives the same plan; with
-        a limit, plans within the solver's gap of each other may take turns.
-      split_batch: whether it is an error if no mesh axis divides the batch.
+      logical_axis_rules: Flax's rules, pairs of a logical name and mesh axes; they pin
+        what ``nn.with_logical_partitioning`` has named in the arguments.
+      axis_names: names of the mesh axes, outermost first; their number is that of the
+        axes.
+      max_axes: most mesh axes to try; None: two, or one for each level of the cluster.
+      seconds: time limit of the solver, for each mesh, in seconds of its own work: a
+        busy machine does not shorten it. Without a limit it goes on until the plan is
+        proved optimal, and the same call always gives the same plan; with one, plans
+        within the solver's gap of each other may take turns.
+      split_batch: whether it is an error if no mesh axis divides the rows of the batch;
+        else the plan does without data parallelism.
       compression: how gradients are sent between devices: ``none`` as they are;
-        ``auto`` each as trains fastest, chosen together with the layouts; or the
-        text of a codec for all of them, such as ``int8`` or ``powersgd:rank=4``.
-      layouts: a plan whose layouts are kept, on this cluster, or its JSON file; only
-        the codecs are chosen. It may be of another batch size, and edited
-        (docs/plans.md).
+        ``auto`` each as trains fastest within the error budget, chosen together with
+        the layouts; or the text of a codec for all of them, such as ``int8`` or
+        ``powersgd:rank=4``.
+      layouts: a plan whose layouts are kept, or its JSON file; only the codecs are
+        chosen. It may be of another batch size, and edited (docs/plans.md).
       microbatches: into how many microbatches the batch is split, which run one after
-        the other before the update; ``auto``: as is fastest of what fits. None: as the
-        plan given as ``layouts`` says, else one. On groups of unequal devices also how
-        many each replica runs, such as ``[8, 4]``. docs/microbatches.md has the rules.
+        the other before the update; ``auto``: as is fastest of what fits. On groups of
+        unequal devices also how many each replica runs, such as ``[8, 4]``. None: as
+        the plan given as ``layouts`` says, else one (docs/microbatches.md).
       coupled: what is done where the loss of a row depends on the other rows:
         ``refuse`` to split the batch, or take each ``microbatch`` for the batch.
       stages: into how many pipeline stages the step is cut; ``auto``: as is fastest of
-        what fits. None: one. docs/pipelines.md says how.
+        what fits. None: one (docs/pipelines.md).
       schedule: in which order stages run their microbatches: ``gpipe``, ``1f1b``,
-        ``interleaved`` or ``zero-bubble``.
+        ``interleaved`` or ``zero-bubble``; None: as is fastest, or ``1f1b`` where the
+        number of stages is given.
       remat: how many layers compute their activations again in the backward pass
         instead of keeping them: a number, ``all``, or with a level: ``4:dots`` keeps
         matrix products, ``4:names=a,b`` what `jax.ad_checkpoint.checkpoint_name` calls
         so; ``auto``: as is fastest of what fits; ``none`` drops the step's own
-        ``jax.checkpoint``. None: as the step says. docs/rematerialisation.md has the
-        rules.
-      error_budget: for ``auto``, the largest relative error of the gradients, in
-        the optimizer's metric; default: that of int4 codes.
+        ``jax.checkpoint``. None: as the plan given as ``layouts`` says, else as the
+        step says (docs/rematerialisation.md).
+      error_budget: for ``compression='auto'``, the largest relative error of the
+        gradients, in the optimizer's metric; None: that of int4 codes.
       kwargs: the step's arguments that are given by name.
       static_argnames: names of arguments that are part of the program, as for
-        ``jax.jit``; flags and texts always are.
+        ``jax.jit``; flags (``bool``), texts and members of enumerations always are.
       batch_argnames: names of the arguments that hold the batch, or patterns of paths
         such as ``batch/*``; with the dimension of the rows where it is not found:
         ``{"batch/x": 1}``. None: found from what the step does with its arguments.
-      frozen_argnames: names of arguments that do not come back and are the same for
-        all rows, such as the weights of a teacher; found likewise.
+      frozen_argnames: names of arguments that do not come back and are the same for all
+        rows, such as the weights of a teacher; found likewise.
 
     Raises:
       TraceError: JAX cannot trace the step.
@@ -133,6 +136,9 @@ def plan(
         stages=stages,
         schedule=schedule,
         remat=remat,
+        static_argnames=static_argnames,
+        batch_argnames=batch_argnames,
+        frozen_argnames=frozen_argnames,
     )
     made_for = as_cluster(cluster)
     roles = NamedRoles.of(batch_argnames, frozen_argnames)
@@ -172,9 +178,13 @@ def audit(
         ``a100``, ``b200``, ``v5e``, ``v5p`` ...), which need not be there; the
         compiler comes with ``autopar[gpu-compiler]`` or ``autopar[tpu-compiler]``.
       kwargs: the step's arguments that are given by name.
-      static_argnames: names of arguments that are part of the program.
-      batch_argnames: as the plan was made with.
-      frozen_argnames: likewise.
+      static_argnames: names of arguments that are part of the program, as for
+        ``jax.jit``; flags (``bool``), texts and members of enumerations always are.
+      batch_argnames: names of the arguments that hold the batch, or patterns of paths
+        such as ``batch/*``; with the dimension of the rows where it is not found:
+        ``{"batch/x": 1}``. None: found from what the step does with its arguments.
+      frozen_argnames: names of arguments that do not come back and are the same for all
+        rows, such as the weights of a teacher; found likewise.
 
     Raises:
       PlanError: the plan is for another step or cluster, or for another kind of

@@ -2,10 +2,9 @@
 
 import contextlib
 import dataclasses
-import math
 import os
 import pathlib
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator
 
 import jax
 import msgspec
@@ -14,11 +13,9 @@ from autopar.cli.target import Workload, load, parse_words
 from autopar.cluster import Cluster, ClusterError
 from autopar.cluster.text import parse_quantity
 from autopar.errors import PlanError, TargetError
-from autopar.planner.codecs.options import parsed
 from autopar.planner.edited import carried_out
-from autopar.planner.hints import Pins
-from autopar.planner.limits import SOLVER_SECONDS
-from autopar.planner.options import PlanOptions, as_cluster
+from autopar.planner.option_texts import OPTIONS
+from autopar.planner.options import PlanOptions, as_cluster, changed
 from autopar.planner.plan import plan_analysis
 from autopar.plans import Plan
 from autopar.progress import say, shown
@@ -48,89 +45,6 @@ def read_cluster(text: str | None, memory: str | None = None) -> Cluster:
     nbytes = round(parse_quantity(memory, "bytes"))
     device = dataclasses.replace(cluster.device, memory_bytes=nbytes)
     return dataclasses.replace(cluster, device=device)
-
-
-def plan_options(
-    *,
-    seconds: float = SOLVER_SECONDS,
-    max_axes: int | None = None,
-    compression: str = "none",
-    error_budget: float | None = None,
-    layouts: Plan | None = None,
-    microbatches: int | str | Sequence[int] | None = None,
-    coupled: str = "refuse",
-    pins: Pins | None = None,
-    axis_names: Sequence[str] | None = None,
-    split_batch: bool = True,
-    stages: int | str | None = None,
-    schedule: str | None = None,
-    remat: str | None = None,
-) -> PlanOptions:
-    """Returns the options of a command that are about the search for a plan.
-
-    Without options they are those of `autopar.plan`; infinite seconds are no limit.
-
-    Raises:
-      PlanError: there is no such codec, or a budget for other than ``auto``.
-    """
-    if error_budget is not None and compression != "auto":
-        parsed(compression)
-        raise PlanError(
-            f"--error-budget {error_budget:g} bounds what --compression auto "
-            f"chooses, and --compression is {compression}."
-        )
-    return PlanOptions(
-        seconds=None if math.isinf(seconds) else seconds,
-        max_axes=max_axes,
-        compression=compression,
-        error_budget=error_budget,
-        layouts=layouts,
-        microbatches=microbatches,
-        coupled=coupled,
-        pins=pins,
-        axis_names=axis_names,
-        split_batch=split_batch,
-        stages=stages,
-        schedule=schedule,
-        remat=remat,
-    )
-
-
-def count_of(text: str | None, option: str) -> int | str | None:
-    """A number, or ``auto``.
-
-    Args:
-      text: what the option was given; None: nothing.
-      option: its name, for the error.
-
-    Raises:
-      PlanError: it is neither.
-    """
-    if text is None or text == "auto":
-        return text
-    if not text.isdecimal() or int(text) < 1:
-        raise PlanError(f"{option} {text}: expected a whole number such as 4, or auto.")
-    return int(text)
-
-
-def microbatches_of(text: str | None) -> int | str | Sequence[int] | None:
-    """A number, ``auto``, or the numbers of replicas, such as ``8+4``.
-
-    Args:
-      text: what ``--microbatches`` was given; None: nothing.
-
-    Raises:
-      PlanError: it is none of them.
-    """
-    parts = (text or "").split("+")
-    if len(parts) == 1:
-        return count_of(text, "--microbatches")
-    if not all(part.isdecimal() and int(part) for part in parts):
-        raise PlanError(
-            f"--microbatches {text}: expected a whole number such as 4, auto, or how "
-            "many each replica runs, such as 8+4."
-        )
-    return [int(part) for part in parts]
 
 
 def plan_workload(
@@ -178,15 +92,11 @@ def subject(
         made_for = read_cluster(cluster)
         analysis, plan = plan_workload(workload, made_for, limits, say)
         return Subject(plan, analysis, made_for)
-    if limits.compression != "none":
+    if ignored := [name for name in changed(limits) if name != "seconds"]:
         raise PlanError(
-            f"{source} is a plan already, so --compression has no effect; for other "
-            "codecs make a plan with autopar plan --layouts."
-        )
-    if limits.max_axes is not None:
-        raise PlanError(
-            f"{source} is a plan already, so --max-axes has no effect; plan again for "
-            "another mesh."
+            f"{source} is a plan already, so {OPTIONS[ignored[0]].flag} has no effect: "
+            "plan again with it, and with autopar plan --layouts where only codecs are "
+            "to differ."
         )
     plan = Plan.load(source)
     target = given.pop(0) if given and "=" not in given[0] else plan.target

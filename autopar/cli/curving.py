@@ -15,6 +15,7 @@ import msgspec
 from autopar.cli import common, ranges
 from autopar.cli.curve_page import curve_page
 from autopar.cli.output import Result
+from autopar.cli.spelling import spelled
 from autopar.cli.target import load, parse_words
 from autopar.cluster import Cluster
 from autopar.errors import PlanError
@@ -241,7 +242,7 @@ def lines_of(table: CurveTable) -> list[str]:
 def _reasons(table: CurveTable) -> Iterator[str]:
     for point in table.points:
         if point.reason:
-            yield f"{point.cluster} cannot run: {point.reason}"
+            yield f"{point.cluster} cannot run: {spelled(point.reason)}"
 
 
 def _row(point: CurvePoint) -> tuple[str, ...]:

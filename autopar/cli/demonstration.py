@@ -65,13 +65,15 @@ class Outcome:
     step_s: float
 
 
-def run(*, devices: int, steps: int, seconds: float, show: Show, say: Show) -> Outcome:
+def run(
+    *, devices: int, steps: int, options: PlanOptions, show: Show, say: Show
+) -> Outcome:
     """Runs the demonstration.
 
     Args:
       devices: how many devices to plan for.
       steps: how many steps to train.
-      seconds: time limit of the solver for each mesh.
+      options: of planning.
       show: prints a result.
       say: shows progress.
 
@@ -84,7 +86,7 @@ def run(*, devices: int, steps: int, seconds: float, show: Show, say: Show) -> O
         say("tracing the train step")
         analysis = analyse(workload[0], workload[1:])
         say(f"planning {len(analysis.contraction.nodes)} decisions")
-        plan = plan_analysis(analysis, cluster, PlanOptions(seconds=seconds))
+        plan = plan_analysis(analysis, cluster, options)
         show(f"{render(plan)}\n\n{planning_times(plan)}\n")
         say("partitioning and compiling")
         audit = audit_analysis(analysis, plan, cluster, compiled=True)

@@ -3,9 +3,14 @@
 Nothing here imports JAX: help and completion must answer at once.
 """
 
-from typing import Annotated
+import functools
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any
 
 import typer
+
+from autopar.planner.option_texts import OPTIONS
 
 Target = Annotated[str, typer.Argument(help="file.py:function or module:function.")]
 PlanOrTarget = Annotated[
@@ -33,91 +38,15 @@ ClusterSpec = Annotated[
     ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
-Seconds = Annotated[
-    float,
-    typer.Option(min=0.1, help="Time limit of the solver for each mesh; inf: none."),
-]
-MaxAxes = Annotated[
-    int | None, typer.Option(min=1, max=4, help="The most mesh axes to try.")
-]
 Memory = Annotated[
     str | None,
     typer.Option(metavar="SIZE", help="Memory of a device to use, such as 40GB."),
 ]
-Compression = Annotated[
-    str,
-    typer.Option(
-        metavar="{auto,none,CODEC}",
-        help="How gradients are sent: none as they are; auto by the codecs that are "
-        "fastest within the error budget; or all by one, such as int8.",
-    ),
-]
-ErrorBudget = Annotated[
-    float | None,
-    typer.Option(
-        min=0.0, help="With auto: the largest relative error of the gradients."
-    ),
-]
-Microbatches = Annotated[
-    str | None,
-    typer.Option(
-        metavar="{auto,N,N+M}",
-        help="Into how many microbatches the batch is split; auto: as is fastest of "
-        "what fits; 8+4: how many each replica of unequal devices runs.",
-    ),
-]
-Coupled = Annotated[
-    str,
-    typer.Option(
-        metavar="{refuse,microbatch}",
-        help="Where the loss of a row depends on the others: refuse to split the "
-        "batch, or take each microbatch for it.",
-    ),
-]
 Devices = Annotated[
     int | None, typer.Option(min=1, help="Simulate this many CPU devices.")
 ]
-PinOptions = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--pin",
-        metavar="PATH=SPEC",
-        help="Keep the layout of the inputs that match, such as "
-        "'params/*/kernel=None,tensor'. Repeatable.",
-    ),
-]
-SplitBatch = Annotated[
-    bool,
-    typer.Option(
-        help="Whether it is an error if no mesh axis divides the rows of the batch; "
-        "else the plan does without data parallelism."
-    ),
-]
-AxisNames = Annotated[
-    str | None,
-    typer.Option(metavar="NAME,...", help="Names of the mesh axes, outermost first."),
-]
-Stages = Annotated[
-    str | None,
-    typer.Option(metavar="{N,auto}", help="Cut the step into so many pipeline stages."),
-]
-Schedule = Annotated[
-    str | None,
-    typer.Option(
-        metavar="NAME",
-        help="Order of microbatches in stages: gpipe, 1f1b, interleaved, zero-bubble.",
-    ),
-]
-Remat = Annotated[
-    str | None,
-    typer.Option(
-        metavar="{auto,none,N,all}[:dots|:names=A,B]",
-        help="How many layers compute their activations again in the backward pass; "
-        "dots: their matrix products are kept; names: what checkpoint_name calls A or "
-        "B is kept; auto: as is fastest of what fits; none: not even those of "
-        "jax.checkpoint.",
-    ),
-]
+# What was said of planning, a `PlanOptions`, whose module imports JAX.
+Asked = Any
 Traceback = Annotated[
     bool,
     typer.Option("--traceback", help="On an error, print where it was raised."),
@@ -152,3 +81,63 @@ EXAMPLES = {
     "run": "autopar run --processes 4 train.py --rate 0.1",
     "workers": "autopar workers runs/gpt --processes 3",
 }
+
+
+def planning(
+    *only: str, without: Sequence[str] = ()
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Gives a command the options of planning, as `OPTIONS` says them.
+
+    The command takes what was given as ``asked``, an
+    `autopar.planner.options.PlanOptions`.
+
+    Args:
+      only: names of the options that it has; all of them where none is named.
+      without: names of those that it does not have.
+    """
+    names = only or tuple(name for name, option in OPTIONS.items() if option.flag)
+    names = tuple(name for name in names if name not in without)
+
+    def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(command)
+        def called(*args: Any, **kwargs: Any) -> Any:
+            # It imports JAX, which help must not.
+            from autopar.planner.options import read_options
+
+            asked = read_options({name: kwargs.pop(name) for name in names})
+            return command(*args, **kwargs, asked=asked)
+
+        signature = inspect.signature(command)
+        own = [p for p in signature.parameters.values() if p.name != "asked"]
+        given = [
+            inspect.Parameter(
+                name,
+                inspect.Parameter.KEYWORD_ONLY,
+                default=True if name == "split_batch" else None,
+                annotation=_annotated(name),
+            )
+            for name in names
+        ]
+        parameters = [*own, *given]
+        called.__dict__["__signature__"] = signature.replace(parameters=parameters)
+        types = {p.name: p.annotation for p in parameters}
+        called.__annotations__ = types | {"return": signature.return_annotation}
+        return called
+
+    return decorate
+
+
+def _annotated(name: str) -> Any:
+    """The type of an option of planning, with what its help says."""
+    option, default = OPTIONS[name], OPTIONS[name].default
+    text = option.text.replace("``", "").replace("`", "")
+    text = f"{text[0].upper()}{text[1:]}."
+    if isinstance(default, bool):
+        return Annotated[bool, typer.Option(help=text)]
+    if name == "pins":
+        text = f"{text} Repeatable."
+        kind: Any = list[str] | None
+    else:
+        text = text if default is None else f"{text} Default: {default}."
+        kind = str | None
+    return Annotated[kind, typer.Option(option.flag, metavar=option.metavar, help=text)]

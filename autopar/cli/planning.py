@@ -10,7 +10,6 @@ import msgspec
 
 from autopar.cli import common
 from autopar.cli.output import Result
-from autopar.cli.pins import parse_axis_names, parse_pins
 from autopar.cli.target import load, parse_words
 from autopar.cluster import Cluster
 from autopar.errors import PlanError
@@ -66,44 +65,6 @@ def plan(
     if explain_search:
         parts.append("\n".join(proposal_lines(proposals)))
     return Result("\n\n".join([*parts, planning_times(found)]))
-
-
-def limits(
-    *,
-    seconds: float,
-    max_axes: int | None,
-    compression: str,
-    error_budget: float | None,
-    layouts: pathlib.Path | None,
-    microbatches: str | None,
-    coupled: str,
-    pin: Sequence[str],
-    axis_names: str | None,
-    split_batch: bool = True,
-    stages: str | None = None,
-    schedule: str | None = None,
-    remat: str | None = None,
-) -> PlanOptions:
-    """Returns the options of the command that are about the search.
-
-    Raises:
-      PlanError: an option is wrong, or there is no such plan.
-    """
-    return common.plan_options(
-        seconds=seconds,
-        compression=compression,
-        error_budget=error_budget,
-        max_axes=max_axes,
-        layouts=None if layouts is None else Plan.load(layouts),
-        pins=parse_pins(pin),
-        axis_names=parse_axis_names(axis_names),
-        split_batch=split_batch,
-        microbatches=common.microbatches_of(microbatches),
-        coupled=coupled,
-        stages=common.count_of(stages, "--stages"),
-        schedule=schedule,
-        remat=remat,
-    )
 
 
 def _page(analysis: Analysis, found: Plan, cluster: Cluster) -> str:

@@ -10,24 +10,10 @@ import re
 import shlex
 from collections.abc import Collection
 
+from autopar.planner.option_texts import OPTIONS
+
 # Arguments in Python that are options of a command, most of them of ``autopar plan``.
-_NAMES = (
-    "axis_names",
-    "compression",
-    "coupled",
-    "error_budget",
-    "layouts",
-    "max_axes",
-    "memory",
-    "microbatches",
-    "pins",
-    "remat",
-    "schedule",
-    "seconds",
-    "split_batch",
-    "stages",
-    "to",  # of a checkpoint
-)
+_NAMES = (*OPTIONS, "memory", "to")  # ``to`` of a checkpoint
 _ONE = "|".join(_NAMES)
 # A name with its value, where it is no part of a cluster's text: "8:cpu,memory=4GB".
 _GIVEN = re.compile(
@@ -36,10 +22,15 @@ _GIVEN = re.compile(
 )
 _LEFT_OUT = re.compile(rf"\b([Ll]eave) ({_ONE}) out\b")
 _CALL = re.compile(r"autopar\.plan\(\.\.\., ((?:[^()]|\([^()]*\))*)\)")
+# An option of the command line that was given before has two dashes.
+_PIN = re.compile(r"(?<![-\w])pin '([^']*)'")
 _CLUSTER = re.compile(r"Cluster\.parse\('([^']*)'\)")
 
+# The options of a command that has all of planning.
+ALL = frozenset(option.flag for option in OPTIONS.values() if option.flag)
 
-def spelled(text: str, options: Collection[str]) -> str:
+
+def spelled(text: str, options: Collection[str] = ALL) -> str:
     """Returns a message with the arguments that it names as options.
 
     Args:
@@ -51,7 +42,9 @@ def spelled(text: str, options: Collection[str]) -> str:
     """
 
     def option(name: str, value: str = "") -> str:
-        flag = "--" + {"pins": "pin"}.get(name, name).replace("_", "-")
+        flag = OPTIONS[name].flag if name in OPTIONS else f"--{name}"
+        if not flag:
+            return f"autopar.parallelize({name}={value or '...'})"
         known = flag in options
         if name == "memory" and value and not known:
             return f"memory={value} in --cluster"
@@ -68,6 +61,7 @@ def spelled(text: str, options: Collection[str]) -> str:
     text = _CALL.sub(call, text)
     text = _GIVEN.sub(lambda m: option(m[1], m[2] or ""), text)
     text = _LEFT_OUT.sub(lambda m: f"{m[1]} {option(m[2])} out", text)
+    text = _PIN.sub(lambda m: f"{option('pins')} {shlex.quote(m[1])}", text)
     return _CLUSTER.sub(r"--cluster \1", text)
 
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 
 from autopar.cli import common, ranges
 from autopar.cli.output import Result
+from autopar.cli.spelling import spelled
 from autopar.cli.target import Workload, load, parse_words
 from autopar.cluster import Cluster
 from autopar.errors import AutoparError, InfeasibleError, TargetError
@@ -217,7 +218,7 @@ def _point(
         return dataclasses.replace(point, reason="does not fit", fits=False)
     except AutoparError as error:
         failures.append(error)
-        first = str(error).split("\n", 1)[0]
+        first = spelled(str(error).split("\n", 1)[0])
         return dataclasses.replace(point, reason=first, fits=None)
 
 

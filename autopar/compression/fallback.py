@@ -9,7 +9,7 @@ same sums, so they take the same branch.
 The levels share the residuals; each has its own codecs' state, which stays as it
 was in the steps in which another level sends.
 
->>> Fallback(("int8:block=256", "bf16")).codecs
+>>> Fallback(("int8:block=256", "bf16"), least_gain=0.75).codecs
 ('int8', 'bf16')
 """
 
@@ -29,9 +29,6 @@ from autopar.compression.gradient import Gradient, State, init_state
 from autopar.compression.synchronise import SENT, WANTED, synchronise
 from autopar_errors import InputError
 
-LEAST_GAIN = 0.75
-"""The ``epsilon`` of GraVAC (arXiv 2305.12201)."""
-
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Fallback:
@@ -43,7 +40,7 @@ class Fallback:
     """
 
     codecs: Sequence[str]
-    least_gain: float = LEAST_GAIN
+    least_gain: float
 
     def __post_init__(self) -> None:
         """Checks the options and writes the codecs as the reports do."""

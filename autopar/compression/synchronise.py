@@ -27,9 +27,6 @@ from autopar.compression.norms import AllWorkers, Group, rows, summed_rows
 from autopar.compression.signal import COLUMNS, signal_rows
 from autopar_errors import InputError
 
-# How often errors and norms are measured, unless a user says otherwise: often enough to
-# see how codecs do, and seldom enough to cost a hundredth of a step.
-TELEMETRY_EVERY = 16
 # The columns of the sums.
 WANTED, ERROR, SENT, RESIDUAL, GRADIENT, NON_FINITE = range(6)
 

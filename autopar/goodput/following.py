@@ -12,7 +12,7 @@ from autopar.goodput.choice import Ratio
 from autopar.goodput.critical import CriticalRegimes
 from autopar.goodput.progress_ratio import ProgressRatio
 from autopar.goodput.rates import Rule, rule_of
-from autopar.planner.codecs.options import parsed
+from autopar.planner.options import parsed_codec
 from autopar_errors import check_type
 
 
@@ -51,7 +51,7 @@ class Following:
                 raise PlanError(f"{name}={given!r} must be a whole number, at least 1.")
         for text in self.codecs:
             check_type("codecs=", text, str, "texts of codecs, such as ['int8']")
-            parsed(text)
+            parsed_codec(text)
         if self.max_batch < self.base_batch:
             raise PlanError(
                 f"max_batch={self.max_batch} is smaller than "

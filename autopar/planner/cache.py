@@ -12,6 +12,7 @@ import msgspec
 
 from autopar.cluster import Cluster
 from autopar.errors import PlanError
+from autopar.planner.option_texts import OPTIONS, PLANNING
 from autopar.planner.options import PlanOptions
 from autopar.planner.record import split_as
 from autopar.plans import Plan
@@ -79,9 +80,9 @@ class PlanCache:
 def _file_name(analysis: Analysis, cluster: Cluster, options: PlanOptions) -> str:
     """A name made of all that a plan depends on."""
     said = {
-        field.name: getattr(options, field.name)
-        for field in dataclasses.fields(options)
-        if field.name != "layouts"
+        name: getattr(options, name)
+        for name, option in OPTIONS.items()
+        if option.group == PLANNING and name != "layouts"
     }
     layouts = b"" if options.layouts is None else msgspec.json.encode(options.layouts)
     parts = [
@@ -89,6 +90,7 @@ def _file_name(analysis: Analysis, cluster: Cluster, options: PlanOptions) -> st
         analysis.fingerprint,
         cluster.fingerprint(),
         *(f"{name}={_text(value)}" for name, value in sorted(said.items())),
+        repr(options.spares),
     ]
     digest = hashlib.sha256("\0".join(parts).encode())
     digest.update(layouts)

@@ -1,33 +1,347 @@
-"""What a user says about planning: hints, limits and codecs, read and checked."""
+"""What is said about planning a step and running it, read and checked once."""
 
 from __future__ import annotations
 
 import dataclasses
+import math
+import numbers
 import os
-import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, cast
 
-from autopar.cluster import Cluster
-from autopar.cluster.errors import ClusterError
+from jax.sharding import PartitionSpec
+
+from autopar.cluster import Cluster, ClusterError
+from autopar.compression.codecs.codec import Codec
+from autopar.compression.codecs.registry import parse_codec
 from autopar.errors import PlanError
-from autopar.planner.codecs.options import EDITED, budget_of, parsed
 from autopar.planner.hints import LogicalRules, Pins, logical_pins
-from autopar.planner.limits import SOLVER_SECONDS
-from autopar.planner.option_checks import (
-    check_hints,
-    check_limits,
-    check_microbatches,
-    check_remat,
-    check_stages,
-)
-from autopar.planner.search import plan_mesh
-from autopar.plans import Plan
+from autopar.planner.option_texts import OPTIONS, PLANNING, Option
+from autopar.planner.pins import parse_pins
+from autopar.plans import NO_SCHEDULE, SCHEDULES, Plan
 from autopar.steps import spares
 from autopar.steps.spares import Spares
-from autopar_passes.program.calls import Call
+from autopar_passes.program.calls import BatchNames, Call
+from autopar_passes.remat.levels import FULL, is_level
 
-# What may be said of microbatches; `PlanOptions` has the meaning.
-Microbatches = int | str | Sequence[int] | None
+# Whether a value is one that its option takes.
+Check = Callable[[Any], bool]
+
+
+def parsed_codec(mode: str) -> Codec | None:
+    """The codec that ``compression=`` names; None for ``none`` and ``auto``.
+
+    Raises:
+      PlanError: there is no such codec.
+    """
+    if mode in ("none", "auto"):
+        return None
+    if not isinstance(mode, str):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise PlanError(
+            f"compression={mode!r}: expected 'none', 'auto' or the text of a codec, "
+            "such as 'int8'."
+        )
+    try:
+        return parse_codec(mode)
+    except ValueError as error:
+        raise PlanError(f"compression={mode!r}: {error}") from error
+
+
+def _whole(least: int) -> Callable[[Any], bool]:
+    """Whether a value is a whole number, of at least ``least``."""
+    return lambda x: isinstance(x, int) and not isinstance(x, bool) and x >= least
+
+
+def _number(least: float) -> Callable[[Any], bool]:
+    """Whether a value is a finite number, of at least ``least``."""
+
+    def valid(x: Any) -> bool:
+        real = isinstance(x, numbers.Real) and not _same(type(x), bool)
+        return real and least <= float(cast(Any, x)) < math.inf
+
+    return valid
+
+
+def _any(*allowed: Any) -> Callable[[Any], bool]:
+    """Whether a value is one of these, or one that a check of them allows."""
+    return lambda x: any(a(x) if callable(a) else _same(a, x) for a in allowed)
+
+
+def _same(a: Any, b: Any) -> bool:
+    return type(a) is type(b) and a == b
+
+
+def _names(least: int = 1) -> Callable[[Any], bool]:
+    """Whether a value is a sequence of different names, ``least`` or more."""
+
+    def valid(given: Any) -> bool:
+        if isinstance(given, str) or not isinstance(given, Sequence):
+            return False
+        names = list(cast(Sequence[Any], given))
+        texts = all(isinstance(name, str) and name for name in names)
+        return texts and len(set(names)) == len(names) >= least
+
+    return valid
+
+
+def _pinned(given: Any) -> bool:
+    return isinstance(given, Mapping) and all(
+        isinstance(spec, PartitionSpec)
+        for spec in cast(Mapping[str, Any], given).values()
+    )
+
+
+def _pairs(given: Any) -> bool:
+    if isinstance(given, (str, bytes, Mapping)) or not isinstance(given, Sequence):
+        return False
+    return all(
+        isinstance(x, Sequence) and len(cast(Sequence[Any], x)) == 2
+        for x in cast(Sequence[Any], given)
+    )
+
+
+def _shares(given: Any) -> bool:
+    """Whether a value is the microbatches of several replicas."""
+    if not isinstance(given, tuple):
+        return False
+    counts = cast(tuple[Any, ...], given)
+    return len(counts) > 1 and all(map(_COUNT, counts))
+
+
+def _is_remat(given: Any) -> bool:
+    return given in ("auto", "none") or _layers(given) is not None
+
+
+def _codec(given: Any) -> bool:
+    parsed_codec(given)  # its error says more
+    return True
+
+
+def _read_count(text: str) -> int | str:
+    return text if text == "auto" else int(text)
+
+
+def _read_counts(text: str) -> int | str | tuple[int, ...]:
+    parts = text.split("+")
+    return _read_count(text) if len(parts) == 1 else tuple(map(int, parts))
+
+
+def _read_seconds(text: str) -> float | None:
+    return None if math.isinf(float(text)) else float(text)
+
+
+_COUNT = _whole(1)
+# By name; an option without one takes whatever its text says.
+_CHECKS: Mapping[str, Check] = {
+    "pins": _any(None, _pinned),
+    "logical_axis_rules": _any(None, _pairs),
+    "axis_names": _any(None, _names()),
+    "max_axes": _any(None, lambda x: isinstance(x, int) and not isinstance(x, bool)),
+    "seconds": _any(None, lambda x: _number(0.0)(x) and x > 0),
+    "split_batch": _any(True, False),
+    "compression": _codec,
+    "error_budget": _any(None, _number(0.0)),
+    "microbatches": _any(None, "auto", _COUNT, _shares),
+    "coupled": _any("refuse", "microbatch"),
+    "stages": _any(None, "auto", _COUNT),
+    "schedule": _any(None, *(name for name in SCHEDULES if name != NO_SCHEDULE)),
+    "remat": _any(None, _is_remat),
+    "donate": _any(True, False),
+    "programs": _COUNT,
+    "least_gain": _number(0.0),
+    "telemetry_every": _COUNT,
+    "last_batch": _any("run", "drop", "pad"),
+}
+# Makes a value of a word; raises ``ValueError`` where there is none.
+_READERS: Mapping[str, Callable[[Any], Any]] = {
+    "pins": lambda words: parse_pins(words) or None,
+    "axis_names": lambda text: tuple(x.strip() for x in text.split(",")),
+    "max_axes": int,
+    "seconds": _read_seconds,
+    "split_batch": bool,
+    "error_budget": float,
+    "layouts": lambda text: as_plan(text, "layouts"),
+    "microbatches": _read_counts,
+    "stages": _read_count,
+}
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class PlanOptions:
+    """What was said about planning a step and running it; `OPTIONS` has the texts.
+
+    Beside the options it holds ``spares``: what devices hold of the state beside the
+    one in use, which follows from other options.
+
+    Raises:
+      PlanError: a value is none that its option takes, or two contradict each other.
+    """
+
+    pins: Pins | None = OPTIONS["pins"].default
+    logical_axis_rules: LogicalRules | None = OPTIONS["logical_axis_rules"].default
+    axis_names: Sequence[str] | None = OPTIONS["axis_names"].default
+    max_axes: int | None = OPTIONS["max_axes"].default
+    seconds: float | None = OPTIONS["seconds"].default
+    split_batch: bool = OPTIONS["split_batch"].default
+    compression: str = OPTIONS["compression"].default
+    error_budget: float | None = OPTIONS["error_budget"].default
+    layouts: Plan | None = OPTIONS["layouts"].default
+    microbatches: int | str | Sequence[int] | None = OPTIONS["microbatches"].default
+    coupled: str = OPTIONS["coupled"].default
+    stages: int | str | None = OPTIONS["stages"].default
+    schedule: str | None = OPTIONS["schedule"].default
+    remat: int | str | None = OPTIONS["remat"].default
+    donate: bool = OPTIONS["donate"].default
+    programs: int = OPTIONS["programs"].default
+    fallback: str | Sequence[str] = OPTIONS["fallback"].default
+    least_gain: float = OPTIONS["least_gain"].default
+    telemetry_every: int = OPTIONS["telemetry_every"].default
+    last_batch: str = OPTIONS["last_batch"].default
+    cache: str | os.PathLike[str] | None = OPTIONS["cache"].default
+    static_argnames: Sequence[str] = OPTIONS["static_argnames"].default
+    batch_argnames: BatchNames = OPTIONS["batch_argnames"].default
+    frozen_argnames: str | Sequence[str] = OPTIONS["frozen_argnames"].default
+    spares: Spares = spares.NONE
+
+    def __post_init__(self) -> None:
+        """Checks each option, then those that depend on each other."""
+        if isinstance(self.microbatches, Sequence):
+            counts = self.microbatches
+            counts = counts if isinstance(counts, str) else tuple(counts)
+            object.__setattr__(self, "microbatches", counts)
+        if self.layouts is not None:
+            object.__setattr__(self, "layouts", as_plan(self.layouts, "layouts"))
+        for name, option in OPTIONS.items():
+            value = getattr(self, name)
+            if not _valid(name, value):
+                raise _refused(f"{name}={_short(value)}", option)
+        _check_together(self)
+
+    @property
+    def count(self) -> int:
+        """The number of microbatches that is asked for; 1 where none is."""
+        asked = self.microbatches
+        if isinstance(asked, int):
+            return asked
+        return 1 if asked is None or isinstance(asked, str) else sum(asked)
+
+
+def _valid(name: str, value: Any) -> bool:
+    return name not in _CHECKS or _CHECKS[name](value)
+
+
+def _check_together(asked: PlanOptions) -> None:
+    """Raises `PlanError` for options that contradict each other."""
+    stages, remat = asked.stages, asked.remat
+    wrong = ""
+    if asked.error_budget is not None and asked.compression != "auto":
+        wrong = (
+            f"error_budget={asked.error_budget!r} bounds what compression='auto' "
+            f"chooses; leave it out with compression={asked.compression!r}."
+        )
+    elif isinstance(asked.microbatches, tuple) and stages not in (None, 1):
+        wrong = (
+            f"microbatches={list(asked.microbatches)} are those of replicas, and "
+            f"stages={stages!r}: give one number, or leave stages out."
+        )
+    elif asked.schedule is not None and stages in (None, 1):
+        wrong = (
+            f"schedule={asked.schedule!r} is for a pipeline: say stages=, too, a "
+            "number or 'auto'."
+        )
+    elif remat is not None and stages not in (None, 1, "auto"):
+        wrong = (
+            f"remat={remat!r} is for plans of one stage, and stages={stages!r}. Leave "
+            "remat out; with stages='auto' layers are chosen that compute again."
+        )
+    elif remat not in (None, "auto") and stages == "auto":
+        wrong = (
+            f"remat={remat!r}: stages='auto' chooses itself which layers compute "
+            "again. Leave remat out, or say stages=1."
+        )
+    if wrong:
+        raise PlanError(wrong)
+
+
+# What holds where nothing is said.
+DEFAULTS = PlanOptions()
+
+
+def read_options(given: Mapping[str, Any]) -> PlanOptions:
+    """The options of a command line.
+
+    Args:
+      given: name of an option -> its word, or words; None: it was not given.
+
+    Raises:
+      PlanError: a word is no value of its option; the error names the flag.
+    """
+    values: dict[str, Any] = {}
+    for name, word in given.items():
+        if word in (None, []):
+            continue
+        option = OPTIONS[name]
+        try:
+            value = _READERS.get(name, str)(word)
+        except ValueError as error:
+            if isinstance(error, PlanError):
+                raise
+            raise _refused_word(option, word) from error
+        if not _valid(name, value):
+            raise _refused_word(option, word)
+        values[name] = value
+    return PlanOptions(**values)
+
+
+def changed(asked: PlanOptions, group: str = PLANNING) -> dict[str, Any]:
+    """The options of a group that are not as where nothing is said, by name."""
+    return {
+        name: getattr(asked, name)
+        for name, option in OPTIONS.items()
+        if option.group == group and getattr(asked, name) != getattr(DEFAULTS, name)
+    }
+
+
+def with_logical_pins(options: PlanOptions, call: Call) -> PlanOptions:
+    """The options with Flax's rules turned into pins of a call's arguments.
+
+    A pin that was given wins over a rule.
+    """
+    named = logical_pins(call, options.logical_axis_rules or ())
+    return dataclasses.replace(
+        options, pins={**named, **(options.pins or {})}, logical_axis_rules=None
+    )
+
+
+def layers_asked(remat: Any) -> tuple[int | None, str]:
+    """How many layers are computed again, and what is kept of them.
+
+    >>> layers_asked("4:dots")
+    (4, 'dots')
+    >>> layers_asked("all:names=attn_out,mlp_in")
+    (None, 'names=attn_out,mlp_in')
+
+    Args:
+      remat: a number, ``all``, or one of them with a level.
+
+    Returns:
+      The number of layers, None for all, and the level.
+    """
+    found = _layers(remat)
+    assert found is not None, remat
+    return found
+
+
+def _layers(remat: Any) -> tuple[int | None, str] | None:
+    """`layers_asked`; None where it is neither of the forms."""
+    text = str(remat) if _whole(0)(remat) or isinstance(remat, str) else ""
+    layers, _, level = text.partition(":")
+    if is_level(text):
+        layers, level = "all", text
+    known = layers == "all" or layers.isdecimal()
+    if not known or not is_level(level or FULL) or text.endswith(":"):
+        return None
+    return (None if layers == "all" else int(layers)), level or FULL
 
 
 def as_cluster(given: Cluster | str) -> Cluster:
@@ -68,155 +382,15 @@ def as_plan(given: Plan | str | os.PathLike[str], option: str = "plan") -> Plan:
     return Plan.load(os.fspath(given))
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class PlanOptions:
-    """Hints and limits of the search for a plan; see `autopar.plan`.
-
-    Attributes:
-      pins: path pattern of an input -> its ``PartitionSpec``.
-      logical_axis_rules: Flax's rules; `with_logical_pins` turns them into pins.
-      axis_names: names of the mesh axes, outermost first.
-      max_axes: most mesh axes to try; None: two, or one for each level.
-      seconds: time limit of the solver for each mesh; None: none.
-      split_batch: whether it is an error if no mesh axis divides the batch.
-      compression: how gradients are sent: ``none``, ``auto``, or a codec as text.
-      error_budget: for ``auto``, the largest relative error of the gradients.
-      layouts: a plan whose layouts are kept.
-      microbatches: into how many microbatches the batch is split; ``auto``: as is
-        fastest of what fits; several numbers: those of each replica of a cluster of
-        unequal devices. None: as the plan given as layouts says, else one.
-      coupled: what is done where the loss of a row depends on the others: ``refuse``
-        to split the batch, or take the ``microbatch`` for the batch.
-      stages: into how many pipeline stages the step is cut; ``auto``: as is fastest.
-        None: one.
-      remat: how many layers, from the first on, compute their activations again in the
-        backward pass, ``all``, or a number with a level as in ``4:dots`` or
-        ``4:names=a,b``; ``auto``: as is fastest of what fits; ``none``: none, and the
-        step's own ``jax.checkpoint`` is dropped. None: as the plan given as layouts
-        says, else as the step does.
-      schedule: in which order stages run microbatches: ``gpipe``, ``1f1b``,
-        ``interleaved`` or ``zero-bubble``; None: as is fastest, or ``1f1b`` where the
-        number of stages is given.
-      spares: what devices hold of the state beside the one in use.
-
-    Raises:
-      PlanError: there is no such codec, or the budget is no number of at least 0 or
-        is given for other than ``auto``.
-    """
-
-    pins: Pins | None = None
-    logical_axis_rules: LogicalRules | None = None
-    axis_names: Sequence[str] | None = None
-    max_axes: int | None = None
-    seconds: float | None = SOLVER_SECONDS
-    split_batch: bool = True
-    compression: str = "none"
-    error_budget: float | None = None
-    layouts: Plan | None = None
-    microbatches: Microbatches = None
-    coupled: str = "refuse"
-    stages: int | str | None = None
-    schedule: str | None = None
-    spares: Spares = spares.NONE
-    remat: int | str | None = None
-
-    def __post_init__(self) -> None:
-        """Checks the codecs before any work is done."""
-        parsed(self.compression)
-        budget_of(self.error_budget, self.compression)
-        if isinstance(self.microbatches, Sequence) and self.microbatches != "auto":
-            object.__setattr__(self, "microbatches", _counts(self.microbatches))
-        check_limits(self.max_axes, self.seconds)
-        check_microbatches(self.microbatches, self.coupled)
-        check_stages(self.stages, self.schedule)
-        if isinstance(self.microbatches, tuple) and self.stages not in (None, 1):
-            raise PlanError(
-                f"microbatches={list(self.microbatches)} are those of replicas, and "
-                f"stages={self.stages!r}: give one number, or leave stages out."
-            )
-        check_remat(self.remat, self.stages)
-        check_hints(self.pins, self.logical_axis_rules, self.axis_names)
-
-    @property
-    def count(self) -> int:
-        """The number of microbatches that is asked for; 1 where none is."""
-        asked = self.microbatches
-        if isinstance(asked, int):
-            return asked
-        return 1 if asked is None or isinstance(asked, str) else sum(asked)
+def _refused(said: str, option: Option) -> PlanError:
+    return PlanError(f"{said}: expected {option.expected}.")
 
 
-def _counts(given: Sequence[int] | str) -> Sequence[int] | str:
-    """Numbers as a tuple; a text as it is, which `check_microbatches` refuses."""
-    return given if isinstance(given, str) else tuple(given)
+def _refused_word(option: Option, word: str) -> PlanError:
+    words = option.words or option.expected.replace("'", "")
+    return PlanError(f"{option.flag} {word}: expected {words}.")
 
 
-# What holds where nothing is said.
-DEFAULTS = PlanOptions()
-
-
-def with_logical_pins(options: PlanOptions, call: Call) -> PlanOptions:
-    """The options with Flax's rules turned into pins of a call's arguments.
-
-    A pin that was given wins over a rule.
-    """
-    named = logical_pins(call, options.logical_axis_rules or ())
-    return dataclasses.replace(
-        options, pins={**named, **(options.pins or {})}, logical_axis_rules=None
-    )
-
-
-def with_codecs_of(options: PlanOptions, plan: Plan) -> PlanOptions:
-    """The options with the choice of codecs that a plan was made with.
-
-    Where it has several that nobody asked for in one word (`sent_by_hand`), layouts are
-    found for the one that sends most.
-    """
-    mode = plan.compression.mode
-    if mode == "none" or _by_hand(plan):
-        sent = _dense_bytes(plan)
-        mode = max(sent, key=lambda text: sent[text], default="none")
-    budget = plan.compression.error_budget if mode == "auto" else None
-    return dataclasses.replace(options, compression=mode, error_budget=budget)
-
-
-def sent_by_hand(plan: Plan) -> Plan | None:
-    """The plan if each gradient has the codec that it was given; else None."""
-    several = plan.compression.mode == "none" and len(_dense_bytes(plan)) > 1
-    return plan if several or (_by_hand(plan) and _dense_bytes(plan)) else None
-
-
-def _by_hand(plan: Plan) -> bool:
-    return plan.compression.mode == EDITED or "gradients" in plan.edited
-
-
-def _dense_bytes(plan: Plan) -> dict[str, float]:
-    """By codec, what one device would send of its gradients without it.
-
-    What a codec cannot send, or not with profit, is sent beside it as it is.
-    """
-    found: dict[str, float] = {}
-    for g in plan.gradients:
-        if g.codec:
-            found[g.codec] = found.get(g.codec, 0.0) + g.dense_bytes
-    return {text: found[text] for text in set(found) - {"dense"}} or found
-
-
-def fitting_layouts(options: PlanOptions, cluster: Cluster) -> PlanOptions:
-    """The options without layouts to keep, where these do not fit another cluster.
-
-    Layouts are for one mesh. On another new ones are found, which a warning says.
-    """
-    kept = options.layouts
-    if kept is None:
-        return options
-    try:
-        plan_mesh(cluster, kept.axis_names, kept.axis_sizes)
-    except PlanError as error:
-        warnings.warn(
-            f"layouts=: {error} New layouts are found for it, with the same codecs. "
-            "Give replan(..., plan=) for layouts of your own.",
-            stacklevel=4,
-        )
-        return dataclasses.replace(options, layouts=None)
-    return options
+def _short(value: Any) -> str:
+    text = repr(list(cast(Any, value)) if isinstance(value, tuple) else value)
+    return text if len(text) < 60 else f"{text[:57]}..."

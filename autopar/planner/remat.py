@@ -20,8 +20,7 @@ from collections.abc import Callable, Sequence
 from autopar.cluster import Cluster
 from autopar.errors import InfeasibleError, PlanError
 from autopar.planner.kept_layouts import priced
-from autopar.planner.option_checks import layers_asked
-from autopar.planner.options import PlanOptions
+from autopar.planner.options import PlanOptions, layers_asked
 from autopar.plans import AS_WRITTEN, Plan, Rematerialisation
 from autopar.progress import say
 from autopar.steps.analysis import Analysis

@@ -13,7 +13,6 @@ from collections.abc import Sequence
 
 from autopar.compression.codecs.registry import offered_codecs, parse_codec
 from autopar.compression.exchange import Message
-from autopar.compression.synchronise import TELEMETRY_EVERY
 from autopar.cost.codecs import (
     SQUARES_BYTES,
     TELEMETRY_BYTES,
@@ -30,6 +29,7 @@ from autopar.cost.collectives import collective_bytes, collective_s
 from autopar.cost.pricer import Pricer
 from autopar.layouts.buckets import WITHIN, Bucket, BucketCollective, bucket_messages
 from autopar.planner.codecs.adjusted import codec_of
+from autopar.planner.option_texts import TELEMETRY_EVERY
 from autopar.plans import GradientDecision
 from autopar.reports.table import CollectiveRow
 

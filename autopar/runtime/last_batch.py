@@ -5,12 +5,11 @@ from __future__ import annotations
 import dataclasses
 import warnings
 from collections.abc import Sequence
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import jax
 import numpy as np
 
-from autopar.errors import PlanError
 from autopar.plans import Plan
 from autopar.runtime import placement
 from autopar.runtime.any_step import AnyStep
@@ -19,21 +18,6 @@ from autopar_passes.program.calls import Call
 # What to do with fewer rows: run them as they are, split over as many devices as
 # divide them; drop the rows that no split divides; or repeat the last row.
 LastBatch = Literal["run", "drop", "pad"]
-
-
-def checked(how: str) -> LastBatch:
-    """Returns what was asked for.
-
-    Raises:
-      PlanError: it is none of the three.
-    """
-    for known in get_args(LastBatch):
-        if how == known:
-            return known
-    raise PlanError(
-        f"last_batch={how!r}: expected 'run' (as many devices as divide the rows), "
-        "'drop' (rows beyond the last split) or 'pad' (the last row, repeated)."
-    )
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -3,33 +3,38 @@
 from __future__ import annotations
 
 import inspect
-import math
 import os
 import pathlib
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, ParamSpec, TypeVar, overload
+from typing import Any, ParamSpec, TypeVar, cast, overload
 
 import jax
 
 from autopar.cluster import Cluster
-from autopar.compression.fallback import LEAST_GAIN, Fallback
+from autopar.compression.fallback import Fallback
 from autopar.compression.policies.policy import Policy
-from autopar.compression.synchronise import TELEMETRY_EVERY
 from autopar.errors import PlanError
 from autopar.planner.cache import PlanCache
 from autopar.planner.hints import LogicalRules, Pins
-from autopar.planner.limits import SOLVER_SECONDS
+from autopar.planner.option_texts import (
+    LEAST_GAIN,
+    PROGRAMS,
+    SOLVER_SECONDS,
+    TELEMETRY_EVERY,
+)
 from autopar.planner.options import (
+    DEFAULTS,
     PlanOptions,
     as_cluster,
     as_plan,
+    changed,
 )
 from autopar.plans import Plan
 from autopar.runtime.codec_run import CodecRun
-from autopar.runtime.last_batch import checked
+from autopar.runtime.last_batch import LastBatch
 from autopar.runtime.noise.options import NoiseOptions, noise_options
 from autopar.runtime.parallel_step import ParallelStep, Setting
-from autopar.runtime.program_store import PROGRAMS, ProgramStore
+from autopar.runtime.program_store import ProgramStore
 from autopar.runtime.world import World
 from autopar.steps.spares import Spares
 from autopar_errors import check_path, check_type
@@ -163,50 +168,70 @@ def parallelize(
       programs: most compiled programs to keep, by plan and devices.
       policy: changes the codecs of gradients while training; see
         `autopar.compression.policies.policy`. Needs ``compression=``.
-      fallback: codecs to try, in this order, in a step in which the plan's codecs
-        send too little; the last one always sends. Needs ``compression=``.
-      least_gain: the least part of the gradients' squared norm that a codec must
-        send; below it the next codec of ``fallback`` is tried.
+      fallback: codecs to try, in this order, in a step in which the plan's codecs send
+        too little; the last one always sends. Needs ``compression=``.
+      least_gain: the least part of the gradients' squared norm that a codec must send;
+        below it the next codec of ``fallback`` is tried.
       telemetry_every: the telemetry of codecs is measured in one step of so many; in
         all of them with a policy or a fallback.
       noise_scale: whether each step measures how noisy its gradients are, or how it
         does; read `ParallelStep.noise_scale`.
-      pins: path pattern of an input -> its ``PartitionSpec``; this option and those
-        below as for `autopar.plan`.
-      logical_axis_rules: Flax's rules, pairs of a logical name and mesh axes.
-      axis_names: names of the mesh axes, outermost first.
-      max_axes: most mesh axes to try.
-      seconds: time limit of the solver, for each mesh.
-      split_batch: whether it is an error if no mesh axis divides the batch.
-      compression: how gradients are sent: ``none``, ``auto``, or a codec as text.
-      error_budget: for ``auto``, the largest relative error of the gradients.
-      layouts: a plan whose layouts are kept, or its JSON file.
-      microbatches: into how many microbatches the batch is split, or ``auto``; on
-        groups of unequal devices also how many each replica runs, such as ``[8, 4]``.
-      coupled: whether to ``refuse`` where the loss of a row depends on the others, or
-        to take each ``microbatch`` for the batch.
-      stages: into how many pipeline stages the step is cut, or ``auto``.
-      schedule: in which order stages run their microbatches.
-      remat: how many layers compute their activations again, or ``auto``.
+      pins: path pattern of an input -> its ``PartitionSpec``, as in
+        ``{"state/params/*/kernel": PartitionSpec(None, "tensor")}``.
+      logical_axis_rules: Flax's rules, pairs of a logical name and mesh axes; they pin
+        what ``nn.with_logical_partitioning`` has named in the arguments.
+      axis_names: names of the mesh axes, outermost first; their number is that of the
+        axes.
+      max_axes: most mesh axes to try; None: two, or one for each level of the cluster.
+      seconds: time limit of the solver, for each mesh, in seconds of its own work: a
+        busy machine does not shorten it. Without a limit it goes on until the plan is
+        proved optimal, and the same call always gives the same plan; with one, plans
+        within the solver's gap of each other may take turns.
+      split_batch: whether it is an error if no mesh axis divides the rows of the batch;
+        else the plan does without data parallelism.
+      compression: how gradients are sent between devices: ``none`` as they are;
+        ``auto`` each as trains fastest within the error budget, chosen together with
+        the layouts; or the text of a codec for all of them, such as ``int8`` or
+        ``powersgd:rank=4``.
+      error_budget: for ``compression='auto'``, the largest relative error of the
+        gradients, in the optimizer's metric; None: that of int4 codes.
+      layouts: a plan whose layouts are kept, or its JSON file; only the codecs are
+        chosen. It may be of another batch size, and edited (docs/plans.md).
+      microbatches: into how many microbatches the batch is split, which run one after
+        the other before the update; ``auto``: as is fastest of what fits. On groups of
+        unequal devices also how many each replica runs, such as ``[8, 4]``. None: as
+        the plan given as ``layouts`` says, else one (docs/microbatches.md).
+      coupled: what is done where the loss of a row depends on the other rows:
+        ``refuse`` to split the batch, or take each ``microbatch`` for the batch.
+      stages: into how many pipeline stages the step is cut; ``auto``: as is fastest of
+        what fits. None: one (docs/pipelines.md).
+      schedule: in which order stages run their microbatches: ``gpipe``, ``1f1b``,
+        ``interleaved`` or ``zero-bubble``; None: as is fastest, or ``1f1b`` where the
+        number of stages is given.
+      remat: how many layers compute their activations again in the backward pass
+        instead of keeping them: a number, ``all``, or with a level: ``4:dots`` keeps
+        matrix products, ``4:names=a,b`` what `jax.ad_checkpoint.checkpoint_name` calls
+        so; ``auto``: as is fastest of what fits; ``none`` drops the step's own
+        ``jax.checkpoint``. None: as the plan given as ``layouts`` says, else as the
+        step says (docs/rematerialisation.md).
       static_argnames: names of arguments that are part of the program, as for
         ``jax.jit``; flags (``bool``), texts and members of enumerations always are.
       batch_argnames: names of the arguments that hold the batch, or patterns of paths
         such as ``batch/*``; with the dimension of the rows where it is not found:
         ``{"batch/x": 1}``. None: found from what the step does with its arguments.
-      frozen_argnames: names of arguments that do not come back and are the same for
-        all rows, such as the weights of a teacher; found likewise.
-      last_batch: what a batch of fewer rows than the planned one does, such as the
-        last of an epoch: ``run`` as it is, split over as many devices as divide it;
-        ``drop`` the rows that the plan's split does not divide; ``pad`` it with its
-        last row, which then counts more than once.
-      cache: a folder where plans and, by JAX's compilation cache, compiled programs
-        are kept for the next process; default: that of ``AUTOPAR_CACHE``, or none.
+      frozen_argnames: names of arguments that do not come back and are the same for all
+        rows, such as the weights of a teacher; found likewise.
+      last_batch: what a batch of fewer rows than the planned one does, such as the last
+        of an epoch: ``run`` as it is, split over as many devices as divide it; ``drop``
+        the rows that the plan's split does not divide; ``pad`` it with its last row,
+        which then counts more than once.
+      cache: a folder where plans and, by JAX's compilation cache, compiled programs are
+        kept for the next process; None: that of ``AUTOPAR_CACHE``, or none.
 
     Raises:
       ClusterError: the text describes no cluster.
       PlanError: options contradict each other, or there is no such plan or codec.
     """
-    _check_numbers(programs, least_gain, telemetry_every)
     given = None if plan is None else as_plan(plan)
     named = None if cluster is None else as_cluster(cluster)
     options = PlanOptions(
@@ -225,13 +250,23 @@ def parallelize(
         schedule=schedule,
         spares=Spares(always=0 if donate else 1),
         remat=remat,
+        donate=donate,
+        programs=programs,
+        fallback=fallback,
+        least_gain=least_gain,
+        telemetry_every=telemetry_every,
+        last_batch=last_batch,
+        cache=cache,
+        static_argnames=static_argnames,
+        batch_argnames=batch_argnames,
+        frozen_argnames=frozen_argnames,
     )
     if given is not None:
         _check_given(named, options)
     coded = compression != "none" if given is None else _coded(given)
     safer = _fallback(fallback, least_gain, coded=coded)
     signals = _check_policy(policy, coded=coded, alone=safer is None)
-    fewer, noise = checked(last_batch), noise_options(noise_scale)
+    noise = noise_options(noise_scale)
     kept = _plan_cache(cache or os.environ.get("AUTOPAR_CACHE") or None)
     for where, option, kind, wanted in (
         ("devices", devices, Iterable, "devices of JAX"),
@@ -264,31 +299,11 @@ def parallelize(
             codecs=CodecRun(policy),
             world=world,
             parameters=Parameters.of(function, static, roles),
-            fewer=fewer,
+            fewer=cast(LastBatch, options.last_batch),
             cache=kept,
         )
 
     return decorate if step is None else decorate(step)
-
-
-def _check_numbers(programs: Any, least_gain: Any, every: Any) -> None:
-    """Checks the kinds and ranges of numbers."""
-    if isinstance(programs, bool) or not isinstance(programs, int) or programs < 1:
-        raise PlanError(
-            f"parallelize: programs={programs!r}: expected the most compiled programs "
-            f"to keep, at least 1; the default is {PROGRAMS}."
-        )
-    if isinstance(every, bool) or not isinstance(every, int) or every < 1:
-        raise PlanError(
-            f"parallelize: telemetry_every={every!r}: expected a number of steps, at "
-            f"least 1, which measures all; the default is {TELEMETRY_EVERY}."
-        )
-    number = isinstance(least_gain, (int, float)) and not isinstance(least_gain, bool)
-    if not number or not 0 <= least_gain < math.inf:
-        raise PlanError(
-            f"parallelize: least_gain={least_gain!r}: expected a part of the squared "
-            f"norm, a number of at least 0; the default is {LEAST_GAIN}."
-        )
 
 
 def _check_step(step: Any, static: Sequence[str]) -> None:
@@ -342,21 +357,22 @@ def _names(static: Sequence[str]) -> tuple[str, ...]:
     return names
 
 
+# What is said of other plans, beside one that is given: those of re-plans.
+_REPLANS = (
+    "pins",
+    "logical_axis_rules",
+    "axis_names",
+    "max_axes",
+    "seconds",
+    "split_batch",
+)
+
+
 def _check_given(cluster: Cluster | None, options: PlanOptions) -> None:
     """Checks that nothing is said beside a plan that it would have to overrule."""
     if cluster is not None:
         raise PlanError("parallelize: give cluster= or plan=, not both.")
-    said = {
-        "compression": options.compression != "none",
-        "error_budget": options.error_budget is not None,
-        "layouts": options.layouts is not None,
-        "microbatches": options.microbatches is not None,
-        "coupled": options.coupled != "refuse",
-        "stages": options.stages is not None,
-        "schedule": options.schedule is not None,
-        "remat": options.remat is not None,
-    }
-    if ignored := [f"{name}=" for name, given in said.items() if given]:
+    if ignored := [f"{name}=" for name in changed(options) if name not in _REPLANS]:
         raise PlanError(
             f"parallelize: {', '.join(ignored)} has no effect with plan=, which has "
             "its own codecs and microbatches. For others, leave plan= out and "
@@ -394,7 +410,7 @@ def _fallback(
 ) -> Fallback | None:
     """The fallback that was asked for, or None."""
     if not codecs:
-        if least_gain != LEAST_GAIN:
+        if least_gain != DEFAULTS.least_gain:
             raise PlanError(
                 f"parallelize: least_gain={least_gain!r} is what fallback= needs; give "
                 "the codecs to fall back to."

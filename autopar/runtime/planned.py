@@ -13,9 +13,9 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 from autopar.compression.codecs.blocks import WITH_BARRIERS
 from autopar.compression.fallback import Fallback
-from autopar.compression.synchronise import TELEMETRY_EVERY
 from autopar.errors import PlanError
 from autopar.layouts.assignment import Assignment
+from autopar.planner.option_texts import TELEMETRY_EVERY
 from autopar.planner.record import restore
 from autopar.plans import Plan
 from autopar.runtime.compiler import compile_lowered

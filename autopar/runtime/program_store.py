@@ -12,6 +12,7 @@ from typing import Any
 from autopar.compression.fallback import Fallback
 from autopar.errors import PlanError
 from autopar.planner.codecs.adjusted import program_plan
+from autopar.planner.option_texts import PROGRAMS
 from autopar.planner.stages.entry import cut_as
 from autopar.plans import Plan
 from autopar.runtime.agreement import content_digest
@@ -27,9 +28,6 @@ from autopar.runtime.recent import Recent
 from autopar.runtime.stages.planned import pipelined_step
 from autopar.runtime.stages.transport import Links
 from autopar.runtime.step_planner import Analysed
-
-# Enough for a policy that switches codecs, or for a cluster that shrinks and grows.
-PROGRAMS = 8
 
 
 class ProgramStore:

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from typing import Any
 
 from autopar.cluster import Cluster
-from autopar.planner.options import (
-    PlanOptions,
-    fitting_layouts,
-    sent_by_hand,
-    with_codecs_of,
-)
+from autopar.errors import PlanError
+from autopar.planner.codecs.request import EDITED
+from autopar.planner.options import PlanOptions
+from autopar.planner.search import plan_mesh
 from autopar.plans import Plan
 
 
@@ -63,3 +62,59 @@ def moved_setting(
     if asked.layouts is not None and given is None:
         codecs = fitting_layouts(asked, cluster)
     return Setting(cluster=cluster, devices=devices, codecs=codecs, sent=sent)
+
+
+def with_codecs_of(options: PlanOptions, plan: Plan) -> PlanOptions:
+    """The options with the choice of codecs that a plan was made with.
+
+    Where it has several that nobody asked for in one word (`sent_by_hand`), layouts are
+    found for the one that sends most.
+    """
+    mode = plan.compression.mode
+    if mode == "none" or _by_hand(plan):
+        sent = _dense_bytes(plan)
+        mode = max(sent, key=lambda text: sent[text], default="none")
+    budget = plan.compression.error_budget if mode == "auto" else None
+    return dataclasses.replace(options, compression=mode, error_budget=budget)
+
+
+def sent_by_hand(plan: Plan) -> Plan | None:
+    """The plan if each gradient has the codec that it was given; else None."""
+    several = plan.compression.mode == "none" and len(_dense_bytes(plan)) > 1
+    return plan if several or (_by_hand(plan) and _dense_bytes(plan)) else None
+
+
+def _by_hand(plan: Plan) -> bool:
+    return plan.compression.mode == EDITED or "gradients" in plan.edited
+
+
+def _dense_bytes(plan: Plan) -> dict[str, float]:
+    """By codec, what one device would send of its gradients without it.
+
+    What a codec cannot send, or not with profit, is sent beside it as it is.
+    """
+    found: dict[str, float] = {}
+    for g in plan.gradients:
+        if g.codec:
+            found[g.codec] = found.get(g.codec, 0.0) + g.dense_bytes
+    return {text: found[text] for text in set(found) - {"dense"}} or found
+
+
+def fitting_layouts(options: PlanOptions, cluster: Cluster) -> PlanOptions:
+    """The options without layouts to keep, where these do not fit another cluster.
+
+    Layouts are for one mesh. On another new ones are found, which a warning says.
+    """
+    kept = options.layouts
+    if kept is None:
+        return options
+    try:
+        plan_mesh(cluster, kept.axis_names, kept.axis_sizes)
+    except PlanError as error:
+        warnings.warn(
+            f"layouts=: {error} New layouts are found for it, with the same codecs. "
+            "Give replan(..., plan=) for layouts of your own.",
+            stacklevel=4,
+        )
+        return dataclasses.replace(options, layouts=None)
+    return options

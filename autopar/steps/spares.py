@@ -10,8 +10,6 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-import numpy as np
-
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Spares:
@@ -28,13 +26,14 @@ class Spares:
     def copies(self, shards: Any) -> Any:
         """Copies that a device holds of its part of an array, with the one in use.
 
+        >>> import numpy as np
         >>> Spares(always=1, split=2).copies(np.array([1, 4]))
         array([2, 4])
 
         Args:
           shards: into how many parts the array is split; numbers or an array.
         """
-        return 1 + self.always + self.split * (np.asarray(shards) > 1)
+        return 1 + self.always + self.split * (shards > 1)
 
 
 NONE = Spares()

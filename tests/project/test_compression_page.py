@@ -18,11 +18,11 @@ from autopar.compression.codecs.registry import (
     format_codec,
     parse_codec,
 )
-from autopar.compression.fallback import LEAST_GAIN
 from autopar.compression.feedback import FEEDBACK_DISCOUNT, effective_error
 from autopar.cost.codecs import TELEMETRY_BYTES
 from autopar.planner.codecs.choose import WORTHWHILE
-from autopar.planner.codecs.options import DEFAULT_BUDGET
+from autopar.planner.codecs.request import DEFAULT_BUDGET
+from autopar.planner.option_texts import LEAST_GAIN
 from autopar.steps.sums import SMALLEST
 
 PAGE = (checkout.ROOT / "docs" / "compression.md").read_text()

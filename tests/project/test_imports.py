@@ -23,6 +23,7 @@ LATE = {
     "autopar/cli/failures.py: from autopar.errors import AutoparError, "
     "InfeasibleError, InternalError",
     "autopar/cli/failures.py: from autopar.errors import TargetError, user_line",
+    "autopar/cli/options.py: from autopar.planner.options import read_options",
     "autopar/cluster/local.py: import jax",
     "autopar/elastic/__init__.py: from autopar.elastic.start import elastic",
     "solver/autopar_solver/sharding/bounds/compiled.py: "

@@ -68,7 +68,10 @@ def _of_class(owner: type, name: str) -> object:
         return _class_of(typing.get_type_hints(getter).get("return"))
     notes = [base for base in owner.__mro__ if name in vars(base).get(NOTES, ())]
     if notes:
-        return _class_of(typing.get_type_hints(notes[0])[name])
+        try:
+            return _class_of(typing.get_type_hints(notes[0])[name])
+        except NameError:  # a type that is imported for type checkers alone
+            return None
     if hasattr(owner, name):
         return getattr(owner, name)
     _require_given(owner, name)

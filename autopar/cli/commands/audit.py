@@ -6,9 +6,9 @@ import typer
 
 from autopar.cli import options
 from autopar.cli.output import Result
-from autopar.planner.limits import SOLVER_SECONDS
 
 
+@options.planning()
 def audit(
     source: options.PlanOrTarget,
     words: options.PlanWords = None,
@@ -24,11 +24,9 @@ def audit(
             help="Compile with the compiler of h100, a100, b200, v5e or v5p.",
         ),
     ] = None,
-    seconds: options.Seconds = SOLVER_SECONDS,
-    max_axes: options.MaxAxes = None,
-    compression: options.Compression = "none",
-    error_budget: options.ErrorBudget = None,
     as_json: options.Json = False,
+    *,
+    asked: options.Asked,
 ) -> Result:
     """Partitions a planned step with the compiler, and compares the communication.
 
@@ -37,19 +35,13 @@ def audit(
     compiled with the accelerator's own compiler instead, which an extra installs.
     """
     # They import JAX, which help must not.
-    from autopar.cli import auditing, common
+    from autopar.cli import auditing
 
-    limits = common.plan_options(
-        seconds=seconds,
-        compression=compression,
-        error_budget=error_budget,
-        max_axes=max_axes,
-    )
     return auditing.audit(
         source,
         words,
         cluster=cluster,
-        limits=limits,
+        limits=asked,
         compiled=compiled and target is None,
         target=target,
         as_json=as_json,

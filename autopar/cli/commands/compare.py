@@ -6,9 +6,9 @@ import typer
 
 from autopar.cli import options
 from autopar.cli.output import Result
-from autopar.planner.limits import SOLVER_SECONDS
 
 
+@options.planning()
 def compare(
     target: Annotated[
         str, typer.Argument(metavar="TARGET", help="A target, or a plan.json.")
@@ -28,16 +28,10 @@ def compare(
         int, typer.Option(min=1, help="Turns of three timed steps for each plan.")
     ] = 5,
     devices: options.Devices = None,
-    seconds: options.Seconds = SOLVER_SECONDS,
     memory: options.Memory = None,
-    compression: options.Compression = "none",
-    error_budget: options.ErrorBudget = None,
-    microbatches: options.Microbatches = None,
-    coupled: options.Coupled = "refuse",
-    stages: options.Stages = None,
-    schedule: options.Schedule = None,
-    remat: options.Remat = None,
     as_json: options.Json = False,
+    *,
+    asked: options.Asked,
 ) -> Result:
     """Compares the plan with the usual ones: data parallel, ZeRO, tensor parallel ...
 
@@ -53,23 +47,13 @@ def compare(
     # They import JAX, which help must not.
     from autopar.cli import common, comparing
 
-    limits = common.plan_options(
-        seconds=seconds,
-        compression=compression,
-        error_budget=error_budget,
-        microbatches=common.microbatches_of(microbatches),
-        coupled=coupled,
-        stages=common.count_of(stages, "--stages"),
-        schedule=schedule,
-        remat=remat,
-    )
     if devices is not None:
         common.simulate_devices(devices)
     return comparing.compare(
         target,
         words or [],
         cluster=comparing.cluster_said(cluster, memory),
-        limits=limits,
+        limits=asked,
         repeats=repeats if measure else 0,
         as_json=as_json,
     )

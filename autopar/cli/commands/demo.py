@@ -5,13 +5,14 @@ from typing import Annotated
 import typer
 
 from autopar.cli import options
-from autopar.planner.limits import SOLVER_SECONDS
 
 
+@options.planning("seconds")
 def demo(
     devices: Annotated[int, typer.Option(min=1, help="CPU devices to simulate.")] = 8,
     steps: Annotated[int, typer.Option(min=2, help="Steps to train.")] = 40,
-    seconds: options.Seconds = SOLVER_SECONDS,
+    *,
+    asked: options.Asked,
 ) -> None:
     """Plans a GPT for simulated devices, trains it, and checks what was predicted."""
     # They import JAX, which help must not.
@@ -20,5 +21,5 @@ def demo(
     common.simulate_devices(devices)
     with common.progress() as say:
         demonstration.run(
-            devices=devices, steps=steps, seconds=seconds, show=typer.echo, say=say
+            devices=devices, steps=steps, options=asked, show=typer.echo, say=say
         )

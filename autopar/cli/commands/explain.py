@@ -8,6 +8,7 @@ from autopar.cli import options
 from autopar.cli.output import Result
 
 
+@options.planning(without=("seconds",))
 def explain(
     source: options.PlanOrTarget,
     words: options.PlanWords = None,
@@ -31,9 +32,9 @@ def explain(
         int, typer.Option(min=1, help="With --by: most rows; others are added up.")
     ] = 20,
     cluster: options.ClusterSpec = None,
-    compression: options.Compression = "none",
-    error_budget: options.ErrorBudget = None,
     as_json: options.Json = False,
+    *,
+    asked: options.Asked,
 ) -> Result:
     """Says where a step's time and memory go, or why an input lies as it does.
 
@@ -44,10 +45,8 @@ def explain(
     gradient is sent, beside other codecs.
     """
     # They import JAX, which help must not.
-    from autopar.cli import common, explaining
+    from autopar.cli import explaining
 
-    # The time is that of each layout tried; the plan has the usual one.
-    limits = common.plan_options(compression=compression, error_budget=error_budget)
     return explaining.explain(
         source,
         words,
@@ -57,6 +56,6 @@ def explain(
         limit=limit,
         seconds=seconds,
         cluster=cluster,
-        limits=limits,
+        limits=asked,
         as_json=as_json,
     )

@@ -7,9 +7,9 @@ import typer
 
 from autopar.cli import options
 from autopar.cli.output import Result
-from autopar.planner.limits import SOLVER_SECONDS
 
 
+@options.planning(without=("layouts", "microbatches", "stages", "schedule"))
 def goodput(
     target: options.Target,
     words: Annotated[
@@ -38,12 +38,7 @@ def goodput(
     max_batch: Annotated[
         int | None, typer.Option(min=1, help="Rows of the largest batch.")
     ] = None,
-    seconds: options.Seconds = SOLVER_SECONDS,
-    max_axes: options.MaxAxes = None,
     memory: options.Memory = None,
-    compression: options.Compression = "none",
-    error_budget: options.ErrorBudget = None,
-    coupled: options.Coupled = "refuse",
     anew: Annotated[
         bool,
         typer.Option(
@@ -64,6 +59,8 @@ def goodput(
         pathlib.Path | None, typer.Option(help="Where to write a page with a picture.")
     ] = None,
     as_json: options.Json = False,
+    *,
+    asked: options.Asked,
 ) -> Result:
     """Finds the best plan, batch and codecs of a train step on several clusters.
 
@@ -77,24 +74,18 @@ def goodput(
     for path in (out, html):
         common.check_folder(path)
     pairs, more = curving.told_apart(words or [])
-    asked = curving.Asked(
+    wanted = curving.Asked(
         target=target,
         words=tuple(pairs),
         noise_scale=noise_scale,
         base_batch=base_batch,
         max_batch=max_batch,
-        options=common.plan_options(
-            seconds=seconds,
-            max_axes=max_axes,
-            compression=compression,
-            error_budget=error_budget,
-            coupled=coupled,
-        ),
+        options=asked,
         cache=cache,
         anew=anew,
     )
     return curving.goodput(
-        asked,
+        wanted,
         clusters=[*(clusters or []), *more],
         memory=memory,
         processes=processes,

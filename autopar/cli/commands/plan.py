@@ -7,9 +7,9 @@ import typer
 
 from autopar.cli import options
 from autopar.cli.output import Result
-from autopar.planner.limits import SOLVER_SECONDS
 
 
+@options.planning()
 def plan(
     target: options.Target,
     words: options.Words = None,
@@ -21,23 +21,7 @@ def plan(
     html: Annotated[
         pathlib.Path | None, typer.Option(help="Where to write a page about the plan.")
     ] = None,
-    seconds: options.Seconds = SOLVER_SECONDS,
-    max_axes: options.MaxAxes = None,
     memory: options.Memory = None,
-    compression: options.Compression = "none",
-    error_budget: options.ErrorBudget = None,
-    layouts: Annotated[
-        pathlib.Path | None,
-        typer.Option(help="A plan whose layouts are kept; only codecs are chosen."),
-    ] = None,
-    microbatches: options.Microbatches = None,
-    coupled: options.Coupled = "refuse",
-    pin: options.PinOptions = None,
-    axis_names: options.AxisNames = None,
-    split_batch: options.SplitBatch = True,
-    stages: options.Stages = None,
-    schedule: options.Schedule = None,
-    remat: options.Remat = None,
     explain_search: Annotated[
         bool,
         typer.Option(
@@ -50,6 +34,8 @@ def plan(
             help="Where to write the predicted schedule of stages, for Perfetto."
         ),
     ] = None,
+    *,
+    asked: options.Asked,
 ) -> Result:
     """Finds the fastest plan of a train step on a cluster, and prints it.
 
@@ -65,21 +51,7 @@ def plan(
         target,
         words or [],
         cluster=common.read_cluster(cluster, memory),
-        limits=planning.limits(
-            seconds=seconds,
-            max_axes=max_axes,
-            compression=compression,
-            error_budget=error_budget,
-            layouts=layouts,
-            microbatches=microbatches,
-            coupled=coupled,
-            pin=pin or [],
-            axis_names=axis_names,
-            split_batch=split_batch,
-            stages=stages,
-            schedule=schedule,
-            remat=remat,
-        ),
+        limits=asked,
         out=out,
         html=html,
         trace=trace,

@@ -8,9 +8,9 @@ import typer
 
 from autopar.cli import options
 from autopar.cli.output import Result
-from autopar.planner.limits import SOLVER_SECONDS
 
 
+@options.planning()
 def sweep(
     target: options.Target,
     words: Annotated[
@@ -40,16 +40,14 @@ def sweep(
         float,
         typer.Option(min=0.0, max=1.0, help="The least of devices that are worth it."),
     ] = 0.7,
-    seconds: options.Seconds = SOLVER_SECONDS,
-    max_axes: options.MaxAxes = None,
     memory: options.Memory = None,
-    compression: options.Compression = "none",
-    error_budget: options.ErrorBudget = None,
     cache: Annotated[
         pathlib.Path | None,
         typer.Option(help="A folder that keeps plans for the next sweep."),
     ] = None,
     as_json: options.Json = False,
+    *,
+    asked: options.Asked,
 ) -> Iterator[Result]:
     """Plans a train step for ranges of its options, on several clusters.
 
@@ -58,20 +56,14 @@ def sweep(
     is high enough. Ctrl-C ends the sweep and prints what is done.
     """
     # They import JAX, which help must not.
-    from autopar.cli import common, sweeping
+    from autopar.cli import sweeping
 
-    limits = common.plan_options(
-        seconds=seconds,
-        max_axes=max_axes,
-        compression=compression,
-        error_budget=error_budget,
-    )
     return sweeping.sweep(
         target,
         words or [],
         clusters=cluster or [],
         memory=memory,
-        limits=limits,
+        limits=asked,
         share=efficiency,
         sized=largest,
         cache=cache,

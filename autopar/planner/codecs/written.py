@@ -13,7 +13,7 @@ from autopar.cost.certainty import interval_s
 from autopar.errors import PlanError
 from autopar.planner.candidate import Candidate, SearchResult
 from autopar.planner.codecs.choose import CodecChoice, gradient_decisions, judged
-from autopar.planner.codecs.options import EDITED
+from autopar.planner.codecs.request import EDITED
 from autopar.planner.codecs.sites import Site, sites
 from autopar.planner.record import make_plan
 from autopar.plans import Compression, GradientDecision, Plan

@@ -29,8 +29,7 @@ from autopar.planner.codecs.choose import (
     uniform,
 )
 from autopar.planner.codecs.left_out import EARLY, left_to_compiler, warn_of_no_use
-from autopar.planner.codecs.options import EDITED
-from autopar.planner.codecs.request import CodecRequest
+from autopar.planner.codecs.request import EDITED, CodecRequest
 from autopar.planner.codecs.sites import sites, updated_parameters
 from autopar.planner.codecs.written import codecs_of
 from autopar.planner.stages.stage_costs import StageCosts

@@ -103,8 +103,11 @@ BAD: list[tuple[list[str], list[str]]] = [
     (["--compression", "int4:rank=2"], ["int4 has no field 'rank'", "block=256"]),
     (["--compression", "topk:ratio=2"], ["ratio", "got 2"]),
     (["--compression", "auto", "--error-budget", "-1"], ["--error-budget"]),
-    (["--error-budget", "0.1"], ["--error-budget 0.1", "--compression is none"]),
-    (["--compression", "int8", "--error-budget", "0.1"], ["--compression is int8"]),
+    (["--error-budget", "0.1"], ["--error-budget 0.1", "--compression none."]),
+    (
+        ["--compression", "int8", "--error-budget", "0.1"],
+        ["--compression int8."],
+    ),
 ]
 
 

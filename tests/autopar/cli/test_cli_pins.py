@@ -9,8 +9,9 @@ from command_line import SMALL, TARGET, Result, Run, assert_fails
 from jax.sharding import PartitionSpec as P
 from stage_plans import make_plan
 
-from autopar.cli.pins import parse_axis_names, parse_entries, parse_pins
 from autopar.errors import PlanError
+from autopar.planner.options import PlanOptions, read_options
+from autopar.planner.pins import parse_entries, parse_pins
 from autopar.plans import Plan
 from autopar.plans.specs import spec_of, spec_text
 
@@ -81,12 +82,43 @@ def test_each_path_is_pinned_once() -> None:
         parse_pins(["a=data", "a=None"])
 
 
-def test_axis_names_are_different() -> None:
-    assert parse_axis_names(None) is None
-    assert parse_axis_names("data, model") == ("data", "model")
-    for text in ("data,data", "", "a,,b", "1st"):
-        with pytest.raises(PlanError, match="give different names"):
-            parse_axis_names(text)
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"axis_names": "data,data"}, "--axis-names data,data: expected different"),
+        ({"axis_names": "a,,b"}, "--axis-names a,,b: expected different names"),
+        ({"seconds": "soon"}, "--seconds soon: expected the time limit"),
+        ({"seconds": "0"}, "--seconds 0: expected the time limit.* more than 0"),
+        ({"stages": "0"}, "--stages 0: expected into how many pipeline stages"),
+        ({"microbatches": "8+x"}, r"--microbatches 8\+x: expected into how many"),
+        ({"remat": "most"}, "--remat most: expected how many layers"),
+        ({"schedule": "2f2b"}, "--schedule 2f2b: expected gpipe"),
+        ({"pins": ["w"]}, "--pin 'w' is not PATH=SPEC"),
+    ],
+)
+def test_a_wrong_word_is_named_with_its_option(
+    given: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(PlanError, match=message):
+        read_options(given)
+
+
+def test_words_are_read_as_python_says_them() -> None:
+    given = {
+        "axis_names": "data, model",
+        "seconds": "inf",
+        "stages": "auto",
+        "microbatches": "8",
+        "pins": ["a/*=data"],
+        "compression": None,
+    }
+    assert read_options(given) == PlanOptions(
+        axis_names=("data", "model"),
+        seconds=None,
+        stages="auto",
+        microbatches=8,
+        pins={"a/*": P("data")},
+    )
 
 
 def test_pins_are_kept(run: Run) -> None:
@@ -118,10 +150,10 @@ def test_a_batch_that_no_axis_divides_may_stay_whole(run: Run) -> None:
     ("words", "part"),
     [
         (("--pin", "kernel"), "is not PATH=SPEC"),
-        (("--pin", "nothing=data"), "'nothing' matches no input"),
+        (("--pin", "nothing=data"), "--pin nothing matches no input"),
         (("--pin", f"{KERNEL}=model"), "no mesh axis 'model'"),
         (("--axis-names", "a,b,c,d,e"), "cannot be cut into 5"),
-        (("--axis-names", "a,a"), "give different names"),
+        (("--axis-names", "a,a"), "expected different names"),
     ],
 )
 def test_bad_options_are_one_line(run: Run, words: tuple[str, ...], part: str) -> None:

@@ -11,6 +11,7 @@ from autopar.cli.common import progress, simulate_devices
 from autopar.cluster import Cluster
 from autopar.errors import PlanError, TargetError
 from autopar.planner.experts import Expert
+from autopar.planner.options import PlanOptions
 from autopar.planner.search import Candidate, search
 from autopar.profiling import kernels, profile
 from autopar.steps.analysis import Analysis, analyse
@@ -196,7 +197,11 @@ def small_demo(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_demo_trains_and_compares() -> None:
     shown: list[str] = []
     found = demonstration.run(
-        devices=8, steps=12, seconds=3.0, show=shown.append, say=silent
+        devices=8,
+        steps=12,
+        options=PlanOptions(seconds=3.0),
+        show=shown.append,
+        say=silent,
     )
     assert len(found.losses) == 12
     assert found.losses[-1] < found.losses[0] - 0.1
@@ -215,7 +220,8 @@ def test_demo_passes_its_options_on(run: Run, monkeypatch: pytest.MonkeyPatch) -
     given: dict[str, Any] = {}
     monkeypatch.setattr(demonstration, "run", lambda **options: given.update(options))
     assert run("demo", "--steps", 12, "--devices", 4, "--seconds", 3).code == 0
-    assert (given["devices"], given["steps"], given["seconds"]) == (4, 12, 3.0)
+    assert (given["devices"], given["steps"]) == (4, 12)
+    assert given["options"] == PlanOptions(seconds=3.0)
 
 
 def test_demo_uses_a_saved_profile(

@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 from command_line import SMALL, TARGET, Run, assert_fails
 
+from autopar.cli.spelling import spelled
+
 PLAN = ("plan", TARGET, *SMALL, "--cluster")
 
 
@@ -34,19 +36,23 @@ def test_options_are_spelled_as_given(
     assert_fails(run(*words), *parts)
 
 
-@pytest.mark.parametrize(
-    ("command", "hint"),
-    [
-        ("plan", "or --remat auto, --microbatches auto"),
-        ("audit", "or autopar plan --remat auto"),
-    ],
-)
-def test_a_memory_error_says_what_the_command_has(
-    command: str, hint: str, run: Run
-) -> None:
-    result = run(command, TARGET, "batch=4096", "--cluster", "2:cpu,memory=1MB")
+def test_a_memory_error_says_what_the_command_has(run: Run) -> None:
+    words = "batch=4096", "--cluster", "2:cpu,memory=1MB"
+    result = run("plan", TARGET, *words)
+    hint = "or --remat auto, --microbatches auto"
     assert_fails(result, "(two_layers.py:", ". try: ", hint, code=3)
     assert "_tree_math" not in result.err
+
+
+def test_cells_are_spelled_as_the_command_line_is(run: Run) -> None:
+    """What a command has no option for is named as the decorator's."""
+    words = (*SMALL, "--cluster", "2:cpu", "--cluster", "2x2:cpu", "--max-axes", 1)
+    assert "--max-axes 1 is too few" in run("sweep", TARGET, *words).out
+    other = "goodput takes microbatches=2 itself; last_batch='run' stays"
+    assert spelled(other, ["--seconds"]) == (
+        "goodput takes autopar plan --microbatches 2 itself; "
+        "autopar.parallelize(last_batch='run') stays"
+    )
 
 
 def test_a_memory_error_of_microbatches_names_the_users_line(run: Run) -> None:

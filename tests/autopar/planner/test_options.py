@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-import inspect
 import pathlib
 from typing import Any
 
@@ -13,16 +11,10 @@ import small_step
 
 import autopar
 from autopar import Cluster, ClusterError, PlanError
-from autopar.planner.options import (
-    DEFAULTS,
-    PlanOptions,
-    as_cluster,
-    as_plan,
-    sent_by_hand,
-    with_codecs_of,
-)
+from autopar.planner.options import PlanOptions, as_cluster, as_plan
 from autopar.planner.plan import plan_analysis
 from autopar.plans import Compression, GradientDecision
+from autopar.runtime.setting import sent_by_hand, with_codecs_of
 from autopar.steps.analysis import analyse
 
 
@@ -38,16 +30,6 @@ from autopar.steps.analysis import analyse
 def test_wrong_options(options: dict[str, Any], message: str) -> None:
     with pytest.raises(PlanError, match=message):
         PlanOptions(**options)
-
-
-@pytest.mark.parametrize("function", [autopar.plan, autopar.parallelize])
-def test_callers_spell_every_option_out(function: Any) -> None:
-    """With the same defaults; spare copies follow from other arguments."""
-    signature = inspect.signature(function).parameters
-    for field in dataclasses.fields(PlanOptions):
-        if field.name == "spares":
-            continue
-        assert signature[field.name].default == getattr(DEFAULTS, field.name)
 
 
 def test_rules_must_be_pins_by_now() -> None:

@@ -28,7 +28,7 @@ from autopar.planner.codecs.choose import (
     gradient_decisions,
     uniform,
 )
-from autopar.planner.codecs.options import DEFAULT_BUDGET
+from autopar.planner.codecs.request import DEFAULT_BUDGET
 from autopar.planner.codecs.sites import gradients_of, parameter_names
 from autopar.planner.codecs.smaller_error import with_less_error
 from autopar.planner.hints import pin_restriction, pinned_layouts

@@ -1,4 +1,4 @@
-"""Layouts of inputs on the command line: ``--pin PATH=SPEC`` and ``--axis-names``."""
+"""Layouts of inputs on the command line: ``--pin PATH=SPEC``."""
 
 from __future__ import annotations
 
@@ -95,20 +95,3 @@ def _name(node: ast.expr) -> str:
     if not isinstance(found, str):
         raise InputError(f"{ast.unparse(node)} is no name of a mesh axis")
     return found
-
-
-def parse_axis_names(text: str | None) -> tuple[str, ...] | None:
-    """Reads the value of ``--axis-names``.
-
-    Raises:
-      PlanError: a name is wrong, or stands twice.
-    """
-    if text is None:
-        return None
-    names = tuple(name.strip() for name in text.split(","))
-    wrong = [name for name in names if not _NAME.fullmatch(name)]
-    if wrong or len(set(names)) < len(names):
-        raise PlanError(
-            f"--axis-names {text!r}: give different names, such as data,tensor."
-        )
-    return names

@@ -1,0 +1,315 @@
+"""The texts of all options of planning and running a step, each said once.
+
+`autopar.planner.options.PlanOptions` is the record of their values. A test proves that
+the signatures of `autopar.plan` and `autopar.parallelize`, their docstrings, the help
+of the commands and the page of options equal it. Nothing here imports JAX: the help of
+the commands answers at once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+# Time limit of the search, for each mesh. Most plans are proved optimal in a tenth of
+# it; with very tight memory the solver would go on for minutes to close the last
+# percent.
+SOLVER_SECONDS = 10.0
+# Compiled programs that are kept: enough for a policy that switches codecs, or for a
+# cluster that shrinks and grows.
+PROGRAMS = 8
+# How often errors and norms are measured: often enough to see how codecs do, and seldom
+# enough to cost a hundredth of a step.
+TELEMETRY_EVERY = 16
+# The ``epsilon`` of GraVAC (arXiv 2305.12201).
+LEAST_GAIN = 0.75
+# The groups of options: of planning, of running, and of what the arguments mean.
+PLANNING, RUNNING, ARGUMENTS = "planning", "running", "arguments"
+# What an option does to the search.
+PINS, EXCLUDES, LIMITS, ASKS = "pins", "excludes", "limits", "asks for"
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Option:
+    """What is said of one option, wherever it can be given.
+
+    Attributes:
+      default: what holds where nothing is said.
+      text: what it means, without a full stop.
+      expected: the values that it takes, as an error says them.
+      words: the same, where the command line writes them in another way.
+      group: `PLANNING`, `RUNNING` or `ARGUMENTS`.
+      effect: what a value does to the search; '' of options that are not about it.
+      unit: of a number.
+      metavar: its values on the command line.
+      flag: its name there; '' where it has none.
+      takes: the type that functions take, where the record holds a narrower one.
+    """
+
+    default: Any
+    text: str
+    expected: str = ""
+    words: str = ""
+    group: str = PLANNING
+    effect: str = ""
+    unit: str = ""
+    metavar: str = ""
+    flag: str = ""
+    takes: str = ""
+
+
+# Every option by its name, in the order in which functions take them.
+OPTIONS: Mapping[str, Option] = {
+    "pins": Option(
+        default=None,
+        text="path pattern of an input -> its ``PartitionSpec``, as in "
+        '``{"state/params/*/kernel": PartitionSpec(None, "tensor")}``',
+        expected="a dictionary of jax.sharding.PartitionSpec, such as "
+        "{'params/*': PartitionSpec('data')}",
+        effect=PINS,
+        metavar="PATH=SPEC",
+        flag="--pin",
+    ),
+    "logical_axis_rules": Option(
+        default=None,
+        text="Flax's rules, pairs of a logical name and mesh axes; they pin what "
+        "``nn.with_logical_partitioning`` has named in the arguments",
+        expected="pairs of a logical name and mesh axes, such as "
+        "[('embed', 'data'), ('mlp', 'tensor')]",
+        effect=PINS,
+    ),
+    "axis_names": Option(
+        default=None,
+        text="names of the mesh axes, outermost first; their number is that of "
+        "the axes",
+        expected="different names, outermost first, such as ('data', 'tensor')",
+        words="different names, outermost first, such as data,tensor",
+        effect=PINS,
+        metavar="NAME,...",
+        flag="--axis-names",
+    ),
+    "max_axes": Option(
+        default=None,
+        text="most mesh axes to try; None: two, or one for each level of the cluster",
+        expected="the most mesh axes to try, a whole number such as 2",
+        effect=EXCLUDES,
+        metavar="N",
+        flag="--max-axes",
+    ),
+    "seconds": Option(
+        default=SOLVER_SECONDS,
+        text="time limit of the solver, for each mesh, in seconds of its own "
+        "work: a busy machine does not shorten it. Without a limit it goes on "
+        "until the plan is proved optimal, and the same call always gives the "
+        "same plan; with one, plans within the solver's gap of each other may "
+        "take turns",
+        expected="the time limit of the solver in seconds, such as 10.0: more "
+        "than 0, or None for no limit",
+        words="the time limit of the solver in seconds, such as 10: more than 0, "
+        "or inf for no limit",
+        effect=LIMITS,
+        unit="s",
+        metavar="{N,inf}",
+        flag="--seconds",
+    ),
+    "split_batch": Option(
+        default=True,
+        text="whether it is an error if no mesh axis divides the rows of the "
+        "batch; else the plan does without data parallelism",
+        expected="True or False",
+        effect=EXCLUDES,
+        flag="--split-batch",
+    ),
+    "compression": Option(
+        default="none",
+        text="how gradients are sent between devices: ``none`` as they are; "
+        "``auto`` each as trains fastest within the error budget, chosen together "
+        "with the layouts; or the text of a codec for all of them, such as "
+        "``int8`` or ``powersgd:rank=4``",
+        effect=ASKS,
+        metavar="{auto,none,CODEC}",
+        flag="--compression",
+    ),
+    "error_budget": Option(
+        default=None,
+        text="for ``compression='auto'``, the largest relative error of the "
+        "gradients, in the optimizer's metric; None: that of int4 codes",
+        expected="a number of at least 0, such as 0.05",
+        effect=LIMITS,
+        metavar="X",
+        flag="--error-budget",
+    ),
+    "layouts": Option(
+        default=None,
+        text="a plan whose layouts are kept, or its JSON file; only the codecs "
+        "are chosen. It may be of another batch size, and edited (docs/plans.md)",
+        effect=PINS,
+        metavar="PLAN",
+        flag="--layouts",
+        takes="Plan | str | os.PathLike[str] | None",
+    ),
+    "microbatches": Option(
+        default=None,
+        text="into how many microbatches the batch is split, which run one after "
+        "the other before the update; ``auto``: as is fastest of what fits. On "
+        "groups of unequal devices also how many each replica runs, such as ``[8, "
+        "4]``. None: as the plan given as ``layouts`` says, else one "
+        "(docs/microbatches.md)",
+        expected="into how many microbatches the batch is split, a whole number "
+        "such as 4, or 'auto'; for replicas of unequal devices, how many each "
+        "runs, such as [8, 4]",
+        words="into how many microbatches the batch is split, a whole number such "
+        "as 4, or auto; for replicas of unequal devices, how many each runs, such "
+        "as 8+4",
+        effect=PINS,
+        metavar="{auto,N,N+M}",
+        flag="--microbatches",
+    ),
+    "coupled": Option(
+        default="refuse",
+        text="what is done where the loss of a row depends on the other rows: "
+        "``refuse`` to split the batch, or take each ``microbatch`` for the batch",
+        expected="'refuse', or 'microbatch' to compute what couples the rows of a "
+        "batch from those of each microbatch alone",
+        effect=ASKS,
+        metavar="{refuse,microbatch}",
+        flag="--coupled",
+    ),
+    "stages": Option(
+        default=None,
+        text="into how many pipeline stages the step is cut; ``auto``: as is "
+        "fastest of what fits. None: one (docs/pipelines.md)",
+        expected="into how many pipeline stages the step is cut, a whole number "
+        "such as 4, or 'auto'",
+        effect=PINS,
+        metavar="{auto,N}",
+        flag="--stages",
+    ),
+    "schedule": Option(
+        default=None,
+        text="in which order stages run their microbatches: ``gpipe``, ``1f1b``, "
+        "``interleaved`` or ``zero-bubble``; None: as is fastest, or ``1f1b`` "
+        "where the number of stages is given",
+        expected="'gpipe', '1f1b', 'interleaved' or 'zero-bubble'",
+        effect=PINS,
+        metavar="NAME",
+        flag="--schedule",
+    ),
+    "remat": Option(
+        default=None,
+        text="how many layers compute their activations again in the backward "
+        "pass instead of keeping them: a number, ``all``, or with a level: "
+        "``4:dots`` keeps matrix products, ``4:names=a,b`` what "
+        "`jax.ad_checkpoint.checkpoint_name` calls so; ``auto``: as is fastest of "
+        "what fits; ``none`` drops the step's own ``jax.checkpoint``. None: as "
+        "the plan given as ``layouts`` says, else as the step says "
+        "(docs/rematerialisation.md)",
+        expected="how many layers compute their activations again, a whole number "
+        "such as 4, 'all', '4:dots' or 'all:dots' to keep their matrix products, "
+        "'4:names=a,b' to keep what checkpoint_name calls so, 'auto', or 'none' "
+        "to drop the step's own jax.checkpoint",
+        effect=PINS,
+        metavar="{auto,none,N,all}[:dots|:names=A,B]",
+        flag="--remat",
+    ),
+    "donate": Option(
+        default=True,
+        text="whether a call consumes the carried state",
+        expected="True or False",
+        group=RUNNING,
+    ),
+    "programs": Option(
+        default=PROGRAMS,
+        text="most compiled programs to keep, by plan and devices",
+        expected="the most compiled programs to keep, at least 1; the default is "
+        f"{PROGRAMS}",
+        group=RUNNING,
+    ),
+    "fallback": Option(
+        default=(),
+        text="codecs to try, in this order, in a step in which the plan's codecs "
+        "send too little; the last one always sends. Needs ``compression=``",
+        group=RUNNING,
+    ),
+    "least_gain": Option(
+        default=LEAST_GAIN,
+        text="the least part of the gradients' squared norm that a codec must "
+        "send; below it the next codec of ``fallback`` is tried",
+        expected="a part of the squared norm, a number of at least 0; the "
+        f"default is {LEAST_GAIN}",
+        group=RUNNING,
+    ),
+    "telemetry_every": Option(
+        default=TELEMETRY_EVERY,
+        text="the telemetry of codecs is measured in one step of so many; in all "
+        "of them with a policy or a fallback",
+        expected="a number of steps, at least 1, which measures all; the default "
+        f"is {TELEMETRY_EVERY}",
+        group=RUNNING,
+        unit="steps",
+    ),
+    "last_batch": Option(
+        default="run",
+        text="what a batch of fewer rows than the planned one does, such as the "
+        "last of an epoch: ``run`` as it is, split over as many devices as divide "
+        "it; ``drop`` the rows that the plan's split does not divide; ``pad`` it "
+        "with its last row, which then counts more than once",
+        expected="'run' (as many devices as divide the rows), 'drop' (rows beyond "
+        "the last split) or 'pad' (the last row, repeated)",
+        group=RUNNING,
+    ),
+    "cache": Option(
+        default=None,
+        text="a folder where plans and, by JAX's compilation cache, compiled "
+        "programs are kept for the next process; None: that of ``AUTOPAR_CACHE``, "
+        "or none",
+        group=RUNNING,
+    ),
+    "static_argnames": Option(
+        default=(),
+        text="names of arguments that are part of the program, as for "
+        "``jax.jit``; flags (``bool``), texts and members of enumerations always "
+        "are",
+        group=ARGUMENTS,
+    ),
+    "batch_argnames": Option(
+        default=None,
+        text="names of the arguments that hold the batch, or patterns of paths "
+        "such as ``batch/*``; with the dimension of the rows where it is not "
+        'found: ``{"batch/x": 1}``. None: found from what the step does with its '
+        "arguments",
+        group=ARGUMENTS,
+    ),
+    "frozen_argnames": Option(
+        default=(),
+        text="names of arguments that do not come back and are the same for all "
+        "rows, such as the weights of a teacher; found likewise",
+        group=ARGUMENTS,
+    ),
+}
+
+
+def reference_lines(group: str) -> list[str]:
+    """The rows of the page of options, in Markdown."""
+    rows = [
+        "| Option | Command line | Default | In the search | Meaning |",
+        "|---|---|---|---|---|",
+    ]
+    for name, option in OPTIONS.items():
+        if option.group != group:
+            continue
+        default = option.default
+        words = f"{option.flag} {option.metavar}".strip()
+        if isinstance(default, bool) and option.flag:
+            words = option.flag.replace("--", "--no-")
+        unit = f" {option.unit}" if option.unit else ""
+        cells = (
+            f"`{name}`",
+            f"`{words}`" if words else "",
+            f"`{default!r}`{unit}",
+            option.effect,
+            option.text.replace("``", "`"),
+        )
+        rows.append(f"| {' | '.join(c.replace('|', '&#124;') for c in cells)} |")
+    return rows
