@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from autopar.runtime.gradients.state_restorer import is_finite, with_old_state
 from autopar.runtime.planned import PlannedStep
 from autopar.runtime.stages.planned import PipelinedStep
-from autopar.runtime.stages.restoring import is_finite, with_old_state
 
 AnyStep = PlannedStep | PipelinedStep
 

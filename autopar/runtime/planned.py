@@ -20,8 +20,12 @@ from autopar.planner.record import restore
 from autopar.plans import Plan
 from autopar.runtime.compiler import compile_lowered
 from autopar.runtime.gradients.probing import partial_gradients
-from autopar.runtime.gradients.restoring import Restorer
 from autopar.runtime.gradients.soundness import Soundness
+from autopar.runtime.gradients.state_restorer import (
+    StateRestorer,
+    early_state,
+    restored_state,
+)
 from autopar.runtime.gradients.sums import (
     GradientSums,
     gradient_sums,
@@ -325,7 +329,10 @@ def _synchronised(
     guard also when a result is not; it is said in the last of the flat results.
     """
     analysis = assignment.analysis
-    count = len(analysis.graph.inputs)
+    inputs = [given.value for given in analysis.graph.inputs]
+    count, state = len(inputs), restored_state(analysis)
+    places = {carried.result: carried for carried in state}
+    early = early_state(analysis, assignment, state)
 
     def step(*arguments: Any) -> Any:
         flat, states = arguments[:count], list(arguments[count:])
@@ -337,7 +344,8 @@ def _synchronised(
         if looked is None:
             out = run(*flat, synchroniser=synchroniser, watch=meter)
         else:
-            restorer = Restorer(looked, analysis, assignment, flat)
+            known = dict(zip(inputs, flat, strict=True))
+            restorer = StateRestorer(looked, places, known, early)
 
             def made(value: int, array: Any) -> Any:
                 seen = array if sound is None else sound.made(value, array)
@@ -392,8 +400,8 @@ def _out_shardings(
 
     Here alone this is decided and checked. It lets a result be the next call's
     argument as it is, in the memory of the old one (donation, `timing`), and old and
-    new be chosen between without moving either (`Restorer`). A stage that hands its
-    state to another will have to relax it here.
+    new be chosen between without moving either (`StateRestorer`). A stage that hands
+    its state to another will have to relax it here.
 
     Raises:
       PlanError: a plan's layouts say otherwise.

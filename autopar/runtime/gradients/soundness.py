@@ -17,9 +17,9 @@ from autopar_passes.graph.roles import Role
 class Soundness:
     """Looks at the numbers of one trace of a step.
 
-    `autopar.runtime.gradients.restoring.Restorer` reads `complete` and `finite`. Of a
-    step that looks at its gradients itself, as one with a dynamic loss scale does, only
-    what it returns tells that it failed.
+    A `StateRestorer` reads `complete` and `finite`. Of a step that looks at its
+    gradients itself, as one with a dynamic loss scale does, only what it returns tells
+    that it failed.
     """
 
     def __init__(

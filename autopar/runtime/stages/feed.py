@@ -11,11 +11,11 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from autopar.runtime.gradients.state_restorer import Carried, kept_or_restored
 from autopar.runtime.gradients.sums import State
 from autopar.runtime.noise.staged import StagedNoise
 from autopar.runtime.stages.codecs import CodecStep
 from autopar.runtime.stages.pipeline import Pipeline
-from autopar.runtime.stages.restoring import Carried, kept_or_restored
 from autopar.runtime.stages.run import Ran, run_step
 from autopar.steps.analysis import Analysis
 from autopar.steps.stages import CutStep

@@ -10,12 +10,12 @@ from typing import Any
 
 from jax.sharding import AbstractMesh
 
+from autopar.runtime.gradients.state_restorer import Carried
 from autopar.runtime.noise.staged import TaskNoise
 from autopar.runtime.stages.codecs import StagedCodecs
 from autopar.runtime.stages.order import Issue, turns
 from autopar.runtime.stages.outcome import calls_back
 from autopar.runtime.stages.recording import Recorder
-from autopar.runtime.stages.restoring import Carried
 from autopar.runtime.stages.running_sums import finish_code, zeros_code
 from autopar.runtime.stages.sent import RESULT, Sent
 from autopar.runtime.stages.stage import (

@@ -18,6 +18,7 @@ from autopar.planner.stages.sites import one_stage
 from autopar.planner.stages.staged import schedule_of
 from autopar.plans import Plan
 from autopar.runtime.gradients.staged_sums import StagedSums
+from autopar.runtime.gradients.state_restorer import restored_state
 from autopar.runtime.gradients.sums import gradient_sums
 from autopar.runtime.noise.options import NoiseOptions
 from autopar.runtime.noise.staged import StagedNoise, staged_noise
@@ -25,7 +26,6 @@ from autopar.runtime.stages.codecs import StagedCodecs
 from autopar.runtime.stages.feed import Feed
 from autopar.runtime.stages.order import issue_order
 from autopar.runtime.stages.pipeline import Crossed, Pipeline
-from autopar.runtime.stages.restoring import restored_state
 from autopar.runtime.stages.stacked import StackedArray, WithStacked
 from autopar.runtime.stages.stage import Stage
 from autopar.runtime.stages.transport import Links

@@ -16,9 +16,13 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from autopar.layouts.assignment import Assignment
 from autopar.layouts.floating import kept_layout
 from autopar.runtime.compiler import compile_lowered
+from autopar.runtime.gradients.state_restorer import (
+    Carried,
+    StateRestorer,
+    Verdict,
+)
 from autopar.runtime.gradients.sums import GradientSums
 from autopar.runtime.noise.staged import TaskNoise
-from autopar.runtime.stages.restoring import Carried, TaskRestorer
 from autopar.runtime.stages.sent import Sent
 from autopar_passes.layouts import Layout, partition_spec
 from autopar_passes.replay.segments import Now, replay_segment
@@ -226,14 +230,16 @@ def task_code(
     now, kept = Now(stage.assignment, stage.mesh), len(outputs) + len(outside)
     leaves = _Leaving(stage, (None,) * len(outputs) + tuple(outside), now)
 
+    state = {c.new: c for c in restores}
+    restored = {k: state[v] for k, v in enumerate((*outputs, *outside)) if v in state}
+
     def updated(given: Sequence[Any], finite: Sequence[Any]) -> list[Any]:
         if not restores:
             return run(*given, synchroniser=now)
         known = dict(zip(inputs, given, strict=True))
-        restorer = TaskRestorer(restores, known, *finite)
-        made = run(*given, synchroniser=now, made=restorer.made)
-        state = restorer.finish((*outputs, *outside), made[:kept])
-        return [*state, *made[kept:]]
+        early = frozenset(c.new for c in restores if c.new is not None)
+        restorer = StateRestorer(Verdict(*finite), restored, known, early)
+        return restorer.finish(run(*given, synchroniser=now, made=restorer.made))
 
     def function(*arguments: Any) -> list[Any]:
         given, before = arguments[: len(inputs)], arguments[len(inputs) :]

@@ -1,0 +1,212 @@
+"""Restores what a gradient that is not finite would spoil of what a step carries.
+
+A step that does not look at its gradients is skipped as a whole. One that looks, as one
+with a dynamic loss scale does, has to carry on what it finds: then only what is made of
+the gradients' numbers is restored (`autopar_passes.sums.poisoned`), and what the
+forward pass has spoilt.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+
+from autopar.compression.synchronise import restore_unless_finite
+from autopar.layouts.assignment import Assignment
+from autopar.steps.analysis import Analysis
+from autopar_passes.graph.roles import InputRole
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Carried:
+    """State that is restored.
+
+    Attributes:
+      argument: its flat argument.
+      result: the flat result that is its next value.
+      old: the value of the argument.
+      new: the value of the result; None: a constant.
+      own: whether the step decides on it itself: it is restored only where it is not
+        finite.
+      alone: whether it is the next value of no other argument.
+    """
+
+    argument: int
+    result: int
+    old: int
+    new: int | None
+    own: bool
+    alone: bool
+
+
+def restored_state(analysis: Analysis) -> tuple[Carried, ...]:
+    """The state that a step restores where a gradient is not finite.
+
+    Args:
+      analysis: of the step, or of one microbatch's program.
+    """
+    graph, found = analysis.graph, analysis.poisoned
+    outputs = analysis.program.body.outputs
+    counts = Counter(outputs[k] for k in analysis.carried.values())
+    out: list[Carried] = []
+    for argument, result in analysis.carried.items():
+        made, old = outputs[result], graph.inputs[argument].value
+        if made == old:
+            continue
+        new = made if isinstance(made, int) else None
+        own = found.guarded and result not in found.results
+        if own and (new is None or not graph.values[new].floating):
+            continue
+        alone = new is not None and counts[made] == 1
+        out.append(Carried(argument, result, old, new, own, alone))
+    return tuple(out)
+
+
+def early_state(
+    analysis: Analysis, assignment: Assignment, state: Sequence[Carried]
+) -> frozenset[int]:
+    """The values of a whole step that are restored where they are made.
+
+    What is computed of such a value, as parameters are of moments, then reads the
+    restored value. If it were restored at the end, the parameters would read the old
+    moments once more. A compiler that updates moments in place has to copy them first:
+    on a CPU two passes over parameters and moments.
+
+    Args:
+      analysis: the step.
+      assignment: its layouts.
+      state: of `restored_state`.
+    """
+    if analysis.poisoned.guarded:
+        return frozenset()
+    home = assignment.home_layout
+    return frozenset(
+        c.new
+        for c in state
+        if c.alone and c.new is not None and home(c.new) == home(c.old)
+    )
+
+
+class Looked(Protocol):
+    """What has looked at the gradients of a step."""
+
+    @property
+    def complete(self) -> bool:
+        """Whether it has seen all."""
+        ...
+
+    @property
+    def finite(self) -> Any:
+        """Whether what it has seen is finite, a bool scalar."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Verdict:
+    """What was found before: whether all gradients of a step are finite."""
+
+    finite: Any
+    complete: bool = True
+
+
+class StateRestorer:
+    """Restores state in one trace of a step, or of a task of one."""
+
+    def __init__(
+        self,
+        looked: Looked,
+        places: Mapping[int, Carried],
+        given: Mapping[int, Any],
+        early: frozenset[int],
+    ) -> None:
+        """Starts a trace.
+
+        Args:
+          looked: says whether the step's numbers are finite.
+          places: position of a result -> the state that it is.
+          given: value of an argument -> its array.
+          early: values that are restored where they are made, if `looked` is complete
+            then.
+        """
+        self._looked, self._places, self._given = looked, places, given
+        self._early = {c.new: c for c in places.values() if c.new in early}
+        self._done: set[int] = set()
+
+    def made(self, value: int, array: Any) -> Any:
+        """Returns what later operators read (`autopar_passes.replay.run.replay`)."""
+        if value not in self._early or not self._looked.complete:
+            return array
+        self._done.add(value)
+        return self._restored(self._early[value], array)
+
+    def finish(self, results: Sequence[Any]) -> list[Any]:
+        """The results, with those restored that were not where they were made."""
+        out = list(results)
+        for place, carried in self._places.items():
+            if carried.new is None or carried.new not in self._done:
+                out[place] = self._restored(carried, out[place])
+        return out
+
+    def _restored(self, carried: Carried, new: Any) -> Any:
+        old = self._given[carried.old]
+        return kept_or_restored(old, new, self._looked.finite, own=carried.own)
+
+
+def kept_or_restored(old: Any, new: Any, finite: Any, *, own: bool) -> Any:
+    """The next value of an array of the state.
+
+    Args:
+      old: before the step.
+      new: after it.
+      finite: whether all gradients of the step are finite, a bool scalar.
+      own: whether the step decides on it itself. Then it is looked at, only in a step
+        that is skipped.
+    """
+    sound = finite
+    if own:
+        sound = jax.lax.cond(
+            finite, lambda _: jnp.bool_(True), lambda x: jnp.all(jnp.isfinite(x)), new
+        )
+    return restore_unless_finite(old, new, sound)
+
+
+def is_finite(analysis: Analysis, flat: Sequence[Any]) -> bool:
+    """Whether the results of a step that has ended are finite, parameters among them.
+
+    Of a step that looks at its gradients itself only what it returns besides counts.
+
+    Args:
+      analysis: of the step.
+      flat: its flat results.
+    """
+    graph, looks = analysis.graph, analysis.poisoned.guarded
+    state = {given.output: given.role for given in graph.inputs if given.output >= 0}
+    flags = [
+        jnp.all(jnp.isfinite(x))
+        for k, x in enumerate(flat)
+        if jnp.issubdtype(jnp.result_type(x), jnp.floating)
+        and (k not in state or (state[k] is InputRole.PARAMETER and not looks))
+    ]
+    return all(bool(x) for x in jax.device_get(flags))
+
+
+def with_old_state(
+    analysis: Analysis, arguments: Sequence[Any], flat: Sequence[Any]
+) -> list[Any]:
+    """The flat results of a step with the state that it was given.
+
+    Args:
+      analysis: of the step.
+      arguments: its flat arguments, in their places.
+      flat: its flat results.
+    """
+    out = list(flat)
+    for carried in restored_state(analysis):
+        if not carried.own:
+            out[carried.result] = arguments[carried.argument]
+    return out
