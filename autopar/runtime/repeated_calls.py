@@ -17,13 +17,10 @@ import jax
 
 from autopar.runtime import placement
 from autopar.runtime.preparation import Running
-from autopar_passes.jax_compat import ConcreteArray, sharding_of
+from autopar_passes.jax_compat import ConcreteArray, aval_of, sharding_of
 from autopar_passes.jax_meshes import user_mesh
 from autopar_passes.program.calls import Call
 from autopar_passes.program.static_leaves import Static, struct_of
-
-_aval = operator.attrgetter("aval")
-_is_deleted = operator.methodcaller("is_deleted")
 
 _Taken = Callable[[Sequence[Any]], Sequence[Any]]
 
@@ -55,6 +52,7 @@ class RepeatedCall:
       loose: the other arrays.
       consumed: positions of the arrays that the call consumes.
       donated: takes these.
+      moves_state: whether one of these, such as a key, has to be placed in each call.
     """
 
     running: Running
@@ -70,6 +68,7 @@ class RepeatedCall:
     loose: tuple[_Loose, ...]
     consumed: dict[int, int]
     donated: _Taken
+    moves_state: bool
 
     def placed(
         self, args: Sequence[Any], kwargs: Mapping[str, Any]
@@ -93,14 +92,14 @@ class RepeatedCall:
             return None
         given = list(self.arrays(leaves))
         kept = self.kept(given)
-        if list(map(_aval, kept)) != self.avals:
+        if list(map(aval_of, kept)) != self.avals:
             return None
         if list(map(sharding_of, kept)) != self.shardings or user_mesh() is not None:
             return None
         if len(set(map(id, self.donated(given)))) < len(self.consumed):
             return None
         # On several devices XLA crashes where it is given a deleted array (0.10.2).
-        if any(map(_is_deleted, kept)):
+        if any(map(ConcreteArray.is_deleted, kept)):
             return None
         return self._laid(given)
 
@@ -122,7 +121,8 @@ class RepeatedCall:
         self, given: Sequence[Any], placed: Sequence[Any], results: Sequence[Any]
     ) -> None:
         """Deletes what the call consumed (`autopar.runtime.placement.consume`)."""
-        if not all(map(_is_deleted, self.donated(placed))):
+        gone = ConcreteArray.is_deleted
+        if self.moves_state or not all(map(gone, self.donated(placed))):
             placement.consume(given, placed, self.consumed, results)
 
 
@@ -189,6 +189,7 @@ def repeated_call(
         tuple(loose),
         consumed,
         _taker(list(consumed), len(own)),
+        any(found.position in consumed for found in loose),
     )
 
 
