@@ -6,11 +6,8 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from autopar.audits import audit_stages
+from autopar.audits import audit_analysis
 from autopar.cluster import Cluster
-from autopar.compilers.compiled import check_target, compile_for
-from autopar.compilers.targets import target_of
-from autopar.errors import PlanError
 from autopar.planner.edited import carried_out
 from autopar.planner.hints import LogicalRules, Pins
 from autopar.planner.option_texts import SOLVER_SECONDS
@@ -22,12 +19,8 @@ from autopar.planner.options import (
 )
 from autopar.planner.plan import plan_analysis
 from autopar.plans import Plan
-from autopar.reports.audit import Audit, audit_lowered
-from autopar.reports.explain import bind_plan
-from autopar.reports.staged_audit import StagedAudit
-from autopar.reports.target_audit import target_audit
-from autopar.runtime.planned import abstract_mesh, device_mesh, planned_step
-from autopar.steps.analysis import Analysis, analyse, analyse_call
+from autopar.reports.audit import Audit
+from autopar.steps.analysis import analyse, analyse_call
 from autopar.steps.state import warn_of_state
 from autopar_passes.jax_meshes import without_mesh
 from autopar_passes.program.calls import BatchNames, NamedRoles
@@ -160,7 +153,7 @@ def audit(
     static_argnames: Sequence[str] = (),
     batch_argnames: BatchNames = None,
     frozen_argnames: str | Sequence[str] = (),
-) -> Audit | StagedAudit:
+) -> Audit:
     """Partitions a planned step with the compiler, and compares the communication.
 
     No device is needed unless the step is compiled. Of a plan of several stages each
@@ -196,54 +189,4 @@ def audit(
     roles = NamedRoles.of(batch_argnames, frozen_argnames)
     analysis = analyse(step, args, kwargs, static_argnames, roles)
     held = carried_out(analysis, found, made_for, seconds=SOLVER_SECONDS)
-    return audit_any(analysis, held, made_for, compiled=compiled, target=target)
-
-
-def audit_any(
-    analysis: Analysis,
-    plan: Plan,
-    cluster: Cluster,
-    *,
-    compiled: bool = False,
-    target: str | None = None,
-) -> Audit | StagedAudit:
-    """`audit`, for a step that is already analysed, of one stage or of several."""
-    if len(plan.stages) == 1:
-        return audit_analysis(analysis, plan, cluster, compiled=compiled, target=target)
-    if target is not None:
-        raise PlanError(
-            f"target {target}: the compilers of accelerators take steps of one "
-            f"stage, and this plan has {len(plan.stages)}. Leave target out."
-        )
-    return audit_stages(analysis, plan, cluster, compiled=compiled)
-
-
-def audit_analysis(
-    analysis: Analysis,
-    plan: Plan,
-    cluster: Cluster,
-    *,
-    compiled: bool = False,
-    target: str | None = None,
-) -> Audit:
-    """`audit`, for a step of one stage that is already analysed."""
-    bound = bind_plan(analysis, plan, cluster)
-    turns = bound.analysis.turns
-    abstract = planned_step(analysis, plan, abstract_mesh(plan), turns=turns)
-    found = None
-    if target is not None:
-        if plan.replicas:
-            raise PlanError(
-                f"target {target}: the compilers of accelerators take steps for "
-                "devices of one kind, and the plan has replicas of several. Leave "
-                "target out."
-            )
-        device = target_of(target)
-        check_target(device, cluster)
-        program = compile_for(abstract.lower(device.platform), device, cluster)
-        found = target_audit(bound, device, program)
-    done = None
-    if compiled:
-        here = planned_step(analysis, plan, device_mesh(plan), turns=turns)
-        done = here.lower().compile()
-    return audit_lowered(bound, abstract.lower(), done, found)
+    return audit_analysis(analysis, held, made_for, compiled=compiled, target=target)

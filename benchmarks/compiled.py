@@ -30,7 +30,7 @@ import decoder
 import jax
 import workloads
 
-from autopar.api import audit_analysis
+from autopar.audits import audit_analysis
 from autopar.cluster import Cluster
 from autopar.cost.breakdown import exposed_s, step_s
 from autopar.cost.estimate import estimate

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import jax
 
-from autopar.api import audit_any
+from autopar.audits import audit_analysis
 from autopar.cli import common
 from autopar.cli.output import Result
 from autopar.compilers.targets import target_of
@@ -34,7 +34,7 @@ def audit(
         found = common.subject(source, words, cluster, limits, say)
         compiling = f" and compiling for {target or 'simulated devices'}"
         say("partitioning" + (compiling if compiled or target else ""))
-        result = audit_any(
+        result = audit_analysis(
             found.analysis, found.plan, found.cluster, compiled=compiled, target=target
         )
     if as_json:

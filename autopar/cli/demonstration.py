@@ -19,7 +19,7 @@ from typing import Any
 
 import jax
 
-from autopar.api import audit_analysis
+from autopar.audits import audit_analysis
 from autopar.cluster import Cluster, local
 from autopar.errors import TargetError
 from autopar.planner.options import PlanOptions

@@ -1,38 +1,50 @@
-"""Audits: the communication that a plan predicts beside what the compiler does."""
+"""Audits: the communication that a plan predicts beside what the compiler does.
+
+Each stage has programs of its own, and stages send each other values. A plan of one
+stage is one program.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from autopar.cost.reassociation import compiled_traffic
 from autopar.plans import Plan
 from autopar.reports.explain import BoundPlan
 from autopar.reports.gradients import codec_rows
+from autopar.reports.staged import Link
 from autopar.reports.table import bytes_text, mesh_text
 from autopar.reports.target_audit import TargetAudit
 from autopar.terminal import columns
 from autopar_passes.audit.collectives import AuditedCollective
-from autopar_passes.audit.compiled import CompiledAudit, compiled_audit
-from autopar_passes.audit.partitioned import shardy_collectives
+from autopar_passes.audit.compiled import CompiledAudit
 
 # Kind of collective -> bytes that one device sends in a step.
 BytesByKind = Mapping[str, float]
 
+ACTIVATIONS, COTANGENTS = "activations", "cotangents"
+BATCH, ONCE = "batch", "once a step"
+# What a plan predicts of the traffic between stages.
+PREDICTED = (ACTIVATIONS, COTANGENTS)
+
+# Stage, other stage and what goes there -> bytes that one device sends in a step.
+BytesBetween = Mapping[tuple[int, int, str], float]
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Audit:
-    """Communication as a plan predicts it, as Shardy partitions it, as XLA compiles it.
+class StageAudit:
+    """Communication of a stage: predicted, as Shardy partitions it, as XLA compiles it.
 
     Attributes:
-      plan: the plan.
+      plan: the stage as a plan.
       predicted: bytes that one device sends in a step, by kind of collective.
       shardy: the same, of the program as the compiler's partitioner rewrites it.
-      compiled: communication and memory of the compiled step; None if it was not
-        compiled.
+      compiled: communication and memory of the compiled programs of a step, memory of
+        the one that needs most; None if they were not compiled.
       target: the step as the compiler of an accelerator makes it; None if that was
         not asked for.
     """
@@ -76,33 +88,93 @@ class Audit:
             out["target"] = self.target.to_json()
         return out
 
-    def __str__(self) -> str:
-        """The comparison as a table, and a verdict."""
-        return "\n".join(audit_lines(self))
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Transfer:
+    """What one device of a stage sends to another stage in a step.
 
-def audit_lowered(
-    bound: BoundPlan,
-    lowered: Any,
-    compiled: Any = None,
-    target: TargetAudit | None = None,
-) -> Audit:
-    """Compares a plan with its lowered, and perhaps compiled, program.
-
-    Args:
-      bound: the plan with its step and cluster.
-      lowered: JAX's ``Lowered`` of the planned step.
-      compiled: JAX's ``Compiled`` of it.
-      target: what the compiler of an accelerator makes of it.
+    Attributes:
+      source: the stage.
+      target: the other stage.
+      what: ``activations`` and ``cotangents`` of all microbatches; ``batch``: the rows
+        of all microbatches that a later stage reads; ``once a step``: shared
+        parameters, their gradients, and numbers of several stages.
+      predicted_bytes: as the plan predicts, which counts the first two.
+      sent_bytes: as the runtime copies them.
     """
-    axes = tuple(bound.plan.mesh["axes"].items())
-    return Audit(
-        bound.plan,
-        predicted_by_kind(bound if target is not None else unrounded(bound)),
-        bytes_by_kind(shardy_collectives(lowered)),
-        None if compiled is None else compiled_audit(compiled, axes),
-        target,
-    )
+
+    source: int
+    target: int
+    what: str
+    predicted_bytes: float
+    sent_bytes: float
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Audit:
+    """The communication of a plan, predicted and as it runs.
+
+    Attributes:
+      plan: the plan.
+      stages: of each stage, what its programs communicate in a step.
+      transfers: what goes between stages.
+    """
+
+    plan: Plan
+    stages: tuple[StageAudit, ...]
+    transfers: tuple[Transfer, ...] = ()
+
+    @property
+    def agrees(self) -> bool:
+        """Whether all audits find the bytes that the plan predicts."""
+        own = all(stage.agrees for stage in self.stages)
+        return own and all(
+            equal_bytes(t.predicted_bytes, t.sent_bytes)
+            for t in self.transfers
+            if t.what in PREDICTED
+        )
+
+    @property
+    def predicted(self) -> BytesByKind:
+        """`StageAudit.predicted` of a plan of one stage; of several, of the first."""
+        return self.stages[0].predicted
+
+    @property
+    def shardy(self) -> BytesByKind:
+        """`StageAudit.shardy`, likewise."""
+        return self.stages[0].shardy
+
+    @property
+    def compiled(self) -> CompiledAudit | None:
+        """`StageAudit.compiled`, likewise."""
+        return self.stages[0].compiled
+
+    @property
+    def target(self) -> TargetAudit | None:
+        """`StageAudit.target`, likewise."""
+        return self.stages[0].target
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns the audit as plain dictionaries."""
+        if len(self.stages) == 1:
+            return self.stages[0].to_json()
+        return {
+            "stage_audits": [stage.to_json() for stage in self.stages],
+            "transfers": [dataclasses.asdict(t) for t in self.transfers],
+        }
+
+    def __str__(self) -> str:
+        """The comparison as tables, and a verdict on each."""
+        if len(self.stages) == 1:
+            return "\n".join(_whole_lines(self.stages[0]))
+        lines = [f"plan     {self.plan.cluster}, {len(self.stages)} stages"]
+        for number, stage in enumerate(self.stages):
+            lines += ["", f"stage {number}: mesh {mesh_text(stage.plan)}"]
+            lines += [*kind_rows(stage), *verdicts(stage)]
+            if stage.compiled is not None:
+                held = bytes_text(stage.compiled.peak_memory_bytes)
+                lines.append(f"memory   compiled {held} for the task that needs most")
+        return "\n".join([*lines, "", *transfer_lines(self.transfers)])
 
 
 def unrounded(bound: BoundPlan) -> BoundPlan:
@@ -139,8 +211,8 @@ def _totals(found: BytesByKind) -> dict[str, Any]:
     return {"communication_bytes": sum(found.values()), "by_kind": dict(found)}
 
 
-def audit_lines(audit: Audit) -> list[str]:
-    """The comparison as a table, and a verdict."""
+def _whole_lines(audit: StageAudit) -> list[str]:
+    """The comparison of a whole plan as a table, and a verdict."""
     lines = [f"plan     {audit.plan.cluster}, mesh {mesh_text(audit.plan)}", ""]
     lines += kind_rows(audit)
     if audit.compiled is not None:
@@ -153,7 +225,7 @@ def audit_lines(audit: Audit) -> list[str]:
     return [*lines, "", *verdicts(audit)]
 
 
-def kind_rows(audit: Audit) -> list[str]:
+def kind_rows(audit: StageAudit) -> list[str]:
     """The bytes of each kind of collective as a table."""
     audits = audit.found
     kinds = sorted({*audit.predicted, *(k for found in audits.values() for k in found)})
@@ -173,7 +245,7 @@ def equal_bytes(predicted: float, total: float) -> bool:
     return math.isclose(predicted, total, rel_tol=1e-6, abs_tol=0.5)
 
 
-def verdicts(audit: Audit) -> list[str]:
+def verdicts(audit: StageAudit) -> list[str]:
     """Says of each way to look whether it agrees with the prediction."""
     predicted, out = sum(audit.predicted.values()), list[str]()
     for name, found in audit.found.items():
@@ -186,3 +258,47 @@ def verdicts(audit: Audit) -> list[str]:
                 f"{name} communicates {bytes_text(total - predicted)} more{share}"
             )
     return out
+
+
+def transfers_of(
+    links: Iterable[Link], sent: BytesBetween, microbatches: int
+) -> tuple[Transfer, ...]:
+    """What is predicted and sent between stages, by stage.
+
+    Args:
+      links: what the plan predicts.
+      sent: what the runtime sends.
+      microbatches: of a step.
+    """
+    predicted: dict[tuple[int, int, str], float] = defaultdict(float)
+    for link in links:
+        ahead, back = (link.source, link.target), (link.target, link.source)
+        predicted[(*ahead, ACTIVATIONS)] += microbatches * link.activation_bytes
+        predicted[(*back, COTANGENTS)] += microbatches * link.cotangent_bytes
+    keys = sorted({*predicted, *sent})
+    every = [Transfer(*k, predicted.get(k, 0.0), sent.get(k, 0.0)) for k in keys]
+    return tuple(t for t in every if t.predicted_bytes or t.sent_bytes)
+
+
+def transfer_lines(transfers: Sequence[Transfer]) -> list[str]:
+    """What goes between stages as a table, and a verdict."""
+    rows = [
+        (
+            f"stage {t.source}",
+            f"stage {t.target}",
+            t.what,
+            bytes_text(t.predicted_bytes) if t.what in PREDICTED else "",
+            bytes_text(t.sent_bytes),
+        )
+        for t in transfers
+    ]
+    lines = columns([("from", "to", "what", "predicted", "sent"), *rows], right=(3, 4))
+    counted = [t for t in transfers if t.what in PREDICTED]
+    if all(equal_bytes(t.predicted_bytes, t.sent_bytes) for t in counted):
+        lines.append("stages send each other what the plan predicts")
+    else:
+        more = sum(t.sent_bytes - t.predicted_bytes for t in counted)
+        lines.append(f"stages send {bytes_text(more)} more than the plan predicts")
+    if rest := sum(t.sent_bytes for t in transfers if t.what not in PREDICTED):
+        lines.append(f"and {bytes_text(rest)} that no prediction counts")
+    return lines

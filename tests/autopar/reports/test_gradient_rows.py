@@ -8,7 +8,7 @@ import pytest
 from checkout import GOLDEN
 from jax.sharding import PartitionSpec as P
 
-from autopar.api import audit_analysis
+from autopar.audits import audit_analysis
 from autopar.cli.target import load
 from autopar.cluster import Cluster
 from autopar.compression.codecs.registry import offered_codecs, parse_codec

@@ -14,9 +14,9 @@ from autopar.cluster import Cluster
 from autopar.errors import PlanError
 from autopar.layouts.floating import kept_layout
 from autopar.reports.attribution import WAYS, step_of
+from autopar.reports.audit import ACTIVATIONS, BATCH, COTANGENTS, ONCE
 from autopar.reports.schedule import played
 from autopar.reports.staged import WAITS, bind_stages, busy_s, links, staged_parts
-from autopar.reports.staged_audit import ACTIVATIONS, BATCH, COTANGENTS, ONCE
 from autopar.runtime.stages.sent import Sent
 from autopar.steps.analysis import analyse
 
