@@ -13,12 +13,13 @@ from autopar.errors import PlanError
 from autopar.runtime import placement
 from autopar.runtime.any_step import AnyStep
 from autopar.runtime.codec_run import CodecRun
-from autopar.runtime.noise.averages import NoiseScale, State, fresh, noise_scale
-from autopar.runtime.noise.meter import NoiseSpec
-from autopar.runtime.noise.staged import StagedNoise
-
-# What a program measures, in one stage or several.
-Measured = NoiseSpec | StagedNoise
+from autopar.runtime.noise.averages import (
+    NoiseScale,
+    NoiseSpec,
+    State,
+    fresh,
+    noise_scale,
+)
 
 
 class NoiseRun:
@@ -28,7 +29,7 @@ class NoiseRun:
         """Has measured nothing yet."""
         self._state: State | None = None
         self._saved: Any = None
-        self._owner: Measured | None = None
+        self._owner: NoiseSpec | None = None
 
     def run(
         self, planned: AnyStep, placed: Sequence[Any], codecs: CodecRun
@@ -118,7 +119,7 @@ def check(state: Any) -> None:
         )
 
 
-def carried_over(state: State, spec: Measured) -> State:
+def carried_over(state: State, spec: NoiseSpec) -> State:
     """The averages for a plan, from those under another plan of the same step.
 
     They are independent of the plan: the same parameters and rows are measured. Where

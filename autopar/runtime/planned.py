@@ -32,7 +32,8 @@ from autopar.runtime.gradients.sums import (
 )
 from autopar.runtime.gradients.synchroniser import CodecSynchroniser
 from autopar.runtime.kernels import check_runnable, lowering_platform
-from autopar.runtime.noise.meter import NoiseMeter, NoiseSpec, noise_spec
+from autopar.runtime.noise.averages import NoiseSpec
+from autopar.runtime.noise.meter import NoiseMeter, WholeNoise, whole_noise
 from autopar.runtime.noise.options import NoiseOptions
 from autopar.runtime.noise.sources import with_waiting
 from autopar.runtime.world import World, grid
@@ -219,7 +220,7 @@ def planned_step(
     found = gradient_sums(
         assignment, plan, mesh, fallback, signals=signals, every=every
     )
-    measured = None if noise is None else _noise_spec(assignment, mesh, noise, found)
+    measured = None if noise is None else _noise(assignment, mesh, noise, found)
     if guard:
         outputs = [*outputs, NamedSharding(mesh, PartitionSpec())]
     if found is None and measured is None and not guard:
@@ -231,9 +232,10 @@ def planned_step(
             compiler_options=_compiler_options(assignment, mesh),
         )
         return PlannedStep(analysis, plan, assignment, mesh, function)
-    states = [x.shardings() for x in (found, measured) if x is not None]
+    spec = None if measured is None else measured.spec
+    states = [x.shardings() for x in (found, spec) if x is not None]
     made = [] if found is None else [found.shardings(), None, None]
-    made += [] if measured is None else [measured.shardings()]
+    made += [] if spec is None else [spec.shardings()]
     step = _synchronised(run, found, measured, assignment, guard=guard)
     beside = tuple(range(len(inputs), len(inputs) + len(states)))
     function = jax.jit(
@@ -252,7 +254,7 @@ def planned_step(
             compiler_options=_compiler_options(assignment, mesh),
         )
     return PlannedStep(
-        analysis, plan, assignment, mesh, function, found, gradients, measured, guard
+        analysis, plan, assignment, mesh, function, found, gradients, spec, guard
     )
 
 
@@ -281,11 +283,11 @@ def _replicas(
     return Replicas(loop, counts, wait, turns)
 
 
-def _noise_spec(
+def _noise(
     assignment: Assignment, mesh: Any, noise: NoiseOptions, sums: GradientSums | None
-) -> NoiseSpec:
+) -> WholeNoise:
     coded = frozenset[int]() if sums is None else frozenset(sums.members)
-    return noise_spec(assignment, mesh, noise, coded)
+    return whole_noise(assignment, mesh, noise, coded)
 
 
 def with_inputs_of(planned: PlannedStep, plan: Plan) -> PlannedStep:
@@ -318,7 +320,7 @@ def _named(function: Callable[..., Any], analysis: Analysis) -> Callable[..., An
 def _synchronised(
     run: Callable[..., list[Any]],
     sums: GradientSums | None,
-    noise: NoiseSpec | None,
+    noise: WholeNoise | None,
     assignment: Assignment,
     *,
     guard: bool = False,

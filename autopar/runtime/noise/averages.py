@@ -18,6 +18,7 @@ corrects their bias towards zero.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -25,6 +26,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+from autopar.runtime.noise.options import EARLY, SPARSE, NoiseOptions
+from autopar.runtime.noise.sources import Source, Sources
 
 State = dict[str, Any]
 
@@ -194,3 +198,76 @@ def noise_scale(
         total=read["total"],
         left_out=tuple(left_out),
     )
+
+
+@dataclasses.dataclass(frozen=True)
+class NoiseSpec:
+    """What is measured of the gradients of a step, and the averages of it.
+
+    Attributes:
+      sources: the gradients.
+      options: how they are measured.
+      everywhere: where the averages lie.
+      homes: name of a gradient that is compared with that of the step before -> where
+        it lies in between.
+      structs_of: name of such a gradient -> its shape.
+      coded: gradients that codecs send.
+    """
+
+    sources: Sources
+    options: NoiseOptions
+    everywhere: Any
+    homes: Mapping[str, Any]
+    structs_of: Mapping[str, jax.ShapeDtypeStruct]
+    coded: frozenset[int] = frozenset()
+
+    @functools.cached_property
+    def groups(self) -> Groups:
+        """The groups of each gradient."""
+        counts = tuple(s.groups for s in self.sources.found)
+        return Groups(counts, self.sources.rows)
+
+    @property
+    def alone(self) -> tuple[Source, ...]:
+        """The gradients that are compared with those of the step before."""
+        return tuple(s for s in self.sources.found if s.groups == 1)
+
+    @property
+    def every(self) -> int:
+        """One step in so many is measured."""
+        return self.options.every or (SPARSE if self.coded else 1)
+
+    def is_measured(self, step: jax.Array) -> jax.Array:
+        """Whether a step is measured, a bool scalar.
+
+        Args:
+          step: its number, an int32 scalar.
+        """
+        if self.every == 1:
+            return jnp.bool_(True)
+        due = step % self.every == 0
+        if self.options.every is None:
+            due |= (step < self.every) & (step % EARLY == 0)
+        return due
+
+    def create(self) -> State:
+        """The state before the first step."""
+        previous = {
+            name: jnp.zeros(s.shape, s.dtype) for name, s in self.structs_of.items()
+        }
+        base = self.options.base_batch or self.sources.rows
+        none = jnp.zeros((), jnp.int32)
+        return {**fresh(base), "compared": none, "previous": previous}
+
+    def structs(self) -> State:
+        """Shapes of the state."""
+        return jax.eval_shape(self.create)
+
+    def shardings(self) -> State:
+        """Where the state lies."""
+        found = jax.tree.map(lambda _: self.everywhere, self.structs())
+        return {**found, "previous": dict(self.homes)}
+
+    def init(self) -> State:
+        """The state before the first step, in its places."""
+        return jax.jit(self.create, out_shardings=self.shardings())()

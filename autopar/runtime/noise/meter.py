@@ -20,10 +20,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 from autopar.errors import PlanError
 from autopar.layouts.assignment import Assignment
 from autopar.runtime.gradients.synchroniser import CodecSynchroniser
-from autopar.runtime.noise.averages import Groups, State, fresh, updated
+from autopar.runtime.noise.averages import NoiseSpec, State, updated
 from autopar.runtime.noise.norms import Norm, device_norms
-from autopar.runtime.noise.options import EARLY, SPARSE, NoiseOptions
-from autopar.runtime.noise.sent import NORMS, SentGradient, measure_of
+from autopar.runtime.noise.options import NoiseOptions
+from autopar.runtime.noise.sent import take_with_norms
 from autopar.runtime.noise.sources import Source, Sources, find_sources, turn_of
 from autopar.steps.moments import second_moments
 from autopar_passes.layouts import constrain, partition_spec
@@ -33,105 +33,40 @@ from autopar_passes.sums.stacked import Stacked
 
 
 @dataclasses.dataclass(frozen=True)
-class NoiseSpec:
-    """What is measured in a planned step.
+class WholeNoise:
+    """What is measured in a step that is one program.
 
     Attributes:
+      spec: the gradients, and the averages.
       assignment: the plan as layouts.
       mesh: its mesh.
-      sources: the gradients.
-      options: how they are measured.
-      coded: gradients that codecs send.
       moments: gradient -> flat argument that holds its second moment; empty:
         gradients are taken as they are.
     """
 
+    spec: NoiseSpec
     assignment: Assignment
     mesh: Any
-    sources: Sources
-    options: NoiseOptions
-    coded: frozenset[int] = frozenset()
-    moments: Mapping[int, int] = dataclasses.field(default_factory=dict[int, int])
-
-    @functools.cached_property
-    def groups(self) -> Groups:
-        """The groups of each gradient."""
-        counts = tuple(s.groups for s in self.sources.found)
-        return Groups(counts, self.sources.rows)
+    moments: Mapping[int, int]
 
     @functools.cached_property
     def turns(self) -> dict[int, tuple[int, ...]]:
         """Gradients that are transposed before they are summed, as of `turn_of`."""
         found = {
             s.value: turn_of(self.assignment, s.value, s.bare)
-            for s in self.sources.found
-            if s.parts == s.value != s.bare and s.value not in self.coded
+            for s in self.spec.sources.found
+            if s.parts == s.value != s.bare and s.value not in self.spec.coded
         }
         return {value: turn for value, turn in found.items() if turn is not None}
 
-    @property
-    def every(self) -> int:
-        """One step in so many is measured."""
-        return self.options.every or (SPARSE if self.coded else 1)
 
-    def is_measured(self, step: jax.Array) -> jax.Array:
-        """Whether a step is measured, a bool scalar.
-
-        Args:
-          step: its number, an int32 scalar.
-        """
-        if self.every == 1:
-            return jnp.bool_(True)
-        due = step % self.every == 0
-        if self.options.every is None:
-            due |= (step < self.every) & (step % EARLY == 0)
-        return due
-
-    @property
-    def alone(self) -> tuple[Source, ...]:
-        """The gradients that are compared with those of the step before."""
-        return tuple(s for s in self.sources.found if s.groups == 1)
-
-    def create(self) -> State:
-        """The state before the first step."""
-        values = self.assignment.graph.values
-        previous = {
-            s.name: jnp.zeros(values[s.value].shape, values[s.value].dtype)
-            for s in self.alone
-        }
-        base = self.options.base_batch or self.sources.rows
-        none = jnp.zeros((), jnp.int32)
-        return {**fresh(base), "compared": none, "previous": previous}
-
-    def shardings(self) -> State:
-        """Where the state lies."""
-        everywhere = NamedSharding(self.mesh, PartitionSpec())
-        found = jax.tree.map(lambda _: everywhere, jax.eval_shape(self.create))
-        found["previous"] = {
-            s.name: NamedSharding(
-                self.mesh,
-                partition_spec(self.mesh, self.assignment.home_layout(s.value)),
-            )
-            for s in self.alone
-        }
-        return found
-
-    def structs(self) -> State:
-        """Shapes of the state."""
-        return jax.eval_shape(self.create)
-
-    def init(self) -> State:
-        """The state before the first step, in its places."""
-        return jax.jit(self.create, out_shardings=self.shardings())()
-
-
-def noise_spec(
+def whole_noise(
     assignment: Assignment,
     mesh: Any,
     options: NoiseOptions,
     coded: frozenset[int] = frozenset(),
-) -> NoiseSpec:
-    """Says what is measured in a planned step.
+) -> WholeNoise:
+    """Says what is measured in a step that is one program.
 
     Args:
       assignment: the plan as layouts, of `autopar.runtime.noise.sources.with_waiting`.
@@ -151,7 +86,23 @@ def noise_spec(
             "gradients cannot be measured. Leave noise_scale= out."
         )
     moments = _moments(assignment, sources) if options.preconditioned else {}
-    return NoiseSpec(assignment, mesh, sources, options, coded, moments)
+    alone = {s.name: s.value for s in sources.found if s.groups == 1}
+    values, home = assignment.graph.values, assignment.home_layout
+    spec = NoiseSpec(
+        sources,
+        options,
+        NamedSharding(mesh, PartitionSpec()),
+        {
+            name: NamedSharding(mesh, partition_spec(mesh, home(value)))
+            for name, value in alone.items()
+        },
+        {
+            name: jax.ShapeDtypeStruct(values[value].shape, values[value].dtype)
+            for name, value in alone.items()
+        },
+        coded,
+    )
+    return WholeNoise(spec, assignment, mesh, moments)
 
 
 def _moments(assignment: Assignment, sources: Sources) -> dict[int, int]:
@@ -184,7 +135,7 @@ class NoiseMeter:
 
     def __init__(
         self,
-        spec: NoiseSpec,
+        noise: WholeNoise,
         state: State,
         arguments: Sequence[Any],
         codecs: CodecSynchroniser | None = None,
@@ -192,16 +143,16 @@ class NoiseMeter:
         """Starts a step.
 
         Args:
-          spec: what is measured.
+          noise: what is measured.
           state: of the step before.
           arguments: the flat arguments.
           codecs: sums the gradients that codecs send; None: there are none.
         """
-        self.spec = spec
+        self.noise, self.spec = noise, noise.spec
         self.state = state
         self.codecs = codecs
         self._arguments = arguments
-        self._by_value = {s.value: s for s in spec.sources.found}
+        self._by_value = {s.value: s for s in self.spec.sources.found}
         # The sums that were due, before they were taken.
         self._partial: dict[int, Stacked] = {}
         self._parts: dict[int, Norm] = {}
@@ -211,7 +162,7 @@ class NoiseMeter:
         # Of each gradient its microbatches' rows: (microbatches, devices).
         self._micro: dict[int, jax.Array] = {}
         self._values: dict[int, Any] = {}
-        self.measured = spec.is_measured(state["step"])
+        self.measured = self.spec.is_measured(state["step"])
 
     # As a synchroniser.
 
@@ -234,50 +185,33 @@ class NoiseMeter:
         The parts are in memory like that. Were they summed as they are here, each
         device would transpose its whole part, and not what it gets of the sum.
         """
-        turn = self.spec.turns.get(value) or tuple(range(len(partial.layout)))
+        turn = self.noise.turns.get(value) or tuple(range(len(partial.layout)))
         back = sorted(range(len(turn)), key=turn.__getitem__)
         array = stacked.sum_partials(
             partial.array.transpose(0, *(1 + dim for dim in back))
         )
-        layouts = self.spec.assignment.due(value) or ()
+        layouts = self.noise.assignment.due(value) or ()
         for layout in layouts:
             before = tuple(layout[dim] for dim in back)
-            array = constrain(array, self.spec.mesh, before)
+            array = constrain(array, self.noise.mesh, before)
         array = array.transpose(turn)
-        return constrain(array, self.spec.mesh, layouts[-1]) if layouts else array
+        return constrain(array, self.noise.mesh, layouts[-1]) if layouts else array
 
     def _send(
         self, codecs: CodecSynchroniser, partials: dict[int, Stacked]
     ) -> dict[int, Any]:
         """Takes sums by codecs, and measures the gradients before and after."""
-        places = {v: k for k, v in enumerate(partials) if v in self._by_value}
-        known = [self._sent_gradient(codecs, v, k) for v, k in places.items()]
+        moments = {s.value: self._moment(s) for s in self._by_value.values()}
+        replicas = {s.value: s.replicas for s in self._by_value.values()}
         when = None if self.spec.every == 1 else self.measured
-        measure = measure_of(self.spec.mesh, known, when) if known else None
-        made, rows = codecs.take_measured(partials, measure)
-        for k, value in enumerate(places):
-            self._sent[value] = rows[:, NORMS * k : NORMS * (k + 1)]
+        made, rows = take_with_norms(codecs, partials, replicas, when, moments)
+        self._sent.update(rows)
         return made
-
-    def _sent_gradient(
-        self, codecs: CodecSynchroniser, value: int, place: int
-    ) -> SentGradient:
-        """A gradient as codecs send it."""
-        source, member = self._by_value[value], codecs.sums.members[value]
-        axes, *layout = member.stacked
-        return SentGradient(
-            place=place,
-            axes=axes,
-            layout=tuple(layout),
-            inner=tuple(a for a in axes if a not in source.replicas),
-            result=member.result,
-            moment=self._moment(source),
-        )
 
     def _as_kept(self, source: Source, array: Any) -> Norm:
         """A gradient in the layout in which it is kept."""
-        layout = self.spec.assignment.home_layout(source.value)
-        array = constrain(array, self.spec.mesh, layout)
+        layout = self.noise.assignment.home_layout(source.value)
+        array = constrain(array, self.noise.mesh, layout)
         return Norm(array, layout, (), self._moment(source))
 
     def _parts_of(self, source: Source, partial: Stacked) -> Norm:
@@ -288,7 +222,7 @@ class NoiseMeter:
         )
 
     def _moment(self, source: Source) -> Any:
-        position = self.spec.moments.get(source.value)
+        position = self.noise.moments.get(source.value)
         return None if position is None else self._arguments[position]
 
     # As a watch.
@@ -299,7 +233,7 @@ class NoiseMeter:
         if not sources:
             return ()
         wanted = [self._read(source, read) for source in sources]
-        return device_norms(self.spec.mesh, wanted)
+        return device_norms(self.noise.mesh, wanted)
 
     def _read(self, source: Source, read: Read) -> Norm:
         """The parts of a gradient's groups."""
@@ -309,8 +243,8 @@ class NoiseMeter:
         array = read(value) if array is None else array
         if isinstance(array, Stacked):
             return self._parts_of(source, array)
-        layout = self.spec.assignment.home_layout(value)
-        return Norm(constrain(array, self.spec.mesh, layout), layout, (), moment)
+        layout = self.noise.assignment.home_layout(value)
+        return Norm(constrain(array, self.noise.mesh, layout), layout, (), moment)
 
     def after(self, equation: int, seen: Any) -> None:
         """See `autopar_passes.replay.layout_plan.Watch`."""
@@ -362,7 +296,7 @@ class NoiseMeter:
         for source in self.spec.sources.found:
             wanted.extend(self._asked(source))
         # A column for each norm; without any there is nothing to ask devices for.
-        rows = device_norms(self.spec.mesh, wanted) if wanted else None
+        rows = device_norms(self.noise.mesh, wanted) if wanted else None
         columns: list[Any] = []
         place = 0
         for source in self.spec.sources.found:

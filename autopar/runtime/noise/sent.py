@@ -8,7 +8,7 @@ gradient as it is, so these are measured in one step of some.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -17,8 +17,10 @@ from jax.sharding import PartitionSpec
 
 from autopar.layouts.layout import Axes, Layout
 from autopar.runtime.gradients.measuring import Arrays, Measure
+from autopar.runtime.gradients.synchroniser import CodecSynchroniser
 from autopar.runtime.noise.norms import SCOPE, Norm, own_norms
 from autopar_passes.layouts import constrain, partition_spec
+from autopar_passes.sums.stacked import Stacked
 
 # Norms of each gradient.
 NORMS = 3
@@ -102,3 +104,43 @@ def measure_of(
         (None if when is None else PartitionSpec(), [g.specs(mesh) for g in gradients]),
         seldom=when is not None,
     )
+
+
+def take_with_norms(
+    codecs: CodecSynchroniser,
+    partials: dict[int, Stacked],
+    replicas: Mapping[int, Axes],
+    when: jax.Array | None,
+    moments: Mapping[int, Any],
+) -> tuple[dict[int, Any], dict[int, jax.Array]]:
+    """Sums a bucket by codecs, and measures its gradients before and after.
+
+    Args:
+      codecs: of the step.
+      partials: the bucket.
+      replicas: gradient that is measured -> the mesh axes whose devices hold parts of
+        their own rows.
+      when: as of `measure_of`.
+      moments: gradient -> the second moment that preconditions it, if one does.
+
+    Returns:
+      The sums, and of each gradient the three norms, (devices, 3).
+    """
+    known: dict[int, SentGradient] = {}
+    for place, value in enumerate(partials):
+        if value in replicas:
+            member = codecs.sums.members[value]
+            axes, *layout = member.stacked
+            known[value] = SentGradient(
+                place=place,
+                axes=axes,
+                layout=tuple(layout),
+                inner=tuple(a for a in axes if a not in replicas[value]),
+                result=member.result,
+                moment=moments.get(value),
+            )
+    found = list(known.values())
+    measure = measure_of(codecs.sums.mesh, found, when) if found else None
+    made, rows = codecs.take_measured(partials, measure)
+    columns = {v: rows[:, NORMS * k : NORMS * (k + 1)] for k, v in enumerate(known)}
+    return made, columns

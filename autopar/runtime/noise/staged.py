@@ -19,8 +19,9 @@ import jax.numpy as jnp
 
 from autopar.errors import PlanError
 from autopar.layouts.assignment import Assignment
+from autopar.layouts.layout import Axes
 from autopar.planner.codecs.sites import updated_parameters
-from autopar.runtime.noise.averages import Groups, State, fresh, updated
+from autopar.runtime.noise.averages import NoiseSpec, State, updated
 from autopar.runtime.noise.norms import Norm, device_norms
 from autopar.runtime.noise.options import NoiseOptions
 from autopar.runtime.noise.sources import (
@@ -35,7 +36,9 @@ from autopar.steps.stages import CutStep
 from autopar_passes.microbatches.microbatched import Combine
 from autopar_passes.stages.cut import Phase, Task, TaskKey
 
-Rows = Mapping[TaskKey, Sequence[Any]]
+# A task, or the number of a stage whose codecs measure what they send.
+Place = TaskKey | int
+Rows = Mapping[Place, Sequence[Any]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,75 +72,55 @@ class TaskNoise:
         return device_norms(mesh, wanted)
 
 
+# What a number of a task is of: the gradient, the columns of its norms, and what it is
+# multiplied by there.
+Column = tuple[int, tuple[int, ...], float]
+
+
 @dataclasses.dataclass(frozen=True)
 class StagedNoise:
     """What is measured in a step of several stages.
 
     Attributes:
-      sources: the gradients.
-      options: how they are measured.
+      spec: the gradients, and the averages.
       tasks: what each task measures.
-      columns: of each task, for each of its values: the gradient, whether it is the
-        whole one, and what its norm is multiplied by.
-      device: where the averages lie.
+      sent: of each stage, the gradients that its codecs send, each with the mesh axes
+        whose devices hold parts of their own rows.
+      columns: of each task and stage, what its numbers are of.
     """
 
-    sources: Sources
-    options: NoiseOptions
+    spec: NoiseSpec
     tasks: Mapping[TaskKey, TaskNoise]
-    columns: Mapping[TaskKey, tuple[tuple[int, bool, float], ...]]
-    device: Any
+    sent: Mapping[int, Mapping[int, Axes]]
+    columns: Mapping[Place, tuple[Column, ...]]
 
     @functools.cached_property
-    def groups(self) -> Groups:
-        """The groups of each gradient."""
-        counts = tuple(s.groups for s in self.sources.found)
-        return Groups(counts, self.sources.rows)
-
-    def create(self) -> State:
-        """The state before the first step; no gradient is compared with another's."""
-        base = self.options.base_batch or self.sources.rows
-        compared = jnp.zeros((), jnp.int32)
-        return {**fresh(base), "compared": compared, "previous": {}}
-
-    def structs(self) -> State:
-        """Shapes of the state."""
-        return jax.eval_shape(self.create)
-
-    def shardings(self) -> State:
-        """Where the state lies: on the first device of the pipeline."""
-        where = jax.sharding.SingleDeviceSharding(self.device)
-        return jax.tree.map(lambda _: where, self.structs())
-
-    def init(self) -> State:
-        """The state before the first step, in its place."""
-        return jax.device_put(self.create(), self.shardings())
+    def due(self) -> Any:
+        """A jitted function: whether a step of some number is measured."""
+        return jax.jit(self.spec.is_measured)
 
     def updated(self, state: State, rows: Rows) -> State:
         """The state after a step.
 
         Args:
           state: before it.
-          rows: what each task measured, of each microbatch.
+          rows: what each task measured of each microbatch, and each stage's codecs.
         """
-        keys = list(self.tasks)
-        sums = [_added_up(list(rows[key])) for key in keys]
-        moved = jax.device_put(sums, jax.sharding.SingleDeviceSharding(self.device))
-        return self._fold(state, moved)
+        sums = [_added_up(list(rows[place])) for place in self.columns]
+        return self._fold(state, jax.device_put(sums, self.spec.everywhere))
 
     @functools.cached_property
     def _fold(self) -> Any:
         return jax.jit(self._folded)
 
     def _folded(self, state: State, sums: Sequence[Any]) -> State:
-        norms = jnp.zeros((len(self.sources.found), 3), jnp.float32)
-        for key, found in zip(self.tasks, sums, strict=True):
-            for k, (gradient, whole, share) in enumerate(self.columns[key]):
-                column = slice(1, 3) if whole else slice(0, 1)
-                norms = norms.at[gradient, column].add(share * found[k])
-        every = self.options.every or 1
-        measured = state["step"] % every == 0
-        after = updated(state, norms, self.groups, self.options.decay, measured)
+        spec = self.spec
+        norms = jnp.zeros((len(spec.sources.found), 3), jnp.float32)
+        for columns, found in zip(self.columns.values(), sums, strict=True):
+            for k, (gradient, of, share) in enumerate(columns):
+                norms = norms.at[gradient, jnp.array(of, int)].add(share * found[k])
+        due = spec.is_measured(state["step"])
+        after = updated(state, norms, spec.groups, spec.options.decay, due)
         return {**after, "compared": state["compared"], "previous": {}}
 
 
@@ -153,6 +136,7 @@ def staged_noise(
     rows: int,
     options: NoiseOptions,
     device: Any,
+    coded: frozenset[int] = frozenset(),
 ) -> StagedNoise:
     """Says what is measured in a step of several stages.
 
@@ -162,6 +146,7 @@ def staged_noise(
       rows: of the whole batch, M.
       options: how it is measured.
       device: where the averages are to lie.
+      coded: gradients that codecs send.
 
     Raises:
       PlanError: nothing can be measured, or gradients are to be preconditioned.
@@ -192,8 +177,9 @@ def staged_noise(
             "least 2."
         )
     sources = Sources(tuple(found), _left_out(cut, found), rows)
-    tasks, columns = _measured(cut, assignments, makers, sources)
-    return StagedNoise(sources, options, tasks, columns, device)
+    everywhere = jax.sharding.SingleDeviceSharding(device)
+    spec = NoiseSpec(sources, options, everywhere, {}, {}, coded)
+    return _measured(cut, assignments, makers, spec)
 
 
 def _gradients(cut: CutStep) -> dict[int, str]:
@@ -245,24 +231,31 @@ def _measured(
     cut: CutStep,
     assignments: Sequence[Assignment],
     makers: Mapping[int, Task],
-    sources: Sources,
-) -> tuple[dict[TaskKey, TaskNoise], dict[TaskKey, tuple[Any, ...]]]:
-    """What each task measures, and which gradient each number belongs to."""
+    spec: NoiseSpec,
+) -> StagedNoise:
+    """What each task and codec measures, and which gradient each number belongs to."""
     values: dict[TaskKey, list[tuple[int, tuple[int, ...]]]] = defaultdict(list)
-    columns: dict[TaskKey, list[tuple[int, bool, float]]] = defaultdict(list)
-    for k, source in enumerate(sources.found):
+    columns: dict[Place, list[Column]] = defaultdict(list)
+    sent: dict[int, dict[int, Axes]] = defaultdict(dict)
+    for k, source in enumerate(spec.sources.found):
         key = makers[source.value].key
         partial = assignments[key.stage].stacked(source.bare)
         axes = () if partial is None else partial[0]
         summed = tuple(a for a in axes if a not in source.replicas)
         values[key].append((source.bare, summed))
-        columns[key].append((k, False, source.share**2))
+        columns[key].append((k, (0,), source.share**2))
+        if source.value in spec.coded:
+            sent[key.stage][source.value] = source.replicas
+            # The parts of all microbatches together are those of no group.
+            columns[key.stage] += [(k, (), 0.0), (k, (1,), 1.0), (k, (2,), 1.0)]
+            continue
         reader = _reader(cut, source.value)
         assert reader is not None
         values[reader].append((source.value, ()))
-        columns[reader].append((k, True, 1.0))
+        columns[reader].append((k, (1, 2), 1.0))
     tasks = {
         key: TaskNoise(tuple(v for v, _ in found), tuple(s for _, s in found))
         for key, found in values.items()
     }
-    return tasks, {key: tuple(found) for key, found in columns.items()}
+    columned = {place: tuple(found) for place, found in columns.items()}
+    return StagedNoise(spec, tasks, sent, columned)

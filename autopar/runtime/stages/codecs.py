@@ -98,21 +98,30 @@ class Sent:
 class CodecStep:
     """The codecs' side of one step."""
 
-    def __init__(self, codecs: StagedCodecs, state: State, links: Links | None) -> None:
+    def __init__(
+        self,
+        codecs: StagedCodecs,
+        state: State,
+        links: Links | None,
+        due: Any = None,
+    ) -> None:
         """Starts with the state of the step before.
 
         Args:
           codecs: of the pipeline.
           state: of `StagedSums.init`, or after a step.
           links: to the other processes; None: there are none.
+          due: whether gradients are measured; None: this is not asked.
         """
         self.codecs = codecs
         self.links = links
         self.state = state
         own = [k for k in codecs.sums.stages if self._here(k)]
-        copies = [state["step"]] * len(own)
-        moved = jax.device_put(copies, [codecs.everywhere[k] for k in own])
+        where = [codecs.everywhere[k] for k in own]
+        moved = jax.device_put([state["step"]] * len(own), where)
         self.steps: dict[int, Any] = dict(zip(own, moved, strict=True))
+        asked = [] if due is None else jax.device_put([due] * len(own), where)
+        self.due: dict[int, Any] = dict(zip(own, asked, strict=False))
         self.new: dict[int, dict[str, Any]] = {}
         self.told: dict[int, tuple[Any, Any]] = {}
         # The stages whose telemetry has gone to all processes.
@@ -127,10 +136,15 @@ class CodecStep:
     def _process(self, stage: int) -> int:
         return self.codecs.stages[stage].mesh.devices.flat[0].process_index
 
-    def given(self, stage: int) -> tuple[Any, dict[str, Any]]:
-        """What a stage sums its gradients with: the step's number, and its state."""
+    def given(self, stage: int, *, measured: bool) -> tuple[Any, ...]:
+        """What a stage sums its gradients with: the step's number, and its state.
+
+        Where they are measured, whether they are in this step comes last, if not
+        in all.
+        """
         every = self.state["gradients"]
-        return self.steps[stage], {n: every[n] for n in self.codecs.names(stage)}
+        found = self.steps[stage], {n: every[n] for n in self.codecs.names(stage)}
+        return (*found, self.due[stage]) if measured and self.due else found
 
     def summed(self, stage: int, new: dict[str, Any], rows: Any, levels: Any) -> None:
         """Takes what a stage has found; later `decide` looks at all of it."""

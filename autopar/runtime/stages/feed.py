@@ -146,14 +146,17 @@ class Feed:
         flat = arguments[: len(self.values)]
         behind = list(arguments[len(self.values) :])
         state = behind.pop(0) if self.pipeline.codecs is not None else None
-        made, ran = self._step(flat, state)
+        noise, due = self.noise, None
+        if noise is not None and noise.sent and noise.spec.every > 1:
+            due = noise.due(behind[0]["step"])
+        made, ran = self._step(flat, state, due)
         beside: list[Any] = []
         if ran.codecs is not None:
             self._restore(ran.codecs, flat, made)
             sent = ran.codecs.finish()
             beside = [sent.state, sent.telemetry, sent.levels]
-        if self.noise is not None:
-            beside.append(self.noise.updated(behind[0], ran.noise))
+        if noise is not None:
+            beside.append(noise.updated(behind[0], ran.noise))
         return (made, *beside) if beside else made
 
     def _restore(self, codecs: CodecStep, flat: Sequence[Any], made: list[Any]) -> None:
@@ -177,7 +180,9 @@ class Feed:
             )
         return self._late[carried.argument]
 
-    def _step(self, flat: Sequence[Any], codecs: State | None) -> tuple[list[Any], Ran]:
+    def _step(
+        self, flat: Sequence[Any], codecs: State | None, due: Any
+    ) -> tuple[list[Any], Ran]:
         """Runs one step on the flat arguments."""
         split = set(self.found.batch)
         known = {
@@ -203,7 +208,7 @@ class Feed:
             parts = self.deal[stage](*wholes)
             for given, arrays in zip(micro, parts, strict=True):
                 given.update(zip(values, arrays, strict=True))
-        ran = run_step(self.pipeline, known, micro, codecs)
+        ran = run_step(self.pipeline, known, micro, codecs, due)
         ran.told.update(self._passed(flat))
         out = [self._result(k, ran) for k in range(len(self.program.body.outputs))]
         state = set(self.analysis.carried.values())

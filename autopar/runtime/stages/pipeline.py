@@ -11,7 +11,7 @@ from typing import Any
 from jax.sharding import AbstractMesh
 
 from autopar.runtime.gradients.state_restorer import Carried
-from autopar.runtime.noise.staged import TaskNoise
+from autopar.runtime.noise.staged import StagedNoise
 from autopar.runtime.stages.codecs import StagedCodecs
 from autopar.runtime.stages.order import Issue, turns
 from autopar.runtime.stages.outcome import calls_back
@@ -100,7 +100,7 @@ class Pipeline:
         wait_s: Callable[[TaskKey], float] | None = None,
         links: Links | None = None,
         shown: Collection[int] = (),
-        noise: Mapping[TaskKey, TaskNoise] | None = None,
+        noise: StagedNoise | None = None,
         codecs: StagedCodecs | None = None,
     ) -> None:
         """Makes the code of all tasks; nothing is compiled yet.
@@ -115,13 +115,13 @@ class Pipeline:
             are slower than those at hand.
           links: to the other processes that have stages; None: there are none.
           shown: results that every process is told; others stay on their stage.
-          noise: what tasks measure of gradients.
+          noise: what is measured of gradients; None: nothing.
           codecs: how stages sum gradients by codecs; None: none does.
         """
         self.links = links
         self.codecs = codecs
         self.shown = frozenset(shown)
-        self.noise = noise or {}
+        self.noise = noise
         firsts = [_first_device(stage) for stage in stages]
         self.processes = tuple(d.process_index if d else 0 for d in firsts)
         self.recorder: Recorder | None = None
@@ -168,6 +168,8 @@ class Pipeline:
                 {v: crossed.scales[v] for v in values},
                 self.held[s],
                 self.finish_sent[s],
+                {} if noise is None else noise.sent.get(s, {}),
+                sparse=noise is not None and noise.spec.every > 1,
             )
             for s, values in self.sums.items()
         }
@@ -204,7 +206,7 @@ class Pipeline:
             sent=self._sends(task),
             received=self._received(task),
             donated=self._donated.get(key, ()),
-            noise=self.noise.get(key),
+            noise=None if self.noise is None else self.noise.tasks.get(key),
             restores=self.restored.get(key, ()),
         )
         return Call(

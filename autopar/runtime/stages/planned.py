@@ -20,6 +20,7 @@ from autopar.plans import Plan
 from autopar.runtime.gradients.staged_sums import StagedSums
 from autopar.runtime.gradients.state_restorer import restored_state
 from autopar.runtime.gradients.sums import gradient_sums
+from autopar.runtime.noise.averages import NoiseSpec
 from autopar.runtime.noise.options import NoiseOptions
 from autopar.runtime.noise.staged import StagedNoise, staged_noise
 from autopar.runtime.stages.codecs import StagedCodecs
@@ -70,7 +71,7 @@ class PipelinedStep:
     function: Any
     sums: StagedSums | None = None
     gradients: Any = None
-    noise: StagedNoise | None = None
+    noise: NoiseSpec | None = None
 
     @property
     def links(self) -> Links | None:
@@ -228,7 +229,7 @@ def pipelined_step(
     """
     meshes = stage_meshes(plan, devices)
     stages = _stages(cut, plan, meshes, fallback)
-    codecs = _staged_codecs(cut, stages, fallback, links, noise, donate=donate)
+    codecs = _staged_codecs(cut, stages, fallback, links, donate=donate)
     found = cut.found
     table = make_table(schedule_of(plan), len(stages), found.microbatches)
     measured = _staged_noise(analysis, cut, stages, noise, links)
@@ -241,7 +242,7 @@ def pipelined_step(
         wait_s=wait_s,
         links=links,
         shown=_shown(analysis, cut),
-        noise=None if measured is None else measured.tasks,
+        noise=measured,
         codecs=codecs,
     )
     whole = cut.analysis.whole or cut.analysis
@@ -257,7 +258,7 @@ def pipelined_step(
         shardings,
         function,
         sums=None if codecs is None else codecs.sums,
-        noise=measured,
+        noise=None if measured is None else measured.spec,
     )
 
 
@@ -301,7 +302,6 @@ def _staged_codecs(
     stages: Sequence[Stage],
     fallback: Fallback | None,
     links: Links | None,
-    noise: NoiseOptions | None,
     *,
     donate: bool,
 ) -> StagedCodecs | None:
@@ -309,11 +309,6 @@ def _staged_codecs(
     sums = {k: s.sums for k, s in enumerate(stages) if s.sums is not None}
     if not sums:
         return None
-    if noise is not None:
-        raise PlanError(
-            "noise_scale: it is not measured of gradients that several stages send by "
-            "codecs. Leave noise_scale= or compression= out, or plan with stages=1."
-        )
     device = stages[0].mesh.devices.flat[0]
     if links is not None:
         device = links.devices[links.index]
@@ -382,7 +377,8 @@ def _staged_noise(
     assignments = [stage.assignment for stage in stages]
     device = stages[0].mesh.devices.flat[0]
     rows = batch_rows((analysis.whole or analysis).graph)
-    return staged_noise(cut, assignments, rows, noise, device)
+    coded = frozenset[int]().union(*(stage.coded for stage in stages))
+    return staged_noise(cut, assignments, rows, noise, device, coded)
 
 
 def _shown(analysis: Analysis, cut: CutStep) -> set[int]:

@@ -31,6 +31,7 @@ def run_step(
     step: Mapping[int, Any],
     microbatches: Sequence[Mapping[int, Any]],
     codecs: State | None = None,
+    due: Any = None,
 ) -> Ran:
     """Runs one step.
 
@@ -40,6 +41,8 @@ def run_step(
         in other processes any placeholder.
       microbatches: for each, value of each split input -> its array, on its owner.
       codecs: the state of the codecs, where the pipeline has any.
+      due: whether the noise of this step is measured, where gradients that codecs send
+        are measured in some steps alone.
 
     Raises:
       StageError: a task failed, or another process has ended.
@@ -48,7 +51,7 @@ def run_step(
     run = _Run(pipeline, len(microbatches))
     if pipeline.codecs is not None:
         assert codecs is not None
-        run.codecs = CodecStep(pipeline.codecs, codecs, pipeline.links)
+        run.codecs = CodecStep(pipeline.codecs, codecs, pipeline.links, due)
     with meeting(pipeline.links, run.give_up, "running a step"):
         run.begin(step, microbatches)
         begin = time.perf_counter()
@@ -359,8 +362,13 @@ class _Run(Transfers):
         if self.pipeline.stages[stage].sums is None:
             return finish(*totals)
         assert self.codecs is not None
-        made, *found = finish(*self.codecs.given(stage), *totals)
-        self.codecs.summed(stage, *found)
+        noise = self.pipeline.noise
+        measured = noise is not None and stage in noise.sent
+        given = self.codecs.given(stage, measured=measured)
+        made, new, rows, levels, *norms = finish(*given, *totals)
+        self.codecs.summed(stage, new, rows, levels)
+        if norms:
+            self.noise[stage] += norms
         return made
 
     def give_up_rest(self) -> None:

@@ -11,7 +11,9 @@ import jax
 import jax.numpy as jnp
 
 from autopar.compression.codecs.blocks import WITH_BARRIERS
+from autopar.layouts.layout import Axes
 from autopar.runtime.gradients.synchroniser import CodecSynchroniser
+from autopar.runtime.noise.sent import take_with_norms
 from autopar.runtime.stages.sent import Sent
 from autopar.runtime.stages.stage import Stage, sum_dtype, wide
 from autopar_passes.replay.segments import Now
@@ -36,12 +38,16 @@ class _Ending:
       scales: value -> what its running sum is multiplied by.
       held: the values that its own updates read.
       sent: the values that go to other stages.
+      measured: as of `finish_code`.
+      sparse: likewise.
     """
 
     stage: Stage
     scales: Mapping[int, float]
     held: Sequence[int]
     sent: Sequence[Sent]
+    measured: Mapping[int, Axes]
+    sparse: bool
 
     @functools.cached_property
     def structs(self) -> dict[int, jax.ShapeDtypeStruct]:
@@ -61,26 +67,51 @@ class _Ending:
         waiting = stack(array, *partial, after.mesh)
         return Now(after.assignment, after.mesh).take({value: waiting})[value]
 
-    def ended(
-        self, totals: Sequence[Any], codecs: CodecSynchroniser | None
-    ) -> list[Any]:
+    def values(self, totals: Sequence[Any]) -> dict[int, Any]:
         known = dict(zip(self.scales, totals, strict=True))
-        made = {v: self.scaled(v, total) for v, total in known.items()}
-        if codecs is not None:
-            made |= _by_codecs(self.stage, codecs, made)
+        return {v: self.scaled(v, total) for v, total in known.items()}
+
+    def ended(self, made: Mapping[int, Any]) -> list[Any]:
         wanted = {v for send in self.sent for v in send.values} | self.stage.early
         whole = {v: self.whole(v, made[v]) for v in made if v in wanted}
         held = [whole[v] if v in self.stage.early else made[v] for v in self.held]
         return [*held, *(whole[v] for send in self.sent for v in send.values)]
 
     def plain(self, *totals: Any) -> list[Any]:
-        return self.ended(totals, None)
+        return self.ended(self.values(totals))
 
-    def coded(self, step: Any, states: Any, *totals: Any) -> Any:
+    def coded(self, step: Any, states: Any, *rest: Any) -> Any:
         assert self.stage.sums is not None
+        due, totals = (rest[0], rest[1:]) if self.sparse else (None, rest)
         codecs = CodecSynchroniser(self.stage.sums, {"step": step, "gradients": states})
-        made = self.ended(totals, codecs)
-        return made, codecs.new, codecs.telemetry(), codecs.taken()
+        made = self.values(totals)
+        whole, norms = self.by_codecs(codecs, made, due)
+        ended = self.ended(made | whole)
+        return ended, codecs.new, codecs.telemetry(), codecs.taken(), *norms
+
+    def by_codecs(
+        self, codecs: CodecSynchroniser, partials: Mapping[int, Any], due: Any
+    ) -> tuple[dict[int, Any], list[Any]]:
+        """The whole gradients, bucket by bucket, and the norms of those measured."""
+        stage = self.stage
+        assert stage.sums is not None
+        whole: dict[int, Any] = {}
+        norms: dict[int, Any] = {}
+        for value in stage.sums.members:
+            if value in whole:
+                continue
+            together, bucket = codecs.takes(value), dict[int, Stacked]()
+            for member in stage.sums.members:
+                if member in together:
+                    partial = stage.assignment.stacked(member)
+                    assert partial is not None
+                    bucket[member] = stack(partials[member], *partial, stage.mesh)
+            made, rows = take_with_norms(codecs, bucket, self.measured, due, {})
+            whole |= made
+            norms |= rows
+        if not self.measured:
+            return whole, []
+        return whole, [jnp.concatenate([norms[v] for v in self.measured], axis=1)]
 
     @property
     def taken(self) -> list[int]:
@@ -99,11 +130,16 @@ def finish_code(
     scales: Mapping[int, float],
     held: Sequence[int],
     sent: Sequence[Sent],
+    measured: Mapping[int, Axes] | None = None,
+    *,
+    sparse: bool = False,
 ) -> Any:
     """A jitted function from running sums to the values that they are of.
 
     Where the stage has codecs it takes the number of the step and their state first,
     and returns the values, the new state, telemetry and the levels that were taken.
+    What is measured of their gradients comes last; with ``sparse`` it takes whether the
+    step is measured behind the state.
 
     Args:
       stage: the stage.
@@ -111,8 +147,13 @@ def finish_code(
       held: the values that its own updates read, which stay partial over devices but
         for those that codecs sum, and those that several updates read.
       sent: the values that go to other stages, whose sums are taken here.
+      measured: gradient that is measured, of those that codecs send -> the mesh axes
+        whose devices hold parts of their own rows.
+      sparse: whether not all steps are measured.
     """
-    ending = _Ending(stage, scales, held, sent)
+    measured = measured or {}
+    sparse = sparse and bool(measured)
+    ending = _Ending(stage, scales, held, sent, measured, sparse)
     leave: Any = [
         *(stage.settled.sharding(v) for v in held),
         *(where for send in sent for where in send.source),
@@ -125,38 +166,14 @@ def finish_code(
             out_shardings=leave,
             donate_argnums=tuple(ending.taken),
         )
+    states = stage.sums.shardings()["gradients"]
     return jax.jit(
         ending.coded,
-        in_shardings=(None, stage.sums.shardings()["gradients"], *totals),
-        out_shardings=(leave, stage.sums.shardings()["gradients"], None, None),
-        donate_argnums=tuple(k + 2 for k in ending.taken),
+        in_shardings=(None, states, *[None] * sparse, *totals),
+        out_shardings=(leave, states, None, None, *[None] * bool(measured)),
+        donate_argnums=tuple(k + 2 + sparse for k in ending.taken),
         compiler_options=_with_barriers(stage),
     )
-
-
-def _by_codecs(
-    stage: Stage, codecs: CodecSynchroniser, partials: Mapping[int, Any]
-) -> dict[int, Any]:
-    """The whole gradients of a stage, bucket by bucket.
-
-    Args:
-      stage: the stage.
-      codecs: sums them.
-      partials: the stacked partial gradients, by value.
-    """
-    assert stage.sums is not None
-    whole: dict[int, Any] = {}
-    for value in stage.sums.members:
-        if value in whole:
-            continue
-        together, bucket = codecs.takes(value), dict[int, Stacked]()
-        for member in stage.sums.members:
-            if member in together:
-                partial = stage.assignment.stacked(member)
-                assert partial is not None
-                bucket[member] = stack(partials[member], *partial, stage.mesh)
-        whole |= codecs.take(bucket)
-    return whole
 
 
 def _with_barriers(stage: Stage) -> dict[str, str] | None:

@@ -9,11 +9,11 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from autopar.runtime import placement
+from autopar.runtime.noise.staged import Place
 from autopar.runtime.stages.codecs import CodecStep
 from autopar.runtime.stages.pipeline import Call, Copy, Pipeline
 from autopar.runtime.stages.sent import RESULT, Sent
 from autopar.runtime.stages.transport import Route, Tag, on_device
-from autopar_passes.stages.cut import TaskKey
 
 
 class Transfers:
@@ -35,8 +35,9 @@ class Transfers:
         self.sums: dict[int, dict[int, Any]] = {}
         self.results: dict[int, Any] = {}
         self.told: dict[int, Any] = {}
-        # What tasks have measured of gradients, of each microbatch.
-        self.noise: dict[TaskKey, list[Any]] = {key: [] for key in pipeline.noise}
+        # What tasks have measured of gradients, of each microbatch, and codecs.
+        places = () if pipeline.noise is None else pipeline.noise.columns
+        self.noise: dict[Place, list[Any]] = {place: [] for place in places}
         # Tasks that call functions of the host, with the microbatch and a result.
         self.watched: list[tuple[Call, int, Sequence[Any]]] = []
         # Of other processes: what has been asked for, and what they were handed.

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 
 import autopar
 from autopar.errors import PlanError
@@ -17,20 +18,20 @@ from autopar.runtime.noise.options import NoiseOptions
 ROWS, WIDTH, LAYERS = 4096, 16, 4
 
 
-def state() -> Any:
+def state(width: int = WIDTH) -> Any:
     draw = np.random.default_rng(0)
     return [
         {
-            "w": jnp.asarray(0.4 * draw.standard_normal((WIDTH, WIDTH)), jnp.float32),
-            "b": jnp.asarray(0.1 * draw.standard_normal(WIDTH), jnp.float32),
+            "w": jnp.asarray(0.4 * draw.standard_normal((width, width)), jnp.float32),
+            "b": jnp.asarray(0.1 * draw.standard_normal(width), jnp.float32),
         }
         for _ in range(LAYERS)
     ]
 
 
-def batch(seed: int = 1) -> np.ndarray:
+def batch(seed: int = 1, width: int = WIDTH) -> np.ndarray:
     draw = np.random.default_rng(seed)
-    return draw.standard_normal((ROWS, WIDTH)).astype(np.float32)
+    return draw.standard_normal((ROWS, width)).astype(np.float32)
 
 
 def loss_of(params: Any, x: Any) -> Any:
@@ -82,6 +83,42 @@ def test_norms_are_those_of_microbatches_and_replicas(
     assert found.local == pytest.approx(local, rel=1e-4)
     assert found.total == pytest.approx(total, rel=1e-4)
     assert np.isfinite(float(loss))
+
+
+def plain(params: Any, x: Any) -> Any:
+    loss, grads = jax.value_and_grad(loss_of)(params, x)
+    return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), loss
+
+
+def square(tree: Any) -> float:
+    return sum(
+        float(np.square(np.asarray(x, float)).sum()) for x in jax.tree.leaves(tree)
+    )
+
+
+@pytest.mark.parametrize("every", [1, 2])
+def test_what_codecs_of_stages_send_is_measured_before_and_after(every: int) -> None:
+    run = autopar.parallelize(
+        plain, cluster="4x1:cpu,network=100Mb/s", stages=2, microbatches=2,
+        compression="topk:ratio=0.1", noise_scale=NoiseOptions(every=every),
+        axis_names=("data",), pins={"x": P("data")}, seconds=None,
+    )  # fmt: skip
+    before = jax.tree.map(np.asarray, state(32))
+    after, _ = run(state(32), batch(1, 32))
+    found = run.noise_scale
+    parts = np.arange(ROWS).reshape(2, -1)
+    groups = [part[m::2] for part in parts for m in range(2)]
+    local, total = expected(before, batch(1, 32), groups)
+    moved = jax.tree.map(lambda a, b: (a - np.asarray(b)) / 0.1, before, after)
+
+    assert len(run.plan.stages) == 2
+    assert sum(r.codec != "dense" for r in run.telemetry.values()) == LAYERS
+    assert (found.groups, found.steps, found.left_out) == (4, 1, ())
+    assert found.local == pytest.approx(local, rel=1e-4)
+    assert found.total == pytest.approx(total, rel=1e-4)
+    assert found.excess == pytest.approx(square(moved) - total, rel=1e-3)
+    run(after, batch(2, 32))
+    assert run.noise_scale.steps == 3 - every
 
 
 def tied(w: Any, x: Any) -> Any:

@@ -228,12 +228,6 @@ def test_a_fallback_is_taken_by_each_stage():
     assert {report.taken for report in step.telemetry.values()} == {(0, 2)}
 
 
-def test_what_stages_with_codecs_cannot_do_is_refused():
-    step, state = staged(noise_scale=True)
-    with pytest.raises(PlanError, match="noise_scale: it is not measured"):
-        step(state, batch(0))
-
-
 def test_codecs_save_what_the_plan_says_and_no_warning_is_given():
     asked = {"cluster": HOSTS, "stages": 2, "microbatches": 2, **SPLIT}
     step, state = descended(chain_loss), started(weights())
