@@ -32,6 +32,7 @@ on all TPUs (`autopar.steps.rounding`).
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -49,28 +50,33 @@ OVERHEAD = "compiler's overhead"
 WORK_SPACE = "products' work space"
 SUMS = "sums over microbatches"
 
-# Read from the schedules and buffer assignments of XLA's compilers (jax 0.10.2). With
-# 6 and 8 layers (36 to 56 products) nearly all wait, with 16 layers about a third. The
-# bound of 48 stands between; docs/record has the figures.
+# Read from the schedules and buffer assignments of XLA's compilers (jax 0.10.2): GPTs
+# of 6 and 16 layers make the gradients of no layer until 2.5 and 7 have been passed.
 _GPU = Habits(
     makes_again=True,
     keeps_orders=True,
-    late_gradients=48,
+    late_gradients=0.4,
     # openxla/xla, ``xla/service/gpu/transforms/gemm_rewriter.cc``: from Hopper on.
     workspace_bytes=2**25,
+    # GetSchedulerMemoryLimit, ``xla/service/gpu/gpu_hlo_schedule.cc``: 0.8 of the
+    # memory, of which presets give 0.9, less the inputs, times a "slop factor".
+    room=(0.8 / 0.9, 0.95),
 )
 # Read from optimised programs and buffer assignments (jaxlib 0.10.2).
 _CPU = Habits(breadth_first=True, widens=True)
 _HABITS = {"gpu": _GPU, "cpu": _CPU}
+# A GPT of 18 GB on v5e (16.9 GB) is compiled to 15.7 GB.
+_TPU_ROOM = (0.93, 1.0)
 # Read from the scheduled programs of v5e (libtpu 0.0.42). The scheduler hides messages,
 # too, and the same bound is assumed.
 _ON_CHIP = Habits(
     makes_again=True,
     into_products=True,
-    late_gradients=48,
+    late_gradients=0.4,
     late_until_barrier=True,
     tiled=True,
     rounds=True,
+    room=_TPU_ROOM,
 )
 
 
@@ -85,7 +91,7 @@ def habits_of(device: DeviceSpec) -> Habits:
         return dataclasses.replace(_ON_CHIP, on_chip_bytes=room)
     found = _HABITS.get(device.kind, PLAIN)
     if device.rounds_operands:
-        found = dataclasses.replace(found, rounds=True)
+        found = dataclasses.replace(found, rounds=True, room=_TPU_ROOM)
     if found.breadth_first:
         # It joins sums of any size.
         number = device.calibrated.combined_arrays
@@ -116,6 +122,11 @@ class Live:
       factor: on the bytes of the others (`Calibration.memory_overhead`).
       workspace_bytes: what matrix products take to work in.
       on_chip_bytes: what the memory of the chip itself holds of the others.
+      rest_part: the part of the bytes of inputs that is taken off ``room_bytes``.
+      gaps: int ``[gaps, 3]``, an array, and the times between which the compiler gives
+        it up where memory is short.
+      room_bytes: bytes beside the inputs beyond which it does that, before these are
+        taken off.
     """
 
     values: np.ndarray
@@ -129,6 +140,9 @@ class Live:
     factor: float
     workspace_bytes: float
     on_chip_bytes: float
+    rest_part: float
+    gaps: np.ndarray
+    room_bytes: float
 
     def bytes_at(self, rows: float = 1.0, accumulation: int = 1) -> np.ndarray:
         """Bytes of each array, ``[arrays]``, at another batch or accumulation.
@@ -150,8 +164,26 @@ class Live:
     def timeline(self, rows: float = 1.0, accumulation: int = 1) -> np.ndarray:
         """Bytes in the memory of the device at each time, ``[length]``."""
         nbytes = self.bytes_at(rows, accumulation)
-        fixed = float(nbytes[: self.held].sum()) + self.workspace_bytes
-        return fixed + self.factor * self._usage(nbytes, ~self._on_chip(nbytes))
+        return float(nbytes[: self.held].sum()) + self._beside(nbytes)
+
+    def _beside(self, nbytes: np.ndarray) -> np.ndarray:
+        """Bytes beside what is held at each time, with what the compiler gives up."""
+        whole = self.factor * self._usage(nbytes, ~self._on_chip(nbytes))
+        whole += self.workspace_bytes
+        room = self.room_bytes - self.rest_part * float(nbytes[: self.held].sum())
+        if whole.max() <= room:
+            return whole
+        least = whole - self.factor * self._given_up(nbytes)
+        return np.maximum(np.minimum(whole, room), least)
+
+    def _given_up(self, nbytes: np.ndarray) -> np.ndarray:
+        """Bytes at each time that the compiler may give up, ``[length]``."""
+        array, first, last = self.gaps.T
+        keeps = ~self._on_chip(nbytes)[array]
+        change = np.zeros(self.length + 2)
+        np.add.at(change, first[keeps] + 1, nbytes[array[keeps]])
+        np.add.at(change, last[keeps], -nbytes[array[keeps]])
+        return np.cumsum(change)[: self.length]
 
     def peak_bytes(self, rows: float = 1.0, accumulation: int = 1) -> float:
         """Most bytes in the memory of the device at once."""
@@ -167,16 +199,24 @@ class Live:
         return out
 
     def at_peak(self) -> dict[str, float]:
-        """Bytes beside the inputs, by kind, at the time when most are there."""
-        off = ~self._on_chip(self.nbytes)
-        usage = self._usage(self.nbytes, off)
-        peak = int(usage.argmax())
+        """Bytes beside the inputs, by kind, at the time when most are there.
+
+        Of what the compiler gives up for room each kind has its part.
+        """
+        nbytes = self.bytes_at()
+        beside, off = self._beside(nbytes), ~self._on_chip(nbytes)
+        whole = self._usage(nbytes, off)
+        peak = int(beside.argmax())
         there = off & (self.first <= peak) & (peak <= self.last)
+        array, first, last = self.gaps.T
+        gone = array[(first < peak) & (peak < last) & there[array]]
+        if len(gone):
+            more = self.workspace_bytes + self.factor * whole[peak] - beside[peak]
+            nbytes[gone] *= 1.0 - more / (self.factor * nbytes[gone].sum())
         out: dict[str, float] = {}
         for k in np.flatnonzero(there):
-            kind = self.kinds[k]
-            out[kind] = out.get(kind, 0.0) + float(self.nbytes[k])
-        out[OVERHEAD] = (self.factor - 1.0) * float(usage[peak])
+            out[self.kinds[k]] = out.get(self.kinds[k], 0.0) + float(nbytes[k])
+        out[OVERHEAD] = (self.factor - 1.0) * float(nbytes[there].sum())
         out[WORK_SPACE] = self.workspace_bytes
         return {kind: nbytes for kind, nbytes in out.items() if nbytes}
 
@@ -226,6 +266,14 @@ def live(
     state = [*_inputs(assignment, length, tiled=life.tiled), *_sums(assignment, length)]
     found = [*state, *buffers(assignment, life, only)]
     degree = analysis.dim_labels.degree
+    gaps = [
+        (k, first, last)
+        for k, b in enumerate(found)
+        for first, last in life.gaps.get(b.value, ())
+        if b.start <= first and last <= b.end + 1
+    ]
+    part, rest = life.room
+    room = rest * part * device.memory_bytes if life.gaps else math.inf
     return Live(
         np.array([b.value for b in found], dtype=int),
         np.array([b.nbytes for b in found], dtype=float),
@@ -238,6 +286,9 @@ def live(
         device.calibrated.memory_overhead * life.factor,
         float(life.workspace_bytes),
         float(life.on_chip_bytes),
+        rest,
+        np.array(gaps, dtype=int).reshape(-1, 3),
+        room,
     )
 
 

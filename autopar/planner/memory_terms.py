@@ -20,6 +20,7 @@ from autopar.layouts.copies import Copy, Mode
 from autopar.layouts.layout import shards
 from autopar.layouts.strategies import Space, partial_axes
 from autopar.steps.analysis import Analysis
+from autopar.steps.lifetimes import kept
 from autopar.steps.nodes import Home
 from autopar.steps.uses import Source
 from autopar.steps.widening import WIDER
@@ -118,7 +119,8 @@ class _Writer:
                     continue
                 start = self.life.starts(op, value)
                 end = max(start, ends.get(value, start), held_until(op, self.life))
-                yield self.buffer(home, value, start, end, least=least)
+                for first, last in kept(start, end, self.life.gaps.get(value, ())):
+                    yield self.buffer(home, value, first, last, least=least)
 
     def orders(self) -> Iterator[MemoryTerm]:
         """Copies in other orders of dimensions, which every choice makes."""

@@ -25,6 +25,7 @@ from autopar.steps.lifetimes import (
     PLAIN,
     Habits,
     Lifetimes,
+    gaps,
     in_program_order,
     lifetimes,
     made_early,
@@ -304,7 +305,7 @@ class Analysis:
                 fused = self._streamed
             elif habits.makes_again:
                 fused = made_again(self.graph, floating)
-            late = self._gradients if habits.late_gradients else {}
+            late = self._summing if habits.late_gradients else {}
             if habits.late_until_barrier:
                 late = until_barriers(self.graph, late)
             ordered = orders(self.graph) if habits.keeps_orders else NO_ORDERS
@@ -312,12 +313,13 @@ class Analysis:
             copies = dict(ordered.copies)
             if habits.into_products:
                 copies |= looked_up(self.graph, floating, fused)
-            most = habits.late_gradients
             if habits.widens:
                 written |= rounded(self.graph, floating)
             first = habits.breadth_first
             times = breadth_first(self.graph, written) if first else None
-            known = lifetimes(self.graph, written, late, most, copies, times)
+            known = lifetimes(
+                self.graph, written, late, habits.late_gradients, copies, times
+            )
             if first:
                 known = made_early(known, self.graph, floating)
             known = dataclasses.replace(
@@ -332,6 +334,13 @@ class Analysis:
             if any(op.kind in PRODUCTS for op in self.graph.operators):
                 room = habits.workspace_bytes
                 known = dataclasses.replace(known, workspace_bytes=room)
+            if habits.room[0]:
+                prompt = self.life(
+                    dataclasses.replace(habits, late_gradients=0, room=(0.0, 0.0))
+                )
+                where = self.independent.computations
+                found = gaps(self.graph, known, prompt, where)
+                known = dataclasses.replace(known, gaps=found, room=habits.room)
             self._lives[habits] = known
         return known
 
@@ -358,12 +367,16 @@ class Analysis:
 
         Each with the last operator of its loop, or of the program.
         """
+        kinds = {op.index for op in self.graph.operators if op.kind in PRODUCTS}
+        return {k: end for k, end in self._summing.items() if k in kinds}
+
+    @functools.cached_property
+    def _summing(self) -> dict[int, int]:
+        """`_gradients`, with sums of elements such as those for scales."""
         return {
             op.index: self.independent.computations[op.index]
             for op in self.graph.operators
-            if op.kind in PRODUCTS
-            and op.role is Role.BACKWARD
-            and op.class_index in self.independent.summing
+            if op.role is Role.BACKWARD and op.class_index in self.independent.summing
         }
 
     @functools.cached_property

@@ -44,8 +44,18 @@ _APART = BOUNDARY | {
     "sort", "top_k",
 }  # fmt: skip
 
+_CALLS = BOUNDARY | {
+    "slice_step", "stack_step", "sort", "top_k", "optimization_barrier",
+}  # fmt: skip
+
 # A kernel does not read more arrays than this; the limit only bounds the work here.
 _MOST_SOURCES = 32
+# A kernel takes no operator that it would compute at over so many places for each
+# element (openxla/xla, ``kMaxEvaluationsPerNode`` of FusionNodeEvaluations).
+_MOST_PLACES = 15
+# Operators that read their operands at other places than they write.
+_SHIFTING = frozenset({"concatenate", "dynamic_slice", "pad", "rev", "slice", "split"})
+_OWN_PLACE = frozenset({0})
 # Operators whose results lie in the buffer of what they hand over.
 _HANDING = BOUNDARY | {"slice_step"}
 
@@ -226,6 +236,8 @@ class _Again:
       readers: the operators that read each value.
       outputs: of the graph.
       made_of: of what is fused, the values in memory that it is made of.
+      places: of what is fused, the places at which it reads those: the operators that
+        shift them, one after the other. Not of what reads at its own place alone.
       scattered: zeros that something is scattered into.
       into_products: whether products make what they read.
     """
@@ -235,6 +247,7 @@ class _Again:
     readers: Mapping[int, Sequence[Operator]]
     outputs: frozenset[int]
     made_of: dict[int, frozenset[int]]
+    places: dict[int, frozenset[int]]
     scattered: set[int]
     into_products: bool
 
@@ -245,7 +258,7 @@ class _Again:
         """Knows nothing yet."""
         outputs = _handed_out(graph)
         readers = _readers(graph)
-        return cls(graph, floating, readers, outputs, {}, set(), into_products)
+        return cls(graph, floating, readers, outputs, {}, {}, set(), into_products)
 
     def writes(self, op: Operator, slot: int, value: int) -> bool:
         """Whether an operator writes a result; operators come in program order."""
@@ -253,14 +266,28 @@ class _Again:
         sources = frozenset[int]().union(
             *(self.made_of.get(v, frozenset({v})) for v in arrays)
         )
+        places = self._places(op)
         written = self._written(op, slot, value, sources)
+        written |= len(places) > _MOST_PLACES
         compared = self.into_products and value in self.floating
         fused = is_elementwise(op)
         if not written and (fused or compared):
             self.made_of[value] = sources
+            if places != _OWN_PLACE:
+                self.places[value] = places
         elif value in self.floating and not fused:
             self.scattered.add(value)
         return written
+
+    def _places(self, op: Operator) -> frozenset[int]:
+        """The places at which an operator reads what is in memory, as numbers."""
+        read = frozenset[int]().union(
+            *(self.places.get(v, _OWN_PLACE) for v in op.inputs if v is not None)
+        )
+        if op.kind not in _SHIFTING:
+            return read
+        shifts = range(len(op.inputs) if op.kind == "concatenate" else 1)
+        return frozenset(hash((p, op.index, k)) for p in read for k in shifts)
 
     def _written(
         self, op: Operator, slot: int, value: int, sources: frozenset[int]
@@ -321,6 +348,14 @@ def is_elementwise(op: Operator) -> bool:
         kind is FactorKind.REDUCE and size > 1
         for size, kind in zip(op.rule.sizes, op.rule.kinds, strict=True)
     )
+
+
+def is_cloned(op: Operator) -> bool:
+    """Whether a GPU's compiler clones the operator rather than keep its result.
+
+    It does not clone what calls a library or a kernel, and loops.
+    """
+    return op.kind not in _CALLS and op.kernel is None and not is_product(op)
 
 
 def _is_opaque(op: Operator) -> bool:

@@ -6,15 +6,19 @@ This part of the memory model does not depend on any layout.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 
 from autopar.steps.breadth import region_ends
-from autopar.steps.fusion import is_elementwise, spread
+from autopar.steps.fusion import is_cloned, is_elementwise, spread
 from autopar.steps.replacing import NONE, Replacing, replacing
 from autopar.steps.rounded import NOT_ROUNDED, Rounded
 from autopar.steps.widening import NOT_WIDENED, Widened
 from autopar_passes.graph.operators import Operator, OperatorGraph
 from autopar_passes.graph.roles import Role
+
+# The last time at which a result is there before it is given up, and the first behind.
+Gap = tuple[int, int]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -42,6 +46,8 @@ class Lifetimes:
       zeros: values that begin as zeros, which are there from the start.
       spread: arrays that are written at the size of a larger one
         (`autopar.steps.fusion.spread`).
+      gaps: the times between which results are not there where memory is short.
+      room: as in `Habits`.
       factor: on the peak of the buffers, beside that of the device.
       replacing: the gradients that updates wait for, where parameters are copied
         that may be read later.
@@ -64,6 +70,8 @@ class Lifetimes:
     zeros: frozenset[int] = frozenset()
     spread: Mapping[int, tuple[int, ...]] = dataclasses.field(default_factory=dict)
     replacing: Replacing = NONE
+    gaps: Mapping[int, tuple[Gap, ...]] = dataclasses.field(default_factory=dict)
+    room: tuple[float, float] = (0.0, 0.0)
     factor: float = 1.0
 
     def starts(self, op: Operator, value: int) -> int:
@@ -95,8 +103,8 @@ class Habits:
         that moves fewer bytes (`autopar.steps.fusion.made_again`).
       keeps_orders: whether batched products fix the order of dimensions
         (`autopar.steps.orders`).
-      late_gradients: how many products that make gradients wait at once, to run
-        behind others of the backward pass.
+      late_gradients: the part of the operators that make gradients which has run
+        naturally before the first of them does; the rest of the pass they share evenly.
       workspace_bytes: what a library takes for its matrix products to work in.
       into_products: whether element-wise results are made again in products, too, and
         written for a gather alone (`autopar.steps.fusion.looked_up`).
@@ -111,6 +119,8 @@ class Habits:
         (`autopar.cost.joined_sums`); 0: each is sent when it is there.
       widens: whether types of 16 bits are computed in 32 (`autopar.steps.widening`).
       rounds: whether products of float32 read bfloat16 (`autopar.steps.rounding`).
+      room: the part of a device's memory, and of what the inputs leave of that, beyond
+        which results are given up for a while (`gaps`); 0: they never are.
     """
 
     breadth_first: bool = False
@@ -123,8 +133,9 @@ class Habits:
     tiled: bool = False
     on_chip_bytes: int = 0
     keeps_orders: bool = False
-    late_gradients: int = 0
+    late_gradients: float = 0.0
     workspace_bytes: int = 0
+    room: tuple[float, float] = (0.0, 0.0)
 
 
 PLAIN = Habits()
@@ -137,7 +148,7 @@ def lifetimes(
     graph: OperatorGraph,
     written: frozenset[int],
     late: Mapping[int, int] | None = None,
-    most: int = 0,
+    part: float = 0.0,
     copies: Mapping[tuple[int, int], bool] | None = None,
     times: Sequence[int] | None = None,
 ) -> Lifetimes:
@@ -146,9 +157,9 @@ def lifetimes(
     Args:
       graph: the operator graph.
       written: values with a buffer of their own (`autopar.steps.fusion.Fusion`).
-      late: products that run late (`Habits.late_gradients`), each with the last
-        operator of its loop, or of the program.
-      most: how many of them wait at once.
+      late: operators that run late, each with the last operator of its loop, or of the
+        program.
+      part: as in `Habits.late_gradients`.
       copies: as in `autopar.steps.orders.Orders`. What an element-wise operator makes
         is made again for them, so what it reads lives until then.
       times: when each operator runs; None: in the order of the program, but for
@@ -161,7 +172,7 @@ def lifetimes(
                 readers.setdefault(v, []).append(op.index)
     time = list(times) if times is not None else _schedule(graph)
     reads = list(time)
-    for index, until in _late(graph, late or {}, most).items():
+    for index, until in _late(graph, late or {}, part).items():
         reads[index] = max(reads[index], until)
     maker = {v: op for op in graph.operators for v in op.outputs}
     made: dict[tuple[int, int], int] = {}
@@ -213,6 +224,63 @@ def in_program_order(life: Lifetimes) -> Lifetimes:
     return dataclasses.replace(life, factor=_NOT_EARLY)
 
 
+def gaps(
+    graph: OperatorGraph, life: Lifetimes, prompt: Lifetimes, where: Sequence[int]
+) -> dict[int, tuple[Gap, ...]]:
+    """When results are given up where a program needs more memory than there is.
+
+    XLA's scheduler for GPUs then keeps no product waiting. And results of the forward
+    pass are made again for the backward pass: an instruction is cloned before its next
+    reader (openxla/xla, ``xla/hlo/transforms/simplifiers/hlo_rematerialization.cc``).
+    Calls of libraries, loops and kernels are not cloned: on GPUs products are such
+    calls.
+
+    Args:
+      graph: the operator graph.
+      life: when values are made and last needed.
+      prompt: the same where no product waits.
+      where: of each operator, the last operator of its computation.
+    """
+    readers: dict[int, list[Operator]] = {}
+    for op in graph.operators:
+        for v in set(op.inputs):
+            if v in life.written:
+                readers.setdefault(v, []).append(op)
+    out: dict[int, tuple[Gap, ...]] = {}
+    for op in graph.operators:
+        for value in life.written.intersection(op.outputs):
+            read = readers.get(value, [])
+            found: list[Gap] = []
+            needed = max((prompt.needs(r) for r in read), default=-1)
+            if max((life.needs(r) for r in read), default=-1) > needed:
+                found.append((needed, max(life.needs(r) for r in read) + 1))
+            backward = [r for r in read if r.role is Role.BACKWARD]
+            inside = all(where[r.index] == where[op.index] for r in read)
+            if op.role is Role.FORWARD and backward and inside and is_cloned(op):
+                before = [prompt.reads[r.index] for r in read if r not in backward]
+                first = max([life.time[op.index], *before])
+                last = min(life.time[r.index] for r in backward)
+                if last > first + 1:
+                    found.append((first, last))
+            if found:
+                out[value] = tuple(found)
+    return out
+
+
+def kept(start: int, end: int, gaps: Sequence[Gap]) -> list[tuple[int, int]]:
+    """The times at which a result is there where memory is short: first and last ones.
+
+    >>> kept(2, 20, [(9, 12), (14, 21)])
+    [(2, 9), (12, 14)]
+    """
+    out: list[tuple[int, int]] = []
+    for first, last in sorted(gaps):
+        if start <= first and last <= end + 1:
+            out.append((start, first))
+            start = last
+    return [*out, (start, end)] if start <= end else out
+
+
 def _zeros(graph: OperatorGraph) -> frozenset[int]:
     """Values that begin as zeros: what loops stack, and what is scattered into zeros.
 
@@ -255,22 +323,25 @@ def until_barriers(
 
 
 def _late(
-    graph: OperatorGraph, gradients: Mapping[int, int], most: int
+    graph: OperatorGraph, gradients: Mapping[int, int], part: float
 ) -> dict[int, int]:
-    """When products run that make gradients: behind others of the backward pass.
+    """When operators run that make gradients: behind others of the backward pass.
 
-    A scheduler that hides communication keeps them for the messages that come,
-    because nothing else waits for them; what they read lives until then. A product in
-    a loop stays in it.
+    Nothing but messages and updates waits for them, so a scheduler that fills a program
+    from its end puts them there; what they read lives until then. In the order of
+    the program the one in place i of n runs with that in place ``part n + (1 - part)
+    i``. One in a loop stays in it.
     """
     backward = (op.index for op in graph.operators if op.role is Role.BACKWARD)
     last = max(backward, default=0)
     order = sorted(gradients)
-    following = [*order[most:], *([last] * most)]
-    return {
-        index: min(last, gradients[index], after)
-        for index, after in zip(order, following, strict=False)
-    }
+    number = len(order)
+    out: dict[int, int] = {}
+    for place, index in enumerate(order):
+        then = min(number - 1, math.ceil(part * number + (1 - part) * place))
+        after = order[then] if part else index
+        out[index] = min(last, gradients[index], after)
+    return out
 
 
 def _schedule(graph: OperatorGraph) -> list[int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import random
 from typing import Any
 
@@ -19,7 +20,6 @@ from jax.experimental import pallas as pl
 from planner_steps import mlp_batch, mlp_loss, mlp_params, training
 
 import autopar
-from autopar.cost.buffers import buffers
 from autopar.cost.live import OVERHEAD, SUMS, WORK_SPACE, Live, habits_of, live
 from autopar.cost.local import BUFFER_KINDS, local_bytes
 from autopar.cost.on_chip import on_chip
@@ -128,6 +128,7 @@ STATE = st.tuples(st.integers(1, 50), st.booleans(), st.booleans())
     st.sampled_from([0.0, 60.0]),
     st.sampled_from([0.5, 1.0, 3.0]),
     st.sampled_from([1, 2]),
+    st.sampled_from([80.0, 1e9]),
 )
 def test_the_peak_is_the_most_that_is_there(
     state: list[tuple[int, bool, bool]],
@@ -135,8 +136,14 @@ def test_the_peak_is_the_most_that_is_there(
     room: float,
     rows: float,
     count: int,
+    limit: float,
 ) -> None:
-    """As sums over all arrays at every time, whatever the batch and microbatches."""
+    """As sums over all arrays at every time, whatever the batch and microbatches.
+
+    Over a limit, arrays of three times and more are there at their ends alone.
+    """
+    ends = [(x[1], min(19, x[1] + x[2])) for x in arrays]
+    long = [k for k, (first, last) in enumerate(ends) if last - first > 1]
     kinds = ["optimizer state" if not sums else SUMS for _, _, sums in state]
     found = Live(
         values=np.zeros(len(state) + len(arrays), dtype=int),
@@ -150,8 +157,11 @@ def test_the_peak_is_the_most_that_is_there(
         factor=1.25,
         workspace_bytes=7.0,
         on_chip_bytes=room,
+        rest_part=0.95,
+        gaps=np.array([(len(state) + k, *ends[k]) for k in long], int).reshape(-1, 3),
+        room_bytes=limit,
     )
-    fixed = 7.0
+    fixed = 0.0
     for nbytes, batch, sums in state:
         if not sums or count > 1:
             fixed += nbytes * (rows if batch else 1.0)
@@ -165,11 +175,20 @@ def test_the_peak_is_the_most_that_is_there(
         room,
     )
     held = {k for k, on in zip(inside, chip, strict=True) if on}
-    by_time = [
-        fixed
-        + 1.25 * sum(b for k, b in enumerate(sizes) if t in spans[k] and k not in held)
-        for t in range(20)
-    ]
+
+    def there(k: int, t: int, *, least: bool) -> bool:
+        gone = least and k in long and ends[k][0] < t < ends[k][1]
+        return t in spans[k] and k not in held and not gone
+
+    def usage(t: int, *, least: bool) -> float:
+        live = (b for k, b in enumerate(sizes) if there(k, t, least=least))
+        return 7.0 + 1.25 * sum(live)
+
+    whole = [usage(t, least=False) for t in range(20)]
+    left = limit - 0.95 * fixed
+    if max(whole) > left:
+        whole = [max(min(x, left), usage(t, least=True)) for t, x in enumerate(whole)]
+    by_time = [fixed + x for x in whole]
 
     np.testing.assert_allclose(found.timeline(rows, count), by_time)
     assert found.peak_bytes(rows, count) == pytest.approx(max(by_time))
@@ -320,24 +339,48 @@ def test_tpus_of_two_cores_only_round() -> None:
     """Their compiler writes more, and no rule for it is known."""
     device = autopar.Cluster.parse("2x2x4:v5p").device
 
-    assert habits_of(device) == dataclasses.replace(PLAIN, rounds=True)
+    assert habits_of(device) == dataclasses.replace(
+        PLAIN, rounds=True, room=(0.93, 1.0)
+    )
     assert device.calibrated.memory_overhead == 1.2
 
 
 def test_gpus_make_gradients_behind_the_backward_pass() -> None:
-    """What a checkpoint makes again stays for the products of the gradients."""
-    case = harness.prepare(*remat_chain())
-    plan = harness.random_plan(case, (8,), random.Random(0), replicated=True)
-    graph, sizes = case.graph, [0.0, 0.0]
-    last = max(o.index for o in graph.operators if o.role is Role.BACKWARD)
-    for place, kind in enumerate(("cpu", "gpu")):
-        found = buffers(plan, case.analysis.life(HABITS[kind]))
-        sizes[place] = sum(b.nbytes for b in found if b.start <= last <= b.end)
-    # Three layers of: x, its gradient behind the layer (512 x 64), tanh(...) and the
-    # gradient before it (512 x 256), two of which each product of a gradient reads.
-    least = 2 * 4 * 512 * (64 + 256)
+    """None until two fifths of them could be there; the rest of the pass they share."""
+    analysis = harness.prepare(*remat_chain()).analysis
+    reads = analysis.life(HABITS["gpu"]).reads
+    order = [
+        op.index
+        for op in analysis.graph.operators
+        if op.role is Role.BACKWARD and op.class_index in analysis.independent.summing
+    ]
+    number = len(order)
+    assert number >= 6
+    for place, index in enumerate(order):
+        then = order[min(number - 1, math.ceil(0.4 * number + 0.6 * place))]
+        assert reads[index] == then
 
-    assert sizes[1] - sizes[0] > least
+
+def short(seed: int, part: float) -> tuple[float, float, float]:
+    """The peak of a step with room, with little of it, and what little is."""
+    case = harness.prepare(*remat_chain())
+    plan = harness.random_plan(case, (8,), random.Random(seed), replicated=True)
+    device = dataclasses.replace(
+        autopar.Cluster.parse("8:h100").device, workspace_bytes=0
+    )
+    free = live(plan, device).peak_bytes()
+    little = dataclasses.replace(device, memory_bytes=int(part * free))
+    return free, live(plan, little).peak_bytes(), part * free
+
+
+@pytest.mark.parametrize("part", [1.5, 1.0, 0.9])
+def test_gpus_give_arrays_up_where_memory_is_short(part: float) -> None:
+    """Down to what their compiler keeps to, and never below what it cannot give up."""
+    free, peak, memory = short(0, part)
+    if part > 1.2:
+        assert peak == free
+    else:
+        assert 0.8 * memory < peak < free
 
 
 def test_memory_at_the_peak_is_named() -> None:
@@ -377,8 +420,8 @@ def test_gradients_of_a_loop_are_made_in_the_loop() -> None:
 
     assert len(inside) == 5
     assert all(reads[index] <= ends[index] for index in inside)
-    # Both gradients behind the loop are put off; what another product reads is not.
-    assert sum(reads[index] > index for index in behind) == 2
+    # The first gradient behind the loop is put off; what another product reads is not.
+    assert sum(reads[index] > index for index in behind) == 1
 
 
 def test_products_have_work_space() -> None:

@@ -37,10 +37,10 @@ def test_work_space_lowers_what_layouts_may_use() -> None:
         for more in (0, room):
             try:
                 best = search(analysis, of(memory + more, more), seconds=2).best
-                found.append((True, best.step_s, best.peak_memory_bytes - more))
+                assert best.peak_memory_bytes <= memory + more
+                found.append((True, best.step_s))
             except InfeasibleError as error:
-                found.append((False, 0.0, error.least_bytes - more))
-        # More state counts as small beside more memory.
+                found.append((False, error.least_bytes - more))
         assert found[0] == pytest.approx(found[1], rel=0.01)
 
 
