@@ -35,16 +35,64 @@ _LAYOUT = {
 }
 # Participles that do not end in -ed.
 _IRREGULAR = frozenset(
-    "begun bought bound brought built caught chosen cut done drawn dealt fed felt found "
-    "given gone got grown had held hidden kept known laid led left lent lost made meant "
-    "met paid put read run said seen sent set shown sought spent split spread stood "
-    "taken taught told thought understood won written".split()
+    [
+        "begun",
+        "bought",
+        "bound",
+        "brought",
+        "built",
+        "caught",
+        "chosen",
+        "cut",
+        "done",
+        "drawn",
+        "dealt",
+        "fed",
+        "felt",
+        "found",
+        "given",
+        "gone",
+        "got",
+        "grown",
+        "had",
+        "held",
+        "hidden",
+        "kept",
+        "known",
+        "laid",
+        "led",
+        "left",
+        "lent",
+        "lost",
+        "made",
+        "meant",
+        "met",
+        "paid",
+        "put",
+        "read",
+        "run",
+        "said",
+        "seen",
+        "sent",
+        "set",
+        "shown",
+        "sought",
+        "spent",
+        "split",
+        "spread",
+        "stood",
+        "taken",
+        "taught",
+        "told",
+        "thought",
+        "understood",
+        "won",
+        "written",
+    ]
 )
 # Nouns and verbs that look like participles.
-_NO_PARTICIPLES = frozenset(
-    "bed embed exceed feed need proceed read run seed set split cut put speed "
-    "spread".split()
-)
+_NO_PARTICIPLES = {"bed", "embed", "exceed", "feed", "need", "proceed", "read", "run"}
+_NO_PARTICIPLES |= {"seed", "set", "split", "cut", "put", "speed", "spread"}
 
 
 @dataclasses.dataclass

@@ -52,7 +52,7 @@ class RayLauncher:
           PlanError: Ray is not installed, there is no cluster, or it is too small.
         """
         self._words = tuple(words)
-        self._ray = connected(address)
+        self._ray = connect(address)
         self._lock = threading.Lock()
         self._places: Placer = places or Places()
         if places is None:
@@ -157,9 +157,9 @@ class RayLauncher:
 
     def _report(self, worker: int, code: int | None, *, lost: bool) -> None:
         with self._lock:
-            spare = self._places.ended(worker, lost=lost)
+            spare = self._places.on_end(worker, lost=lost)
         assert self._reports is not None
-        self._reports.ended(worker, code, spare=spare)
+        self._reports.on_end(worker, code, spare=spare)
 
     def _follow(self, watched: Watched) -> None:
         """Tells of nodes that join; those that die are told of by their actors."""
@@ -172,7 +172,7 @@ class RayLauncher:
             with self._lock:
                 new = self._places.update(nodes)
             if new:
-                watched.call(functools.partial(self._reports.joined, new))
+                watched.call(functools.partial(self._reports.on_join, new))
 
     def _nodes(self) -> tuple[list[Node], int]:
         return nodes_here(self._ray)
@@ -195,7 +195,7 @@ def _say(reason: str) -> None:
     print(f"autopar: nodes of the Ray cluster: {reason}", file=sys.stderr)
 
 
-def connected(address: str) -> Any:
+def connect(address: str) -> Any:
     """Ray, connected to a cluster.
 
     Args:

@@ -65,7 +65,7 @@ class Placer(Protocol):
         """Gives a worker a node; None: no room anywhere."""
         ...
 
-    def ended(self, worker: int, *, lost: bool) -> bool:
+    def on_end(self, worker: int, *, lost: bool) -> bool:
         """A worker has ended; returns whether another may take its place unasked."""
         ...
 
@@ -100,7 +100,7 @@ class Places:
         self._used.add(node.name)
         return node
 
-    def ended(self, worker: int, *, lost: bool) -> bool:
+    def on_end(self, worker: int, *, lost: bool) -> bool:
         """A worker has ended.
 
         Args:

@@ -62,7 +62,7 @@ class ScriptActor:
         self._child = subprocess.Popen(
             [sys.executable, leash.__file__, str(os.getpid()), sys.executable, *words],
             cwd=folder,
-            env=merged(os.environ, environment),
+            env=merge_environment(os.environ, environment),
             stdin=subprocess.DEVNULL,
             start_new_session=True,
         )
@@ -85,7 +85,9 @@ class ScriptActor:
             self._child.send_signal(signal.Signals(number))
 
 
-def merged(node: Mapping[str, str], given: Mapping[str, str]) -> dict[str, str]:
+def merge_environment(
+    node: Mapping[str, str], given: Mapping[str, str]
+) -> dict[str, str]:
     """The environment of a worker: as given, on the machine of a node.
 
     >>> merged({"PATH": "/node", "RAY_JOB_ID": "1"}, {"PATH": "/here", "SEED": "2"})

@@ -52,7 +52,7 @@ class Slots:
                 self._write()
             return Node(name=self._of[worker], address="", room=1)
 
-    def ended(self, worker: int, *, lost: bool = False) -> bool:
+    def on_end(self, worker: int, *, lost: bool = False) -> bool:
         """A worker has ended; returns False: nobody takes its place unasked."""
         del lost
         with self._lock:
@@ -120,7 +120,7 @@ class PlacedLauncher:
     def start(self, worker: int, environment: Mapping[str, str]) -> ProcessId | None:
         """See `Launcher`; where all places are taken, the worker ends at once."""
         if self._slots.place(worker) is None:
-            self.ended(worker, None)
+            self.on_end(worker, None)
             return None
         return self._base.start(worker, environment)
 
@@ -128,7 +128,7 @@ class PlacedLauncher:
         """See `Launcher`."""
         found = self._base.watch(worker, process)
         if not found:
-            self._slots.ended(worker)
+            self._slots.on_end(worker)
         return found
 
     def signal(self, worker: int, number: int) -> None:
@@ -143,11 +143,11 @@ class PlacedLauncher:
         """See `Placing`."""
         return self._slots.move(places)
 
-    def ended(self, worker: int, code: int | None, *, spare: bool = False) -> None:
+    def on_end(self, worker: int, code: int | None, *, spare: bool = False) -> None:
         """See `Reports`."""
-        self._slots.ended(worker)
+        self._slots.on_end(worker)
         assert self._reports is not None
-        self._reports.ended(worker, code, spare=spare)
+        self._reports.on_end(worker, code, spare=spare)
 
-    def joined(self, machines: int) -> None:
+    def on_join(self, machines: int) -> None:
         """See `Reports`; a scheduler says what becomes of nodes that join."""

@@ -72,7 +72,7 @@ def claim(directory: pathlib.Path) -> None:
         fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         try:
-            _refused(directory, descriptor, error)
+            _refuse(directory, descriptor, error)
         finally:
             os.close(descriptor)
         return
@@ -106,7 +106,7 @@ def _own() -> dict[str, Any]:
     return {"host": socket.gethostname(), "pid": os.getpid(), "run": run}
 
 
-def _refused(directory: pathlib.Path, descriptor: int, error: OSError) -> None:
+def _refuse(directory: pathlib.Path, descriptor: int, error: OSError) -> None:
     """Says who has a directory, unless that is this run."""
     if error.errno in _WITHOUT_LOCKS:
         warnings.warn(
@@ -249,7 +249,7 @@ class Checkpoints:
                 raise CheckpointError(
                     f"save: step={step}, position={position}: both count from 0."
                 )
-            arrays, made = _held(train_step, state, step, position, notes)
+            arrays, made = _arrays_to_save(train_step, state, step, position, notes)
             alone = world.process_count == 1
             copies = snapshot(arrays, alone=alone)
             folder = self.directory / folders.folder_name(step, time.time_ns())
@@ -349,7 +349,7 @@ class Checkpoints:
             in_order = () if by_name else tuple(rest)
             train_step.prepare(*shapes.arguments(), *in_order, **by_name)
         wanted = _structs(train_step.running.planned, shapes.structs)
-        return self._restored(train_step, wanted, shapes.state, step)
+        return self._restore_first(train_step, wanted, shapes.state, step)
 
     def restore_into(
         self, train_step: ParallelStep[..., Any], state: Any, *, step: int | None = None
@@ -363,11 +363,11 @@ class Checkpoints:
         """
         leaves, _ = creation.flat_state(state)
         wanted = _structs(train_step.running.planned, leaves)
-        return self._restored(
+        return self._restore_first(
             train_step, wanted, lambda new: creation.replaced(state, new), step
         )
 
-    def _restored(
+    def _restore_first(
         self,
         train_step: ParallelStep[..., Any],
         wanted: dict[str, Any],
@@ -441,7 +441,7 @@ def _structs(running: AnyStep, leaves: Sequence[Any]) -> dict[str, Any]:
     }
 
 
-def _held(
+def _arrays_to_save(
     train_step: ParallelStep[..., Any],
     state: Any,
     step: int,

@@ -127,7 +127,7 @@ def convert(
     if to not in FORMATS:
         raise CheckpointError(f"to='{to}': expected one of {', '.join(FORMATS)}.")
     if to == "checkpoint":
-        return _imported(source, target, like, called, position)
+        return _import(source, target, like, called, position)
     if target.exists():
         raise CheckpointError(f"{target}: is there already; say another place.")
     folder = names.find(source, step)
@@ -136,7 +136,7 @@ def convert(
     return write(folder, held, target)
 
 
-def _imported(
+def _import(
     source: pathlib.Path,
     target: pathlib.Path,
     like: pathlib.Path | None,

@@ -103,11 +103,11 @@ def block_digest(
     found = Digest()
     step = max(1, _CHUNK // columns)
     for k in range(0, len(flat), step):
-        found += _summed(flat[k : k + step], rows[k : k + step], places)
+        found += _sum_rows(flat[k : k + step], rows[k : k + step], places)
     return found
 
 
-def _summed(words: np.ndarray, rows: np.ndarray, columns: np.ndarray) -> Digest:
+def _sum_rows(words: np.ndarray, rows: np.ndarray, columns: np.ndarray) -> Digest:
     """The checksum of some rows; a word's place is that of its row and its column."""
     by_row = words.sum(axis=1, dtype=np.uint64)
     by_column = words.sum(axis=0, dtype=np.uint64)

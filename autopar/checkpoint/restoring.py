@@ -43,10 +43,10 @@ def check_model(folder: pathlib.Path, manifest: Manifest, wanted: Any) -> None:
         ("checkpoint", have.keys() - wanted),
         ("step", wanted.keys() - have.keys()),
     )
-    told = [listed("; ".join, told)] if told else []
+    told = [first_items("; ".join, told)] if told else []
     for who, paths in alone:
         if names := [f"'{path}'" for path in sorted(paths)]:
-            told.append(f"only the {who} has {listed(', '.join, names)}")
+            told.append(f"only the {who} has {first_items(', '.join, names)}")
     if told:
         raise CheckpointError(
             f"{folder}: a checkpoint of another model ('{manifest.name}', step "
@@ -54,7 +54,7 @@ def check_model(folder: pathlib.Path, manifest: Manifest, wanted: Any) -> None:
         )
 
 
-def listed(join: Callable[[Sequence[str]], str], items: Sequence[str]) -> str:
+def first_items(join: Callable[[Sequence[str]], str], items: Sequence[str]) -> str:
     """The first items, and how many more there are."""
     more = f" and {len(items) - _MOST} more" if len(items) > _MOST else ""
     return join(items[:_MOST]) + more
@@ -94,7 +94,7 @@ def read_arrays(
             total[path] += Digest.parse(text)
     check_digests(folder, entries, total)
     return {
-        path: _placed(bits.pop(path), shardings[path], dtypes[path]) for path in entries
+        path: _place(bits.pop(path), shardings[path], dtypes[path]) for path in entries
     }
 
 
@@ -127,13 +127,13 @@ def check_digests(
     """
     bad = [path for path, entry in entries.items() if str(found[path]) != entry.digest]
     if bad:
-        names = listed(", ".join, [f"'{path}'" for path in bad])
+        names = first_items(", ".join, [f"'{path}'" for path in bad])
         raise CheckpointError(
             f"{folder}: damaged: the content of {names} is not what was saved."
         )
 
 
-def _placed(bits: jax.Array, sharding: Any, dtype: Any) -> Any:
+def _place(bits: jax.Array, sharding: Any, dtype: Any) -> Any:
     """An array in all its places; it was read into the first of each part."""
     if not sharding.addressable_devices:
         return jax_compat.with_dtype(bits, dtype)

@@ -101,7 +101,7 @@ class Save:
 def with_digests(manifest: Manifest, digests: Mapping[str, str]) -> Manifest:
     """The manifest with the checksums of its arrays."""
 
-    def filled(entries: Mapping[str, Any]) -> dict[str, Any]:
+    def fill(entries: Mapping[str, Any]) -> dict[str, Any]:
         return {
             path: msgspec.structs.replace(entry, digest=digests[path])
             for path, entry in entries.items()
@@ -109,9 +109,9 @@ def with_digests(manifest: Manifest, digests: Mapping[str, str]) -> Manifest:
 
     return msgspec.structs.replace(
         manifest,
-        state=filled(manifest.state),
-        codecs=filled(manifest.codecs),
-        noise=filled(manifest.noise),
+        state=fill(manifest.state),
+        codecs=fill(manifest.codecs),
+        noise=fill(manifest.noise),
     )
 
 

@@ -31,10 +31,10 @@ def snapshot(arrays: Mapping[str, Any], *, alone: bool = True) -> dict[str, jax.
       CheckpointError: an array was consumed by a step, or a process of several holds
         one on its own.
     """
-    return {path: _copied(path, array, alone) for path, array in arrays.items()}
+    return {path: _copy(path, array, alone) for path, array in arrays.items()}
 
 
-def _copied(path: str, array: Any, alone: bool) -> jax.Array:
+def _copy(path: str, array: Any, alone: bool) -> jax.Array:
     if not isinstance(array, jax.Array):
         return jax.device_put(np.asarray(array, jax.typeof(array).dtype))
     if array.is_deleted():

@@ -206,15 +206,15 @@ async def _every(
 def _quiet() -> Generator[None]:
     """Keeps Orbax from printing errors that are raised to the caller as well."""
 
-    def told(record: logging.LogRecord) -> bool:
+    def tell(record: logging.LogRecord) -> bool:
         return "orbax" not in record.pathname or record.levelno > logging.ERROR
 
     logger = logging.getLogger("absl")
-    logger.addFilter(told)
+    logger.addFilter(tell)
     try:
         yield
     finally:
-        logger.removeFilter(told)
+        logger.removeFilter(tell)
 
 
 def _read_into(sharding: Any) -> Any:

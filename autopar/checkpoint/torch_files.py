@@ -55,7 +55,7 @@ def save(path: pathlib.Path, value: Any) -> None:
       CheckpointError: PyTorch has no such tensor.
     """
     writer = _Writer()
-    data = b"\x80\x02" + writer.encoded(value) + b"."
+    data = b"\x80\x02" + writer.encode(value) + b"."
     with zipfile.ZipFile(path, "w", zipfile.ZIP_STORED) as file:
         file.writestr("archive/data.pkl", data)
         file.writestr("archive/byteorder", "little")
@@ -70,9 +70,9 @@ class _Writer:
     def __init__(self) -> None:
         self.storages: list[np.ndarray] = []
 
-    def encoded(self, value: Any) -> bytes:
+    def encode(self, value: Any) -> bytes:
         if isinstance(value, Mapping):
-            items = [self.encoded(x) for pair in value.items() for x in pair]
+            items = [self.encode(x) for pair in value.items() for x in pair]
             return b"}(" + b"".join(items) + b"u"
         if isinstance(value, np.ndarray):
             return self._tensor(value)
@@ -90,16 +90,16 @@ class _Writer:
         self.storages.append(array)
         strides = [x // array.itemsize for x in array.strides]
         storage = self._tuple(
-            self.encoded("storage"),
+            self.encode("storage"),
             _global("torch", names[array.dtype]),
-            *(self.encoded(x) for x in (key, "cpu", array.size)),
+            *(self.encode(x) for x in (key, "cpu", array.size)),
         )
         arguments = self._tuple(
             storage + b"Q",  # the unpickler makes a storage of the tuple
-            self.encoded(0),
-            self._tuple(*map(self.encoded, array.shape)),
-            self._tuple(*map(self.encoded, strides)),
-            self.encoded(False),
+            self.encode(0),
+            self._tuple(*map(self.encode, array.shape)),
+            self._tuple(*map(self.encode, strides)),
+            self.encode(False),
             _global("collections", "OrderedDict") + b")R",
         )
         return _global(*_REBUILD) + arguments + b"R"
@@ -158,7 +158,7 @@ def _read(file: zipfile.ZipFile, path: pathlib.Path) -> Any:
     if order in names and file.read(order) != b"little":
         raise CheckpointError("its numbers are not little-endian.")
     program = file.read(data)
-    count = _checked(program)
+    count = _check(program)
     reader = _Reader(program, file, top, size)
     found = reader.load()
     _check_tree(found, [_DEEPEST, _REPEATS * count])
@@ -172,7 +172,7 @@ _DEEPEST, _REPEATS = 100, 10
 _STORES = frozenset({"BINPUT", "LONG_BINPUT", "PUT"})
 
 
-def _checked(program: bytes) -> int:
+def _check(program: bytes) -> int:
     """The number of operations of a pickle.
 
     Raises:

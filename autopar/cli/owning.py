@@ -11,9 +11,9 @@ from collections.abc import Generator, Sequence
 from typing import Any
 
 from autopar.cli.output import Result
-from autopar.dispatch.owners import carry_out, wished
+from autopar.dispatch.owners import carry_out, record_wish
 from autopar.dispatch.running import ProcessRuns
-from autopar.dispatch.specs import JobSpec, checked, read_jobs
+from autopar.dispatch.specs import JobSpec, check, read_jobs
 from autopar.dispatch.store import DONE, ENDED, JobRecord, Store
 from autopar.dispatch.supervising import FileLock, holder
 from autopar.errors import ScheduleError
@@ -60,7 +60,7 @@ def submit(asked: Submitted) -> Result:
             devices=asked.devices,
             guaranteed=asked.guaranteed,
         )
-        jobs = (checked(spec, asked.file.absolute().parent, str(asked.file)),)
+        jobs = (check(spec, asked.file.absolute().parent, str(asked.file)),)
     for job in jobs:
         if job.spec.target:
             raise ScheduleError(
@@ -91,7 +91,7 @@ def wish(state: pathlib.Path, names: Sequence[str], wanted: str) -> Result:
       ScheduleError: there is no such job, or it has ended.
     """
     with _store(state) as store:
-        jobs = wished(store, names, wanted)
+        jobs = record_wish(store, names, wanted)
         lock = FileLock(state / "lock")
         if not lock.take():
             told = (
@@ -150,7 +150,7 @@ def show(state: pathlib.Path, name: str, *, as_json: bool) -> Result:
 
 def _devices(job: JobRecord) -> str:
     where = ", ".join(f"{n} of {node}" for node, n in job.places.items())
-    return f"{job.given} of {job.handed.spec.devices} asked for" + (
+    return f"{job.given_devices} of {job.handed.spec.devices} asked for" + (
         f" ({where})" if where else ""
     )
 
@@ -255,7 +255,7 @@ def jobs(folder: pathlib.Path, *, decisions: bool, as_json: bool) -> Result:
             }
         )
     lines = [*job_lines(records), _age(figures)]
-    running = [job.name for job in records if job.given]
+    running = [job.name for job in records if job.given_devices]
     if running and not figures["scheduler"]:
         lines.append(
             f"jobs that run go on; `autopar jobs cancel {' '.join(running)} --state "
@@ -295,7 +295,7 @@ def _row(job: JobRecord) -> tuple[str, ...]:
     return (
         job.name,
         job.shown_state,
-        str(job.given),
+        str(job.given_devices),
         str(spec.devices),
         _time(job.submitted_s),
         _time(job.started_s),

@@ -17,7 +17,7 @@ from autopar.cluster import data, local, membership, mesh, slices, text, toml
 from autopar.cluster import groups as groups_of
 from autopar.cluster.errors import ClusterError
 from autopar.cluster.fields import ClusterFields
-from autopar.cluster.members import Members, checked_size, listed, settle, size_of
+from autopar.cluster.members import Members, checked_size, list_names, settle, size_of
 from autopar.cluster.mesh import MeshShape
 from autopar.cluster.regular import Prefer
 from autopar.cluster.specs import DeviceSpec, Level, LinkSpec
@@ -39,13 +39,13 @@ def _place(of: Members) -> list[str]:
     said = [of.group] if of.group else []
     if of.positions != tuple(range(size_of(of.whole))):
         shape = "x".join(str(level.size) for level in of.whole)
-        said.append(f"devices {listed(list(_runs(of.positions)))} of {shape}")
+        said.append(f"devices {list_names(list(_runs(of.positions)))} of {shape}")
     return said + ([f"{len(of.idle)} idle"] if of.idle else [])
 
 
 def _of_groups(cluster: ClusterFields) -> str:
     """The groups' texts, which `parse` reads back if they say everything."""
-    bare = groups_of.unplaced(cluster.groups)
+    bare = groups_of.without_places(cluster.groups)
     said = "+".join(map(str, bare))
     if groups_of.is_default(bare, cluster.between) and "(" not in said:
         return said

@@ -24,7 +24,7 @@ from autopar.cluster.specs import (
     Kind,
     Level,
     LinkSpec,
-    shown,
+    show,
 )
 
 Data = dict[str, Any]
@@ -136,7 +136,7 @@ _DECODER = msgspec.json.Decoder(_Unequal)
 
 def _whole(name: str, value: float) -> int:
     if not abs(value) < 1e99:  # as of infinity, and of too many digits
-        raise ClusterError(f"{name} must be positive and finite, got {shown(value)}.")
+        raise ClusterError(f"{name} must be positive and finite, got {show(value)}.")
     return round(value)
 
 
@@ -305,6 +305,8 @@ def write(cluster: ClusterFields) -> Data:
     if cluster.between is None:
         return _equal_data(cluster)
     return {
-        "group": [_equal_data(group) for group in groups_of.unplaced(cluster.groups)],
+        "group": [
+            _equal_data(group) for group in groups_of.without_places(cluster.groups)
+        ],
         "between": _fields(cluster.between, "topology", "rates", "measured"),
     }

@@ -13,7 +13,7 @@ from typing import Any, final
 
 from autopar.cluster.errors import ClusterError
 from autopar.cluster.fields import AnyCluster, ClusterFields
-from autopar.cluster.members import Members, everything, listed, size_of
+from autopar.cluster.members import Members, everything, list_names, size_of
 from autopar.cluster.presets import PRESETS
 from autopar.cluster.specs import DeviceSpec, Level, LinkSpec
 
@@ -116,11 +116,11 @@ def _check_places(groups: Sequence[ClusterFields]) -> None:
     names = [group.members.group for group in groups if group.members]
     if len(set(ids)) < len(ids) or len(set(names)) < len(names):
         raise ClusterError(
-            f"groups must have different names and devices: {listed(names)}."
+            f"groups must have different names and devices: {list_names(names)}."
         )
 
 
-def unplaced(groups: Sequence[AnyCluster]) -> tuple[AnyCluster, ...]:
+def without_places(groups: Sequence[AnyCluster]) -> tuple[AnyCluster, ...]:
     """The groups less the names and positions that `place` gives them again."""
     bare = tuple(_bare(group) for group in groups)
     return bare if place(bare) == tuple(groups) else tuple(groups)

@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterable, Sequence
 
 from autopar.cluster.errors import ClusterError
-from autopar.cluster.specs import MOST_DEVICES, Level, shown
+from autopar.cluster.specs import MOST_DEVICES, Level, show
 
 # The parts of a short list of names that an error shows.
 _SHOWN = 12
@@ -44,14 +44,14 @@ class Members:
             held and not 0 <= min(held) <= max(held) < size
         ):
             raise ClusterError(
-                f"Members: positions {shown(list(self.positions[:99]))} and idle "
-                f"{shown(list(self.idle[:99]))} must be different, from 0 to "
+                f"Members: positions {show(list(self.positions[:99]))} and idle "
+                f"{show(list(self.idle[:99]))} must be different, from 0 to "
                 f"{size - 1}."
             )
         if not 0 <= self.start <= MOST_DEVICES or "/" in self.group:
             raise ClusterError(
-                f"Members: start={shown(self.start)} must be 0 or more, and "
-                f"group={shown(self.group)} have no '/'."
+                f"Members: start={show(self.start)} must be 0 or more, and "
+                f"group={show(self.group)} have no '/'."
             )
         if self.hosts:
             _check_hosts(self)
@@ -144,7 +144,7 @@ def _check_hosts(members: Members) -> None:
     if "" in hosts or len(members.blocks()) != expected:
         raise ClusterError(
             "hosts: names must be different, not empty, and not those of other parts: "
-            f"{listed(hosts)}."
+            f"{list_names(hosts)}."
         )
 
 
@@ -180,7 +180,7 @@ def _shape(levels: Sequence[Level]) -> str:
     return " ".join(f"{level.name}={level.size}" for level in levels)
 
 
-def listed(names: Sequence[str]) -> str:
+def list_names(names: Sequence[str]) -> str:
     """The names for an error: all of a few, the ends of many.
 
     >>> listed(["a", "b"])

@@ -19,7 +19,7 @@ from autopar.cluster.members import (
     Members,
     default_hosts,
     everything,
-    listed,
+    list_names,
     num_hosts,
     size_of,
 )
@@ -95,7 +95,7 @@ def _by_id(cluster: ClusterFields) -> dict[int, str]:
     return found
 
 
-def _numbered(
+def _names_of(
     cluster: ClusterFields, devices: Iterable[int], hosts: Iterable[int]
 ) -> list[str]:
     """The names of devices and hosts that are given by number."""
@@ -105,7 +105,7 @@ def _numbered(
         if device not in ids:
             raise ClusterError(
                 f"no device {device}; the devices are "
-                f"{listed([str(i) for i in sorted(ids)])}."
+                f"{list_names([str(i) for i in sorted(ids)])}."
             )
         found.append(ids[device])
     for host in hosts:
@@ -121,7 +121,7 @@ def _leaving(known: Mapping[str, set[int]], names: Sequence[str]) -> set[int]:
     for name in names:
         if name not in known:
             raise ClusterError(
-                f"{name!r} is not in the cluster; known are {listed(list(known))}. "
+                f"{name!r} is not in the cluster; known are {list_names(list(known))}. "
                 "Example: cluster.without('host3', 'host0/device1')."
             )
         if gone & known[name]:
@@ -140,7 +140,7 @@ def without(
     """The parts that are left; see `autopar.cluster.Cluster.without`."""
     regular.check_prefer(prefer)
     known = _known_names(cluster)
-    gone = _leaving(known, [*names, *_numbered(cluster, devices, hosts)])
+    gone = _leaving(known, [*names, *_names_of(cluster, devices, hosts)])
     left: list[AnyCluster] = []
     for part in parts(cluster):
         of = members_of(part)
@@ -171,7 +171,7 @@ def with_devices(
         wanted -= {of.start + p for p in own}
         if there := sorted(own & _there(of)):
             raise ClusterError(
-                f"with_devices: {listed(list(of.names(there)))} is there already."
+                f"with_devices: {list_names(list(of.names(there)))} is there already."
             )
         left.append(regrid(part, of, _there(of) | own, prefer) if own else part)
     if wanted:
@@ -189,11 +189,13 @@ def with_link(
     found = next((x for x in cluster.levels if x.name == level), None)
     if found is None:
         names = [x.name for x in cluster.levels]
-        raise ClusterError(f"no level {level!r} of links; there are {listed(names)}.")
+        raise ClusterError(
+            f"no level {level!r} of links; there are {list_names(names)}."
+        )
     faster = _ratio(bandwidth, found.link.bandwidth_bytes_per_s)
     longer = _ratio(latency, found.link.latency_s)
 
-    def changed(levels: Sequence[Level]) -> tuple[Level, ...]:
+    def change(levels: Sequence[Level]) -> tuple[Level, ...]:
         return tuple(
             dataclasses.replace(x, link=_exactly(at_rate(x.link, faster, longer), x))
             if x.name == level
@@ -213,8 +215,8 @@ def with_link(
 
     of = cluster.members
     if of is not None:
-        of = dataclasses.replace(of, whole=changed(of.whole))
-    return dataclasses.replace(cluster, levels=changed(cluster.levels), members=of)
+        of = dataclasses.replace(of, whole=change(of.whole))
+    return dataclasses.replace(cluster, levels=change(cluster.levels), members=of)
 
 
 def _ratio(new: float | None, old: float) -> float:
@@ -286,7 +288,7 @@ def _longer(whole: tuple[Level, ...], hosts: int) -> tuple[Level, ...]:
     return (outer, *whole[1:])
 
 
-def _extended(of: Members, new: Sequence[str]) -> Members:
+def _extend(of: Members, new: Sequence[str]) -> Members:
     """The members of a whole with more hosts, whose devices are not there yet."""
     if not new:
         return of
@@ -305,25 +307,27 @@ def _check_joining(
     strays = [name for name in names if of.group and not _is_in(of.group, name)]
     if strays:
         raise ClusterError(
-            f"with_hosts: {listed(strays)} join no group; a name begins with "
+            f"with_hosts: {list_names(strays)} join no group; a name begins with "
             f"'{of.group}/'."
         )
     if len(set(names)) < len(names):
-        raise ClusterError(f"with_hosts: a host is named twice: {listed(list(names))}.")
+        raise ClusterError(
+            f"with_hosts: a host is named twice: {list_names(list(names))}."
+        )
     for name in names:
         if name in missing and not missing[name]:
             raise ClusterError(
                 f"with_hosts: {name!r} and all its devices are there already; known "
-                f"are {listed(list(missing))}."
+                f"are {list_names(list(missing))}."
             )
 
 
-def _grown(part: AnyCluster, names: Sequence[str], prefer: Prefer) -> AnyCluster:
+def _grow(part: AnyCluster, names: Sequence[str], prefer: Prefer) -> AnyCluster:
     """One cluster of equal devices with these hosts."""
     of = members_of(part)
     missing = _missing(of)
     _check_joining(of, names, missing)
-    larger = _extended(of, [name for name in names if name not in missing])
+    larger = _extend(of, [name for name in names if name not in missing])
     joined = set[int]().union(*(_missing(larger)[name] for name in names))
     return regrid(part, larger, _there(of) | joined, prefer)
 
@@ -339,12 +343,12 @@ def with_hosts(
                 "with_hosts: which group do they join? Name them, such as "
                 f"cluster.with_hosts({_next_host(cluster.groups[0])!r})."
             )
-        return [_grown(cluster, _names_for(members_of(cluster), hosts), prefer)]
+        return [_grow(cluster, _names_for(members_of(cluster), hosts), prefer)]
     names = [hosts] if isinstance(hosts, str) else list(hosts)
     if not names:
         raise ClusterError("with_hosts: name at least one host, or say how many.")
     if not cluster.groups:
-        return [_grown(cluster, names, prefer)]
+        return [_grow(cluster, names, prefer)]
     return _grown_groups(cluster, names, prefer)
 
 
@@ -366,14 +370,14 @@ def _grown_groups(
     strays = [n for n in names if not any(_is_in(group, n) for group in groups)]
     if strays:
         raise ClusterError(
-            f"with_hosts: {listed(strays)} join no group; a name begins with one of "
-            f"{listed(list(groups))}, such as {_next_host(cluster.groups[0])!r}."
+            f"with_hosts: {list_names(strays)} join no group; a name begins with one "
+            f"of {list_names(list(groups))}, such as {_next_host(cluster.groups[0])!r}."
         )
     left: list[AnyCluster] = []
     moved = 0
     for name, group in groups.items():
         before = size_of(members_of(group).whole)
-        grown = _grown(group, mine[name], prefer) if mine[name] else group
+        grown = _grow(group, mine[name], prefer) if mine[name] else group
         of = members_of(grown)
         shifted = dataclasses.replace(of, start=of.start + moved)
         left.append(dataclasses.replace(grown, members=shifted))

@@ -92,7 +92,7 @@ def _segments(device: DeviceSpec, levels: Sequence[Level]) -> list[_Segment]:
     return found
 
 
-def _shifted(cells: Cells, axis: int, by: int, wraps: bool) -> Cells:
+def _shift(cells: Cells, axis: int, by: int, wraps: bool) -> Cells:
     """The cells `by` further on; beyond an end that is not joined there are none."""
     moved = np.roll(cells, -by, axis)
     if not wraps:
@@ -112,7 +112,7 @@ def _corners(
     axis, run = axes[0], cells
     for size in range(1, cells.shape[axis] + 1):
         if size > 1:
-            run = run & _shifted(cells, axis, size - 1, wraps[0])
+            run = run & _shift(cells, axis, size - 1, wraps[0])
         if size == cells.shape[axis]:  # the whole ring begins where it is counted from
             first = np.arange(size) == 0
             run = run & np.expand_dims(

@@ -20,7 +20,7 @@ from collections.abc import Iterator, Sequence
 
 from autopar.cluster.errors import ClusterError
 from autopar.cluster.links import is_torus
-from autopar.cluster.members import listed
+from autopar.cluster.members import list_names
 from autopar.cluster.specs import Level
 
 Shape = tuple[int, ...]
@@ -92,7 +92,7 @@ def check_shape(levels: Sequence[Level], shape: Sequence[int]) -> Shape:
         whole = shape_text([level.size for level in levels])
         raise ClusterError(
             f"no slice has the shape {shape_text(shape)}: the links of {whole} allow "
-            f"{listed([shape_text(s) for s in shapes(levels)])}."
+            f"{list_names([shape_text(s) for s in shapes(levels)])}."
         )
     return tuple(shape)
 
@@ -134,7 +134,7 @@ def check_offset(levels: Sequence[Level], shape: Shape, offset: int) -> int:
     if offset not in known:
         raise ClusterError(
             f"no slice of shape {shape_text(shape)} begins at device {offset}: they "
-            f"begin at {listed([str(o) for o in known])}."
+            f"begin at {list_names([str(o) for o in known])}."
         )
     return offset
 
@@ -165,7 +165,7 @@ def partition(levels: Sequence[Level], asked: Sequence[Sequence[int]]) -> list[i
 
 
 def _texts(wanted: Sequence[Shape]) -> str:
-    return listed([shape_text(shape) for shape in wanted])
+    return list_names([shape_text(shape) for shape in wanted])
 
 
 class _Filling:

@@ -52,10 +52,10 @@ _LONGEST_SHOWN = 200
 
 def _require(condition: bool, owner: str, what: str, value: object) -> None:
     if not condition:
-        raise ClusterError(f"{owner}: {what}, got {shown(value)}.")
+        raise ClusterError(f"{owner}: {what}, got {show(value)}.")
 
 
-def shown(value: object) -> str:
+def show(value: object) -> str:
     """A value for an error, cut where it is long."""
     try:
         text = repr(value)
@@ -259,7 +259,7 @@ class DeviceSpec:
         return self.vector_flops_per_s or self.peak("float32")
 
     @property
-    def kept(self) -> float:
+    def kept_rate(self) -> float:
         """Part of the rate of a product alone that products keep in a step.
 
         `sustained` is with the datasheet's power. Below it the clock falls with the
@@ -297,7 +297,7 @@ class Level:
 
     def __post_init__(self) -> None:
         """Check the size."""
-        owner, what = f"Level {shown(self.name)}", "size must be 1 or more"
+        owner, what = f"Level {show(self.name)}", "size must be 1 or more"
         _require(self.size >= 1, owner, what, self.size)
         what = f"size must be at most {MOST_DEVICES}"
         _require(self.size <= MOST_DEVICES, owner, what, self.size)

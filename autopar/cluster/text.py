@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from autopar.cluster.errors import ClusterError
 from autopar.cluster.presets import DEFAULT_PRESET, Preset, preset
-from autopar.cluster.specs import DeviceSpec, Level, shown
+from autopar.cluster.specs import DeviceSpec, Level, show
 
 EXAMPLE = "Example: Cluster.parse('8x8:h100,memory=40GB')."
 
@@ -47,7 +47,7 @@ def parse_quantity(text: str, unit: str) -> float:
         return min(float(match[1]) * scales[match[2]], _MOST)
     known = ", ".join(name for name in scales if name)
     raise ClusterError(
-        f"{shown(text)} is not a number of {unit}: write one such as "
+        f"{show(text)} is not a number of {unit}: write one such as "
         f"{_EXAMPLES[unit]!r}" + (f" (units: {known})." if known else ".")
     )
 
@@ -138,12 +138,12 @@ def _parse_sizes(text: str) -> tuple[int, ...]:
     parts = text.split("x")
     if not all(re.fullmatch(r"0*[1-9][0-9]{0,8}", part) for part in parts):
         raise ClusterError(
-            f"{shown(text)} is not a shape: write positive sizes joined by 'x', hosts "
+            f"{show(text)} is not a shape: write positive sizes joined by 'x', hosts "
             f"before devices of a host. {EXAMPLE}"
         )
     if len(parts) > 3:
         raise ClusterError(
-            f"{shown(text)} has {len(parts)} levels; the short form has at most 3 "
+            f"{show(text)} has {len(parts)} levels; the short form has at most 3 "
             "(pods x hosts x devices). Describe deeper clusters in a TOML file. "
             f"{EXAMPLE}"
         )
@@ -156,7 +156,7 @@ def _apply_option(base: Preset, sizes: tuple[int, ...], text: str) -> Preset:
     if option is None or not equals:
         known = ", ".join(_OPTIONS)
         raise ClusterError(
-            f"unknown option {shown(text)}: an option is key=value with a key of "
+            f"unknown option {show(text)}: an option is key=value with a key of "
             f"{known}. {EXAMPLE}"
         )
     if key.startswith("network") and (len(sizes) == 1 or base.is_torus):
@@ -173,7 +173,7 @@ def parse_text(text: str) -> tuple[DeviceSpec, tuple[Level, ...]]:
     shape, colon, name = head.partition(":")
     sizes = _parse_sizes(shape.strip())
     if colon and not name.strip():
-        raise ClusterError(f"{shown(text)} names no device after the colon. {EXAMPLE}")
+        raise ClusterError(f"{show(text)} names no device after the colon. {EXAMPLE}")
     base = preset(name.strip() or DEFAULT_PRESET)
     for option in options:
         base = _apply_option(base, sizes, option)

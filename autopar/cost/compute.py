@@ -22,7 +22,7 @@ from autopar_passes.rules.kernel import Kernel
 def attained_flops_per_s(dtype: str, device: DeviceSpec, is_matrix: bool) -> float:
     """FLOP/s of large operators: of the matrix units, or of the vector units."""
     if is_matrix:
-        return device.peak(dtype) * device.matmul_efficiency * device.kept
+        return device.peak(dtype) * device.matmul_efficiency * device.kept_rate
     return device.vector_peak
 
 
@@ -134,7 +134,7 @@ def in_table_s(
     flops = 2.0 * batch * sides.prod(axis=1)
     vector_s = slower * flops / device.vector_peak
     memory_s = nbytes / device.memory_bandwidth_bytes_per_s
-    product_s = np.minimum(product_s / device.kept, vector_s)
+    product_s = np.minimum(product_s / device.kept_rate, vector_s)
     return np.maximum(product_s, memory_s)
 
 
@@ -143,7 +143,7 @@ def kernel_flops_per_s(kernel: Kernel, device: DeviceSpec) -> float:
 
     Its efficiency is a part of the peak, whatever XLA's own products attain of it.
     """
-    return device.peak(kernel.dtype) * kernel.efficiency * device.kept
+    return device.peak(kernel.dtype) * kernel.efficiency * device.kept_rate
 
 
 def matrix_sides(rule: FactorRule, parts: np.ndarray) -> np.ndarray:

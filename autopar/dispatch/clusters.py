@@ -54,7 +54,7 @@ class RayCluster:
         Raises:
           PlanError: Ray is not installed, or there is no cluster.
         """
-        self._ray = ray_backend.connected(address)
+        self._ray = ray_backend.connect(address)
         # What a job's process connects to; '' would be looked for anew.
         self._address = address or os.environ.get("RAY_ADDRESS") or "auto"
         self._last: tuple[Place, ...] = ()

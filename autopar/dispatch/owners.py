@@ -15,7 +15,7 @@ from autopar.dispatch.store import JobRecord, Store
 from autopar.errors import ScheduleError
 
 
-def wished(store: Store, names: Sequence[str], wish: str) -> tuple[JobRecord, ...]:
+def record_wish(store: Store, names: Sequence[str], wish: str) -> tuple[JobRecord, ...]:
     """Writes down what the owner of some jobs wants; returns the jobs as they are then.
 
     Raises:
@@ -65,12 +65,12 @@ def carry_out(
             store.update(job, state=states.STOPPING)
             (runs.kill if job.wish == states.CANCEL else runs.suspend)(job)
     end = clock() + wait_s
-    while _left(store, runs, names, now_s) and clock() < end:
+    while _count_left(store, runs, names, now_s) and clock() < end:
         sleep(0.1)
     return {name: store.job(name).shown_state for name in names}
 
 
-def _left(store: Store, runs: Runs, names: Collection[str], now_s: float) -> int:
+def _count_left(store: Store, runs: Runs, names: Collection[str], now_s: float) -> int:
     """Takes the ends of jobs; returns how many are still to end."""
     left = 0
     for job in [job for name, job in store.jobs().items() if name in names]:

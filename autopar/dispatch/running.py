@@ -121,7 +121,7 @@ class ProcessRuns:
             "cwd": job.handed.folder,
             "places": dict(job.places),
             "least": spec.min,
-            "most": max(spec.max, job.given, _MOST),
+            "most": max(spec.max, job.given_devices, _MOST),
             "save_every": spec.save_every,
             "ahead": spec.ahead,
             "backend": self._words,

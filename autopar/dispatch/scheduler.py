@@ -135,11 +135,11 @@ class Scheduler:
         self._leave_lost_nodes(now_s, numbering)
         if times is None:
             self._decide(now_s, numbering)
-        elif times.calls(now_s, self._found(numbering)):
+        elif times.calls(now_s, self._state_key(numbering)):
             self._decide(now_s, numbering)
-            times.settle(self._found(numbering))
+            times.settle(self._state_key(numbering))
 
-    def _found(self, numbering: Numbering) -> Hashable:
+    def _state_key(self, numbering: Numbering) -> Hashable:
         """What calls for a decision when it changes: nodes, and states of jobs.
 
         A job that lost its workers waits for the interval: its node may be dead and not
@@ -173,7 +173,7 @@ class Scheduler:
         }
         decided = self._policy.decide(now_s, views, numbering.nodes, current)
         numbering.nodes.free(decided.allocations)
-        self._store.decided(now_s, decided)
+        self._store.add_decisions(now_s, decided)
         for reason in decided.reasons:
             self._say(f"{now_s:.0f} s: {reason.text}")
         self._apply(decided, views, numbering)
@@ -199,7 +199,7 @@ class Scheduler:
         """
         asked = job.handed.spec.devices
         return bool(job.places) and (
-            self._policy.adapts != "nothing" or job.given == asked
+            self._policy.adapts != "nothing" or job.given_devices == asked
         )
 
     # What jobs do.
@@ -232,7 +232,7 @@ class Scheduler:
                 self._say(f"job {name}: {_WISHES[wish]}")
         for job in list(self._jobs.values()):
             if job.wish == states.CANCEL and job.state in _WITHOUT:
-                self._ended(job, Ending(code=_INTERRUPTED), now_s)
+                self._take_end(job, Ending(code=_INTERRUPTED), now_s)
             elif job.wish == states.CANCEL and job.state not in states.ENDED:
                 self._runs.kill(self._update(job, state=states.STOPPING))
             elif job.wish == states.HOLD:
@@ -252,18 +252,22 @@ class Scheduler:
         for job in list(self._jobs.values()):
             if job.state not in (states.RUNNING, states.STOPPING):
                 continue
-            served = job.served_device_s + passed_s * job.given
+            served = job.served_device_s + passed_s * job.given_devices
             look = self._runs.look(self._update(job, served_device_s=served))
             job = self._note(self._jobs[job.name], look.lines)
             if ending := _end_of(job, look):
-                self._ended(job, ending, now_s)
+                self._take_end(job, ending, now_s)
             elif not job.finite:
                 self._runs.kill(job)  # more steps are of no use
             elif not look.alive:
                 self._runs.start(job)
             elif job.state == states.STOPPING:
                 self._runs.suspend(job)
-            elif look.wanted is not None and look.wanted != job.given and job.places:
+            elif (
+                look.wanted is not None
+                and look.wanted != job.given_devices
+                and job.places
+            ):
                 # Workers have died, or it was not told.
                 self._runs.move(job)
 
@@ -276,7 +280,7 @@ class Scheduler:
         kinds = {known[name] for name in job.places}
         for line in lines:
             # The first steps on other devices are slower.
-            if line["devices"] == before == job.given and len(kinds) == 1:
+            if line["devices"] == before == job.given_devices and len(kinds) == 1:
                 kept.append({**line, "device": min(kinds)})
             before = line["devices"]
         del kept[:-_LINES]
@@ -294,7 +298,7 @@ class Scheduler:
             losses=0 if further else job.losses,
         )
 
-    def _ended(self, job: JobRecord, ending: Ending, now_s: float) -> None:
+    def _take_end(self, job: JobRecord, ending: Ending, now_s: float) -> None:
         """Takes the end of a job's processes."""
         self._store.span(job.name, now_s, {})
         if job.wish == states.CANCEL and ending.code:
@@ -387,7 +391,7 @@ class Scheduler:
                 look = self._runs.look(self._jobs[name])
                 job = self._note(self._jobs[name], look.lines)
                 if ending := _end_of(job, look):
-                    self._ended(job, ending, self.now_s)
+                    self._take_end(job, ending, self.now_s)
         for name in names:
             if self._jobs[name].state == states.STOPPING:
                 self._say(f"job {name} did not give its devices back, and is killed")

@@ -124,10 +124,10 @@ def _read(path: pathlib.Path, number: int, table: Any, folder: pathlib.Path) -> 
         spec = msgspec.convert(table, JobSpec)
     except msgspec.ValidationError as error:
         raise ScheduleError(f"{where}: {_plain(error)}.") from error
-    return checked(spec, folder, where)
+    return check(spec, folder, where)
 
 
-def checked(spec: JobSpec, folder: pathlib.Path, where: str) -> Handed:
+def check(spec: JobSpec, folder: pathlib.Path, where: str) -> Handed:
     """A job that is in order, with its curve.
 
     Args:

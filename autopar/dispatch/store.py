@@ -107,7 +107,7 @@ class JobRecord:
         return self.handed_s + self.handed.spec.submitted_s
 
     @property
-    def given(self) -> int:
+    def given_devices(self) -> int:
         """How many devices it has."""
         return sum(self.places.values())
 
@@ -339,7 +339,7 @@ class Store:
         rows = self._rows("select name, devices, kind from nodes order by number")
         return [(str(n), int(d), str(k)) for n, d, k in rows]
 
-    def decided(self, at_s: float, decisions: Decisions) -> None:
+    def add_decisions(self, at_s: float, decisions: Decisions) -> None:
         """Adds the reasons of jobs whose devices change."""
         rows = [
             (at_s, r.job, r.kept, r.devices, r.gain, r.cost_s, r.compared,

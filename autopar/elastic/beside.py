@@ -30,7 +30,7 @@ class Beside:
                 return
             self._running += 1
 
-        def done() -> None:
+        def mark_done() -> None:
             try:
                 with switching_often():
                     work()
@@ -40,7 +40,7 @@ class Beside:
                     self._changed.notify_all()
 
         # No daemon: Python waits at its end for work under way.
-        threading.Thread(target=done, name="autopar-beside").start()
+        threading.Thread(target=mark_done, name="autopar-beside").start()
 
     def close(self) -> None:
         """Begins no more work; what is under way ends by itself."""

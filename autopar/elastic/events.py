@@ -14,8 +14,8 @@ from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 from autopar.cluster import Cluster
-from autopar.cluster.members import listed
-from autopar.cluster.specs import MOST_DEVICES, shown
+from autopar.cluster.members import list_names
+from autopar.cluster.specs import MOST_DEVICES, show
 from autopar.errors import EventError
 
 # What an event may say.
@@ -148,7 +148,7 @@ class Event:
         if self.kind == "link":
             return f"link {self.level}: {_rate(self)}"
         names = [str(name)[:80] for name in (*self.hosts, *self.devices)]
-        return f"{self.kind} {listed(names) or 'this process'}"
+        return f"{self.kind} {list_names(names) or 'this process'}"
 
 
 # The fields that only some kinds have.
@@ -202,7 +202,7 @@ def _number(name: str, value: Any) -> float:
 def _short(value: Any) -> str:
     """A value for an error: its beginning, or its type where that says enough."""
     if isinstance(value, (int, float)):
-        return shown(value)[:40]
+        return show(value)[:40]
     return repr(value[:40]) if isinstance(value, str) else type(value).__name__
 
 

@@ -66,7 +66,7 @@ class Inbox:
     def put(self, event: Event) -> Resolved:
         """Takes an event, and returns what comes of it; never raises."""
         with self._lock:
-            found = self._resolved(event)
+            found = self._resolve_event(event)
             if found.status == "accepted":
                 self._waiting.append(found)
                 self._next = found.cluster
@@ -78,18 +78,18 @@ class Inbox:
         """Takes note of a message that is no event (`autopar.elastic.sources`)."""
         self._notes.wrong(source, reason)
 
-    def _resolved(self, event: Event) -> Resolved:
+    def _resolve_event(self, event: Event) -> Resolved:
         if event.id and self._ids.get(event.id):
             return _same(event, "repeated", self._next, "its id has come before.")
         if len(self._waiting) >= _WAITING:
             reason = f"{_WAITING} events wait already; send it again."
             return _same(event, "refused", self._next, reason)
-        found = self._checked(event)
+        found = self._check_event(event)
         if event.id and found.status != "refused":
             self._ids.put(event.id, True)
         return found
 
-    def _checked(self, event: Event) -> Resolved:
+    def _check_event(self, event: Event) -> Resolved:
         if (count := _devices(event)) > max(self._most, _whole(self._current)):
             reason = f"it has {count} devices, and this world at most {self._most}."
             return _same(event, "refused", self._next, reason)
@@ -137,7 +137,7 @@ class Inbox:
                 self._notes.note(found)
 
     def _again(self, event: Event) -> Resolved:
-        found = self._checked(event)
+        found = self._check_event(event)
         if found.status == "accepted":
             self._waiting.append(found)
             self._next = found.cluster

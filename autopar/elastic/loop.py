@@ -109,7 +109,7 @@ class Membership(Protocol):
         """
         ...
 
-    def settled(self, cluster: Cluster) -> None:
+    def settle(self, cluster: Cluster) -> None:
         """Tells on which cluster the run goes on, after a change or its refusal."""
         ...
 
@@ -152,7 +152,7 @@ class Alone:
         deadline = min(x.event.ends_s for x in taken)
         return Change(events=taken, cluster=taken[-1].cluster, deadline_s=deadline)
 
-    def settled(self, cluster: Cluster) -> None:
+    def settle(self, cluster: Cluster) -> None:
         """See `Membership`."""
         self._inbox.settle(cluster)
 
@@ -298,7 +298,7 @@ class ElasticRun:
 
         The plan is not changed: where the step has none for them, it makes one.
         """
-        self._samples = self._samples.resized(self.step, rows)
+        self._samples = self._samples.resize(self.step, rows)
         self._replanner.rows = rows
         if self.ahead is not None:
             self.ahead.rows = rows
@@ -340,7 +340,7 @@ class ElasticRun:
             count = len(state_shapes(create_state, args).arguments())
             names = list(inspect.signature(self._train_step).parameters)
             named = {names[count]: rest[0], **named}
-        found = self._saves.restored(create_state, args, named or rest)
+        found = self._saves.restore(create_state, args, named or rest)
         if found is None:
             state = self._train_step.init(create_state, *args, others=named or rest)
             self.state = state
@@ -394,8 +394,8 @@ class ElasticRun:
           StopIteration: all steps have run, or the run was stopped.
           NotFiniteError: steps are not finite; `state` is that of the last good one.
         """
-        plan = None if self._ended() else self._changed()
-        if self._ended():
+        plan = None if self._has_ended() else self._change()
+        if self._has_ended():
             self._saves.end(self.state, self.step, self.position)
             self.close()
             raise StopIteration
@@ -407,7 +407,7 @@ class ElasticRun:
             self.save()
             self.close()
             raise error
-        self._measured(seconds)
+        self._take_seconds(seconds)
         self._saves.after(self.state, self.step, self.position)
         self._display.show(step + 1, seconds, self.plan)
         return Step(
@@ -419,7 +419,7 @@ class ElasticRun:
             finite=self.nans.finite,
         )
 
-    def _ended(self) -> bool:
+    def _has_ended(self) -> bool:
         return self._stopped or self.step >= self._steps
 
     @property
@@ -444,14 +444,14 @@ class ElasticRun:
         state, result = carried_out(analysis, self.state, returned)
         jax.block_until_ready(jax.tree.leaves(result))
         self.nans.look(self.step, result, says=not world.process_index)
-        self.state, self.step = self.nans.kept(self.state, state), self.step + 1
+        self.state, self.step = self.nans.state_after(self.state, state), self.step + 1
         return result
 
     def _write(self, kind: str, **fields: Any) -> None:
         """Writes a line of the ledger, with where the run stands."""
         self.ledger.write(kind, step=self.step, position=self.position, **fields)
 
-    def _changed(self) -> Plan | None:
+    def _change(self) -> Plan | None:
         """Carries out a change that waits; returns the new plan, if there is one."""
         change = self._membership.pending(self.step)
         if change is None:
@@ -460,8 +460,8 @@ class ElasticRun:
             self._leave(change)
             return None
         ahead = self.ahead
-        with contextlib.nullcontext() if ahead is None else ahead.awaited():
-            return self._moved(change, change.cluster)
+        with contextlib.nullcontext() if ahead is None else ahead.while_waiting():
+            return self._move(change, change.cluster)
 
     def _leave(self, change: Change) -> None:
         """Ends the run, as no device is left."""
@@ -469,7 +469,7 @@ class ElasticRun:
         self.ledger.write("stop", step=self.step, position=self.position, events=events)
         self._stopped = True
 
-    def _moved(self, change: Change, cluster: Cluster) -> Plan | None:
+    def _move(self, change: Change, cluster: Cluster) -> Plan | None:
         """Re-plans for another cluster; None where that is refused."""
         begin, old = time.perf_counter(), self._train_step.plan
         fields: dict[str, Any] = {
@@ -487,13 +487,13 @@ class ElasticRun:
                 rest_steps=self.rest_steps,
             )
         except AutoparError as error:
-            self._membership.settled(self._cluster)
+            self._membership.settle(self._cluster)
             self.ledger.write("refused", **fields, reason=str(error))
             return None
         self._visited = (*(x for x in self._visited if x != cluster), self._cluster)
         self._visited = self._visited[-_VISITED:]
         self.state, self._cluster = found.state, cluster
-        self._membership.settled(cluster)
+        self._membership.settle(cluster)
         self._replans += 1
         self._before_s = self._median()
         self._seconds.clear()
@@ -512,7 +512,7 @@ class ElasticRun:
         )
         return None if found.chosen.name == "stay" else found.chosen.plan
 
-    def _measured(self, seconds: float) -> None:
+    def _take_seconds(self, seconds: float) -> None:
         """Takes the seconds of a step, and writes those after a re-plan down."""
         self._seconds.append(seconds)
         if self.ahead is not None and len(self._seconds) == _SETTLED:

@@ -20,7 +20,7 @@ _HOW = ("stop", "skip", "continue")
 _MOST = 3
 
 
-def guarded(name: str, step: ParallelStep[..., Any], how: Any) -> None:
+def guard(name: str, step: ParallelStep[..., Any], how: Any) -> None:
     """Lets a step keep its state where it is not finite, if that is asked for.
 
     Args:
@@ -104,7 +104,7 @@ class Finiteness:
             )
         return False
 
-    def kept(self, before: Any, after: Any) -> Any:
+    def state_after(self, before: Any, after: Any) -> Any:
         """The state for the next step.
 
         Args:

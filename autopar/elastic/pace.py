@@ -43,7 +43,7 @@ class Pace:
         self._seconds: list[float] = []
         self._devices = 0
 
-    def done(
+    def take(
         self,
         step: int,
         position: int,

@@ -87,13 +87,13 @@ class Ahead:
         self.beside.close()
         self._compiler.close()
 
-    def awaited(self) -> contextlib.AbstractContextManager[None]:
+    def while_waiting(self) -> contextlib.AbstractContextManager[None]:
         """Within it, what is prepared comes first: the run waits for a new plan."""
         return self._compiler.awaited()
 
     def wait(self) -> None:
         """Waits until all that was wanted is prepared."""
-        with self.awaited(), self._changed:
+        with self.while_waiting(), self._changed:
             self._changed.wait_for(lambda: not (self._wanted or self._busy))
             self.beside.wait()
 
@@ -164,7 +164,7 @@ def likely_next(
             else cluster.without(devices=cluster.ids[-1:])
         ),
         lambda: cluster.without(devices=cluster.ids[cluster.num_devices // 2 :]),
-        lambda: _doubled(cluster),
+        lambda: _double(cluster),
     ]
     found: list[Cluster] = []
     for make in makers:
@@ -176,7 +176,7 @@ def likely_next(
     return found
 
 
-def _doubled(cluster: Cluster) -> Cluster:
+def _double(cluster: Cluster) -> Cluster:
     """Twice as many devices: of the same whole, or in a whole of twice the size.
 
     Raises:
@@ -347,7 +347,7 @@ class Replanner:
         failure: Exception | None = None
         for name, part, plan in self._ways(cluster):
             try:
-                found.append(self._priced(name, part, plan(), state, correction))
+                found.append(self._price(name, part, plan(), state, correction))
             except AutoparError as error:
                 failure = failure or error
         if found:
@@ -368,7 +368,7 @@ class Replanner:
             setting = planner.moved(step.setting, part)
             known = planner.known(analysed, setting)
             if known is not None:
-                yield "known", part, functools.partial(_given, known)
+                yield "known", part, functools.partial(_as_given, known)
             else:
                 make = functools.partial(planner.warm, analysed, setting, step.plan)
                 yield name, part, make
@@ -379,10 +379,10 @@ class Replanner:
         pipelined = len(step.plan.stages) > 1
         if pipelined or cluster.groups or step.cluster.groups:
             if step.cluster == cluster:
-                yield "stay", cluster, functools.partial(_given, step.plan)
+                yield "stay", cluster, functools.partial(_as_given, step.plan)
         elif step.cluster.ids != cluster.ids:
             if step.cluster.device == cluster.device:
-                yield "stay", step.cluster, functools.partial(_given, step.plan)
+                yield "stay", step.cluster, functools.partial(_as_given, step.plan)
         else:
             repriced = functools.cache(
                 functools.partial(
@@ -397,7 +397,7 @@ class Replanner:
                 same = _decides_alike(repriced(), step.plan)
                 yield "stay" if same else "layouts", cluster, repriced
 
-    def _priced(
+    def _price(
         self, name: str, part: Cluster, plan: Plan, state: Any, correction: float
     ) -> Option:
         """An option with what it costs."""
@@ -432,7 +432,7 @@ class Replanner:
         return move.most_bytes / slowest_bytes_per_s(part)
 
 
-def _given(plan: Plan) -> Plan:
+def _as_given(plan: Plan) -> Plan:
     return plan
 
 

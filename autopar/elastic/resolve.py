@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from autopar.cluster import Cluster
 from autopar.cluster import membership as members
 from autopar.cluster.errors import ClusterError
-from autopar.cluster.members import listed
+from autopar.cluster.members import list_names
 from autopar.elastic.events import Event
 from autopar.errors import EventError
 
@@ -59,27 +59,31 @@ def resolve(event: Event, cluster: Cluster | None, own: Sequence[int]) -> Resolv
     if cluster is None and event.kind != "cluster":
         return _answer(event, "late", None, "no device is left, and the run ends.")
     try:
-        return _resolved(event, cluster, own)
+        return _resolve(event, cluster, own)
     except (ClusterError, EventError) as error:
         return _answer(event, "refused", cluster, str(error))
 
 
-def _resolved(event: Event, cluster: Cluster | None, own: Sequence[int]) -> Resolved:
+def _resolve(event: Event, cluster: Cluster | None, own: Sequence[int]) -> Resolved:
     if event.kind == "cluster" or cluster is None:
-        return _changed(event, cluster, event.cluster, "this is the cluster already.")
+        return _resolve_change(
+            event, cluster, event.cluster, "this is the cluster already."
+        )
     if event.kind == "link":
         found = cluster.with_link(
             event.level,
             bandwidth_bytes_per_s=event.bandwidth_bytes_per_s,
             latency_s=event.latency_s,
         )
-        return _changed(event, cluster, found, "this is the rate of the link already.")
+        return _resolve_change(
+            event, cluster, found, "this is the rate of the link already."
+        )
     if event.kind == "gone":
-        return _gone(event, cluster, own)
-    return _added(event, cluster)
+        return _resolve_loss(event, cluster, own)
+    return _resolve_join(event, cluster)
 
 
-def _changed(
+def _resolve_change(
     event: Event, old: Cluster | None, new: Cluster | None, same: str
 ) -> Resolved:
     if new == old:
@@ -87,7 +91,7 @@ def _changed(
     return _answer(event, "accepted", new)
 
 
-def _gone(event: Event, cluster: Cluster, own: Sequence[int]) -> Resolved:
+def _resolve_loss(event: Event, cluster: Cluster, own: Sequence[int]) -> Resolved:
     there = ids_there(cluster)
     if not event.hosts and not event.devices:
         named = set(own)
@@ -103,7 +107,7 @@ def _gone(event: Event, cluster: Cluster, own: Sequence[int]) -> Resolved:
     return _answer(event, "accepted", left, reason)
 
 
-def _added(event: Event, cluster: Cluster) -> Resolved:
+def _resolve_join(event: Event, cluster: Cluster) -> Resolved:
     known, there = _hosts(cluster), ids_there(cluster)
     new = [h for h in event.hosts if isinstance(h, str) and h not in known]
     old = [h for h in event.hosts if h not in new]
@@ -124,7 +128,7 @@ def _words(event: Event) -> str:
     names = [str(name)[:80] for name in (*event.hosts, *event.devices)]
     if not names:
         return "this process is"
-    return f"{listed(names)} {'is' if len(names) == 1 else 'are'}"
+    return f"{list_names(names)} {'is' if len(names) == 1 else 'are'}"
 
 
 def ids_there(cluster: Cluster) -> set[int]:

@@ -49,7 +49,7 @@ class Samples:
         """The source where a step begins at a sample, as an earlier run left it."""
         return dataclasses.replace(self, first=position - step * self.batch)
 
-    def resized(self, step: int, batch: int) -> Samples:
+    def resize(self, step: int, batch: int) -> Samples:
         """The source where a step, and those after it, have another batch."""
         first = self.position(step) - step * batch
         return dataclasses.replace(self, batch=batch, first=first)
@@ -68,10 +68,10 @@ class Samples:
         position = self.position(step)
         structs, dims = known or (None, None)
         if structs is None:
-            batch = self._asked(position, self.batch, dims)
+            batch = self._ask(position, self.batch, dims)
         elif _on_stages(structs, world):
             each = self.batch // world.process_count
-            batch = self._asked(position + world.process_index * each, each, dims)
+            batch = self._ask(position + world.process_index * each, each, dims)
         else:
             batch = self._own(position, structs, dims)
         rest = self.others(step)
@@ -79,7 +79,7 @@ class Samples:
             return (batch,), dict(rest)
         return (batch, *rest), {}
 
-    def _asked(self, position: int, rows: int, dims: Any) -> Any:
+    def _ask(self, position: int, rows: int, dims: Any) -> Any:
         """So many samples of the source.
 
         Args:
@@ -120,7 +120,7 @@ class Samples:
         """The batch as global arrays, of which this process asks for its rows alone."""
         wanted = list(zip(jax.tree.leaves(structs), jax.tree.leaves(dims), strict=True))
         ranges = sorted({r for x, dim in wanted for r in _row_ranges(x, dim)})
-        parts = {r: self._asked(position + r[0], r[1] - r[0], dims) for r in ranges}
+        parts = {r: self._ask(position + r[0], r[1] - r[0], dims) for r in ranges}
         leaves = {r: jax.tree.leaves(part) for r, part in parts.items()}
         made = [_global_array(k, x, dim, leaves) for k, (x, dim) in enumerate(wanted)]
         return jax.tree.unflatten(jax.tree.structure(structs), made)

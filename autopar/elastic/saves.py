@@ -40,7 +40,7 @@ class Saves:
         # Plain data that is saved with each state.
         self.notes: Callable[[], Any] = lambda: None
 
-    def restored(
+    def restore(
         self,
         create_state: Callable[..., Any],
         args: Sequence[Any],

@@ -9,7 +9,7 @@ from typing import Any
 from autopar.checkpoint.checkpoints import Checkpoints
 from autopar.elastic.ledger import Ledger
 from autopar.elastic.loop import ElasticRun
-from autopar.elastic.nans import OnNan, guarded
+from autopar.elastic.nans import OnNan, guard
 from autopar.elastic.processes.joining import join_run
 from autopar.elastic.processes.link import CHECKPOINT_VARIABLE, EVERY_VARIABLE
 from autopar.elastic.processes.training import TeamRun
@@ -85,7 +85,7 @@ def elastic(
     check_step("elastic", step, create_state, source)
     _check_counts(batch, steps)
     checkpoints, every = saves_of("elastic", checkpoint, every)
-    guarded("elastic", step, on_nan)
+    guard("elastic", step, on_nan)
     samples = Samples(source, batch, others_of(others))
     together = join_run(
         step,

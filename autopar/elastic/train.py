@@ -12,7 +12,7 @@ from autopar.checkpoint.checkpoints import Checkpoints
 from autopar.elastic.beside import Beside
 from autopar.elastic.ledger import Ledger
 from autopar.elastic.loop import ElasticRun, Step
-from autopar.elastic.nans import OnNan, guarded
+from autopar.elastic.nans import OnNan, guard
 from autopar.elastic.processes.following import Ends, TeamFollowing
 from autopar.elastic.processes.joining import join_run
 from autopar.elastic.processes.training import TeamRun
@@ -122,8 +122,8 @@ def train(
         rule=rule,
     )
     _check_state(create_state, args, f"{lr_rule or 'adascale'!r}, {base_batch=}")
-    rows = _left(step, checkpoints, following)
-    guarded("train", step, on_nan)
+    rows = _rows_left(step, checkpoints, following)
+    guard("train", step, on_nan)
     changing_batches.measure_noise(step, noise_options(step, following, lr_rule))
     most = math.inf if steps is None else steps
     ends = Ends(samples=samples, until=until, steps=most)
@@ -174,7 +174,7 @@ def train(
     return made
 
 
-def _left(
+def _rows_left(
     step: ParallelStep[..., Any], checkpoints: Checkpoints | None, following: Following
 ) -> int:
     """The rows that a run begins with: those that an earlier one was left with."""

@@ -33,7 +33,7 @@ class Said:
     decision: Decision | None = None
 
 
-def agreed(world: World, own: Said) -> Said:
+def agree(world: World, own: Said) -> Said:
     """What the first process says; it is busy as long as any is.
 
     Measured seconds differ between processes, so only one can decide.

@@ -196,7 +196,7 @@ class Planned:
             count *= 2
 
 
-def planned(program: Program, rows: int, cluster: Cluster, plan: Plan) -> Planned:
+def prepare(program: Program, rows: int, cluster: Cluster, plan: Plan) -> Planned:
     """A plan of a program at a batch, ready to be asked for other batches."""
     analysis = program.at(rows)
     assignment = restore(analysis, plan)

@@ -211,7 +211,7 @@ def decide(
 
     current_s = times.step_s(current.terms).seconds
 
-    def judged(way: Way, over: Interval) -> Judged:
+    def judge(way: Way, over: Interval) -> Judged:
         seconds = current_s * over.seconds
         worth = _efficiency(way, phi.phi, base_batch, most_gain) * way.ratio.value
         least = 1.0
@@ -231,8 +231,8 @@ def decide(
         )
 
     ratios = times.ratios([way.terms for way in others], current.terms)
-    runs = judged(current, Interval(1.0, 0.0))
-    found = (runs, *map(judged, others, ratios))
+    runs = judge(current, Interval(1.0, 0.0))
+    found = (runs, *map(judge, others, ratios))
     best = max(found, key=lambda x: x.pays)
     return Decision(best if best.pays > 1.0 else runs, runs, found, horizon_s)
 

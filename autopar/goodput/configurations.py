@@ -18,7 +18,7 @@ import msgspec
 
 from autopar.cluster import Cluster
 from autopar.errors import AutoparError, InfeasibleError, PlanError, ScheduleError
-from autopar.goodput.batched import Batches, Planned, Program, planned
+from autopar.goodput.batched import Batches, Planned, Program, prepare
 from autopar.goodput.curves import CurvePoint
 from autopar.planner.cache import PlanCache
 from autopar.planner.codecs.left_out import unasked
@@ -92,7 +92,7 @@ def configuration(wanted: Wanted, cluster: Cluster, running: Plan | None) -> Fou
     try:
         return _best_found(wanted, cluster, running, blank)
     except AutoparError as error:
-        return Found(_changed(blank, reason=str(error).split("\n", 1)[0]))
+        return Found(_change(blank, reason=str(error).split("\n", 1)[0]))
 
 
 def _best_found(
@@ -169,13 +169,13 @@ def _planned_at(
         return plan_analysis(analysis, cluster, options)
 
     if wanted.cache is None:
-        return planned(wanted.program, rows, cluster, make())
+        return prepare(wanted.program, rows, cluster, make())
     # A plan that was searched for in full is as good for a curve.
     kept = wanted.cache.find(analysis, cluster, options)
     if kept is None:
         cache = PlanCache(wanted.cache.folder / "warm") if warm else wanted.cache
         kept = cache.plan(analysis, cluster, options, make)
-    return planned(wanted.program, rows, cluster, kept)
+    return prepare(wanted.program, rows, cluster, kept)
 
 
 def _best_batch(
@@ -204,7 +204,7 @@ def _best_batch(
             worth = batches.efficiency(rows, made.error)
             goodput = rows / step_s * worth
             if best is None or goodput > best.goodput * (1 + 1e-9):
-                best = _changed(
+                best = _change(
                     blank,
                     batch=rows,
                     accumulation=count,
@@ -246,5 +246,5 @@ def _codecs(plan: Plan) -> tuple[str, ...]:
     return tuple(sorted({g.codec for g in plan.gradients} - {"", "dense"}))
 
 
-def _changed(point: CurvePoint, **fields: Any) -> CurvePoint:
+def _change(point: CurvePoint, **fields: Any) -> CurvePoint:
     return msgspec.structs.replace(point, **fields)

@@ -106,7 +106,7 @@ class KindCurve:
 
     points: tuple[CurvePoint, ...]
 
-    def used(self, nodes: int, devices: int) -> CurvePoint | None:
+    def point_of(self, nodes: int, devices: int) -> CurvePoint | None:
         """The configuration that is used on so many nodes and devices; None: none."""
         fit = [p for p in self.points if p.nodes <= nodes and p.devices <= devices]
         return max(fit, key=lambda p: (p.goodput, -p.devices), default=None)
@@ -114,18 +114,18 @@ class KindCurve:
     def goodput(self, nodes: np.ndarray, devices: np.ndarray) -> np.ndarray:
         """Rows of the base batch per second; 0 where nothing runs."""
         pairs = np.broadcast(nodes, devices)
-        found = [self.used(int(n), int(d)) for n, d in pairs]
+        found = [self.point_of(int(n), int(d)) for n, d in pairs]
         values = [0.0 if point is None else point.goodput for point in found]
         return np.array(values).reshape(pairs.shape)
 
     def step_s(self, nodes: int, devices: int) -> float:
         """Seconds of a step; infinite where nothing runs."""
-        point = self.used(nodes, devices)
+        point = self.point_of(nodes, devices)
         return math.inf if point is None else point.step_s
 
     def plan(self, nodes: int, devices: int) -> str:
         """The digits of the plan that is used; '' where nothing runs."""
-        point = self.used(nodes, devices)
+        point = self.point_of(nodes, devices)
         return "" if point is None else point.plan
 
     @property
@@ -196,7 +196,7 @@ class CurveTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         found: list[str] = []
         for curve in self.by_kind.values():
             for point in curve.points:
-                used = curve.used(point.nodes, point.devices)
+                used = curve.point_of(point.nodes, point.devices)
                 if used is not None and used.goodput > point.goodput:
                     found.append(
                         f"{point.cluster} does less than {used.cluster}: policies see "
@@ -252,7 +252,7 @@ def corrected(table: CurveTable, lines: Iterable[Mapping[str, Any]]) -> CurveTab
     """
     found = tuple(_steps_of(tuple(lines)))
     only = table.kinds[0] if len(table.kinds) == 1 else ""
-    seconds = [_measured(point, found, only) for point in table.points]
+    seconds = [_measured_seconds(point, found, only) for point in table.points]
     ratios: dict[str, list[float]] = collections.defaultdict(list)
     for point, (step_s, count) in zip(table.points, seconds, strict=True):
         if count:
@@ -308,7 +308,7 @@ def _steps_of(lines: Sequence[Mapping[str, Any]]) -> Iterator[_Steps]:
             yield _Steps(step_s=step_s, **found)
 
 
-def _measured(
+def _measured_seconds(
     point: CurvePoint, found: Sequence[_Steps], only: str
 ) -> tuple[float, int]:
     """Median seconds of a configuration's steps, and how many were measured."""

@@ -16,7 +16,7 @@ from typing import Any
 
 import jax
 
-from autopar.goodput.agreeing import Said, agreed, key_of, with_key
+from autopar.goodput.agreeing import Said, agree, key_of, with_key
 from autopar.goodput.choice import Decision, PhiRange, Way, decide, json_number
 from autopar.goodput.following import Following, check_data, check_rule
 from autopar.goodput.guard import LossGuard, finite, loss_in
@@ -45,7 +45,9 @@ def way_data(made: Made) -> dict[str, Any]:
     }
 
 
-def kept(made: Made, decision: Decision, phi: PhiRange | None) -> dict[str, Any] | None:
+def stay_line(
+    made: Made, decision: Decision, phi: PhiRange | None
+) -> dict[str, Any] | None:
     """Why a way stays; None: there is no other.
 
     Args:
@@ -67,7 +69,7 @@ def kept(made: Made, decision: Decision, phi: PhiRange | None) -> dict[str, Any]
     }
 
 
-def changed(
+def change_line(
     old: Made, new: Made, phi: PhiRange | None, decision: Decision, pause_s: float
 ) -> dict[str, Any]:
     """How a way was changed, and why.
@@ -93,7 +95,7 @@ def changed(
     }
 
 
-def capped(
+def cap_line(
     step: int, loss: float, before: LossGuard, now: LossGuard, gain: float
 ) -> dict[str, Any]:
     """How a loss capped the gain of steps, which is logged, too.
@@ -134,7 +136,7 @@ def numbers(phi: PhiRange) -> dict[str, float | None]:
 # links are slow, and others only once the noise is known.
 
 
-def chosen(
+def choose_first(
     world: World,
     ways: Ways,
     now: Now,
@@ -158,12 +160,12 @@ def chosen(
     part = 0.0 if terms is None else Throughput().sync_part(terms)
     spare_s = min(horizon_s, rest_s)
     worth = worth_studying(ways, now.made, part, spare_s=spare_s, each_s=each_s)
-    worth = agreed(world, worth)
+    worth = agree(world, worth)
     if not worth.studies:
         return Said()
     ways.study(now.made, layouts=worth.layouts)
     decision = first_decision(ways, now, following, horizon_s, rest_s)
-    return agreed(world, Said(key=key_of(decision), decision=decision))
+    return agree(world, Said(key=key_of(decision), decision=decision))
 
 
 def first_decision(
@@ -375,22 +377,22 @@ class Loop:
         check_rule(state, self.following.base_batch)
         self._named = True
         if (rest or named) and self._key is None:
-            state = self._begun(state, rest, named)
+            state = self._begin(state, rest, named)
         return told(state, batch=self.batch_size, phi=self._sure_phi())
 
     def _now(self, made: Made, state: Any, rest: Any, named: Any) -> Now:
         way = self._ways.way(made, runs=True)
         return now_of(self.step, made, way, state, rest, named)
 
-    def _begun(self, state: Any, rest: Any, named: Any) -> Any:
+    def _begin(self, state: Any, rest: Any, named: Any) -> Any:
         """Chooses the codecs of the first step, and moves the state to its plan."""
         made = self._ways.running(self.batch_size)
         now = self._now(made, state, rest, named)
-        said = chosen(
+        said = choose_first(
             self.step.world, self._ways, now, self.following,
             horizon_s=self._horizon_s(), rest_s=self._rest_s(),
         )  # fmt: skip
-        found = None if said.key is None else self._prepared(said.key, now)
+        found = None if said.key is None else self._prepare(said.key, now)
         if found is None or said.decision is None:
             return state
         state = self._change(state, made, found, said.decision)
@@ -474,8 +476,8 @@ class Loop:
             self._look()
         risen = self._watch(loss)
         if self._steps % self.following.every == 0 and self._since > _SETTLED:
-            state = self._followed(state, rest, named, made)
-        return self._told(state) if risen or self._tells() else state
+            state = self._follow(state, rest, named, made)
+        return self._tell(state) if risen or self._tells() else state
 
     def _watch(self, result: Any) -> bool:
         """Whether the loss has risen so that the gain of steps is capped anew."""
@@ -485,7 +487,7 @@ class Loop:
         before, self._guard = self._guard, self._guard.with_step(loss, self._gain)
         if self._guard.alarms == before.alarms:
             return False
-        line = capped(self._steps, loss, before, self._guard, self._gain)
+        line = cap_line(self._steps, loss, before, self._guard, self._gain)
         self._record("gain capped", **line)
         return True
 
@@ -528,7 +530,7 @@ class Loop:
         base = self.following.base_batch
         return self._track.range(decay, base, self.following.sigmas)
 
-    def _told(self, state: Any) -> Any:
+    def _tell(self, state: Any) -> Any:
         """The state with the batch and its gain."""
         way = self._ways.way(self._ways.running(self.batch_size), runs=True)
         phi, most = self._sure_phi(), self._guard.most
@@ -547,19 +549,19 @@ class Loop:
         phi = self.phi()
         return None if phi is None else phi.low
 
-    def _followed(
+    def _follow(
         self, state: Any, rest: Sequence[Any], named: Mapping[str, Any], made: Made
     ) -> Any:
         """Decides, prepares, and changes the way where that pays."""
         if not self.step.world.process_index:
-            self._times = self._times.fitted()
+            self._times = self._times.fit()
         now = self._now(made, state, rest, named)
         # Processes meet in the pipelines of their plan alone.
         alone = self.step.world.process_count == 1
         beside = self._background is not None and (alone or len(made.plan.stages) < 2)
         if not beside:
             self._explore(now)
-        said = self._said(now)
+        said = self._say(now)
         if said.busy:
             return state
         if beside and said.studies:
@@ -568,13 +570,13 @@ class Loop:
         if said.key is None:
             self._tell_kept(made, said.decision)
             return state
-        found = self._ways.made(said.key)
+        found = self._ways.find(said.key)
         if found is None:
             self._explore_beside(now)
             return state
         if (decision := said.decision) is None:  # another process has compared
-            self._times = self._times.fitted()
-            decision = self._compared(now)
+            self._times = self._times.fit()
+            decision = self._compare(now)
             assert decision is not None  # the noise is known to all
         return self._change(state, made, found, with_key(decision, said.key))
 
@@ -583,19 +585,19 @@ class Loop:
 
         The plan of a way may say otherwise than what it was judged by.
         """
-        said = self._said(now, asked=False)
+        said = self._say(now, asked=False)
         if said.studies:
             call_of = now.call_of if said.layouts else None
             self._ways.study(now.made, layouts=said.layouts, call_of=call_of)
-            said = self._said(now, asked=False)
+            said = self._say(now, asked=False)
         for _ in range(_EXPLORED):
             key = said.key
-            if key is None or self._ways.made(key) is not None:
+            if key is None or self._ways.find(key) is not None:
                 return
-            self._prepared(key, now)
-            said = self._said(now, asked=False)
+            self._prepare(key, now)
+            said = self._say(now, asked=False)
 
-    def _prepared(self, key: Key, now: Now) -> Made | None:
+    def _prepare(self, key: Key, now: Now) -> Made | None:
         """Plans and compiles a way; None where it cannot be, which is written down."""
         made = self._ways.make(key, now.call_of(key.rows), now.made)
         if made is None:
@@ -603,7 +605,7 @@ class Loop:
             self._record("batch refused", way=dataclasses.asdict(key), reason=reason)
         return made
 
-    def _said(self, now: Now, *, asked: bool = True) -> Said:
+    def _say(self, now: Now, *, asked: bool = True) -> Said:
         """How to go on; one process says so for all.
 
         Args:
@@ -612,16 +614,16 @@ class Loop:
         """
         world = self.step.world
         if asked and self._busy.is_set():
-            return agreed(world, Said(busy=True))
+            return agree(world, Said(busy=True))
         if world.process_index:  # the first one compares
-            return agreed(world, Said())
-        decision = self._compared(now)
+            return agree(world, Said())
+        decision = self._compare(now)
         key = None if decision is None else key_of(decision)
         worth = worth_now(
             self._ways, now.made, self._times, decision,
             rest_s=self._rest_s(), horizon_s=self._horizon_s(),
         )  # fmt: skip
-        return agreed(world, dataclasses.replace(worth, key=key, decision=decision))
+        return agree(world, dataclasses.replace(worth, key=key, decision=decision))
 
     def _explore_beside(self, now: Now) -> None:
         """The same beside the loop, one at a time."""
@@ -641,7 +643,7 @@ class Loop:
 
         self._background(explore)
 
-    def _compared(self, now: Now) -> Decision | None:
+    def _compare(self, now: Now) -> Decision | None:
         """Compares the ways; None: the noise is not known yet."""
         phi, made = self.phi(), now.made
         if phi is None:
@@ -650,7 +652,7 @@ class Loop:
         alone = last is not None and last.groups == 1
         found = self._ways.others(made, now.held, self._parts, alone=alone)
         ways = list(found.values())
-        rows = self._ruled(made, ways)
+        rows = self._rows_by_rule(made, ways)
         decision = decide(
             now.way,
             ways if rows is None else [way for way in ways if way.rows == rows],
@@ -667,7 +669,7 @@ class Loop:
         best = max(decision.compared[1:], key=lambda x: x.goodput)
         return dataclasses.replace(decision, chosen=best)
 
-    def _ruled(self, made: Made, ways: Sequence[Way]) -> int | None:
+    def _rows_by_rule(self, made: Made, ways: Sequence[Way]) -> int | None:
         """The rows that Accordion's rule wants; None: there is no such rule."""
         if self._rule is None:
             return None
@@ -677,7 +679,7 @@ class Loop:
 
     def _tell_kept(self, made: Made, decision: Decision | None) -> None:
         """Writes down why the way stays: at decisions 1, 2, 4, 8 and so on."""
-        line = None if decision is None else kept(made, decision, self.phi())
+        line = None if decision is None else stay_line(made, decision, self.phi())
         if line is not None:
             self._kept += 1
             if self._kept.bit_count() == 1:
@@ -694,7 +696,7 @@ class Loop:
         runs = decision.current
         self._before = self.changes, runs.step_s, runs.goodput
         pause_s = time.perf_counter() - begin
-        line = changed(old, new, self.phi(), decision, pause_s)
+        line = change_line(old, new, self.phi(), decision, pause_s)
         self._record("batch", number=self.changes, **line)
         return state
 

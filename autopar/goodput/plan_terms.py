@@ -154,7 +154,7 @@ def plan_curve(analysis: Analysis, plan: Plan, rows: int) -> PlanCurve:
     found: StepEstimate | None = None
     if len(plan.stages) == 1 and not cluster.groups:
         with contextlib.suppress(PlanError):
-            found = estimate(*_priced(analysis, plan))
+            found = estimate(*_price(analysis, plan))
     hosts = max(1, len(cluster.hosts))
     return PlanCurve(
         plan=plan,
@@ -167,7 +167,7 @@ def plan_curve(analysis: Analysis, plan: Plan, rows: int) -> PlanCurve:
     )
 
 
-def _priced(analysis: Analysis, plan: Plan) -> tuple[Assignment, Pricer]:
+def _price(analysis: Analysis, plan: Plan) -> tuple[Assignment, Pricer]:
     cluster = plan.cluster.read()
     mesh = plan_mesh(cluster, plan.axis_names, plan.axis_sizes)
     return restore(analysis, plan), Pricer(cluster, mesh)

@@ -135,7 +135,7 @@ def scaled(
         factor = scaling.factor(state)
         made = jax.tree.map(lambda x: (x * factor).astype(x.dtype), made)
         rows = base_batch * state.gain
-        progress, rest = _added(state.progress, rows + state.rest)
+        progress, rest = _add(state.progress, rows + state.rest)
         return made, state._replace(
             progress=progress, rest=rest, steps=state.steps + 1, inner=after
         )
@@ -143,14 +143,14 @@ def scaled(
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _added(total: Any, more: Any) -> tuple[Any, Any]:
+def _add(total: Any, more: Any) -> tuple[Any, Any]:
     """A float32 sum and what it lost (Kahan, 1965)."""
     found = total + more
     return found, more - (found - total)
 
 
 @functools.cache
-def _scheduled() -> tuple[type, ...]:
+def _schedule_states() -> tuple[type, ...]:
     """The states of `optax` whose count is the argument of a schedule.
 
     That of a schedule in a chain, and that of one in `optax.inject_hyperparams`, whose
@@ -169,12 +169,12 @@ def with_schedule_count(state: Any, count: jax.Array) -> Any:
       state: of any `optax` optimizer.
       count: int32 scalar.
     """
-    scheduled = _scheduled()
+    scheduled = _schedule_states()
 
-    def counted(node: Any) -> Any:
+    def take_count(node: Any) -> Any:
         return node._replace(count=count) if isinstance(node, scheduled) else node
 
-    return jax.tree.map(counted, state, is_leaf=lambda x: isinstance(x, scheduled))
+    return jax.tree.map(take_count, state, is_leaf=lambda x: isinstance(x, scheduled))
 
 
 def told(
@@ -215,14 +215,14 @@ def told(
             node.gain.set_value(_like(node.gain.get_value(), worth))
         return state
 
-    def written(node: Any) -> Any:
+    def write(node: Any) -> Any:
         if not isinstance(node, ScaledState):
             return node
         return node._replace(
             batch=_like(node.batch, batch), gain=_like(node.gain, worth)
         )
 
-    return jax.tree.map(written, state, is_leaf=_is_scaled)
+    return jax.tree.map(write, state, is_leaf=_is_scaled)
 
 
 def gain_told(state: Any) -> float:

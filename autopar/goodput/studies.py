@@ -51,7 +51,7 @@ def worth_now(
         )
     if not any(g.codec for g in made.plan.gradients):
         return found
-    return dataclasses.replace(found, studies=ways.unstudied(made) > 0)
+    return dataclasses.replace(found, studies=ways.count_unstudied(made) > 0)
 
 
 def worth_studying(
@@ -75,7 +75,7 @@ def worth_studying(
       each_s: seconds that a codec takes to be studied.
       once_s: seconds that are paid besides.
     """
-    unknown, searches = ways.unstudied(made), ways.searches(made)
+    unknown, searches = ways.count_unstudied(made), ways.searches(made)
     cost_s = unknown * each_s + once_s
     search_s = searches * made.plan.seconds.total
     layouts = False

@@ -160,7 +160,7 @@ class Throughput:
         others = tuple(m for m in self.seen if m.terms != terms)
         return dataclasses.replace(self, seen=(*others, now)[-MOST:])
 
-    def fitted(self) -> Throughput:
+    def fit(self) -> Throughput:
         """The constants of highest posterior probability, and how sure they are."""
         if not self.seen:
             return Throughput()
@@ -181,7 +181,7 @@ class Throughput:
 
     def step_s(self, terms: Terms) -> Interval:
         """Seconds of a step under a plan."""
-        logs, slopes = _predicted([terms], np.array(self.mean), self._middle(terms))
+        logs, slopes = _predict([terms], np.array(self.mean), self._middle(terms))
         return Interval(math.exp(logs[0]), self._spreads(slopes)[0])
 
     def ratio(self, one: Terms, other: Terms) -> Interval:
@@ -199,7 +199,7 @@ class Throughput:
           other: by whose seconds they are divided.
         """
         mean, middle = np.array(self.mean), self._middle(other)
-        logs, slopes = _predicted([*ones, other], mean, middle)
+        logs, slopes = _predict([*ones, other], mean, middle)
         far, slopes = logs[:-1] - logs[-1], slopes[:-1] - slopes[-1]
         each = zip(far.tolist(), self._spreads(slopes), strict=True)
         return [Interval(math.exp(log), spread) for log, spread in each]
@@ -244,7 +244,7 @@ class Throughput:
             raise PlanError(
                 f"Throughput: expected what to_data() returned: {error!r}."
             ) from error
-        return cls(seen).fitted()
+        return cls(seen).fit()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -263,7 +263,7 @@ class _Table:
     logs: np.ndarray
     noise: np.ndarray
 
-    def predicted(self, mean: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def predict(self, mean: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Logarithms of seconds (n,), and their slopes by each constant, (n, 9)."""
         factors = np.exp([*(mean[0] + mean[1:4]), mean[4]])
         parts = self.parts * factors
@@ -275,7 +275,7 @@ class _Table:
 
     def loss(self, mean: np.ndarray) -> float:
         """Twice the negative logarithm of the posterior density."""
-        error = (self.logs - self.predicted(mean)[0]) / self.noise
+        error = (self.logs - self.predict(mean)[0]) / self.noise
         far = _far(error)
         far[-1] = error[-1] ** 2
         return float(far.sum() + _far(mean / _WIDTHS).sum())
@@ -296,13 +296,13 @@ def _parts(terms: Sequence[Terms]) -> np.ndarray:
     return np.array([[t.work_s, t.fixed_s, t.sync_s, _CALL_S] for t in terms])
 
 
-def _predicted(
+def _predict(
     terms: Sequence[Terms], mean: np.ndarray, middle: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
     """Logarithms of steps' seconds, (n,), and their slopes by each constant, (n, 9)."""
     nothing = np.zeros(len(terms))
     far = np.array([t.axes() for t in terms]) - middle
-    return _Table(_parts(terms), far, nothing, nothing).predicted(mean)
+    return _Table(_parts(terms), far, nothing, nothing).predict(mean)
 
 
 def _posterior(table: _Table) -> tuple[np.ndarray, np.ndarray]:
@@ -319,11 +319,11 @@ def _posterior(table: _Table) -> tuple[np.ndarray, np.ndarray]:
         start = np.zeros(_COUNT)
         start[term] = np.clip(np.median(table.logs) - log, -12.0, 12.0)
         starts.append(start)
-    mean = min((_climbed(start, table) for start in starts), key=table.loss)
+    mean = min((_climb(start, table) for start in starts), key=table.loss)
     return mean, np.linalg.inv(_normal(mean, table)[0])
 
 
-def _climbed(mean: np.ndarray, table: _Table) -> np.ndarray:
+def _climb(mean: np.ndarray, table: _Table) -> np.ndarray:
     """The nearest constants of highest density: Gauss and Newton's steps, damped."""
     loss, damping = table.loss(mean), 1e-3
     for _ in range(_STEPS):
@@ -343,7 +343,7 @@ def _climbed(mean: np.ndarray, table: _Table) -> np.ndarray:
 
 def _normal(mean: np.ndarray, table: _Table) -> tuple[np.ndarray, np.ndarray]:
     """The matrix and the right side of a step's normal equations."""
-    logs, slopes = table.predicted(mean)
+    logs, slopes = table.predict(mean)
     error = (table.logs - logs) / table.noise
     weight = _weight(error)
     weight[-1] = 1.0

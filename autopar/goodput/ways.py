@@ -81,7 +81,7 @@ class Anchors:
             return (running,) if codecs == own else ()
         return (running, *found[1:]) if codecs == own else found
 
-    def unstudied(self, running: PlanCurve, own: str) -> int:
+    def count_unstudied(self, running: PlanCurve, own: str) -> int:
         """For how many codecs `study` is not done with the layouts that run."""
         others = (c for c in self.codecs if c != own)
         return sum(self._known.get((running.layouts, c)) is None for c in others)
@@ -120,14 +120,14 @@ class Anchors:
                 found = (running,)
                 if codecs != own:
                     free = searches and not grows
-                    found = self._studied(running, codecs, layouts=free)
+                    found = self._study(running, codecs, layouts=free)
             if searches and largest is not None and found:
                 found = (*found, *self._larger(running, codecs, *largest))
             self._known.put(place, found)
         if searches and largest is not None:
             self._searched.put(running.layouts, True)
 
-    def _studied(
+    def _study(
         self, running: PlanCurve, codecs: str, *, layouts: bool
     ) -> tuple[PlanCurve, ...]:
         """The plans with other codecs and the batch that runs; none is possible: ()."""
@@ -137,10 +137,10 @@ class Anchors:
         )
         plans: list[Plan] = []
         try:
-            plans.append(planned(self.step, shape_of(layouts=running.plan)))
+            plans.append(plan_for_all(self.step, shape_of(layouts=running.plan)))
             if layouts:
                 parts = running.plan.microbatches
-                plans.append(planned(self.step, shape_of(microbatches=parts)))
+                plans.append(plan_for_all(self.step, shape_of(microbatches=parts)))
         except AutoparError:
             pass  # no plan is possible with these codecs
         return tuple(plan_curve(analysed.analysis, p, running.rows) for p in plans)
@@ -157,7 +157,7 @@ class Anchors:
                 shape = changing_batches.shaped(
                     self.step, call_of(rows), codecs=codecs, microbatches=parts
                 )
-                plan = planned(self.step, shape)
+                plan = plan_for_all(self.step, shape)
                 return (plan_curve(shape.analysed.analysis, plan, rows),)
         return ()
 
@@ -178,7 +178,7 @@ class Anchors:
         self._searched.discard(lambda _: True)
 
 
-def planned(step: ParallelStep[..., object], shape: Shape) -> Plan:
+def plan_for_all(step: ParallelStep[..., object], shape: Shape) -> Plan:
     """A plan, the same on all processes.
 
     Args:
@@ -292,7 +292,7 @@ class Ways:
         curve = plan_curve(analysed.analysis, plan, rows)
         return self._made.put(self._place(key), Made(key, plan, curve, shape))
 
-    def made(self, key: Key) -> Made | None:
+    def find(self, key: Key) -> Made | None:
         """A way that is planned and compiled, or None."""
         return self._made.get(self._place(key))
 
@@ -318,9 +318,9 @@ class Ways:
         key = running.key
         self.anchors.study(running.curve, key.codecs, layouts=layouts, largest=largest)
 
-    def unstudied(self, running: Made) -> int:
+    def count_unstudied(self, running: Made) -> int:
         """For how many codecs `study` is not done with the layouts that run."""
-        return self.anchors.unstudied(running.curve, running.key.codecs)
+        return self.anchors.count_unstudied(running.curve, running.key.codecs)
 
     def searches(self, running: Made) -> int:
         """How many searches `study` makes to find other layouts; 0: none any more."""
@@ -390,7 +390,7 @@ class Ways:
         The curves are what was studied of the way's codecs, and ``moves`` what it takes
         to move to other layouts.
         """
-        made = self.made(key)
+        made = self.find(key)
         if made is not None:
             move_s = self._move_s(made.plan, made.shape.setting, running, held)
             return self.way(made, move_s)
@@ -400,7 +400,7 @@ class Ways:
         anchor, terms = found
         compile_s = self.step.preparation.compile_s
         cost_s = compile_s + moves.get(anchor.layouts, 0.0)
-        return self._described(key, anchor.plan, terms, cost_s)
+        return self._describe(key, anchor.plan, terms, cost_s)
 
     def _anchor(
         self, key: Key, running: PlanCurve, curves: Sequence[PlanCurve]
@@ -432,15 +432,15 @@ class Ways:
         """
         terms = made.curve.terms()
         assert terms is not None
-        return self._described(made.key, made.plan, terms, cost_s, runs=runs)
+        return self._describe(made.key, made.plan, terms, cost_s, runs=runs)
 
-    def _described(
+    def _describe(
         self, key: Key, plan: Plan, terms: Terms, cost_s: float, *, runs: bool = False
     ) -> Way:
         ratio = self._codecs.get(key.codecs)
         error = EXACT
         if ratio is None:
-            error = self._measured(plan) if runs else None
+            error = self._measured_error(plan) if runs else None
             error = error or expected_error(plan)
         return Way(
             rows=key.rows,
@@ -452,7 +452,7 @@ class Ways:
             cost_s=cost_s,
         )
 
-    def _measured(self, plan: Plan) -> CodecError | None:
+    def _measured_error(self, plan: Plan) -> CodecError | None:
         """The error of unbiased codecs in use; None: it is not known."""
         sent = [g for g in plan.gradients if g.codec not in ("", "dense")]
         if not sent or any(g.feedback for g in sent):
@@ -481,7 +481,7 @@ class Ways:
           call: the arguments of the step in it, structs.
           running: the way that runs.
         """
-        known = self.made(key)
+        known = self.find(key)
         if known is not None:
             return known
         try:
@@ -515,13 +515,13 @@ class Ways:
         for layouts in known:
             try:
                 shape = shape_of(layouts=layouts)
-                found.append((planned(step, shape), shape))
+                found.append((plan_for_all(step, shape), shape))
             except AutoparError as error:
                 failure = failure or error
         if not (fixed and found):
             try:
                 shape = shape_of()
-                plan = planned(step, shape) if anew else self._warm(shape)
+                plan = plan_for_all(step, shape) if anew else self._warm(shape)
                 found.append((plan, shape))
             except AutoparError as error:
                 failure = failure or error

@@ -111,7 +111,7 @@ def codec(devices: Sequence[Any], text: str, elements: int) -> kernels.TimedLoop
         )
         finite = jnp.all(sums[:, NON_FINITE] == 0)
         (kept,) = restore_unless_finite([state], after, finite)
-        return _touched(partial, totals[0]), kept, totals[0]
+        return _touch(partial, totals[0]), kept, totals[0]
 
     def make() -> Any:
         state = jax.tree.map(np.asarray, init_state(gradient, WORKERS))
@@ -129,7 +129,7 @@ def plain(devices: Sequence[Any], elements: int) -> kernels.TimedLoop:
     def body(value: Any) -> Any:
         partial, _ = value
         total = materialised(WORKERS * partial)
-        return _touched(partial, total), total
+        return _touch(partial, total), total
 
     def make() -> Any:
         return given, np.zeros_like(given)
@@ -139,7 +139,7 @@ def plain(devices: Sequence[Any], elements: int) -> kernels.TimedLoop:
     )
 
 
-def _touched(partial: jax.Array, total: jax.Array) -> jax.Array:
+def _touch(partial: jax.Array, total: jax.Array) -> jax.Array:
     """The partial with one other element, so that no trip is like the one before."""
     return partial.at[0, 0].set(0.5 * total[0, 0])
 

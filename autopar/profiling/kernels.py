@@ -121,15 +121,15 @@ def _least_extra_s(program: TimedLoop, trips: int) -> float:
 
 def _long_trips(program: TimedLoop) -> int:
     """Trips that take about LONG_RUN_S, found by trying; 0 where one is very slow."""
-    if processes.agreed(int(_extra_s(program, 1) > SLOW_S)):
+    if processes.agree_on(int(_extra_s(program, 1) > SLOW_S)):
         return 0
     trips, extra_s = 1, 0.0
-    while processes.agreed(int(extra_s < LONG_RUN_S / 8 and trips < MAX_TRIPS)):
+    while processes.agree_on(int(extra_s < LONG_RUN_S / 8 and trips < MAX_TRIPS)):
         trips *= 4
         extra_s = _least_extra_s(program, trips)
     if extra_s > 0:
         trips = max(2, min(MAX_TRIPS, round(trips * LONG_RUN_S / extra_s)))
-    return processes.agreed(trips)
+    return processes.agree_on(trips)
 
 
 def trip_times_s(programs: Sequence[TimedLoop], rounds: int) -> list[float]:

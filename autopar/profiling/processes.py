@@ -24,7 +24,7 @@ def wait() -> None:
         multihost_utils.sync_global_devices("autopar profile")
 
 
-def agreed(value: int) -> int:
+def agree_on(value: int) -> int:
     """The value of process 0; all processes must call it."""
     if jax.process_count() == 1:
         return value

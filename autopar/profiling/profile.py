@@ -332,7 +332,7 @@ def _predictions(cluster: Cluster, settings: Settings) -> dict[Key, float]:
     return found
 
 
-def _known(
+def _known_parts(
     devices: Sequence[Any], neighbours: Sequence[Any]
 ) -> tuple[int, tuple[Level, ...]]:
     """Memory of a device, and the levels with links that no measurement replaces.
@@ -386,7 +386,7 @@ def run(
     default = CPU_SETTINGS if taken[0].platform == "cpu" else ACCELERATOR_SETTINGS
     chosen, say = settings or default, progress or (lambda _: None)
     neighbours = processes.on_this_machine(taken)
-    memory_bytes, kept = _known(taken, neighbours)
+    memory_bytes, kept = _known_parts(taken, neighbours)
     programs = _programs(taken, chosen, len(neighbours), say)
     say(f"timing {len(programs)} programs in {chosen.rounds} rounds")
     times_s = kernels.trip_times_s(list(programs.values()), chosen.rounds)

@@ -17,7 +17,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from autopar.cluster.specs import shown
+from autopar.cluster.specs import show
 from autopar.errors import PlanError, RunError
 from autopar.runtime import lanes
 from autopar.runtime.key_values import KeyValueExchange
@@ -244,7 +244,7 @@ class World:
         count = len(self.devices)
         if wrong := [k for k in positions if not 0 <= k < count]:
             raise PlanError(
-                f"the cluster's devices {shown(wrong)} are not among the {count} of "
+                f"the cluster's devices {show(wrong)} are not among the {count} of "
                 f"this world, {_ids(self.devices)}."
             )
         return self.take([self.devices[k] for k in positions])

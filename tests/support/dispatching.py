@@ -214,7 +214,11 @@ class World:
             self.clock.sleep(10.0)
 
     def given(self) -> dict[str, int]:
-        return {n: job.given for n, job in self.scheduler.jobs.items() if job.given}
+        return {
+            n: job.given_devices
+            for n, job in self.scheduler.jobs.items()
+            if job.given_devices
+        }
 
     def states(self) -> dict[str, str]:
         return {name: job.state for name, job in self.scheduler.jobs.items()}

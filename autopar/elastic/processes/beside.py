@@ -20,7 +20,7 @@ from autopar_passes.program.static_leaves import struct_of
 _STATES = {"codecs": "compression_state", "noise": "noise_state"}
 
 
-def kept(step: ParallelStep[..., Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+def state_beside(step: ParallelStep[..., Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """What a step carries beside the state of its model.
 
     Args:

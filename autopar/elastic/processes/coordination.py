@@ -88,7 +88,7 @@ class ServiceProcess:
             return None
         return ProcessId.of(child.pid)
 
-    def died(self) -> bool:
+    def has_died(self) -> bool:
         """Whether it has ended by itself, said once; a silent one is killed."""
         child, now = self._child, time.monotonic()
         if child is None:
@@ -172,7 +172,7 @@ class Services:
 
     def _watch(self, processes: list[Any]) -> None:
         for worker, descriptor in list(self._workers.items()):
-            if identity.ended(descriptor):
+            if identity.has_ended(descriptor):
                 os.close(self._workers.pop(worker))
         for worker in map(ProcessId.from_data, processes):
             if worker is None or worker in self._workers:
@@ -205,7 +205,7 @@ class Services:
     def wait_for_workers(self) -> None:
         """Returns once all processes that used a service are gone."""
         for descriptor in self._workers.values():
-            identity.ended(descriptor, wait_s=None)
+            identity.has_ended(descriptor, wait_s=None)
 
 
 def main() -> None:

@@ -34,7 +34,7 @@ class Ends:
     until: Callable[[Step], bool] | None = None
     steps: float = math.inf
 
-    def reached(self, worth: float) -> bool:
+    def is_reached(self, worth: float) -> bool:
         """Whether steps were worth so many rows of the base batch."""
         return self.samples is not None and worth >= self.samples
 
@@ -142,7 +142,7 @@ class TeamFollowing:
         done = self.loop.steps
         return self.ends.rest_s(done, self.worth, self._gained, self._step_s)
 
-    def sized(self, samples: Samples, step: int) -> Samples:
+    def resize(self, samples: Samples, step: int) -> Samples:
         """The samples from a step on, as many as the loop wants."""
         rows = self.loop.batch_size
-        return samples if rows == samples.batch else samples.resized(step, rows)
+        return samples if rows == samples.batch else samples.resize(step, rows)

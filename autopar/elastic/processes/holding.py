@@ -43,7 +43,7 @@ class Holding:
     tiles: Tiles
     extra: Mapping[str, Any]
 
-    def listed(self) -> dict[str, Any]:
+    def describe(self) -> dict[str, Any]:
         """The tiles without their elements, for a message."""
         return {
             "step": self.step,
@@ -129,10 +129,10 @@ def place(
       wanted: path -> struct of the whole array, and where it must lie.
       fetch: returns the elements of a tile.
     """
-    return {path: _placed(path, *where, fetch) for path, where in wanted.items()}
+    return {path: _place(path, *where, fetch) for path, where in wanted.items()}
 
 
-def _placed(path: str, struct: Any, sharding: NamedSharding, fetch: Fetch) -> Any:
+def _place(path: str, struct: Any, sharding: NamedSharding, fetch: Fetch) -> Any:
     if not sharding.addressable_devices:
         return placement.absent(struct, sharding)
     shape, dtype = jax_compat.bits_struct(tuple(struct.shape), struct.dtype)

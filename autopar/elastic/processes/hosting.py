@@ -11,7 +11,7 @@ import numpy as np
 from autopar_passes import jax_compat
 
 
-def hosted(tree: Any) -> Any:
+def on_host(tree: Any) -> Any:
     """A tree with numpy arrays in the place of JAX's; keys stay keys."""
     return jax.tree.map(_host, tree)
 
@@ -35,7 +35,7 @@ class _Key:
         self.words, self.kind = words, kind
 
 
-def unhosted(tree: Any) -> Any:
+def from_host(tree: Any) -> Any:
     """The tree that `hosted` was given, with keys on the backend there is now."""
     return jax.tree.map(
         lambda x: (

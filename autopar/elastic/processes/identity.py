@@ -60,7 +60,7 @@ class ProcessId:
         except (OSError, OverflowError):
             return None
         # The descriptor keeps its process, so what the number means is asked behind it.
-        if ProcessId.of(self.pid) == self and not ended(descriptor):
+        if ProcessId.of(self.pid) == self and not has_ended(descriptor):
             return descriptor
         os.close(descriptor)
         return None
@@ -73,7 +73,7 @@ class ProcessId:
             os.close(descriptor)
 
 
-def ended(descriptor: int, wait_s: float | None = 0) -> bool:
+def has_ended(descriptor: int, wait_s: float | None = 0) -> bool:
     """Whether a process has ended, also where nobody has waited for it yet.
 
     Args:

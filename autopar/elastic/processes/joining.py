@@ -147,9 +147,9 @@ class Ahead:
                 time.sleep(_POLL_S)
                 continue
             done.add(todo[0])
-            _write(self.folder, self._tried(todo[0]))
+            _write(self.folder, self._try(todo[0]))
 
-    def _tried(self, processes: int) -> dict[str, Any]:
+    def _try(self, processes: int) -> dict[str, Any]:
         try:
             return self.prepare(processes)
         except AutoparError as error:  # this many cannot share the batch, perhaps

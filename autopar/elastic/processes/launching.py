@@ -28,7 +28,7 @@ os.execvp(sys.argv[2], sys.argv[2:])
 class Reports(Protocol):
     """What a launcher tells the run; from any thread."""
 
-    def ended(self, worker: int, code: int | None, *, spare: bool = False) -> None:
+    def on_end(self, worker: int, code: int | None, *, spare: bool = False) -> None:
         """A worker's process has ended.
 
         Args:
@@ -38,7 +38,7 @@ class Reports(Protocol):
         """
         ...
 
-    def joined(self, machines: int) -> None:
+    def on_join(self, machines: int) -> None:
         """So many machines more may each take a worker."""
         ...
 
@@ -146,12 +146,12 @@ class LocalLauncher:
         self._descriptors[worker] = descriptor
 
         def wait() -> None:
-            identity.ended(descriptor, wait_s=None)
+            identity.has_ended(descriptor, wait_s=None)
             with self._lock:
                 self._descriptors.pop(worker, None)
                 os.close(descriptor)
             assert self._reports is not None
-            self._reports.ended(worker, None if child is None else child.wait())
+            self._reports.on_end(worker, None if child is None else child.wait())
 
         threading.Thread(target=wait, daemon=True).start()
 

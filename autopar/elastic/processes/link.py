@@ -106,7 +106,7 @@ class Link:
         self._lost_s: float | None = None
         self._says = True
         self._last_ready: Message | None = None
-        self._connection = self._connected()
+        self._connection = self._connect()
         for work in (self._listen, self._beat):
             threading.Thread(target=work, daemon=True, name=work.__name__).start()
 
@@ -116,18 +116,18 @@ class Link:
         return self._connection.ports
 
     @property
-    def aborted(self) -> bool:
+    def must_leave(self) -> bool:
         """Whether the world of this process is to be left at once."""
         with self._changed:
             return 0 <= self._generation <= self._aborted
 
     @property
-    def suspended(self) -> bool:
+    def is_suspended(self) -> bool:
         """Whether the run ends after the last step that may start, to go on later."""
         with self._changed:
             return self._saves
 
-    def left(self) -> None:
+    def leave(self) -> None:
         """Says that the main thread belongs to no world any more."""
         with self._changed:
             self._generation = -1
@@ -153,9 +153,9 @@ class Link:
     def may_start(self, step: int) -> bool:
         """Whether a step may start; otherwise the world is to be left before it."""
         with self._changed:
-            while self._paused and not self.aborted:
+            while self._paused and not self.must_leave:
                 self._wait()
-            if self.aborted or (self._limit is not None and step > self._limit):
+            if self.must_leave or (self._limit is not None and step > self._limit):
                 return False
             first = self._started < 0
             self._started, self._phase = step, "step"
@@ -163,7 +163,7 @@ class Link:
             self.say("beat", step=step, phase="step")
         return True
 
-    def finished(self, step: int) -> bool:
+    def finish(self, step: int) -> bool:
         """Waits until all processes have done the last step.
 
         Returns:
@@ -173,12 +173,12 @@ class Link:
         self.say("finished", step=step)
         with self._changed:
             self._phase = "finished"
-            while not self._orders and not self.aborted and self._limit is None:
-                if self.lost:
+            while not self._orders and not self.must_leave and self._limit is None:
+                if self.is_lost:
                     return True
                 self._wait()
             ended = bool(self._orders) and self._orders[0]["kind"] == "end"
-            return ended and not self.aborted
+            return ended and not self.must_leave
 
     def ends(self, call: Future[Any], patience_s: float) -> bool:
         """Waits for a call in another thread.
@@ -195,7 +195,7 @@ class Link:
         with self._changed:
             while not call.done():
                 now = time.monotonic()
-                if self.aborted:
+                if self.must_leave:
                     aborted_s = min(aborted_s, now)
                     if now - aborted_s > patience_s:
                         return False
@@ -224,12 +224,12 @@ class Link:
                 self.say("broken", error=f"{type(error).__name__}: {error}"[:2000])
                 asked_s = now
             with self._changed:
-                if self.aborted or self._own == self._generation:
-                    return self.aborted
+                if self.must_leave or self._own == self._generation:
+                    return self.must_leave
                 self._wait()
 
     @property
-    def lost(self) -> bool:
+    def is_lost(self) -> bool:
         """Whether the supervisor has been gone for longer than workers wait for it."""
         lost = self._lost_s
         return lost is not None and time.monotonic() - lost > self.address.grace_s
@@ -253,7 +253,7 @@ class Link:
                 self._changed.notify_all()
 
     def _wait(self) -> None:
-        if self.lost and self._says:
+        if self.is_lost and self._says:
             self._says = False
             print(
                 f"autopar: worker {self.address.worker} waits for a supervisor, and "
@@ -263,7 +263,7 @@ class Link:
             )
         self._changed.wait(_BEAT_S)
 
-    def gone(self, saved: str) -> RunError:
+    def lost_error(self, saved: str) -> RunError:
         """The error of a run without a supervisor.
 
         Args:
@@ -274,7 +274,7 @@ class Link:
             f"{self.address.grace_s:g} s. {saved} Start `autopar run` again."
         )
 
-    def _connected(self) -> Connection:
+    def _connect(self) -> Connection:
         made = connect("127.0.0.1", self.address.port, timeout_s=10.0)
         own = ProcessId.of(os.getpid())
         made.send(
@@ -304,7 +304,7 @@ class Link:
         self._connection.close()
         time.sleep(_RETRY_S)
         try:
-            self._connection = self._connected()
+            self._connection = self._connect()
         except OSError:
             return
         if self._last_ready is not None:
@@ -317,7 +317,7 @@ class Link:
             self._lost_s = None
             if kind in ("form", "end"):
                 self._orders.append(message)
-                self._entered(generation if kind == "form" else self._generation)
+                self._enter(generation if kind == "form" else self._generation)
             elif kind == "abort":
                 self._aborted = max(self._aborted, generation)
             elif kind == "own":
@@ -337,7 +337,7 @@ class Link:
                 target=self._break, args=(generation,), daemon=True
             ).start()
 
-    def _entered(self, generation: int) -> None:
+    def _enter(self, generation: int) -> None:
         """Belongs to a world from now on: what comes next may be its end."""
         if generation != self._generation:
             self._generation, self._started = generation, -1

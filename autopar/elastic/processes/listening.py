@@ -61,7 +61,7 @@ class Listening:
         self._devices = 1
         self._sources: dict[str, Source] = {}
 
-    def formed(self, said: Mapping[str, Any]) -> None:
+    def on_world(self, said: Mapping[str, Any]) -> None:
         """A world has formed; starts the sources that its script names.
 
         Args:
@@ -122,7 +122,7 @@ class Listening:
             if found.cluster is None:
                 self._inbox.settle(self._world)
                 return self._none_left(found)
-            wanted = self._wanted(self._world, found.cluster)
+            wanted = self._wanted_from(self._world, found.cluster)
         self._follow(wanted)
         return found
 
@@ -160,7 +160,7 @@ class Listening:
                 "(--min, --max)."
             )
 
-    def _wanted(self, world: Cluster, target: Cluster) -> Wanted:
+    def _wanted_from(self, world: Cluster, target: Cluster) -> Wanted:
         """What makes a cluster of the world's."""
         there = ids_there(target)
         count = len(ids_there(world)) // self._devices

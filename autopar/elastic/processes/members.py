@@ -197,7 +197,7 @@ def never_started(worker: int, code: int) -> str:
     )
 
 
-def adopted(now: float, *, inside: bool, formed: bool = False) -> Member:
+def adopt(now: float, *, inside: bool, formed: bool = False) -> Member:
     """A worker of an earlier supervisor, which will connect again.
 
     Args:
@@ -226,7 +226,7 @@ def rows_of(members: Mapping[int, Member]) -> float:
     return told[-1]["rows"] / told[-1]["devices"] if told else 0
 
 
-def described(members: Mapping[int, Member]) -> dict[str, Any]:
+def describe(members: Mapping[int, Member]) -> dict[str, Any]:
     """The workers in a few words, as plain data."""
     return {
         str(w): {"phase": m.phase, "step": m.step} for w, m in sorted(members.items())

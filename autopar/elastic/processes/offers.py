@@ -67,11 +67,11 @@ class Offers:
         with self._lock:
             self._held = {k: h for k, h in self._held.items() if wanted(h)}
 
-    def listed(self) -> dict[str, Any]:
+    def describe(self) -> dict[str, Any]:
         """Version -> what is held, for a message."""
         with self._lock:
             held = dict(self._held)
-        return {name: holding.listed() for name, holding in held.items()}
+        return {name: holding.describe() for name, holding in held.items()}
 
     def tiles(self, name: str) -> Tiles:
         """The tiles of a version."""

@@ -154,7 +154,7 @@ class Relay:
         self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
         self._start(self._accept)
 
-    def connected(self, client: Any) -> None:
+    def on_client(self, client: Any) -> None:
         """The client has connected, and can be shut down, which a dead service does.
 
         A client that is shut down outlives its connection. That closes then, so that
@@ -191,7 +191,7 @@ class Relay:
         """Serves a connection until one side ends it."""
         if not self._keep(own):
             return
-        service = self._reached()
+        service = self._reach()
         if not self._keep(service):
             return
         self._start(_pass_on, own, service)
@@ -207,7 +207,7 @@ class Relay:
             self.close()
         _hang_up(own)
 
-    def _reached(self) -> socket.socket:
+    def _reach(self) -> socket.socket:
         """A connection to the service, or to one of this process where it is dead."""
         if not self.alone:
             with contextlib.suppress(OSError):

@@ -341,7 +341,7 @@ class Runner:
         if away > _AWAY_S:
             self.supervisor.excuse(away)
         self.supervisor.tick()
-        if self._service.died():
+        if self._service.has_died():
             self.log("service gone")
             self._service.start()
             self._renews = len(self.supervisor.world) > 1
@@ -408,7 +408,7 @@ class Runner:
 
     def formed_world(self, message: Message) -> None:
         """See `Actions`."""
-        self._listening.formed(message)
+        self._listening.on_world(message)
         if self._service_before is not None:
             self._service_before.kill()
             self._service_before = None
@@ -442,11 +442,11 @@ class Runner:
 
     # Processes.
 
-    def ended(self, worker: int, code: int | None, *, spare: bool = False) -> None:
+    def on_end(self, worker: int, code: int | None, *, spare: bool = False) -> None:
         """See `Reports`."""
-        self._events.put(lambda: self._gone(worker, code, spare))
+        self._events.put(lambda: self._on_gone(worker, code, spare))
 
-    def joined(self, machines: int) -> None:
+    def on_join(self, machines: int) -> None:
         """See `Reports`."""
         self._events.put(lambda: self._grow(machines))
 
@@ -457,11 +457,11 @@ class Runner:
         if processes > wanted:
             self.supervisor.resize(processes)
 
-    def _gone(self, worker: int, code: int | None, spare: bool = False) -> None:
+    def _on_gone(self, worker: int, code: int | None, spare: bool = False) -> None:
         self._processes.pop(worker, None)
         if (connection := self._connections.pop(worker, None)) is not None:
             connection.close()
-        self.supervisor.gone(worker, code, spare=spare)
+        self.supervisor.on_end(worker, code, spare=spare)
 
     def _end(self) -> None:
         """Ends all processes that are left."""
@@ -519,19 +519,19 @@ class Runner:
         self._processes[worker] = process
         self.supervisor.meet(worker)
         if not known:
-            self.ended(worker, None)
+            self.on_end(worker, None)
         self.supervisor.take(worker, first)
 
     def _obey(self, message: Message, connection: Connection) -> None:
         """Carries out a command of `autopar workers`."""
         try:
-            wrong = self._done(message.get("command"), message)
+            wrong = self._run_command(message.get("command"), message)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             wrong = f"the command {message.get('command')!r} lacks or misuses {error}."
         connection.send("answer", wrong=wrong, status=dict(self.supervisor.status()))
         connection.close()
 
-    def _done(self, command: Any, message: Message) -> str:
+    def _run_command(self, command: Any, message: Message) -> str:
         """Carries out a command; returns what is wrong, or ''."""
         if command == "resize":
             return self.supervisor.resize(int(message["processes"]))
@@ -583,7 +583,7 @@ class Runner:
         self.supervisor.adopt(known)
         for worker in map(int, known["workers"]):
             if worker not in self._processes:
-                self.ended(worker, None)
+                self.on_end(worker, None)
 
 
 def _data(process: ProcessId | None) -> Message | None:

@@ -45,7 +45,7 @@ def latest_state(held: Held) -> dict[str, Any] | None:
     return None
 
 
-def described(
+def describe_world(
     ready: Mapping[int, Message], workers: Sequence[int]
 ) -> list[dict[str, Any]]:
     """The workers of a world by rank, for the message to them.
@@ -70,7 +70,7 @@ def _order(version: str) -> tuple[int, int]:
     return int(step), int(generation)
 
 
-def chosen(
+def choose_workers(
     ready: Sequence[int], wanted: int, leaving: frozenset[int], rows: float
 ) -> list[int]:
     """The workers of the next world, by rank; the oldest first.
@@ -129,11 +129,11 @@ class Breaks:
         self._count = 0
         self._due_s: dict[int, float] = {}
 
-    def lost(self) -> None:
+    def on_kill(self) -> None:
         """A process of a world was killed."""
         self._lost_s = self._clock()
 
-    def progressed(self) -> None:
+    def on_progress(self) -> None:
         """A world has formed with a later step than those before."""
         self._count = 0
 
@@ -164,7 +164,7 @@ class Breaks:
         """A worker waits to hear whether the loss of another one explains its error."""
         self._due_s[worker] = self._clock() + _OWN_S
 
-    def left(self) -> None:
+    def on_leave(self) -> None:
         """The world is left: that explains the errors of its processes."""
         self._due_s.clear()
 
@@ -233,13 +233,13 @@ class Supervisor:
         formed = known.get("formed", True)
         for worker in map(int, known["workers"]):
             inside = worker in self.world
-            self.members[worker] = members.adopted(now, inside=inside, formed=formed)
+            self.members[worker] = members.adopt(now, inside=inside, formed=formed)
         self.state = "run" if self._ever else "gather"
 
     def meet(self, worker: int) -> None:
         """Takes up a worker that an earlier supervisor could not write down."""
         if worker not in self.members and self.result is None:
-            self.members[worker] = members.adopted(self._clock(), inside=False)
+            self.members[worker] = members.adopt(self._clock(), inside=False)
             self.numbers = max(self.numbers, worker + 1)
 
     @property
@@ -329,7 +329,7 @@ class Supervisor:
             handler(worker, member, message)
         self._advance()
 
-    def gone(self, worker: int, code: int | None, *, spare: bool = False) -> None:
+    def on_end(self, worker: int, code: int | None, *, spare: bool = False) -> None:
         """A worker's process has ended; see `Reports`."""
         member = self.members.pop(worker, None)
         if member is None:
@@ -360,7 +360,7 @@ class Supervisor:
         else:
             died = not left and (code is None or code < 0)
             if died:
-                self._breaks.lost()
+                self._breaks.on_kill()
             self._lose(worker, replace=died, spare=spare)
         self._advance()
 
@@ -437,7 +437,7 @@ class Supervisor:
             self._do.log("formed", generation=self.generation, step=message["step"])
             if message["step"] > self._done:
                 self._done = message["step"]
-                self._breaks.progressed()
+                self._breaks.on_progress()
             for other in self.members:
                 self._do.send(other, "settled", generation=self.generation)
             self._dismiss()
@@ -519,7 +519,7 @@ class Supervisor:
     def _change_wanted(self) -> bool:
         workers = [*self.world, *members.ready_of(self.members)]
         rows = members.rows_of(self.members)
-        new = chosen(workers, self.wanted, self._leaving, rows)
+        new = choose_workers(workers, self.wanted, self._leaving, rows)
         changed = new != sorted(self.world) or self.cluster != self._planned_for
         return changed or self._renews or self._suspends
 
@@ -530,7 +530,9 @@ class Supervisor:
         if not self._ever and waiting:
             return  # a run begins with all
         ready = members.ready_of(self.members)
-        new = chosen(ready, self.wanted, self._leaving, members.rows_of(self.members))
+        new = choose_workers(
+            ready, self.wanted, self._leaving, members.rows_of(self.members)
+        )
         if len(new) >= max(1, self.limits.least):
             self._form(new)
         elif not waiting:
@@ -556,7 +558,7 @@ class Supervisor:
         self._do.log("form", generation=self.generation, workers=workers, step=step)
         same = {
             "generation": self.generation,
-            "members": described(readies, workers),
+            "members": describe_world(readies, workers),
             "address": address,
             "state": state,
             "lost": self.reached if state is None and self.reached >= 0 else None,
@@ -582,7 +584,7 @@ class Supervisor:
         self._leave_at_once()
 
     def _leave_at_once(self) -> None:
-        self._breaks.left()
+        self._breaks.on_leave()
         self._to_world("abort")
         for worker in self.world:
             if worker in self.members:
@@ -645,5 +647,5 @@ class Supervisor:
 
     def status(self) -> Mapping[str, Any]:
         """The run in a few words, as plain data."""
-        workers = members.described(self.members)
+        workers = members.describe(self.members)
         return {**self.notes(), "state": self.state, "workers": workers}

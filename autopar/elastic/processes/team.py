@@ -231,7 +231,7 @@ class Team:
         self._copier = Copier(address.token)
         self._caller: Threads | None = None
         try:
-            self._link = Link(address, self._break, self._settled)
+            self._link = Link(address, self._break, self._drop_older)
         except OSError as error:
             raise PlanError(
                 f"no supervisor at port {address.port} ({error}). Start the script "
@@ -240,7 +240,7 @@ class Team:
         threading.Thread(target=self._watch, daemon=True, name="watch").start()
 
     @property
-    def orphaned(self) -> bool:
+    def is_orphaned(self) -> bool:
         """Whether the supervisor is gone for good: the run ends at this step.
 
         The first process decides it for all, as they notice the loss at other times.
@@ -249,13 +249,13 @@ class Team:
         return form is not None and form["generation"] == self._last_generation
 
     @property
-    def suspended(self) -> bool:
+    def is_suspended(self) -> bool:
         """Whether the run is to save its state at this step, and to go on later."""
-        return self._link.suspended
+        return self._link.is_suspended
 
-    def gone(self, saved: str) -> RunError:
+    def lost_error(self, saved: str) -> RunError:
         """The error of a run without a supervisor; says what was saved."""
-        return self._link.gone(saved)
+        return self._link.lost_error(saved)
 
     def _watch(self) -> None:
         """Makes all processes stop at one step where the supervisor is gone.
@@ -265,7 +265,7 @@ class Team:
         while self._saves:
             time.sleep(_WATCH_S)
             form = self._form
-            if self._link.lost and form is not None and form["rank"] == 0:
+            if self._link.is_lost and form is not None and form["rank"] == 0:
                 with contextlib.suppress(OSError):
                     self._stop_together(form)
                 return
@@ -315,7 +315,7 @@ class Team:
         while True:
             self._link.say(
                 "ready",
-                holds=self._offers.listed(),
+                holds=self._offers.describe(),
                 port=self._offers.port,
                 pid=os.getpid(),
                 process=None if own is None else own.to_data(),
@@ -324,15 +324,15 @@ class Team:
             )
             order = self._link.order()
             if order["kind"] == "end":
-                self._dismissed(order)
+                self._dismiss(order)
             try:
-                return self._joined(order)
+                return self._join(order)
             except Exception as error:  # a process died while the world formed
                 if not self._link.verdict(error):
                     raise
                 self.leave()
 
-    def _joined(self, form: Message) -> Joined:
+    def _join(self, form: Message) -> Joined:
         self._form = form
         index, count = form["rank"], len(form["members"])
         address = form["address"]
@@ -343,7 +343,7 @@ class Team:
             client = jax_processes.coordination_client(relay.address, index, _CONNECT_S)
             client.connect()
             self._client = client  # XLA ends a process that uses it any earlier
-            relay.connected(client)
+            relay.on_client(client)
             if relay.alone:
                 raise WorldBroken("the coordination service died as the world formed")
             jax_processes.enter_world(client, address, index, count)
@@ -371,10 +371,10 @@ class Team:
         )
 
     def _check_alive(self) -> None:
-        if self._link.aborted:
+        if self._link.must_leave:
             raise WorldBroken("the world is left")
 
-    def placed(
+    def say_placed(
         self, step: int, arrays: dict[str, Any], extra: Any, cluster: Any
     ) -> None:
         """Says that this process has the state of its new world.
@@ -386,7 +386,7 @@ class Team:
           cluster: that is planned for, as data.
         """
         self._recent = []
-        self.done(step, arrays, extra)
+        self.keep_state(step, arrays, extra)
         self._trains = False
         self._copier.wait()
         self._link.say(
@@ -397,7 +397,7 @@ class Team:
             events=self._events,
         )
 
-    def done(self, step: int, arrays: dict[str, Any], extra: Any) -> None:
+    def keep_state(self, step: int, arrays: dict[str, Any], extra: Any) -> None:
         """Keeps the state after a step until a later one is safe.
 
         Args:
@@ -453,10 +453,10 @@ class Team:
         """Whether a step may start; otherwise the world is to be left before it."""
         return self._link.may_start(step)
 
-    def finished(self, step: int) -> bool:
+    def finish(self, step: int) -> bool:
         """Waits until all processes have done the last step; False: leave the world."""
-        finished = self._link.finished(step)
-        if finished and self._link.lost:  # nothing is left that could be taken up
+        finished = self._link.finish(step)
+        if finished and self._link.is_lost:  # nothing is left that could be taken up
             (self.folder / "run.json").unlink(missing_ok=True)
         return finished
 
@@ -472,7 +472,7 @@ class Team:
         """Asks to leave the run: this process is about to be killed."""
         self._link.say("leave")
 
-    def lost(self, reason: str) -> None:
+    def say_lost(self, reason: str) -> None:
         """Says that the run ends, as its state is gone."""
         self._link.say("lost", reason=reason)
 
@@ -496,20 +496,22 @@ class Team:
             client, self._client = self._client, None
         jax_processes.leave_world()
         with self._breaking:  # the next world has connections to the same processes
-            self._link.left()
+            self._link.leave()
         relay, self._relay = self._relay, None
-        threading.Thread(target=_left, args=(client, relay), daemon=True).start()
+        threading.Thread(
+            target=_leave_client, args=(client, relay), daemon=True
+        ).start()
         # Connections of the old world close with its last array: others wait for them.
         gc.collect()
 
-    def _settled(self, generation: int) -> None:
+    def _drop_older(self, generation: int) -> None:
         """Drops what older worlds held: every process of a newer one has the state."""
         self._offers.keep(lambda h: int(h.version.split(".")[1]) >= generation)
 
     def _break(self) -> None:
         """Ends the waits of the world; called from a thread."""
         with self._breaking:
-            if self._form is not None and self._link.aborted:
+            if self._form is not None and self._link.must_leave:
                 self._end_waits(self._form)
 
     def _end_waits(self, form: Message) -> None:
@@ -526,7 +528,7 @@ class Team:
         """Ends what waits for the coordination service."""
         shut_down(self._client)
 
-    def _dismissed(self, order: Message) -> None:
+    def _dismiss(self, order: Message) -> None:
         """Ends this process: the run goes on without it, or is over."""
         reason = order.get("reason", "")
         if reason:
@@ -549,7 +551,7 @@ def local_devices() -> int:
     return jax_processes.local_device_count()
 
 
-def _left(client: Any, relay: Relay | None) -> None:
+def _leave_client(client: Any, relay: Relay | None) -> None:
     shut_down(client)
     if relay is not None:
         relay.close()

@@ -86,7 +86,7 @@ class TeamRun:
         self.nans = Finiteness(step, on_nan, self._record)
         self._train_step, self._samples, self._steps = step, samples, steps
         self._follow = None if following is None else following(self._record)
-        self._create, self._args = create_state, hosting.hosted(tuple(args))
+        self._create, self._args = create_state, hosting.on_host(tuple(args))
         self._team, self._donate, self.ledger = team, donate, ledger
         self._base = step.setting.cluster
         self._folder = team.folder
@@ -173,17 +173,17 @@ class TeamRun:
             if self._stopped:
                 self.close()
                 raise StopIteration
-            if self.step >= self._steps or self._reached():
+            if self.step >= self._steps or self._is_reached():
                 self._end()
                 continue
             if not self._team.may_start(self.step):
-                if self._team.orphaned:
-                    raise self._orphaned()
-                if self._team.suspended:
+                if self._team.is_orphaned:
+                    raise self._end_orphaned()
+                if self._team.is_suspended:
                     self._suspend()
                 self._reform()
                 continue
-            done = self._tried()
+            done = self._try_step()
             if done is not None and done.step > self._yielded:
                 self._yielded = done.step
                 self._log(done)
@@ -209,17 +209,17 @@ class TeamRun:
             last = self.step >= self._steps
             at = (self.step, self.position, self._samples.batch, len(world.devices))
             lost = self.nans.hopeless
-            self._pace.done(*at, done.result, last=last, lost=lost)
+            self._pace.take(*at, done.result, last=last, lost=lost)
 
-    def _reached(self) -> bool:
+    def _is_reached(self) -> bool:
         """Whether the steps were worth what they were to be."""
         follow = self._follow
-        return follow is not None and follow.ends.reached(follow.worth)
+        return follow is not None and follow.ends.is_reached(follow.worth)
 
-    def _orphaned(self) -> RunError:
+    def _end_orphaned(self) -> RunError:
         """Saves, with all other processes, and says that the run has ended."""
         self._saves.end(self.state, self.step, self.position)
-        return self._team.gone(f"The state after {self.step} steps was saved.")
+        return self._team.lost_error(f"The state after {self.step} steps was saved.")
 
     def _suspend(self) -> None:
         """Saves, with all other processes, and exits; the run goes on later."""
@@ -236,14 +236,14 @@ class TeamRun:
                 raise
             self._reform()
             return
-        if self._team.finished(self.step) or self._team.orphaned:
+        if self._team.finish(self.step) or self._team.is_orphaned:
             self._stopped = True
-        elif self._team.suspended:
+        elif self._team.is_suspended:
             self._suspend()
         else:
             self._reform()
 
-    def _tried(self) -> Step | None:
+    def _try_step(self) -> Step | None:
         """Runs a step; None where the world broke, and another one has been joined."""
         begin = time.perf_counter()
         step, position = self.step, self.position
@@ -274,22 +274,22 @@ class TeamRun:
         rest, named = self._samples.arguments(self.step, world, known)
         if world.process_count > 1 and len(self.plan.stages) == 1:
             rest = (rest[0], *placed_rest(planned, count + 1, rest[1:]))
-        returned = self._called(rest, named)
+        returned = self._call(rest, named)
         analysis = self._train_step.running.analysed.analysis
         state, result = carried_out(analysis, self.state, returned)
-        host = hosting.hosted(result)
+        host = hosting.on_host(result)
         self.nans.look(self.step, host, says=not world.process_index)
-        state = self.nans.kept(self.state, state)
+        state = self.nans.state_after(self.state, state)
         if self._follow is not None:
             seconds = time.perf_counter() - begin
             state = self._follow.after(state, rest, named, seconds, host)
-            samples = self._follow.sized(self._samples, self.step + 1)
+            samples = self._follow.resize(self._samples, self.step + 1)
             self._samples, self._team.rows = samples, self._rows(samples)
         self._keep(state, self.step + 1)
         self.state, self.step = state, self.step + 1
         return host
 
-    def _called(self, rest: Sequence[Any], named: Mapping[str, Any]) -> Any:
+    def _call(self, rest: Sequence[Any], named: Mapping[str, Any]) -> Any:
         """What a step returns, computed."""
 
         def call() -> Any:
@@ -313,17 +313,17 @@ class TeamRun:
           step: number of steps done.
           placed: the cluster of a world that begins with it; None: the world goes on.
         """
-        arrays, trees = beside.kept(self._train_step)
-        arrays |= self._named(state)
+        arrays, trees = beside.state_beside(self._train_step)
+        arrays |= self._by_path(state)
         extra = {"position": self._samples.position(step), **trees}
         if self._follow is not None:
             extra["follow"] = self._follow.notes()
         if placed is None:
-            self._team.done(step, arrays, extra)
+            self._team.keep_state(step, arrays, extra)
         else:
-            self._team.placed(step, arrays, extra, placed.to_data())
+            self._team.say_placed(step, arrays, extra, placed.to_data())
 
-    def _named(self, state: Any) -> dict[str, Any]:
+    def _by_path(self, state: Any) -> dict[str, Any]:
         """The arrays of a state by path."""
         leaves, _ = flat_state(state)
         inputs = self._train_step.running.analysed.analysis.graph.inputs
@@ -398,14 +398,14 @@ class TeamRun:
             found = self._saves.checkpoints.notes()
         if found is not None:
             self._follow.take(found)
-            self._samples = self._follow.sized(self._samples, joined.step)
+            self._samples = self._follow.resize(self._samples, joined.step)
             self._team.rows = self._rows(self._samples)
 
     def _begin(self, joined: Joined) -> None:
         """Creates the state, or restores it where an earlier run has left one."""
-        args = hosting.unhosted(self._args)
+        args = hosting.from_host(self._args)
         rest = self._rest(0)
-        found = self._saves.restored(self._create, args, rest)
+        found = self._saves.restore(self._create, args, rest)
         if found is not None:
             self.state, self.step = found.state, found.step
             self._samples = self._samples.gone_on(found.step, found.position)
@@ -417,7 +417,7 @@ class TeamRun:
                 "processes that held it, and there is no checkpoint. Pass survive=1 or "
                 "checkpoint=. `autopar run` with the same folder begins at step 0."
             )
-            self._team.lost(reason)
+            self._team.say_lost(reason)
             raise RunError(reason)
         self.state, self.step = self._train_step.init(self._create, *args), 0
         self._tell()
@@ -457,7 +457,7 @@ class TeamRun:
 
     def _study(self) -> None:
         """Analyses the step before there is a world, which then waits less."""
-        self._shapes = state_shapes(self._create, hosting.unhosted(self._args))
+        self._shapes = state_shapes(self._create, hosting.from_host(self._args))
         structs = (*self._shapes.arguments(), *self._rest(0))
         changing_worlds.study(self._train_step, *structs)
 

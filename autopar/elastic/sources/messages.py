@@ -31,14 +31,14 @@ def read_events(data: bytes, source: str) -> list[Event]:
         text = data.decode()
     except UnicodeDecodeError as error:
         raise EventError(f"a message is text in UTF-8: {error}.") from error
-    found = _parsed(text)
+    found = _parse(text)
     items = cast(list[Any], found) if isinstance(found, list) else [found]
     if len(items) > MOST_EVENTS:
         raise EventError(f"a message has at most {MOST_EVENTS} events: {len(items)}.")
     return [Event.from_data(item, source) for item in items]
 
 
-def _parsed(text: str) -> Any:
+def _parse(text: str) -> Any:
     try:
         return json.loads(text, parse_constant=_refuse)
     except RecursionError as error:

@@ -100,7 +100,7 @@ def fit(points: np.ndarray, values: np.ndarray, prior: Prior) -> Process:
       prior: what is believed before.
     """
     scaled = np.asarray(points, float) / np.array(prior.lengths)
-    eigen, vectors = _decomposed(scaled)
+    eigen, vectors = _decompose(scaled)
     along = vectors.T @ values
     count = len(values) + prior.count
     best = (-np.inf, 0.0, 0.0)
@@ -113,7 +113,7 @@ def fit(points: np.ndarray, values: np.ndarray, prior: Prior) -> Process:
     return _process(scaled, prior.lengths, variance, part, (eigen, vectors, along))
 
 
-def given(
+def process_of(
     points: np.ndarray,
     values: np.ndarray,
     lengths: tuple[float, ...],
@@ -123,7 +123,7 @@ def given(
 ) -> Process:
     """The process of a variance and a part that are known; a part of 1 has no noise."""
     scaled = np.asarray(points, float) / np.array(lengths)
-    eigen, vectors = _decomposed(scaled)
+    eigen, vectors = _decompose(scaled)
     found = eigen, vectors, vectors.T @ values
     return _process(scaled, lengths, variance, part, found)
 
@@ -141,7 +141,7 @@ def _process(
     return Process(scaled, np.array(lengths), variance, part, vectors, weights, pull)
 
 
-def _decomposed(scaled: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _decompose(scaled: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     eigen, vectors = np.linalg.eigh(_kernel(scaled, scaled))
     return np.maximum(eigen, _TINY), vectors
 

@@ -57,7 +57,7 @@ class FairShare:
     ) -> Decisions:
         """Deals devices out in turn; jobs whose number stays are not moved."""
         del now_s
-        counts = _dealt(jobs, nodes.total)
+        counts = _equal_shares(jobs, nodes.total)
         order = sorted(counts, key=lambda name: -counts[name])
         chosen = with_counts(counts, order, current, nodes)
         return Decisions(
@@ -65,7 +65,7 @@ class FairShare:
         )
 
 
-def _dealt(jobs: Views, left: int) -> dict[str, int]:
+def _equal_shares(jobs: Views, left: int) -> dict[str, int]:
     """Equal numbers, cut to powers of two so that they change seldom."""
     share = max(left // max(len(jobs), 1), 1)
     share = 2 ** int(np.log2(share))

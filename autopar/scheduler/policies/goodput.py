@@ -181,7 +181,7 @@ class Goodput:
             )
             for k, of in zip(kinds, allowed, strict=True)
         ]
-        picked, solution = self._solved(jobs, options, budgets)
+        picked, solution = self._solve(jobs, options, budgets)
         wanted = {name: (o.count, allowed[o.kind]) for name, o in picked.items()}
         costs = {name: o.place_worth for name, o in picked.items()}
         chosen = pack(wanted, current, nodes, costs)
@@ -207,7 +207,7 @@ class Goodput:
 
     def _left_s(self, view: JobView, single: float) -> float:
         """Predicted seconds on one device until a job ends."""
-        whole = self._known(view)
+        whole = self._finished_work(view)
         if whole:
             if not view.measured:
                 mean = sum(whole) / len(whole)
@@ -218,7 +218,7 @@ class Goodput:
         begun = view.measured and view.progress > 0
         return view.progress / single if begun else _NEW_S
 
-    def _known(self, view: JobView) -> list[float]:
+    def _finished_work(self, view: JobView) -> list[float]:
         """The whole work of jobs of a program that ended."""
         ended = self._ended.get(view.application, [])
         return ended if self._settings.learns else []
@@ -228,7 +228,7 @@ class Goodput:
 
         Infinite where the jobs that ended say too little of others.
         """
-        whole = self._known(view)
+        whole = self._finished_work(view)
         known = view.measured and single > 0 and len(whole) >= _ENOUGH
         if not known or sureness(whole) < self._settings.least_sureness:
             return math.inf
@@ -265,7 +265,7 @@ class Goodput:
             if single > 0:
                 view = jobs[name]
                 left[name] = math.log(self._left_s(view, single) + set_.known_s)
-                sure[name] = sureness(self._known(view))
+                sure[name] = sureness(self._finished_work(view))
         mean = sum(left.values()) / max(len(left), 1)
         return {
             name: math.exp(-set_.shortness * (mean + sure[name] * (found - mean)))
@@ -354,7 +354,7 @@ class Goodput:
         value = max(speedup, set_.least) ** set_.concavity
         return value - set_.least**set_.concavity
 
-    def _solved(
+    def _solve(
         self, jobs: Views, options: Mapping[str, list[_Option]], budgets: list[int]
     ) -> tuple[dict[str, _Option], Allocated]:
         """The best options that fit."""

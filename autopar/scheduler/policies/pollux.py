@@ -50,7 +50,7 @@ class Pollux:
             for node in current.get(view.name, ()):
                 base[row, node] += 1
         search = _Search(self._random, order, nodes, base, self._speedups(order, nodes))
-        states = search.run(self._carried(order, base), self._generations)
+        states = search.run(self._carry_over(order, base), self._generations)
         self._states, self._names = states, [view.name for view in order]
         best = states[0]
         chosen = {
@@ -62,7 +62,7 @@ class Pollux:
             allocations=chosen, reasons=_reasons(search, order, base, best)
         )
 
-    def _carried(self, order: list[JobView], base: np.ndarray) -> np.ndarray:
+    def _carry_over(self, order: list[JobView], base: np.ndarray) -> np.ndarray:
         """The last population with the rows of the jobs that are there now."""
         if self._states.shape[2] != base.shape[1]:
             return base[None]
@@ -80,7 +80,7 @@ class Pollux:
         found = np.zeros((len(order), wide + 1, most + 1))
         for row, view in enumerate(order):
             known = self._tables.get(view.name)
-            limit = min(_allowed(view), most)
+            limit = min(_most_devices(view), most)
             if known is None or known[0] is not view.curve or known[1] < limit:
                 table = _goodputs(view.curve, wide, limit)
                 self._tables[view.name] = known = view.curve, limit, table
@@ -91,7 +91,7 @@ class Pollux:
         return found
 
 
-def _allowed(view: JobView) -> int:
+def _most_devices(view: JobView) -> int:
     """Twice what it ran on: beyond that its curve is a guess."""
     return min(max(2 * view.tried, 1), view.most)
 
@@ -139,7 +139,7 @@ class _Search:
     ) -> None:
         self._random, self._base, self._table = random, base, speedups
         self._capacity = np.array(nodes.devices)
-        self._most = np.array([[_allowed(view)] for view in jobs])
+        self._most = np.array([[_most_devices(view)] for view in jobs])
         age = np.array([view.age_s for view in jobs])
         delay = np.array([view.restart_s for view in jobs])
         moves = np.array([view.restarts for view in jobs])
@@ -147,10 +147,10 @@ class _Search:
 
     def run(self, states: np.ndarray, generations: int) -> np.ndarray:
         """Breeds; the states, fittest first, without twins."""
-        states = self._repaired(states)
+        states = self._repair(states)
         values = self.fitness(states)
         for _ in range(generations):
-            children = self._repaired(self._mutated(self._crossed(states, values)))
+            children = self._repair(self._mutate(self._cross(states, values)))
             states = np.concatenate([states, children])
             values = np.concatenate([values, self.fitness(children)])
             order = np.argsort(-values, kind="stable")
@@ -172,7 +172,7 @@ class _Search:
         scaled = self.speedups(states) * np.where(moved, self._factor, 1.0)
         return states.shape[1] / np.sum(1.0 / (scaled + _SMALL), axis=1)
 
-    def _crossed(self, states: np.ndarray, values: np.ndarray) -> np.ndarray:
+    def _cross(self, states: np.ndarray, values: np.ndarray) -> np.ndarray:
         size = len(states)
         pairs = self._random.integers(size, size=(2, _POPULATION, 2))
         better = np.where(
@@ -183,7 +183,7 @@ class _Search:
         mask = (np.arange(states.shape[1]) < point)[..., None]
         return np.where(mask, second, first)
 
-    def _mutated(self, states: np.ndarray) -> np.ndarray:
+    def _mutate(self, states: np.ndarray) -> np.ndarray:
         random, shape = self._random, states.shape
         back = random.random(shape[:2]) < 0.1
         states = np.where(back[..., None], self._base, states)
@@ -199,7 +199,7 @@ class _Search:
         high = np.broadcast_to(np.maximum(self._capacity, states), shape)
         return np.where(hit, random.integers(states, high + 1), states)
 
-    def _repaired(self, states: np.ndarray) -> np.ndarray:
+    def _repair(self, states: np.ndarray) -> np.ndarray:
         """One wide job a node, no more devices than allowed, none given out twice."""
         wide = np.count_nonzero(states, axis=2) > 1
         users = ((states > 0) & wide[..., None]).cumsum(axis=1)

@@ -127,7 +127,7 @@ class _Round:
             self._curves[name] = curve_plans(view.curve, self._widest)
         return self._curves[name][min(devices, self._widest)]
 
-    def _asked(self, name: str) -> float:
+    def _asked_speed(self, name: str) -> float:
         """Progress per second of the configuration that slopes are measured in."""
         view = self.jobs[name]
         if view.application in PROGRAMS:
@@ -145,7 +145,7 @@ class _Round:
             gained = low.speed - self._best(name, high).speed
         else:
             gained = self._best(name, delta).speed
-        return abs(gained) / self._asked(name) / delta
+        return abs(gained) / self._asked_speed(name) / delta
 
     def release_wide(self, order: list[str]) -> None:
         """Large models on many devices are placed anew while they moved rarely."""
@@ -217,7 +217,7 @@ class _Round:
                 self.places[name] = []
             free = self.free()
             for placement in sizes[devices]:
-                found = _fitted([int(digit) for digit in str(placement)], free)
+                found = _fit_nodes([int(digit) for digit in str(placement)], free)
                 if found is not None:
                     self.places[name] = found
                     self.plans[name] = _large_plan(placement)
@@ -230,7 +230,7 @@ def _large_plan(placement: int) -> str:
     return "zero-offload" if placement < 10 else "3d"
 
 
-def _fitted(parts: list[int], free: dict[int, int]) -> list[int] | None:
+def _fit_nodes(parts: list[int], free: dict[int, int]) -> list[int] | None:
     """A node for each part of a placement; nodes in the order of a heap's array."""
     waiting = [(number, node) for node, number in free.items()]
     left, places = sorted(parts, reverse=True), list[int]()

@@ -47,7 +47,7 @@ class Moves:
             return self.start_s
         return self.change_s if self.by_pair is None else self.by_pair(old, new)
 
-    def told(self, old: Shape, new: Shape) -> float:
+    def seconds_told(self, old: Shape, new: Shape) -> float:
         """What a policy is told that a move takes."""
         if old == (0, 0) or self.told_s is None:
             return self.move_s(old, new)
@@ -175,7 +175,7 @@ class CurveJob:
             guaranteed=self.job.guaranteed,
             oracle=left,
             by_kind=self._by_kind,
-            moves=self._moves.told,
+            moves=self._moves.seconds_told,
         )
 
 

@@ -119,7 +119,7 @@ class EpochJob:
     def _choose_batch(self) -> None:
         nodes, devices = len(self.placement), sum(self.placement)
         app, batch = self.application, self._batch
-        if batch is None and not self._measured.begun:
+        if batch is None and not self._measured.has_begun:
             batch = max(app.base_batch, app.least_local * devices)
         if batch is not None:
             local, more = app.split(batch, devices)
@@ -164,8 +164,8 @@ class EpochJob:
             asked=self.job.devices,
             most=self._most(),
             tried=self._measured.most_devices,
-            curve=self._curve() if adaptive and self._measured.begun else Linear(),
-            measured=self._measured.begun,
+            curve=self._curve() if adaptive and self._measured.has_begun else Linear(),
+            measured=self._measured.has_begun,
             restart_s=self._restart_s,
             guaranteed=self.job.guaranteed,
             oracle=self._oracle() if oracle else None,

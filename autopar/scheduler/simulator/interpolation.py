@@ -65,10 +65,10 @@ class StepTimes:
         """
         key = min(placement[i:] + placement[:i] for i in range(len(placement))), local
         if key not in self._found:
-            self._found[key] = self._computed(*key)
+            self._found[key] = self._compute(*key)
         return self._found[key]
 
-    def _computed(self, placement: Placement, local: int) -> tuple[float, float]:
+    def _compute(self, placement: Placement, local: int) -> tuple[float, float]:
         table = self._measured.get(placement)
         if table is None:
             if self._between is None:

@@ -28,7 +28,7 @@ class Measured:
         self._model: StepModel | None = None
 
     @property
-    def begun(self) -> bool:
+    def has_begun(self) -> bool:
         """Whether a step was measured."""
         return bool(self._steps)
 

@@ -92,7 +92,7 @@ class Row:
         return tuple(map(int, text))
 
 
-def listed(columns: Iterable[str]) -> str:
+def column_names(columns: Iterable[str]) -> str:
     """The names of columns, for an error: the first of them where they are long."""
     return f"{', '.join(columns) or 'none':.{_LONGEST}}"
 
@@ -115,7 +115,8 @@ def read_rows(
     missing = [name for name in columns if name not in head]
     if missing:
         raise ScheduleError(
-            f"{path}: it has no column {missing[0]!r}; the columns are {listed(head)}."
+            f"{path}: it has no column {missing[0]!r}; the columns are "
+            f"{column_names(head)}."
         )
     for number, line in enumerate(lines[1:], start=2):
         if not line:

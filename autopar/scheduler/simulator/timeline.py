@@ -15,7 +15,7 @@ _MOST_REASONS = 400
 def timeline_page(history: History, figures: Metrics) -> str:
     """The page: figures, a row for each device, and the reasons of moves."""
     rows = "".join(
-        f"<tr><th>{html.escape(name)}</th><td>{html.escape(_shown(value))}</td></tr>"
+        f"<tr><th>{html.escape(name)}</th><td>{html.escape(_show(value))}</td></tr>"
         for name, value in figures.data.items()
     )
     reasons = [
@@ -37,7 +37,7 @@ def timeline_page(history: History, figures: Metrics) -> str:
     )
 
 
-def _shown(value: object) -> str:
+def _show(value: object) -> str:
     return f"{value:,.6g}" if isinstance(value, float) else str(value)
 
 

@@ -69,7 +69,7 @@ def test_a_node_that_lost_a_worker_is_left_alone_for_a_while() -> None:
     places = Places(clock)
     places.update(nodes("a"))
     assert names(places, 0) == ["a"]
-    assert not places.ended(0, lost=True)
+    assert not places.on_end(0, lost=True)
     assert names(places, 1) == [None]
     clock.now += 31
     assert names(places, 2) == ["a"]
@@ -79,14 +79,14 @@ def test_a_node_that_had_no_worker_is_a_spare_once() -> None:
     places = Places()
     places.update(nodes("a", "b"))
     assert names(places, 0) == ["a"]
-    assert places.ended(0, lost=True)
+    assert places.on_end(0, lost=True)
     assert names(places, 1) == ["b"]
-    assert not places.ended(1, lost=True)
+    assert not places.on_end(1, lost=True)
 
 
 def test_a_script_that_ended_needs_no_spare() -> None:
     places = Places()
     places.update(nodes("a", "b"))
     assert names(places, 0) == ["a"]
-    assert not places.ended(0, lost=False)
+    assert not places.on_end(0, lost=False)
     assert names(places, 1) == ["a"]

@@ -18,7 +18,7 @@ def test_each_place_has_as_many_as_it_should() -> None:
     slots = Slots({"a": 1, "b": 2}, None)
     assert places_of(slots, 4) == ["a", "b", "b", None]
     assert slots.place(0) == slots.place(0)
-    slots.ended(1)
+    slots.on_end(1)
     assert places_of(slots, 5) == ["a", "b", "b", None, None]
 
 
@@ -30,7 +30,7 @@ def test_who_has_no_place_any_more_leaves_and_another_may_come() -> None:
     assert found is not None
     assert found.name == "c"
     assert slots.place(4) is None
-    slots.ended(1)
+    slots.on_end(1)
     assert slots.place(4) is None
 
 
@@ -89,14 +89,14 @@ def test_a_worker_without_a_place_ends_at_once() -> None:
     assert isinstance(made, Placing)
     assert (made.start(0, {}), made.start(1, {})) == (100, None)
     assert (base.started, told.ends) == ([0], [(1, None)])
-    made.ended(0, 0)
+    made.on_end(0, 0)
     assert made.start(2, {}) == 102
 
 
 def test_nodes_that_join_are_left_to_the_scheduler() -> None:
     made, base, told = placed({"a": 1})
     assert base.reports is not None
-    base.reports.joined(3)
+    base.reports.on_join(3)
     assert told.joins == 0
     assert list(made.move({"b": 1})) == []
     assert (made.watch(0, 1), made.watch(1, 2)) == (True, False)

@@ -77,7 +77,7 @@ class TestParse:
     def test_power_slows_products_by_its_cube_root(self):
         whole = Cluster.parse("8:h100").device
         limited = Cluster.parse("8:h100,power=87.5W").device
-        assert math.isclose(limited.kept, whole.kept / 2)
+        assert math.isclose(limited.kept_rate, whole.kept_rate / 2)
         assert Cluster.parse("8:h100,power=0.7kW").device == whole
 
     @pytest.mark.parametrize("watts", ["500W", "350W", "123.4W"])

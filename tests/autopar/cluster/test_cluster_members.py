@@ -8,7 +8,7 @@ from cluster_strategies import built, equal_clusters, small_clusters
 from hypothesis import given, settings
 
 from autopar.cluster import Cluster, ClusterError, Members
-from autopar.cluster.members import everything, listed
+from autopar.cluster.members import everything, list_names
 
 # Plans are kept by fingerprint: those of clusters that say nothing new stay.
 FINGERPRINTS = [
@@ -67,8 +67,10 @@ class TestNames:
         assert len(blocks) == 2 + 6 + 24
 
     def test_few_and_many(self):
-        assert listed(["a"] * 12) == ", ".join("a" * 12)
-        assert listed([str(i) for i in range(20)]) == "0, 1, 2, 3, ..., 19 (20 in all)"
+        assert list_names(["a"] * 12) == ", ".join("a" * 12)
+        assert (
+            list_names([str(i) for i in range(20)]) == "0, 1, 2, 3, ..., 19 (20 in all)"
+        )
 
 
 class TestHostNames:

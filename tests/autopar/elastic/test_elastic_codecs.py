@@ -66,7 +66,7 @@ class TestNothingChanges:
         level = Cluster.parse(FOUR).levels[0]
         rate = 0.999 * level.link.bandwidth_bytes_per_s
         run.change({"kind": "link", "level": level.name, "bandwidth_bytes_per_s": rate})
-        assert run._changed() is None
+        assert run._change() is None
         assert run.ledger.lines[-1]["chosen"] == "stay"
         for name, residual in residuals(run).items():
             np.testing.assert_array_equal(residual, before[name])

@@ -26,7 +26,7 @@ def paced(*steps: tuple[float, int, Any], last: int = -1) -> list[Any]:
     pace = Pace(ledger, 1.0, clock)
     for k, (now, devices, loss) in enumerate(steps, 1):
         clock.now = now
-        pace.done(k, 8 * k, 8, devices, loss, last=k == last)
+        pace.take(k, 8 * k, 8, devices, loss, last=k == last)
     return ledger.lines
 
 

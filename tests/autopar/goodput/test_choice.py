@@ -28,7 +28,7 @@ def seen(*ways: Way) -> Throughput:
     for one in ways:
         for _ in range(8):
             found = found.with_step(one.terms, one.terms.predicted_s)
-    return found.fitted()
+    return found.fit()
 
 
 def sure(phi: float) -> PhiRange:

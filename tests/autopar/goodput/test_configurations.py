@@ -14,7 +14,7 @@ import pytest
 from autopar.cluster import Cluster
 from autopar.cost.live import habits_of
 from autopar.errors import PlanError, ScheduleError
-from autopar.goodput.batched import Batches, Planned, Program, planned
+from autopar.goodput.batched import Batches, Planned, Program, prepare
 from autopar.goodput.configurations import Wanted, chain, configuration
 from autopar.planner.cache import PlanCache
 from autopar.planner.options import PlanOptions
@@ -68,7 +68,7 @@ def wanted(**fields: Any) -> Wanted:
 def two_devices() -> Planned:
     cluster = Cluster.parse("2:h100")
     plan = plan_analysis(program().at(ROWS), cluster, OPTIONS)
-    return planned(program(), ROWS, cluster, plan)
+    return prepare(program(), ROWS, cluster, plan)
 
 
 @pytest.mark.parametrize("factor", [0.5, 2.0, 8.0])

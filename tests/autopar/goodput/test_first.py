@@ -109,7 +109,7 @@ def test_the_choice_pays_under_every_noise_scale(layouts: Any) -> None:
         curve = known[codecs]
         terms = curve.terms()
         assert terms is not None
-        error = ways._described(made.key, curve.plan, terms, 0.0).error
+        error = ways._describe(made.key, curve.plan, terms, 0.0).error
         return efficiency(phi, BASE, BASE, error) / terms.predicted_s
 
     scales = [*np.geomspace(1e-3, 1e6, 40), math.inf]

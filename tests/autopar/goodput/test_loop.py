@@ -244,7 +244,7 @@ def test_codecs_are_not_compared_where_the_job_ends_soon(
     loop = Loop(step, rule, rest_s=lambda: rest_s)
     run = Run(loop, seconds, tx=tx).go(30)
     assert run.loop.way.codecs == codecs
-    studied = run.loop._ways.unstudied(run.loop._ways.running(rows)) == 0
+    studied = run.loop._ways.count_unstudied(run.loop._ways.running(rows)) == 0
     assert studied == (codecs == "int8")
 
 
@@ -267,13 +267,13 @@ def test_a_world_that_forms_anew_begins_anew(monkeypatch: pytest.MonkeyPatch) ->
     assert run.loop.changes == 1
     key, held = run.loop.way, run.loop._ways
     small = dataclasses.replace(key, rows=BASE)
-    assert held.made(small) is not None
+    assert held.find(small) is not None
     planned = copy.copy(step.running.planned)
     anew = dataclasses.replace(step.running, planned=planned)
     monkeypatch.setattr(step, "_current", anew)
     monkeypatch.setattr(step, "_world", dataclasses.replace(step.world))
     run.go(1)
-    assert held.made(small) is None
+    assert held.find(small) is None
     assert run.loop.way == key
 
 

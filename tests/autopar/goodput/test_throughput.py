@@ -39,14 +39,14 @@ def measured(*seen: Terms, steps: int = 12, noise: float = 0.05) -> Throughput:
             found = found.with_step(
                 one, true_s(one) * math.exp(noise * draw.standard_normal())
             )
-    return found.fitted()
+    return found.fit()
 
 
 def test_before_anything_is_measured_the_plan_is_believed() -> None:
     found = Throughput().step_s(terms(64))
     assert found.seconds == pytest.approx(terms(64).predicted_s, rel=0.2)
     assert found.spread > 0.5
-    assert Throughput().fitted() == Throughput()
+    assert Throughput().fit() == Throughput()
 
 
 def test_what_was_seen_is_predicted() -> None:
@@ -75,7 +75,7 @@ def test_the_truth_lies_within_the_intervals(
         seconds = constant + true_s(seen, wrong) - 2e-3
         for _ in range(8):
             found = found.with_step(seen, seconds)
-    found = found.fitted()
+    found = found.fit()
     low, high = found.step_s(terms(rows)).bounds(3.0)
     assert low <= constant + true_s(terms(rows), wrong) - 2e-3 <= high
 
@@ -118,12 +118,12 @@ def test_steps_that_were_held_up_do_not_count() -> None:
     wild = calm
     for _ in range(5):
         wild = wild.with_step(terms(128), 50 * true_s(terms(128)))
-    wild = wild.fitted()
+    wild = wild.fit()
     for _ in range(8):
         wild = wild.with_step(terms(96), 20 * true_s(terms(96)))
     for _ in range(12):
         wild = wild.with_step(terms(64), true_s(terms(64)))
-    wild = wild.fitted()
+    wild = wild.fit()
     for rows in (64, 256, 512):
         expected = calm.step_s(terms(rows)).seconds
         assert wild.step_s(terms(rows)).seconds == pytest.approx(expected, rel=0.15)

@@ -193,14 +193,14 @@ def test_what_cannot_be_measured_together_is_refused(monkeypatch, indices, reaso
 def test_devices_without_a_preset():
     """Their memory is what they say; what they do not say must be written down."""
     known = [FakeDevice(k // 2, {"bytes_limit": 10**9}) for k in range(4)]
-    memory_bytes, levels = profile._known(known, known[:2])
+    memory_bytes, levels = profile._known_parts(known, known[:2])
     assert memory_bytes == 10**9
     assert [(level.name, level.size) for level in levels] == [
         ("host", 2),
         ("device", 2),
     ]
     with pytest.raises(ClusterError, match="does not say how much memory"):
-        profile._known([FakeDevice()], [FakeDevice()])
+        profile._known_parts([FakeDevice()], [FakeDevice()])
 
 
 def test_groups_lie_along_their_level():

@@ -36,7 +36,9 @@ def matern(one: np.ndarray, other: np.ndarray) -> np.ndarray:
 def test_it_is_the_dense_formula(seed: int, count: int, part: float) -> None:
     points, values = drawn(seed, count)
     at, _ = drawn(seed + 1000, 5)
-    found = gaussian_process.given(points, values, LENGTHS, variance=0.3, part=part)
+    found = gaussian_process.process_of(
+        points, values, LENGTHS, variance=0.3, part=part
+    )
     smooth = 0.3 * part
     seen = smooth * matern(points, points) + 0.3 * (1 - part) * np.eye(count)
     across = smooth * matern(at, points)
@@ -49,7 +51,7 @@ def test_it_is_the_dense_formula(seed: int, count: int, part: float) -> None:
 @settings(deadline=None, max_examples=30)
 def test_without_noise_it_goes_through_what_was_seen(seed: int, count: int) -> None:
     points, values = drawn(seed, count)
-    found = gaussian_process.given(points, values, LENGTHS, variance=0.3, part=1.0)
+    found = gaussian_process.process_of(points, values, LENGTHS, variance=0.3, part=1.0)
     assert found.mean(points) == pytest.approx(values, abs=1e-5)
     assert found.spread(points) == pytest.approx(0, abs=1e-3)
 
@@ -68,10 +70,10 @@ def test_far_away_nothing_is_known(seed: int, count: int) -> None:
 def test_errors_without_a_group_are_those_of_fits_without_it(groups: list[int]) -> None:
     points, values = drawn(3, 6)
     own = np.array(groups)
-    whole = gaussian_process.given(points, values, LENGTHS, variance=0.3, part=0.6)
+    whole = gaussian_process.process_of(points, values, LENGTHS, variance=0.3, part=0.6)
     for group in set(groups):
         out = own == group
-        rest = gaussian_process.given(
+        rest = gaussian_process.process_of(
             points[~out], values[~out], LENGTHS, variance=0.3, part=0.6
         )
         expected = values[out] - rest.mean(points[out])

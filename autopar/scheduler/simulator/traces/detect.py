@@ -12,7 +12,7 @@ from autopar.scheduler.models import corrected_form, pollux_form
 from autopar.scheduler.nodes import Nodes
 from autopar.scheduler.policies.base import Policy
 from autopar.scheduler.simulator.running import RunningJob
-from autopar.scheduler.simulator.tables import ENCODING, listed
+from autopar.scheduler.simulator.tables import ENCODING, column_names
 from autopar.scheduler.simulator.traces import philly, pollux, recorded, rubick
 
 _RECORDS = {
@@ -113,7 +113,7 @@ def read_trace(
         jobs = philly.running(rows, nodes.total, seconds)
         return Trace(jobs=jobs, left_out=left, alike=alike)
     raise ScheduleError(
-        f"{trace}: its columns are {listed(sorted(head))}; known traces "
+        f"{trace}: its columns are {column_names(sorted(head))}; known traces "
         f"have {', '.join(pollux.COLUMNS)}; or {', '.join(rubick.COLUMNS)}; or "
         f"{', '.join(philly.COLUMNS)}; or are {', '.join(_RECORDS)}."
     )

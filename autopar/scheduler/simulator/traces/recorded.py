@@ -102,7 +102,7 @@ def read_philly_log(path: pathlib.Path) -> tuple[Rows, Left]:
         raise ScheduleError(f"{path}: it cannot be read as JSON: {error}.") from error
     if not isinstance(data, list):
         raise ScheduleError(f"{path}: it is no list of jobs, as cluster_job_log is.")
-    return _jobs(_logged(path, number, job) for number, job in enumerate(data, 1))
+    return _jobs(_read_logged(path, number, job) for number, job in enumerate(data, 1))
 
 
 class _Recorded:
@@ -150,7 +150,7 @@ def _jobs(recorded: Iterable[_Recorded]) -> tuple[Rows, Left]:
     return rows, left
 
 
-def _logged(path: pathlib.Path, number: int, job: Any) -> _Recorded:
+def _read_logged(path: pathlib.Path, number: int, job: Any) -> _Recorded:
     where = f"{path}: job {number}"
     if not isinstance(job, Mapping):
         raise ScheduleError(f"{where}: it is no JSON object.")

@@ -71,7 +71,7 @@ def two() -> tuple[Offers, Offers]:
 
 
 def source_of(offers: tuple[Offers, ...]) -> Source:
-    found = latest_state({x.port: x.listed() for x in offers})
+    found = latest_state({x.port: x.describe() for x in offers})
     assert found is not None
     assert (found["step"], found["extra"]) == (3, {"position": 24})
     return Source.from_data(found)
@@ -106,7 +106,7 @@ def test_another_layout_is_put_together_from_two_processes(
 
 
 def test_nobody_holds_a_part(two: tuple[Offers, Offers]) -> None:
-    assert latest_state({two[0].port: two[0].listed()}) is None
+    assert latest_state({two[0].port: two[0].describe()}) is None
     fetch = Fetcher(source_of(two), two[0], TOKEN)
     with pytest.raises(PlanError, match="no 'other'"):
         fetch("other", ((0,), (4,)))
@@ -123,7 +123,7 @@ def test_copies_come_whole(two: tuple[Offers, Offers]) -> None:
     held = holding.hold(state(), step=3, generation=2, extra={"position": 24})
     copier.send(half(held, first=False))
     copier.wait()
-    alone = latest_state({two[0].port: two[0].listed()})
+    alone = latest_state({two[0].port: two[0].describe()})
     assert alone is not None
     np.testing.assert_array_equal(
         two[0].tiles("3.2")["rows"][((7, 0), (8, 8))],
@@ -151,7 +151,7 @@ def test_who_has_no_token_gets_nothing(two: tuple[Offers, Offers]) -> None:
 
 def test_keys_outlive_their_backend() -> None:
     given = (jax.random.key(3), jnp.ones(2), 5)
-    key, ones, five = hosting.unhosted(hosting.hosted(given))
+    key, ones, five = hosting.from_host(hosting.on_host(given))
     assert jax.random.key_data(key).tolist() == jax.random.key_data(given[0]).tolist()
     assert isinstance(ones, np.ndarray)
     assert five == 5

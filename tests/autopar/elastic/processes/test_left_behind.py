@@ -51,7 +51,7 @@ def team(supervisor: Supervisor, monkeypatch: pytest.MonkeyPatch) -> Iterator[Te
     supervisor.order("form", generation=3)
     assert found._link.order()["kind"] == "form"
     yield found
-    found._link.left()
+    found._link.leave()
 
 
 def test_what_a_step_returns_and_raises(team: Team) -> None:
@@ -86,7 +86,7 @@ def test_a_step_that_waits_on(
     assert not left
     # The next world's steps do not wait for it.
     supervisor.order("form", generation=4)
-    team._link.left()
+    team._link.leave()
     team._link.order()
     assert team.run(lambda: 6) == 6
     # A process that ends waits for it: its thread would end the process otherwise.
@@ -125,7 +125,7 @@ def test_a_world_is_left_once_nobody_ends_its_waits(
     ended.set()
     leaving.join(60)
     assert left.is_set()
-    assert not team._link.aborted
+    assert not team._link.must_leave
 
 
 def test_a_client_is_used_once_it_is_connected(
@@ -144,5 +144,5 @@ def test_a_client_is_used_once_it_is_connected(
     monkeypatch.setattr(teams.jax_processes, "coordination_client", lambda *_: made)
     form = {"rank": 0, "members": [{}, {}], "address": "127.0.0.1:1", "generation": 4}
     with pytest.raises(WorldBroken):
-        team._joined(form)
+        team._join(form)
     assert seen == [None]

@@ -37,7 +37,7 @@ class Heard:
 
     def form(self, cluster: str, events: Any = ()) -> None:
         data = Cluster.parse(cluster).to_data()
-        self.listening.formed({"cluster": data, "devices": 2, "events": events})
+        self.listening.on_world({"cluster": data, "devices": 2, "events": events})
 
     def put(self, data: Any) -> Any:
         return self.listening.put(Event.from_data(data))

@@ -23,7 +23,7 @@ def test_a_run_begins_with_all() -> None:
 
 def test_survivors_go_on_without_the_dead() -> None:
     fake = running(3)
-    fake.supervisor.gone(0, -9)
+    fake.supervisor.on_end(0, -9)
     assert [w for w, _ in fake.of("abort")] == [1, 2]
     assert fake.filled == [(1, [0])]
     fake.ready(1, holds=holding(5, 1, WHOLE))
@@ -56,7 +56,7 @@ def test_tiles_of_two_worlds_are_not_mixed() -> None:
 def test_a_lost_state_is_said_to_be_lost() -> None:
     fake = running(2)
     fake.formed(0, 1, step=3)
-    fake.supervisor.gone(1, -9)
+    fake.supervisor.on_end(1, -9)
     fake.ready(0, holds=holding(3, 1, LEFT))
     assert fake.of("form")[-1][1]["lost"] == 3
 
@@ -64,8 +64,8 @@ def test_a_lost_state_is_said_to_be_lost() -> None:
 def test_a_state_that_had_made_no_step_is_lost_too() -> None:
     """All that formed its world die; a run that never formed one may begin."""
     fake = running(2, restarts=2)
-    fake.supervisor.gone(0, -9)
-    fake.supervisor.gone(1, -9)
+    fake.supervisor.on_end(0, -9)
+    fake.supervisor.on_end(1, -9)
     fake.ready(2, 3)
     assert fake.of("form")[-1][1]["lost"] == 0
     assert fake.of("form")[0][1]["lost"] is None
@@ -81,7 +81,7 @@ def test_a_world_has_as_many_as_divide_the_batch() -> None:
     fake.ready(4)
     assert not fake.of("pause")
     assert not fake.of("end")
-    fake.supervisor.gone(2, -9)
+    fake.supervisor.on_end(2, -9)
     fake.ready(0, 1, 3, holds=holding(1, 1, WHOLE))
     assert fake.world() == [0, 1, 3, 4]
 
@@ -111,7 +111,7 @@ class TestChangesAtAStep:
         assert not fake.of("end")
         fake.formed(1, 2, step=3)
         assert [w for w, _ in fake.of("end")] == [0]
-        fake.supervisor.gone(0, 0)
+        fake.supervisor.on_end(0, 0)
         assert fake.supervisor.wanted == 2
         assert len(fake.of("form")) == 3 + 2
 
@@ -119,7 +119,7 @@ class TestChangesAtAStep:
         fake = running(3)
         fake.supervisor.resize(2)
         fake.tell(0, "started", generation=1, step=4)
-        fake.supervisor.gone(1, -9)
+        fake.supervisor.on_end(1, -9)
         assert sorted(w for w, _ in fake.of("abort")) == [0, 2]
         fake.ready(0, 2, holds=holding(4, 1, WHOLE))
         assert fake.world() == [0, 2]
@@ -178,7 +178,7 @@ class TestNewcomersThatDoNotFit:
     def test_its_script_fails_before_it_joins(self) -> None:
         fake = running(2)
         fake.supervisor.resize(3)
-        fake.supervisor.gone(2, 1)
+        fake.supervisor.on_end(2, 1)
         assert fake.supervisor.result is None
         assert fake.supervisor.wanted == 2
 
@@ -209,7 +209,7 @@ class TestNoHang:
 
     def test_one_that_does_not_leave_is_killed(self) -> None:
         fake = running(2, leave_s=30)
-        fake.supervisor.gone(0, -9)
+        fake.supervisor.on_end(0, -9)
         for now in (10.0, 20.0, 31.0):
             fake.now = now
             fake.tell(1, "beat", generation=1, step=3, phase="step")
@@ -227,7 +227,7 @@ class TestNoHang:
     def test_a_death_while_a_world_forms(self) -> None:
         fake = Fake(processes=3)
         fake.ready(0, 1, 2)
-        fake.supervisor.gone(1, -9)
+        fake.supervisor.on_end(1, -9)
         assert sorted(w for w, _ in fake.of("abort")) == [0, 2]
         fake.ready(0, 2)
         assert fake.world() == [0, 2]
@@ -250,41 +250,41 @@ class TestEnds:
         assert not fake.of("end")
         fake.tell(1, "finished", generation=1, step=9)
         assert sorted(w for w, _ in fake.of("end")) == [0, 1]
-        fake.supervisor.gone(0, 0)
-        fake.supervisor.gone(1, 0)
+        fake.supervisor.on_end(0, 0)
+        fake.supervisor.on_end(1, 0)
         assert (fake.supervisor.result, fake.supervisor.reason) == (0, "")
 
     def test_a_death_before_all_have_finished(self) -> None:
         fake = running(2)
         fake.tell(0, "finished", generation=1, step=9)
-        fake.supervisor.gone(1, -9)
+        fake.supervisor.on_end(1, -9)
         assert [w for w, _ in fake.of("abort")] == [0]
         fake.ready(0, holds=holding(9, 1, WHOLE))
         assert fake.world() == [0]
 
     def test_a_script_that_exits_at_once(self) -> None:
         fake = Fake(processes=2)
-        fake.supervisor.gone(1, 3)
+        fake.supervisor.on_end(1, 3)
         assert fake.supervisor.result == 3
         assert "before it joined the run" in fake.supervisor.reason
 
     def test_a_script_that_fails(self) -> None:
         fake = running(2)
-        fake.supervisor.gone(1, 1)
+        fake.supervisor.on_end(1, 1)
         assert fake.supervisor.result == 1
         assert "worker 1 ended with code 1" in fake.supervisor.reason
 
     def test_scripts_that_leave_their_loop(self) -> None:
         fake = running(2)
-        fake.supervisor.gone(1, 0)
+        fake.supervisor.on_end(1, 0)
         assert not fake.of("abort")
-        fake.supervisor.gone(0, 0)
+        fake.supervisor.on_end(0, 0)
         assert fake.supervisor.result == 0
 
     def test_one_alone_that_leaves_its_loop(self) -> None:
         """The other would wait for it in a collective."""
         fake = running(2)
-        fake.supervisor.gone(1, 0)
+        fake.supervisor.on_end(1, 0)
         fake.now = 6.0
         fake.tell(0, "beat", generation=1, step=3, phase="step")
         fake.supervisor.tick()
@@ -292,14 +292,14 @@ class TestEnds:
 
     def test_too_few_are_left(self) -> None:
         fake = running(2, least=2)
-        fake.supervisor.gone(1, -9)
+        fake.supervisor.on_end(1, -9)
         fake.ready(0, holds=holding(1, 1, WHOLE))
         assert fake.supervisor.result == 1
         assert "1 of at least 2" in fake.supervisor.reason
 
     def test_the_dead_are_replaced(self) -> None:
         fake = running(2, restarts=1)
-        fake.supervisor.gone(1, -9)
+        fake.supervisor.on_end(1, -9)
         assert fake.started == [0, 1, 2]
         fake.ready(0, holds=holding(1, 1, WHOLE))
         assert fake.world() == [0]
@@ -322,7 +322,7 @@ def test_workers_of_a_supervisor_that_died() -> None:
     fake.tell(0, "hello", generation=1, pid=100)
     fake.tell(1, "hello", generation=1, pid=101)
     assert not fake.of("pause")
-    fake.supervisor.gone(1, None)
+    fake.supervisor.on_end(1, None)
     assert [w for w, _ in fake.of("abort")] == [0]
     fake.ready(0, holds=holding(4, 1, WHOLE))
     assert fake.world() == [0]
@@ -341,7 +341,7 @@ def test_a_worker_that_starts_as_the_supervisor_dies_may_go_on() -> None:
 
 def test_a_worker_that_is_killed_as_it_starts_is_replaced() -> None:
     fake = Fake(processes=2, restarts=1)
-    fake.supervisor.gone(1, -9)
+    fake.supervisor.on_end(1, -9)
     fake.ready(0, 2)
     assert fake.world() == [0, 2]
 
@@ -385,7 +385,7 @@ class TestWorkersThatConnectAgain:
 
     def test_they_leave_a_world_that_is_broken(self) -> None:
         fake = self.adopted()
-        fake.supervisor.gone(0, None)
+        fake.supervisor.on_end(0, None)
         assert self.kinds(fake) == ["welcome", "abort"]
 
 
@@ -425,9 +425,9 @@ class TestSuspending:
         fake.tell(0, "started", generation=1, step=7)
         fake.tell(1, "started", generation=1, step=8)
         assert [(d["step"], d["saves"]) for _, d in fake.of("limit")] == [(8, True)] * 2
-        fake.supervisor.gone(0, SUSPENDED)
+        fake.supervisor.on_end(0, SUSPENDED)
         assert fake.supervisor.result is None
-        fake.supervisor.gone(1, SUSPENDED)
+        fake.supervisor.on_end(1, SUSPENDED)
         assert fake.supervisor.result == SUSPENDED
 
     def test_a_change_does_not_save(self) -> None:
@@ -439,7 +439,7 @@ class TestSuspending:
 
     def test_a_death_before_saving_forms_a_world_that_saves(self) -> None:
         fake = self.suspended(3)
-        fake.supervisor.gone(1, -9)
+        fake.supervisor.on_end(1, -9)
         fake.ready(0, 2, holds=holding(4, 1, WHOLE))
         fake.sent.clear()
         fake.formed(*fake.supervisor.world, step=4)

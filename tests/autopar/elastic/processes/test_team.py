@@ -39,14 +39,14 @@ def test_a_process_ends_where_the_first_one_missed_the_supervisor(
     team: teams.Team,
 ) -> None:
     """Else it would look for another world, while the others save without it."""
-    assert not team.orphaned
+    assert not team.is_orphaned
     assert team._obey({"order": "pause", "generation": 3}) == 10
-    assert not team.orphaned
+    assert not team.is_orphaned
     team._obey({"order": "limit", "generation": 3, "step": 12})
-    assert team.orphaned
+    assert team.is_orphaned
     assert team._link.limits == [(3, 12)]  # type: ignore[attr-defined]
 
 
 def test_a_world_that_formed_since_goes_on(team: teams.Team) -> None:
     team._obey({"order": "limit", "generation": 2, "step": 12})
-    assert not team.orphaned
+    assert not team.is_orphaned
