@@ -10,6 +10,9 @@ import numpy as np
 
 from autopar.errors import CheckpointError
 
+# More than the name of any dtype has.
+_MOST_LETTERS = 64
+
 
 def split(
     tree: Any, name: str, kinds: tuple[type, ...] = (jax.Array,)
@@ -65,6 +68,8 @@ def join(plain: Any, arrays: Mapping[str, Any]) -> Any:
             return items if kind == "list" else tuple(items)
         if kind == "numpy":
             dtype, shape, text = held
+            if len(dtype) > _MOST_LETTERS:  # NumPy reads text as Python code
+                raise ValueError(f"a name of {len(dtype)} letters is no dtype")
             data = np.frombuffer(bytes.fromhex(text), np.dtype(dtype))
             return data.reshape(shape).copy()
         if kind == "value":
@@ -73,6 +78,7 @@ def join(plain: Any, arrays: Mapping[str, Any]) -> Any:
         AttributeError,
         LookupError,
         RecursionError,
+        SyntaxError,
         TypeError,
         ValueError,
     ) as error:

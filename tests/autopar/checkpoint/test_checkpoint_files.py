@@ -119,7 +119,12 @@ def test_trees() -> None:
     np.testing.assert_array_equal(again["c"], tree["c"])
 
 
-@pytest.mark.parametrize("plain", [3, {}, {"array": "x"}, {"list": 3}, {"new": 1}])
+_DTYPES = [{"numpy": [text, [1], "00"]} for text in ("9" * 5000, "(1", "O", [], 3)]
+
+
+@pytest.mark.parametrize(
+    "plain", [3, {}, {"array": "x"}, {"list": 3}, {"new": 1}, *_DTYPES]
+)
 def test_what_is_no_tree(plain: object) -> None:
     with pytest.raises(CheckpointError, match="not the structure"):
         trees.join(plain, {})
