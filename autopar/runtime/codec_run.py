@@ -43,7 +43,7 @@ from autopar.runtime.gradients.probing import ProbePrograms, measure_errors
 from autopar.runtime.gradients.recoding import Recoding
 from autopar.runtime.gradients.skipping import SkippedSteps
 from autopar.runtime.gradients.staged_sums import AnySums
-from autopar.runtime.gradients.sums import GradientSums, Member, State
+from autopar.runtime.gradients.sums import Member, State
 from autopar.runtime.world import World
 
 
@@ -262,11 +262,11 @@ class CodecRun:
         """Finds what codecs would lose in the step to come; its time is not counted."""
         if planned.gradients is None:
             raise PlanError(
-                "policy: it tries codecs on the gradients of a step, which a plan of "
-                "several stages does not hand out. Use a policy that looks at the "
+                "policy: it tries codecs on the gradients of a step, which stages in "
+                "several processes do not hand out. Use a policy that looks at the "
                 "telemetry alone, or plan with stages=1."
             )
-        assert isinstance(planned.sums, GradientSums)
+        assert planned.sums is not None
         jax.block_until_ready(self._telemetry)
         begin = time.perf_counter()
         partials = planned.gradients(*placed)

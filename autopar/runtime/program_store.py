@@ -10,7 +10,6 @@ from collections.abc import Callable, Collection, Generator, Hashable, Sequence
 from typing import Any
 
 from autopar.compression.fallback import Fallback
-from autopar.errors import PlanError
 from autopar.planner.codecs.adjusted import program_plan
 from autopar.planner.option_texts import PROGRAMS
 from autopar.planner.stages.entry import cut_as
@@ -162,12 +161,6 @@ class ProgramStore:
         links: Links | None,
     ) -> AnyStep:
         """The program of a plan of several stages."""
-        if self.signals:
-            raise PlanError(
-                "policy: it asks for the signal of what is sent, which a plan of "
-                "several stages does not measure. Take one that does not, such as "
-                'GraVAC(gain_of="energy"), or plan with stages=1.'
-            )
         key = _staged_key(analysed, plan, devices)
         with self._building:
             found = self._programs.get(key)
@@ -181,6 +174,7 @@ class ProgramStore:
                     links=links,
                     noise=self.noise,
                     fallback=self.fallback,
+                    signals=self.signals,
                 )
                 found = self._programs.put(key, made)
         return _with_inputs(found, plan)
@@ -221,10 +215,11 @@ class ProgramStore:
 
     def _release(self, program: AnyStep) -> None:
         """Frees compiled code, but for what another program shares."""
-        held = [self._programs.peek(key) for key in self._programs]
         program.function.clear_cache()
-        shared = any(p.gradients is program.gradients for p in held)
-        if program.gradients is not None and not shared:
+        if not isinstance(program, PlannedStep) or program.gradients is None:
+            return
+        held = [self._programs.peek(key) for key in self._programs]
+        if not any(p.gradients is program.gradients for p in held):
             program.gradients.clear_cache()
 
 

@@ -35,6 +35,7 @@ from autopar.compression.policies.policy import Choice, MeasuredErrors
 from autopar.compression.policies.probe import WARM_UP, rounded
 from autopar.compression.synchronise import ERROR, WANTED, synchronise
 from autopar.runtime import agreement
+from autopar.runtime.gradients.staged_sums import AnySums
 from autopar.runtime.gradients.sums import GradientSums, Member, State
 from autopar.runtime.gradients.within import sum_within
 from autopar.runtime.recent import Recent
@@ -101,7 +102,7 @@ def partial_gradients(
 
 
 def measure_errors(
-    sums: GradientSums,
+    sums: AnySums,
     partials: dict[str, Any],
     state: State,
     texts: Sequence[str],
@@ -119,27 +120,28 @@ def measure_errors(
       programs: keeps the programs from one step to the next.
     """
     codecs = tuple((text, parse_codec(text)) for text in dict.fromkeys(texts))
-    entries: list[tuple[Member, Codecs, Any]] = []
-    for member in probed_members(sums):
-        name = member.decision.name
-        usable = _usable(member.gradient, codecs)
-        partial = partials.pop(name)
-        if not usable:
-            continue
-        residual = state["gradients"][name]["residual"]
-        rows = _program_of(sums, member, usable, programs)(partial, residual)
-        entries.append((member, usable, rows))
+    programs.keep([part.mesh for part in sums.parts])
+    entries: list[tuple[GradientSums, Member, Codecs]] = []
+    rows: list[Any] = []
+    for part in sums.parts:
+        for member in probed_members(part):
+            name = member.decision.name
+            usable = _usable(member.gradient, codecs)
+            partial = partials.pop(name)
+            if usable:
+                residual = state["gradients"][name]["residual"]
+                program = _program_of(part, member, usable, programs)
+                rows.append(program(partial, residual))
+                entries.append((part, member, usable))
     if not entries:
         return {}
-    found = agreement.shared_array(
-        world, np.concatenate([np.asarray(rows) for _, _, rows in entries])
-    )
+    found = agreement.shared_array(world, np.concatenate([*map(np.asarray, rows)]))
     if not np.isfinite(found).all():
         return {}
-    ends = np.cumsum([1 + len(usable) for _, usable, _ in entries])[:-1]
+    ends = np.cumsum([1 + len(usable) for _, _, usable in entries])[:-1]
     return {
-        member.decision.name: _measured_errors(sums, member, usable, row)
-        for (member, usable, _), row in zip(entries, np.split(found, ends), strict=True)
+        entry[1].decision.name: _measured_errors(*entry, row)
+        for entry, row in zip(entries, np.split(found, ends), strict=True)
     }
 
 
@@ -199,7 +201,13 @@ class ProbePrograms:
     def __init__(self) -> None:
         """Holds nothing yet."""
         self._programs: Recent[Hashable, Any] = Recent(PROGRAMS, _release)
-        self._mesh: Any = None
+        self._meshes: list[Any] = []
+
+    def keep(self, meshes: Sequence[Any]) -> None:
+        """Drops the programs of all meshes, if these are others."""
+        if list(meshes) != self._meshes:
+            self._programs.discard(lambda _: True)
+            self._meshes = list(meshes)
 
     def get(
         self,
@@ -209,11 +217,8 @@ class ProbePrograms:
         summation: Any,
         candidates: tuple[Gradient, ...],
     ) -> Callable[[Any, Any], Any]:
-        """Returns a program; those of another mesh are dropped."""
-        if mesh != self._mesh:
-            self._programs.discard(lambda _: True)
-            self._mesh = mesh
-        key = (stacked, kept, summation, candidates)
+        """Returns a program."""
+        key = (mesh, stacked, kept, summation, candidates)
         found = self._programs.get(key)
         if found is None:
             made = _program(mesh, stacked, kept, summation, candidates)

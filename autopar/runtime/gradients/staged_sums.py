@@ -17,6 +17,8 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from autopar.compression.fallback import Fallback
+from autopar.compression.signal import COLUMNS
+from autopar.compression.synchronise import NON_FINITE
 from autopar.runtime import placement
 from autopar.runtime.gradients.sums import GradientSums, Member, State
 
@@ -54,6 +56,11 @@ class StagedSums:
     def num_levels(self) -> int:
         """Number of ways to send a gradient, of which each step takes one."""
         return self.parts[0].num_levels
+
+    @property
+    def columns(self) -> int:
+        """Numbers of telemetry of each gradient."""
+        return NON_FINITE + 1 + (COLUMNS if self.parts[0].signals else 0)
 
     @property
     def counter(self) -> NamedSharding:

@@ -86,7 +86,7 @@ class Sent:
 
     Attributes:
       state: for the next step.
-      telemetry: a row for each gradient, float32 (gradients, 6).
+      telemetry: a row for each gradient, float32 (gradients, 6 or 10).
       levels: one at the level that each gradient took, int32 (gradients, levels).
     """
 
@@ -181,7 +181,7 @@ class CodecStep:
         members = len(self.codecs.names(stage))
         counts = self.codecs.sums.num_levels
         rows, levels = self.told.get(stage) or (
-            np.zeros((members, 6), np.float32),
+            np.zeros((members, self.codecs.sums.columns), np.float32),
             np.zeros((members, counts), np.int32),
         )
         links, process = self.links, self._process(stage)

@@ -16,7 +16,7 @@ from autopar.runtime.gradients.sums import State
 from autopar.runtime.noise.staged import StagedNoise
 from autopar.runtime.stages.codecs import CodecStep
 from autopar.runtime.stages.pipeline import Pipeline
-from autopar.runtime.stages.run import Ran, run_step
+from autopar.runtime.stages.run import Ran, partial_gradients, run_step
 from autopar.steps.analysis import Analysis
 from autopar.steps.stages import CutStep
 from autopar_passes.microbatches.rows import part
@@ -184,6 +184,26 @@ class Feed:
         self, flat: Sequence[Any], codecs: State | None, due: Any
     ) -> tuple[list[Any], Ran]:
         """Runs one step on the flat arguments."""
+        known, micro = self._dealt(flat)
+        ran = run_step(self.pipeline, known, micro, codecs, due)
+        ran.told.update(self._passed(flat))
+        out = [self._result(k, ran) for k in range(len(self.program.body.outputs))]
+        state = set(self.analysis.carried.values())
+        held = {id(out[k]) for k in state}
+        for k, x in enumerate(out):
+            # The next step consumes its state, and no result that is equal to it.
+            if k not in state and id(x) in held and x.sharding.addressable_devices:
+                out[k] = jax.numpy.copy(x)
+        return out, ran
+
+    def gradients(self, *flat: Any) -> dict[str, Any]:
+        """The partial gradients of a step that codecs could send, by name."""
+        return partial_gradients(self.pipeline, *self._dealt(flat))
+
+    def _dealt(
+        self, flat: Sequence[Any]
+    ) -> tuple[dict[int, Any], list[dict[int, Any]]]:
+        """The inputs of the step, and those of each microbatch."""
         split = set(self.found.batch)
         known = {
             v: x
@@ -208,16 +228,7 @@ class Feed:
             parts = self.deal[stage](*wholes)
             for given, arrays in zip(micro, parts, strict=True):
                 given.update(zip(values, arrays, strict=True))
-        ran = run_step(self.pipeline, known, micro, codecs, due)
-        ran.told.update(self._passed(flat))
-        out = [self._result(k, ran) for k in range(len(self.program.body.outputs))]
-        state = set(self.analysis.carried.values())
-        held = {id(out[k]) for k in state}
-        for k, x in enumerate(out):
-            # The next step consumes its state, and no result that is equal to it.
-            if k not in state and id(x) in held and x.sharding.addressable_devices:
-                out[k] = jax.numpy.copy(x)
-        return out, ran
+        return known, micro
 
     def _result(self, k: int, ran: Ran) -> Any:
         """A flat result of a step."""

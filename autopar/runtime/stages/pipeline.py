@@ -16,7 +16,7 @@ from autopar.runtime.stages.codecs import StagedCodecs
 from autopar.runtime.stages.order import Issue, turns
 from autopar.runtime.stages.outcome import calls_back
 from autopar.runtime.stages.recording import Recorder
-from autopar.runtime.stages.running_sums import finish_code, zeros_code
+from autopar.runtime.stages.running_sums import finish_code, partials_code, zeros_code
 from autopar.runtime.stages.sent import RESULT, Sent
 from autopar.runtime.stages.stage import (
     Stage,
@@ -172,6 +172,11 @@ class Pipeline:
                 sparse=noise is not None and noise.spec.every > 1,
             )
             for s, values in self.sums.items()
+        }
+        self.partials = {
+            s: partials_code(self.stages[s], {v: crossed.scales[v] for v in values})
+            for s, values in self.sums.items()
+            if self.stages[s].sums is not None
         }
         self.copies = tuple(self._copied(cut.owners.items(), self._input_readers()))
         self.late_copies = self._late_copies()
@@ -439,7 +444,8 @@ class Pipeline:
         """Frees compiled code."""
         for call in self.calls.values():
             call.code.function.clear_cache()
-        for code in (*self.zeros.values(), *self.finish.values()):
+        codes = (self.zeros, self.finish, self.partials)
+        for code in (code for by_stage in codes for code in by_stage.values()):
             code.clear_cache()
         if self.codecs is not None:
             self.codecs.clear_cache()

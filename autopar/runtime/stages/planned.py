@@ -57,7 +57,6 @@ class PipelinedStep:
       function: runs a step on the flat arguments.
       sums: how codecs sum gradients; None: no stage has any. ``function`` then takes
         and returns their state as that of one stage does.
-      gradients: None; probes of gradients are for plans of one stage.
       noise: how the noise of gradients is measured; None: it is not. Then ``function``
         takes and returns the averages last.
     """
@@ -70,13 +69,22 @@ class PipelinedStep:
     in_shardings: list[NamedSharding]
     function: Any
     sums: StagedSums | None = None
-    gradients: Any = None
     noise: NoiseSpec | None = None
 
     @property
     def links(self) -> Links | None:
         """Links to the other processes that have stages; None: there are none."""
         return self.pipeline.links
+
+    @property
+    def gradients(self) -> Any:
+        """A function of the flat arguments to the partial gradients, by name.
+
+        None: there are none that codecs could send, or they lie in several processes.
+        """
+        if self.sums is None or self.links is not None:
+            return None
+        return self.function.gradients
 
     @property
     def meshes(self) -> tuple[Mesh, ...]:
@@ -92,7 +100,8 @@ class PipelinedStep:
         """
         assert self.sums is not None
         meshes = [stage.mesh for stage in self.pipeline.stages]
-        stages = _stages(self.cut, plan, meshes, self.sums.fallback)
+        first = self.sums.parts[0]
+        stages = _stages(self.cut, plan, meshes, first.fallback, signals=first.signals)
         found = {k: s.sums for k, s in enumerate(stages) if s.sums is not None}
         sums = dataclasses.replace(self.sums, stages=found)
         return dataclasses.replace(self, plan=plan, sums=sums)
@@ -209,6 +218,7 @@ def pipelined_step(
     links: Links | None = None,
     noise: NoiseOptions | None = None,
     fallback: Fallback | None = None,
+    signals: bool = False,
 ) -> PipelinedStep:
     """Builds a step of several stages; nothing is compiled yet.
 
@@ -222,13 +232,14 @@ def pipelined_step(
       links: to the other processes, where there are several.
       noise: how the noise of gradients is measured; None: it is not.
       fallback: the codecs of a step in which the plan's send too little.
+      signals: whether the signal of what codecs send is measured.
 
     Raises:
       PlanError: there are too few devices, no noise to measure, or a codec that its
         gradient cannot be sent by.
     """
     meshes = stage_meshes(plan, devices)
-    stages = _stages(cut, plan, meshes, fallback)
+    stages = _stages(cut, plan, meshes, fallback, signals=signals)
     codecs = _staged_codecs(cut, stages, fallback, links, donate=donate)
     found = cut.found
     table = make_table(schedule_of(plan), len(stages), found.microbatches)
@@ -282,6 +293,8 @@ def _stages(
     plan: Plan,
     meshes: Sequence[Any],
     fallback: Fallback | None,
+    *,
+    signals: bool = False,
 ) -> list[Stage]:
     """The stages on their devices, each with the gradients that it sums by codecs."""
     out: list[Stage] = []
@@ -291,7 +304,9 @@ def _stages(
     ):
         own = one_stage(plan, k)
         assignment = assignment_of(stage, own)
-        sums = gradient_sums(assignment, own, mesh, fallback, first=count)
+        sums = gradient_sums(
+            assignment, own, mesh, fallback, signals=signals, first=count
+        )
         count += len(own.gradients)
         out.append(Stage(program, assignment, mesh, sums=sums))
     return out

@@ -69,6 +69,30 @@ def run_step(
     return Ran(run.results, told, run.noise, run.codecs)
 
 
+def partial_gradients(
+    pipeline: Pipeline,
+    step: Mapping[int, Any],
+    microbatches: Sequence[Mapping[int, Any]],
+) -> dict[str, Any]:
+    """The partial gradients of a step that codecs could send, by name.
+
+    Nothing is updated, and nothing consumed. All stages are in this process.
+
+    Args:
+      pipeline: the tasks.
+      step: as of `run_step`.
+      microbatches: likewise.
+    """
+    run = _Run(pipeline, len(microbatches))
+    run.begin(step, microbatches)
+    run.issue_all()
+    run.settle()
+    found: dict[str, Any] = {}
+    for stage, code in pipeline.partials.items():
+        found |= code(*run.sums[stage].values())
+    return found
+
+
 class _Run(Transfers):
     """One step: its tasks, on the arrays of each stage."""
 

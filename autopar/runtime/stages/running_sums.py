@@ -16,6 +16,7 @@ from autopar.runtime.gradients.synchroniser import CodecSynchroniser
 from autopar.runtime.noise.sent import take_with_norms
 from autopar.runtime.stages.sent import Sent
 from autopar.runtime.stages.stage import Stage, sum_dtype, wide
+from autopar.steps.sums import worth_a_codec
 from autopar_passes.replay.segments import Now
 from autopar_passes.sums.stacked import Stacked, stack
 
@@ -66,6 +67,16 @@ class _Ending:
             return array
         waiting = stack(array, *partial, after.mesh)
         return Now(after.assignment, after.mesh).take({value: waiting})[value]
+
+    def partials(self, *totals: Any) -> dict[str, Any]:
+        """The partial gradients that are worth a codec, by name."""
+        assert self.stage.sums is not None
+        made = self.values(totals)
+        return {
+            m.decision.name: made[value]
+            for value, m in self.stage.sums.members.items()
+            if worth_a_codec(m.decision.shape)
+        }
 
     def values(self, totals: Sequence[Any]) -> dict[int, Any]:
         known = dict(zip(self.scales, totals, strict=True))
@@ -174,6 +185,23 @@ def finish_code(
         donate_argnums=tuple(k + 2 + sparse for k in ending.taken),
         compiler_options=_with_barriers(stage),
     )
+
+
+def partials_code(stage: Stage, scales: Mapping[int, float]) -> Any:
+    """A jitted function from running sums to the partial gradients of a stage, by name.
+
+    Args:
+      stage: the stage, which has codecs.
+      scales: value -> what its running sum is multiplied by.
+    """
+    ending = _Ending(stage, scales, (), (), {}, False)
+    assert stage.sums is not None
+    where = {
+        m.decision.name: stage.sharding(value)
+        for value, m in stage.sums.members.items()
+        if worth_a_codec(m.decision.shape)
+    }
+    return jax.jit(ending.partials, out_shardings=where)
 
 
 def _with_barriers(stage: Stage) -> dict[str, str] | None:

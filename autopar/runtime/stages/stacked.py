@@ -131,20 +131,34 @@ class WithStacked:
 
     def __call__(self, *arguments: Any) -> Any:
         """Runs a step; what comes behind its arguments is handed on, and back."""
-        more = sum(len(array.places) - 1 for array in self.arrays.values())
-        own = self.inputs - more
-        given: list[Any] = [*arguments[:own], *([None] * more)]
-        for k, array in self.arrays.items():
-            pieces = array.apart(arguments[k])
-            for place, piece in zip(array.places, pieces, strict=True):
-                given[place] = piece
-        behind = arguments[own:]
+        given = self._apart(arguments)
+        behind = arguments[self._own :]
         returned = self.function(*given, *behind)
         made, *rest = returned if behind else (returned,)
         out = list(made[: self.outputs])
         for array in self.arrays.values():
             out[array.results[0]] = array.joined([made[r] for r in array.results])
         return (out, *rest) if behind else out
+
+    def gradients(self, *arguments: Any) -> dict[str, Any]:
+        """The partial gradients of a step (`autopar.runtime.stages.feed.Feed`)."""
+        return self.function.gradients(*self._apart(arguments))
+
+    @property
+    def _own(self) -> int:
+        """How many flat arguments there are as written."""
+        more = sum(len(array.places) - 1 for array in self.arrays.values())
+        return self.inputs - more
+
+    def _apart(self, arguments: Sequence[Any]) -> list[Any]:
+        """The arguments in pieces."""
+        own = self._own
+        given: list[Any] = [*arguments[:own], *([None] * (self.inputs - own))]
+        for k, array in self.arrays.items():
+            pieces = array.apart(arguments[k])
+            for place, piece in zip(array.places, pieces, strict=True):
+                given[place] = piece
+        return given
 
     def clear_cache(self) -> None:
         """Frees compiled code."""

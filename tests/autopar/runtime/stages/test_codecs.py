@@ -85,9 +85,10 @@ def staged(loss=chain_loss, codec=TOPK, **options):
     return step, started(STATES[loss]())
 
 
-def whole(loss=chain_loss, codec=TOPK):
+def whole(loss=chain_loss, codec=TOPK, **options):
     """One stage that splits the batch over as many devices as each stage does."""
     asked = {"cluster": "1x2:cpu", "microbatches": 2, "telemetry_every": 1, **SPLIT}
+    asked |= options
     step = autopar.parallelize(descended(loss), compression=codec, **asked)
     return step, started(STATES[loss]())
 
@@ -226,6 +227,43 @@ def test_a_fallback_is_taken_by_each_stage():
     step, state = staged(fallback=("int8",))
     train(step, state, range(2))
     assert {report.taken for report in step.telemetry.values()} == {(0, 2)}
+
+
+class Asking:
+    """A policy that wants errors and signals, and changes nothing."""
+
+    signals, probes, every = True, ("int8", TOPK), 2
+
+    def __init__(self):
+        self.seen = []
+
+    def observe(self, seen):
+        self.seen.append(seen)
+
+
+@pytest.mark.parametrize("loss", [chain_loss, loop_loss])
+def test_a_policy_tries_codecs_and_reads_signals_as_in_one_stage(loss):
+    """What a codec in use would lose is what the step then reports."""
+    (step, state), policy = staged(loss, policy=Asking()), Asking()
+    alone, other = whole(loss, policy=policy)
+    train(step, state, range(2))
+    train(alone, other, range(2))
+    (seen,), (one,) = step._codecs.policy.seen, policy.seen
+    assert set(seen.measured) == set(seen.gradients)
+    for name, found in seen.measured.items():
+        int8, used = found.choices
+        assert int8.error < used.error
+        assert used.error == pytest.approx(
+            seen.gradients[name].relative_error, rel=1e-3
+        )
+        assert seen.gradients[name].signal is not None
+    if loss is chain_loss:
+        for name, found in one.measured.items():
+            errors = [choice.error for choice in seen.measured[name].choices]
+            assert errors == pytest.approx([c.error for c in found.choices], rel=1e-2)
+            mine, theirs = (x.gradients[name].signal for x in (seen, one))
+            assert mine.sent == pytest.approx(theirs.sent, rel=1e-2)
+            assert mine.sent_square == pytest.approx(theirs.sent_square, rel=1e-2)
 
 
 def test_codecs_save_what_the_plan_says_and_no_warning_is_given():
