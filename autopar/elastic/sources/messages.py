@@ -40,7 +40,12 @@ def read_events(data: bytes, source: str) -> list[Event]:
 
 def _parse(text: str) -> Any:
     try:
-        return json.loads(text, parse_constant=_refuse)
+        found = json.loads(text, parse_constant=_refuse)
+        # Half of a pair of surrogates can be escaped, and is no text.
+        json.dumps(found, ensure_ascii=False).encode()
+        return found
+    except UnicodeEncodeError as error:
+        raise EventError(f"a text of the message is not UTF-8: {error}.") from error
     except RecursionError as error:
         raise EventError("the JSON is nested too deeply.") from error
     except ValueError as error:

@@ -111,6 +111,7 @@ class TestReading:
             (b"", "not JSON"),
             (b'{"kind": "gone"', "not JSON"),
             (b"\xff\xfe", "UTF-8"),
+            (rb'{"kind": "gone", "hosts": ["\ud800"]}', "UTF-8"),
             (b"[" * 100_000, "nested|not JSON"),
             (b'{"kind": "gone", "deadline_s": NaN}', "NaN"),
             (b"x" * (1 << 20) + b"x", "at most"),
