@@ -20,6 +20,7 @@ from autopar.planner.options import (
 from autopar.planner.plan import plan_analysis
 from autopar.plans import Plan
 from autopar.reports.audit import Audit
+from autopar.runtime.compile_check import plan_that_fits
 from autopar.steps.analysis import analyse, analyse_call
 from autopar.steps.state import warn_of_state
 from autopar_passes.jax_meshes import without_mesh
@@ -38,6 +39,7 @@ def plan(
     max_axes: int | None = None,
     seconds: float | None = SOLVER_SECONDS,
     split_batch: bool = True,
+    compile_check: bool = True,
     compression: str = "none",
     error_budget: float | None = None,
     layouts: Plan | str | os.PathLike[str] | None = None,
@@ -74,6 +76,9 @@ def plan(
         within the solver's gap of each other may take turns.
       split_batch: whether it is an error if no mesh axis divides the rows of the batch;
         else the plan does without data parallelism.
+      compile_check: whether plans that need over three quarters of the memory are
+        compiled for the cluster's devices, which need not be there, and dropped where
+        they do not fit (docs/howto/compile-without-devices.md).
       compression: how gradients are sent between devices: ``none`` as they are;
         ``auto`` each as trains fastest within the error budget, chosen together with
         the layouts; or the text of a codec for all of them, such as ``int8`` or
@@ -121,6 +126,7 @@ def plan(
         max_axes=max_axes,
         seconds=seconds,
         split_batch=split_batch,
+        compile_check=compile_check,
         compression=compression,
         error_budget=error_budget,
         layouts=None if layouts is None else as_plan(layouts, "layouts"),
@@ -138,7 +144,10 @@ def plan(
     call = opened(step, args, kwargs, static_argnames, roles)
     analysis = analyse_call(step, call)
     warn_of_state(step, analysis)
-    return plan_analysis(analysis, made_for, with_logical_pins(options, call))
+    hints = with_logical_pins(options, call)
+    return plan_that_fits(
+        analysis, made_for, hints, lambda on: plan_analysis(analysis, on, hints)
+    )
 
 
 @without_mesh()

@@ -19,6 +19,7 @@ from autopar.planner.options import PlanOptions, as_cluster, changed
 from autopar.planner.plan import plan_analysis
 from autopar.plans import Plan
 from autopar.progress import say, shown
+from autopar.runtime.compile_check import plan_that_fits
 from autopar.steps.analysis import Analysis
 
 Say = Callable[[str], None]
@@ -55,7 +56,9 @@ def plan_workload(
     analysis = workload.analysed()
     count = len(analysis.contraction.nodes)
     say(f"planning for {cluster}: {count} decisions")
-    plan = plan_analysis(analysis, cluster, limits)
+    plan = plan_that_fits(
+        analysis, cluster, limits, lambda on: plan_analysis(analysis, on, limits)
+    )
     return analysis, msgspec.structs.replace(
         plan, target=workload.target, options=workload.options
     )

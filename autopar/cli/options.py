@@ -113,7 +113,7 @@ def planning(
             inspect.Parameter(
                 name,
                 inspect.Parameter.KEYWORD_ONLY,
-                default=True if name == "split_batch" else None,
+                default=True if OPTIONS[name].default is True else None,
                 annotation=_annotated(name),
             )
             for name in names

@@ -21,6 +21,8 @@ from autopar.errors import CompileError, PlanError
 # Without a device nothing can be tuned by running it, and products that Triton makes
 # want tuning: the compiler may not find a tile size for them.
 _GPU_FLAGS = ("--xla_gpu_autotune_level=0", "--xla_gpu_enable_triton_gemm=false")
+# As planned steps are compiled on CPUs (`autopar.runtime`).
+_WITH_BARRIERS = "--xla_disable_hlo_passes=cse_barrier_expander"
 _MOST_LINES = 12
 
 
@@ -146,6 +148,8 @@ def _environment(target: Target) -> dict[str, str]:
     }
     given = os.environ.get("XLA_FLAGS", "").split()
     flags = [f for f in given if "host_platform_device_count" not in f]
+    if target.kind == "cpu":
+        flags.append(_WITH_BARRIERS)
     if target.kind == "gpu":
         said = {f.split("=")[0] for f in flags}
         flags = [*flags, *(f for f in _GPU_FLAGS if f.split("=")[0] not in said)]

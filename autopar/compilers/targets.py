@@ -71,7 +71,7 @@ class Target:
 
     Attributes:
       name: of the target, and of the preset of a cluster of such devices.
-      kind: as in `autopar.cluster.specs.DeviceSpec`, "gpu" or "tpu".
+      kind: as in `autopar.cluster.specs.DeviceSpec`, "gpu", "tpu" or "cpu".
       gpu: the figures of a GPU; None for others.
       clock_hz: of a TPU, to read its compiler's cycles; 0 for others.
     """
@@ -84,7 +84,7 @@ class Target:
     @property
     def platform(self) -> str:
         """JAX's name of the platform."""
-        return "cuda" if self.kind == "gpu" else "tpu"
+        return "cuda" if self.kind == "gpu" else self.kind
 
     @property
     def extra(self) -> str:
@@ -94,9 +94,12 @@ class Target:
     @property
     def module(self) -> str:
         """The Python module that is there where the compiler is installed."""
-        return "jax_plugins.xla_cuda12" if self.kind == "gpu" else "libtpu"
+        return _MODULES[self.kind]
 
 
+_MODULES: Final = {"gpu": "jax_plugins.xla_cuda12", "tpu": "libtpu", "cpu": "jaxlib"}
+# Hosts of any number of devices. No accelerator: JAX itself compiles for it.
+CPU: Final = Target(name="cpu", kind="cpu")
 _H100: Final = Gpu(
     name="NVIDIA H100 80GB HBM3",
     capability=(9, 0),

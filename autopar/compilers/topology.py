@@ -34,6 +34,8 @@ def topology(target: Target, cluster: Cluster) -> str:
             f"the plan is for {cluster}, whose devices are {cluster.device.kind}s, and "
             f"{target.name} is a {target.kind}; plan for --cluster 2x4:{target.name}."
         )
+    if target.kind == "cpu":
+        return target.name
     sizes = [level.size for level in cluster.levels]
     if target.kind == "gpu":
         return f"1x{math.prod(sizes[:-1])}x{sizes[-1]}"

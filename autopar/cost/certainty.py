@@ -72,6 +72,11 @@ _SHARED_CORES = dataclasses.replace(
 )
 
 
+# How much more memory XLA's compilers take than predicted, at the most, of the programs
+# of docs/data/memory.json.
+MEMORY_MORE = {"gpu": 0.06, "tpu": 0.15, "cpu": 0.06}
+
+
 def certainty_of(device: DeviceSpec) -> Certainty:
     """How sure predictions for a device are."""
     if device.kind == "cpu":

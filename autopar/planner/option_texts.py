@@ -121,6 +121,15 @@ OPTIONS: Mapping[str, Option] = {
         effect=EXCLUDES,
         flag="--split-batch",
     ),
+    "compile_check": Option(
+        default=True,
+        text="whether plans that need over three quarters of the memory are compiled "
+        "for the cluster's devices, which need not be there, and dropped where they do "
+        "not fit (docs/howto/compile-without-devices.md)",
+        expected="True or False",
+        effect=EXCLUDES,
+        flag="--compile-check",
+    ),
     "compression": Option(
         default="none",
         text="how gradients are sent between devices: ``none`` as they are; "

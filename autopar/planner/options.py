@@ -139,6 +139,7 @@ _CHECKS: Mapping[str, Check] = {
     "max_axes": _any(None, lambda x: isinstance(x, int) and not isinstance(x, bool)),
     "seconds": _any(None, lambda x: _number(0.0)(x) and x > 0),
     "split_batch": _any(True, False),
+    "compile_check": _any(True, False),
     "compression": _codec,
     "error_budget": _any(None, _number(0.0)),
     "microbatches": _any(None, "auto", _COUNT, _shares),
@@ -159,6 +160,7 @@ _READERS: Mapping[str, Callable[[Any], Any]] = {
     "max_axes": int,
     "seconds": _read_seconds,
     "split_batch": bool,
+    "compile_check": bool,
     "error_budget": float,
     "layouts": lambda text: as_plan(text, "layouts"),
     "microbatches": _read_counts,
@@ -183,6 +185,7 @@ class PlanOptions:
     max_axes: int | None = OPTIONS["max_axes"].default
     seconds: float | None = OPTIONS["seconds"].default
     split_batch: bool = OPTIONS["split_batch"].default
+    compile_check: bool = OPTIONS["compile_check"].default
     compression: str = OPTIONS["compression"].default
     error_budget: float | None = OPTIONS["error_budget"].default
     layouts: Plan | None = OPTIONS["layouts"].default

@@ -124,6 +124,10 @@ class SolverReport(
         return optimality_text(self.status, self.gap)
 
 
+# Plans that need over this part of a device's memory are compiled to be sure.
+NEAR_LIMIT = 0.75
+
+
 class Seconds(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The time of each part of planning, in seconds."""
 
@@ -131,6 +135,7 @@ class Seconds(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     graph: float
     solve: float
     total: float
+    compile: float = 0.0
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -165,6 +170,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
       options: the arguments given to the target's function, as text.
       compression: why gradients are sent as they are.
       checks: a sum of each part as it was made; see `edited`.
+      compiled_memory_bytes: most bytes on one device by the compiler, which is asked
+        where the prediction is over `NEAR_LIMIT` of what there is; 0: it was not.
       worth: what the plan makes of its cluster; None where nobody computed it, as in
         plans of earlier versions.
 
@@ -196,6 +203,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     compression: Compression = Compression()
     checks: dict[str, str] = {}
     worth: Worth | None = None
+    compiled_memory_bytes: float = 0.0
 
     def __post_init__(self) -> None:
         """Checks the stages against each other and the schedule."""
@@ -376,6 +384,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
             seconds=Seconds(trace=0.0, graph=0.0, solve=0.0, total=0.0),
             checks={},
             worth=None,
+            compiled_memory_bytes=0.0,
         )
         return checks.digest(still)
 

@@ -20,6 +20,7 @@ from autopar.reports.table import (
     bytes_text,
     collective_cells,
     communication_text,
+    compiled_text,
     compressed,
     compression_notes,
     gradient_rows,
@@ -123,7 +124,10 @@ def _figures(plan: Plan) -> str:
         ("compute", seconds_text(expected.compute_s)),
         ("communication", communication_text(expected)),
         ("sent by a device", bytes_text(expected.communication_bytes)),
-        ("held by a device", bytes_text(expected.peak_memory_bytes)),
+        (
+            "held by a device",
+            f"{bytes_text(expected.peak_memory_bytes)}{compiled_text(plan)}",
+        ),
     ]
     if worth is not None:
         names = {True: "use of the peak", False: "rate"}

@@ -11,8 +11,9 @@ import math
 import re
 from collections.abc import Sequence
 
+from autopar.cost.certainty import MEMORY_MORE
 from autopar.plans import GradientDecision, Plan, StagePlan
-from autopar.plans.schema import Predicted, set_renderer
+from autopar.plans.schema import NEAR_LIMIT, Predicted, set_renderer
 from autopar.plans.specs import spec_text
 from autopar.reports.schedule import STAGE_HEADING, bubble, drawing, stage_rows
 from autopar.reports.units import bytes_text, seconds_text, three_digits
@@ -61,12 +62,24 @@ def summary_lines(plan: Plan) -> list[str]:
         f"communication {communication_text(expected)}",
         *range_lines(expected),
         f"sends    {bytes_text(expected.communication_bytes)} from each device",
-        f"memory   {bytes_text(expected.peak_memory_bytes)} on each device at the peak",
+        f"memory   {bytes_text(expected.peak_memory_bytes)} on each device at the peak"
+        f"{compiled_text(plan)}",
         *_remat_lines(plan),
         *_bubble_lines(plan),
         *_replica_lines(plan),
         *worth_lines(plan.worth),
     ]
+
+
+def compiled_text(plan: Plan) -> str:
+    """What is known beside the prediction of the memory of a plan near the limit."""
+    if plan.compiled_memory_bytes:
+        return f" (compiled: {bytes_text(plan.compiled_memory_bytes)})"
+    cluster = plan.cluster.read()
+    if plan.predicted.peak_memory_bytes <= NEAR_LIMIT * cluster.memory_bytes:
+        return ""
+    more = round(100 * MEMORY_MORE[cluster.device.kind])
+    return f" (not compiled: such programs take up to {more} % more)"
 
 
 def range_lines(expected: Predicted) -> list[str]:
@@ -151,11 +164,13 @@ def stage_text(number: int, stage: StagePlan) -> str:
 def planning_times(plan: Plan) -> str:
     """The time of each part of planning, in one line."""
     spent = plan.seconds
-    rest_s = spent.total - spent.trace - spent.graph - spent.solve
+    parts_s = (spent.trace, spent.graph, spent.solve, spent.compile)
+    rest_s = spent.total - sum(parts_s)
+    compiled = f", compiling {spent.compile:.1f} s" if spent.compile else ""
     rest = f", loading the step {rest_s:.1f} s" if rest_s >= _TOLD_S else ""
     return (
         f"planned in {spent.total:.1f} s: tracing {spent.trace:.1f} s, "
-        f"graph {spent.graph:.1f} s, solving {spent.solve:.1f} s{rest}"
+        f"graph {spent.graph:.1f} s, solving {spent.solve:.1f} s{compiled}{rest}"
     )
 
 

@@ -66,6 +66,7 @@ def parallelize(
     max_axes: int | None = ...,
     seconds: float | None = ...,
     split_batch: bool = ...,
+    compile_check: bool = ...,
     compression: str = ...,
     error_budget: float | None = ...,
     layouts: Plan | str | os.PathLike[str] | None = ...,
@@ -100,6 +101,7 @@ def parallelize(
     max_axes: int | None = ...,
     seconds: float | None = ...,
     split_batch: bool = ...,
+    compile_check: bool = ...,
     compression: str = ...,
     error_budget: float | None = ...,
     layouts: Plan | str | os.PathLike[str] | None = ...,
@@ -135,6 +137,7 @@ def parallelize(
     max_axes: int | None = None,
     seconds: float | None = SOLVER_SECONDS,
     split_batch: bool = True,
+    compile_check: bool = True,
     compression: str = "none",
     error_budget: float | None = None,
     layouts: Plan | str | os.PathLike[str] | None = None,
@@ -189,6 +192,9 @@ def parallelize(
         within the solver's gap of each other may take turns.
       split_batch: whether it is an error if no mesh axis divides the rows of the batch;
         else the plan does without data parallelism.
+      compile_check: whether plans that need over three quarters of the memory are
+        compiled for the cluster's devices, which need not be there, and dropped where
+        they do not fit (docs/howto/compile-without-devices.md).
       compression: how gradients are sent between devices: ``none`` as they are;
         ``auto`` each as trains fastest within the error budget, chosen together with
         the layouts; or the text of a codec for all of them, such as ``int8`` or
@@ -241,6 +247,7 @@ def parallelize(
         max_axes=max_axes,
         seconds=seconds,
         split_batch=split_batch,
+        compile_check=compile_check,
         compression=compression,
         error_budget=error_budget,
         layouts=None if layouts is None else as_plan(layouts, "layouts"),
@@ -365,6 +372,7 @@ _REPLANS = (
     "max_axes",
     "seconds",
     "split_batch",
+    "compile_check",
 )
 
 

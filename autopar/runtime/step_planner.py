@@ -19,6 +19,7 @@ from autopar.planner.plan import plan_analysis, plan_beside
 from autopar.planner.warm import can_be_warm, warm_plan
 from autopar.plans import Plan
 from autopar.runtime.arguments import signature
+from autopar.runtime.compile_check import plan_that_fits
 from autopar.runtime.recent import Recent
 from autopar.steps.analysis import Analysis, analyse_call
 from autopar.steps.spares import Spares
@@ -156,8 +157,13 @@ class StepPlanner:
           PlanError: a pin does not fit, or the batch cannot be split.
         """
         options = _options(analysed, codecs)
+        analysis = analysed.analysis
         find = functools.partial(
-            plan_analysis, analysed.analysis, cluster, options, sent, errors
+            plan_that_fits,
+            analysis,
+            cluster,
+            options,
+            lambda on: plan_analysis(analysis, on, options, sent, errors),
         )
         if self.cache is None or sent is not None or errors:
             return find()

@@ -493,7 +493,7 @@ def compile_without_devices(
 
     Args:
       module: bytecode of a lowered program.
-      platform: "cuda" or "tpu".
+      platform: "cuda", "tpu" or "cpu", which has as many devices as are wanted.
       topology: the devices, in the compiler's form.
       description: of a GPU, in the compiler's form.
       devices: how many of them run the program, the first ones.
@@ -501,11 +501,15 @@ def compile_without_devices(
     Returns:
       The text of the optimized module, and the bytes of its memory by kind.
     """
-    given = {} if platform == "tpu" else {"topology": topology}
-    if platform != "tpu":
-        given["target_config"] = description
-    name = topology if platform == "tpu" else "gpu"
-    found = _topologies.get_topology_desc(name, platform, **given).devices
+    if platform == "cpu":
+        jax.config.update("jax_num_cpu_devices", devices)
+        found = jax.devices("cpu")
+    else:
+        given = {} if platform == "tpu" else {"topology": topology}
+        if platform != "tpu":
+            given["target_config"] = description
+        name = topology if platform == "tpu" else "gpu"
+        found = _topologies.get_topology_desc(name, platform, **given).devices
     used = np.array(found[:devices])
     with _mlir.make_ir_context():
         parsed = _ir.Module.parse(module)

@@ -1,0 +1,138 @@
+"""Plans near the limit of memory, compiled to be sure that they fit.
+
+The compiler is that of the plan's devices, which need not be there: XLA's for CPUs
+always, those of accelerators where they are installed. A plan that needs far less than
+there is costs nothing here. Where nothing is compiled, `autopar.plans.Plan` has no
+figure of the compiler, and its text says so.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import time
+from collections.abc import Callable
+
+import msgspec
+
+from autopar.cluster import Cluster
+from autopar.compilers.compiled import check_target, compile_for
+from autopar.compilers.targets import CPU, TARGETS, Target
+from autopar.errors import CompileError, InfeasibleError, PlanError
+from autopar.planner.options import PlanOptions
+from autopar.plans import Plan
+from autopar.plans.schema import NEAR_LIMIT
+from autopar.reports.units import bytes_text
+from autopar.runtime.planned import abstract_mesh, planned_step
+from autopar.steps.analysis import Analysis
+
+# Plans that are tried, each with less memory than the one before.
+_MOST_PLANS = 3
+# The next plan is asked to stay below its limit by so much.
+_BELOW = 0.995
+
+
+def plan_that_fits(
+    analysis: Analysis,
+    cluster: Cluster,
+    options: PlanOptions,
+    find: Callable[[Cluster], Plan],
+) -> Plan:
+    """Finds a plan that fits by the compiler, too, where it is near the limit.
+
+    A plan that the compiler makes too large is dropped, and the next is searched for
+    with less memory, by as much as the compiler needs more than was predicted.
+
+    Args:
+      analysis: the step.
+      cluster: what to plan for.
+      options: whether plans are compiled (`PlanOptions.compile_check`).
+      find: plans for a cluster, such as the one given with less memory.
+
+    Raises:
+      InfeasibleError: no plan fits.
+    """
+    first = found = find(cluster)
+    target = _target(cluster) if options.compile_check else None
+    memory, compile_s = cluster.memory_bytes, 0.0
+    allowed = float(memory)
+    tried = 0
+    while target is not None and _is_near(found, memory):
+        start = time.perf_counter()
+        held = _compiled_bytes(analysis, found, cluster, target)
+        compile_s += time.perf_counter() - start
+        if held <= memory:
+            return _written(found, first, held, compile_s)
+        expected, tried = found.predicted.peak_memory_bytes, tried + 1
+        failure = InfeasibleError(
+            f"no plan fits on {cluster}: XLA's compiler for {target.name} needs "
+            f"{bytes_text(held)} on each device for the fastest plan, which is "
+            f"predicted to take {bytes_text(expected)} of {bytes_text(memory)}.\n"
+            "  try: more devices, or remat='auto', microbatches='auto', stages='auto' "
+            "or a smaller batch; compile_check=False takes the prediction"
+        )
+        if tried == _MOST_PLANS:
+            raise failure
+        allowed = _BELOW * min(allowed, expected) * memory / held
+        device = dataclasses.replace(cluster.device, memory_bytes=int(allowed))
+        try:
+            found = find(dataclasses.replace(cluster, device=device))
+        except InfeasibleError as error:
+            raise failure from error
+    return _written(found, first, 0.0, compile_s)
+
+
+def _is_near(plan: Plan, memory: float) -> bool:
+    """Whether a plan is one program, and near the limit."""
+    one = len(plan.stages) == 1 and not plan.replicas
+    return one and plan.predicted.peak_memory_bytes > NEAR_LIMIT * memory
+
+
+def _written(found: Plan, first: Plan, held: float, compile_s: float) -> Plan:
+    """The plan with what was compiled, for the cluster as it is."""
+    if found is not first:
+        found = msgspec.structs.replace(found, cluster=first.cluster).stamped()
+    seconds = msgspec.structs.replace(
+        found.seconds, compile=compile_s, total=found.seconds.total + compile_s
+    )
+    return msgspec.structs.replace(found, compiled_memory_bytes=held, seconds=seconds)
+
+
+def _target(cluster: Cluster) -> Target | None:
+    """What compiles for the devices of a cluster; None: nothing here does."""
+    if cluster.groups:
+        return None
+    kind, name = cluster.device.kind, cluster.device.name
+    target = CPU if kind == CPU.kind else TARGETS.get(name)
+    if target is None or target.kind != kind:
+        return None
+    if target.gpu is not None:
+        # The compiler makes room by the memory that there is.
+        nbytes = round(cluster.memory_bytes / _PRESET_PART)
+        gpu = dataclasses.replace(target.gpu, memory_bytes=nbytes)
+        target = dataclasses.replace(target, gpu=gpu)
+    try:
+        check_target(target, cluster)
+    except PlanError:
+        return None
+    return target
+
+
+# What a preset of a GPU gives to a program (docs/cost-model.md).
+_PRESET_PART = 0.9
+# What XLA's compiler for TPUs says where a program is too large.
+_USED = re.compile(r"Used ([\d.]+)([MG]) of")
+_UNITS = {"M": 2**20, "G": 2**30}
+
+
+def _compiled_bytes(
+    analysis: Analysis, plan: Plan, cluster: Cluster, target: Target
+) -> float:
+    """What one device needs by the compiler; 0 where it refuses the program."""
+    step = planned_step(analysis, plan, abstract_mesh(plan))
+    try:
+        found = compile_for(step.lower(target.platform), target, cluster)
+    except CompileError as error:
+        used = _USED.search(str(error))
+        return float(used[1]) * _UNITS[used[2]] if used else 0.0
+    return float(found.memory.peak_bytes)
