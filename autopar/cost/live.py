@@ -39,7 +39,7 @@ import numpy as np
 
 from autopar.cluster.specs import DeviceSpec
 from autopar.cost.buffers import buffers
-from autopar.cost.local import Buffer, local_bytes
+from autopar.cost.local import BUFFER_KINDS, Buffer, local_bytes
 from autopar.cost.on_chip import on_chip, room_bytes
 from autopar.layouts.assignment import Assignment
 from autopar.layouts.layout import shards
@@ -213,9 +213,9 @@ class Live:
         if len(gone):
             more = self.workspace_bytes + self.factor * whole[peak] - beside[peak]
             nbytes[gone] *= 1.0 - more / (self.factor * nbytes[gone].sum())
-        out: dict[str, float] = {}
+        out = dict.fromkeys((*BUFFER_KINDS, *self.kinds), 0.0)
         for k in np.flatnonzero(there):
-            out[self.kinds[k]] = out.get(self.kinds[k], 0.0) + float(nbytes[k])
+            out[self.kinds[k]] += float(nbytes[k])
         out[OVERHEAD] = (self.factor - 1.0) * float(nbytes[there].sum())
         out[WORK_SPACE] = self.workspace_bytes
         return {kind: nbytes for kind, nbytes in out.items() if nbytes}
