@@ -21,7 +21,7 @@ from autopar.errors import AutoparError, InfeasibleError, PlanError, ScheduleErr
 from autopar.goodput.batched import Batches, Planned, Program, prepare
 from autopar.goodput.curves import CurvePoint
 from autopar.planner.cache import PlanCache
-from autopar.planner.codecs.left_out import unasked
+from autopar.planner.codecs.sites import unasked
 from autopar.planner.options import PlanOptions
 from autopar.planner.plan import plan_analysis
 from autopar.planner.warm import can_be_warm, warm_plan

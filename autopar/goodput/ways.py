@@ -23,7 +23,7 @@ from autopar.goodput.choice import Ratio, Way, batches
 from autopar.goodput.efficiency import EXACT, CodecError, codec_error
 from autopar.goodput.plan_terms import PlanCurve, plan_curve
 from autopar.goodput.throughput import Terms
-from autopar.planner.codecs.left_out import unasked
+from autopar.planner.codecs.sites import unasked
 from autopar.plans import Plan
 from autopar.runtime import agreement, changing_batches
 from autopar.runtime.changing_batches import Shape

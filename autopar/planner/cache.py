@@ -11,6 +11,7 @@ from typing import Any, cast
 import msgspec
 
 from autopar.cluster import Cluster
+from autopar.compression.codecs.registry import offered_codecs, parse_codec
 from autopar.errors import PlanError
 from autopar.planner.option_texts import OPTIONS, PLANNING
 from autopar.planner.options import PlanOptions
@@ -91,10 +92,24 @@ def _file_name(analysis: Analysis, cluster: Cluster, options: PlanOptions) -> st
         cluster.fingerprint(),
         *(f"{name}={_text(value)}" for name, value in sorted(said.items())),
         repr(options.spares),
+        *_figures(options.compression),
     ]
     digest = hashlib.sha256("\0".join(parts).encode())
     digest.update(layouts)
     return f"{digest.hexdigest()[:32]}.json"
+
+
+# Of which the figures of codecs are asked.
+_SHAPE = (1024, 1024)
+
+
+def _figures(compression: str) -> list[str]:
+    """What codecs that may be chosen say of themselves: a program may add others."""
+    known = {"none": (), "auto": offered_codecs()}
+    codecs = [
+        (text, parse_codec(text)) for text in known.get(compression, (compression,))
+    ]
+    return [f"{text}: {c.error(_SHAPE)!r} {c.cost(_SHAPE)!r}" for text, c in codecs]
 
 
 def _text(value: Any) -> str:

@@ -14,6 +14,7 @@ from autopar.cost.overlap import Timeline
 from autopar.cost.pricer import Pricer
 from autopar.cost.traffic import Collective
 from autopar.layouts.assignment import Assignment, assign
+from autopar.planner.codecs.sites import Sending
 from autopar.planner.problem import Formulation
 from autopar.planner.scheme import with_axis_names
 from autopar.planner.weights import WHOLE, Weights
@@ -38,6 +39,8 @@ class Candidate:
       weights: of what may be hidden, at which the problem was solved.
       lower_s: a lower bound of the time of every plan of this mesh; None: that of the
         solution.
+      sending: how gradients are sent; None: nothing was said about codecs.
+      before_s: seconds of the fastest plan of this mesh without codecs; None: of this.
     """
 
     assignment: Assignment
@@ -48,6 +51,8 @@ class Candidate:
     peak_memory_bytes: float
     weights: Weights = WHOLE
     lower_s: float | None = None
+    sending: Sending | None = None
+    before_s: float | None = None
 
     @functools.cached_property
     def mesh(self) -> MeshShape:
@@ -57,8 +62,8 @@ class Candidate:
 
     @property
     def cost(self) -> CostBreakdown:
-        """The cost of a step."""
-        return self.estimate.cost
+        """The cost of a step, with codecs where there are any."""
+        return self.estimate.cost if self.sending is None else self.sending.cost
 
     @property
     def collectives(self) -> tuple[Collective, ...]:
@@ -82,8 +87,8 @@ class Candidate:
 
     @property
     def communication_s(self) -> float:
-        """Seconds of communication in one step."""
-        return self.cost.communication_s
+        """Seconds of communication in one step, with the work of codecs."""
+        return self.cost.communication_s + self.cost.codec_s
 
     @property
     def communication_bytes(self) -> float:
@@ -94,6 +99,22 @@ class Candidate:
     def step_s(self) -> float:
         """Predicted seconds of one step."""
         return step_s(self.cost)
+
+    @property
+    def plain_s(self) -> float:
+        """Seconds of one step whose gradients the compiler sums."""
+        return step_s(self.estimate.cost)
+
+    @property
+    def saved_s(self) -> float:
+        """Seconds of a step that codecs save."""
+        return self.plain_s - self.step_s
+
+    @property
+    def held_bytes(self) -> float:
+        """The most bytes live at once on one device, with what codecs keep."""
+        kept = 0.0 if self.sending is None else self.sending.memory_bytes
+        return self.peak_memory_bytes + kept
 
     @property
     def bound_s(self) -> float:
@@ -138,6 +159,13 @@ class SearchResult:
     seconds: float
     searched: bool = True
     floor_s: float = math.inf
+
+    @property
+    def before_s(self) -> float:
+        """Seconds of the fastest plan without codecs."""
+        known = [c for _, c in self.tried if c is not None]
+        found = (c.plain_s if c.before_s is None else c.before_s for c in known)
+        return min(found, default=self.best.plain_s)
 
     @property
     def report(self) -> Solution:

@@ -7,21 +7,31 @@ names it (docs/plans.md has the table).
 
 from __future__ import annotations
 
+import dataclasses
 import math
+from collections.abc import Sequence
 
 import msgspec
 import numpy as np
 
 from autopar.cluster import Cluster
+from autopar.compression.codecs.registry import parse_codec
 from autopar.errors import InfeasibleError, PlanError
 from autopar.layouts.assignment import Assignment
 from autopar.layouts.layout import Layout, from_spec
 from autopar.layouts.strategies import strategy_space
 from autopar.planner.candidate import Candidate, SearchResult
-from autopar.planner.codecs.written import check_fits, with_codecs_of
+from autopar.planner.codecs.choose import EDITED, CodecRequest, sent_as_asked
+from autopar.planner.codecs.sites import Site, sites
 from autopar.planner.consistent import check_consistent
 from autopar.planner.hints import pin_restriction
-from autopar.planner.record import another_step, assignment_of, restore, split_as
+from autopar.planner.record import (
+    another_step,
+    assignment_of,
+    make_plan,
+    restore,
+    split_as,
+)
 from autopar.planner.search import given, plan_mesh, search
 from autopar.plans import Plan
 from autopar.plans.specs import spec_of, spec_text
@@ -99,7 +109,7 @@ def carried_out(
     else:
         result = _as_stated(analysis, plan, where)
         said = f"{', '.join(parts)} changed by hand"
-    made = with_codecs_of(analysis, result, plan, edited="gradients" in parts)
+    made = _with_codecs_of(analysis, result, plan, edited="gradients" in parts)
     return with_status(
         msgspec.structs.replace(made, target=plan.target, options=plan.options),
         f"edited: {said}; {made.solver.status}",
@@ -271,3 +281,79 @@ def _impossible(plan: Plan, found: Candidate) -> PlanError:
                 "together as they were edited."
             )
     return PlanError("the plan contradicts itself: its decisions cannot go together.")
+
+
+def _with_codecs_of(
+    analysis: Analysis, result: SearchResult, plan: Plan, *, edited: bool
+) -> Plan:
+    """The plan of layouts that were found, with the codecs of a plan.
+
+    Args:
+      analysis: the step.
+      result: the layouts.
+      plan: says by what each gradient is sent.
+      edited: whether its codecs were changed. Each must be as it says then;
+        otherwise a gradient that its codec cannot send is sent as it is.
+
+    Raises:
+      PlanError: the codecs were changed, and do not fit the gradients.
+    """
+    if not plan.gradients:
+        return make_plan(analysis, result)
+    best = result.best
+    if edited:
+        mesh = best.pricer.mesh.axes
+        _check_given(plan, sites(analysis, best.assignment, mesh))
+    asked = CodecRequest(EDITED, None, 0.0, plan, {})
+    best = sent_as_asked(analysis, best, asked)
+    assert best.sending is not None
+    made = make_plan(analysis, dataclasses.replace(result, best=best), asked)
+    if edited:
+        return made
+    compression = msgspec.structs.replace(plan.compression, error=best.sending.error)
+    return msgspec.structs.replace(made, compression=compression).stamped()
+
+
+def check_fits(best: Candidate) -> None:
+    """Raises `PlanError` where given layouts need more memory than a device has."""
+    have = best.pricer.cluster.memory_bytes
+    if best.peak_memory_bytes > have:
+        raise PlanError(
+            f"these layouts need {best.peak_memory_bytes / 1e9:.3g} GB on each device "
+            f"of {best.pricer.cluster}, which has {have / 1e9:.3g} GB. Let "
+            "autopar.plan choose the layouts, or plan for more devices."
+        )
+
+
+def _check_given(plan: Plan, found: Sequence[Site]) -> None:
+    """Raises `PlanError` where codecs that were edited do not fit the gradients."""
+    given = {g.name: g for g in plan.gradients}
+    names = {site.name for site in found}
+    if differ := sorted(names ^ set(given)):
+        raise PlanError(
+            f"gradients: the plan sums {len(names)} gradients over devices, the edited "
+            f"plan names {len(given)}; only in one of them: {', '.join(differ[:4])}."
+        )
+    for site in found:
+        decision = given[site.name]
+        if (decision.value, decision.shape) != (site.value, site.shape):
+            raise PlanError(
+                f"gradients: '{site.name}' is value {site.value} of shape "
+                f"{site.shape}, the edited plan says {decision.value} of shape "
+                f"{decision.shape}."
+            )
+        _check_codec(site, decision.codec)
+
+
+def _check_codec(site: Site, text: str) -> None:
+    if not text:
+        return
+    try:
+        why = site.refuses(parse_codec(text))
+    except ValueError as error:
+        raise PlanError(f"gradients: '{site.name}': {error}") from error
+    if why:
+        raise PlanError(
+            f"gradients: '{site.name}' cannot be sent as '{text}': {why} Try another "
+            "codec."
+        )

@@ -13,23 +13,15 @@ import msgspec
 from jax.sharding import PartitionSpec
 
 from autopar.cluster import Cluster, MeshShape
-from autopar.compression.codecs.registry import format_codec
 from autopar.cost.pricer import Pricer
 from autopar.errors import InfeasibleError, PlanError
-from autopar.planner.candidate import SearchResult
 from autopar.planner.codecs.choose import (
-    CodecChoice,
+    CodecRequest,
     Errors,
-    choose,
-    described,
-    joint,
-    joint_uniform,
-    uniform,
+    requested,
+    sent_as_asked,
 )
-from autopar.planner.codecs.left_out import warn_of_no_use
-from autopar.planner.codecs.request import CodecRequest, requested
-from autopar.planner.codecs.written import as_sent, check_fits, with_codecs
-from autopar.planner.edited import carried_out, with_status
+from autopar.planner.edited import carried_out, check_fits, with_status
 from autopar.planner.hints import (
     Pins,
     check_pinned,
@@ -424,39 +416,23 @@ def _searched(
     *,
     advise: bool = True,
 ) -> Plan:
-    """The fastest layouts, and codecs chosen together with them."""
-    started = time.perf_counter()
+    """The fastest layouts, with codecs where they are asked for."""
 
     def restrict(pricer: Pricer) -> Restriction:
         return pin_restriction(analysis, pinned_layouts(analysis, pins, pricer.mesh))
 
-    limit = restrict if pins else None
+    asked = None if codecs.mode == "none" else codecs
     result = search(
         analysis,
         cluster,
         meshes=meshes,
         seconds=seconds,
-        restriction=limit,
+        restriction=restrict if pins else None,
         advise=advise,
+        codecs=asked,
     )
     check_pinned(pins, analysis, result.best.assignment, result.best.pricer.mesh)
-    if codecs.mode == "none":
-        return make_plan(analysis, result)
-    if codecs.codec is not None:
-        choice, first = joint_uniform(
-            analysis, result, codecs.codec, seconds=seconds, restriction=limit
-        )
-    else:
-        choice, first = joint(
-            analysis,
-            result,
-            budget=codecs.budget,
-            errors=codecs.errors,
-            seconds=seconds,
-            restriction=limit,
-        )
-    result = dataclasses.replace(result, seconds=time.perf_counter() - started)
-    return _written(analysis, result, choice, first, codecs)
+    return make_plan(analysis, result, asked)
 
 
 def _with_layouts(
@@ -474,35 +450,13 @@ def _with_layouts(
     best = result.best
     check_fits(best)
     check_pinned(pins, analysis, best.assignment, best.pricer.mesh)
-    made = make_plan(analysis, result)
-    if codecs.mode != "none":
-        if codecs.codec is not None:
-            choice = uniform(analysis, best, codecs.codec)
-        else:
-            choice = choose(analysis, best, codecs.budget, codecs.errors)
-        result = dataclasses.replace(result, seconds=time.perf_counter() - started)
-        made = _written(analysis, result, choice, choice, codecs)
+    asked = None if codecs.mode == "none" else codecs
+    if asked is not None:
+        best = sent_as_asked(analysis, best, asked)
+        spent_s = time.perf_counter() - started
+        result = dataclasses.replace(result, best=best, seconds=spent_s)
+    made = make_plan(analysis, result, asked)
     return with_status(made, kept.solver.status) if layouts.edited else made
-
-
-def _written(
-    analysis: Analysis,
-    result: SearchResult,
-    choice: CodecChoice,
-    first: CodecChoice,
-    codecs: CodecRequest,
-) -> Plan:
-    """The plan of a choice; says so where a codec that was asked for is of no use."""
-    if codecs.sent is not None:
-        best = dataclasses.replace(result, best=choice.candidate)
-        return as_sent(analysis, best, codecs.sent)
-    asked = None if codecs.codec is None else format_codec(codecs.codec)
-    # Dense gradients are sent as they are, wherever they are summed.
-    if asked not in (None, "dense") and asked not in choice.codecs:
-        assignment = choice.candidate.assignment
-        warn_of_no_use([(analysis, assignment, choice.sites)], asked)
-    why = described(analysis, choice, first, codecs.mode, codecs.budget)
-    return with_codecs(analysis, result, choice, why)
 
 
 def check_batch(

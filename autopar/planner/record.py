@@ -7,6 +7,8 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 
+import msgspec
+
 from autopar.cost.certainty import interval_s
 from autopar.errors import PlanError
 from autopar.garbage import collector_paused
@@ -14,11 +16,19 @@ from autopar.layouts.assignment import Assignment, CopyChoice
 from autopar.layouts.layout import from_spec, to_spec
 from autopar.layouts.whole_gathers import apart_bytes
 from autopar.planner.candidate import Candidate, SearchResult
+from autopar.planner.codecs.choose import (
+    CodecRequest,
+    described,
+    gradients_s,
+    recorded,
+    warn_if_unused,
+)
 from autopar.planner.consistent import check_consistent
 from autopar.planner.worth import worth_of
 from autopar.plans import (
     SCHEMA,
     ClusterData,
+    Compression,
     CopyDecision,
     NodeDecision,
     Plan,
@@ -40,8 +50,16 @@ GIVEN = "layouts as they were given"
 
 
 @collector_paused()
-def make_plan(analysis: Analysis, result: SearchResult) -> Plan:
-    """Writes the best candidate of a search down as a plan."""
+def make_plan(
+    analysis: Analysis, result: SearchResult, codecs: CodecRequest | None = None
+) -> Plan:
+    """Writes the best candidate of a search down as a plan.
+
+    Args:
+      analysis: the step.
+      result: the search.
+      codecs: what was said about codecs, if gradients are sent so.
+    """
     best = result.best
     pricer = dataclasses.replace(best.pricer, mesh=best.mesh)
     named = dataclasses.replace(best.estimate, pricer=pricer)
@@ -53,7 +71,7 @@ def make_plan(analysis: Analysis, result: SearchResult) -> Plan:
         communication_s=best.communication_s,
         hidden_s=best.hidden_s,
         communication_bytes=best.communication_bytes,
-        peak_memory_bytes=float(best.peak_memory_bytes),
+        peak_memory_bytes=float(best.held_bytes),
         low_s=low_s,
         high_s=high_s,
     )
@@ -72,7 +90,7 @@ def make_plan(analysis: Analysis, result: SearchResult) -> Plan:
         solve=result.seconds,
         total=analysis.trace_s + analysis.graph_s + result.seconds,
     )
-    return Plan(
+    made = Plan(
         schema=SCHEMA,
         version=__version__,
         cluster=ClusterData.of(best.pricer.cluster),
@@ -93,7 +111,29 @@ def make_plan(analysis: Analysis, result: SearchResult) -> Plan:
             for i in analysis.graph.inputs
         },
         worth=worth_of(named, best.step_s),
-    ).stamped()
+    )
+    if codecs is not None:
+        made = msgspec.structs.replace(
+            made.with_stage(gradients=recorded(best, codecs)),
+            compression=_described(analysis, result, codecs),
+        )
+    return made.stamped()
+
+
+def _described(
+    analysis: Analysis, result: SearchResult, codecs: CodecRequest
+) -> Compression:
+    """Says why gradients are sent so, and what it gains."""
+    best, more = result.best, ""
+    if codecs.chooses and best.sending is not None and best.sending.sites:
+        more = f" ({1e3 * gradients_s(best):.3g} ms of it gradients"
+        if result.before_s < (1 - 1e-6) * best.plain_s:
+            before = f"{1e3 * result.before_s:.3g} ms"
+            more += f"; without codecs other layouts take {before}"
+        more += ")"
+    parts = [(analysis, best)]
+    warn_if_unused(parts, codecs)
+    return described(parts, codecs, best.plain_s, best.step_s, more)
 
 
 def _stage(analysis: Analysis, best: Candidate) -> StagePlan:

@@ -18,6 +18,7 @@ from autopar.planner.candidate import (
     candidate_of,
     choices_of,
 )
+from autopar.planner.codecs.choose import CodecRequest
 from autopar.planner.infeasible import advised
 from autopar.planner.problem import Restriction, formulate
 from autopar.planner.solving import TimeOutError, has_plan, solve_mesh
@@ -97,6 +98,7 @@ def search(
     starts: Sequence[Candidate] = (),
     experts: bool = True,
     advise: bool = True,
+    codecs: CodecRequest | None = None,
 ) -> SearchResult:
     """Finds the best plan of a step on a cluster.
 
@@ -112,6 +114,7 @@ def search(
         is not proved at once.
       advise: whether the error says a size of memory that is enough, which takes
         about as long as the search.
+      codecs: what was said about codecs; None: gradients are sent as they are.
 
     Raises:
       InfeasibleError: no mesh has a plan that fits the memory of a device.
@@ -134,6 +137,7 @@ def search(
                 known,
                 most_s=_least_s(tried),
                 experts=experts,
+                codecs=codecs,
             )
             tried.append((mesh, found))
         except PlanError as error:  # another mesh may have a plan
@@ -144,14 +148,17 @@ def search(
         raise _no_mesh(analysis, failures, seconds, restriction, advise=advise)
     best = min(solved, key=lambda c: c.step_s)
     late = any(isinstance(error, TimeOutError) for _, error in failures)
-    floor_s = 0.0 if late else min(c.bound_s for c in solved)
+    # The bounds are those of plans without codecs.
+    coded = best.sending is not None and best.sending.coded
+    floor_s = 0.0 if late or coded else min(c.bound_s for c in solved)
     spent_s = time.perf_counter() - start
     return SearchResult(best, tuple(tried), spent_s, floor_s=floor_s)
 
 
 def _least_s(tried: Sequence[tuple[MeshShape, Candidate | None]]) -> float:
-    """Seconds of the best plan so far."""
-    return min((c.step_s for _, c in tried if c is not None), default=math.inf)
+    """Seconds of the best plan so far, of those without codecs."""
+    known = (c for _, c in tried if c is not None)
+    return min((c.before_s or c.plain_s for c in known), default=math.inf)
 
 
 def _best(tried: Sequence[tuple[MeshShape, Candidate | None]]) -> str:

@@ -12,7 +12,9 @@ priced once by the whole model, and the fastest is taken:
   parts beside those that gave the fastest plan;
 - with messages as large as those of the fastest plan, of whose latency each array pays
   its part, and with a message for each array;
-- by the rules of the plans that people write (`autopar.planner.recipes`).
+- by the rules of the plans that people write (`autopar.planner.recipes`);
+- where codecs are asked for, with gradients that are sent by them, at the prices of
+  error and link of the best choice so far. Each plan is then judged with its codecs.
 """
 
 from __future__ import annotations
@@ -23,7 +25,6 @@ import math
 import time
 from collections.abc import Sequence
 
-from autopar.cost.codecs import Prices
 from autopar.cost.combining import Group
 from autopar.cost.pricer import Pricer
 from autopar.errors import PlanError
@@ -35,6 +36,7 @@ from autopar.planner.candidate import (
     choices_of,
     priced,
 )
+from autopar.planner.codecs.choose import CodecRequest, prices_of, sent_as_asked
 from autopar.planner.infeasible import infeasible
 from autopar.planner.limit import Limit
 from autopar.planner.memory_terms import fixed_bytes
@@ -70,6 +72,9 @@ _TIGHTENINGS = 5
 # How often the weights that bound are moved.
 _ROUNDS = 4
 PARTLY = (WHOLE, partly(1.0, 0.33), partly(0.5, 0.0), partly(0.67, 0.67))
+# Most problems in which gradients may be sent by codecs, each at the prices of the best
+# choice so far.
+_CODED = 2
 # How far the weights are moved from the best ones.
 _STEP = 0.25
 # A plan by an expert's rule is not made where its cost is this much above the least,
@@ -79,7 +84,8 @@ _FAR = 1.1
 _BOUND_GAP, _GAP = 1e-3, WORTHWHILE
 # Why a proposal is no plan.
 _TOO_LARGE = "does not fit"
-# Parts of the time that is left: of the first problem, and of every other one.
+# Parts of the time that is left: of the first problem and of those with codecs, and of
+# every other one.
 _FIRST_SHARE, _SHARE = 0.45, 0.2
 
 
@@ -90,7 +96,7 @@ def solve_mesh(
     restriction: Restriction | None = None,
     seconds: float | None = None,
     starts: Sequence[Candidate] = (),
-    prices: Prices | None = None,
+    codecs: CodecRequest | None = None,
     weights: Sequence[Weights] | None = None,
     most_s: float = math.inf,
     experts: bool = False,
@@ -103,7 +109,7 @@ def solve_mesh(
       restriction: says which strategies are allowed.
       seconds: time limit of all problems of the mesh.
       starts: assignments known already.
-      prices: with them gradients may be sent by codecs.
+      codecs: what was said about codecs; None: gradients are sent as they are.
       weights: the only ones at which the problem is solved; (): the problem is solved
         once, with messages like those of the assignments that are known; None: the
         problem is solved in all ways.
@@ -113,15 +119,17 @@ def solve_mesh(
 
     Raises:
       InfeasibleError: nothing fits the memory of a device.
+      PlanError: the codec that was asked for can be used for no gradient.
     """
     memory = pricer.cluster.memory_bytes
     fitting = [c for c in starts if c.peak_memory_bytes <= memory]
-    mesh = _Mesh(analysis, pricer, restriction, Limit(seconds), prices, fitting)
+    mesh = _Mesh(analysis, pricer, restriction, Limit(seconds), codecs, fitting)
     if weights is not None:
         for one in weights:
             mesh.solve(Way(one))
         if not weights:
             mesh.solve(Way(HIDDEN, mesh.messages()))
+        mesh.send(seconds)
         return mesh.found()
     try:
         mesh.bound(most_s)
@@ -136,6 +144,7 @@ def solve_mesh(
     if experts and not mesh.settled(most_s):
         mesh.ask_experts()
         mesh.improve(most_s)
+    mesh.send(seconds)
     return mesh.found()
 
 
@@ -162,7 +171,8 @@ class _Mesh:
     """What is known of a mesh after some proposals.
 
     Attributes:
-      best: the fastest plan that fits.
+      best: the fastest plan that fits, with gradients that the compiler sums.
+      sent: the fastest with codecs; None: none were asked for, or none can be used.
       bound_s: a lower bound of the seconds of every plan.
     """
 
@@ -172,13 +182,15 @@ class _Mesh:
         pricer: Pricer,
         restriction: Restriction | None,
         limit: Limit,
-        prices: Prices | None,
+        codecs: CodecRequest | None,
         starts: Sequence[Candidate],
     ) -> None:
         """Knows some plans."""
         self.analysis, self.pricer, self.limit = analysis, pricer, limit
-        self.restriction, self.prices = restriction, prices
-        self.best = min(starts, key=lambda c: c.step_s, default=None)
+        self.restriction, self.codecs = restriction, codecs
+        self.best = min(starts, key=lambda c: c.plain_s, default=None)
+        self.sent: Candidate | None = None
+        self._refused: PlanError | None = None
         self.bound_s = 0.0
         # Bytes that terms of memory may use; None: problems have no terms yet.
         self.tight: float | None = None
@@ -191,6 +203,8 @@ class _Mesh:
         memory = float(pricer.cluster.memory_bytes)
         self.small = small_state(analysis.graph, analysis.contraction, memory)
         self._known: dict[object, Candidate] = {}
+        for start in starts:
+            self.take_sent(start)
 
     @property
     def hides(self) -> bool:
@@ -225,7 +239,8 @@ class _Mesh:
             return None
         if way.bounds:
             self.bound_s = max(self.bound_s, found.solution.bound)
-        if way.weights.works and found.step_s < self._way_s:
+        plain = way.prices is None
+        if plain and way.weights.works and found.step_s < self._way_s:
             self.way, self._way_s = way, found.step_s
             self.least_s = found.solution.cost
         self.take(found)
@@ -305,11 +320,50 @@ class _Mesh:
             self._planes.append(plane)
         if self.best is None or found.step_s < self.best.step_s:
             self.best = found
+        self.take_sent(found)
+
+    def take_sent(self, found: Candidate) -> None:
+        """Adds a plan with its codecs, where they are asked for and can help."""
+        least_s = found.estimate.cost.work_s
+        if self.codecs is None or (self.sent and self.sent.step_s <= least_s):
+            return
+        try:
+            coded = sent_as_asked(self.analysis, found, self.codecs)
+        except PlanError as error:
+            self._refused = error
+            return
+        if self.sent is None or coded.step_s < self.sent.step_s:
+            self.sent = coded
+
+    def send(self, seconds: float | None) -> None:
+        """Makes plans in which gradients may be sent by codecs."""
+        for _ in range(_CODED if self.codecs is not None else 0):
+            before = self.sent
+            known = before or self.best
+            assert known is not None
+            assert self.codecs is not None
+            self.limit = Limit(seconds)
+            prices = prices_of(known, self.codecs)
+            weights = self.best.weights if self.best else HIDDEN
+            self.solve(Way(weights, prices=prices))
+            if self.sent is before or not self.codecs.chooses:
+                return
 
     def found(self) -> Candidate:
-        """The fastest plan, with the bound."""
+        """The fastest plan, with the bound of those without codecs.
+
+        Raises:
+          PlanError: the codec that was asked for can be used in no plan.
+        """
         assert self.best is not None  # where none was found an error was raised
-        return dataclasses.replace(self.best, pricer=self.pricer, lower_s=self.bound_s)
+        if self.sent is None and self._refused is not None:
+            raise self._refused
+        return dataclasses.replace(
+            self.sent or self.best,
+            pricer=self.pricer,
+            lower_s=self.bound_s,
+            before_s=self.best.step_s,
+        )
 
     def ask_experts(self) -> None:
         """Makes the plans that people write."""
@@ -364,26 +418,27 @@ class _Mesh:
         fixed = fixed_bytes(self.analysis, self.pricer)
         memory = float(self.pricer.cluster.memory_bytes)
         tight = self.tight if inner is None else None
-        part = _FIRST_SHARE if self.best is None else _SHARE
+        first = self.best is None or way.prices is not None
+        part = _FIRST_SHARE if first else _SHARE
         left = _TIGHTENINGS
         proposer = f"rule: {name}" if name else way.name
         begin = time.thread_time()
         while True:
             # Priced once, with terms of memory and without.
-            key = tight is not None, way.messages, way.small
+            key = tight is not None, way.messages, way.prices, way.small
             known, weights = self._problems.get(key), self.felt(way.weights)
-            whole = self._problems.get((*key[:2], False))
-            if known is None and whole is not None and self.prices is None:
+            whole = self._problems.get((*key[:3], False))
+            if known is None and whole is not None:
                 known = whole.within(self.analysis, None, self.small)
                 self._problems[key] = known
-            elif known is None or self.prices is not None:
+            elif known is None:
                 pricer = dataclasses.replace(self.pricer, messages=way.messages)
                 known = formulate(
                     self.analysis,
                     pricer,
                     self.restriction,
                     tight,
-                    self.prices,
+                    way.prices,
                     weights,
                     self.small if way.small else frozenset(),
                 )

@@ -17,7 +17,7 @@ from autopar.cost.pricer import Pricer
 from autopar.errors import PlanError
 from autopar.layouts.strategies import Strategy
 from autopar.planner.candidate import Candidate, SearchResult
-from autopar.planner.codecs.choose import Errors
+from autopar.planner.codecs.choose import CodecRequest, Errors, requested
 from autopar.planner.hints import (
     check_pinned,
     fitting_meshes,
@@ -77,17 +77,15 @@ def warm_plan(
       PlanError: a pin does not fit, or the batch cannot be split.
     """
     split = _split(analysis, options, running)
-    meshes = _meshes(split, cluster, options)
-    result = _searched(split, cluster, _ordered(meshes, running), options, running)
+    meshes = _ordered(_meshes(split, cluster, options), running)
+    asked = requested(options, sent, errors)
+    codecs = None if asked.mode == "none" else asked
+    result = _searched(split, cluster, meshes, options, running, codecs)
     if result is None:  # the search says why, or takes its time and finds one
         return plan_analysis(analysis, cluster, options, sent, errors)
     best = result.best
     check_pinned(options.pins or {}, split, best.assignment, best.pricer.mesh)
-    plan = make_plan(split, result)
-    if options.compression == "none" and sent is None:
-        return plan
-    kept = dataclasses.replace(options, layouts=plan, microbatches=None)
-    return plan_analysis(analysis, cluster, kept, sent, errors)
+    return make_plan(split, result, codecs)
 
 
 def _split(analysis: Analysis, options: PlanOptions, running: Plan) -> Analysis:
@@ -131,6 +129,7 @@ def _searched(
     meshes: Sequence[MeshShape],
     options: PlanOptions,
     running: Plan,
+    codecs: CodecRequest | None,
 ) -> SearchResult | None:
     """The best of the meshes that there is time for; None: no plan was found."""
     start = time.perf_counter()
@@ -139,20 +138,25 @@ def _searched(
         known = any(found is not None for _, found in tried)
         if known and time.perf_counter() - start > ALL_S:
             break
-        tried.append(
-            (mesh, _on_mesh(analysis, Pricer(cluster, mesh), options, running))
-        )
+        pricer = Pricer(cluster, mesh)
+        tried.append((mesh, _on_mesh(analysis, pricer, options, running, codecs)))
     solved = [found for _, found in tried if found is not None]
     if not solved:
         return None
-    best = _refined(analysis, solved, options, start)
-    floor_s = min(c.bound_s for c in solved) if len(tried) == len(meshes) else 0.0
+    best = _refined(analysis, solved, options, start, codecs)
+    coded = best.sending is not None and best.sending.coded
+    every = len(tried) == len(meshes) and not coded
+    floor_s = min(c.bound_s for c in solved) if every else 0.0
     spent_s = time.perf_counter() - start
     return SearchResult(best, tuple(tried), spent_s, floor_s=floor_s)
 
 
 def _refined(
-    analysis: Analysis, solved: Sequence[Candidate], options: PlanOptions, start: float
+    analysis: Analysis,
+    solved: Sequence[Candidate],
+    options: PlanOptions,
+    start: float,
+    codecs: CodecRequest | None,
 ) -> Candidate:
     """The best plan, once more problems are solved where these may be worth it.
 
@@ -164,12 +168,13 @@ def _refined(
       solved: a plan of each mesh.
       options: hints and limits.
       start: when the search began, as of ``time.perf_counter``.
+      codecs: what was said about codecs, if anything was.
     """
     best = min(solved, key=lambda c: c.step_s)
     few = len(analysis.contraction.nodes) <= FEW_NODES
     for found in sorted(solved, key=lambda c: c.bound_s):
         late = time.perf_counter() - start > ALL_S
-        if late or found.bound_s >= (1 - _CLOSE) * best.step_s:
+        if late or found.bound_s >= (1 - _CLOSE) * best.plain_s:
             break
         limit = _limit(analysis, found.pricer, options)
         with contextlib.suppress(PlanError):
@@ -179,6 +184,7 @@ def _refined(
                 limit,
                 MESH_S if few else REFINE_S,
                 [found],
+                codecs,
                 weights=None if few else (),
                 most_s=best.step_s,
                 experts=few,
@@ -200,7 +206,11 @@ def _limit(
 
 
 def _on_mesh(
-    analysis: Analysis, pricer: Pricer, options: PlanOptions, running: Plan
+    analysis: Analysis,
+    pricer: Pricer,
+    options: PlanOptions,
+    running: Plan,
+    codecs: CodecRequest | None,
 ) -> Candidate | None:
     """A good plan on one mesh; None where none was found in the time."""
     limit = _limit(analysis, pricer, options)
@@ -211,7 +221,9 @@ def _on_mesh(
         with contextlib.suppress(PlanError):
             starts.append(carried_plan(analysis, pricer, running, limit))
     with contextlib.suppress(PlanError):
-        return solve_mesh(analysis, pricer, limit, MESH_S, starts, weights=(HIDDEN,))
+        return solve_mesh(
+            analysis, pricer, limit, MESH_S, starts, codecs, weights=(HIDDEN,)
+        )
     return None
 
 

@@ -20,6 +20,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from autopar.cluster.calibration import Calibration
+from autopar.cost.codecs import Prices
 from autopar.cost.combining import Group
 from autopar.cost.overlap import Timeline
 from autopar.steps.positions import SEGMENTS, Positions
@@ -88,11 +89,13 @@ class Way:
       messages: bytes of messages by group, of which each array pays its part; an array
         of another group has its own message. None: one may hold all that may be joined.
       small: whether small state stays whole (`autopar.planner.problem.small_state`).
+      prices: with them gradients may be sent by codecs.
     """
 
     weights: Weights
     messages: Messages | None = None
     small: bool = False
+    prices: Prices | None = None
 
     @property
     def name(self) -> str:
@@ -105,12 +108,14 @@ class Way:
             text = "solver: all hidden"
         if self.messages is not None:
             text += ", messages of a plan" if self.messages else ", messages apart"
-        return text + (", small state whole" if self.small else "")
+        text += ", small state whole" if self.small else ""
+        return text + (", with codecs" if self.prices is not None else "")
 
     @property
     def bounds(self) -> bool:
         """Whether the least cost may bound the time of every plan."""
-        whole = not self.small and self.messages is None
+        plain = self.messages is None and self.prices is None
+        whole = not self.small and plain
         return whole and (self.weights == HIDDEN or not self.weights.works)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from autopar.cluster import Cluster
 from autopar.errors import PlanError
-from autopar.planner.codecs.request import EDITED
+from autopar.planner.codecs.choose import EDITED
 from autopar.planner.options import PlanOptions
 from autopar.planner.search import plan_mesh
 from autopar.plans import Plan

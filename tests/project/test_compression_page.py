@@ -20,8 +20,7 @@ from autopar.compression.codecs.registry import (
 )
 from autopar.compression.feedback import FEEDBACK_DISCOUNT, effective_error
 from autopar.cost.codecs import TELEMETRY_BYTES
-from autopar.planner.codecs.choose import WORTHWHILE
-from autopar.planner.codecs.request import DEFAULT_BUDGET
+from autopar.planner.codecs.choose import DEFAULT_BUDGET, WORTHWHILE
 from autopar.planner.option_texts import LEAST_GAIN
 from autopar.steps.sums import SMALLEST
 

@@ -1,28 +1,25 @@
-"""Chooses how each gradient is sent, together with the layouts.
+"""Chooses how each gradient is sent, for layouts that are known.
 
-The choice for given layouts is a small program
-(`autopar_solver.selection`): least exposed and local seconds under a budget of
-error. Layouts are chosen with it by its prices: with a price on error and a
-weight on each second of the link, every gradient's best codec for every pair of
-layouts is known, so the problem of the layouts stays what it was, with other
-costs on the edges that carry gradients. Its best plans are then judged by the
-exact choice, and so is the plan that was best without codecs: what is returned is
-never worse than choosing the layouts first and the codecs after.
+The choice is a small program (`autopar_solver.selection`): least exposed and local
+seconds under a budget of error. The search of layouts (`autopar.planner.solving`) has
+each of its plans sent so, and proposes layouts by the prices of the best choice: with a
+price on error and a weight on each second of the link, every gradient's best codec for
+every pair of layouts is known, so the problem of the layouts stays what it was, with
+other costs on the edges that carry gradients.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import math
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 
 import jax
 import msgspec
 import numpy as np
 
-from autopar.cluster import MeshShape
 from autopar.compression.codecs.codec import Codec
 from autopar.compression.codecs.registry import (
     format_codec,
@@ -42,20 +39,28 @@ from autopar.cost.codecs import (
 )
 from autopar.cost.estimate import estimate
 from autopar.cost.pricer import Pricer
-from autopar.errors import InfeasibleError, PlanError
+from autopar.errors import PlanError
 from autopar.layouts.summation import Summation
-from autopar.planner.candidate import Candidate, SearchResult
-from autopar.planner.codecs.left_out import EARLY, left_to_compiler
-from autopar.planner.codecs.sites import Site, decision, sites
-from autopar.planner.codecs.smaller_error import GAP, with_less_error
-from autopar.planner.problem import Restriction
-from autopar.planner.solving import HIDDEN, solve_mesh
-from autopar.plans import Compression, GradientDecision
+from autopar.planner.candidate import Candidate
+from autopar.planner.codecs.sites import (
+    EARLY,
+    Sending,
+    Site,
+    decision,
+    left_to_compiler,
+    sites,
+    warn_of_no_use,
+)
+from autopar.planner.options import PlanOptions, parsed_codec
+from autopar.plans import Compression, GradientDecision, Plan
 from autopar.steps.analysis import Analysis
 from autopar_passes.graph.roles import Role
 from autopar_solver import (
     CodecSelection,
+    SelectionResult,
     Status,
+    fits_budgets,
+    recompute,
     solve_relaxation,
     solve_selection,
 )
@@ -67,125 +72,202 @@ WORTHWHILE = 0.03
 # character GPT, 6 % of the elements sent by `predicted` and `sign`, within a budget of
 # 0.1, cost 0.09 nats a character (docs/record).
 MOST_OF_BUDGET = 2.0
-# Rounds of choosing layouts by the prices of the best choice so far.
-ROUNDS = 2
 
 # name of a parameter -> codec -> relative error of its gradient, measured.
 Errors = Mapping[str, Mapping[str, float]]
 
+# Effective relative error of the whole gradient that ``auto`` allows. Of the codecs
+# that were tried alone on three seeds, those below it (int8; int4 with rotation, .032)
+# end within about one deviation of dense gradients' loss, those above it do not
+# (docs/record): int4 in blocks of 256 without rotation, .061, takes a seventh
+# more steps.
+DEFAULT_BUDGET = 0.05
+# Mode of a plan whose codecs were given gradient by gradient.
+EDITED = "edited"
+GIVEN_CODECS = "codecs as they were given"
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class CodecChoice:
-    """Codecs for one assignment.
+class CodecRequest:
+    """What was said about codecs.
 
     Attributes:
-      candidate: the assignment.
-      sites: its gradients.
-      codecs: of each, '' where it is left to the compiler.
-      saved_s: seconds of a step that they save.
-      each_s: the same of each gradient.
-      errors: relative error of each, in the L2 norm.
-      summations: how the devices share the work of each.
-      error: effective relative error of the whole gradient.
-      memory_bytes: what the codecs keep on one device.
-      rest: what the step costs besides gradients with codecs.
-      coded: what sending these costs: messages, encoding and decoding.
-      problem: the program that chose.
+      mode: as of `PlanOptions.compression`.
+      codec: that it names.
+      budget: of error.
+      sent: a plan whose codecs hold gradient by gradient.
+      errors: measured relative errors, by gradient and codec.
+      most: none of a gradient's may count for more.
     """
 
-    candidate: Candidate
-    sites: tuple[Site, ...]
-    codecs: tuple[str, ...]
-    saved_s: float
-    each_s: tuple[float, ...]
-    errors: tuple[float, ...]
-    summations: tuple[Summation, ...]
-    error: float
-    memory_bytes: float
-    rest: CostBreakdown
-    coded: CostBreakdown
-    problem: CodecSelection | None
+    mode: str
+    codec: Codec | None
+    budget: float
+    sent: Plan | None
+    errors: Errors
+    most: float = math.inf
 
     @property
-    def cost(self) -> CostBreakdown:
-        """What a step costs."""
-        return self.rest + self.coded
-
-    @property
-    def step_s(self) -> float:
-        """Predicted seconds of a step."""
-        return self.candidate.step_s - self.saved_s
+    def chooses(self) -> bool:
+        """Whether codecs are to be chosen."""
+        return self.sent is None and self.codec is None
 
 
-def uniform(analysis: Analysis, candidate: Candidate, codec: Codec) -> CodecChoice:
+def requested(
+    options: PlanOptions, sent: Plan | None = None, errors: Errors | None = None
+) -> CodecRequest:
+    """Reads the options.
+
+    Args:
+      options: hints and limits of planning.
+      sent: a plan whose codecs hold gradient by gradient.
+      errors: measured relative errors, by gradient and codec.
+    """
+    mode, given = options.compression, options.error_budget
+    budget = DEFAULT_BUDGET if given is None else float(given)
+    most = MOST_OF_BUDGET * budget
+    return CodecRequest(mode, parsed_codec(mode), budget, sent, errors or {}, most)
+
+
+def sent_as_asked(
+    analysis: Analysis, candidate: Candidate, request: CodecRequest
+) -> Candidate:
+    """Layouts with their gradients sent as is asked for.
+
+    Raises:
+      PlanError: the codec that was asked for can be used for no gradient.
+    """
+    found = sites(analysis, candidate.assignment, candidate.pricer.mesh.axes)
+    if request.sent is not None:
+        given = {g.name: g for g in request.sent.gradients}
+        sending = judged(candidate, found, codecs_of(given, found), request.errors)
+    elif request.codec is not None:
+        sending = _uniform(candidate, found, request.codec)
+    else:
+        sending = _chosen(candidate, found, request)
+    return dataclasses.replace(candidate, sending=sending)
+
+
+def _uniform(candidate: Candidate, found: Sequence[Site], codec: Codec) -> Sending:
     """Every gradient by one codec, the small ones as they are.
 
     Raises:
       PlanError: the codec can be used for none of them.
     """
-    found = sites(analysis, candidate.assignment, candidate.pricer.mesh.axes)
     large = [s for s in found if s.compressible]
     refusals = {s.value: s.refuses(codec) for s in large}
+    text = format_codec(codec)
     if large and all(refusals.values()):
         why = next(iter(refusals.values()))
         raise PlanError(
-            f"compression={format_codec(codec)!r} cannot be used for any gradient of "
-            f"this plan: {why} Try another codec, or compression='auto'."
+            f"compression={text!r} cannot be used for any gradient of this plan: "
+            f"{why} Try another codec, or compression='auto'."
         )
-    text = format_codec(codec)
     codecs = ["dense" if refusals.get(s.value, "small") else text for s in found]
     return judged(candidate, found, codecs, {})
 
 
+def codecs_of(given: dict[str, GradientDecision], found: Sequence[Site]) -> list[str]:
+    """The codec of each gradient; 'dense' where that of the plan cannot send it."""
+    texts = [given[s.name].codec if s.name in given else "" for s in found]
+    if not any(texts):
+        return texts
+    return [
+        text if _sends(site, text, given) else "dense"
+        for site, text in zip(found, texts, strict=True)
+    ]
+
+
+def _sends(site: Site, text: str, given: dict[str, GradientDecision]) -> bool:
+    """Whether a gradient can be sent so; '' is possible where the plan says it."""
+    return not site.refuses(parse_codec(text)) if text else site.name in given
+
+
+def _chosen(
+    candidate: Candidate, found: Sequence[Site], request: CodecRequest
+) -> Sending:
+    """The codecs that make the step fastest, within the budget."""
+    errors = request.errors
+    large = [s for s in found if s.compressible]
+    nothing = judged(candidate, found, [""] * len(found), errors)
+    if not large:
+        return nothing
+    known: dict[object, list[tuple[str, Option]]] = {}
+    rows: list[list[tuple[str, Option]]] = []
+    for site in large:
+        # Gradients of one shape and place have the same prices.
+        own = errors.get(site.name)
+        key = site.name if own else (site.shape, site.summations, site.itemsize)
+        if key not in known:
+            known[key] = _allowed(candidate.pricer, site, request)
+        rows.append(known[key])
+    problem = _selection(candidate, found, large, rows, request.budget)
+    answer = solve_selection(problem, seconds=2.0, gap=GAP)
+    if answer.status not in (Status.OPTIMAL, Status.FEASIBLE):
+        return dataclasses.replace(nothing, problem=problem)
+    answer = with_less_error(problem, answer)
+    chosen = {
+        s.value: row[k][0]
+        for s, row, k in zip(large, rows, answer.choices, strict=True)
+    }
+    rest = "dense" if any(chosen.values()) else ""
+    codecs = [chosen.get(s.value, "") or rest for s in found]
+    made = judged(candidate, found, codecs, errors)
+    if candidate.plain_s - step_s(made.cost) < WORTHWHILE * candidate.plain_s:
+        made = nothing
+    return dataclasses.replace(made, problem=problem)
+
+
 def judged(
     candidate: Candidate, found: Sequence[Site], codecs: Sequence[str], errors: Errors
-) -> CodecChoice:
-    """Returns the saving of given codecs.
+) -> Sending:
+    """Returns what given codecs cost.
 
     Gradients that wait are summed once where several operators contribute. What is
     sent is charged by message, with and without codecs. A message holds all gradients
     of one codec, so nothing of it is sent before the backward pass has ended.
     """
     pricer = candidate.pricer
+    mesh = pricer.mesh.axes
     options = zip(found, codecs, strict=True)
     after = [_option(pricer, s, c, errors) for s, c in options]
     before = [_option(pricer, s, "", errors) for s in found]
-    each = [
-        b.price.wire_s - a.price.wire_s - a.price.local_s
-        for b, a in zip(before, after, strict=True)
-    ]
     texts = {s.value: c for s, c in zip(found, codecs, strict=True) if c}
-    waiting = dataclasses.replace(candidate.assignment, codecs=texts, _known={})
-    rest = estimate(waiting, pricer).cost
     coded = [a for a, text in zip(after, codecs, strict=True) if text]
-    taken = [a.summation for a in after]
-    sent = CostBreakdown(
-        codec_s=sum(a.price.local_s for a in coded),
-        waiting_s=collectives_s(pricer, taken, codecs),
-        codec_bytes=sum(
-            made.wire_bytes + made.within_bytes
-            for s, text, summation in zip(found, codecs, taken, strict=True)
-            if text
-            for made in [decision(s, pricer.mesh.axes, text, summation)]
-        ),
-    )
-    saved = candidate.step_s - step_s(rest + sent)
+    taken = tuple(a.summation for a in after)
+    cost = candidate.estimate.cost
+    if texts:
+        nbytes = 0.0
+        for site, text, summation in zip(found, codecs, taken, strict=True):
+            if text:
+                made = decision(site, mesh, text, summation)
+                nbytes += made.wire_bytes + made.within_bytes
+        cost = _waiting_cost(candidate, texts) + CostBreakdown(
+            codec_s=sum(a.price.local_s for a in coded),
+            waiting_s=collectives_s(pricer, taken, codecs),
+            codec_bytes=nbytes,
+        )
     total = sum(math.prod(s.shape) for s in found)
     squared = sum(a.weighted_error for a in after)
-    return CodecChoice(
-        candidate,
-        tuple(found),
-        tuple(codecs),
-        saved,
-        tuple(each),
-        tuple(a.price.error for a in after),
-        tuple(taken),
-        math.sqrt(squared / total) if total else 0.0,
-        sum(a.memory_bytes for a in after),
-        rest,
-        sent,
-        None,
+    return Sending(
+        sites=tuple(found),
+        codecs=tuple(codecs),
+        summations=taken,
+        each_s=tuple(
+            b.price.wire_s - a.price.wire_s - a.price.local_s
+            for b, a in zip(before, after, strict=True)
+        ),
+        errors=tuple(a.price.error for a in after),
+        error=math.sqrt(squared / total) if total else 0.0,
+        memory_bytes=sum(a.memory_bytes for a in after),
+        cost=cost,
     )
+
+
+def _waiting_cost(candidate: Candidate, texts: Mapping[int, str]) -> CostBreakdown:
+    """The cost of a step besides gradients with codecs, whose sums wait."""
+    waiting = dataclasses.replace(candidate.assignment, codecs=dict(texts), _known={})
+    return estimate(waiting, candidate.pricer).cost
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -233,56 +315,15 @@ def _state_bytes(summation: Summation, codec: Codec) -> float:
     return float(sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state)))
 
 
-def choose(
-    analysis: Analysis,
-    candidate: Candidate,
-    budget: float,
-    errors: Errors,
-    *,
-    most: float | None = None,
-) -> CodecChoice:
-    """The codecs that make a given assignment fastest, within the budget.
-
-    Args:
-      analysis: the step.
-      candidate: the assignment.
-      budget: of the error of all of its gradients together.
-      errors: that were measured.
-      most: largest error of one gradient; None: `MOST_OF_BUDGET`.
-    """
-    most = MOST_OF_BUDGET * budget if most is None else most
-    found = sites(analysis, candidate.assignment, candidate.pricer.mesh.axes)
-    large = [s for s in found if s.compressible]
-    nothing = judged(candidate, found, [""] * len(found), errors)
-    if not large:
-        return nothing
-    rows = [_allowed(candidate.pricer, site, most, errors) for site in large]
-    problem = _selection(candidate, found, large, rows, budget)
-    answer = solve_selection(problem, seconds=2.0, gap=GAP)
-    if answer.status not in (Status.OPTIMAL, Status.FEASIBLE):
-        return dataclasses.replace(nothing, problem=problem)
-    answer = with_less_error(problem, answer)
-    chosen = {
-        s.value: row[k][0]
-        for s, row, k in zip(large, rows, answer.choices, strict=True)
-    }
-    coded = any(chosen.values())
-    rest = "dense" if coded else ""
-    codecs = [chosen.get(s.value, "") or rest for s in found]
-    made = judged(candidate, found, codecs, errors)
-    made = dataclasses.replace(made, problem=problem)
-    if made.saved_s < WORTHWHILE * candidate.step_s:
-        return dataclasses.replace(nothing, problem=problem)
-    return made
-
-
 def _allowed(
-    pricer: Pricer, site: Site, most: float, errors: Errors
+    pricer: Pricer, site: Site, request: CodecRequest
 ) -> list[tuple[str, Option]]:
     """Returns the codecs that a gradient may be sent by, and their effects."""
     known = [t for t in offered_codecs() if not site.refuses(parse_codec(t))]
-    options = [(text, _option(pricer, site, text, errors)) for text in ("", *known)]
-    limit = math.prod(site.shape) * most**2
+    options = [
+        (text, _option(pricer, site, text, request.errors)) for text in ("", *known)
+    ]
+    limit = math.prod(site.shape) * request.most**2
     return [(text, o) for text, o in options if o.weighted_error <= limit]
 
 
@@ -326,171 +367,173 @@ def _felt_part(candidate: Candidate) -> float:
     return (exposed + known.contention * (sent - exposed)) / sent if sent else 1.0
 
 
-Restrictor = Callable[[Pricer], Restriction]
+# Costs that differ by less, as a share of the backward pass and the cost together, are
+# the same: the solver proves no more, and the smaller error is taken.
+GAP = 1e-4
 
 
-def joint(
-    analysis: Analysis,
-    result: SearchResult,
-    *,
-    budget: float,
-    errors: Errors,
-    seconds: float | None,
-    restriction: Restrictor | None,
-) -> tuple[CodecChoice, CodecChoice]:
-    """The best layouts and codecs together, and the best when layouts come first."""
-    known = [c for _, c in result.tried if c is not None]
-    choices = [choose(analysis, c, budget, errors) for c in known]
-    first = next(x for x in choices if x.candidate is result.best)
-    best = min(choices, key=lambda c: c.step_s)
-    meshes = [mesh for mesh, _ in result.tried]
-    for _ in range(ROUNDS):
-        prices = _prices(best, errors, budget)
-        found = [
-            choose(analysis, c, budget, errors)
-            for mesh in meshes
-            if (c := _solved(analysis, mesh, result, prices, seconds, restriction))
-        ]
-        better = min(found, key=lambda c: c.step_s, default=best)
-        if better.step_s >= best.step_s * (1 - 1e-6):
-            break
-        best = better
-        meshes = [best.candidate.pricer.mesh]
-    return best, first
+def with_less_error(
+    problem: CodecSelection, answer: SelectionResult
+) -> SelectionResult:
+    """The choices with less error that cost the same, as far as the solver can tell.
 
-
-def joint_uniform(
-    analysis: Analysis,
-    result: SearchResult,
-    codec: Codec,
-    *,
-    seconds: float | None,
-    restriction: Restrictor | None,
-) -> tuple[CodecChoice, CodecChoice]:
-    """The best layouts when every gradient is sent by one codec, and the first best.
-
-    Raises:
-      PlanError: the codec can be used for no gradient of any of the plans.
+    Gradient by gradient the option of least error is taken that costs no more by itself
+    nor, with all others as they are, in the step.
     """
-    prices = Prices(1.0, 0.0, (format_codec(codec),), {}, forced=True)
-    first = uniform(analysis, result.best, codec)
-    found = [first]
-    for mesh, _ in result.tried:
-        solved = _solved(analysis, mesh, result, prices, seconds, restriction)
-        if solved is not None:
-            with contextlib.suppress(PlanError):
-                found.append(uniform(analysis, solved, codec))
-    return min(found, key=lambda c: c.step_s), first
+    most = answer.cost_s + GAP * (problem.backward_s + answer.cost_s)
+    chosen, spent = list(answer.choices), answer.cost_s
+    for site, errors in enumerate(problem.error):
+        now, local, wire = chosen[site], problem.local_s[site], problem.wire_s[site]
+        # Work that cannot hide behind the backward pass costs all of its time.
+        own = local if problem.backward_s else local + wire
+        for k in np.argsort(errors, kind="stable").tolist():
+            if errors[k] >= errors[now]:
+                break
+            if own[k] - own[now] > most - spent:
+                continue
+            trial = [*chosen[:site], k, *chosen[site + 1 :]]
+            cost = recompute(problem, trial)
+            if cost.cost_s <= most and fits_budgets(problem, cost):
+                chosen, spent = trial, cost.cost_s
+                break
+    cost = recompute(problem, chosen)
+    fields = {f.name: getattr(cost, f.name) for f in dataclasses.fields(cost)}
+    return dataclasses.replace(answer, choices=tuple(chosen), **fields)
 
 
-def _prices(best: CodecChoice, errors: Errors, budget: float) -> Prices:
-    """Returns the prices of a second on the link and of an error at the best choice.
+def prices_of(best: Candidate, request: CodecRequest) -> Prices:
+    """The prices of a second on the link and of an error at the best choice.
 
     Where that sends nothing, an error is free: the exact choice sees to the budget.
+    Codecs that were asked for are used wherever they can be.
     """
-    codecs, known, most = offered_codecs(), dict(errors), MOST_OF_BUDGET * budget
-    dual = None if best.problem is None else solve_relaxation(best.problem)
+    if not request.chooses:
+        given = request.sent.gradients if request.sent is not None else ()
+        texts = {g.codec for g in given if g.codec}
+        if request.sent is None and request.codec is not None:
+            texts = {format_codec(request.codec)}
+        return Prices(1.0, 0.0, tuple(sorted(texts)), {}, forced=True)
+    codecs, known = offered_codecs(), dict(request.errors)
+    problem = None if best.sending is None else best.sending.problem
+    dual = None if problem is None else solve_relaxation(problem)
     if dual is None or dual.status is not Status.OPTIMAL:
-        return Prices(1.0, 0.0, codecs, known, most)
+        return Prices(1.0, 0.0, codecs, known, request.most)
     weights = dual.wire_weights
     weight = float(np.mean(weights)) if weights else 1.0
-    return Prices(weight, dual.seconds_per_error, codecs, known, most)
+    return Prices(weight, dual.seconds_per_error, codecs, known, request.most)
 
 
-def _solved(
-    analysis: Analysis,
-    mesh: MeshShape,
-    result: SearchResult,
-    prices: Prices,
-    seconds: float | None,
-    restriction: Restrictor | None,
-) -> Candidate | None:
-    pricer = Pricer(result.best.pricer.cluster, mesh)
-    limit = restriction(pricer) if restriction is not None else None
-    known = [c.weights for m, c in result.tried if c is not None and m == mesh]
-    try:
-        return solve_mesh(
-            analysis,
-            pricer,
-            limit,
-            seconds,
-            prices=prices,
-            weights=known or (HIDDEN,),
+def recorded(
+    candidate: Candidate, request: CodecRequest
+) -> tuple[GradientDecision, ...]:
+    """Writes down how each gradient is sent.
+
+    Of a plan whose codecs hold, a gradient keeps all that it says. One that its codec
+    cannot send here is sent as it is, with a warning.
+    """
+    assert candidate.sending is not None
+    made = candidate.sending.decisions(candidate.mesh.axes)
+    if request.sent is None:
+        return made
+    given = {g.name: g for g in request.sent.gradients}
+    same = [g.name in given and given[g.name].codec == g.codec for g in made]
+    pairs = list(zip(made, same, strict=True))
+    if other := [g.name for g, alike in pairs if g.name in given and not alike]:
+        warnings.warn(
+            f"the gradients of {', '.join(other[:4])} cannot be sent by the plan's "
+            f"codecs on {candidate.pricer.cluster}; they are sent as they are.",
+            stacklevel=2,
         )
-    except InfeasibleError:
-        return None
+    return tuple(_as_before(given[g.name], g) if alike else g for g, alike in pairs)
 
 
-def gradient_decisions(choice: CodecChoice) -> tuple[GradientDecision, ...]:
-    """Writes a choice down."""
-    mesh = choice.candidate.mesh.axes
-    out: list[GradientDecision] = []
-    for site, text, saved, error, summation in zip(
-        choice.sites,
-        choice.codecs,
-        choice.each_s,
-        choice.errors,
-        choice.summations,
-        strict=True,
-    ):
-        made = decision(site, mesh, text, summation)
-        out.append(msgspec.structs.replace(made, error=error, saved_s=saved))
-    return tuple(out)
+def _as_before(given: GradientDecision, made: GradientDecision) -> GradientDecision:
+    """A decision with what a plan says of it besides the codec."""
+    return msgspec.structs.replace(
+        made,
+        feedback=given.feedback,
+        average_every=given.average_every,
+        bucket=given.bucket,
+    )
 
 
 def described(
-    analysis: Analysis,
-    choice: CodecChoice,
-    first: CodecChoice,
-    mode: str,
-    budget: float | None,
+    parts: Sequence[tuple[Analysis, Candidate]],
+    request: CodecRequest,
+    before_s: float,
+    after_s: float,
+    more: str = "",
 ) -> Compression:
-    """Says why, and how many gradients no codec can send."""
-    left = left_to_compiler(analysis, choice.candidate.assignment, choice.sites)
-    early = len(left.get(EARLY, ())) if any(choice.codecs) else 0
-    more = f"; {early} more are summed by the compiler: {EARLY}" if early else ""
-    return Compression(
-        mode=mode,
-        error_budget=budget if mode == "auto" else None,
-        metric="root mean square over elements of each gradient's relative error",
-        error=choice.error,
-        reason=_reason(choice, first, mode) + more,
-    )
+    """Says why gradients are sent so, and how many no codec can send.
 
-
-def _reason(choice: CodecChoice, first: CodecChoice, mode: str) -> str:
-    step = choice.candidate.step_s
-    if not choice.sites:
-        return "no gradient is summed over devices in a form that codecs could send"
-    if mode != "auto":
-        return f"asked for; saves {_ms(choice.saved_s)} of a step of {_ms(step)}"
-    if not any(choice.codecs):
-        return (
-            f"dense: sending gradients takes {_ms(_gradients_s(choice))} of a step of "
-            f"{_ms(step)}; no "
-            "codec within the error budget saves "
-            f"{100 * WORTHWHILE:.0f}% of the step after encoding and decoding"
+    Args:
+      parts: the stages, with their gradients sent.
+      request: what was said about codecs.
+      before_s: seconds of a step without codecs.
+      after_s: seconds with them.
+      more: what else is to be said of the step without codecs.
+    """
+    rows = [(a, c.assignment, c.sending) for a, c in parts if c.sending is not None]
+    squares = sum(s.error**2 * elements_of(s) for _, _, s in rows)
+    total = sum(elements_of(s) for _, _, s in rows)
+    coded = any(s.coded for _, _, s in rows)
+    left = [left_to_compiler(a, layouts, s.sites) for a, layouts, s in rows]
+    early = sum(len(groups.get(EARLY, ())) for groups in left) if coded else 0
+    text = None if request.codec is None else format_codec(request.codec)
+    step = f"a step of {_ms(before_s)}{more}"
+    saved = f"{_ms(before_s - after_s)} of {step}"
+    if not any(s.sites for _, _, s in rows):
+        reason = "no gradient is summed over devices in a form that codecs could send"
+    elif request.sent is not None:
+        reason = GIVEN_CODECS
+    elif text is not None:
+        reason = f"asked for; saves {saved}"
+    elif not coded:
+        reason = (
+            "dense: no codecs within the error budget save "
+            f"{100 * WORTHWHILE:.0f}% of {step} after encoding and decoding"
         )
-    gain = first.step_s - choice.step_s
-    moved = f", {_ms(gain)} of it by other layouts" if gain > 1e-9 else ""
-    return (
-        f"codecs save {_ms(choice.saved_s)} of a step of {_ms(step)} "
-        f"({_ms(_gradients_s(choice))} of it gradients){moved}"
+    else:
+        reason = f"codecs save {saved}"
+    if early:
+        reason += f"; {early} more are summed by the compiler: {EARLY}"
+    return Compression(
+        mode=EDITED if request.sent is not None else request.mode,
+        error_budget=request.budget if request.chooses else None,
+        metric="root mean square over elements of each gradient's relative error",
+        error=math.sqrt(squares / total) if total else 0.0,
+        reason=reason,
     )
 
 
-def _gradients_s(choice: CodecChoice) -> float:
+def warn_if_unused(
+    parts: Sequence[tuple[Analysis, Candidate]], request: CodecRequest
+) -> None:
+    """Warns where the codec that was asked for sends no gradient of any stage."""
+    if request.codec is None or request.sent is not None or request.codec.lossless:
+        return
+    text = format_codec(request.codec)
+    rows = [(a, c.assignment, c.sending) for a, c in parts if c.sending is not None]
+    if not any(text in s.codecs for _, _, s in rows):
+        warn_of_no_use([(a, layouts, s.sites) for a, layouts, s in rows], text)
+
+
+def elements_of(sending: Sending) -> int:
+    """Elements of all gradients."""
+    return sum(math.prod(site.shape) for site in sending.sites)
+
+
+def gradients_s(candidate: Candidate) -> float:
     """Seconds that the sums of gradients add to a step without codecs.
 
     What works on a sum that waits takes longer, for it is whole on each device. That is
     no part of sending it.
     """
-    candidate = choice.candidate
-    texts = {site.value: "dense" for site in choice.sites}
-    waiting = dataclasses.replace(candidate.assignment, codecs=texts, _known={})
-    rest = estimate(waiting, candidate.pricer).cost
-    longer_s = rest.work_s - candidate.cost.work_s
-    return candidate.step_s - (step_s(rest) - longer_s)
+    assert candidate.sending is not None
+    texts = {site.value: "dense" for site in candidate.sending.sites}
+    rest = _waiting_cost(candidate, texts)
+    longer_s = rest.work_s - candidate.estimate.cost.work_s
+    return candidate.plain_s - (step_s(rest) - longer_s)
 
 
 def _ms(seconds: float) -> str:

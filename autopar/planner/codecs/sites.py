@@ -1,4 +1,4 @@
-"""The gradients that a plan sums over devices, and what each way to send them costs.
+"""The gradients that a plan sums over devices, and how they are sent.
 
 A gradient can be sent by a codec where its sum may wait
 (`autopar.layouts.stacking`): then each device holds its part of the sum whole.
@@ -6,14 +6,18 @@ A gradient can be sent by a codec where its sum may wait
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import dataclasses
-from collections.abc import Sequence
+import warnings
+from collections.abc import Generator, Sequence
 
 import msgspec
 
 from autopar.cluster.mesh import MeshAxis
 from autopar.compression.codecs.codec import Codec
 from autopar.compression.codecs.registry import parse_codec
+from autopar.cost.breakdown import CostBreakdown
 from autopar.cost.codecs import route_of
 from autopar.cost.collectives import collective_bytes
 from autopar.layouts.assignment import Assignment
@@ -23,9 +27,10 @@ from autopar.layouts.summation import Summation, summations
 from autopar.plans import GradientDecision
 from autopar.steps.analysis import Analysis
 from autopar.steps.nodes import Contraction
-from autopar.steps.sums import worth_a_codec
+from autopar.steps.sums import SMALLEST, worth_a_codec
 from autopar_passes.graph.operators import Operator, OperatorGraph
 from autopar_passes.graph.roles import InputRole, Role
+from autopar_solver import CodecSelection
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -64,6 +69,52 @@ class Site:
         """Says why a codec cannot be used for it, or ''."""
         found = [codec.check(w.local_shape, scatter=w.scatter) for w in self.summations]
         return "" if not all(found) else found[0]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Sending:
+    """How the gradients of some layouts are sent, and what a step costs with it.
+
+    Attributes:
+      sites: the gradients.
+      codecs: of each, '' where it is left to the compiler.
+      summations: how the devices share the work of each.
+      each_s: seconds of a step that each saves.
+      errors: relative error of each, in the L2 norm.
+      error: effective relative error of the whole gradient.
+      memory_bytes: what the codecs keep on one device.
+      cost: of a step: all but gradients with codecs, and what sending these takes.
+      problem: the program that chose; None: nothing was to be chosen.
+    """
+
+    sites: tuple[Site, ...]
+    codecs: tuple[str, ...]
+    summations: tuple[Summation, ...]
+    each_s: tuple[float, ...]
+    errors: tuple[float, ...]
+    error: float
+    memory_bytes: float
+    cost: CostBreakdown
+    problem: CodecSelection | None = None
+
+    @property
+    def coded(self) -> bool:
+        """Whether any gradient has a codec."""
+        return any(self.codecs)
+
+    def decisions(self, mesh: Sequence[MeshAxis]) -> tuple[GradientDecision, ...]:
+        """Writes down how each gradient is sent.
+
+        Args:
+          mesh: the axes of the mesh.
+        """
+        columns = (self.sites, self.codecs, self.summations, self.errors, self.each_s)
+        return tuple(
+            msgspec.structs.replace(
+                decision(site, mesh, text, summation), error=error, saved_s=saved_s
+            )
+            for site, text, summation, error, saved_s in zip(*columns, strict=True)
+        )
 
 
 def sites(
@@ -219,3 +270,74 @@ def repriced(made: GradientDecision) -> GradientDecision:
     codec = parse_codec(made.codec)
     sent = codec.wire_bytes(made.local_shape, made.workers, scatter=made.scatter)
     return msgspec.structs.replace(made, wire_bytes=sent)
+
+
+UNSUMMED = "not summed over devices"
+EARLY = "their sums cannot wait for the update"
+SMALL = f"a vector, or of fewer than {SMALLEST} elements"
+
+# Most names that are given of one group.
+_NAMES = 3
+
+_TOLD = contextvars.ContextVar("told", default=True)
+
+
+@contextlib.contextmanager
+def unasked() -> Generator[None]:
+    """Within it codecs are tried that nobody has asked for: no use is no warning."""
+    token = _TOLD.set(False)
+    try:
+        yield
+    finally:
+        _TOLD.reset(token)
+
+
+def left_to_compiler(
+    analysis: Analysis, assignment: Assignment, found: Sequence[Site]
+) -> dict[str, list[str]]:
+    """The gradients that no codec can send under an assignment, by reason.
+
+    Args:
+      analysis: the step.
+      assignment: its layouts.
+      found: the gradients that codecs may send (`sites`).
+    """
+    values = gradients_of(analysis)
+    names = parameter_names(analysis.graph, analysis.contraction, values)
+    known = {site.value for site in found}
+    out: dict[str, list[str]] = {UNSUMMED: [], EARLY: []}
+    for deferral in analysis.deferrals:
+        makers = [analysis.graph.operators[c] for c in deferral.contributions]
+        summed = any(assignment.partial_of(op) for op in makers)
+        for value in deferral.ends:
+            if value in deferral.gradients and value not in known:
+                out[EARLY if summed else UNSUMMED].append(names[value])
+    return {reason: group for reason, group in out.items() if group}
+
+
+def warn_of_no_use(
+    stages: Sequence[tuple[Analysis, Assignment, Sequence[Site]]], text: str
+) -> None:
+    """Warns that a codec which was asked for sends nothing, with a reason by group.
+
+    Args:
+      stages: of each stage of the plan its analysis, layouts and gradients.
+      text: the codec.
+    """
+    if not _TOLD.get():
+        return
+    groups: dict[str, list[str]] = {}
+    for analysis, assignment, found in stages:
+        for why, names in left_to_compiler(analysis, assignment, found).items():
+            groups.setdefault(why, []).extend(names)
+        for site in found:
+            why = site.refuses(parse_codec(text)) if site.compressible else SMALL
+            groups.setdefault(why, []).append(site.name)
+    said = [
+        f"\n  {reason} ({len(names)}): "
+        + ", ".join(names[:_NAMES])
+        + (", ..." if len(names) > _NAMES else "")
+        for reason, names in groups.items()
+    ]
+    why = "".join(said) or " the step has none that is summed."
+    warnings.warn(f"compression={text!r} is used for no gradient:{why}", stacklevel=2)

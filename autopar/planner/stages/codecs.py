@@ -9,7 +9,6 @@ taken those with which the last stage ends first, and of those the ones that los
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 
@@ -20,18 +19,14 @@ from autopar.compression.codecs.registry import format_codec
 from autopar.errors import PlanError
 from autopar.planner.candidate import Candidate
 from autopar.planner.codecs.choose import (
-    MOST_OF_BUDGET,
     WORTHWHILE,
-    CodecChoice,
-    choose,
-    gradient_decisions,
+    CodecRequest,
+    described,
+    elements_of,
     judged,
-    uniform,
+    sent_as_asked,
 )
-from autopar.planner.codecs.left_out import EARLY, left_to_compiler, warn_of_no_use
-from autopar.planner.codecs.request import EDITED, CodecRequest
-from autopar.planner.codecs.sites import sites, updated_parameters
-from autopar.planner.codecs.written import codecs_of
+from autopar.planner.codecs.sites import Sending, sites, updated_parameters
 from autopar.planner.stages.stage_costs import StageCosts
 from autopar.plans import Compression, GradientDecision
 from autopar.steps.analysis import Analysis
@@ -41,11 +36,11 @@ from autopar_solver import ScheduleTable, play
 # Budgets of one stage, in parts of the whole gradient's. A stage may lose more where
 # others lose less.
 _PARTS = (0.0, 0.25, 0.5, 0.71, 1.0, 1.41, 2.0)
-_METRIC = "root mean square over elements of each gradient's relative error"
 
-Choices = tuple[CodecChoice, ...]
+# The stages, with their gradients sent.
+Choices = tuple[Candidate, ...]
 # Seconds of a step with the codecs of each stage.
-StepSeconds = Callable[[Sequence[CodecChoice]], float]
+StepSeconds = Callable[[Sequence[Candidate]], float]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,14 +63,15 @@ class StagedChoice:
         Args:
           graph: of one microbatch's program, with the updates of all stages.
         """
-        values = [site.value for choice in self.choices for site in choice.sites]
+        pairs = [(choice, sending_of(choice)) for choice in self.choices]
+        values = [site.value for _, sending in pairs for site in sending.sites]
         names = updated_parameters(graph, values)
         made = [
             [
                 msgspec.structs.replace(g, name=names[g.value] or g.name)
-                for g in gradient_decisions(choice)
+                for g in sending.decisions(choice.mesh.axes)
             ]
-            for choice in self.choices
+            for choice, sending in pairs
         ]
         counts = Counter(g.name for stage in made for g in stage)
         return [
@@ -87,6 +83,12 @@ class StagedChoice:
             )
             for k, stage in enumerate(made)
         ]
+
+
+def sending_of(choice: Candidate) -> Sending:
+    """How a stage sends its gradients."""
+    assert choice.sending is not None
+    return choice.sending
 
 
 def choose_staged(
@@ -116,20 +118,20 @@ def choose_staged(
         for candidate, nbytes in zip(found, memory, strict=True)
     ]
 
-    def seconds(choices: Sequence[CodecChoice]) -> float:
+    def seconds(choices: Sequence[Candidate]) -> float:
         return play(table, with_codecs(costs, choices).tasks).makespan_s
 
-    if request.sent is not None:
-        choices = _as_sent(once, held, request)
-    elif request.codec is not None:
-        choices = _uniform(once, held, request)
+    nothing = tuple(map(_nothing, once, held))
+    if request.chooses:
+        choices = _within_budget(once, nothing, table, costs, request, seconds)
     else:
-        choices = _within_budget(once, held, table, costs, request, seconds)
-    compression = _described(once, choices, costs, seconds, request)
-    return StagedChoice(choices, with_codecs(costs, choices), compression)
+        choices = _as_asked(once, nothing, request)
+    parts = list(zip(once, choices, strict=True))
+    why = described(parts, request, seconds(nothing), seconds(choices))
+    return StagedChoice(choices, with_codecs(costs, choices), why)
 
 
-def with_codecs(costs: StageCosts, choices: Sequence[CodecChoice]) -> StageCosts:
+def with_codecs(costs: StageCosts, choices: Sequence[Candidate]) -> StageCosts:
     """What a pipeline costs with codecs: they change what a stage does once a step."""
     saved = [choice.saved_s for choice in choices]
     tasks = dataclasses.replace(
@@ -152,77 +154,57 @@ def summed_once(analysis: Analysis) -> Analysis:
     return dataclasses.replace(analysis, deferrals=deferrals)
 
 
-def _nothing(analysis: Analysis, candidate: Candidate) -> CodecChoice:
+def _nothing(analysis: Analysis, candidate: Candidate) -> Candidate:
     """A stage whose gradients the compiler sums."""
     found = sites(analysis, candidate.assignment, candidate.pricer.mesh.axes)
-    return judged(candidate, found, [""] * len(found), {})
+    sending = judged(candidate, found, [""] * len(found), {})
+    return dataclasses.replace(candidate, sending=sending)
 
 
-def _as_sent(
-    analyses: Sequence[Analysis], found: Sequence[Candidate], request: CodecRequest
+def _as_asked(
+    analyses: Sequence[Analysis], nothing: Choices, request: CodecRequest
 ) -> Choices:
-    """The codecs of a plan, gradient by gradient; others are sent as they are."""
-    assert request.sent is not None
-    given = {g.name: g for g in request.sent.gradients}
-    out: list[CodecChoice] = []
-    for analysis, candidate in zip(analyses, found, strict=True):
-        own = sites(analysis, candidate.assignment, candidate.pricer.mesh.axes)
-        out.append(judged(candidate, own, codecs_of(given, own), request.errors))
-    return tuple(out)
-
-
-def _uniform(
-    analyses: Sequence[Analysis], found: Sequence[Candidate], request: CodecRequest
-) -> Choices:
-    """One codec for the gradients of all stages that it can send.
+    """The stages with the codecs that were asked for, where they can be used.
 
     Raises:
-      PlanError: there are none.
+      PlanError: that is nowhere.
     """
-    assert request.codec is not None
-    out: list[CodecChoice] = []
+    out: list[Candidate] = []
     failed: list[PlanError] = []
-    for analysis, candidate in zip(analyses, found, strict=True):
-        choice = _nothing(analysis, candidate)
+    for analysis, none in zip(analyses, nothing, strict=True):
         try:
-            choice = uniform(analysis, candidate, request.codec)
+            out.append(sent_as_asked(analysis, none, request))
         except PlanError as error:
             failed.append(error)
-        out.append(choice)
-    text = format_codec(request.codec)
-    if failed and not any(text in choice.codecs for choice in out):
-        raise failed[0]
+            out.append(none)
+    if failed and request.codec is not None:
+        text = format_codec(request.codec)
+        if not any(text in sending_of(choice).codecs for choice in out):
+            raise failed[0]
     return tuple(out)
-
-
-def warn_of_unused(
-    analyses: Sequence[Analysis], choice: StagedChoice, request: CodecRequest
-) -> None:
-    """Warns where the codec that was asked for sends no gradient of any stage."""
-    text = "dense" if request.codec is None else format_codec(request.codec)
-    if text == "dense" or any(text in own.codecs for own in choice.choices):
-        return
-    pairs = zip(analyses, choice.choices, strict=True)
-    warn_of_no_use([(a, c.candidate.assignment, c.sites) for a, c in pairs], text)
 
 
 def _within_budget(
     analyses: Sequence[Analysis],
-    found: Sequence[Candidate],
+    nothing: Choices,
     table: ScheduleTable,
     costs: StageCosts,
     request: CodecRequest,
     seconds: StepSeconds,
 ) -> Choices:
     """The codecs that make the step fastest, the whole gradient within its budget."""
-    nothing = tuple(map(_nothing, analyses, found))
-    options: list[list[CodecChoice]] = []
-    known: dict[object, list[CodecChoice]] = {}
-    for analysis, candidate, none in zip(analyses, found, nothing, strict=True):
-        key = (analysis.fingerprint, id(candidate.pricer), candidate.peak_memory_bytes)
+    budgets = [
+        dataclasses.replace(request, budget=part * request.budget) for part in _PARTS
+    ]
+    options: list[list[Candidate]] = []
+    known: dict[object, list[Candidate]] = {}
+    for analysis, none in zip(analyses, nothing, strict=True):
+        key = (analysis.fingerprint, id(none.pricer), none.peak_memory_bytes)
         if key not in known:
-            known[key] = [none, *_under_budgets(analysis, candidate, request)]
-        options.append([_of(candidate, choice) for choice in known[key]])
+            known[key] = [none, *(sent_as_asked(analysis, none, b) for b in budgets)]
+        # An equal stage has the same choices.
+        same = [dataclasses.replace(none, sending=c.sending) for c in known[key]]
+        options.append(same)
     ends = play(table, costs.tasks).ends_s
     last = [float(max(e, default=0.0)) for e in ends]
     best = _fastest(options, last, costs, request.budget)
@@ -231,24 +213,8 @@ def _within_budget(
     return best
 
 
-def _of(candidate: Candidate, choice: CodecChoice) -> CodecChoice:
-    """A choice that was made for an equal stage."""
-    return dataclasses.replace(choice, candidate=candidate)
-
-
-def _under_budgets(
-    analysis: Analysis, candidate: Candidate, request: CodecRequest
-) -> list[CodecChoice]:
-    """The best codecs of a stage under budgets of its own."""
-    most = MOST_OF_BUDGET * request.budget
-    return [
-        choose(analysis, candidate, part * request.budget, request.errors, most=most)
-        for part in _PARTS
-    ]
-
-
 def _fastest(
-    options: Sequence[Sequence[CodecChoice]],
+    options: Sequence[Sequence[Candidate]],
     last: Sequence[float],
     costs: StageCosts,
     budget: float,
@@ -265,9 +231,10 @@ def _fastest(
         [end + max(0.0, float(costs.tasks.step_s[k]) - o.saved_s) for o in row]
         for k, (row, end) in enumerate(zip(options, last, strict=True))
     ]
-    most = budget**2 * sum(_elements(row[0]) for row in options) * (1 + 1e-9)
+    elements = sum(elements_of(sending_of(row[0])) for row in options)
+    most = budget**2 * elements * (1 + 1e-9)
     for limit in sorted({end for row in ends for end in row}):
-        taken: list[CodecChoice] = []
+        taken: list[Candidate] = []
         for row, own in zip(options, ends, strict=True):
             fits = [o for o, end in zip(row, own, strict=True) if end <= limit]
             if not fits:
@@ -279,61 +246,7 @@ def _fastest(
     return tuple(row[0] for row in options)
 
 
-def _elements(choice: CodecChoice) -> int:
-    return sum(math.prod(site.shape) for site in choice.sites)
-
-
-def _squared_error(choice: CodecChoice) -> float:
+def _squared_error(choice: Candidate) -> float:
     """The squared error of a stage, times its elements."""
-    return choice.error**2 * _elements(choice)
-
-
-def _described(
-    analyses: Sequence[Analysis],
-    choices: Choices,
-    costs: StageCosts,
-    seconds: StepSeconds,
-    request: CodecRequest,
-) -> Compression:
-    """Says why, and how many gradients no codec can send."""
-    total = sum(map(_elements, choices))
-    error = math.sqrt(sum(map(_squared_error, choices)) / total) if total else 0.0
-    left = [
-        left_to_compiler(analysis, choice.candidate.assignment, choice.sites)
-        for analysis, choice in zip(analyses, choices, strict=True)
-    ]
-    coded = any(any(choice.codecs) for choice in choices)
-    early = sum(len(groups.get(EARLY, ())) for groups in left) if coded else 0
-    more = f"; {early} more are summed by the compiler: {EARLY}" if early else ""
-    automatic = request.mode == "auto" and request.sent is None
-    return Compression(
-        mode=EDITED if request.sent is not None else request.mode,
-        error_budget=request.budget if automatic else None,
-        metric=_METRIC,
-        error=error,
-        reason=_reason(analyses, choices, seconds, request) + more,
-    )
-
-
-def _reason(
-    analyses: Sequence[Analysis],
-    choices: Choices,
-    seconds: StepSeconds,
-    request: CodecRequest,
-) -> str:
-    if not any(choice.sites for choice in choices):
-        return "no gradient is summed over devices in a form that codecs could send"
-    if request.sent is not None:
-        return "codecs as they were given"
-    candidates = [choice.candidate for choice in choices]
-    before_s = seconds([*map(_nothing, analyses, candidates)])
-    saved = f"{1e3 * (before_s - seconds(choices)):.3g} ms"
-    step = f"{1e3 * before_s:.3g} ms"
-    if request.mode != "auto":
-        return f"asked for; saves {saved} of a step of {step}"
-    if not any(any(choice.codecs) for choice in choices):
-        return (
-            f"dense: no codecs within the error budget save {100 * WORTHWHILE:.0f}% of "
-            f"a step of {step} after encoding and decoding"
-        )
-    return f"codecs save {saved} of a step of {step}"
+    sending = sending_of(choice)
+    return sending.error**2 * elements_of(sending)

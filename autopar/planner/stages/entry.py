@@ -13,7 +13,7 @@ import numpy as np
 from autopar.cluster import Cluster
 from autopar.cluster.slices import shapes
 from autopar.errors import InfeasibleError, PlanError
-from autopar.planner.codecs.request import CodecRequest, requested
+from autopar.planner.codecs.choose import CodecRequest, requested
 from autopar.planner.options import PlanOptions
 from autopar.planner.record import another_step
 from autopar.planner.stages.layer_map import LayerMap, batch_inputs

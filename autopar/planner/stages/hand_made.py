@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 from autopar.cluster import Cluster, MeshShape
 from autopar.errors import PlanError
-from autopar.planner.codecs.request import requested
+from autopar.planner.codecs.choose import requested
 from autopar.planner.options import PlanOptions
 from autopar.planner.recipes import Recipe
 from autopar.planner.search import candidate_meshes

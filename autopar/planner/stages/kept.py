@@ -7,7 +7,7 @@ import msgspec
 from autopar.cluster import Cluster
 from autopar.errors import PlanError
 from autopar.planner.candidate import Candidate
-from autopar.planner.codecs.request import CodecRequest
+from autopar.planner.codecs.choose import CodecRequest
 from autopar.planner.hints import check_pinned
 from autopar.planner.options import PlanOptions
 from autopar.planner.record import GIVEN, assignment_of

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import fnmatch
 import math
@@ -12,10 +11,9 @@ from jax.sharding import PartitionSpec
 
 from autopar.cluster import Cluster, MeshShape
 from autopar.cost.pricer import Pricer
-from autopar.errors import PlanError
-from autopar.planner.candidate import Candidate, SearchResult
-from autopar.planner.codecs.choose import joint, joint_uniform
-from autopar.planner.codecs.request import CodecRequest
+from autopar.errors import InfeasibleError, PlanError
+from autopar.planner.candidate import Candidate
+from autopar.planner.codecs.choose import CodecRequest
 from autopar.planner.hints import (
     Pins,
     check_pinned,
@@ -161,14 +159,38 @@ class StageSearch:
         restriction = self._restriction(analysis, pins, lies)
         device = dataclasses.replace(site.cluster.device, memory_bytes=math.floor(room))
         limited = dataclasses.replace(site.cluster, device=device)
-        seconds = self.hints.seconds
-        result = search(
-            analysis, limited, meshes=meshes, seconds=seconds, restriction=restriction
-        )
-        best = self._for_codecs(analysis, result, restriction)
+        best = self._searched(analysis, limited, meshes, restriction)
         check_pinned(pins, analysis, best.assignment, best.pricer.mesh)
         pricer = dataclasses.replace(best.pricer, cluster=site.cluster)
-        return dataclasses.replace(best, pricer=pricer)
+        return dataclasses.replace(best, pricer=pricer, sending=None)
+
+    def _searched(
+        self,
+        analysis: Analysis,
+        cluster: Cluster,
+        meshes: Sequence[MeshShape],
+        restriction: Callable[[Pricer], Restriction] | None,
+    ) -> Candidate:
+        """The best layouts of a stage, where gradients are sent as is asked for."""
+
+        def found(codecs: CodecRequest | None) -> Candidate:
+            return search(
+                analysis if codecs is None else summed_once(analysis),
+                cluster,
+                meshes=meshes,
+                seconds=self.hints.seconds,
+                restriction=restriction,
+                codecs=codecs,
+            ).best
+
+        if self.codecs is None or self.codecs.chooses:
+            return found(self.codecs)
+        try:
+            return found(self.codecs)
+        except InfeasibleError:
+            raise
+        except PlanError:  # no gradient here can be sent by it
+            return found(None)
 
     def _restriction(
         self, analysis: Analysis, pins: Pins, lies: Mapping[int, Layout]
@@ -198,37 +220,6 @@ class StageSearch:
             return [site.mesh]
         meshes = candidate_meshes(site.cluster, hints.max_axes, hints.axis_names)
         return fitting_meshes(analysis, pins, meshes) if pins else meshes
-
-    def _for_codecs(
-        self,
-        analysis: Analysis,
-        result: SearchResult,
-        restriction: Callable[[Pricer], Restriction] | None,
-    ) -> Candidate:
-        """The best layouts where gradients are sent by codecs."""
-        asked, once = self.codecs, summed_once(analysis)
-        if asked is None:
-            return result.best
-        if asked.codec is None:
-            choice, _ = joint(
-                once,
-                result,
-                budget=asked.budget,
-                errors=asked.errors,
-                seconds=self.hints.seconds,
-                restriction=restriction,
-            )
-            return choice.candidate
-        with contextlib.suppress(PlanError):  # no gradient here can be sent by it
-            choice, _ = joint_uniform(
-                once,
-                result,
-                asked.codec,
-                seconds=self.hints.seconds,
-                restriction=restriction,
-            )
-            return choice.candidate
-        return result.best
 
 
 def own_pins(analysis: Analysis, pins: Pins) -> dict[str, PartitionSpec]:

@@ -11,9 +11,9 @@ import msgspec
 from autopar.cluster import Cluster
 from autopar.errors import InfeasibleError, PlanError
 from autopar.planner.candidate import Candidate, SearchResult
-from autopar.planner.codecs.request import CodecRequest
+from autopar.planner.codecs.choose import CodecRequest, warn_if_unused
 from autopar.planner.record import make_plan
-from autopar.planner.stages.codecs import StagedChoice, choose_staged, warn_of_unused
+from autopar.planner.stages.codecs import StagedChoice, choose_staged, sending_of
 from autopar.planner.stages.stage_costs import StageCosts, saved_bytes, stage_costs
 from autopar.planner.stages.stage_search import StageHints, StageSearch, StageSite
 from autopar.plans import NO_SCHEDULE, PipelineData, Plan, StagePlan
@@ -112,7 +112,8 @@ def staged_plan(
         sent = [_sent(cut, table, x, codecs) for x in every]
         laid = min(sent, key=lambda x: play(table, x.costs.tasks).makespan_s)
         assert laid.choice is not None
-        warn_of_unused(cut.stages, laid.choice, codecs)
+        parts = zip(cut.stages, laid.choice.choices, strict=True)
+        warn_if_unused(list(parts), codecs)
     return _finished(cut, cluster, wanted, laid, table, time.perf_counter() - start)
 
 
@@ -174,7 +175,7 @@ def _sent(
         cut.stages, laid.found, laid.memory, laid.costs, table, codecs
     )
     pairs = zip(laid.memory, choice.choices, strict=True)
-    memory = [nbytes + own.memory_bytes for nbytes, own in pairs]
+    memory = [nbytes + sending_of(own).memory_bytes for nbytes, own in pairs]
     return _Laid(laid.found, choice.costs, memory, choice)
 
 
