@@ -29,9 +29,10 @@ from autopar.reports.audit import (
 from autopar.reports.explain import BoundPlan, bind_plan
 from autopar.reports.staged import bind_stages, links
 from autopar.reports.target_audit import target_audit
-from autopar.runtime.planned import abstract_mesh, device_mesh, planned_step
+from autopar.runtime.meshes import abstract_mesh, device_mesh, stage_meshes
+from autopar.runtime.planned import planned_step
 from autopar.runtime.stages.audited import AuditedProgram, programs, sent_between
-from autopar.runtime.stages.planned import audited_pipeline, stage_meshes
+from autopar.runtime.stages.planned import audited_pipeline
 from autopar.steps.analysis import Analysis
 from autopar_passes.audit.collectives import AuditedCollective
 from autopar_passes.audit.compiled import CompiledAudit, compiled_audit

@@ -25,7 +25,8 @@ import workloads
 
 import autopar
 from autopar.cluster import Cluster
-from autopar.runtime.planned import device_mesh, planned_step
+from autopar.runtime.meshes import device_mesh
+from autopar.runtime.planned import planned_step
 from autopar.steps.analysis import analyse
 
 _OPTIONS = {"layers": 4, "d_model": 64, "seq": 64, "batch": 64}

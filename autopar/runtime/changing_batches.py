@@ -14,13 +14,12 @@ from typing import Any
 
 from autopar.errors import PlanError
 from autopar.plans import Plan
-from autopar.runtime import arguments, creation, exchange, homes
+from autopar.runtime import arguments, exchange
 from autopar.runtime.any_step import AnyStep
 from autopar.runtime.noise.options import NoiseOptions
 from autopar.runtime.parallel_step import ParallelStep
-from autopar.runtime.preparation import Running, moved_state
+from autopar.runtime.preparation import Made
 from autopar.runtime.setting import Setting
-from autopar.runtime.state_mover import named
 from autopar.runtime.step_planner import Analysed
 from autopar_passes.program.calls import Call
 from autopar_passes.program.nnx_objects import updating
@@ -155,27 +154,11 @@ def go_on(step: ParallelStep[..., Any], shape: Shape, plan: Plan, state: Any) ->
     Raises:
       AutoparError: the program cannot be built, or codecs cannot go on with it.
     """
-    world, old = step.world, step.running.planned
-    planned = program(step, shape, plan)
-    analysed = shape.analysed
-    with exchange.told(world, "moving the state"):
-        arrays = named(step.__name__, analysed.analysis, state)
-
-    def moving() -> list[Any]:
-        step._codecs.check(planned.sums)
-        return moved_state(arrays, old, planned, consume=True)
-
-    moved = exchange.together(world, "moving the state", moving)
-    home = homes.home_of(arrays.values())
-    new = creation.replaced(state, homes.given_back(moved, home))
+    made = Made(_kept(step, shape.setting), plan, program(step, shape, plan))
     # A cluster to come is planned for with as many microbatches.
-    hints = dataclasses.replace(analysed.hints, microbatches=plan.microbatches)
-    analysed = dataclasses.replace(analysed, hints=hints)
-    step._setting = _kept(step, shape.setting)
-    step._codecs.adoption.withdrawn()
-    step._current = Running(analysed, planned, ready=True)
-    step.preparation.remember(analysed, step._setting, plan)
-    return new
+    hints = dataclasses.replace(shape.analysed.hints, microbatches=plan.microbatches)
+    analysed = dataclasses.replace(shape.analysed, hints=hints)
+    return step.adopt(analysed, made, state, consume=True)
 
 
 def _kept(step: ParallelStep[..., Any], setting: Setting) -> Setting:

@@ -132,7 +132,7 @@ def plan_shardings(
 
     Args:
       plan: the plan.
-      meshes: from `autopar.runtime.stages.planned.home_meshes`.
+      meshes: from `autopar.runtime.meshes.home_meshes`.
       count: how many inputs.
     """
     out: list[NamedSharding] = []

@@ -10,7 +10,7 @@ from typing import Any
 from autopar.cluster import Cluster
 from autopar.plans import Plan
 from autopar.runtime.creation import plan_shardings
-from autopar.runtime.stages.planned import stage_meshes
+from autopar.runtime.meshes import stage_meshes
 
 # Of each dimension, the range of elements that a device holds.
 _Box = tuple[tuple[int, int], ...]

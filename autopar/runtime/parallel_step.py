@@ -33,12 +33,12 @@ from autopar.runtime.gradients.adopting import CodecChange
 from autopar.runtime.last_batch import LastBatch
 from autopar.runtime.methods import method_of
 from autopar.runtime.noise_run import HasNoise, NoiseRun
-from autopar.runtime.preparation import Preparation, Running, moved_state
+from autopar.runtime.preparation import Made, Preparation, Running, moved_state
 from autopar.runtime.program_store import ProgramStore
 from autopar.runtime.repeated_calls import RepeatedCall, repeated_call
 from autopar.runtime.setting import Setting
 from autopar.runtime.state_mover import named
-from autopar.runtime.step_planner import ANALYSES, StepPlanner
+from autopar.runtime.step_planner import ANALYSES, Analysed, StepPlanner
 from autopar.runtime.world import World
 from autopar_passes.jax_meshes import without_mesh
 from autopar_passes.program.calls import Call, Parameters
@@ -374,8 +374,8 @@ class ParallelStep(HasNoise, Generic[P, R]):
             running.plan,
             plan,
             lambda: agreement.shared_number(self.world, self._store.compile_s),
-            compiled=self._preparation.is_recoded(
-                analysed, plan, self._setting, running
+            compiled=self._preparation.has_program(
+                analysed, plan, self._preparation.devices(self._setting)
             ),
         ):
             self._use(plan)
@@ -494,11 +494,24 @@ class ParallelStep(HasNoise, Generic[P, R]):
           PlanError: the step has not been planned before, the state or the plan is
             of another step, or a device is missing.
         """
-        running = self.running
-        analysed, old = running.analysed, running.planned
+        analysed = self.running.analysed
         made = self._preparation.made_for(
             analysed, self._setting, cluster, devices, plan
         )
+        return self.adopt(analysed, made, state, consume=consume)
+
+    def adopt(
+        self, analysed: Analysed, made: Made, state: Any, *, consume: bool = False
+    ) -> Any:
+        """Moves the state to another plan, which runs from the next call on.
+
+        Args:
+          analysed: the step on the arguments of the next call.
+          made: the plan, and its compiled program.
+          state: as of `replan`.
+          consume: as of `replan`.
+        """
+        old = self.running.planned
         with exchange.told(self.world, "moving the state"):
             arrays = named(self.__name__, analysed.analysis, state)
 

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
-from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from autopar.compression.codecs.blocks import WITH_BARRIERS
 from autopar.compression.fallback import Fallback
@@ -36,45 +35,11 @@ from autopar.runtime.noise.averages import NoiseSpec
 from autopar.runtime.noise.meter import NoiseMeter, WholeNoise, whole_noise
 from autopar.runtime.noise.options import NoiseOptions
 from autopar.runtime.noise.sources import with_waiting
-from autopar.runtime.world import World, grid
 from autopar.steps.analysis import Analysis
 from autopar_passes.jax_compat import lowered_without_devices
 from autopar_passes.layouts import partition_spec
 from autopar_passes.replay.replicas import Replicas, Wait
 from autopar_passes.replay.run import replay
-
-
-def device_mesh(plan: Plan, devices: Sequence[Any] | None = None) -> Mesh:
-    """Lays the plan's mesh over devices.
-
-    Args:
-      plan: the plan.
-      devices: the devices, of which the first are used; default: those of
-        `World.current`.
-
-    Raises:
-      PlanError: there are fewer devices than the mesh has.
-    """
-    found = list(World.current().devices if devices is None else devices)
-    need = math.prod(plan.axis_sizes)
-    if len(found) < need:
-        raise PlanError(
-            f"the plan is for {need} devices ({_mesh_text(plan)}), and there are "
-            f"{len(found)} to run it on. Plan for autopar.Cluster.local(), or simulate "
-            f"devices with XLA_FLAGS=--xla_force_host_platform_device_count={need}."
-        )
-    laid = grid(found, plan.axis_sizes)
-    return Mesh(laid, plan.axis_names, axis_types=(AxisType.Auto,) * laid.ndim)
-
-
-def abstract_mesh(plan: Plan) -> AbstractMesh:
-    """The plan's mesh without devices, enough to lower and audit."""
-    kinds = (AxisType.Auto,) * len(plan.axis_sizes)
-    return AbstractMesh(plan.axis_sizes, plan.axis_names, axis_types=kinds)
-
-
-def _mesh_text(plan: Plan) -> str:
-    return " ".join(f"{k}={v}" for k, v in plan.mesh["axes"].items())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,6 +90,24 @@ class PlannedStep:
     @functools.cached_property
     def _shardings(self) -> list[NamedSharding]:
         return _in_shardings(self.analysis, self.assignment, self.mesh)
+
+    def with_inputs_of(self, plan: Plan) -> PlannedStep:
+        """The step under a plan that differs in inputs of its program alone.
+
+        Args:
+          plan: the other plan (`autopar.planner.codecs.adjusted.program_plan`).
+        """
+        assert self.sums is not None
+        before = self.sums
+        sums = gradient_sums(
+            self.assignment,
+            plan,
+            self.mesh,
+            before.fallback,
+            signals=before.signals,
+            every=before.every,
+        )
+        return dataclasses.replace(self, plan=plan, sums=sums)
 
     def lower(self, platform: str | None = None) -> Any:
         """Returns JAX's ``Lowered`` of the planned program.
@@ -288,26 +271,6 @@ def _noise(
 ) -> WholeNoise:
     coded = frozenset[int]() if sums is None else frozenset(sums.members)
     return whole_noise(assignment, mesh, noise, coded)
-
-
-def with_inputs_of(planned: PlannedStep, plan: Plan) -> PlannedStep:
-    """The step under a plan that differs in inputs of its program alone.
-
-    Args:
-      planned: the step.
-      plan: the other plan (`autopar.planner.codecs.adjusted.program_plan`).
-    """
-    assert planned.sums is not None
-    before = planned.sums
-    sums = gradient_sums(
-        planned.assignment,
-        plan,
-        planned.mesh,
-        before.fallback,
-        signals=before.signals,
-        every=before.every,
-    )
-    return dataclasses.replace(planned, plan=plan, sums=sums)
 
 
 def _named(function: Callable[..., Any], analysis: Analysis) -> Callable[..., Any]:

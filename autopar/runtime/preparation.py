@@ -21,12 +21,12 @@ from autopar.planner.record import check_plan
 from autopar.plans import Plan
 from autopar.runtime import agreement, arguments, creation, exchange, placement
 from autopar.runtime.any_step import AnyStep
-from autopar.runtime.planned import device_mesh
+from autopar.runtime.meshes import device_mesh, home_meshes, stage_meshes
 from autopar.runtime.program_store import ProgramStore
 from autopar.runtime.recent import Recent
 from autopar.runtime.setting import Setting, moved_setting
 from autopar.runtime.stages.placing import moved_between, placed_on_stages
-from autopar.runtime.stages.planned import check_world, home_meshes
+from autopar.runtime.stages.planned import check_world
 from autopar.runtime.stages.transport import Links
 from autopar.runtime.state_mover import DevicePut, move, state_layout
 from autopar.runtime.step_planner import Analysed, StepPlanner
@@ -295,40 +295,24 @@ class Preparation:
             agreement.check_same(
                 self._world(), plan, step, lambda: program_text.lines(analysed.analysis)
             )
-        if len(plan.stages) > 1:
-            return self._pipelined(analysed, plan, devices)
+        links = None
         with exchange.told(self._world(), "building the program"):
-            check_plan(analysed.analysis, plan)
-            self._world().check_mesh(list(device_mesh(plan, devices).devices.flat))
-            return self._store.program(analysed, plan, devices)
+            if len(plan.stages) > 1:
+                check_world(self._world(), plan, devices)
+            else:
+                check_plan(analysed.analysis, plan)
+                self._world().check_mesh(list(device_mesh(plan, devices).devices.flat))
+        if len(plan.stages) > 1:
+            links = self._linked()
+        with exchange.told(self._world(), "building the program"):
+            return self._store.program(analysed, plan, devices, links=links)
 
     def coded_step(
         self, analysed: Analysed, plan: Plan, setting: Setting, like: AnyStep
     ) -> AnyStep:
         """The program of a plan that differs from the running one in its codecs."""
-        devices = tuple(like.mesh.devices.flat)
-        if len(plan.stages) > 1:
-            devices = self.devices(setting)
+        devices = self.devices(setting)
         return self._store.program(analysed, plan, devices, like=like, links=like.links)
-
-    def is_recoded(
-        self, analysed: Analysed, plan: Plan, setting: Setting, like: AnyStep
-    ) -> bool:
-        """Whether that program is compiled already."""
-        devices = tuple(like.mesh.devices.flat)
-        if len(plan.stages) > 1:
-            devices = self.devices(setting)
-        return self._store.is_compiled(analysed, plan, devices)
-
-    def _pipelined(
-        self, analysed: Analysed, plan: Plan, devices: Sequence[Any]
-    ) -> AnyStep:
-        """The program of a plan of several stages."""
-        with exchange.told(self._world(), "building the program"):
-            check_world(self._world(), plan, devices)
-        links = self._linked()
-        with exchange.told(self._world(), "building the program"):
-            return self._store.program(analysed, plan, devices, links=links)
 
     def _linked(self) -> Links | None:
         """The links to the other processes, from the first pipeline on."""
@@ -433,7 +417,7 @@ class Preparation:
         devices = self.devices(setting)
         if (given := setting.plan) is not None:
             arguments.check_shapes(name, given, leaves)
-            meshes = home_meshes(given, devices)
+            meshes = home_meshes(given, stage_meshes(given, devices))
             return creation.plan_shardings(given, meshes, len(leaves))
         if setting.devices is None:
             devices = devices[: (setting.cluster or self._cluster()).num_devices]

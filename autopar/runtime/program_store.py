@@ -16,13 +16,9 @@ from autopar.planner.stages.entry import cut_as
 from autopar.plans import Plan
 from autopar.runtime.agreement import content_digest
 from autopar.runtime.any_step import AnyStep
+from autopar.runtime.meshes import stage_meshes
 from autopar.runtime.noise.options import NoiseOptions
-from autopar.runtime.planned import (
-    PlannedStep,
-    device_mesh,
-    planned_step,
-    with_inputs_of,
-)
+from autopar.runtime.planned import PlannedStep, planned_step
 from autopar.runtime.recent import Recent
 from autopar.runtime.stages.planned import pipelined_step
 from autopar.runtime.stages.transport import Links
@@ -131,17 +127,18 @@ class ProgramStore:
         Raises:
           PlanError: the plan belongs to another step, or there are too few devices.
         """
-        if len(plan.stages) > 1:
-            return self._pipelined(analysed, plan, devices, links)
-        mesh = device_mesh(plan, devices)
-        key = _key(analysed, plan, mesh)
+        meshes = stage_meshes(plan, devices)
+        key = _key(analysed, plan, meshes)
         with self._building:
             found = self._programs.get(key)
-            if found is None or found.mesh != mesh:
+            if found is None and len(meshes) > 1:
+                made = self._pipelined(analysed, plan, devices, links)
+                found = self._programs.put(key, made)
+            elif found is None:
                 made = planned_step(
                     analysed.analysis,
                     plan,
-                    mesh,
+                    meshes[0],
                     donate=self.donate,
                     gradients=None if like is None else like.gradients,
                     fallback=self.fallback,
@@ -151,7 +148,9 @@ class ProgramStore:
                     guard=self.guard,
                 )
                 found = self._programs.put(key, made)
-        return _with_inputs(found, plan)
+        if found.plan.gradients == plan.gradients:
+            return found
+        return found.with_inputs_of(plan)
 
     def _pipelined(
         self,
@@ -161,37 +160,25 @@ class ProgramStore:
         links: Links | None,
     ) -> AnyStep:
         """The program of a plan of several stages."""
-        key = _staged_key(analysed, plan, devices)
-        with self._building:
-            found = self._programs.get(key)
-            if found is None:
-                made = pipelined_step(
-                    analysed.analysis,
-                    cut_as(analysed.analysis, plan),
-                    plan,
-                    devices,
-                    donate=self.consumes(plan),
-                    links=links,
-                    noise=self.noise,
-                    fallback=self.fallback,
-                    signals=self.signals,
-                )
-                found = self._programs.put(key, made)
-        return _with_inputs(found, plan)
+        return pipelined_step(
+            analysed.analysis,
+            cut_as(analysed.analysis, plan),
+            plan,
+            devices,
+            donate=self.consumes(plan),
+            links=links,
+            noise=self.noise,
+            fallback=self.fallback,
+            signals=self.signals,
+        )
 
     def is_compiled(
         self, analysed: Analysed, plan: Plan, devices: Sequence[Any]
     ) -> bool:
         """Whether the program of a plan on these devices is held and compiled."""
-        if len(plan.stages) > 1:
-            key, mesh = _staged_key(analysed, plan, devices), None
-        else:
-            mesh = device_mesh(plan, devices)
-            key = _key(analysed, plan, mesh)
-        if key not in list(self._programs):
-            return False
-        found = self._programs.peek(key)
-        return mesh in (None, found.mesh) and found.function in self._compiled
+        key = _key(analysed, plan, stage_meshes(plan, devices))
+        known = key in list(self._programs)
+        return known and self._programs.peek(key).function in self._compiled
 
     @contextlib.contextmanager
     def compiling(self, program: AnyStep) -> Generator[None]:
@@ -223,26 +210,11 @@ class ProgramStore:
             program.gradients.clear_cache()
 
 
-def _with_inputs(found: AnyStep, plan: Plan) -> AnyStep:
-    """A program that is held, under a plan that differs in its inputs alone."""
-    if found.plan.gradients == plan.gradients:
-        return found
-    if isinstance(found, PlannedStep):
-        return with_inputs_of(found, plan)
-    return found.with_inputs_of(plan)
-
-
-def _staged_key(analysed: Analysed, plan: Plan, devices: Sequence[Any]) -> Hashable:
-    """`_key`, of a plan of several stages."""
-    used = tuple(devices[d].id for stage in plan.stages for d in stage.devices)
-    return analysed.key, analysed.weak, content_digest(program_plan(plan)), used
-
-
-def _key(analysed: Analysed, plan: Plan, mesh: Any) -> Hashable:
+def _key(analysed: Analysed, plan: Plan, meshes: Sequence[Any]) -> Hashable:
     """What a program is made of.
 
     The signature, as structures that hold functions make one step two. What is an
     input of the program makes none other.
     """
-    used = tuple(d.id for d in mesh.devices.flat)
+    used = tuple(d for mesh in meshes for d in mesh.devices.flat)
     return analysed.key, analysed.weak, content_digest(program_plan(plan)), used

@@ -12,7 +12,8 @@ import numpy as np
 
 from autopar.planner.stages.entry import cut_as
 from autopar.plans import Plan
-from autopar.runtime.planned import PlannedStep, device_mesh, planned_step
+from autopar.runtime.meshes import device_mesh
+from autopar.runtime.planned import PlannedStep, planned_step
 from autopar.runtime.stages.planned import PipelinedStep, pipelined_step
 from autopar.runtime.world import World
 from autopar.steps.analysis import Analysis

@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from autopar.compression.fallback import Fallback
 from autopar.errors import PlanError
@@ -20,6 +20,7 @@ from autopar.plans import Plan
 from autopar.runtime.gradients.staged_sums import StagedSums
 from autopar.runtime.gradients.state_restorer import restored_state
 from autopar.runtime.gradients.sums import gradient_sums
+from autopar.runtime.meshes import home_meshes, stage_meshes
 from autopar.runtime.noise.averages import NoiseSpec
 from autopar.runtime.noise.options import NoiseOptions
 from autopar.runtime.noise.staged import StagedNoise, staged_noise
@@ -30,7 +31,7 @@ from autopar.runtime.stages.pipeline import Crossed, Pipeline
 from autopar.runtime.stages.stacked import StackedArray, WithStacked
 from autopar.runtime.stages.stage import Stage
 from autopar.runtime.stages.transport import Links
-from autopar.runtime.world import World, grid
+from autopar.runtime.world import World
 from autopar.steps.analysis import Analysis
 from autopar.steps.batch import batch_rows
 from autopar.steps.stages import CutStep
@@ -90,7 +91,7 @@ class PipelinedStep:
     def meshes(self) -> tuple[Mesh, ...]:
         """The meshes that state lies on: each stage's, that of all if one is used."""
         own = [stage.mesh for stage in self.pipeline.stages]
-        return tuple(_with_all(self.plan, own))
+        return tuple(home_meshes(self.plan, own))
 
     def with_inputs_of(self, plan: Plan) -> PipelinedStep:
         """The step under a plan that differs in inputs of its programs alone.
@@ -120,54 +121,6 @@ class PipelinedStep:
             f"a plan of {len(self.plan.stages)} stages has no program of the whole "
             "step to lower: each task is a program of its own."
         )
-
-
-def stage_meshes(plan: Plan, devices: Sequence[Any]) -> list[Mesh]:
-    """Lays the mesh of each stage over its devices.
-
-    Args:
-      plan: the plan.
-      devices: those of the cluster, by position.
-
-    Raises:
-      PlanError: there are fewer devices than the plan has.
-    """
-    need = 1 + max(d for stage in plan.stages for d in stage.devices)
-    if len(devices) < need:
-        raise PlanError(
-            f"the plan is for {need} devices in {len(plan.stages)} stages, and there "
-            f"are {len(devices)} to run it on. Simulate devices with "
-            f"XLA_FLAGS=--xla_force_host_platform_device_count={need}."
-        )
-    out: list[Mesh] = []
-    for stage in plan.stages:
-        laid = grid([devices[d] for d in stage.devices], stage.axis_sizes)
-        kinds = (AxisType.Auto,) * laid.ndim
-        out.append(Mesh(laid, stage.axis_names, axis_types=kinds))
-    return out
-
-
-def home_meshes(plan: Plan, devices: Sequence[Any]) -> list[Mesh]:
-    """The meshes that state lies on between steps, in the order of `Plan.home_axes`.
-
-    Args:
-      plan: the plan.
-      devices: those of the cluster, by position.
-
-    Raises:
-      PlanError: there are fewer devices than the plan has.
-    """
-    return _with_all(plan, stage_meshes(plan, devices))
-
-
-def _with_all(plan: Plan, own: Sequence[Mesh]) -> list[Mesh]:
-    """The meshes of stages, with that of all stages where the plan has one."""
-    axes = plan.home_axes
-    if len(axes) == len(own):
-        return list(own)
-    names = tuple(name for name, _ in axes[-1])
-    laid = np.stack([mesh.devices for mesh in own])
-    return [*own, Mesh(laid, names, axis_types=(AxisType.Auto,) * laid.ndim)]
 
 
 def check_world(world: World, plan: Plan, devices: Sequence[Any]) -> None:
@@ -353,7 +306,7 @@ def _as_written(
     """
     if not whole.pieces:
         return feed, feed.in_shardings
-    homes, inputs = _with_all(plan, meshes), analysis.graph.inputs
+    homes, inputs = home_meshes(plan, meshes), analysis.graph.inputs
     shardings = list(feed.in_shardings[: len(inputs)])
     arrays: dict[int, StackedArray] = {}
     for k, places in piece_arguments(len(inputs), whole.pieces).items():

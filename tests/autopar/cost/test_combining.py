@@ -39,7 +39,8 @@ from autopar.planner.search import candidate_meshes
 from autopar.planner.solving import solve_mesh
 from autopar.reports.explain import BoundPlan, bind_plan, group_collectives
 from autopar.reports.gradients import codec_rows
-from autopar.runtime.planned import device_mesh, planned_step
+from autopar.runtime.meshes import device_mesh
+from autopar.runtime.planned import planned_step
 from autopar.steps.analysis import Analysis, analyse
 from autopar_solver import Solution, Status
 from autopar_solver import evaluate_choices as check_choices

@@ -30,7 +30,8 @@ from autopar.errors import InfeasibleError, PlanError
 from autopar.planner.record import split_as
 from autopar.planner.worth import is_repeated
 from autopar.plans import AS_WRITTEN
-from autopar.runtime.planned import device_mesh, planned_step
+from autopar.runtime.meshes import device_mesh
+from autopar.runtime.planned import planned_step
 from autopar.steps.analysis import analyse
 
 ROWS, WIDTH, DEPTH = 4096, 16, 4

@@ -15,7 +15,8 @@ from jax.sharding import PartitionSpec
 
 import autopar
 from autopar.errors import PlanError
-from autopar.runtime.planned import device_mesh, planned_step
+from autopar.runtime.meshes import device_mesh
+from autopar.runtime.planned import planned_step
 from autopar.steps.analysis import analyse
 
 ROWS, WIDTH = 1536, 64
