@@ -67,8 +67,16 @@ def is_object_state(x: Any) -> bool:
 
 
 def holds_objects(tree: Any) -> bool:
-    """Whether a tree holds any NNX object."""
-    return any(is_object(x) for x in jax.tree.leaves(tree, is_leaf=is_object))
+    """Whether a tree holds any NNX object that a step could update.
+
+    An ``nnx.State``, of ``nnx.split``, is a tree of arrays as it is for ``jax.jit``.
+    """
+    leaves = jax.tree.leaves(tree, is_leaf=_is_object_or_state)
+    return any(is_object(x) for x in leaves)
+
+
+def _is_object_or_state(x: Any) -> bool:
+    return isinstance(x, nnx.State) or is_object(x)
 
 
 @contextlib.contextmanager

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 import autopar
 from autopar import PlanError
@@ -130,3 +131,28 @@ class TestNoticed:
         ready(state, self.batch())
         np.testing.assert_array_equal(view, 3.0)
         assert state["w1"].is_deleted()
+
+
+def test_nnx_state_is_a_tree() -> None:
+    """Split from its module it is carried, consumed and repeated as any other state."""
+    graph, state = nnx.split(nnx.Linear(4, 2, rngs=nnx.Rngs(0)))
+
+    def descend(state: Any, batch: Any) -> Any:
+        def loss(state: Any) -> Any:
+            return jnp.mean(nnx.merge(graph, state)(batch) ** 2)
+
+        return jax.tree.map(lambda x, g: x - 0.1 * g, state, jax.grad(loss)(state))
+
+    planned, batch = (
+        autopar.parallelize(descend, cluster="2:cpu"),
+        np.ones((4, 4), "f4"),
+    )
+    wanted = state = jax.tree.map(np.asarray, state)
+    for _ in range(3):
+        before, state = state, planned(state, batch)
+        wanted = descend(wanted, batch)
+    assert all(x.is_deleted() for x in jax.tree.leaves(before))
+    for ours, theirs in zip(
+        jax.tree.leaves(state), jax.tree.leaves(wanted), strict=True
+    ):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-6)
