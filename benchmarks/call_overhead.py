@@ -141,7 +141,7 @@ def cases(leaves: list[int]) -> Iterator[tuple[str, int, str]]:
     """The rows: kind of state, arrays, and where the batch lies."""
     for count in leaves:
         yield "dict", count, "in place"
-    for kind in ("TrainState",):
+    for kind in ("TrainState", "nnx"):
         yield kind, 200, "in place"
     yield "dict", 200, "numpy"
 

@@ -25,11 +25,11 @@ os.environ.setdefault(
 import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
+from task_times import Ran, Recorder  # noqa: E402
 
 import autopar  # noqa: E402
 from autopar.planner.stages.entry import cut_as  # noqa: E402
 from autopar.runtime.stages.planned import pipelined_step  # noqa: E402
-from autopar.runtime.stages.recording import Ran, Recorder  # noqa: E402
 from autopar.steps.analysis import analyse  # noqa: E402
 from autopar_passes.stages.cut import Phase, TaskKey  # noqa: E402
 from autopar_solver import (  # noqa: E402

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import queue
 import threading
 import time
@@ -13,8 +12,7 @@ from typing import Any
 
 import jax
 
-from autopar.reports.schedule import row_name
-from autopar_passes.stages.cut import Phase, TaskKey
+from autopar_passes.stages.cut import TaskKey
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -136,30 +134,3 @@ def _ran(stages: Sequence[Sequence[tuple[_Issued, float]]]) -> list[Ran]:
             out.append(Ran(task.key, task.microbatch, task.issued_s, begin, end))
             free = end
     return out
-
-
-def trace_events(tasks: Sequence[Ran]) -> dict[str, Any]:
-    """Tasks that ran as a trace of Chrome's format, which Perfetto reads."""
-    stages = sorted({task.key.stage for task in tasks})
-    events = [row_name(stage, f"stage {stage}") for stage in stages]
-    for task in tasks:
-        once = task.key.phase is Phase.UPDATE
-        number = "" if once else f" {task.microbatch}"
-        events.append(
-            {
-                "ph": "X",
-                "name": f"{task.key.phase.value}{number}",
-                "cat": "task",
-                "pid": 0,
-                "tid": task.key.stage,
-                "ts": task.begin_s * 1e6,
-                "dur": (task.end_s - task.begin_s) * 1e6,
-                "args": {"issued": task.issued_s * 1e6, "part": task.key.number},
-            }
-        )
-    return {"traceEvents": events, "displayTimeUnit": "ms"}
-
-
-def trace_text(tasks: Sequence[Ran]) -> str:
-    """`trace_events` as JSON text."""
-    return json.dumps(trace_events(tasks), indent=1) + "\n"

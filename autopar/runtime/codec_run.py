@@ -42,8 +42,7 @@ from autopar.runtime.gradients.codec_state import (
 from autopar.runtime.gradients.probing import ProbePrograms, measure_errors
 from autopar.runtime.gradients.recoding import Recoding
 from autopar.runtime.gradients.skipping import SkippedSteps
-from autopar.runtime.gradients.staged_sums import AnySums
-from autopar.runtime.gradients.sums import Member, State
+from autopar.runtime.gradients.sums import AnySums, Member, State
 from autopar.runtime.world import World
 
 

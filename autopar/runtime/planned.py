@@ -19,8 +19,8 @@ from autopar.planner.record import restore
 from autopar.plans import Plan
 from autopar.runtime.compiler import compile_lowered
 from autopar.runtime.gradients.probing import partial_gradients
-from autopar.runtime.gradients.soundness import Soundness
 from autopar.runtime.gradients.state_restorer import (
+    Soundness,
     StateRestorer,
     early_state,
     restored_state,

@@ -4,26 +4,39 @@ What must not be lost is the sum of the residuals over the workers: that much of
 the gradients has not been applied yet. A new plan with another number of workers,
 or other layouts, gives each worker an equal part of it, so the sum stays what it
 was. What a codec keeps for itself (a basis, a mask, a threshold) only depends on
-the codec and its place; where either changes it starts anew.
+the codec and its place; where either changes it starts anew. Where a parameter of the
+codec is an input of the program, what it has learned becomes as wide as the new limit.
+
+A plan of several stages sums the gradient of stacked layers in pieces, one for each
+stage (``kernel@0:2``), and that of a parameter which several stages use in one part for
+each (``table (stage 0)``). Where another plan has other parts, what was not sent of all
+of them together is dealt out anew. Legend: d devices.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 import operator
+import re
 import warnings
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax import lax
 
+from autopar.compression.adjusting import is_adjusted, set_amounts
+from autopar.compression.codecs.registry import parse_codec
+from autopar.compression.gradient import init_state
 from autopar.errors import PlanError
 from autopar.runtime import placement
-from autopar.runtime.gradients.adjusted_state import adjusted_state
-from autopar.runtime.gradients.regrouping import parameter_of, regrouped
-from autopar.runtime.gradients.staged_sums import AnySums
-from autopar.runtime.gradients.sums import State
+from autopar.runtime.gradients.sums import AnySums, Member, State
+from autopar_passes.layer_loops.paths import whole_path
 
 # Earlier versions did not save these parts of a state.
 _SINCE = {"skipped", "codecs"}
@@ -211,3 +224,194 @@ def _alike(old: tuple[int, ...], new: tuple[int, ...]) -> bool:
 
 def _norm(array: Any) -> float:
     return float(jnp.sqrt(jnp.sum(jnp.square(jnp.asarray(array, jnp.float32)))))
+
+
+_STAGE = re.compile(r" \(stage \d+\)$")
+
+
+def parameter_of(name: str) -> str:
+    """The parameter that a part of a gradient belongs to.
+
+    >>> parameter_of("params/kernel@0:2"), parameter_of("table (stage 1)")
+    ('params/kernel', 'table')
+    """
+    alone = _STAGE.sub("", name)
+    return whole_path(alone) or alone
+
+
+def regrouped(
+    gradients: Mapping[str, Any], wanted: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The state of gradients by the names that a plan has for them.
+
+    Args:
+      gradients: name -> residual and codec's state, under the plan before.
+      wanted: name -> the same as structs, under the new plan.
+
+    Returns those of the parameters whose parts are others, with residuals of one
+    worker, ``(1, *shape)``; the codecs of all parts start anew.
+    """
+    old, new = _by_parameter(gradients), _by_parameter(wanted)
+    out: dict[str, Any] = {}
+    for parameter, names in new.items():
+        before = old.get(parameter, [])
+        if not before or set(before) == set(names):
+            continue
+        total = _total({name: gradients[name]["residual"] for name in before})
+        if total is None:
+            continue
+        shares = _shares(names, {n: wanted[n]["residual"] for n in names}, total)
+        out |= {name: {"residual": x, "codec": ()} for name, x in shares.items()}
+    return out
+
+
+def _by_parameter(names: Iterable[str]) -> dict[str, list[str]]:
+    out: dict[str, list[str]] = defaultdict(list)
+    for name in names:
+        out[parameter_of(name)].append(name)
+    return out
+
+
+def _layers(name: str) -> tuple[int, int]:
+    """The layers of a piece; (0, 0) for what is none."""
+    alone = _STAGE.sub("", name)
+    if not whole_path(alone):
+        return 0, 0
+    begin, end = alone.rpartition("@")[2].split(":")
+    return int(begin), int(end)
+
+
+def _total(residuals: Mapping[str, Any]) -> np.ndarray | None:
+    """The residuals of all parts and workers together, flat; None: there are none."""
+    pieces: dict[tuple[int, int], np.ndarray] = {}
+    for name, residual in residuals.items():
+        if isinstance(residual, tuple):
+            continue
+        whole = jnp.sum(jnp.asarray(residual, jnp.float32), axis=0)
+        flat, layers = np.asarray(whole).reshape(-1), _layers(name)
+        pieces[layers] = pieces[layers] + flat if layers in pieces else flat
+    found = [pieces[layers] for layers in sorted(pieces)]
+    return np.concatenate(found) if found else None
+
+
+def _shares(
+    names: Iterable[str], structs: Mapping[str, Any], total: np.ndarray
+) -> dict[str, np.ndarray]:
+    """The parts of a new plan; of several of one piece the first gets all."""
+    ordered = sorted(names, key=lambda name: (_layers(name), name))
+    count = max(end for _, end in map(_layers, ordered)) or 1
+    each, given = total.size // count, set[tuple[int, int]]()
+    out: dict[str, np.ndarray] = {}
+    for name in ordered:
+        struct, (begin, end) = structs[name], _layers(name)
+        if isinstance(struct, tuple):
+            continue
+        part = total[begin * each : end * each] if end else total
+        if (begin, end) in given:
+            part = np.zeros_like(part)
+        given.add((begin, end))
+        out[name] = part.reshape(1, *struct.shape[1:])
+    return out
+
+
+def adjusted_state(old: Any, kept: Any, struct: Any, member: Member) -> Any:
+    """The state of a gradient's codec, where the old or the new one has inputs.
+
+    Args:
+      old: the state under the plan before; with a fall-back that of all levels.
+      kept: what of it is kept where neither has inputs; None: nothing fits.
+      struct: shapes of the new state.
+      member: the gradient under the new plan.
+
+    Returns:
+      The state, its amounts those of the plan; None: nothing of the old one fits.
+    """
+    found = [old, old[0]] if isinstance(old, tuple) and old else [old]
+    before = next((x for x in found if is_adjusted(x)), None)
+    if member.amounts is not None:
+        given = found if before is None else [before]
+        made = (_with_inputs(x, struct, member) for x in given)
+        return next((x for x in made if x is not None), None)
+    return kept if before is None else _without_inputs(before, struct, member)
+
+
+def _with_inputs(old: Any, struct: Any, member: Member) -> Any:
+    """A state with inputs, from one with or without; None: it does not fit."""
+    assert member.amounts is not None
+    adjusted = is_adjusted(old)
+    own = _resized(old["own"] if adjusted else old, struct["own"])
+    if own is None:
+        return None
+    devices = next(iter(struct["now"].values())).shape[0]
+    now = _arrays(member.amounts, devices)
+    # No amount is zero, so that what restarts on a change does.
+    last = _arrays(dict.fromkeys(now, 0), devices)
+    if adjusted and set(old["last"]) == set(now):
+        last = old["last"]
+    elif not adjusted and _fits_constants(old, member, devices):
+        last = _arrays(member.amounts, devices)
+    return set_amounts({"own": own, "last": last}, now)
+
+
+def _without_inputs(old: Any, struct: Any, member: Member) -> Any:
+    """A state without inputs, from one that has some; None: it does not fit."""
+    own = _resized(old["own"], struct)
+    gradient = member.gradient
+    amounts = gradient.codec.amounts(
+        gradient.shape, member.summation.workers, scatter=gradient.scatter
+    )
+    names = gradient.codec.restarts
+    if own is None or not set(names) <= set(old["last"]):
+        return None
+    for name in names:
+        same = jnp.asarray(old["last"][name]) == amounts[name]
+        own = jax.tree.map(lambda x, same=same: _where(same, x), own)
+    return own
+
+
+def _fits_constants(old: Any, member: Member, devices: int) -> bool:
+    """Whether a state is one of the codec with its parameters as constants."""
+    codec = parse_codec(member.decision.codec)
+    gradient = dataclasses.replace(member.gradient, codec=codec)
+    plain = jax.eval_shape(lambda: init_state(gradient, member.summation.workers))
+    shapes = [x.shape for x in jax.tree.leaves(plain["codec"])]
+    return [tuple(x.shape) for x in jax.tree.leaves(old)] == [
+        (devices, *shape) for shape in shapes
+    ]
+
+
+def _arrays(amounts: Mapping[str, int], devices: int) -> dict[str, np.ndarray]:
+    return {k: np.full((devices,), v, np.int32) for k, v in amounts.items()}
+
+
+def _where(same: Any, values: Any) -> Any:
+    """Values (d, ...) of the devices where something is the same, else zero."""
+    return jnp.where(same.reshape(-1, *[1] * (values.ndim - 1)), values, 0)
+
+
+def _resized(old: Any, struct: Any) -> Any:
+    """Arrays with zeros behind the last dim, or less of it; None: they do not fit."""
+    if jax.tree.structure(old) != jax.tree.structure(struct):
+        return None
+    made = [
+        _resized_array(a, b)
+        for a, b in zip(jax.tree.leaves(old), jax.tree.leaves(struct), strict=True)
+    ]
+    if any(x is None for x in made):
+        return None
+    return jax.tree.unflatten(jax.tree.structure(struct), made)
+
+
+def _resized_array(old: Any, struct: Any) -> Any:
+    shape, wanted = tuple(old.shape), tuple(struct.shape)
+    if old.dtype != struct.dtype or len(shape) != len(wanted):
+        return None
+    if shape == wanted:
+        return old
+    # The first dim is that of the devices.
+    if len(shape) < 2 or shape[:-1] != wanted[:-1]:
+        return None
+    more = wanted[-1] - shape[-1]
+    if more < 0:
+        return lax.slice_in_dim(jnp.asarray(old), 0, wanted[-1], axis=-1)
+    return jnp.pad(old, [(0, 0)] * (len(shape) - 1) + [(0, more)])

@@ -35,8 +35,7 @@ from autopar.compression.policies.policy import Choice, MeasuredErrors
 from autopar.compression.policies.probe import WARM_UP, rounded
 from autopar.compression.synchronise import ERROR, WANTED, synchronise
 from autopar.runtime import agreement
-from autopar.runtime.gradients.staged_sums import AnySums
-from autopar.runtime.gradients.sums import GradientSums, Member, State
+from autopar.runtime.gradients.sums import AnySums, GradientSums, Member, State
 from autopar.runtime.gradients.within import sum_within
 from autopar.runtime.recent import Recent
 from autopar.runtime.world import World

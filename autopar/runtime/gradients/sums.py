@@ -13,6 +13,9 @@ The state is carried from step to step beside the train state::
 of steps until the next whose telemetry is measured; it is there where not all are. A
 residual is an array ``(n, *shape)``, a slice for each of the n workers. The arrays of a
 codec's own state have one leading entry for each device.
+
+Of several stages the state has the gradients of all. What is kept of a gradient lies on
+the devices of its stage; the counters lie on one device of each process.
 """
 
 from __future__ import annotations
@@ -24,7 +27,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding, PartitionSpec
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from autopar.compression.adjusting import set_amounts
 from autopar.compression.codecs.registry import parse_codec
@@ -34,6 +38,8 @@ from autopar.compression.fallback import (
 )
 from autopar.compression.feedback import Feedback
 from autopar.compression.gradient import Gradient, check_gradient, init_state
+from autopar.compression.signal import COLUMNS
+from autopar.compression.synchronise import NON_FINITE
 from autopar.errors import PlanError
 from autopar.layouts.assignment import Assignment
 from autopar.layouts.buckets import Bucket
@@ -41,6 +47,7 @@ from autopar.layouts.layout import Axes, Layout
 from autopar.layouts.summation import Summation, summation_of
 from autopar.planner.codecs.adjusted import check_rooms, codec_of
 from autopar.plans import GradientDecision, Plan
+from autopar.runtime import placement
 from autopar_passes.layouts import partition_spec
 
 State = dict[str, Any]
@@ -309,3 +316,83 @@ def _summation(
             "again with compression=, or leave within= of this gradient empty."
         )
     return summation
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class StagedSums:
+    """The sums of the gradients of one step of several stages.
+
+    Attributes:
+      stages: number of a stage -> its sums; stages without codecs have none.
+      device: where the counters lie: a device of this process.
+      fallback: the codecs of a bucket whose own send too little.
+    """
+
+    stages: Mapping[int, GradientSums]
+    device: Any
+    fallback: Fallback | None = None
+
+    @property
+    def members(self) -> dict[int, Member]:
+        """The gradients of all stages, by value."""
+        return {v: m for sums in self.stages.values() for v, m in sums.members.items()}
+
+    @property
+    def parts(self) -> tuple[GradientSums, ...]:
+        """The sums of each stage that has any."""
+        return tuple(self.stages.values())
+
+    @property
+    def every(self) -> int:
+        """The telemetry of one step in so many is measured: of all."""
+        return 1
+
+    @property
+    def num_levels(self) -> int:
+        """Number of ways to send a gradient, of which each step takes one."""
+        return self.parts[0].num_levels
+
+    @property
+    def columns(self) -> int:
+        """Numbers of telemetry of each gradient."""
+        return NON_FINITE + 1 + (COLUMNS if self.parts[0].signals else 0)
+
+    @property
+    def counter(self) -> NamedSharding:
+        """Where a counter lies."""
+        return NamedSharding(Mesh(np.array([self.device]), ("one",)), PartitionSpec())
+
+    def shardings(self) -> State:
+        """Shardings of the whole state."""
+        every: dict[str, Any] = {}
+        for part in self.parts:
+            every |= part.shardings()["gradients"]
+        return {"step": self.counter, "skipped": self.counter, "gradients": every}
+
+    def structs(self) -> State:
+        """Shapes of the whole state."""
+        every: dict[str, Any] = {}
+        for part in self.parts:
+            every |= part.structs()["gradients"]
+        count = jax.ShapeDtypeStruct((), jnp.int32)
+        return {"step": count, "skipped": count, "gradients": every}
+
+    def init(self) -> State:
+        """The state before the first step; of other processes' stages its absence."""
+        gradients: dict[str, Any] = {}
+        for part in self.parts:
+            gradients |= _made(part)
+        zero = jax.device_put(np.int32(0), self.counter)
+        return {"step": zero, "skipped": zero, "gradients": gradients}
+
+
+def _made(part: GradientSums) -> dict[str, Any]:
+    """The state of one stage's gradients."""
+    where = part.shardings()["gradients"]
+    if part.mesh.local_devices:
+        return part.init()["gradients"]
+    return jax.tree.map(placement.absent, part.structs()["gradients"], where)
+
+
+# The sums of a step of one stage, or of several.
+AnySums = GradientSums | StagedSums

@@ -7,6 +7,7 @@ axes is never gathered, and only payloads cross the links.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -27,11 +28,35 @@ from autopar.compression.synchronise import (
     restore_unless_finite,
     synchronised,
 )
-from autopar.runtime.gradients.measuring import Measure
 from autopar.runtime.gradients.sums import GradientSums, Member, State
 from autopar.runtime.gradients.within import gather_within, sum_within
 from autopar_passes.layouts import constrain, partition_spec
 from autopar_passes.sums.stacked import Stacked
+
+Arrays = Sequence[jax.Array]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Measure:
+    """A measurement of a bucket of gradients, on one device's arrays.
+
+    It runs where the bucket is summed (`autopar.runtime.gradients.synchroniser`). What
+    a codec reads and what it has received are in memory there, so a branch that is
+    seldom taken can read them, and a step that does not take it writes nothing for it.
+
+    Attributes:
+      look: of the parts of ``given``, of the partial gradients on this device and of
+        the sums in the layouts of `Member.result`; returns a row, (1, k).
+      given: other arrays that it reads.
+      specs: their partition specs.
+      seldom: whether the sums are read in a branch that is seldom taken. They are made
+        anew there.
+    """
+
+    look: Callable[[Any, Arrays, Callable[[], Arrays]], jax.Array]
+    given: Any
+    specs: Any
+    seldom: bool
 
 
 class CodecSynchroniser:

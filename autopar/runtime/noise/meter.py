@@ -21,9 +21,8 @@ from autopar.errors import PlanError
 from autopar.layouts.assignment import Assignment
 from autopar.runtime.gradients.synchroniser import CodecSynchroniser
 from autopar.runtime.noise.averages import NoiseSpec, State, updated
-from autopar.runtime.noise.norms import Norm, device_norms
+from autopar.runtime.noise.norms import Norm, device_norms, take_with_norms
 from autopar.runtime.noise.options import NoiseOptions
-from autopar.runtime.noise.sent import take_with_norms
 from autopar.runtime.noise.sources import Source, Sources, find_sources, turn_of
 from autopar.steps.moments import second_moments
 from autopar_passes.layouts import constrain, partition_spec

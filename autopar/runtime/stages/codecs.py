@@ -18,9 +18,8 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from autopar.compression.synchronise import NON_FINITE, restore_unless_finite
-from autopar.runtime.gradients.staged_sums import StagedSums
 from autopar.runtime.gradients.state_restorer import Carried
-from autopar.runtime.gradients.sums import GradientSums, State
+from autopar.runtime.gradients.sums import GradientSums, StagedSums, State
 from autopar.runtime.stages.stage import Stage
 from autopar.runtime.stages.transport import Links
 

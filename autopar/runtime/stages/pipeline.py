@@ -15,8 +15,12 @@ from autopar.runtime.noise.staged import StagedNoise
 from autopar.runtime.stages.codecs import StagedCodecs
 from autopar.runtime.stages.order import Issue, turns
 from autopar.runtime.stages.outcome import calls_back
-from autopar.runtime.stages.recording import Recorder
-from autopar.runtime.stages.running_sums import finish_code, partials_code, zeros_code
+from autopar.runtime.stages.running_sums import (
+    finish_code,
+    partials_code,
+    summed_once,
+    zeros_code,
+)
 from autopar.runtime.stages.sent import RESULT, Sent
 from autopar.runtime.stages.stage import (
     Stage,
@@ -24,7 +28,6 @@ from autopar.runtime.stages.stage import (
     layout_code,
     task_code,
 )
-from autopar.runtime.stages.summed_once import summed_once
 from autopar.runtime.stages.transport import Links
 from autopar.runtime.threads import Threads
 from autopar_passes.stages.cut import Cut, Phase, Task, TaskKey, equations_of
@@ -124,7 +127,8 @@ class Pipeline:
         self.noise = noise
         firsts = [_first_device(stage) for stage in stages]
         self.processes = tuple(d.process_index if d else 0 for d in firsts)
-        self.recorder: Recorder | None = None
+        # Told of each task that is issued (benchmarks/task_times.py); None: nobody.
+        self.recorder: Any = None
         # Seconds in which the last step issued the tasks of its microbatches.
         self.issuing_s = 0.0
         # CPUs run small programs and callbacks where they are issued: a thread for

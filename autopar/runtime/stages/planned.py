@@ -17,9 +17,8 @@ from autopar.planner.record import assignment_of
 from autopar.planner.stages.sites import one_stage
 from autopar.planner.stages.staged import schedule_of
 from autopar.plans import Plan
-from autopar.runtime.gradients.staged_sums import StagedSums
 from autopar.runtime.gradients.state_restorer import restored_state
-from autopar.runtime.gradients.sums import gradient_sums
+from autopar.runtime.gradients.sums import StagedSums, gradient_sums
 from autopar.runtime.meshes import home_meshes, stage_meshes
 from autopar.runtime.noise.averages import NoiseSpec
 from autopar.runtime.noise.options import NoiseOptions

@@ -1,10 +1,17 @@
-"""The running sums of a stage: how they start, and the values that they end as."""
+"""The running sums of a stage: how they start, and the values that they end as.
+
+An update that clips gradients by their norm reads each gradient twice on a stage: for
+the norm, and when the norm of all stages is known. These are two tasks, and each would
+take the sum over devices. A sum that several tasks read is taken once, by whoever hands
+it to them.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -13,11 +20,12 @@ import jax.numpy as jnp
 from autopar.compression.codecs.blocks import WITH_BARRIERS
 from autopar.layouts.layout import Axes
 from autopar.runtime.gradients.synchroniser import CodecSynchroniser
-from autopar.runtime.noise.sent import take_with_norms
+from autopar.runtime.noise.norms import take_with_norms
 from autopar.runtime.stages.sent import Sent
 from autopar.runtime.stages.stage import Stage, sum_dtype, wide
 from autopar.steps.sums import worth_a_codec
 from autopar_passes.replay.segments import Now
+from autopar_passes.stages.cut import Cut, Phase
 from autopar_passes.sums.stacked import Stacked, stack
 
 
@@ -208,3 +216,29 @@ def _with_barriers(stage: Stage) -> dict[str, str] | None:
     """Options that keep what a codec is to send from being computed again, on CPUs."""
     on_cpu = stage.mesh.devices.flat[0].platform == "cpu"
     return {**(stage.options or {}), **WITH_BARRIERS} if on_cpu else None
+
+
+def summed_once(stage: Stage, cut: Cut, crossings: Collection[int]) -> Stage:
+    """The stage, with the sums that it takes before its tasks read them.
+
+    Args:
+      stage: a stage on its devices.
+      cut: the tasks of all stages.
+      crossings: values of microbatches that are added up.
+    """
+    updates = [
+        task
+        for task in cut.of_stage(stage.program.stage)
+        if task.key.phase is Phase.UPDATE
+    ]
+    readers = Counter(v for task in updates for v, _ in task.inputs)
+    due = stage.settled.assignment.due
+    early = frozenset(
+        value
+        for value, count in readers.items()
+        if count > 1 and value in crossings and due(value) is not None
+    )
+    handed = frozenset(
+        value for task in updates for value in task.outputs if due(value) is not None
+    )
+    return dataclasses.replace(stage, early=early, handed=handed)

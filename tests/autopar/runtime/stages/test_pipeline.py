@@ -1,7 +1,6 @@
 """Steps in stages train as on one device, under every schedule."""
 
 import dataclasses
-import json
 import math
 
 import jax
@@ -26,7 +25,6 @@ from stage_cases import (
 
 import autopar
 from autopar.errors import PlanError, StageError
-from autopar.runtime.stages.recording import Recorder, trace_text
 from autopar_passes.stages.cut import Phase
 
 # Of float32 in sums of another order.
@@ -141,31 +139,30 @@ def test_without_donation_the_state_stays_valid():
     assert distance(one, two) == 0
 
 
+class Issued:
+    """Keeps the tasks that are issued, in order."""
+
+    def __init__(self):
+        self.keys = []
+
+    def now(self):
+        return 0.0
+
+    def issued(self, key, *about):
+        self.keys.append(key)
+
+
 def test_first_stages_hold_more_activations_under_1f1b():
     step, state = staged(stages=4, microbatches=8)
     state, _ = step(state, batch())
     pipeline = step.prepare(state, batch()).pipeline
-    pipeline.recorder = Recorder()
+    pipeline.recorder = Issued()
     step(state, batch())
-    ran = pipeline.recorder.finished()
     for stage in range(4):
-        own = [r for r in ran if r.key.stage == stage]
-        order = [r.key.phase for r in own if r.key.phase is not Phase.UPDATE]
+        own = [key for key in pipeline.recorder.keys if key.stage == stage]
+        order = [key.phase for key in own if key.phase is not Phase.UPDATE]
         alive = np.cumsum([1 if p is Phase.FORWARD else -1 for p in order])
         assert max(alive) == 4 - stage
-        assert all(r.begin_s <= r.end_s for r in own)
-
-
-def test_what_ran_is_a_trace_that_perfetto_reads():
-    step, state = staged()
-    state, _ = step(state, batch())
-    pipeline = step.prepare(state, batch()).pipeline
-    pipeline.recorder = Recorder()
-    jax.block_until_ready(step(state, batch()))
-    events = json.loads(trace_text(pipeline.recorder.finished()))["traceEvents"]
-    tasks = [e for e in events if e["ph"] == "X"]
-    assert len([e for e in tasks if e["name"].startswith("forward")]) == 2 * 4
-    assert {e["tid"] for e in tasks} == {0, 1}
 
 
 def test_a_stage_that_fails_names_itself_and_changes_nothing():
@@ -244,7 +241,7 @@ def test_options_of_the_calling_thread_hold_in_every_stage():
         ({"stages": 3}, "equal slices"),
         ({"stages": 0}, "stages=0"),
         ({"stages": True}, "stages=True"),
-        ({"stages": 2, "schedule": "dualpipe"}, "there are gpipe"),
+        ({"stages": 2, "schedule": "dualpipe"}, "expected .gpipe"),
         ({"stages": None, "schedule": "gpipe"}, "say stages="),
         ({"stages": 2, "microbatches": 3}, "3 does not divide"),
         ({"stages": 4, "schedule": "interleaved"}, "8 parts"),
