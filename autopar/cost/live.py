@@ -39,6 +39,7 @@ import numpy as np
 
 from autopar.cluster.specs import DeviceSpec
 from autopar.cost.buffers import buffers
+from autopar.cost.heap import lost_bytes
 from autopar.cost.local import BUFFER_KINDS, Buffer, local_bytes
 from autopar.cost.on_chip import on_chip, room_bytes
 from autopar.layouts.assignment import Assignment
@@ -47,6 +48,7 @@ from autopar.steps.lifetimes import PLAIN, Habits, Lifetimes
 from autopar_passes.graph.operators import GraphInput
 
 OVERHEAD = "compiler's overhead"
+LOST = "between arrays"
 WORK_SPACE = "products' work space"
 SUMS = "sums over microbatches"
 
@@ -61,6 +63,7 @@ _GPU = Habits(
     # GetSchedulerMemoryLimit, ``xla/service/gpu/gpu_hlo_schedule.cc``: 0.8 of the
     # memory, of which presets give 0.9, less the inputs, times a "slop factor".
     room=(0.8 / 0.9, 0.95),
+    placed=True,
 )
 # Read from optimised programs and buffer assignments (jaxlib 0.10.2).
 _CPU = Habits(breadth_first=True, widens=True)
@@ -127,6 +130,7 @@ class Live:
         it up where memory is short.
       room_bytes: bytes beside the inputs beyond which it does that, before these are
         taken off.
+      placed: whether what is lost between arrays counts (`autopar.cost.heap`).
     """
 
     values: np.ndarray
@@ -143,6 +147,7 @@ class Live:
     rest_part: float
     gaps: np.ndarray
     room_bytes: float
+    placed: bool
 
     def bytes_at(self, rows: float = 1.0, accumulation: int = 1) -> np.ndarray:
         """Bytes of each array, ``[arrays]``, at another batch or accumulation.
@@ -170,11 +175,18 @@ class Live:
         """Bytes beside what is held at each time, with what the compiler gives up."""
         whole = self.factor * self._usage(nbytes, ~self._on_chip(nbytes))
         whole += self.workspace_bytes
-        room = self.room_bytes - self.rest_part * float(nbytes[: self.held].sum())
+        room = self._room(nbytes)
         if whole.max() <= room:
             return whole
         least = whole - self.factor * self._given_up(nbytes)
         return np.maximum(np.minimum(whole, room), least)
+
+    def _room(self, nbytes: np.ndarray) -> float:
+        """Bytes beside what is held beyond which the compiler gives arrays up."""
+        return self.room_bytes - self.rest_part * float(nbytes[: self.held].sum())
+
+    def _is_short(self, nbytes: np.ndarray, beside: np.ndarray) -> bool:
+        return bool(beside.max() >= self._room(nbytes))
 
     def _given_up(self, nbytes: np.ndarray) -> np.ndarray:
         """Bytes at each time that the compiler may give up, ``[length]``."""
@@ -186,8 +198,22 @@ class Live:
         return np.cumsum(change)[: self.length]
 
     def peak_bytes(self, rows: float = 1.0, accumulation: int = 1) -> float:
-        """Most bytes in the memory of the device at once."""
-        return float(self.timeline(rows, accumulation).max())
+        """Bytes of the device that the step needs.
+
+        The most that is there at once, with what is lost between the arrays where
+        nothing is given up for room.
+        """
+        nbytes = self.bytes_at(rows, accumulation)
+        beside = self._beside(nbytes)
+        peak = float(nbytes[: self.held].sum()) + float(beside.max())
+        return peak + self._lost(nbytes, beside)
+
+    def _lost(self, nbytes: np.ndarray, beside: np.ndarray) -> float:
+        """Bytes between arrays, where nothing is given up for room."""
+        if not self.placed or self._is_short(nbytes, beside):
+            return 0.0
+        off = ~self._on_chip(nbytes)
+        return lost_bytes(self.first[off], self.last[off], nbytes[off])
 
     def held_bytes(self) -> dict[str, float]:
         """Bytes of the inputs by role."""
@@ -218,6 +244,7 @@ class Live:
             out[self.kinds[k]] += float(nbytes[k])
         out[OVERHEAD] = (self.factor - 1.0) * float(nbytes[there].sum())
         out[WORK_SPACE] = self.workspace_bytes
+        out[LOST] = self._lost(nbytes, beside)
         return {kind: nbytes for kind, nbytes in out.items() if nbytes}
 
     def _usage(self, nbytes: np.ndarray, chosen: np.ndarray) -> np.ndarray:
@@ -289,6 +316,7 @@ def live(
         rest,
         np.array(gaps, dtype=int).reshape(-1, 3),
         room,
+        life.placed,
     )
 
 

@@ -327,6 +327,7 @@ class Analysis:
                 on_chip_bytes=habits.on_chip_bytes,
                 tiled=habits.tiled,
                 joined_sums=habits.joined_sums,
+                placed=habits.placed,
                 widens=habits.widens,
                 widened=widened(self.graph) if habits.widens else known.widened,
                 rounded=self.rounded if habits.rounds else known.rounded,

@@ -48,6 +48,7 @@ class Lifetimes:
         (`autopar.steps.fusion.spread`).
       gaps: the times between which results are not there where memory is short.
       room: as in `Habits`.
+      placed: as in `Habits`.
       factor: on the peak of the buffers, beside that of the device.
       replacing: the gradients that updates wait for, where parameters are copied
         that may be read later.
@@ -72,6 +73,7 @@ class Lifetimes:
     replacing: Replacing = NONE
     gaps: Mapping[int, tuple[Gap, ...]] = dataclasses.field(default_factory=dict)
     room: tuple[float, float] = (0.0, 0.0)
+    placed: bool = False
     factor: float = 1.0
 
     def starts(self, op: Operator, value: int) -> int:
@@ -121,6 +123,7 @@ class Habits:
       rounds: whether products of float32 read bfloat16 (`autopar.steps.rounding`).
       room: the part of a device's memory, and of what the inputs leave of that, beyond
         which results are given up for a while (`gaps`); 0: they never are.
+      placed: whether what is lost between buffers counts (`autopar.cost.heap`).
     """
 
     breadth_first: bool = False
@@ -136,6 +139,7 @@ class Habits:
     late_gradients: float = 0.0
     workspace_bytes: int = 0
     room: tuple[float, float] = (0.0, 0.0)
+    placed: bool = False
 
 
 PLAIN = Habits()
