@@ -23,7 +23,8 @@ from autopar.planner.options import PlanOptions
 from autopar.plans import Plan
 from autopar.plans.schema import NEAR_LIMIT
 from autopar.reports.units import bytes_text
-from autopar.runtime.planned import abstract_mesh, planned_step
+from autopar.runtime.meshes import abstract_mesh
+from autopar.runtime.planned import planned_step
 from autopar.steps.analysis import Analysis
 
 # Plans that are tried, each with less memory than the one before.
