@@ -17,9 +17,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from autopar.compression.chunking import own_part, own_shape
 from autopar.compression.codecs.blocks import materialised
-from autopar.compression.encoding import EncodedGroup, Entry, encoded
+from autopar.compression.encoding import (
+    EncodedGroup,
+    Entry,
+    encoded,
+    own_part,
+    own_shape,
+)
 from autopar.compression.exchange import Links
 from autopar.compression.feedback import next_residuals, with_residual
 from autopar.compression.gradient import Gradient, State, check_gradient

@@ -20,7 +20,7 @@ from autopar.planner.candidate import Candidate, candidate_of, choices_of
 from autopar.planner.hints import pin_restriction
 from autopar.planner.problem import Formulation, Restriction, formulate
 from autopar.planner.record import assignment_of, restore
-from autopar.planner.replica_sites import on_replica, slowest_of
+from autopar.planner.replicas import on_replica, slowest_of
 from autopar.planner.search import plan_mesh
 from autopar.planner.solving import solve_mesh
 from autopar.plans import Plan, Spec

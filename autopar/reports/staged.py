@@ -12,7 +12,7 @@ from autopar.cost.reassociation import compiled_traffic
 from autopar.cost.traffic import joined
 from autopar.planner.record import assignment_of
 from autopar.planner.stages.entry import cut_as
-from autopar.planner.stages.sites import one_stage, stage_pricers
+from autopar.planner.stages.placement import one_stage, stage_pricers
 from autopar.planner.stages.stage_costs import link_bytes
 from autopar.plans import Plan
 from autopar.reports.attribution import Part, attributed, step_of

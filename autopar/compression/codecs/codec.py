@@ -218,7 +218,7 @@ class Codec(abc.ABC):
         """Elements of a chunk that are sent by themselves, whatever is beside them.
 
         Gradients of whole units are encoded side by side
-        (`autopar.compression.joining`); the state of such a codec is one array of a
+        (`autopar.compression.encoding`); the state of such a codec is one array of a
         chunk's elements, or nothing. Default: 0, the gradient is one whole.
         """
         return 0

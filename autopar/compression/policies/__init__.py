@@ -6,17 +6,15 @@
 """
 
 from autopar.compression.policies.accordion import Accordion
-from autopar.compression.policies.across import AcrossFamilies
+from autopar.compression.policies.choosing import AcrossFamilies, LGreCo
 from autopar.compression.policies.dct import Dct
-from autopar.compression.policies.gravac import GraVAC
-from autopar.compression.policies.lgreco import LGreCo
+from autopar.compression.policies.gravac import GraVAC, topk_levels
 from autopar.compression.policies.probe import (
     QUANTISERS,
     Probe,
     powersgd_family,
     topk_family,
 )
-from autopar.compression.policies.topk import topk_levels
 from autopar.compression.policies.warm_up import WarmUp
 
 __all__ = [

@@ -37,12 +37,11 @@ from autopar.compression.policies.policy import (
     Saving,
 )
 from autopar.compression.policies.signals import (
+    Remembering,
     canonical,
     changes,
     check_count,
     managed,
-    restore,
-    saved,
 )
 from autopar_errors import InputError
 
@@ -71,7 +70,7 @@ class AccordionState:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Accordion:
+class Accordion(Remembering):
     """See the module.
 
     Attributes:
@@ -154,18 +153,6 @@ class Accordion:
             for key, track in self.state.tracks.items()
             for name in self.state.members[key]
         }
-
-    def state_dict(self) -> dict[str, Any]:
-        """The state as JSON values."""
-        return saved(self.state)
-
-    def load_state_dict(self, values: Mapping[str, Any]) -> None:
-        """Goes on from a saved state.
-
-        Raises:
-          InputError: it is that of another policy.
-        """
-        restore(self.state, values, "Accordion")
 
     def _codec(self, track: Track) -> str:
         return self.low if track["critical"] else self.high

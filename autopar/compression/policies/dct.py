@@ -10,17 +10,16 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from autopar.compression.policies.policy import Observation
 from autopar.compression.policies.signals import (
+    Remembering,
     canonical,
     changes,
     check_count,
     check_share,
     managed,
-    restore,
-    saved,
 )
 from autopar_errors import InputError
 
@@ -39,7 +38,7 @@ class DctState:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Dct:
+class Dct(Remembering):
     """See the module.
 
     Attributes:
@@ -94,18 +93,6 @@ class Dct:
                 state.doublings[name] += 1
                 state.below[name] = 0
         return changes({n: self._codec(n) for n in state.doublings}, seen.gradients)
-
-    def state_dict(self) -> dict[str, Any]:
-        """The state as JSON values."""
-        return saved(self.state)
-
-    def load_state_dict(self, values: Mapping[str, Any]) -> None:
-        """Goes on from a saved state.
-
-        Raises:
-          InputError: it is that of another policy.
-        """
-        restore(self.state, values, "Dct")
 
     def _share(self, name: str) -> float:
         return min(self.most, self.ratio * 2 ** self.state.doublings[name])

@@ -32,29 +32,53 @@ to be worse is tried less often the worse it was: so that trying it costs no mor
 this part of all progress, as far as it was measured. A level that stays is then
 compared in each of its windows, and not only when it has been reached.
 
-With ``rate``, a learning rate that falls with the steps, throughput counts for each
-step a price beside its seconds (`autopar.compression.policies.price`).
-
 The published code compresses each gradient twice, by the level in use and by the
 first, to be able to fall back within a step: `autopar.compression.fallback` does
 that. This policy looks at the telemetry of the level in use alone.
 
 To climb saves time, and may be put off (`Saving`). The gain of the level in use is
 watched meanwhile. To go down may not.
+
+With ``rate``, a learning rate that falls with the steps, throughput counts for each
+step a price beside its seconds. Schedules count steps, so a step at a large rate is
+spent once. With ``gain`` the part of a dense step's progress that a level makes,
+``pace`` its seconds of a step, and ``rate`` the learning rate, a training that ends at
+step K has made::
+
+    progress = sum over steps k of rate(k) gain(k)        in    sum of pace(k)  seconds
+
+For the least seconds for some progress, each step takes the level with the largest
+``worth rate(k) gain - pace``, ``worth`` being the seconds that are paid for a unit of
+progress. Where K is free, the last step breaks even, so that with ``best`` the largest
+``gain / pace`` of a level::
+
+    worth = 1 / (rate(K) best)                            (Pontryagin's principle)
+    price = max over levels of  gain falls / best - pace,   falls = rate(k) / rate(K)
+
+The level that is then largest is that with the largest ``gain / (pace + price)``: the
+steps left are worth ``price`` seconds each. With a rate that stays it is 0, and levels
+are compared by progress per second. Where it falls levels with a larger gain are worth
+their slower steps, for the rate at which the rest would have to be caught up is small.
+
+The gain ``signal-updates`` needs the second moments of whole gradients. Adam divides by
+the root of ``v``, a running mean of the squares of what arrived, which forgets over ``1
+/ (1 - b2)`` steps. After a change of codec that is still the ``v`` of the codec before.
+A codec that keeps more waiting sends little at first: measured by its own square that
+little looks like large updates, measured by ``v`` it is little. The other way round,
+what bursts out of the residuals is measured by a small ``v``.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
-from autopar.compression.policies.moments import Moments, remembered
-from autopar.compression.policies.policy import Observation, Saving
-from autopar.compression.policies.price import check_rate, falls_by, step_price_s
+from autopar.compression.policies.policy import GradientReport, Observation, Saving
 from autopar.compression.policies.signals import (
     DENSE,
+    Remembering,
     canonical,
     changes,
     check_count,
@@ -62,14 +86,134 @@ from autopar.compression.policies.signals import (
     managed,
     norms,
     restore,
-    saved,
     signal,
     signal_updates,
     squared_norms,
     updates,
 )
-from autopar.compression.policies.topk import TEN_TO_THOUSAND
-from autopar_errors import InputError
+from autopar_errors import InputError, check_type
+
+Stepping = Literal["geometric", "exponential"]
+
+TEN_TO_THOUSAND = ("topk:ratio=0.1", "topk:ratio=0.01", "topk:ratio=0.001")
+"""Factors 10, 100 and 1000, the range of the paper's top-k."""
+
+
+def topk_levels(
+    least: float = 10.0,
+    most: float = 1000.0,
+    factor: float = 10.0,
+    stepping: Stepping = "geometric",
+) -> tuple[str, ...]:
+    """Levels of top-k from one compression factor to another.
+
+    Args:
+      least: the first factor, elements by elements sent.
+      most: the last one.
+      factor: by what the first step multiplies.
+      stepping: whether all steps multiply by it, or each by the square of what the
+        one before multiplied by.
+
+    >>> topk_levels(10, 1000)
+    ('topk:ratio=0.1', 'topk', 'topk:ratio=0.001')
+    >>> topk_levels(10, 1000, 2, "exponential")
+    ('topk:ratio=0.1', 'topk:ratio=0.05', 'topk:ratio=0.0125', 'topk:ratio=0.001')
+    """
+    for name, given in (("least", least), ("most", most), ("factor", factor)):
+        check_type(f"topk_levels: {name}", given, (int, float), "a number, such as 10")
+    if not (1.0 <= least <= most and factor > 1.0):
+        raise InputError(
+            "topk_levels: needs 1 <= least <= most and factor > 1, got least="
+            f"{least}, most={most}, factor={factor}."
+        )
+    if stepping not in ("geometric", "exponential"):
+        raise InputError(
+            f"topk_levels: stepping must be geometric or exponential, got {stepping!r}."
+        )
+    factors = [least]
+    while factors[-1] < most:
+        factors.append(min(factors[-1] * factor, most))
+        factor = factor**2 if stepping == "exponential" else factor
+    return tuple(canonical(f"topk:ratio={1.0 / f:.6g}") for f in factors)
+
+
+def check_rate(rate: Callable[[int], Any], steps: int) -> None:
+    """Raises `InputError` unless the rate of the last step is positive."""
+    if steps < 1:
+        raise InputError(
+            f"GraVAC: rate needs the number of steps it is for, got steps={steps}; "
+            "say steps=10_000 for a training that may end after so many."
+        )
+    last = float(rate(steps))
+    if not (math.isfinite(last) and last > 0.0):
+        raise InputError(
+            f"GraVAC: rate({steps}) must be positive, got {last}. Steps at "
+            "a rate of 0 make no progress; state a smaller number of steps, by which "
+            "the training may have reached what it is for."
+        )
+
+
+def falls_by(rate: Callable[[int], Any], step: int, steps: int) -> float:
+    """The rate of a step over that of the last one, at least 1.
+
+    >>> falls_by(lambda k: 1.0 / (1 + k), 1, 9)
+    5.0
+    """
+    return max(1.0, float(rate(min(step, steps))) / float(rate(steps)))
+
+
+def step_price_s(levels: Sequence[tuple[float, float]], falls: float) -> float:
+    """What a step is worth beside its own seconds; see the module.
+
+    Args:
+      levels: the gain and the seconds of a step of each.
+      falls: rate of this step over that of the last one.
+
+    >>> step_price_s([(0.9, 3.0), (0.6, 1.0)], 1.0)
+    0.0
+    >>> step_price_s([(0.9, 3.0), (0.6, 1.0)], 4.0)
+    3.0
+    """
+    best = max((gain / pace for gain, pace in levels), default=0.0)
+    if best <= 0.0:
+        return 0.0
+    return max(0.0, *(gain * falls / best - pace for gain, pace in levels))
+
+
+Moments = dict[str, list[float]]
+"""By gradient: running means of the squares sent, and of the dense ones, and how much
+of a mean they are yet (Kingma and Ba, arXiv 1412.6980, section 3)."""
+
+
+def remembered(
+    moments: Moments, reports: Mapping[str, GradientReport], b2: float
+) -> list[GradientReport]:
+    """Reports whose squares are the second moments of now.
+
+    Args:
+      moments: of the observations before; this one is added.
+      reports: by gradient; those without a signal stay as they are.
+      b2: what the moments keep from one observation to the next.
+    """
+    return [_remembered(moments, n, report, b2) for n, report in reports.items()]
+
+
+def _remembered(
+    moments: Moments, name: str, report: GradientReport, b2: float
+) -> GradientReport:
+    found = report.signal
+    if found is None:
+        return report
+    new = (found.sent_square, found.dense_square, 1.0)
+    old = moments.get(name, [0.0, 0.0, 0.0])
+    kept = [b2 * a + (1.0 - b2) * b for a, b in zip(old, new, strict=True)]
+    moments[name] = kept
+    sent, dense, weight = kept
+    signal = dataclasses.replace(
+        found, sent_square=sent / weight, dense_square=dense / weight
+    )
+    return dataclasses.replace(report, signal=signal)
+
 
 GainOf = Literal["norms", "energy", "updates", "signal", "signal-updates"]
 
@@ -114,7 +258,7 @@ class GraVACState:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class GraVAC:
+class GraVAC(Remembering):
     """See the module.
 
     Attributes:
@@ -232,10 +376,6 @@ class GraVAC:
         """Whether all that changes is of a level below."""
         below = {DENSE, *self.levels[: max(0, self.state.level)]}
         return all(seen.gradients[name].codec in below for name in wish)
-
-    def state_dict(self) -> dict[str, Any]:
-        """The state as JSON values."""
-        return saved(self.state)
 
     def load_state_dict(self, values: Mapping[str, Any]) -> None:
         """Goes on from a saved state.

@@ -1,7 +1,6 @@
 """Helps policies to pick gradients, to read what was sent, and to keep a state.
 
-A policy is a frozen dataclass of options with one small state, a dataclass of
-JSON values that `saved` turns into a dict and `restore` fills again.
+A policy is a frozen dataclass of options with one small state (`Remembering`).
 """
 
 from __future__ import annotations
@@ -139,13 +138,30 @@ def check_share(where: str, **shares: float) -> None:
             raise InputError(f"{where}: {name} must be from 0 to 1, got {value}.")
 
 
-def saved(state: Any) -> dict[str, Any]:
-    """A policy's state as JSON values."""
-    return dataclasses.asdict(state)
+class Remembering:
+    """A policy with a state that is saved and restored.
+
+    Attributes:
+      state: what it remembers, a dataclass of JSON values.
+    """
+
+    state: Any
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state as JSON values."""
+        return dataclasses.asdict(self.state)
+
+    def load_state_dict(self, values: Mapping[str, Any]) -> None:
+        """Goes on from a saved state.
+
+        Raises:
+          InputError: it is that of another policy.
+        """
+        restore(self.state, values, type(self).__name__)
 
 
 def restore(state: Any, values: Mapping[str, Any], where: str) -> None:
-    """Fills a policy's state with what `saved` returned.
+    """Fills a policy's state with what `Remembering.state_dict` returned.
 
     Raises:
       InputError: it was saved by another policy.

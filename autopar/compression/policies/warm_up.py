@@ -26,7 +26,6 @@ from autopar.compression.policies.signals import (
     check_count,
     managed,
     restore,
-    saved,
 )
 
 
@@ -109,7 +108,7 @@ class WarmUp:
 
     def state_dict(self) -> dict[str, Any]:
         """The state as JSON values, that of ``then`` included if it has one."""
-        return {"warm_up": saved(self.state), "then": _saved_of(self.then)}
+        return {"warm_up": dataclasses.asdict(self.state), "then": _saved_of(self.then)}
 
     def load_state_dict(self, values: Mapping[str, Any]) -> None:
         """Goes on from a saved state.

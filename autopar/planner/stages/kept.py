@@ -13,7 +13,7 @@ from autopar.planner.options import PlanOptions
 from autopar.planner.record import GIVEN, assignment_of
 from autopar.planner.search import given
 from autopar.planner.stages.entry import cut_as
-from autopar.planner.stages.sites import one_stage, stage_pricers
+from autopar.planner.stages.placement import one_stage, stage_pricers
 from autopar.planner.stages.stage_search import StageSite, check_matches, own_pins
 from autopar.planner.stages.staged import Wanted, kept_plan, schedule_of
 from autopar.plans import Plan

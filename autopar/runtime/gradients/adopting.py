@@ -20,7 +20,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 
 from autopar.cost.pricer import Pricer
-from autopar.planner.stages.sites import stage_pricers
+from autopar.planner.stages.placement import stage_pricers
 from autopar.plans import Plan
 from autopar.reports.gradients import codec_rows
 

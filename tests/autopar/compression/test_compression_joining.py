@@ -12,11 +12,11 @@ import pytest
 
 from autopar.compression import encoding as module
 from autopar.compression.codecs.registry import parse_codec
+from autopar.compression.encoding import LARGEST, MOST, Piece, grouped
 from autopar.compression.exchange import MeshLinks
 from autopar.compression.fallback import Alone
 from autopar.compression.feedback import Feedback
 from autopar.compression.gradient import Gradient, init_state
-from autopar.compression.joining import LARGEST, MOST, Piece, grouped
 from autopar.compression.synchronise import NON_FINITE, synchronise
 
 N = 4

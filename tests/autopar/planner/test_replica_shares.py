@@ -13,8 +13,7 @@ import pytest
 import autopar
 from autopar.cluster import Cluster
 from autopar.errors import InfeasibleError, PlanError
-from autopar.planner.replica_sites import sites_of
-from autopar.planner.replicas import best_shares
+from autopar.planner.replicas import best_shares, sites_of
 
 MIXED = "1x2:cpu+1x2:cpu,efficiency=0.1"
 

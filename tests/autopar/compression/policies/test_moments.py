@@ -7,7 +7,7 @@ import json
 import pytest
 
 from autopar.compression.policies import GraVAC
-from autopar.compression.policies.moments import Moments, remembered
+from autopar.compression.policies.gravac import Moments, remembered
 from autopar.compression.policies.policy import GradientReport, Observation, Signal
 
 

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from autopar.compression.policies import GraVAC
+from autopar.compression.policies.gravac import falls_by, step_price_s
 from autopar.compression.policies.policy import GradientReport, Observation, Signal
-from autopar.compression.policies.price import falls_by, step_price_s
 
 LEVELS = ("topk:ratio=0.1", "topk")
 GAINS: dict[str, float] = dict(zip(LEVELS, (1.0, 0.6), strict=True))

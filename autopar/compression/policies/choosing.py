@@ -1,0 +1,337 @@
+"""Policies that choose codecs by measured errors: L-GreCo, and across all families.
+
+L-GreCo gives the least bytes with no more error than one codec makes for all layers
+(Alimohammadi et al., "L-GreCo: Layerwise-adaptive gradient compression for efficient
+data-parallel deep learning", MLSys 2024, arXiv 2210.17357): of one family, each layer
+gets the parameter with which the bytes are least, while the errors, summed over the
+layers, are not more than those of a reference (see `autopar_solver.selection.lgreco`).
+The published code averages the gradients of the last steps before it encodes them;
+here it is the gradient of one step with the residual, which holds what the steps
+before have not sent.
+
+Across families seconds are minimised, and errors are counted as the optimizer does.
+With ``r`` the relative error of a gradient::
+
+    minimise    sum bytes / bandwidth + rounds latency + elements encode_s
+    subject to  sum w r^2 <= budget^2 sum w
+
+with ``w`` its number of elements for Adam, which divides each element by the root
+of its mean square so that all weigh the same, and its squared norm for SGD.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar, Literal
+
+import numpy as np
+
+from autopar.compression.policies.policy import (
+    Choice,
+    GradientReport,
+    MeasuredErrors,
+    Observation,
+    Saving,
+)
+from autopar.compression.policies.probe import (
+    QUANTISERS,
+    powersgd_family,
+    topk_family,
+)
+from autopar.compression.policies.signals import (
+    DENSE,
+    Remembering,
+    canonical,
+    changes,
+    check_count,
+)
+from autopar_errors import InputError
+from autopar_solver import CodecSelection, LGreCoProblem, solve_lgreco, solve_selection
+
+Chooser = Callable[[Mapping[str, MeasuredErrors]], Mapping[str, str]]
+Reports = Mapping[str, GradientReport]
+# Whether the codecs in use lose no more than the policy allows.
+Judge = Callable[[Mapping[str, MeasuredErrors], Reports], bool]
+
+# Part of a budget by which sums in another order may differ.
+ROUNDING = 1e-9
+
+
+@dataclasses.dataclass(slots=True)
+class ChoiceState:
+    """The memory of a policy that chooses, between observations.
+
+    Attributes:
+      codecs: those of the last choice; empty before.
+    """
+
+    codecs: dict[str, str] = dataclasses.field(default_factory=dict[str, str])
+
+
+def set_codecs(policy: Any, reference: str, options: Sequence[str]) -> None:
+    """Writes a policy's codecs as the reports do."""
+    if not options:
+        raise InputError(f"{type(policy).__name__}: needs at least one option.")
+    object.__setattr__(policy, "reference", canonical(reference))
+    object.__setattr__(policy, "options", tuple(canonical(text) for text in options))
+
+
+def with_codec(
+    measured: Mapping[str, MeasuredErrors], must: str
+) -> tuple[list[str], list[MeasuredErrors]]:
+    """The gradients that a codec can be used for, by name."""
+    names = [
+        name
+        for name in sorted(measured)
+        if any(choice.text == must for choice in measured[name].choices)
+    ]
+    return names, [measured[name] for name in names]
+
+
+def error_in_use(measured: MeasuredErrors, report: GradientReport) -> float:
+    """The relative error of the codec in use, as probed if it was."""
+    found = (c.error for c in measured.choices if c.text == report.codec)
+    return next(found, report.relative_error)
+
+
+def observed(
+    state: ChoiceState, choose: Chooser, within: Judge, seen: Observation
+) -> Mapping[str, str] | None:
+    """Chooses anew where something was measured; says what differs.
+
+    What differs is to save time unless the codecs in use lose too much.
+
+    Args:
+      state: of the policy.
+      choose: the codecs for what was measured.
+      within: whether those in use lose no more than the policy allows.
+      seen: the observation.
+    """
+    if not seen.finite:
+        return None
+    known = {n: found for n, found in seen.measured.items() if n in seen.gradients}
+    if known:
+        state.codecs.update(choose(known))
+    wish = changes(state.codecs, seen.gradients)
+    if wish is None or (known and not within(known, seen.gradients)):
+        return wish
+    return Saving(wish)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LGreCo(Remembering):
+    """See the module.
+
+    Attributes:
+      reference: codec whose error, summed over the layers, is the budget.
+      options: codecs to choose from, beside the reference; default: ranks from
+        half to twice four.
+      every: steps between choices.
+      alpha: budget as a multiple of the reference's error.
+      horizon: steps for which a choice stays, if more than ``every``.
+      state: what it remembers.
+    """
+
+    often: ClassVar[bool] = True
+
+    reference: str = "powersgd"
+    options: tuple[str, ...] = powersgd_family(4)
+    every: int = 100
+    alpha: float = 1.0
+    horizon: int = 0
+    state: ChoiceState = dataclasses.field(
+        default_factory=ChoiceState, init=False, compare=False
+    )
+
+    def __post_init__(self) -> None:
+        """Checks the options."""
+        set_codecs(self, self.reference, self.options)
+        check_count("LGreCo", every=self.every)
+        if not 0 < self.alpha < math.inf:
+            raise InputError(f"LGreCo: alpha must be positive, got {self.alpha}.")
+
+    @property
+    def probes(self) -> tuple[str, ...]:
+        """See `autopar.compression.policies.policy.ProbingPolicy`."""
+        return tuple(dict.fromkeys((self.reference, *self.options)))
+
+    def choose(self, measured: Mapping[str, MeasuredErrors]) -> Mapping[str, str]:
+        """The codecs for gradients of which this was measured.
+
+        Left out are those for which the reference cannot be used, and all where
+        rounding leaves no choice within the budget.
+        """
+        names, found = with_codec(measured, self.reference)
+        if not names:
+            return {}
+        problem = LGreCoProblem(
+            error=tuple(
+                np.array([m.norm * choice.error for choice in m.choices]) for m in found
+            ),
+            size=tuple(np.array([c.wire_bytes for c in m.choices]) for m in found),
+            reference=tuple(
+                [c.text for c in m.choices].index(self.reference) for m in found
+            ),
+            alpha=self.alpha,
+        )
+        picked = solve_lgreco(problem).choices
+        chosen = zip(names, found, picked, strict=True) if picked else ()
+        return {name: m.choices[choice].text for name, m, choice in chosen}
+
+    def observe(self, seen: Observation) -> Mapping[str, str] | None:
+        """See `autopar.compression.policies.policy.Policy`."""
+        return observed(self.state, self.choose, self._within, seen)
+
+    def _within(self, measured: Mapping[str, MeasuredErrors], reports: Reports) -> bool:
+        """Whether the codecs in use lose no more than the reference would."""
+        names, found = with_codec(measured, self.reference)
+        lost = math.fsum(
+            m.norm * error_in_use(m, reports[name])
+            for name, m in zip(names, found, strict=True)
+        )
+        budget = self.alpha * math.fsum(
+            m.norm * choice.error
+            for m in found
+            for choice in m.choices
+            if choice.text == self.reference
+        )
+        return lost <= budget * (1.0 + ROUNDING)
+
+
+Optimizer = Literal["adam", "sgd"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AcrossFamilies(Remembering):
+    """See the module.
+
+    Attributes:
+      bandwidth_bytes_per_s: of the link of one device.
+      latency_s: of a round of communication.
+      options: codecs to choose from; dense is always one.
+      budget: the largest relative error of all gradients together, in the
+        optimizer's metric; None: that of the reference.
+      reference: codec that defines the budget.
+      optimizer: whose metric counts.
+      encode_s_per_element: by name of a codec, seconds to encode and decode an
+        element; those not named take none.
+      every: steps between choices.
+      horizon: steps for which a choice stays, if more than ``every``.
+      state: what it remembers.
+    """
+
+    often: ClassVar[bool] = True
+
+    bandwidth_bytes_per_s: float
+    latency_s: float = 0.0
+    options: tuple[str, ...] = (*QUANTISERS, *powersgd_family(4), *topk_family())
+    budget: float | None = None
+    reference: str = "int4"
+    optimizer: Optimizer = "adam"
+    encode_s_per_element: Mapping[str, float] = dataclasses.field(
+        default_factory=dict[str, float]
+    )
+    every: int = 100
+    horizon: int = 0
+    state: ChoiceState = dataclasses.field(
+        default_factory=ChoiceState, init=False, compare=False
+    )
+
+    def __post_init__(self) -> None:
+        """Checks the options."""
+        set_codecs(self, self.reference, self.options)
+        check_count("AcrossFamilies", every=self.every)
+        if not (self.bandwidth_bytes_per_s > 0 and self.latency_s >= 0):
+            raise InputError(
+                "AcrossFamilies: bandwidth_bytes_per_s must be positive and latency_s "
+                f"not negative, got {self.bandwidth_bytes_per_s} and {self.latency_s}."
+            )
+        if self.budget is not None and not self.budget >= 0:
+            raise InputError(
+                f"AcrossFamilies: budget must not be negative, got {self.budget}."
+            )
+        if self.optimizer not in ("adam", "sgd"):
+            raise InputError(
+                "AcrossFamilies: optimizer must be adam or sgd, got "
+                f"{self.optimizer!r}."
+            )
+
+    @property
+    def probes(self) -> tuple[str, ...]:
+        """See `autopar.compression.policies.policy.ProbingPolicy`."""
+        return tuple(dict.fromkeys((DENSE, self.reference, *self.options)))
+
+    def choose(self, measured: Mapping[str, MeasuredErrors]) -> Mapping[str, str]:
+        """The codecs for gradients of which this was measured; see `LGreCo.choose`."""
+        names, every = with_codec(measured, DENSE)
+        if not names:
+            return {}
+        # The reference is one of the options only if it is listed.
+        allowed = {DENSE, *self.options}
+        found = [tuple(c for c in m.choices if c.text in allowed) for m in every]
+        parts = self._parts(every)
+        problem = CodecSelection(
+            wire_s=tuple(np.array([self._wire_s(c) for c in row]) for row in found),
+            local_s=tuple(
+                np.array([self._local_s(c, m.local_elements) for c in row])
+                for m, row in zip(every, found, strict=True)
+            ),
+            error=tuple(
+                np.array([part * choice.error**2 for choice in row])
+                for part, row in zip(parts, found, strict=True)
+            ),
+            ready_s=(0.0,) * len(names),
+            backward_s=0.0,
+            error_budget=self._budget(every, parts),
+        )
+        picked = solve_selection(problem).choices
+        return {
+            name: row[choice].text
+            for name, row, choice in zip(names, found, picked, strict=True)
+        }
+
+    def observe(self, seen: Observation) -> Mapping[str, str] | None:
+        """See `autopar.compression.policies.policy.Policy`."""
+        return observed(self.state, self.choose, self._within, seen)
+
+    def _within(self, measured: Mapping[str, MeasuredErrors], reports: Reports) -> bool:
+        """Whether the codecs in use lose no more than the budget."""
+        names, every = with_codec(measured, DENSE)
+        parts = self._parts(every)
+        lost = math.fsum(
+            part * error_in_use(m, reports[name]) ** 2
+            for part, name, m in zip(parts, names, every, strict=True)
+        )
+        return lost <= self._budget(every, parts) * (1.0 + ROUNDING)
+
+    def _parts(self, every: Sequence[MeasuredErrors]) -> list[float]:
+        """The weight of each gradient's squared error; they add up to 1."""
+        weights = [self._weight(m) for m in every]
+        total = math.fsum(weights) or 1.0
+        return [weight / total for weight in weights]
+
+    def _weight(self, measured: MeasuredErrors) -> float:
+        if self.optimizer == "adam":
+            return float(measured.elements)
+        return measured.norm**2
+
+    def _wire_s(self, choice: Choice) -> float:
+        moving = choice.wire_bytes / self.bandwidth_bytes_per_s
+        return moving + choice.rounds * self.latency_s
+
+    def _local_s(self, choice: Choice, elements: int) -> float:
+        name = choice.text.partition(":")[0]
+        return elements * self.encode_s_per_element.get(name, 0.0)
+
+    def _budget(self, every: Sequence[MeasuredErrors], parts: Sequence[float]) -> float:
+        """The largest sum of weighted squares."""
+        if self.budget is not None:
+            return self.budget**2
+        return math.fsum(
+            part * choice.error**2
+            for part, measured in zip(parts, every, strict=True)
+            for choice in measured.choices
+            if choice.text == self.reference
+        )
