@@ -3,12 +3,12 @@
     python benchmarks/call_overhead.py [--rounds 60] [--leaves 1 20 200 2000] [--write]
 
 A step of one stage and one microbatch runs beside ``jax.jit`` of the same function with
-the plan's shardings, which donates the same arguments. Both take turns of some calls
-each, on their own state. A turn's time is the median of its calls, in CPU microseconds
-of the calling thread. A round's overhead is the difference of its two turns; the table
-has the median over rounds, and the 95 % interval of 2,000 resamples. Arrays are small,
-so that a call is hardly more than its issue. The state is a dictionary, a Flax
-`TrainState` or an `nnx.State`, a batch a JAX array in its place or one of NumPy.
+the plan's shardings, which donates the same arguments. They take turns, call by call,
+each on its own state. A round's overhead is the difference of the medians of some
+calls of each, in CPU microseconds of the calling thread; the table has the median over
+rounds, and the 95 % interval of 2,000 resamples. Arrays are small, so that a call is
+hardly more than its issue. The state is a dictionary, a Flax `TrainState` or an
+`nnx.State`, a batch a JAX array in its place or one of NumPy.
 ``--write`` writes docs/data/call_overhead.json.
 """
 
@@ -98,14 +98,17 @@ def measured(kind: str, count: int, batch_of: str, rounds: int) -> dict[str, Any
     given: Any = jax.device_put(batch, rows) if batch_of == "in place" else batch
     runs: list[tuple[Step, list[Any]]] = [(planned, [mine]), (plain, [theirs])]
     calls = max(3, min(50, 20_000 // (count + 20)))
-    for function, held in runs:
-        turn(function, held, given, 5)
+    for function, held in 5 * runs:
+        called(function, held, given)
     found: list[list[float]] = [[], []]
-    for number in range(rounds):
-        order = (0, 1) if number % 2 == 0 else (1, 0)
-        for k in order:
-            function, held = runs[k]
-            found[k].append(turn(function, held, given, calls))
+    for _ in range(rounds):
+        spent: list[list[float]] = [[], []]
+        for number in range(calls):
+            for k in (0, 1) if number % 2 == 0 else (1, 0):
+                function, held = runs[k]
+                spent[k].append(called(function, held, given))
+        for own, times in zip(found, spent, strict=True):
+            own.append(statistics.median(times))
     extra = [a - b for a, b in zip(*found, strict=True)]
     low, high = interval(extra)
     return {
@@ -120,21 +123,16 @@ def measured(kind: str, count: int, batch_of: str, rounds: int) -> dict[str, Any
     }
 
 
-def turn(function: Step, held: list[Any], batch: Any, calls: int) -> float:
-    """The median of the CPU microseconds that the issue of a call takes.
+def called(function: Step, held: list[Any], batch: Any) -> float:
+    """The CPU microseconds of this thread that the issue of a call takes.
 
-    Each call is waited for before the next. The time is that of the calling thread, so
-    that what else runs on the machine is left out.
+    The call is waited for before the next. What else runs on the machine is left out.
     """
-    state = held[0]
-    spent: list[float] = []
-    for _ in range(calls):
-        begin = time.thread_time()
-        state = function(state, batch)
-        spent.append(time.thread_time() - begin)
-        jax.block_until_ready(state)
-    held[0] = state
-    return 1e6 * statistics.median(spent)
+    begin = time.thread_time()
+    held[0] = function(held[0], batch)
+    spent = time.thread_time() - begin
+    jax.block_until_ready(held[0])
+    return 1e6 * spent
 
 
 def cases(leaves: list[int]) -> Iterator[tuple[str, int, str]]:

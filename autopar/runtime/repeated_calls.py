@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 
 from autopar.runtime import placement
 from autopar.runtime.preparation import Running
@@ -32,6 +33,15 @@ class _Loose:
     position: int
     struct: jax.ShapeDtypeStruct
     sharding: Any
+
+    def fits(self, leaf: Any) -> bool:
+        """Whether another array has the same shape and dtype, and is alive."""
+        if type(leaf) is np.ndarray and not self.struct.weak_type:
+            kind = jax.dtypes.canonicalize_dtype(leaf.dtype)
+            return kind == self.struct.dtype and leaf.shape == self.struct.shape
+        if struct_of(leaf) != self.struct:
+            return False
+        return not (isinstance(leaf, jax.Array) and leaf.is_deleted())
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -110,9 +120,7 @@ class RepeatedCall:
         placed = list(given)
         for loose in self.loose:
             leaf = given[loose.position]
-            if struct_of(leaf) != loose.struct:
-                return None
-            if isinstance(leaf, jax.Array) and leaf.is_deleted():
+            if not loose.fits(leaf):
                 return None
             placed[loose.position] = placement.place(leaf, loose.sharding)
         return given, placed
