@@ -91,8 +91,10 @@ _IRREGULAR = frozenset(
     ]
 )
 # Nouns and verbs that look like participles.
-_NO_PARTICIPLES = {"bed", "embed", "exceed", "feed", "need", "proceed", "read", "run"}
-_NO_PARTICIPLES |= {"seed", "set", "split", "cut", "put", "speed", "spread"}
+_NO_PARTICIPLES = frozenset(
+    {"bed", "embed", "exceed", "feed", "need", "proceed", "read", "run"}
+    | {"seed", "set", "split", "cut", "put", "speed", "spread"}
+)
 
 
 @dataclasses.dataclass

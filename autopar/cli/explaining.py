@@ -15,7 +15,7 @@ from autopar.plans.specs import spec_text
 from autopar.reports.attribution import (
     WAYS,
     Part,
-    attributed,
+    attribute,
     part_lines,
     step_of,
 )
@@ -106,7 +106,7 @@ def _check_way(by: str | None, tensor: str | None) -> None:
 
 
 def _attributed(bound: BoundPlan, by: str, top: int, as_json: bool) -> Result:
-    parts = attributed(bound, by)
+    parts = attribute(bound, by)
     if not as_json:
         lines = [*summary_lines(bound.plan), "", *part_lines(parts, top)]
         return Result("\n".join(lines))

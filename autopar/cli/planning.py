@@ -16,7 +16,7 @@ from autopar.errors import PlanError
 from autopar.planner.options import PlanOptions
 from autopar.planner.proposals import recorded
 from autopar.plans import Plan
-from autopar.reports.attribution import LAYER, attributed
+from autopar.reports.attribution import LAYER, attribute
 from autopar.reports.explain import bind_plan, group_collectives
 from autopar.reports.gradients import codec_rows
 from autopar.reports.html import render_html
@@ -74,4 +74,4 @@ def _page(analysis: Analysis, found: Plan, cluster: Cluster) -> str:
     rows = group_collectives(bound, bound.collectives)
     rows += codec_rows(found.gradients, bound.pricer)
     ordered = sorted(rows, key=lambda row: -row.seconds)
-    return render_html(found, ordered, attributed(bound, LAYER))
+    return render_html(found, ordered, attribute(bound, LAYER))

@@ -147,7 +147,7 @@ class _Homes:
 
     def _accumulator(self, value: int, end: int) -> Buffer:
         """What the microbatches of a step add to, from the first of them on."""
-        held = self.assignment.stacked(value)
+        held = self.assignment.partial_layout(value)
         layout = self.assignment.home_layout(value) if held is None else held[1]
         return Buffer(value, self._bytes(value, layout), 0, end, "gradients")
 

@@ -54,7 +54,7 @@ def _between(assignment: Assignment) -> Iterator[Collective]:
 
 def _layout(assignment: Assignment, op: Operator, value: int) -> Layout:
     """The layout in which a result of the loop is added up over replicas."""
-    partial = assignment.stacked(value)
+    partial = assignment.partial_layout(value)
     if partial is not None:
         due = assignment.due(value)
         return partial[1] if due is None else due[-1]

@@ -146,7 +146,7 @@ def traffic(
         layout = assignment.output(position)
         if layout is not None:
             backward = assignment.is_backward(last)
-            for source, wanted in assignment.required(value, layout):
+            for source, wanted in assignment.required_layouts(value, layout):
                 way = assignment.fetch_steps(source, wanted, backward)
                 _read(assignment, forms, last, source, way, 1.0)
     due = _due(assignment, forms)

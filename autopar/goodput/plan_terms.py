@@ -56,7 +56,7 @@ class PlanCurve:
         """What one device does that does everything; None likewise."""
         if self.estimate is None:
             return None
-        return estimate(self.estimate.assignment.undivided, self.estimate.pricer)
+        return estimate(self.estimate.assignment.without_splits, self.estimate.pricer)
 
     def terms(
         self, rows: int | None = None, microbatches: int | None = None

@@ -11,7 +11,7 @@ from autopar.layouts.copies import Copy, Mode
 from autopar.layouts.layout import Axes, Layout, ReshardStep, reshard_steps
 from autopar.layouts.stacking import SCATTER, Stacking, stacking_of, whole_rows
 from autopar.layouts.strategies import Strategy, layout_of, partial_axes
-from autopar.layouts.whole_gathers import stated
+from autopar.layouts.whole_gathers import stated_layouts
 from autopar.steps.analysis import Analysis
 from autopar.steps.independence import Independent
 from autopar.steps.nodes import Contraction
@@ -146,7 +146,7 @@ class Assignment:
         object.__setattr__(self, "contraction", self.analysis.contraction)
 
     @property
-    def undivided(self) -> Assignment:
+    def without_splits(self) -> Assignment:
         """The step as every device would do it alone."""
         whole = tuple(((),) * len(node.factors) for node in self.contraction.nodes)
         return Assignment(self.analysis, self.sizes, whole, {})
@@ -197,7 +197,7 @@ class Assignment:
         node = self.contraction.node(op)
         return partial_axes(self.strategies[node.index], node.reduced(op))
 
-    def _summed(self, op: Operator, slot: int) -> Axes:
+    def _summed_axes(self, op: Operator, slot: int) -> Axes:
         """The axes over which an operator itself adds up a result."""
         node = self.contraction.node(op)
         return partial_axes(self.strategies[node.index], node.summed(op)[slot])
@@ -226,7 +226,7 @@ class Assignment:
             return ()
         own = self.layout(op, op.rule.results[slot])
         steps = self.result_steps(op, slot)
-        layouts = self._stated(op.outputs[slot], own, steps)
+        layouts = self._stated_layouts(op.outputs[slot], own, steps)
         return (own, *(layout for layout in layouts if layout != own))
 
     def result_steps(self, op: Operator, slot: int) -> tuple[ReshardStep, ...]:
@@ -237,7 +237,9 @@ class Assignment:
     def _result_steps(self, op: Operator, slot: int) -> tuple[ReshardStep, ...]:
         own = self.layout(op, op.rule.results[slot])
         if op.rule.sums:
-            return reshard_steps(own, own, self._summed(op, slot), "all", self.sizes)
+            return reshard_steps(
+                own, own, self._summed_axes(op, slot), "all", self.sizes
+            )
         home = self.home_layout(op.outputs[slot])
         kind = op.rule.reduction
         if op.outputs[slot] not in self.contraction.homes:
@@ -272,7 +274,7 @@ class Assignment:
         self._known.clear()
         return {v: s for s in found for v in s.deferral.members}
 
-    def stacked(self, value: int) -> tuple[Axes, Layout] | None:
+    def partial_layout(self, value: int) -> tuple[Axes, Layout] | None:
         """See `LayoutPlan`."""
         held = None if value in self.settled else self.stackings.get(value)
         return held and (held.axes, held.strip(self.home_layout(value)))
@@ -284,7 +286,7 @@ class Assignment:
             return None
         home = self.home_layout(value)
         start = held.strip(home)
-        layouts = (start, *self._stated(value, start, self.due_steps(value)))
+        layouts = (start, *self._stated_layouts(value, start, self.due_steps(value)))
         return tuple(dict.fromkeys(layouts))
 
     def sums(self, value: int, *, handed: bool = False) -> tuple[Sum, ...]:
@@ -332,7 +334,7 @@ class Assignment:
         for position, value in enumerate(self.graph.outputs):
             layout = self.output(position)
             if value is not None and layout is not None:
-                for source, wanted in self.required(value, layout):
+                for source, wanted in self.required_layouts(value, layout):
                     way = self.fetch_steps(source, wanted, backward)
                     out.setdefault(source, set()).add(way)
         return out
@@ -368,15 +370,15 @@ class Assignment:
         # Unstated, what starts anew could take any layout in between.
         home = self.home_layout(value)
         start = (home,) if fresh else ()
-        return Route((*start, *self._stated(value, home, steps)), fresh)
+        return Route((*start, *self._stated_layouts(value, home, steps)), fresh)
 
-    def _stated(
+    def _stated_layouts(
         self, value: int, start: Layout, steps: tuple[ReshardStep, ...]
     ) -> tuple[Layout, ...]:
         nbytes = self.graph.values[value].nbytes
-        return stated(start, steps, self.sizes, nbytes, self.apart_bytes)
+        return stated_layouts(start, steps, self.sizes, nbytes, self.apart_bytes)
 
-    def required(self, value: int, layout: Layout) -> list[tuple[int, Layout]]:
+    def required_layouts(self, value: int, layout: Layout) -> list[tuple[int, Layout]]:
         """The values with a home that make ``value``, and the layouts they need."""
         return required(self.graph, self.contraction, value, layout)
 

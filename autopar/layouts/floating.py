@@ -18,19 +18,23 @@ def kept_layout(assignment: Assignment, value: int) -> Layout:
       assignment: the layouts of the program that makes it.
       value: the value.
     """
-    return _kept(assignment, value, {})
+    return _kept_layout(assignment, value, {})
 
 
-def _kept(assignment: Assignment, value: int, known: dict[int, Layout]) -> Layout:
+def _kept_layout(
+    assignment: Assignment, value: int, known: dict[int, Layout]
+) -> Layout:
     contraction = assignment.contraction
     if value in contraction.homes or value not in contraction.floating:
         return assignment.home_layout(value)
     if value not in known:
-        known[value] = _made(assignment, value, known)
+        known[value] = _result_layout(assignment, value, known)
     return known[value]
 
 
-def _made(assignment: Assignment, value: int, known: dict[int, Layout]) -> Layout:
+def _result_layout(
+    assignment: Assignment, value: int, known: dict[int, Layout]
+) -> Layout:
     """The layout that an element-wise operator gives its result."""
     op = assignment.contraction.producer[value]
     axes_of: dict[int, tuple[int, ...]] = {}
@@ -38,7 +42,9 @@ def _made(assignment: Assignment, value: int, known: dict[int, Layout]) -> Layou
     for operand, dims in zip(op.inputs, op.rule.operands, strict=True):
         if operand is None:
             continue
-        for factors, axes in zip(dims, _kept(assignment, operand, known), strict=True):
+        for factors, axes in zip(
+            dims, _kept_layout(assignment, operand, known), strict=True
+        ):
             if len(factors) != 1 or used.intersection(axes) or factors[0] in axes_of:
                 continue
             parts = math.prod(assignment.sizes[a] for a in axes)

@@ -47,7 +47,7 @@ def shards(layout: Layout, sizes: Sequence[int]) -> int:
     return math.prod(sizes[a] for axes in layout for a in axes)
 
 
-def replicated(rank: int) -> Layout:
+def replicated_layout(rank: int) -> Layout:
     """The layout of an array that every device holds whole."""
     return ((),) * rank
 
@@ -102,7 +102,7 @@ class _Path:
     def fraction(self) -> float:
         return 1.0 / shards(self.layout, self.sizes)
 
-    def replaced(self, dim: int, axes: Axes) -> Layout:
+    def replace(self, dim: int, axes: Axes) -> Layout:
         return (*self.layout[:dim], axes, *self.layout[dim + 1 :])
 
     def next_axis(self, dim: int) -> int | None:
@@ -118,7 +118,7 @@ class _Path:
         layout, used = before, axes_of(before)
         for dim in range(len(before)):
             while (axis := self.next_axis(dim)) is not None and axis not in used:
-                layout = self.replaced(dim, (*self.layout[dim], axis))
+                layout = self.replace(dim, (*self.layout[dim], axis))
                 self.layout, used = layout, used | {axis}
         self.layout = before
         if layout == before:
@@ -136,7 +136,7 @@ class _Path:
                 axis = self.next_axis(dim)
                 if axis is not None and axis in left:
                     left.remove(axis)
-                    after = self.replaced(dim, (*self.layout[dim], axis))
+                    after = self.replace(dim, (*self.layout[dim], axis))
                     self.add("reduce_scatter", (axis,), self.fraction(), after)
                     moved = True
         if left:
@@ -170,7 +170,7 @@ class _Path:
             return False
         dim = best[1]
         keep = _common(self.layout[dim], self.target[dim])
-        after = self.replaced(dim, self.layout[dim][:keep])
+        after = self.replace(dim, self.layout[dim][:keep])
         charged = 1.0 / shards(after, self.sizes)
         self.add("all_gather", self.layout[dim][keep:], charged, after)
         return True

@@ -106,10 +106,10 @@ def summation_of(
     slow = tuple(a for a in axes if a not in within)
     used = set(axes_of(home)) & set(axes)
     if not used:
-        return _gathered(local, slow, within, sizes)
+        return _gather_whole(local, slow, within, sizes)
     if used == set(within):
-        return _kept(home, local, slow, within, sizes)
-    return _scattered(home, local, axes, within, sizes)
+        return _keep_local(home, local, slow, within, sizes)
+    return _scatter_all(home, local, axes, within, sizes)
 
 
 def scattered_dim(home: Layout, axes: Axes) -> int | None:
@@ -122,7 +122,7 @@ def scattered_dim(home: Layout, axes: Axes) -> int | None:
     return None
 
 
-def _gathered(
+def _gather_whole(
     local: tuple[int, ...], slow: Axes, within: Axes, sizes: Sequence[int]
 ) -> Summation | None:
     """The whole sum is wanted: the largest dim that can be is split meanwhile."""
@@ -136,7 +136,7 @@ def _gathered(
     )  # fmt: skip
 
 
-def _kept(
+def _keep_local(
     home: Layout,
     local: tuple[int, ...],
     slow: Axes,
@@ -152,7 +152,7 @@ def _kept(
     return Summation(slow, _count(slow, sizes), part, None, order, dim, keeps=True)
 
 
-def _scattered(
+def _scatter_all(
     home: Layout,
     local: tuple[int, ...],
     axes: Axes,

@@ -28,7 +28,7 @@ def apart_bytes(device: DeviceSpec, devices: int) -> float:
     return _ONE_CORE_BYTES if device.on_chip_bytes else math.inf
 
 
-def stated(
+def stated_layouts(
     start: Layout,
     steps: Sequence[ReshardStep],
     sizes: Sequence[int],

@@ -37,7 +37,7 @@ def worth_of(estimate: StepEstimate, step_s: float) -> Worth:
     """
     assignment, pricer = estimate.assignment, estimate.pricer
     analysis, cluster = assignment.analysis, pricer.cluster
-    whole = assignment.undivided
+    whole = assignment.without_splits
     alone = work_of(whole, pricer)
     one_s = float(alone.planned_s.sum() + alone.kernel_s.sum())
     one_bytes = live(whole, cluster.device).peak_bytes()

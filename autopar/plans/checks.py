@@ -45,6 +45,6 @@ def _parts_of(
             yield name, [getattr(stage, name) for stage in stages]
 
 
-def changed(before: Mapping[str, str], now: Mapping[str, str]) -> tuple[str, ...]:
+def changed_parts(before: Mapping[str, str], now: Mapping[str, str]) -> tuple[str, ...]:
     """Names of the parts that differ; none of those that were not known before."""
     return tuple(name for name in now if name in before and before[name] != now[name])

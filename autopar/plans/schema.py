@@ -391,7 +391,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     @property
     def edited(self) -> tuple[str, ...]:
         """Names of the parts that were changed since the plan was made."""
-        return checks.changed(self.checks, checks.checks_of(self, self.stages))
+        return checks.changed_parts(self.checks, checks.checks_of(self, self.stages))
 
     def stamped(self) -> Plan:
         """The plan as made: from now on, changes of a part count as edits.
@@ -492,15 +492,15 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     def __str__(self) -> str:
         """The plan as a table."""
-        return _rendered("table", self)
+        return _render("table", self)
 
     def __repr__(self) -> str:
         """The plan in one line."""
-        return _rendered("line", self)
+        return _render("line", self)
 
     def _repr_html_(self) -> str:
         """The plan as the result of a notebook's cell."""
-        return _rendered("cell", self)
+        return _render("cell", self)
 
 
 # Made at import: msgspec crashes where two threads find out about one type at once,
@@ -514,7 +514,7 @@ _renderers: dict[str, Renderer] = {}
 _PRESENTATION = "autopar.reports"
 
 
-def _rendered(form: str, plan: Plan) -> str:
+def _render(form: str, plan: Plan) -> str:
     """A plan in a form; however it was imported, the presentation is there by then."""
     importlib.import_module(_PRESENTATION)
     return _renderers[form](plan)

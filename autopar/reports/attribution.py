@@ -50,7 +50,7 @@ class Part:
         return not self.phase
 
 
-def attributed(bound: BoundPlan, by: str) -> list[Part]:
+def attribute(bound: BoundPlan, by: str) -> list[Part]:
     """The parts of a step, those that take longest first, those of the whole last.
 
     Repeated layers share a part. Their sum is the predicted time of the step.
@@ -152,13 +152,13 @@ def part_cells(parts: Sequence[Part], top: int) -> list[tuple[str, ...]]:
     step = step_of(parts)
     own = [part for part in parts if not part.whole]
     rest = own[top:]
-    shown = [*own[:top], *([_joined(rest)] if rest else [])]
+    shown = [*own[:top], *([_join(rest)] if rest else [])]
     shown += [part for part in parts if part.whole]
     last = ("step", "", "", seconds_text(step), share_text(1.0))
     return [*(_cells(part, step) for part in shown), last]
 
 
-def _joined(parts: Sequence[Part]) -> Part:
+def _join(parts: Sequence[Part]) -> Part:
     return Part("the rest", (f"{len(parts)} rows",), "", step_of(parts))
 
 

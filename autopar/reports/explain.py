@@ -242,8 +242,8 @@ def alternatives(
             bound.analysis, {decision.inputs[0].value: layout}
         )
         best = _best(
-            _solved(bound, restriction, seconds),
-            _evaluated(bound, formulation, tuple(patched)),
+            _solve(bound, restriction, seconds),
+            _evaluate(bound, formulation, tuple(patched)),
         )
         shard_bytes = decision.nbytes / shards(layout, bound.pricer.sizes)
         found.append(_alternative(spec, shard_bytes, best))
@@ -280,7 +280,7 @@ def _alternative(spec: Spec, shard_bytes: float, best: Candidate | None) -> Alte
     return Alternative(spec, best.step_s, shard_bytes, best.peak_memory_bytes, proved)
 
 
-def _solved(
+def _solve(
     bound: BoundPlan, restriction: Restriction, seconds: float
 ) -> Candidate | None:
     """The best plan under a restriction, None where none fits or is found."""
@@ -290,7 +290,7 @@ def _solved(
         return None
 
 
-def _evaluated(
+def _evaluate(
     bound: BoundPlan, formulation: Formulation, choices: tuple[int, ...]
 ) -> Candidate | None:
     """Prices the plan with one choice changed; None where that is impossible."""

@@ -21,9 +21,9 @@ from autopar.reports.table import (
     collective_cells,
     communication_text,
     compiled_text,
-    compressed,
     compression_notes,
     gradient_rows,
+    has_codecs,
     input_rows,
     planning_times,
     range_text,
@@ -227,11 +227,11 @@ def _inputs(plan: Plan) -> list[str]:
         several = len(plan.stages) > 1
         title = stage_text(number, stage) if several else "Inputs"
         rows = input_rows(plan, stage)
-        parts += [f"<h2>{_text(title)}</h2>", _folded(rows)]
+        parts += [f"<h2>{_text(title)}</h2>", _fold(rows)]
     return parts
 
 
-def _folded(rows: Sequence[Sequence[str]]) -> str:
+def _fold(rows: Sequence[Sequence[str]]) -> str:
     """A table of inputs that can be searched; many are folded away at first."""
     state = " open" if len(rows) <= _MOST_SHOWN else ""
     field = '<input type="search" placeholder="search" aria-label="search inputs"/>'
@@ -243,7 +243,7 @@ def _folded(rows: Sequence[Sequence[str]]) -> str:
 
 def _gradients(plan: Plan) -> list[str]:
     """The gradients' codecs, and the reason for them."""
-    if not compressed(plan):
+    if not has_codecs(plan):
         return []
     rows = gradient_rows(plan)
     table = [_table(GRADIENT_HEADING, rows, set(GRADIENT_NUMBERS))] if rows else []

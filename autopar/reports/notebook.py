@@ -80,7 +80,7 @@ def _drawing(
     An array is a square. A device of a mesh is one, so that a mesh is to scale.
     """
     most = MOST_DEVICES if is_mesh else MOST_PARTS
-    sides = [_drawn(axes, names, most) for names in (*spec, (), ())[:2]]
+    sides = [_drawn_indices(axes, names, most) for names in (*spec, (), ())[:2]]
     longest = max(map(len, sides))
     size = [_SIDE * len(x) / longest if is_mesh else _SIDE for x in sides]
     stroke = 1 if longest <= MOST_PARTS else 0
@@ -115,7 +115,7 @@ def _cells(
         yield j * width, i * height, width, height, colour
 
 
-def _drawn(
+def _drawn_indices(
     axes: Mapping[str, int], names: Sequence[str], most: int
 ) -> list[dict[str, int]]:
     """The mesh indices of the parts along one side, or of some of them."""

@@ -43,7 +43,7 @@ _NAMES = {
 }
 
 
-def played(plan: Plan) -> tuple[ScheduleTable, TaskSeconds, Timeline]:
+def play_plan(plan: Plan) -> tuple[ScheduleTable, TaskSeconds, Timeline]:
     """The schedule of a plan of several stages, its seconds, and when each task runs.
 
     Args:
@@ -91,7 +91,7 @@ def stage_rows(plan: Plan) -> list[StageRow]:
     """
     data = plan.pipeline
     assert data is not None
-    _, seconds, timeline = played(plan)
+    _, seconds, timeline = play_plan(plan)
     count = len(plan.stages)
     ends = (*data.parts[1:], len(data.layers))
     out: list[StageRow] = []
@@ -124,7 +124,7 @@ def _span(first: int, end: int) -> str:
 
 def bubble(plan: Plan) -> float:
     """The share of the step in which a stage waits, on average."""
-    return float(np.mean(played(plan)[2].bubble))
+    return float(np.mean(play_plan(plan)[2].bubble))
 
 
 def drawing(plan: Plan, width: int = _WIDTH) -> list[str]:
@@ -132,7 +132,7 @@ def drawing(plan: Plan, width: int = _WIDTH) -> list[str]:
 
     Each column shows the task that runs for most of its time.
     """
-    table, seconds, timeline = played(plan)
+    table, seconds, timeline = play_plan(plan)
     whole = timeline.makespan_s
     if whole <= 0:
         return []
@@ -189,7 +189,7 @@ def trace_events(plan: Plan) -> dict[str, Any]:
 
     One row a stage. Times are in microseconds, as the format wants them.
     """
-    table, seconds, timeline = played(plan)
+    table, seconds, timeline = play_plan(plan)
     events: list[dict[str, Any]] = []
     for stage in range(table.stages):
         events.append(row_name(stage, f"stage {stage}"))
@@ -234,7 +234,7 @@ def trace_text(plan: Plan) -> str:
 
 def timeline_html(plan: Plan) -> str:
     """The schedule as a picture: a row for each stage, time from left to right."""
-    table, seconds, timeline = played(plan)
+    table, seconds, timeline = play_plan(plan)
     whole, height, width, left = timeline.makespan_s, 22, 960, 64
     parts: list[str] = []
     for stage in range(table.stages):

@@ -15,9 +15,9 @@ from autopar.planner.stages.entry import cut_as
 from autopar.planner.stages.placement import one_stage, stage_pricers
 from autopar.planner.stages.stage_costs import link_bytes
 from autopar.plans import Plan
-from autopar.reports.attribution import Part, attributed, step_of
+from autopar.reports.attribution import Part, attribute, step_of
 from autopar.reports.explain import BoundPlan
-from autopar.reports.schedule import played
+from autopar.reports.schedule import play_plan
 from autopar.reports.table import bytes_text, seconds_text
 from autopar.steps.analysis import Analysis
 from autopar.steps.stages import CutStep
@@ -109,7 +109,7 @@ def _alone(plan: Plan, number: int, seconds: float) -> Plan:
 
 def busy_s(plan: Plan) -> list[float]:
     """By stage, the seconds of a step in which it runs tasks."""
-    table, seconds, _ = played(plan)
+    table, seconds, _ = play_plan(plan)
     tasks_s = seconds.task_s.sum(axis=1) * plan.microbatches
     return [
         float(tasks_s[stage :: table.stages].sum() + seconds.step_s[stage])
@@ -126,7 +126,7 @@ def staged_parts(bound: BoundStages, by: str) -> list[list[Part]]:
     """
     out: list[list[Part]] = []
     for stage in bound.stages:
-        parts = attributed(stage, by)
+        parts = attribute(stage, by)
         waits_s = bound.plan.predicted.step_s - step_of(parts)
         out.append([*parts, Part(WAITS, (), "", waits_s)])
     return out

@@ -146,11 +146,11 @@ def table_lines(points: Sequence[Point]) -> list[str]:
     """The points as a table."""
     names = list(dict.fromkeys(name for p in points for name in p.options))
     heading = (*names, "cluster", *_FIGURES)
-    rows = [heading, *((*_named(p, names), *_figures(p)) for p in points)]
+    rows = [heading, *((*_point_names(p, names), *_figures(p)) for p in points)]
     return columns(rows, right=range(len(names) + 1, len(heading) - 1))
 
 
-def _named(point: Point, names: Sequence[str]) -> tuple[str, ...]:
+def _point_names(point: Point, names: Sequence[str]) -> tuple[str, ...]:
     return (*(point.options.get(name, "") for name in names), point.cluster)
 
 

@@ -43,7 +43,7 @@ def render(plan: Plan) -> str:
     for number, stage in enumerate(plan.stages):
         title = [stage_text(number, stage)] if len(plan.stages) > 1 else []
         lines += ["", *title, *input_lines(plan, stage)]
-    if compressed(plan):
+    if has_codecs(plan):
         lines += ["", *gradient_lines(plan)]
     lines += _notes("planned replicated, for want of a rule", plan.unsupported_ops)
     lines += _notes("of each microbatch alone", plan.local)
@@ -213,10 +213,10 @@ def _join_moments(rows: Sequence[InputRow], depth: int) -> list[InputRow]:
         )
         words[depth : depth + 1] = [None] if join else words[depth : depth + 1]
         groups.setdefault((tuple(words), row[1:]), []).append(row)
-    return [_joined(alike, depth) for alike in groups.values()]
+    return [_join(alike, depth) for alike in groups.values()]
 
 
-def _joined(alike: Sequence[InputRow], depth: int) -> InputRow:
+def _join(alike: Sequence[InputRow], depth: int) -> InputRow:
     if len(alike) == 1:
         return alike[0]
     words = alike[0][0].split("/")
@@ -288,16 +288,16 @@ GRADIENT_HEADING = ("gradient", "sent as", "over", "sends", "ratio", "error", "s
 GRADIENT_NUMBERS = (3, 4, 5, 6)
 
 
-def compressed(plan: Plan) -> bool:
+def has_codecs(plan: Plan) -> bool:
     """Whether codecs were asked for, or the plan has some."""
-    return plan.compression.mode != "none" or _coded(plan)
+    return plan.compression.mode != "none" or _has_codec(plan)
 
 
 def _gradients(plan: Plan) -> list[GradientDecision]:
     return [gradient for stage in plan.stages for gradient in stage.gradients]
 
 
-def _coded(plan: Plan) -> bool:
+def _has_codec(plan: Plan) -> bool:
     return any(gradient.codec for gradient in _gradients(plan))
 
 
@@ -315,7 +315,7 @@ def gradient_rows(plan: Plan) -> list[tuple[str, ...]]:
     Bytes and seconds are those of all gradients of a row. Without any codec there is
     nothing to tell.
     """
-    if not _coded(plan):
+    if not _has_codec(plan):
         return []
     groups: dict[tuple[object, ...], list[GradientDecision]] = {}
     for gradient in _gradients(plan):
@@ -376,7 +376,7 @@ def compression_notes(plan: Plan) -> list[tuple[str, str]]:
     made = plan.compression
     reason = f": {made.reason}" if made.reason else ""
     notes = [("codecs", f"{made.mode}{reason}")]
-    if _coded(plan):
+    if _has_codec(plan):
         bounded = made.mode == "auto" and made.error_budget is not None
         limit = f", at most {made.error_budget:g}" if bounded else ""
         metric = f" ({made.metric})" if made.metric else ""

@@ -156,15 +156,15 @@ def predicted_messages(bound: BoundPlan) -> dict[str, float]:
 
 def _messages(found: Sequence[Event], trips: float = 1.0) -> dict[str, float]:
     out: dict[str, float] = defaultdict(float)
-    for kind, count in _counted(found, trips):
+    for kind, count in _count(found, trips):
         out[kind] += count
     return dict(out)
 
 
-def _counted(found: Iterable[Event], trips: float) -> Iterable[tuple[str, float]]:
+def _count(found: Iterable[Event], trips: float) -> Iterable[tuple[str, float]]:
     for event in found:
         if isinstance(event, Loop):
-            yield from _counted(event.body, trips * event.trips)
+            yield from _count(event.body, trips * event.trips)
         elif isinstance(event, Start):
             yield event.collectives[0].kind, trips
 

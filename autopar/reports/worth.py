@@ -81,24 +81,24 @@ def idle_texts(worth: Worth) -> Iterator[str]:
     idle = [axis for axis in worth.unused if not axis.holds]
     if idle:
         verb = "axis {} is" if len(idle) == 1 else "axes {} are"
-        names = verb.format(" and ".join(map(_named, idle)))
+        names = verb.format(" and ".join(map(_axis_text, idle)))
         count = worth.needed_devices
         fewer = "1 device" if count == 1 else f"{count} devices"
         yield f"{names} unused: {fewer} would be as fast"
     for axis in worth.axes:
         if axis.unused and axis.holds:
-            yield f"axis {_named(axis)} splits what is held and no work"
+            yield f"axis {_axis_text(axis)} splits what is held and no work"
         elif axis.size > 1 and not axis.unused and axis.repeated >= _TOLD:
             part, less = share_text(axis.repeated), share_text(axis.shortens)
             told = f"repeats {part} of the work, shortens it by {less}"
-            yield f"axis {_named(axis)} {told}"
+            yield f"axis {_axis_text(axis)} {told}"
     if worth.devices > 1 and worth.one_device_fits and worth.speed_up < 1.0:
         yield "one device alone would be faster"
 
 
 def unused_text(worth: Worth | None) -> str:
     """The unused axes in a few words, such as ``data (8) unused``; '' for none."""
-    names = [_named(axis) for axis in worth.unused] if worth else []
+    names = [_axis_text(axis) for axis in worth.unused] if worth else []
     return f"{' and '.join(names)} unused" if names else ""
 
 
@@ -113,5 +113,5 @@ def worth_facts(worth: Worth | None) -> list[tuple[str, str]]:
     return facts + ([("kernels", fused)] if fused else [])
 
 
-def _named(axis: AxisUse) -> str:
+def _axis_text(axis: AxisUse) -> str:
     return f"{axis.name} ({axis.size})"

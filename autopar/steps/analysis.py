@@ -75,8 +75,8 @@ from autopar_passes.sums.poisoned import Poisoned, find_poisoned
 from autopar_passes.sums.reassociated import (
     Reassociation,
     Shaped,
+    forms_of,
     reassociations,
-    shaped,
 )
 
 
@@ -460,7 +460,7 @@ class Analysis:
     @functools.cached_property
     def shaped(self) -> dict[int, Shaped]:
         """The forms of values that may be summed over devices."""
-        return shaped(self.graph, self.reassociations)
+        return forms_of(self.graph, self.reassociations)
 
     @functools.cached_property
     def coded(self) -> CodedSums:

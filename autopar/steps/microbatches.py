@@ -21,8 +21,8 @@ from autopar_passes.graph.operators import (
     readers,
 )
 from autopar_passes.layer_loops.split import in_pieces
-from autopar_passes.microbatches.accumulate import accumulated
-from autopar_passes.microbatches.find import microbatched, unsplit
+from autopar_passes.microbatches.accumulate import accumulate_step
+from autopar_passes.microbatches.find import split_step, unsplit
 from autopar_passes.microbatches.microbatched import Microbatched, MicrobatchError
 from autopar_passes.program.calls import Call
 from autopar_passes.program.equations import Program, walk
@@ -56,7 +56,7 @@ def in_microbatches(
         start = time.perf_counter()
         say(f"splitting the batch into {count} microbatches")
         found = split(whole, count, couple=couple)
-        traced = accumulated(whole.pytrees, found)
+        traced = accumulate_step(whole.pytrees, found)
         made = analyse_program(
             traced.program,
             step_graph(traced, like=whole.graph),
@@ -143,9 +143,7 @@ def split(analysis: Analysis, count: int, *, couple: bool = False) -> Microbatch
     name = analysis.pytrees.name
     try:
         micro = _traced(analysis, count)
-        return microbatched(
-            analysis.pytrees, micro, analysis.graph, count, couple=couple
-        )
+        return split_step(analysis.pytrees, micro, analysis.graph, count, couple=couple)
     except MicrobatchError as error:
         raise PlanError(
             f"{name}: the batch cannot be split into {count} microbatches with the "
@@ -240,7 +238,7 @@ def _added_up(
 ) -> frozenset[int]:
     """The values that are added up, of those that this graph makes."""
     made = {v for op in graph.operators if op.equation in repeated for v in op.outputs}
-    return found.accumulated & made
+    return found.accumulated_values & made
 
 
 def _waiting(deferral: Deferral, graph: OperatorGraph) -> Deferral:

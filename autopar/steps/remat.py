@@ -14,7 +14,7 @@ from autopar.steps.microbatches import in_microbatches, one_microbatch
 from autopar_passes.graph.build import step_graph
 from autopar_passes.graph.operators import PRODUCTS, OperatorGraph, update_equations
 from autopar_passes.graph.roles import REPEATED, Role
-from autopar_passes.microbatches.accumulate import accumulated
+from autopar_passes.microbatches.accumulate import accumulate_step
 from autopar_passes.microbatches.microbatched import Microbatched
 from autopar_passes.program.equations import Equation, Program, walk
 from autopar_passes.program.trace import TracedStep
@@ -126,7 +126,7 @@ def _rewritten(
     traced = (
         dataclasses.replace(base.pytrees, program=program)
         if split is None
-        else accumulated(base.pytrees, split)
+        else accumulate_step(base.pytrees, split)
     )
     return dataclasses.replace(
         _analysed(traced, base.graph),

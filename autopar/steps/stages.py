@@ -18,7 +18,7 @@ from autopar_passes.jax_effects import is_ordered
 from autopar_passes.microbatches.microbatched import Microbatched
 from autopar_passes.program.equations import Equation
 from autopar_passes.stages.cut import Cut, StageProgram, cut, stage_program
-from autopar_passes.stages.hoist import hoisted
+from autopar_passes.stages.hoist import hoist_sums
 from autopar_passes.stages.parts import CutError, Parts, parts_of
 from autopar_passes.stages.verify import verify_cut
 
@@ -78,7 +78,7 @@ def cut_step(
 
     known: Any = {"batch": batch, "gathered": gathered}
     placed = parts_of(program, graph, starts, once=found.once, **known)
-    late = hoisted(found, placed, stage_of)
+    late = hoist_sums(found, placed, stage_of)
     if late is not found:
         found = late
         placed = parts_of(program, graph, starts, once=found.once, **known)
@@ -166,7 +166,7 @@ def _analysed(analysis: Analysis, found: Microbatched, stage: StageProgram) -> A
         ],
     )
     made = {v for op in graph.operators for v in op.outputs}
-    graph = dataclasses.replace(graph, accumulated=found.accumulated & made)
+    graph = dataclasses.replace(graph, accumulated=found.accumulated_values & made)
     made = analyse_program(stage.program, graph)
     made = dataclasses.replace(made, spares=analysis.spares)
     return dataclasses.replace(over_microbatches(made, found), in_parts=True)

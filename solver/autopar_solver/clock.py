@@ -45,7 +45,7 @@ class Clock:
         return self._ticks[0] if self.counted else self._read()
 
     @property
-    def left(self) -> float:
+    def left_s(self) -> float:
         """Seconds left; infinite without a limit."""
         return self.end - self.now
 
@@ -55,7 +55,7 @@ class Clock:
         return not self.counted and self.now > self.end
 
     @property
-    def spent(self) -> float:
+    def spent_s(self) -> float:
         """Real seconds since the beginning."""
         return self._read() - self.began
 

@@ -277,7 +277,7 @@ def gradients_read(analysis: Analysis) -> frozenset[int]:
     made_by = producers(graph.operators)
     found = set(graph.accumulated)
     if analysis.split is not None:
-        found |= analysis.split.accumulated
+        found |= analysis.split.accumulated_values
     for deferral in analysis.deferrals:
         found |= deferral.gradients
     for op in graph.operators:

@@ -249,7 +249,7 @@ def _member(
     fallback: Fallback | None,
 ) -> Member:
     value = decision.value
-    found = assignment.stacked(value)
+    found = assignment.partial_layout(value)
     if found is None or value not in assignment.stackings[value].deferral.ends:
         raise PlanError(
             f"gradient '{decision.name}': the plan sends it as '{decision.codec}', but "

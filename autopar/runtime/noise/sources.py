@@ -119,7 +119,9 @@ def _candidates(analysis: Analysis) -> Iterator[int]:
     graph = analysis.graph
     yield from gradients_of(analysis)
     on_path = set[int]().union(*(d.members for d in analysis.deferrals))
-    crossing = set[int]() if analysis.split is None else analysis.split.accumulated
+    crossing = (
+        set[int]() if analysis.split is None else analysis.split.accumulated_values
+    )
     top = {e.index for e in analysis.program.body.equations}
     read = {
         v
@@ -189,13 +191,13 @@ def bare_of(assignment: Assignment, value: int) -> int:
     A compiler that adds up a transposed array reads it as it is. If its transposed
     form were read too, it would have to be made.
     """
-    held = assignment.stacked(value)
+    held = assignment.partial_layout(value)
     while True:
         op = assignment.contraction.producer[value]
         before = op.inputs[0] if op.kind in _LAYING and len(op.inputs) == 1 else None
         if before is None or assignment.floating(before):
             return value
-        found = assignment.stacked(before)
+        found = assignment.partial_layout(before)
         if (held and held[0]) != (found and found[0]):
             return value
         value = before

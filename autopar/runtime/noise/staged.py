@@ -64,7 +64,7 @@ class TaskNoise:
         wanted: list[Norm] = []
         for value, summed, array in zip(self.values, self.summed, arrays, strict=True):
             layout = assignment.home_layout(value)
-            partial = assignment.stacked(value)
+            partial = assignment.partial_layout(value)
             if partial is not None and jnp.ndim(array) > len(layout):
                 wanted.append(Norm(array, (partial[0], *partial[1]), summed))
             else:
@@ -239,7 +239,7 @@ def _measured(
     sent: dict[int, dict[int, Axes]] = defaultdict(dict)
     for k, source in enumerate(spec.sources.found):
         key = makers[source.value].key
-        partial = assignments[key.stage].stacked(source.bare)
+        partial = assignments[key.stage].partial_layout(source.bare)
         axes = () if partial is None else partial[0]
         summed = tuple(a for a in axes if a not in source.replicas)
         values[key].append((source.bare, summed))

@@ -147,7 +147,7 @@ class Pipeline:
         leaving = cut.program.body.outputs
         self.outputs = frozenset(v for v in leaving if isinstance(v, int))
         self.microbatches = 1 + max(issue.microbatch for issue in order)
-        self.given = {v: i for i, v in cut.parts.flow.carried.items()}
+        self.given = {v: i for i, v in cut.parts.flow.carried_values.items()}
         self.restored = {} if codecs is None else self._restored(codecs.state)
         self._calling = frozenset(
             key
@@ -338,7 +338,7 @@ class Pipeline:
 
     def _donations(self) -> dict[TaskKey, tuple[int, ...]]:
         """State whose next value a task makes, and that nothing reads later."""
-        carried, owners = self.cut.parts.flow.carried, self.cut.owners
+        carried, owners = self.cut.parts.flow.carried_values, self.cut.owners
         out: dict[TaskKey, tuple[int, ...]] = {}
         for stage in range(len(self.stages)):
             tasks = self.cut.of_stage(stage)

@@ -70,7 +70,7 @@ class _Ending:
     def whole(self, value: int, array: Any) -> Any:
         """A value whose sum over devices is taken."""
         after = self.stage.decoded
-        partial = after.assignment.stacked(value)
+        partial = after.assignment.partial_layout(value)
         if partial is None:
             return array
         waiting = stack(array, *partial, after.mesh)
@@ -122,7 +122,7 @@ class _Ending:
             together, bucket = codecs.takes(value), dict[int, Stacked]()
             for member in stage.sums.members:
                 if member in together:
-                    partial = stage.assignment.stacked(member)
+                    partial = stage.assignment.partial_layout(member)
                     assert partial is not None
                     bucket[member] = stack(partials[member], *partial, stage.mesh)
             made, rows = take_with_norms(codecs, bucket, self.measured, due, {})

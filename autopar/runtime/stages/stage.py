@@ -99,7 +99,7 @@ class Stage:
         )
 
     def _layout(self, value: int) -> Layout:
-        partial = self.assignment.stacked(value)
+        partial = self.assignment.partial_layout(value)
         if partial is None:
             return kept_layout(self.assignment, value)
         axes, layout = partial
@@ -138,7 +138,7 @@ class Stage:
     def struct(self, value: int) -> jax.ShapeDtypeStruct:
         """Shape, dtype and sharding of a value on this stage."""
         known = self.program.program.values[value]
-        partial = self.assignment.stacked(value)
+        partial = self.assignment.partial_layout(value)
         shape = known.shape
         if partial is not None:
             sizes = (self.assignment.sizes[a] for a in partial[0])
@@ -321,7 +321,7 @@ class _Leaving:
     def _left(self, value: int | None, array: Any) -> Any:
         if value is None or value in self.stage.handed:
             return array
-        partial = self.stage.assignment.stacked(value)
+        partial = self.stage.assignment.partial_layout(value)
         if partial is None:
             return array
         held = stacked.stack(array, *partial, self.stage.mesh)

@@ -174,14 +174,14 @@ class Reader:
             elif op.opcode == "while":
                 inner = trips * self.loop_count(op)
                 for name in (op.callee("condition"), op.callee("body")):
-                    yield from self.called(scope, op, name, inner)
+                    yield from self.in_called(scope, op, name, inner)
             elif op.opcode in _CALLERS:
-                for name in op.called:
-                    yield from self.called(scope, op, name, trips)
+                for name in op.called_names:
+                    yield from self.in_called(scope, op, name, trips)
             elif op.opcode in _OTHERS:
                 self.unknown.add(f"{op.opcode} not counted")
 
-    def called(
+    def in_called(
         self, scope: Scope, op: Instruction, name: str, trips: float
     ) -> Iterator[Found]:
         """Yields the collectives of a computation that an instruction calls."""
@@ -201,7 +201,7 @@ class Reader:
         for op in self.module.computations[name].instructions.values():
             if op.opcode == "constant" and re.fullmatch(r"\d+", op.literal):
                 yield int(op.literal)
-            for inner in op.called:
+            for inner in op.called_names:
                 yield from self._constants(inner)
 
     def collective(
@@ -218,14 +218,14 @@ class Reader:
         groups = device_groups(op, self.module.num_devices)
         if kind == "all_to_all":
             # One operand for each device, or one that is cut up.
-            yield self._found(scope, op, 0, kind, groups, sum(sizes), trips)
+            yield self._describe(scope, op, 0, kind, groups, sum(sizes), trips)
             return
         for index, nbytes in enumerate(sizes):
             if kind == "all_reduce":
                 yield from self._reduction(scope, op, index, groups, nbytes, trips)
             else:
                 result = nbytes * (groups.shape[1] if kind == "all_gather" else 1)
-                yield self._found(scope, op, index, kind, groups, result, trips)
+                yield self._describe(scope, op, index, kind, groups, result, trips)
 
     def _again(self, op: Instruction) -> bool:
         """Returns whether a collective is a later piece of one that is counted.
@@ -251,7 +251,7 @@ class Reader:
         if sending:
             sent = nbytes * len(sending) / self.module.num_devices
             kind = "collective_permute"
-            yield self._found(scope, op, 0, kind, np.array(sending), sent, trips)
+            yield self._describe(scope, op, 0, kind, np.array(sending), sent, trips)
 
     def _reduction(
         self,
@@ -267,27 +267,27 @@ class Reader:
         if self.as_run and scope.call is not None and scope.call.opcode == "fusion":
             # TPU programs write a reduce-scatter as a fusion: a sum and its slice.
             kind = "reduce_scatter"
-            yield self._found(scope, op, index, kind, groups, nbytes, trips)
+            yield self._describe(scope, op, index, kind, groups, nbytes, trips)
             return
         if not self.as_run:
             position = index if len(op.operands) > 1 else None
             need = self.follow.need(scope, op.name, position)
             if self._placed_in_zeros(scope, op.operands[index]):
                 kind = "all_gather"
-                found = self._found(scope, op, index, kind, groups, nbytes, trips)
+                found = self._describe(scope, op, index, kind, groups, nbytes, trips)
                 yield found.but(GATHERED)
                 return
             nbytes *= self._arriving(scope, op.operands[index])
         scattered, reduced = split_groups(need, groups)
         if (parts := scattered.shape[1]) > 1:
             kind = "reduce_scatter"
-            found = self._found(scope, op, index, kind, scattered, nbytes, trips)
+            found = self._describe(scope, op, index, kind, scattered, nbytes, trips)
             yield found.but(SCATTERED)
             nbytes /= parts
         if reduced.shape[1] > 1:
-            yield self._found(scope, op, index, "all_reduce", reduced, nbytes, trips)
+            yield self._describe(scope, op, index, "all_reduce", reduced, nbytes, trips)
 
-    def _found(
+    def _describe(
         self,
         scope: Scope,
         op: Instruction,

@@ -88,7 +88,7 @@ def _events(reader: Reader, scope: Scope) -> Iterator[Event]:
             body = reader.inside(scope, op, op.callee("body"))
             yield Loop(reader.loop_count(op), tuple(_events(reader, body)))
         elif op.opcode in ("call", "conditional"):
-            for name in op.called:
+            for name in op.called_names:
                 yield from _events(reader, reader.inside(scope, op, name))
         elif op.opcode not in _FREE and not op.opcode.startswith("copy-"):
             yield kernel_of(reader.module, scope, op)
@@ -101,7 +101,7 @@ def _communication(
         yield Done(op.operands[0])
         return
     if kind == "async":
-        inner = [c for n in op.called for c in _of(reader, scope, op, n)]
+        inner = [c for n in op.called_names for c in _of(reader, scope, op, n)]
     else:
         inner = [f.collective for f in reader.collective(scope, op, 1.0)]
     if inner:

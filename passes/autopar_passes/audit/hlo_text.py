@@ -68,7 +68,7 @@ class Instruction:
     attributes: str
 
     @property
-    def called(self) -> tuple[str, ...]:
+    def called_names(self) -> tuple[str, ...]:
         """Names of the computations that it calls, in the order of the text."""
         found = _CALLED.findall(self.attributes)
         return tuple(n for text in found for n in _NAME.findall(text))

@@ -72,7 +72,7 @@ class Need:
         count = max((len(s) for s in self.slices), default=1)
         return min(1.0, count * self.fraction)
 
-    def joined(self, groups: np.ndarray) -> Need:
+    def join_groups(self, groups: np.ndarray) -> Need:
         """Returns the slices that the devices of each group use together."""
         if self.fraction == 1.0:
             return self
@@ -147,7 +147,7 @@ class Follower:
 
     def inside(self, scope: Scope, call: Instruction) -> Scope:
         """Returns the scope of a fusion's computation."""
-        return Scope(self.module.computations[call.called[0]], call, scope)
+        return Scope(self.module.computations[call.called_names[0]], call, scope)
 
     def need(self, scope: Scope, name: str, index: int | None) -> Need:
         """Returns the part of a value that each device uses.
@@ -177,7 +177,7 @@ class Follower:
         if reader.opcode in _REDUCTIONS:
             index = reading.operand if len(reader.operands) > 1 else None
             groups = device_groups(reader, self.module.num_devices)
-            return self.need(reading.scope, reader.name, index).joined(groups)
+            return self.need(reading.scope, reader.name, index).join_groups(groups)
         return WHOLE
 
     def slice_need(self, scope: Scope, reader: Instruction) -> Need:
@@ -287,7 +287,7 @@ class Follower:
 def split_groups(need: Need, groups: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Returns the groups of the scatter, and of the reduction of what it leaves."""
     size = groups.shape[1]
-    ratio = round(need.joined(groups).share / need.share)
+    ratio = round(need.join_groups(groups).share / need.share)
     of_slice: dict[frozenset[tuple[int, ...]], list[int]] = {}
     if need.slices:
         for device in groups[0].tolist():

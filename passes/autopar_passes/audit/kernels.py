@@ -33,7 +33,7 @@ def kernel_bytes(module: HloModule, scope: Scope, op: Instruction) -> float:
     """
     operands = [scope.instruction(name) for name in op.operands]
     if op.opcode == "fusion":
-        return _fusion_bytes(module.computations[op.called[0]], operands, op)
+        return _fusion_bytes(module.computations[op.called_names[0]], operands, op)
     if op.opcode in _IN_PLACE:
         return 2 * _size(operands[_IN_PLACE[op.opcode]].shapes)
     written = _size(op.shapes)
@@ -52,8 +52,8 @@ def _size(shapes: tuple[Shape, ...]) -> float:
 def _fusion_bytes(
     body: Computation, operands: list[Instruction], op: Instruction
 ) -> float:
-    wanted = _wanted(body)
-    total = sum(_written(body, body.instructions[name]) for name in _roots(body))
+    wanted = _element_counts(body)
+    total = sum(_written_bytes(body, body.instructions[name]) for name in _roots(body))
     for number, operand in enumerate(operands):
         name = body.parameters.get(number)
         share = 1.0
@@ -68,12 +68,12 @@ def _roots(body: Computation) -> tuple[str, ...]:
     return root.operands if root.opcode == "tuple" else (root.name,)
 
 
-def _written(body: Computation, root: Instruction) -> float:
-    update = _updated(body, root)
+def _written_bytes(body: Computation, root: Instruction) -> float:
+    update = _update_in_place(body, root)
     return _size(root.shapes if update is None else update.shapes)
 
 
-def _updated(body: Computation, root: Instruction) -> Instruction | None:
+def _update_in_place(body: Computation, root: Instruction) -> Instruction | None:
     """What a result writes in place of a part of an operand; None: it is anew."""
     while root.opcode == "bitcast":
         root = body.instructions[root.operands[0]]
@@ -85,13 +85,13 @@ def _count(op: Instruction) -> float:
     return float(max(1, math.prod(op.shapes[0].dims))) if op.shapes else 1.0
 
 
-def _wanted(body: Computation) -> dict[str, float]:
+def _element_counts(body: Computation) -> dict[str, float]:
     """How many elements of each value of a fusion are made or read, at the most."""
     wanted: defaultdict[str, float] = defaultdict(float)
     in_place: set[str] = set()
     for name in _roots(body):
         root = body.instructions[name]
-        update = _updated(body, root)
+        update = _update_in_place(body, root)
         wanted[name] = _count(root if update is None else update)
         if update is not None:
             in_place.add(name)
@@ -203,7 +203,7 @@ def _instructions(
     """An instruction, or those of the fusion that it calls."""
     yield scope, op
     if op.opcode == "fusion":
-        inner = Scope(module.computations[op.called[0]], op, scope)
+        inner = Scope(module.computations[op.called_names[0]], op, scope)
         for instruction in inner.computation.instructions.values():
             yield from _instructions(module, inner, instruction)
 
@@ -215,9 +215,9 @@ def product(scope: Scope, op: Instruction) -> Product | None:
     left, right = (scope.instruction(n).shapes[0] for n in op.operands[:2])
     if not op.shapes:
         return None
-    summed = _named(op, "contracting")
+    summed = _dims_in_text(op, "contracting")
     if summed is not None:
-        batched = _named(op, "batch") or ()
+        batched = _dims_in_text(op, "batch") or ()
         batch = math.prod(left.dims[d] for d in batched)
         depth = math.prod(left.dims[d] for d in summed)
         sides = [math.prod(s.dims) / batch / depth for s in (left, right)]
@@ -236,7 +236,7 @@ def _product(
     return Product(batch, rows, columns, depth, dtype, itemsize)
 
 
-def _named(op: Instruction, role: str) -> tuple[int, ...] | None:
+def _dims_in_text(op: Instruction, role: str) -> tuple[int, ...] | None:
     """Dimensions of the left operand in a role; None where the text names none."""
     found = re.search(_DIMS.format(role), op.attributes)
     return tuple(int(n) for n in re.findall(r"\d+", found[1])) if found else None

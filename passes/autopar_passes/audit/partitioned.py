@@ -108,7 +108,7 @@ class _Auditor:
                         seen.add(key)
                         yield from self.collective(op, name, trips)
                 elif name in _ASKED_KINDS:
-                    yield from self.asked(op, _ASKED_KINDS[name], trips)
+                    yield from self.manual_collective(op, _ASKED_KINDS[name], trips)
                 elif name in ("func.call", "call"):
                     callee = self.bodies[op.attributes["callee"].value]
                     yield from self.region(callee.regions[0], trips)
@@ -126,11 +126,11 @@ class _Auditor:
         text = _header(op)
         after = self.shard_bytes(op.results[0], text)
         source = _source(op)
-        axes = self.named(text.split("%", 1)[0])
+        axes = self.axis_names(text.split("%", 1)[0])
         kind = _KINDS[name]
         if kind == "all_to_all":
             for part in re.findall(r"\{([^}]*)\}: \d+->\d+", text):
-                names, group = self.named(part)
+                names, group = self.axis_names(part)
                 yield AuditedCollective(kind, names, group, after, trips, source)
             return
         if kind == "all_reduce":
@@ -142,7 +142,9 @@ class _Auditor:
         nbytes = after * group if kind == "reduce_scatter" else after
         yield AuditedCollective(kind, names, group, nbytes, trips, source)
 
-    def asked(self, op: Any, kind: str, trips: float) -> Iterator[AuditedCollective]:
+    def manual_collective(
+        self, op: Any, kind: str, trips: float
+    ) -> Iterator[AuditedCollective]:
         """Yields a collective of a manual computation; its arrays are one device's."""
         arrays = op.results if kind == "all_gather" else op.operands
         nbytes = sum(_array_bytes(value) for value in arrays)
@@ -204,7 +206,7 @@ class _Auditor:
         name, _, size = match.groups()
         return name, int(size) if size else self.sizes[name]
 
-    def named(self, text: str) -> tuple[tuple[str, ...], int]:
+    def axis_names(self, text: str) -> tuple[tuple[str, ...], int]:
         entries = [self.entry(m) for m in _AXIS.finditer(text)]
         return tuple(n for n, _ in entries), math.prod(s for _, s in entries)
 
@@ -213,7 +215,7 @@ class _Auditor:
         shape = list(value.type.shape)
         bits = _bits(value.type.element_type)
         match = _SHARDING.search(text)
-        group = self.named(match.group(1))[1] if match else 1
+        group = self.axis_names(match.group(1))[1] if match else 1
         return math.prod(shape) * bits / 8 / group
 
 

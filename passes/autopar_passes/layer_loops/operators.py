@@ -59,7 +59,7 @@ def in_order(program: Program) -> Program:
 _Changed = tuple[int, Callable[[int], dict[str, Any]]]
 
 
-def moved(
+def move_dim(
     eqn: Equation, dim: int, shapes: Sequence[tuple[int, ...]]
 ) -> _Changed | None:
     """Where an operator that moves dimensions puts one; None: not known, or nowhere.
@@ -90,7 +90,7 @@ def moved(
             return None
 
 
-def resized(
+def resize_dim(
     eqn: Equation, dim: int, sizes: Sequence[int]
 ) -> list[dict[str, Any]] | None:
     """Parameters of a slice or of padding on each piece of a dimension.

@@ -23,8 +23,8 @@ from autopar_passes.layer_loops.operators import (
     POINTWISE,
     REDUCTIONS,
     in_order,
-    moved,
-    resized,
+    move_dim,
+    resize_dim,
 )
 from autopar_passes.layer_loops.paths import piece_paths, ranges
 from autopar_passes.program.building import Builder, next_index, renumbered
@@ -201,15 +201,17 @@ class Splitter:
         """Adds the equations of a function of arrays, under the current name stack."""
         given = [a for a in atoms if isinstance(a, int)]
 
-        def called(*arrays: Any) -> Any:
+        def call(*arrays: Any) -> Any:
             left = iter(arrays)
             return function(
                 *(next(left) if isinstance(a, int) else a.value for a in atoms)
             )
 
-        return self.builder.calls(called, given, self.stack)
+        return self.builder.calls(call, given, self.stack)
 
-    def bound(self, eqn: Equation, atoms: Sequence[Atom], **changed: Any) -> list[int]:
+    def add_bound(
+        self, eqn: Equation, atoms: Sequence[Atom], **changed: Any
+    ) -> list[int]:
         """Adds an equation's operator on other operands, with changed parameters."""
         source = eqn.source
         if changed:
@@ -272,9 +274,9 @@ class Splitter:
             return self.reduction(eqn, dim, sizes)
         if kind == "dot_general":
             return self.product(eqn, dim, sizes)
-        if (own := resized(eqn, dim, sizes)) is not None and eqn.inputs[0] in cut:
-            return self.resized(eqn, own)
-        changed = moved(eqn, dim, [self.shape(a) for a in eqn.inputs])
+        if (own := resize_dim(eqn, dim, sizes)) is not None and eqn.inputs[0] in cut:
+            return self.resize(eqn, own)
+        changed = move_dim(eqn, dim, [self.shape(a) for a in eqn.inputs])
         if changed is None or len(cut) != len(eqn.inputs):
             return False
         to, parameters = changed
@@ -304,19 +306,19 @@ class Splitter:
             for a, d in zip(eqn.inputs, dims, strict=True)
         ]
         made = [
-            self.bound(eqn, atoms, **(changed[k] if changed else {}))[0]
+            self.add_bound(eqn, atoms, **(changed[k] if changed else {}))[0]
             for k, atoms in enumerate(zip(*given, strict=True))
         ]
         self.pieces[eqn.outputs[0]] = Pieces(tuple(made), to, sizes)
         return True
 
-    def resized(self, eqn: Equation, changed: Sequence[Mapping[str, Any]]) -> bool:
+    def resize(self, eqn: Equation, changed: Sequence[Mapping[str, Any]]) -> bool:
         """Some of the layers, or layers with others around them."""
         value, *rest = eqn.inputs
         assert isinstance(value, int)
         of = self.pieces[value]
         made = [
-            self.bound(eqn, [piece, *map(self.read, rest)], **own)[0]
+            self.add_bound(eqn, [piece, *map(self.read, rest)], **own)[0]
             for piece, own in zip(of.values, changed, strict=True)
         ]
         sizes = tuple(self.builder.values[v].shape[of.dim] for v in made)
@@ -338,14 +340,14 @@ class Splitter:
         pairs = list(zip(eqn.inputs, eqn.outputs, strict=True))
         split = [(a, out) for a, out in pairs if a in cut]
         made = [
-            self.bound(eqn, [self.pieces[a].values[k] for a, _ in split])  # type: ignore[index]
+            self.add_bound(eqn, [self.pieces[a].values[k] for a, _ in split])  # type: ignore[index]
             for k in range(len(sizes))
         ]
         for place, (_, out) in enumerate(split):
             self.pieces[out] = Pieces(tuple(m[place] for m in made), dim, sizes)
         rest = [(a, out) for a, out in pairs if a not in cut]
         if rest:
-            found = self.bound(eqn, [self.read(a) for a, _ in rest])
+            found = self.add_bound(eqn, [self.read(a) for a, _ in rest])
             self.whole.update(zip((out for _, out in rest), found, strict=True))
         return True
 
@@ -354,7 +356,9 @@ class Splitter:
         axes = eqn.params["axes"]
         if dim not in axes:
             return self.each(eqn, [dim], sizes, dim - sum(a < dim for a in axes))
-        made = [self.bound(eqn, [v])[0] for v in self.piece(eqn.inputs[0], dim, sizes)]
+        made = [
+            self.add_bound(eqn, [v])[0] for v in self.piece(eqn.inputs[0], dim, sizes)
+        ]
         return self.together(eqn, made, REDUCTIONS[eqn.primitive])
 
     def together(
@@ -378,7 +382,7 @@ class Splitter:
                 )
                 if ours and over:
                     made = [
-                        self.bound(eqn, pair)[0]
+                        self.add_bound(eqn, pair)[0]
                         for pair in zip(
                             self.piece(left, a, sizes),
                             self.piece(right, b, sizes),
@@ -464,10 +468,10 @@ class Splitter:
             tuple(read),
             tuple(made),
             eqn.name_stack,
-            tuple(self.copied(r) for r in eqn.regions),
+            tuple(self.copy_region(r) for r in eqn.regions),
         )
 
-    def copied(self, region: Region) -> Region:
+    def copy_region(self, region: Region) -> Region:
         """A body with values and equations of its own."""
         own: dict[int, int] = {}
         values = [*region.inputs]

@@ -27,7 +27,7 @@ from autopar_passes.program.trace import TracedStep
 _ADDED = (Combine.SUM, Combine.MEAN)
 
 
-def accumulated(whole: TracedStep, found: Microbatched) -> TracedStep:
+def accumulate_step(whole: TracedStep, found: Microbatched) -> TracedStep:
     """Returns the step that goes through its microbatches and then updates its state.
 
     Args:

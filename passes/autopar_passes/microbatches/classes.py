@@ -39,7 +39,7 @@ ANY_ROWS, POSITION = Split(Kind.ROWS), Split(Kind.POSITION)
 WHOLE = Split(Kind.WHOLE)
 
 
-def joined(a: Split, b: Split) -> Split | None:
+def join(a: Split, b: Split) -> Split | None:
     """The class of a value that is of one class or the other; None: there is none."""
     kinds = {a.kind, b.kind}
     if a == b:

@@ -36,7 +36,7 @@ def can_draw(eqn: Equation, key_dtype: Any) -> bool:
     return whole and eqn.primitive in _PRIMITIVES and key_dtype == _threefry()
 
 
-def drawn(
+def draw_rows(
     eqn: Equation, key: Any, number: Any, *, shape: tuple[int, ...], rows: Rows
 ) -> Any:
     """What an equation draws for the whole batch, for the rows of one microbatch.
@@ -88,7 +88,7 @@ def _numbers(
     for dim in reversed(range(len(shape))):
         index = jax.lax.broadcasted_iota(np.uint32, part, dim)
         if dim == rows.dim:
-            index = _dealt(index, rows.inner, count, number.astype(np.uint32))
+            index = _place_in_batch(index, rows.inner, count, number.astype(np.uint32))
         more_high, more_low = _times(index, stride)
         low = low + more_low
         if not small:
@@ -97,7 +97,7 @@ def _numbers(
     return high, low
 
 
-def _dealt(index: Any, inner: int, count: int, number: Any) -> Any:
+def _place_in_batch(index: Any, inner: int, count: int, number: Any) -> Any:
     """Where a row of a microbatch is in the whole batch (`Rows`)."""
     if inner == 1:
         return index * np.uint32(count) + number

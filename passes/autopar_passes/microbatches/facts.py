@@ -62,12 +62,12 @@ def facts(pair: Pair, graph: OperatorGraph) -> Facts:
             operators[op.equation] = op
             roles.setdefault(outermost[op.equation], set()).add(op.role)
     found = _roles(pair.whole.body.equations, roles)
-    updated = _updated(graph)
+    updated = _gradient_values(graph)
     return Facts(
         operators,
         found,
         _needed_back(pair.whole.body.equations, found),
-        _given(pair, graph),
+        _stateless_values(pair, graph),
         _statistics(pair, graph) - updated,
         updated,
     )
@@ -162,7 +162,7 @@ def _needed_back(
     return frozenset(found)
 
 
-def _given(pair: Pair, graph: OperatorGraph) -> frozenset[int]:
+def _stateless_values(pair: Pair, graph: OperatorGraph) -> frozenset[int]:
     """The values outside of loops that need no array of the state."""
     body = pair.whole.body
     found = {i.value for i in graph.inputs if i.output < 0 or not _is_array(graph, i)}
@@ -180,7 +180,7 @@ def _is_array(graph: OperatorGraph, given: GraphInput) -> bool:
     return value.floating and (given.role is not InputRole.OTHER or value.size > 1)
 
 
-def _updated(graph: OperatorGraph) -> frozenset[int]:
+def _gradient_values(graph: OperatorGraph) -> frozenset[int]:
     """The values that are made of gradients, such as new parameters."""
     found: set[int] = set()
     for _ in range(2):  # A loop hands its first values in behind the last of them.
@@ -192,7 +192,7 @@ def _updated(graph: OperatorGraph) -> frozenset[int]:
 
 
 def _statistics(pair: Pair, graph: OperatorGraph) -> frozenset[int]:
-    kept = _kept(pair, graph)
+    kept = _forward_values(pair, graph)
     found = kept & _normalising(pair, graph)
     for op in graph.operators:
         if op.role is not Role.FORWARD or op.kind not in _HANDING:
@@ -202,7 +202,7 @@ def _statistics(pair: Pair, graph: OperatorGraph) -> frozenset[int]:
     return frozenset(found)
 
 
-def _kept(pair: Pair, graph: OperatorGraph) -> set[int]:
+def _forward_values(pair: Pair, graph: OperatorGraph) -> set[int]:
     """The values without rows that new carried arrays are made of in the forward pass.
 
     Through other values without rows, or element by element through those with.

@@ -13,7 +13,7 @@ import numpy as np
 from autopar_passes import jax_compat
 from autopar_passes.graph.operators import OperatorGraph, update_equations
 from autopar_passes.microbatches.classes import SAME, Edits, Kind
-from autopar_passes.microbatches.draws import drawn
+from autopar_passes.microbatches.draws import draw_rows
 from autopar_passes.microbatches.facts import Facts, facts
 from autopar_passes.microbatches.follow import Follower
 from autopar_passes.microbatches.microbatched import (
@@ -24,7 +24,7 @@ from autopar_passes.microbatches.microbatched import (
     Rows,
 )
 from autopar_passes.microbatches.operators import Grouped, is_float
-from autopar_passes.microbatches.pairs import Pair, paired, place
+from autopar_passes.microbatches.pairs import Pair, pair_programs, place
 from autopar_passes.program.building import Builder, needed, next_index
 from autopar_passes.program.equations import (
     Atom,
@@ -200,7 +200,7 @@ class _Writer:
         rows = Rows(self.pair.dims[value] - ahead, self.edits.drawn[micro.index])
         shape = tuple(whole.params["shape"])
         self.builder.call(
-            lambda k, n: drawn(micro, k, n, shape=shape, rows=rows),
+            lambda k, n: draw_rows(micro, k, n, shape=shape, rows=rows),
             [key, self.take(self.number)],
             micro.name_stack,
             value,
@@ -269,7 +269,7 @@ class _Writer:
             assert isinstance(atom, int)
             assert self.number is not None
             number = self.take(self.number)
-            return self.builder.call(_folded, [atom, number], eqn.name_stack)
+            return self.builder.call(_fold_key, [atom, number], eqn.name_stack)
         return atom
 
     def first(self, eqn: Equation, atom: Atom) -> Atom:
@@ -292,7 +292,7 @@ class _Writer:
         )
 
 
-def _folded(key: Any, number: Any) -> Any:
+def _fold_key(key: Any, number: Any) -> Any:
     """Keys that differ in each microbatch; ``key`` may be raw, ``(..., words)``."""
     if jax_compat.is_extended(key.dtype):
         fold, rank = jax.random.fold_in, key.ndim
@@ -324,7 +324,7 @@ _COMBINED = {
 }
 
 
-def microbatched(
+def split_step(
     whole: TracedStep,
     micro: TracedStep,
     graph: OperatorGraph,
@@ -345,12 +345,12 @@ def microbatched(
     Raises:
       MicrobatchError: it cannot be split.
     """
-    pair = paired(whole.program, micro.program, count)
+    pair = pair_programs(whole.program, micro.program, count)
     if not any(pair.has_rows(v) for v in pair.whole.body.inputs):
         raise MicrobatchError("no argument has rows of a batch.")
     known, hoisted = facts(pair, graph), frozenset[int]()
     while True:
-        follower, unit = _followed(pair, known, couple=couple, hoisted=hoisted)
+        follower, unit = _follow(pair, known, couple=couple, hoisted=hoisted)
         made = rewritten(pair, follower.known.edits, follower.once)
         again = _made_twice(pair, follower, made)
         if not again:
@@ -360,7 +360,7 @@ def microbatched(
     behind = first + made.number + len(made.ahead)
     return Microbatched(
         microbatches=count,
-        traced=_traced(micro, made),
+        traced=_named_step(micro, made),
         once=frozenset(follower.once),
         crossings=_crossings(pair, follower),
         batch=_batch(pair, unit) | _rows_ahead(pair, follower, made),
@@ -404,7 +404,7 @@ def unsplit(
     )
 
 
-def _followed(
+def _follow(
     pair: Pair, known: Facts, *, couple: bool, hoisted: frozenset[int]
 ) -> tuple[Follower, int]:
     """The classes of all values, and how many rows are dealt out together."""
@@ -473,7 +473,7 @@ def _batch(pair: Pair, unit: int) -> dict[int, Rows]:
     }
 
 
-def _traced(micro: TracedStep, made: Rewritten) -> TracedStep:
+def _named_step(micro: TracedStep, made: Rewritten) -> TracedStep:
     """The step on one microbatch, with names for the inputs that were added."""
     number = ("microbatch",) if made.number else ()
     given = (f"whole batch/{k}" for k in range(len(made.ahead)))

@@ -33,7 +33,7 @@ from autopar_passes.microbatches.classes import (
     Edits,
     Kind,
     Split,
-    joined,
+    join,
 )
 from autopar_passes.microbatches.draws import can_draw
 from autopar_passes.microbatches.facts import RANDOM, Facts, loop_of_updates
@@ -381,8 +381,8 @@ class Follower:
             return []
         if eqn.primitive == "iota" or Kind.POSITION in kinds:
             return self._positions(eqn, given)
-        if Kind.ROWS not in kinds and operators.moved(self.pair, eqn):
-            return self._coupled(eqn, "counts the rows")
+        if Kind.ROWS not in kinds and operators.is_moved(self.pair, eqn):
+            return self._couple(eqn, "counts the rows")
         return self._by_classes(eqn, given)
 
     def _positions(self, eqn: Equation, given: list[Split]) -> list[Split]:
@@ -402,13 +402,13 @@ class Follower:
         """Values with rows are made of values without."""
         if eqn.primitive in RANDOM:
             if eqn.primitive not in operators.FOLDED:
-                return self._coupled(eqn, "draws random numbers for rows")
-            return [self._drawn(eqn, given[0])]
+                return self._couple(eqn, "draws random numbers for rows")
+            return [self._draw(eqn, given[0])]
         if eqn.primitive not in operators.SPREADING:
-            return self._coupled(eqn, "makes rows that differ")
+            return self._couple(eqn, "makes rows that differ")
         return [ANY_ROWS]
 
-    def _drawn(self, eqn: Equation, key: Split) -> Split:
+    def _draw(self, eqn: Equation, key: Split) -> Split:
         """Random numbers for rows: those of the whole batch, if they can be had."""
         inner = self.known.adjacent(eqn.outputs[0])
         of = eqn.inputs[0]
@@ -438,7 +438,7 @@ class Follower:
             self._fold(eqn, 0)
         found = operators.rows(self.pair, eqn, given, op.rule, self.kernel)
         if isinstance(found, str):
-            made = self._coupled(eqn, found)
+            made = self._couple(eqn, found)
             # What a backward pass makes of rows is linear in their gradients: it adds
             # up. What it only computes again is as it was in the forward pass.
             adds_up = op.role is Role.BACKWARD and REPEATED not in op.module.split("/")
@@ -488,7 +488,7 @@ class Follower:
         self.known.edits.scaled[eqn.index, slot] = float(self.pair.count)
         return LOCAL
 
-    def _coupled(self, eqn: Equation, why: str) -> list[Split]:
+    def _couple(self, eqn: Equation, why: str) -> list[Split]:
         """The classes of results that depend on several rows in another way."""
         if self._sampling:
             made = map(self.known.of_whole, eqn.outputs)
@@ -595,7 +595,7 @@ class Follower:
         return out[:first] + now + out[first + len(now) :]
 
     def _join(self, eqn: Equation, a: Split, b: Split) -> Split:
-        found = joined(a, b)
+        found = join(a, b)
         if found is None:
             raise MicrobatchError(
                 f"{place(eqn)} makes rows in one case, and none in another."
@@ -629,10 +629,10 @@ class Follower:
             self.pair.dims[v] == 0 for v in eqn.outputs[carry:]
         )
         if added is None or not apart or not mapped or len(inners) > 1:
-            return self._coupled(eqn, "goes through the rows one by one")
+            return self._couple(eqn, "goes through the rows one by one")
         self.known.classes.update((v, SAME) for v in body.inputs)
         if not all(c.kind in (Kind.SAME, Kind.LOCAL) for c in self._body(body)):
-            return self._coupled(eqn, "goes through the rows one by one")
+            return self._couple(eqn, "goes through the rows one by one")
         for k, adds in enumerate(added):
             if adds:
                 self.known.as_part(eqn, consts + k)
@@ -644,7 +644,7 @@ class Follower:
         """A loop of `jax.random` that goes on until all rows have their numbers."""
         self._check_drawn(eqn)
         if Kind.SUM in {self.known.of(a).kind for a in eqn.inputs}:
-            return self._coupled(eqn, "needs a sum over the batch")
+            return self._couple(eqn, "needs a sum over the batch")
         for slot, atom in enumerate(eqn.inputs):
             if not isinstance(atom, int) or self.known.of(atom).kind is not Kind.SAME:
                 continue
@@ -677,7 +677,7 @@ class Follower:
         if again.kind is Kind.ROWS and kinds <= {Kind.SAME, Kind.ROWS}:
             return found  # A loop that is mapped over rows ends for each by itself.
         if again.kind not in (Kind.SAME, Kind.LOCAL):
-            return self._coupled(eqn, "goes on until all rows are through")
+            return self._couple(eqn, "goes on until all rows are through")
         return found
 
     def _cond(self, eqn: Equation) -> list[Split]:
@@ -691,7 +691,7 @@ class Follower:
             if found is not None:
                 for a, b in zip(found, out, strict=True):
                     if (a.kind is Kind.SUM) is not (b.kind is Kind.SUM):
-                        return self._coupled(eqn, "has a sum in one branch only")
+                        return self._couple(eqn, "has a sum in one branch only")
                 out = [self._join(eqn, a, b) for a, b in zip(found, out, strict=True)]
             found = out
         assert found is not None

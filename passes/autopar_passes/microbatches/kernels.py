@@ -17,10 +17,10 @@ import numpy as np
 from autopar_passes import jax_compat
 from autopar_passes.graph.build import build_graph
 from autopar_passes.graph.operators import Operator
-from autopar_passes.microbatches.classes import SAME, Edits, Kind, Split, joined
+from autopar_passes.microbatches.classes import SAME, Edits, Kind, Split, join
 from autopar_passes.microbatches.facts import Facts
 from autopar_passes.microbatches.microbatched import MicrobatchError
-from autopar_passes.microbatches.pairs import Pair, paired, place
+from autopar_passes.microbatches.pairs import Pair, pair_programs, place
 from autopar_passes.program.equations import (
     Atom,
     Equation,
@@ -140,17 +140,19 @@ def _classes(
         _check_grids(pair, eqn, inner)
         bodies = [_of_points(e) for e in sources]
     whole, micro = bodies
-    own = paired(whole.program, micro.program, _ratio(whole.program, micro.program))
+    own = pair_programs(
+        whole.program, micro.program, _ratio(whole.program, micro.program)
+    )
     if any(own.has_rows(v) for v in micro.added):
         raise MicrobatchError("rows of several shards are added up")
     more = micro.program.body.inputs[len(given) : own.micro.num_arguments]
     held = [Split(Kind.ROWS, inner) if own.has_rows(v) else SAME for v in more]
-    facts = _tried(lambda: _facts(own.whole))
+    facts = _try(lambda: _facts(own.whole))
     while True:
         found, edits = follow(own, facts, [*given, *held])
         _check_kept(own, edits)
         left = [*found[len(found) - micro.state :], *held[micro.state :]]
-        after = [joined(a, b) for a, b in zip(held, left, strict=True)]
+        after = [join(a, b) for a, b in zip(held, left, strict=True)]
         if after == held:
             return found[micro.results]
         if None in after:
@@ -158,7 +160,7 @@ def _classes(
         held = [split for split in after if split is not None]
 
 
-def _tried(follow: Callable[[], T]) -> T:
+def _try(follow: Callable[[], T]) -> T:
     try:
         return follow()
     except Exception as error:  # whatever a kernel does
@@ -176,7 +178,7 @@ def _ratio(whole: Program, micro: Program) -> int:
 def _of_points(eqn: Equation) -> _Body:
     """What a Pallas kernel computes at a point of its grid."""
     body = eqn.params["jaxpr"]
-    program = _tried(lambda: flatten(jax_compat.without_refs(body)))
+    program = _try(lambda: flatten(jax_compat.without_refs(body)))
     count = len(eqn.inputs)
     region = program.body
     if region.outputs[:count] != region.inputs[:count]:
@@ -257,7 +259,7 @@ def _of_shards(pair: Pair, eqn: Equation, inner: int) -> _Body:
             same[value] = same.get(atom, atom) if isinstance(atom, int) else atom
             if sums and not rows.isdisjoint(axes) and isinstance(atom, int):
                 added.append(atom)
-    return _Body(_replaced(program, same), slice(None), added=tuple(added))
+    return _Body(_replace(program, same), slice(None), added=tuple(added))
 
 
 def _axes_of(eqn: Equation) -> set[str]:
@@ -267,7 +269,7 @@ def _axes_of(eqn: Equation) -> set[str]:
     return {name for name in named if isinstance(name, str)}
 
 
-def _replaced(program: Program, same: Mapping[int, Atom]) -> Program:
+def _replace(program: Program, same: Mapping[int, Atom]) -> Program:
     """A program that reads atoms in place of values, and does not make these."""
 
     def atoms(found: Sequence[Atom]) -> tuple[Atom, ...]:

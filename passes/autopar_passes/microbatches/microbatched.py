@@ -101,7 +101,7 @@ class Microbatched:
         return self.traced.program.num_arguments - added
 
     @property
-    def accumulated(self) -> frozenset[int]:
+    def accumulated_values(self) -> frozenset[int]:
         """The values that are added up over the microbatches, or averaged."""
         added = (Combine.SUM, Combine.MEAN)
         return frozenset(c.value for c in self.crossings if c.combine in added)

@@ -15,7 +15,7 @@ from autopar_passes.microbatches.classes import POSITION, SUM, Kind, Split
 from autopar_passes.microbatches.indexing import indexes_rows
 from autopar_passes.microbatches.microbatched import Rows
 from autopar_passes.microbatches.pairs import Pair
-from autopar_passes.microbatches.rows import regrouped
+from autopar_passes.microbatches.rows import regroup
 from autopar_passes.program.equations import Atom, Equation, Scalar
 from autopar_passes.rules.factor_rule import FactorKind, FactorRule
 from autopar_passes.sums.linear import ADDITIVE, CONTRACTIONS, UNARY
@@ -151,15 +151,15 @@ def _in_their_way(
         case "ffi_call":
             return "is a kernel that cannot be followed"
         case kind if kind in KEYED:
-            return _keyed(pair, eqn, inner)
+            return _follow_keys(pair, eqn, inner)
         case "reshape":
-            return _reshaped(pair, eqn, inner)
+            return _follow_reshape(pair, eqn, inner)
         case "slice" if _rows_cut(pair, eqn):
-            return _sliced(pair, eqn, inner)
+            return _follow_slice(pair, eqn, inner)
         case "pad":
-            return _padded(pair, eqn, inner)
+            return _follow_pad(pair, eqn, inner)
         case "concatenate" if eqn.params["dimension"] == dim:
-            return _concatenated(pair, eqn, given, inner)
+            return _follow_concatenate(pair, eqn, given, inner)
         case "split" if eqn.params["axis"] == dim:
             return _split(pair, eqn, inner)
         case "triangular_solve" if _solves_apart(pair, eqn):
@@ -181,7 +181,7 @@ def _has_rows(pair: Pair, atom: Atom) -> bool:
     return isinstance(atom, int) and pair.has_rows(atom)
 
 
-def _keyed(pair: Pair, eqn: Equation, inner: int) -> list[Split] | str:
+def _follow_keys(pair: Pair, eqn: Equation, inner: int) -> list[Split] | str:
     """What is made of the keys of rows, or with a key for the numbers of rows."""
     arrays = (a for a in eqn.inputs if isinstance(a, int) and pair.has_rows(a))
     dims = {pair.dims[v] for v in (*arrays, *eqn.outputs)}
@@ -249,7 +249,7 @@ def _adds_up(eqn: Equation, rule: FactorRule, factor: int) -> bool:
     )
 
 
-def _reshaped(pair: Pair, eqn: Equation, inner: int) -> list[Split] | str:
+def _follow_reshape(pair: Pair, eqn: Equation, inner: int) -> list[Split] | str:
     (value,) = (a for a in eqn.inputs if isinstance(a, int))
     (made,) = eqn.outputs
     if not pair.has_rows(made):
@@ -258,7 +258,7 @@ def _reshaped(pair: Pair, eqn: Equation, inner: int) -> list[Split] | str:
     if not inner:
         return [Split(Kind.ROWS, 0)]
     rows = Rows(pair.dims[value], inner)
-    found = regrouped(before, rows, after, pair.dims[made])
+    found = regroup(before, rows, after, pair.dims[made])
     if found is not None:
         return [Split(Kind.ROWS, found)]
     more = math.prod(after[pair.dims[made] + 1 :])
@@ -275,7 +275,7 @@ def _rows_cut(pair: Pair, eqn: Equation) -> bool:
     return pair.micro.values[eqn.outputs[0]].shape[dim] != shape[dim]
 
 
-def _sliced(pair: Pair, eqn: Equation, inner: int) -> list[Split] | str:
+def _follow_slice(pair: Pair, eqn: Equation, inner: int) -> list[Split] | str:
     """A part of the rows: the same part of each microbatch's rows."""
     (value,) = (a for a in eqn.inputs if isinstance(a, int))
     (made,) = eqn.outputs
@@ -299,7 +299,7 @@ def _sliced(pair: Pair, eqn: Equation, inner: int) -> list[Split] | str:
     return [Split(Kind.ROWS, inner)]
 
 
-def moved(pair: Pair, eqn: Equation) -> bool:
+def is_moved(pair: Pair, eqn: Equation) -> bool:
     """Whether a part of a whole array lies elsewhere than that of a microbatch."""
     whole = pair.sources[eqn.index].params
     if eqn.primitive == "slice":
@@ -319,7 +319,7 @@ def _split(pair: Pair, eqn: Equation, inner: int) -> list[Split] | str:
     return [Split(Kind.ROWS, inner)] * len(eqn.outputs)
 
 
-def _padded(pair: Pair, eqn: Equation, inner: int) -> list[Split] | str:
+def _follow_pad(pair: Pair, eqn: Equation, inner: int) -> list[Split] | str:
     """Rows with others around them, in each microbatch its part of them."""
     (made,) = eqn.outputs
     whole = pair.sources[eqn.index].params["padding_config"]
@@ -337,7 +337,7 @@ def _padded(pair: Pair, eqn: Equation, inner: int) -> list[Split] | str:
     return [Split(Kind.ROWS, inner)]
 
 
-def _concatenated(
+def _follow_concatenate(
     pair: Pair, eqn: Equation, given: Sequence[Split], inner: int
 ) -> list[Split] | str:
     """Rows behind rows: those of each microbatch behind each other."""

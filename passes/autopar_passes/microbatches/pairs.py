@@ -70,7 +70,7 @@ class Pair:
         return self.whole.values[value].shape[self.dims[value]]
 
 
-def paired(whole: Program, micro: Program, count: int) -> Pair:
+def pair_programs(whole: Program, micro: Program, count: int) -> Pair:
     """Compares two programs.
 
     Raises:
@@ -202,13 +202,13 @@ def _same_function(
     """
     if a.__code__ is not b.__code__:
         return False
-    one, other = _held(a), _held(b)
+    one, other = _held_objects(a), _held_objects(b)
     return one.keys() == other.keys() and all(
         _equal(value, other[name], within) for name, value in one.items()
     )
 
 
-def _held(function: FunctionType) -> dict[str | int, Any]:
+def _held_objects(function: FunctionType) -> dict[str | int, Any]:
     """What a function holds: its defaults, by place and name, and its closure."""
     out: dict[str | int, Any] = dict(enumerate(function.__defaults__ or ()))
     out.update(function.__kwdefaults__ or {})

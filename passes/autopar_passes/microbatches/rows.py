@@ -50,7 +50,7 @@ def together(array: Any, rows: Rows) -> Any:
     return jax.lax.reshape(joined, whole)
 
 
-def regrouped(
+def regroup(
     before: tuple[int, ...], rows: Rows, after: tuple[int, ...], dim: int
 ) -> int | None:
     """The `Rows.inner` of a reshaped array; None: its groups do not stay together.

@@ -54,7 +54,7 @@ class LayoutPlan(Protocol):
         """Returns the layout in which a flat output must leave; None: as it comes."""
         ...
 
-    def stacked(self, value: int) -> tuple[tuple[int, ...], Layout] | None:
+    def partial_layout(self, value: int) -> tuple[tuple[int, ...], Layout] | None:
         """Returns a value's partial axes and its layout; None: it is whole."""
         ...
 

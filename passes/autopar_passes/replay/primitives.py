@@ -18,7 +18,7 @@ from autopar_passes.replay.values import Values
 from autopar_passes.rules import convolution, manual, pallas_grid
 from autopar_passes.rules.factor_rule import FactorRule
 from autopar_passes.sums import stacked
-from autopar_passes.sums.finish import BY_SHARDS, Sum, behind, finished
+from autopar_passes.sums.finish import BY_SHARDS, Sum, behind, run_and_sum
 from autopar_passes.sums.stacked import Stacked, stack_partials, sum_partials
 
 # Runs hand-written kernels shard by shard: no compiler can partition them.
@@ -172,7 +172,9 @@ def _manual(
     taken = set(names)
 
     def spec(given: Any) -> Any:
-        return jax.sharding.PartitionSpec(*(_kept(entry, taken) for entry in given))
+        return jax.sharding.PartitionSpec(
+            *(_without_small_axes(entry, taken) for entry in given)
+        )
 
     return list(
         jax.shard_map(
@@ -185,7 +187,7 @@ def _manual(
     )
 
 
-def _kept(entry: Any, names: set[str]) -> Any:
+def _without_small_axes(entry: Any, names: set[str]) -> Any:
     """An entry of a spec without axes of size one, which the mesh may not have."""
     if not isinstance(entry, tuple):
         return entry if entry in names else None
@@ -277,18 +279,18 @@ def run_primitive(values: Values, eqn: Equation, op: Operator) -> list[Any]:
     """Runs an equation without regions; returns its results."""
     if len(eqn.outputs) == 1 and values.plan.floating(eqn.outputs[0]):
         return [None]
-    if eqn.outputs and values.plan.stacked(eqn.outputs[0]) is not None:
+    if eqn.outputs and values.plan.partial_layout(eqn.outputs[0]) is not None:
         return _partial(values, eqn, op)
     args = [values.operand(op, k, a) for k, a in enumerate(eqn.inputs)]
     if eqn.primitive in BY_SHARDS and (sums := values.plan.sums(eqn.outputs[0])):
-        return [_finished(values, eqn, op, args, sums)]
+        return [_contract(values, eqn, op, args, sums)]
     out = _bind(values, eqn, op, args)
     return [values.pin(x, values.plan.results(op, k)) for k, x in enumerate(out)]
 
 
 def _partial(values: Values, eqn: Equation, op: Operator) -> list[Any]:
     """Runs an operator whose results stay partial."""
-    found = values.plan.stacked(eqn.outputs[0])
+    found = values.plan.partial_layout(eqn.outputs[0])
     assert found is not None
     axes, layout = found
     operands = [values.partial_operand(op, k, a) for k, a in enumerate(eqn.inputs)]
@@ -306,7 +308,7 @@ def _partial(values: Values, eqn: Equation, op: Operator) -> list[Any]:
     return [values.defer(v, x) for v, x in zip(eqn.outputs, out, strict=True)]
 
 
-def _finished(
+def _contract(
     values: Values, eqn: Equation, op: Operator, args: list[Any], sums: tuple[Sum, ...]
 ) -> Any:
     """Runs a contraction and the collectives that end its sum."""
@@ -319,7 +321,7 @@ def _finished(
         values.plan.operand(op, slot) or ((),) * jax.numpy.ndim(x)
         for slot, x in enumerate(args)
     ]
-    out = finished(run, args, layouts, sums, values.mesh)
+    out = run_and_sum(run, args, layouts, sums, values.mesh)
     return values.pin(out, behind(values.plan.results(op, 0), sums))
 
 

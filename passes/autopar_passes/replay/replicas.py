@@ -25,7 +25,7 @@ from autopar_passes import jax_compat
 from autopar_passes.graph.operators import Operator
 from autopar_passes.layouts import constrain
 from autopar_passes.replay.values import Values
-from autopar_passes.sums.finish import Sum, behind, finished
+from autopar_passes.sums.finish import Sum, behind, run_and_sum
 from autopar_passes.sums.stacked import sum_partials
 
 # Constants, carry and slices of one turn -> its carry, and what it stacks.
@@ -100,7 +100,7 @@ class Replicas:
         end = jnp.asarray(starts[1:], jnp.int32)[position]
         buffers = [
             jnp.zeros((starts[-1], *x.shape), x.dtype)
-            for x in _stacked(turn, constants, carry, slices)
+            for x in _stacked_shapes(turn, constants, carry, slices)
         ]
 
         def body(state: Any) -> Any:
@@ -128,7 +128,7 @@ class Replicas:
         _, ends, stacks = jax.lax.while_loop(lambda s: s[0] < end, body, state)
         return ends, stacks
 
-    def left(self, values: Values, op: Operator, array: Any) -> Any:
+    def add_up(self, values: Values, op: Operator, array: Any) -> Any:
         """Adds up what `run` returns of one result, in the layouts of the plan.
 
         A sum over the devices of each replica that is due here is taken first: then
@@ -141,7 +141,7 @@ class Replicas:
         """
         slot = 1 if op.kind == "carry" else 0
         value, plan, mesh = op.outputs[slot], values.plan, values.mesh
-        partial = plan.stacked(value)
+        partial = plan.partial_layout(value)
         if partial is None:
             layouts = plan.results(op, slot)
             first = layouts[0] if layouts else ((),) * (array.ndim - 1)
@@ -156,7 +156,7 @@ class Replicas:
             return values.defer(value, _total(array))
         if sums := plan.sums(value):
             lies, steps = ((AXIS,), axes, *layout), [_of_each(step) for step in sums]
-            array = finished(lambda shard: shard[:, 0], [array], [lies], steps, mesh)
+            array = run_and_sum(lambda shard: shard[:, 0], [array], [lies], steps, mesh)
             due = behind(due, sums) or (sums[-1].layout,)
         else:
             zero = np.zeros((), array.dtype)
@@ -180,13 +180,15 @@ def _entry(array: Any, number: Any) -> Any:
     return jax.lax.dynamic_index_in_dim(array, number, 0, keepdims=False)
 
 
-def _stacked(turn: Turn, constants: Any, carry: Any, slices: Any) -> Sequence[Any]:
+def _stacked_shapes(
+    turn: Turn, constants: Any, carry: Any, slices: Any
+) -> Sequence[Any]:
     """Shape and dtype of what a turn stacks."""
 
-    def made(held: Any, carried: Any, arrays: Any) -> Any:
+    def make(held: Any, carried: Any, arrays: Any) -> Any:
         return turn(held, carried, [x[0] for x in arrays])[1][0]
 
-    return jax.eval_shape(made, constants, carry, slices)
+    return jax.eval_shape(make, constants, carry, slices)
 
 
 def _of_each(step: Sum) -> Sum:

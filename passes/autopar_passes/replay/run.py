@@ -72,7 +72,7 @@ class ControlFlow:
             with self._inside(body, enters, (*given, *carried, *sliced)):
                 ends = self._hand_on(carries, 1, body.outputs[:carry])
                 ys = self._hand_on(stacks, 0, body.outputs[carry:])
-                seen = self._seen(eqn)
+                seen = self._watch(eqn)
             return _as_arrays(ends, carried), (ys, seen)
 
         if self._replicas is not None and self._replicas.loop == eqn.index:
@@ -80,7 +80,7 @@ class ControlFlow:
                 self._values, step, outer[:consts], outer[consts:first], outer[first:]
             )
             left = [*zip(carries, ends, strict=True), *zip(stacks, ys, strict=True)]
-            return [self._replicas.left(self._values, op, x) for op, x in left]
+            return [self._replicas.add_up(self._values, op, x) for op, x in left]
 
         def turn(carried: Any, sliced: Any) -> tuple[Any, Any]:
             after, (ends, left) = self._in_turn(
@@ -94,15 +94,15 @@ class ControlFlow:
             length=params["length"], reverse=params["reverse"],
             unroll=params["unroll"],
         )  # fmt: skip
-        self._passed(after)
+        self._after_callbacks(after)
         if self._values.watch is not None:
             self._values.watch.after(eqn.index, seen)
         return self._hand_out(carries, 1, end) + self._hand_out(stacks, 0, ys)
 
-    def _seen(self, eqn: Equation) -> Any:
+    def _watch(self, eqn: Equation) -> Any:
         """Returns what the watch takes of an iteration; nothing without one."""
         watch = self._values.watch
-        return () if watch is None else watch.inside(eqn.index, self._values.held)
+        return () if watch is None else watch.inside(eqn.index, self._values.as_held)
 
     def loop(self, eqn: Equation, ops: Sequence[Operator]) -> list[Any]:
         """Runs a ``while``; returns its results."""
@@ -114,14 +114,14 @@ class ControlFlow:
         mapped = bool(eqn.params["cond_jaxpr"].out_avals[0].shape)
 
         def goes_on(carried: Any) -> Any:
-            with self._inside(cond, ops, (*_kept(outer[:n_cond]), *carried)):
+            with self._inside(cond, ops, (*_behind_barrier(outer[:n_cond]), *carried)):
                 return self._values.plain(cond.outputs[0])
 
         def test(carried: Any) -> Any:
             return jax.numpy.any(goes_on(carried))
 
         def step(carried: Any) -> Any:
-            consts = _kept(outer[n_cond : n_cond + n_body])
+            consts = _behind_barrier(outer[n_cond : n_cond + n_body])
             with self._inside(body, ops, (*consts, *carried)):
                 ends = self._hand_on(carries, 1, body.outputs)
             made = _as_arrays(ends, carried)
@@ -132,7 +132,7 @@ class ControlFlow:
             lambda carried: self._in_turn(carried[0], step, carried[1]),
             (self._turn(eqn), outer[n_cond + n_body :]),
         )
-        self._passed(after)
+        self._after_callbacks(after)
         return self._hand_out(carries, 2, end)
 
     def cond(self, eqn: Equation, ops: Sequence[Operator]) -> list[Any]:
@@ -155,7 +155,7 @@ class ControlFlow:
             self._turn(eqn),
             arguments,
         )
-        self._passed(after)
+        self._after_callbacks(after)
         plan = self._values.plan
         return [
             self._values.pin(x, plan.results(op, 0))
@@ -179,7 +179,7 @@ class ControlFlow:
         values.turn = before
         return after, made
 
-    def _passed(self, turn: tuple[Any, ...]) -> None:
+    def _after_callbacks(self, turn: tuple[Any, ...]) -> None:
         """Goes on after the callbacks of a region."""
         self._values.turn = turn[0] if turn else self._values.turn
 
@@ -208,12 +208,12 @@ class ControlFlow:
           ops: the boundary operators that hand values into the region.
           args: the arrays of the region's inputs.
         """
-        with self._values.inside(self._pinned(ops, region.inputs, args)):
+        with self._values.inside(self._region_inputs(ops, region.inputs, args)):
             for eqn in region.equations:
                 self._run(eqn)
             yield
 
-    def _pinned(
+    def _region_inputs(
         self, ops: Sequence[Operator], inputs: Sequence[int], args: Sequence[Any]
     ) -> dict[int, Any]:
         """Returns a region's inputs, in the layouts of their boundary operators."""
@@ -223,7 +223,7 @@ class ControlFlow:
             for slot, value in enumerate(op.outputs):
                 if value not in found:
                     continue
-                partial = plan.stacked(value)
+                partial = plan.partial_layout(value)
                 found[value] = (
                     self._values.pin(found[value], plan.results(op, slot))
                     if partial is None
@@ -240,11 +240,13 @@ class ControlFlow:
 
     def _hand_in(self, ops: Sequence[Operator], atoms: Sequence[Atom]) -> list[Any]:
         """Returns the inputs of a loop; a carry that stays partial starts lifted."""
-        return [self._started(op, a) for op, a in zip(ops, atoms, strict=True)]
+        return [self._first_carry(op, a) for op, a in zip(ops, atoms, strict=True)]
 
-    def _started(self, op: Operator, atom: Atom) -> Any:
+    def _first_carry(self, op: Operator, atom: Atom) -> Any:
         values = self._values
-        partial = values.plan.stacked(op.outputs[0]) if op.kind == "carry" else None
+        partial = (
+            values.plan.partial_layout(op.outputs[0]) if op.kind == "carry" else None
+        )
         if partial is None:
             return values.operand(op, 0, atom)
         axes, layout = partial
@@ -265,19 +267,21 @@ class ControlFlow:
         self, ops: Sequence[Operator], slot: int, arrays: Sequence[Any]
     ) -> list[Any]:
         """Returns the results of a loop."""
-        return [self._left(op, slot, x) for op, x in zip(ops, arrays, strict=True)]
+        return [
+            self._loop_result(op, slot, x) for op, x in zip(ops, arrays, strict=True)
+        ]
 
-    def _left(self, op: Operator, slot: int, array: Any) -> Any:
+    def _loop_result(self, op: Operator, slot: int, array: Any) -> Any:
         """Returns one result of a loop; a stacked dimension comes before iterations."""
         value, plan = op.outputs[slot], self._values.plan
-        if plan.stacked(value) is None:
+        if plan.partial_layout(value) is None:
             return self._values.pin(array, plan.results(op, slot))
         if op.kind == "stack_step":
             array = jax.numpy.moveaxis(array, 1, 0)
         return self._values.defer(value, array)
 
 
-def _kept(constants: Sequence[Any]) -> list[Any]:
+def _behind_barrier(constants: Sequence[Any]) -> list[Any]:
     """Returns the constants of a while loop, behind a barrier.
 
     JAX makes them part of the carry. Without the barrier Shardy would reshard them
@@ -390,7 +394,7 @@ class Replayer:
         body, values = self.program.body, self.values
         self.run(body.equations, made)
         if values.watch is not None:
-            values.watch.end(values.held)
+            values.watch.end(values.as_held)
         layouts = [values.plan.output(k) for k in range(len(body.outputs))]
         return [
             values.plain(a) if layout is None else values.read(a, layout, True)

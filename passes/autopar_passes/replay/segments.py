@@ -90,8 +90,8 @@ class _Within:
     def output(self, position: int) -> Layout | None:
         return self._plan.output(position)
 
-    def stacked(self, value: int) -> tuple[tuple[int, ...], Layout] | None:
-        return self._plan.stacked(value)
+    def partial_layout(self, value: int) -> tuple[tuple[int, ...], Layout] | None:
+        return self._plan.partial_layout(value)
 
     def due(self, value: int) -> tuple[Layout, ...] | None:
         return self._plan.due(value)
@@ -139,7 +139,7 @@ def replay_segment(
     def run(
         *arguments: Any, synchroniser: Synchroniser | None = None, made: Made = as_it_is
     ) -> list[Any]:
-        arrays = constants | _stated(plan, mesh, inputs, arguments)
+        arrays = constants | _state_inputs(plan, mesh, inputs, arguments)
         later = Later(plan, mesh)
         values = Values(made_by, sources, within, mesh, synchroniser or later, arrays)
         Replayer(program, operators, values).run(equations, made)
@@ -148,13 +148,13 @@ def replay_segment(
     return run
 
 
-def _stated(
+def _state_inputs(
     plan: LayoutPlan, mesh: Any, inputs: Sequence[int], arguments: Sequence[Any]
 ) -> dict[int, Any]:
     """The inputs of a segment, as partial values where they are."""
     out: dict[int, Any] = {}
     for value, array in zip(inputs, arguments, strict=True):
-        partial = plan.stacked(value)
+        partial = plan.partial_layout(value)
         if partial is not None:
             array = stacked.stack(array, *partial, mesh)
         out[value] = array

@@ -14,7 +14,7 @@ from autopar_passes.layouts import Layout, constrain
 from autopar_passes.program.equations import Atom, Equation, Scalar
 from autopar_passes.replay.layout_plan import LayoutPlan, Synchroniser, Watch
 from autopar_passes.sums import stacked
-from autopar_passes.sums.finish import behind, finished
+from autopar_passes.sums.finish import behind, run_and_sum
 from autopar_passes.sums.stacked import Stacked
 
 
@@ -113,7 +113,7 @@ class Values:
             return self.make(atom, None, False)
         return self.whole(atom)
 
-    def held(self, value: int) -> Any:
+    def as_held(self, value: int) -> Any:
         """Returns a value as the scope holds it: an array, or a partial value."""
         if self.plan.floating(value) and self.scope.values.get(value) is None:
             return self.make(value, None, False)
@@ -122,9 +122,9 @@ class Values:
     def whole(self, value: int) -> Any:
         """Returns the array of a value; takes its sum if that is still due."""
         array = self.scope.value(value)
-        return self.summed(value) if isinstance(array, Stacked) else array
+        return self.sum_together(value) if isinstance(array, Stacked) else array
 
-    def summed(self, value: int) -> Any:
+    def sum_together(self, value: int) -> Any:
         """Takes the sums that the synchroniser takes together with that of a value."""
         assert self.synchroniser is not None
         values = self.scope.holder(value).values
@@ -187,7 +187,7 @@ class Values:
         """Returns a partial operand as it is, and any other as `operand` does."""
         if (
             isinstance(atom, int)
-            and self.plan.stacked(atom) is not None
+            and self.plan.partial_layout(atom) is not None
             and self.plan.due(atom) is None
         ):
             array = self.scope.value(atom)
@@ -197,7 +197,7 @@ class Values:
 
     def defer(self, value: int, array: Any) -> Any:
         """Pins a stacked array; takes its sum here unless a later place does."""
-        found = self.plan.stacked(value)
+        found = self.plan.partial_layout(value)
         assert found is not None
         partial = stacked.stack(array, *found, self.mesh)
         due = self.plan.due(value)
@@ -209,7 +209,7 @@ class Values:
         if not sums:
             return self.pin(stacked.total(partial), due)
         layout = (partial.axes, *partial.layout)
-        total = finished(
+        total = run_and_sum(
             lambda shard: shard[0], [partial.array], [layout], sums, self.mesh
         )
         return self.pin(total, behind(due, sums))

@@ -182,12 +182,12 @@ class _Cutter:
                     wanted[maker][value] = None
         out: dict[TaskKey, Task] = {}
         for key, equations in full.items():
-            made = self.made(key, equations)
+            made = self.made_values(key, equations)
             outputs = (v for v in made if v in self.leaving or v in wanted[key])
             out[key] = Task(key, tuple(equations), tuple(inputs[key]), tuple(outputs))
         return out
 
-    def made(self, key: TaskKey, equations: Iterable[int]) -> list[int]:
+    def made_values(self, key: TaskKey, equations: Iterable[int]) -> list[int]:
         """The values that a task makes for others, in program order."""
         found: list[int] = []
         for index in equations:
@@ -400,7 +400,7 @@ def stage_program(found: Cut, stage: int) -> StageProgram:
     given = tuple(
         v
         for v in arguments
-        if v in read or (v in flow.carried and flow.carried[v] in outputs)
+        if v in read or (v in flow.carried_values and flow.carried_values[v] in outputs)
     )
     received = tuple(sorted(read - set(arguments) - set(constants)))
     held = [
@@ -409,9 +409,9 @@ def stage_program(found: Cut, stage: int) -> StageProgram:
     body = Region((*given, *received, *(v for v, _ in held)), equations, tuple(outputs))
     places = {v: k for k, v in enumerate(outputs)}
     carried = {
-        k: places[flow.carried[v]]
+        k: places[flow.carried_values[v]]
         for k, v in enumerate(given)
-        if flow.carried.get(v) in places and found.owners[v] == stage
+        if flow.carried_values.get(v) in places and found.owners[v] == stage
     }
     program = Program(whole.values, body, tuple(x for _, x in held))
     return StageProgram(stage, program, given, received, carried, flow.once & wanted)

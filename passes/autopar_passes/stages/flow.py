@@ -110,9 +110,9 @@ class Flow:
 
         Counters, keys, learning rates and loss scales go to all that read them.
         """
-        return frozenset(g.value for g in self.graph.inputs if self._held(g))
+        return frozenset(g.value for g in self.graph.inputs if self._is_held(g))
 
-    def _held(self, given: GraphInput) -> bool:
+    def _is_held(self, given: GraphInput) -> bool:
         match given.role:
             case InputRole.BATCH:
                 return False
@@ -124,7 +124,7 @@ class Flow:
                 return given.rows < 0 and not self.small(given.value)
 
     @functools.cached_property
-    def carried(self) -> dict[int, int]:
+    def carried_values(self) -> dict[int, int]:
         """State input -> the value that is its next one."""
         outputs = self.program.body.outputs
         return {

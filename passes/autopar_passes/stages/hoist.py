@@ -19,7 +19,9 @@ from autopar_passes.sums.linear import ADDITIONS, UNARY
 _ADDED = (Combine.SUM, Combine.MEAN)
 
 
-def hoisted(found: Microbatched, parts: Parts, stage_of: Sequence[int]) -> Microbatched:
+def hoist_sums(
+    found: Microbatched, parts: Parts, stage_of: Sequence[int]
+) -> Microbatched:
     """Returns the split in which sums over stages are taken once a step.
 
     Args:

@@ -234,7 +234,7 @@ def cluster_layers(
     units = _boundaries(chain, wanted)
     repeats = _repeats(chain)
     if repeats is not None:
-        units = _aligned(chain, units, _phase(chain, repeats))
+        units = _align(chain, units, _phase(chain, repeats))
     return tuple(chain.equations[k] for k in _cut(chain, units, wanted))
 
 
@@ -311,7 +311,7 @@ def _phase(chain: ForwardChain, repeats: _Repeats) -> np.ndarray:
     return min(whole, key=lambda p: (float(chain.crossing[p[1:]].mean()), p[0]))
 
 
-def _aligned(chain: ForwardChain, units: np.ndarray, phase: np.ndarray) -> np.ndarray:
+def _align(chain: ForwardChain, units: np.ndarray, phase: np.ndarray) -> np.ndarray:
     """Boundaries that cut repeats at one place only.
 
     Args:

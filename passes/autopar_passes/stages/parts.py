@@ -101,7 +101,7 @@ class _Placer:
 
     def run(self) -> Parts:
         self.forward()
-        self.anchored()
+        self.place_at_state()
         self.backward()
         self.homes.update({v: min(parts) for v, parts in self.held.items()})
         # Rows are put together where they are made; what is free is made last.
@@ -118,7 +118,7 @@ class _Placer:
             i for i in flow.equations if flow.roles[i] is role and i not in flow.free
         ]
 
-    def placed(self, index: int, part: int) -> None:
+    def place_equation(self, index: int, part: int) -> None:
         """Places an equation."""
         self.part[index] = part
         eqn = self.flow.equations[index]
@@ -131,7 +131,7 @@ class _Placer:
         begins = [order[s] for s in self.starts]
         for index in self.of_role(Role.FORWARD):
             part = max(0, bisect.bisect_right(begins, order[index]) - 1)
-            self.placed(index, part)
+            self.place_equation(index, part)
             for value in reads(flow.equations[index]):
                 for given in self.state_behind(value):
                     self.held[given].add(part)
@@ -144,7 +144,7 @@ class _Placer:
             return flow.of_state.get(value, frozenset())
         return frozenset()
 
-    def anchored(self) -> None:
+    def place_at_state(self) -> None:
         """Free equations that make little of much state run where the state is."""
         flow = self.flow
         for index in flow.equations:
@@ -163,7 +163,7 @@ class _Placer:
                 default=len(self.starts) - 1,
             )
             part = min(min(homes, default=0), first)
-            self.placed(index, part)
+            self.place_equation(index, part)
             for value in given:
                 self.held[value].add(part)
 
@@ -202,7 +202,7 @@ class _Placer:
             self.part[index] = max(named or choice)
         self.late(equations, choices)
         for index in equations:
-            self.placed(index, self.part[index])
+            self.place_equation(index, self.part[index])
 
     def makers(self, index: int) -> list[int]:
         """The equations whose results an equation reads."""
@@ -305,7 +305,7 @@ class _Placer:
         flow = self.flow
         if value in self.homes:
             return
-        part = self.place(flow.carried.get(value, -1))
+        part = self.place(flow.carried_values.get(value, -1))
         if part is None:
             found = [
                 self.part[r] for r in flow.readers.get(value, ()) if r in self.part

@@ -60,7 +60,7 @@ class _View:
         reached: set[int] = set()
         for position, ends in deferral.reach:
             reached |= self.check_path(deferral, position, ends)
-        inside = self.accumulated(reached)
+        inside = self.loop_sums(reached)
         if frozenset(reached | inside) != deferral.members:
             left = sorted(deferral.members ^ (reached | inside))
             raise GraphError(f"nothing leads to the members {left} of the deferral")
@@ -130,7 +130,7 @@ class _View:
             )
         return found[0][0]
 
-    def accumulated(self, reached: set[int]) -> set[int]:
+    def loop_sums(self, reached: set[int]) -> set[int]:
         """What loops hand from one iteration to the next, up to where it is added."""
         out: set[int] = set()
         for value in reached:
@@ -189,7 +189,7 @@ class _Finder:
         self.program = program
         self.graph = graph
         self.sources = program.by_index()
-        self.inside = _nested(program.body)
+        self.inside = _nested_equations(program.body)
         # Products of two partial values: a product of sums is no sum of products.
         self.products: set[int] = set()
         # Operators of the update that only add gradients up, or scale them for that.
@@ -240,13 +240,13 @@ class _Finder:
 
     def is_gradient(self, value: int) -> bool:
         """Returns whether only the update, or the caller, reads a backward value."""
-        if self.nested(self.producer[value]):
+        if self.is_nested(self.producer[value]):
             return False
         readers = [op for op, _ in self.readers.get(value, [])]
         roles = {op.role for op in readers if op.kind != "return"}
         return Role.UPDATE in roles or (bool(readers) and not roles)
 
-    def nested(self, op: Operator) -> bool:
+    def is_nested(self, op: Operator) -> bool:
         """Returns whether an operator's results are made inside a loop or branch.
 
         What a loop hands out is made where the loop stands.
@@ -304,7 +304,7 @@ class _Finder:
     def passes(self, op: Operator, slot: int) -> bool:
         """Returns whether an operator is linear in an operand and before the update."""
         joins = op.role is Role.BACKWARD or op.index in self.joins
-        if not self.nested(op) and not joins:
+        if not self.is_nested(op) and not joins:
             return False
         if any(self.leaves(v) for v in op.outputs):
             return False
@@ -342,7 +342,7 @@ class _Finder:
         linear, scaling = set(partial), dict[int, int]()
         out: set[int] = set()
         for op in self.graph.operators:
-            if op.role is Role.BACKWARD or len(op.outputs) != 1 or self.nested(op):
+            if op.role is Role.BACKWARD or len(op.outputs) != 1 or self.is_nested(op):
                 continue
             known = [v for v in op.inputs if v is not None]
             if op.kind in ADDITIONS:
@@ -377,7 +377,7 @@ class _Finder:
             if len(readers) != 1:
                 return False
             op, _ = readers[0]
-            if op.kind not in ADDITIONS or not self.nested(op):
+            if op.kind not in ADDITIONS or not self.is_nested(op):
                 return False
             value = op.outputs[0]
         return True
@@ -395,7 +395,7 @@ class _Finder:
                 inner = reader.outputs[0]
 
 
-def _nested(body: Region) -> set[int]:
+def _nested_equations(body: Region) -> set[int]:
     """Returns the equations inside of others."""
     top = {e.index for e in body.equations}
     return {e.index for e in walk(body)} - top

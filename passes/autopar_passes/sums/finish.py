@@ -44,7 +44,7 @@ from autopar_passes.layouts import Layout, partition_spec
 _ROWS, _LANES, _FULL_BYTES = 8, 128, 4
 
 
-def scattered(shard: Any, names: tuple[str, ...], dim: int) -> Any:
+def scatter_sum(shard: Any, names: tuple[str, ...], dim: int) -> Any:
     """Adds up the shards of devices; each keeps a part. Inside of a `jax.shard_map`.
 
     Args:
@@ -56,7 +56,7 @@ def scattered(shard: Any, names: tuple[str, ...], dim: int) -> Any:
     plain = functools.partial(
         jax.lax.psum_scatter, axis_name=names, scatter_dimension=dim, tiled=True
     )
-    kept = functools.partial(_kept, names=names, dim=dim)
+    kept = functools.partial(_kept_slice, names=names, dim=dim)
     shape = (*shard.shape[:dim], shard.shape[dim] // parts, *shard.shape[dim + 1 :])
     on_tpu = plain
     if cuts_tiles(shape, dim, shard.dtype.itemsize):
@@ -64,7 +64,7 @@ def scattered(shard: Any, names: tuple[str, ...], dim: int) -> Any:
     return jax.lax.platform_dependent(shard, cpu=kept, tpu=on_tpu, default=plain)
 
 
-def _kept(shard: Any, *, names: tuple[str, ...], dim: int) -> Any:
+def _kept_slice(shard: Any, *, names: tuple[str, ...], dim: int) -> Any:
     """The slice that a device keeps of a sum over some mesh axes."""
     size = shard.shape[dim] // jax.lax.axis_size(names)
     start = jax.lax.axis_index(names) * size
@@ -144,7 +144,7 @@ class Sum:
     layout: Layout
 
 
-def finished(
+def run_and_sum(
     function: Callable[..., Any],
     operands: Sequence[Any],
     layouts: Sequence[Layout],
@@ -167,7 +167,7 @@ def finished(
     def run(*shards: Any) -> Any:
         out = function(*shards)
         for step in sums:
-            out = _summed(out, step, mesh)
+            out = _run_collective(out, step, mesh)
         return out
 
     return jax.shard_map(
@@ -179,12 +179,12 @@ def finished(
     )(*operands)
 
 
-def _summed(shard: Any, step: Sum, mesh: Any) -> Any:
+def _run_collective(shard: Any, step: Sum, mesh: Any) -> Any:
     """One collective, inside of a `jax.shard_map`."""
     names = tuple(mesh.axis_names[a] for a in step.axes)
     if step.dim is None:
         return jax.lax.psum(shard, names)
-    return scattered(shard, names, step.dim)
+    return scatter_sum(shard, names, step.dim)
 
 
 def behind(layouts: Sequence[Layout], sums: Sequence[Sum]) -> tuple[Layout, ...]:

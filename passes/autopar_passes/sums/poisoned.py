@@ -56,8 +56,8 @@ def find_poisoned(
     def keeps(value: int) -> bool:
         return program.values[value].dtype != jnp.bool_
 
-    spoilt = _reached(equations, starts, keeps)
-    decided = _reached(equations, starts, lambda _: True)
+    spoilt = _reachable(equations, starts, keeps)
+    decided = _reachable(equations, starts, lambda _: True)
     made = {k: v for k, v in enumerate(program.body.outputs) if isinstance(v, int)}
     results = frozenset(k for k, v in made.items() if v in spoilt)
     depend = {k for k, v in made.items() if v in decided}
@@ -74,7 +74,7 @@ def _backward(
             yield from (v for v in eqn.outputs if program.values[v].floating)
 
 
-def _reached(
+def _reachable(
     equations: Iterable[Equation], starts: set[int], keeps: Callable[[int], bool]
 ) -> set[int]:
     """Returns the values that depend on some, through others that are kept.

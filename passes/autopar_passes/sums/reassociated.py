@@ -79,7 +79,7 @@ class Shaped(NamedTuple):
     readers: tuple[int, ...]
 
 
-def shaped(
+def forms_of(
     graph: OperatorGraph, additions: Iterable[Reassociation]
 ) -> dict[int, Shaped]:
     """Returns the forms of each value that may be summed over devices.

@@ -55,7 +55,7 @@ class Segments:
         self.problem = problem
         self.present, self.starts = np.unique(problem.jobs, return_index=True)
 
-    def priced(self, prices: np.ndarray) -> tuple[Priced, np.ndarray]:
+    def at_prices(self, prices: np.ndarray) -> tuple[Priced, np.ndarray]:
         """What is left at given prices, and the devices of each kind that are taken."""
         problem = self.problem
         left = problem.values - prices[problem.kinds] * problem.counts
@@ -87,7 +87,7 @@ def relax(segments: Segments) -> Priced:
         1.0 if not problem.required.any() else 1.0 + problem.counts.max(initial=1)
     )
     slopes, heights = [], []
-    best, taken = segments.priced(np.zeros(kinds))
+    best, taken = segments.at_prices(np.zeros(kinds))
     priced = best
     for _ in range(_MOST_PLANES):
         slope = problem.budgets - taken
@@ -96,7 +96,7 @@ def relax(segments: Segments) -> Priced:
         prices, least = _lowest(np.array(slopes), np.array(heights), highest)
         if best.bound - least <= _NEAR * max(abs(best.bound), 1e-12):
             break
-        priced, taken = segments.priced(prices)
+        priced, taken = segments.at_prices(prices)
         if priced.bound < best.bound:
             best = priced
     return best
@@ -319,9 +319,9 @@ class _Rounds:
                 return dataclasses.replace(found, status=Status.OPTIMAL)
             if threshold == np.inf:
                 return _none(Status.INFEASIBLE) if proved == -np.inf else found
-            threshold = self._raised(threshold, found, ceiling, lost)
+            threshold = self._raise_threshold(threshold, found, ceiling, lost)
 
-    def _raised(
+    def _raise_threshold(
         self, threshold: float, found: Allocated, ceiling: float, lost: np.ndarray
     ) -> float:
         if found.choices and threshold < ceiling - found.value:

@@ -101,7 +101,7 @@ class LGreCoProblem:
     @property
     def error_budget(self) -> float:
         """E: what the errors may add up to."""
-        return self.alpha * math.fsum(_chosen(self.error, self.reference))
+        return self.alpha * math.fsum(_entries_of(self.error, self.reference))
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,7 +140,7 @@ def solve_lgreco(problem: LGreCoProblem, *, whole_budget: bool = False) -> LGreC
             stays one below.
     """
     begin = time.monotonic()
-    rounded = [_rounded(problem, row) for row in problem.error]
+    rounded = [_errors_in_buckets(problem, row) for row in problem.error]
     most = problem.buckets if whole_budget else problem.buckets - 1
     table, taken = _fill(problem, rounded, most)
     end = int(np.argmin(table))
@@ -158,7 +158,7 @@ def rounded_errors(problem: LGreCoProblem) -> tuple[np.ndarray, ...]:
     over = problem.buckets + 1
     return tuple(
         np.where(q == over, problem.buckets, q)
-        for q in (_rounded(problem, row) for row in problem.error)
+        for q in (_errors_in_buckets(problem, row) for row in problem.error)
     )
 
 
@@ -207,7 +207,7 @@ def solve_lgreco_ilp(
     return _result(problem, choices, begin, budget, status)
 
 
-def _rounded(problem: LGreCoProblem, error: np.ndarray) -> np.ndarray:
+def _errors_in_buckets(problem: LGreCoProblem, error: np.ndarray) -> np.ndarray:
     """Errors in buckets, rounded up; ``buckets + 1`` for those over the budget."""
     budget, over = problem.error_budget, problem.buckets + 1
     if budget == 0.0:
@@ -270,19 +270,19 @@ def _result(
     budget: float,
     status: Status | None = None,
 ) -> LGreCoResult:
-    size = math.fsum(_chosen(problem.size, choices)) if choices else math.inf
+    size = math.fsum(_entries_of(problem.size, choices)) if choices else math.inf
     found = Status.OPTIMAL if choices else Status.INFEASIBLE
     return LGreCoResult(
         choices=choices,
         size=size,
-        error=math.fsum(_chosen(problem.error, choices)) if choices else 0.0,
+        error=math.fsum(_entries_of(problem.error, choices)) if choices else 0.0,
         error_budget=budget,
         status=found if status is None else status,
         seconds=time.monotonic() - begin,
     )
 
 
-def _chosen(rows: Sequence[np.ndarray], choices: Sequence[int]) -> list[float]:
+def _entries_of(rows: Sequence[np.ndarray], choices: Sequence[int]) -> list[float]:
     return [float(row[choice]) for row, choice in zip(rows, choices, strict=True)]
 
 

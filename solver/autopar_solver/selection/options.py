@@ -54,7 +54,7 @@ class Options:
         at = np.where(marked, np.arange(len(marked)), len(marked))
         return self.least(at)
 
-    def priced(
+    def prices_at(
         self, weights: np.ndarray, error_price: float, memory_price: float
     ) -> np.ndarray:
         """What each option costs at these prices; ``weights`` are by gradient."""
@@ -101,7 +101,7 @@ def options_of(problem: CodecSelection) -> Options | None:
         if (np.bincount(options.gradient[possible], minlength=len(order)) == 0).any():
             return None
         options = options.keep(possible)
-    return options.keep(_undominated(problem, options))
+    return options.keep(_drop_dominated(problem, options))
 
 
 def _affordable(options: Options, values: np.ndarray, budget: float) -> np.ndarray:
@@ -112,7 +112,7 @@ def _affordable(options: Options, values: np.ndarray, budget: float) -> np.ndarr
     return options.above(values) <= room + BUDGET_TOLERANCE * budget
 
 
-def _undominated(problem: CodecSelection, options: Options) -> np.ndarray:
+def _drop_dominated(problem: CodecSelection, options: Options) -> np.ndarray:
     """Options that no other of the same gradient replaces at no loss.
 
     A second more on the link is at most a second more of exposed time, so ``a``

@@ -44,7 +44,7 @@ class SelectionRelaxation:
     bound_s: float
     status: Status
 
-    def priced(self, problem: CodecSelection) -> tuple[np.ndarray, ...]:
+    def option_prices(self, problem: CodecSelection) -> tuple[np.ndarray, ...]:
         """By gradient and option, what it costs at these prices, in seconds."""
         rows = zip(
             self.wire_weights,
@@ -151,18 +151,20 @@ def relax(problem: CodecSelection, built: SelectionProgram) -> Relaxed | None:
     }
     error_price, memory_price = prices.get("error", 0.0), prices.get("memory", 0.0)
     options = built.options
-    priced = options.priced(weights, error_price, memory_price)
+    priced = options.prices_at(weights, error_price, memory_price)
     return Relaxed(
         shares=values[: len(priced)],
         weights=weights,
         error_price=error_price,
         memory_price=memory_price,
-        bound_s=_bound(problem, options, priced, weights, error_price, memory_price),
+        bound_s=_lower_bound(
+            problem, options, priced, weights, error_price, memory_price
+        ),
         rises=options.above(priced),
     )
 
 
-def _bound(
+def _lower_bound(
     problem: CodecSelection,
     options: Options,
     priced: np.ndarray,

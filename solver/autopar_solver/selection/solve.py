@@ -140,13 +140,13 @@ def search_labels(
     labels = _Labels(*np.zeros((4, 1)), *np.zeros((2, 1), np.int64))
     stages, missed = list[_Labels](), math.inf
     for place in range(options.num_gradients):
-        if clock.left <= 0:
+        if clock.left_s <= 0:
             return None
         labels = _extend(labels, options, outlook, place)
         labels = labels.keep(_affordable(problem, labels, outlook, place))
         promise = _promise(labels, relaxed, outlook, place)
         labels, promise = labels.keep(promise < cutoff_s), promise[promise < cutoff_s]
-        kept = np.sort(_undominated(problem, labels))
+        kept = np.sort(_drop_dominated_labels(problem, labels))
         labels, promise = labels.keep(kept), promise[kept]
         order = np.argsort(promise, kind="stable")
         missed = min([missed, *promise[order[width:]][:1].tolist()])
@@ -168,7 +168,9 @@ def _outlook(problem: CodecSelection, options: Options, relaxed: Relaxed) -> _Ou
     for place in reversed(range(1, count)):
         early[place - 1] = max(ready[place], early[place] - slowest[place])
         late[place - 1] = max(ready[place], late[place] - fastest[place])
-    priced = options.priced(relaxed.weights, relaxed.error_price, relaxed.memory_price)
+    priced = options.prices_at(
+        relaxed.weights, relaxed.error_price, relaxed.memory_price
+    )
     starts = np.diff(relaxed.weights, prepend=0.0) * (ready - problem.backward_s)
     rest = _after(options.least(priced) + starts)
     rest = rest - relaxed.weights * problem.backward_s
@@ -237,7 +239,7 @@ def _promise(
     return charged + outlook.rest[place]
 
 
-def _undominated(problem: CodecSelection, labels: _Labels) -> np.ndarray:
+def _drop_dominated_labels(problem: CodecSelection, labels: _Labels) -> np.ndarray:
     """Labels that no other of a later bin, or of an equal one, replaces.
 
     Of two labels, the one with ``f + local`` no larger and ``f`` no smaller has no more
@@ -454,9 +456,9 @@ def solve_selection(
     relaxed = None if built is None else relax(problem, built)
     if built is None or relaxed is None:
         return _result(problem, clock, Incumbent(None, math.inf, math.inf), True)
-    incumbent = _rounded(problem, built.options, relaxed)
+    incumbent = _round(problem, built.options, relaxed)
     for width in (*widths, None):
-        allowed = _allowed(problem, built, gap, incumbent)
+        allowed = _allowance_s(problem, built, gap, incumbent)
         if (
             incumbent.cost_s - incumbent.bound_s <= allowed
             or incumbent.bound_s == math.inf
@@ -469,7 +471,7 @@ def solve_selection(
     return _result(problem, clock, incumbent, True)
 
 
-def _rounded(problem: CodecSelection, options: Options, relaxed: Relaxed) -> Incumbent:
+def _round(problem: CodecSelection, options: Options, relaxed: Relaxed) -> Incumbent:
     """The option of least error that has a share of each gradient, if that fits.
 
     Without a memory budget it always does: no share has a smaller error. Changes that
@@ -486,7 +488,7 @@ def _rounded(problem: CodecSelection, options: Options, relaxed: Relaxed) -> Inc
     return incumbent.offer(problem, _choices(problem, options, better))
 
 
-def _allowed(
+def _allowance_s(
     problem: CodecSelection, built: SelectionProgram, gap: float, incumbent: Incumbent
 ) -> float:
     """By how many seconds an optimal cost may be above the bound."""
@@ -558,8 +560,8 @@ def _solve_program(
     )
     while True:
         stop = StopCriteria(
-            seconds=None if clock.counted else clock.left,
-            gap=_allowed(problem, built, gap, incumbent) / built.unit_s,
+            seconds=None if clock.counted else clock.left_s,
+            gap=_allowance_s(problem, built, gap, incumbent) / built.unit_s,
         )
         answer = solver(program, stop, start)
         incumbent = incumbent.prove(answer.bound * built.unit_s + built.constant_s)
@@ -622,6 +624,6 @@ def _result(
         choices=incumbent.choices or (),
         bound_s=min(max(incumbent.bound_s, 0.0), cost.cost_s),
         status=status,
-        seconds=clock.spent,
+        seconds=clock.spent_s,
         **dataclasses.asdict(cost),
     )

@@ -80,7 +80,7 @@ def solve_field(
 
 def broken_rows(field: Field, choices: np.ndarray) -> tuple[int, ...]:
     """Rows over their room: the worst of each stretch, the worst stretches first."""
-    over = field.memory.used(choices) - field.memory.room
+    over = field.memory.usage_of(choices) - field.memory.room
     at = np.flatnonzero(over > field.memory.slack)
     if not len(at):
         return ()

@@ -44,11 +44,11 @@ class FlatMemory:
     room: np.ndarray
     slack: float
 
-    def used(self, choices: np.ndarray) -> np.ndarray:
+    def usage_of(self, choices: np.ndarray) -> np.ndarray:
         """Usage ``[R]`` of the choices of all nodes."""
         return self._over_rows(self.usage[self.first + choices[self.node]])
 
-    def expected(self, chances: np.ndarray) -> np.ndarray:
+    def expected_usage(self, chances: np.ndarray) -> np.ndarray:
         """Usage ``[R]`` if flat strategies are chosen with these probabilities."""
         weighted = self.usage * chances[self.strategy]
         return self._over_rows(np.bincount(self.term, weighted, len(self.node)))
@@ -62,14 +62,14 @@ class FlatMemory:
 
     def fits(self, choices: np.ndarray) -> bool:
         """Whether the choices respect every row."""
-        return bool((self.used(choices) <= self.room + self.slack).all())
+        return bool((self.usage_of(choices) <= self.room + self.slack).all())
 
     def at(self, row: int, num_strategies: int) -> np.ndarray:
         """Usage of each flat strategy at one row."""
         live = ((self.starts <= row) & (row < self.ends))[self.term]
         return np.bincount(self.strategy[live], self.usage[live], num_strategies)
 
-    def priced(self, prices: np.ndarray, num_strategies: int) -> np.ndarray:
+    def cost_at(self, prices: np.ndarray, num_strategies: int) -> np.ndarray:
         """Cost of the memory of each flat strategy at a price ``[R]`` per row."""
         total = np.concatenate([[0.0], np.cumsum(prices)])
         weight = total[self.ends] - total[self.starts]

@@ -64,7 +64,7 @@ class Incumbent:
         return self.cost - 0.9 * self.tolerance if self.cost < math.inf else math.inf
 
     @property
-    def proved(self) -> bool:
+    def is_proved(self) -> bool:
         """Whether the cost is within the gap of the bound."""
         return self.cost - self.bound <= self.tolerance
 

@@ -70,11 +70,11 @@ def close_gap(
         backend: solves integer programs.
         inner: whether this graph is a restriction made by another call.
     """
-    if incumbent.proved or clock.left < 0.02:
+    if incumbent.is_proved or clock.left_s < 0.02:
         return
     state = _State(graph, incumbent, clock, backend, inner)
     try:
-        while not incumbent.proved and clock.left > 0.02:
+        while not incumbent.is_proved and clock.left_s > 0.02:
             if not graph.costs:
                 state.finish()
                 return
@@ -115,7 +115,7 @@ class _State:
     def round(self) -> bool:
         """One turn of every method; True when nothing is left to do."""
         climbing = self._ascend()
-        if self._done():
+        if self._is_done():
             return True
         if self._fix():
             return False
@@ -123,18 +123,18 @@ class _State:
             self.slice *= 1.2
             return False
         self._deepen()
-        if self._done():
+        if self._is_done():
             return True
         if self._fix():
             return False
         if self.field.num_pairs <= PROGRAM_PAIRS and self._program():
             return True
-        if not self._done():
+        if not self._is_done():
             self._narrow()
-        if not self._done():
+        if not self._is_done():
             self._search()
         self.slice *= 1.5
-        return self._done()
+        return self._is_done()
 
     def finish(self) -> None:
         """Everything is decided: the trail gives the choices."""
@@ -146,8 +146,8 @@ class _State:
         """A bound of what is left bounds everything down to where fixing cut off."""
         self.incumbent.prove(min(bound, self.removed_above))
 
-    def _done(self) -> bool:
-        return self.incumbent.proved or self.clock.left < 0.02
+    def _is_done(self) -> bool:
+        return self.incumbent.is_proved or self.clock.left_s < 0.02
 
     def _refresh(
         self, prices: np.ndarray | None, messages: dict[tuple[int, int], np.ndarray]
@@ -193,18 +193,18 @@ class _State:
 
     def _deepen(self) -> None:
         """Raises the bound by elimination."""
-        work = int(WORK_PER_SECOND * min(self.slice, self.clock.left / 8))
+        work = int(WORK_PER_SECOND * min(self.slice, self.clock.left_s / 8))
         if self.dual.deepen(work // 8, work):
             self._climb()
 
     def _climb(self) -> bool:
         """Steps for a slice, decoding now and then; True if it stalls before."""
         # A last decoding must fit before the end.
-        left = self.clock.left - 1.2 * self.decode_seconds
+        left = self.clock.left_s - 1.2 * self.decode_seconds
         slice_clock = self.clock.within(min(self.slice, left))
         before, steps = self.dual.bound, 0
         stalled = False
-        while slice_clock.left > 0 and not stalled and not self._done():
+        while slice_clock.left_s > 0 and not stalled and not self._is_done():
             self.dual.ascend(self.incumbent.cost)
             self.clock.tick(self.dual.step_seconds)
             steps += 1
@@ -216,7 +216,7 @@ class _State:
                 gap = self.incumbent.cost - self.dual.bound
                 stalled = gain < STALL_GAIN * gap
                 before = self.dual.bound
-        if not self._done():
+        if not self._is_done():
             self._decode()
         return stalled
 
@@ -232,7 +232,7 @@ class _State:
         position = Position(self.field, choices, dual.messages.links)
         if mend(position, dual.costs, MAX_MENDS):
             self._offer(position.choices)
-            if self.clock.left > max(0.1, self.decode_seconds):
+            if self.clock.left_s > max(0.1, self.decode_seconds):
                 polish(position)
                 self._offer(position.choices)
         self.clock.tick(DECODE_SECONDS * self.field.num_nodes)
@@ -266,7 +266,7 @@ class _State:
 
     def _program(self) -> bool:
         """The integer program, for a slice or as long as it takes; True if solved."""
-        seconds = min(max(2.0, 2 * self.slice), self.clock.left)
+        seconds = min(max(2.0, 2 * self.slice), self.clock.left_s)
         rows = tuple(np.flatnonzero(self.dual.best_prices).tolist())
         counted = self.clock.counted
         stop = StopCriteria(
@@ -287,7 +287,7 @@ class _State:
         """Chooses again part by part; the less time, the less it found before."""
         if self.position is None:
             return
-        seconds = min(self.search_share * self.slice, self.clock.left)
+        seconds = min(self.search_share * self.slice, self.clock.left_s)
         clock = self.clock.within(seconds)
         before = self.incumbent.cost
         choices = self.search.improve(self.position, self.incumbent.cutoff, clock)
@@ -300,7 +300,7 @@ class _State:
         """Solves with only the strategies that the bounds favour, for a slice."""
         if self.position is None or self.inner:
             return
-        kept = self._favoured()
+        kept = self._favourites()
         if kept is None:
             return
         graph = self.graph.copy()
@@ -315,12 +315,12 @@ class _State:
             close_gap(graph, local, clock, self.backend, inner=True)
         except ContradictionError:
             return
-        self.narrow_pairs *= 2 if local.proved else 0.7
+        self.narrow_pairs *= 2 if local.is_proved else 0.7
         if local.choices is not None and self.incumbent.offer(local.choices):
             whole = self.graph.project(local.choices)
             self._hold(whole[list(self.field.nodes)])
 
-    def _favoured(self) -> np.ndarray | None:
+    def _favourites(self) -> np.ndarray | None:
         """Each node's least bounds and last decodings, few enough for the time."""
         dual, field = self.dual, self.field
         order = np.lexsort((dual.bounds, field.owner()))

@@ -78,13 +78,13 @@ def _solution(
         status = Status.INFEASIBLE if nothing else Status.UNKNOWN
         incumbent.cost = math.inf
     else:
-        status = Status.OPTIMAL if incumbent.proved else Status.FEASIBLE
+        status = Status.OPTIMAL if incumbent.is_proved else Status.FEASIBLE
     found = incumbent.choices if incumbent.choices is not None else np.zeros(0)
     return Solution(
         choices=tuple(int(choice) for choice in found),
         cost=incumbent.cost,
         bound=incumbent.bound,
         status=status,
-        seconds=clock.spent,
+        seconds=clock.spent_s,
         reductions=reports,
     )

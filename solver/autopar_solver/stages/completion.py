@@ -13,7 +13,7 @@ from autopar_solver.stages.schedules.tasks import ScheduleKind
 from autopar_solver.stages.solution import Pipeline
 
 
-def completed(problem: StageProblem, pipeline: Pipeline) -> Pipeline | None:
+def complete(problem: StageProblem, pipeline: Pipeline) -> Pipeline | None:
     """The pipeline that computes least again and fits; None if none fits.
 
     A step never gets shorter by computing more again, so each device group takes the
@@ -21,14 +21,14 @@ def completed(problem: StageProblem, pipeline: Pipeline) -> Pipeline | None:
     """
     again = list[int]()
     for stage in range(pipeline.stages):
-        chosen = _recomputed(problem, pipeline, stage)
+        chosen = _layers_again(problem, pipeline, stage)
         if chosen is None:
             return None
         again.extend(chosen)
     return dataclasses.replace(pipeline, recomputed=tuple(sorted(again)))
 
 
-def _recomputed(
+def _layers_again(
     problem: StageProblem, pipeline: Pipeline, stage: int
 ) -> tuple[int, ...] | None:
     """The layers of one device group that must be computed again; None if in vain."""

@@ -92,7 +92,7 @@ def build_entries(
         sums = _prefix(array)
         return sums[end, option] - sums[first, option]
 
-    step, copies = _shared(problem, first, end, option)
+    step, copies = _shared_costs(problem, first, end, option)
     most = _running(costs.transient_bytes, np.maximum)[first, last, option]
     least = _running(running, np.minimum)[first, last, option]
     limits = [problem.limit_bytes(number) for number in range(len(problem.options))]
@@ -101,7 +101,7 @@ def build_entries(
         end=end,
         option=option,
         link=link,
-        forward_s=total(_allowed(costs.forward_s)) + ends,
+        forward_s=total(_allowed_entries(costs.forward_s)) + ends,
         backward_s=total(costs.backward_input_s) + ends,
         weight_s=total(costs.backward_weight_s),
         step_s=total(costs.step_s) + step,
@@ -144,7 +144,7 @@ def _prefix(array: np.ndarray) -> np.ndarray:
     return np.concatenate([np.zeros((1, array.shape[1])), np.cumsum(array, axis=0)])
 
 
-def _allowed(array: np.ndarray) -> np.ndarray:
+def _allowed_entries(array: np.ndarray) -> np.ndarray:
     return np.where(np.isfinite(array), array, 0.0)
 
 
@@ -153,7 +153,7 @@ def _worthwhile(costs: LayerCosts, limit_s: float) -> np.ndarray:
     forbidden = _prefix((~np.isfinite(costs.forward_s)).astype(np.float64))
     count = costs.microbatches
     work = _prefix(
-        count * (_allowed(costs.forward_s) + costs.backward_input_s)
+        count * (_allowed_entries(costs.forward_s) + costs.backward_input_s)
         + count * costs.backward_weight_s
         + costs.step_s
     )
@@ -174,7 +174,7 @@ def _running(array: np.ndarray, fold: np.ufunc) -> np.ndarray:
     return folded
 
 
-def _shared(
+def _shared_costs(
     problem: StageProblem, first: np.ndarray, end: np.ndarray, option: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
     """Seconds a step and bytes for parameters that another stage uses, too."""

@@ -7,7 +7,7 @@ of tasks. What the bound leaves open is settled by playing every pipeline below 
 import numpy as np
 
 from autopar_solver.clock import Clock
-from autopar_solver.stages.completion import completed
+from autopar_solver.stages.completion import complete
 from autopar_solver.stages.incumbent import Incumbent
 from autopar_solver.stages.relaxation import cheapest
 from autopar_solver.stages.search import Bounded, fixed_space
@@ -89,7 +89,7 @@ class _Chains:
         for place in np.argsort(bounds, kind="stable").tolist():
             if bounds[place] >= self.incumbent.step_s * (1 - self.gap):
                 break
-            if not self.allowance.spend(1) or self.clock.left <= 0:
+            if not self.allowance.spend(1) or self.clock.left_s <= 0:
                 return False
             entry = int(here[place])
             end = int(entries.end[entry])
@@ -102,7 +102,7 @@ class _Chains:
 
     def _offer(self, chosen: tuple[int, ...]) -> None:
         entries = self.space.entries
-        pipeline = completed(
+        pipeline = complete(
             self.space.problem,
             Pipeline(
                 microbatches=self.space.costs.microbatches,

@@ -207,7 +207,7 @@ def _cover(
                 if spent < best:
                     best, picked = spent, chosen
             elif item < len(saving) and saved + rest[item] >= need * (1 - 1e-12):
-                least = spent + _relaxed(saving, seconds, item, need - saved)
+                least = spent + _relaxed_s(saving, seconds, item, need - saved)
                 if least < best:
                     taken = (
                         saved + saving[item],
@@ -215,13 +215,14 @@ def _cover(
                         (*chosen, item),
                     )
                     alive.extend([(saved, spent, chosen), taken])
-        labels = _undominated(alive)
+        labels = _drop_dominated(alive)
         if len(labels) > MAX_LABELS:
             lost = labels[MAX_LABELS:]
             bound = min(
                 bound,
                 *(
-                    spent + _relaxed(saving, seconds, item + 1, max(0.0, need - saved))
+                    spent
+                    + _relaxed_s(saving, seconds, item + 1, max(0.0, need - saved))
                     for saved, spent, _ in lost
                 ),
             )
@@ -231,7 +232,7 @@ def _cover(
     return [int(order[item]) for item in picked], min(best, bound)
 
 
-def _undominated(
+def _drop_dominated(
     labels: list[tuple[float, float, tuple[int, ...]]],
 ) -> list[tuple[float, float, tuple[int, ...]]]:
     """By seconds, only those that save more than all before."""
@@ -242,7 +243,9 @@ def _undominated(
     return kept
 
 
-def _relaxed(saving: np.ndarray, seconds: np.ndarray, item: int, need: float) -> float:
+def _relaxed_s(
+    saving: np.ndarray, seconds: np.ndarray, item: int, need: float
+) -> float:
     """The least seconds if items could be taken in part, the best ratio first."""
     reached = np.cumsum(saving[item:])
     full = int(np.searchsorted(reached, need))

@@ -126,7 +126,7 @@ def through(chain: Chain, add: np.ndarray, paths: Paths) -> np.ndarray:
     return before[chain.first, chain.link] + add + paths.after[chain.end, chain.link]
 
 
-def priced(chain: Chain, add: np.ndarray, prices: np.ndarray) -> np.ndarray:
+def add_prices(chain: Chain, add: np.ndarray, prices: np.ndarray) -> np.ndarray:
     """What stages add, their devices paid for."""
     return add + chain.taken @ prices
 
@@ -139,7 +139,7 @@ def best_prices(
     Prices are multiplied and divided by steps that shrink: first all of them together,
     then, where there are several groups, each on its own.
     """
-    best = _bound(chain, add, start)
+    best = _chain_bound(chain, add, start)
     prices = start
     if not np.isfinite(best):
         return best, prices
@@ -149,7 +149,7 @@ def best_prices(
             for factor in (step, 1 / step):
                 tried = prices.copy()
                 tried[slice(None) if group < 0 else group] *= factor
-                bound = _bound(chain, add, tried)
+                bound = _chain_bound(chain, add, tried)
                 if bound > best:
                     best, prices = bound, tried
                     break
@@ -157,8 +157,8 @@ def best_prices(
     return best, prices
 
 
-def _bound(chain: Chain, add: np.ndarray, prices: np.ndarray) -> float:
-    least = cheapest(chain, priced(chain, add, prices)).least
+def _chain_bound(chain: Chain, add: np.ndarray, prices: np.ndarray) -> float:
+    least = cheapest(chain, add_prices(chain, add, prices)).least
     return least - float(chain.devices @ prices)
 
 

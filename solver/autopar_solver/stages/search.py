@@ -18,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 
 from autopar_solver.clock import Clock
-from autopar_solver.stages.completion import completed
+from autopar_solver.stages.completion import complete
 from autopar_solver.stages.entries import Entries, build_entries, kept_microbatches
 from autopar_solver.stages.incumbent import Incumbent
 from autopar_solver.stages.problem import LayerCosts, StageProblem
@@ -29,12 +29,12 @@ from autopar_solver.stages.recompute import (
 )
 from autopar_solver.stages.relaxation import (
     Chain,
+    add_prices,
     best_prices,
     chain_of,
     cheapest,
     cheapest_before,
     fits_devices,
-    priced,
     through,
 )
 from autopar_solver.stages.schedules.tasks import Schedule
@@ -271,17 +271,19 @@ def solve_tables(
         least = behind[chain.end[usable], chain.link[usable], budgets.size - 1]
         least = least + at.add[usable]
         usable = usable[np.isfinite(least) & (least <= room[usable])]
-        usable = _undominated(budgets, usable, at.add)
+        usable = _drop_dominated(budgets, usable, at.add)
         if not len(usable):
             break
-        table = _extended(chain, budgets, behind, usable, at.add[usable])
+        table = _extend(chain, budgets, behind, usable, at.add[usable])
         tables.usable.append(usable)
         tables.behind.append(behind)
         tables.values.append(float(table[0, :, budgets.size - 1].min()))
     return tables
 
 
-def _undominated(budgets: Budgets, usable: np.ndarray, add: np.ndarray) -> np.ndarray:
+def _drop_dominated(
+    budgets: Budgets, usable: np.ndarray, add: np.ndarray
+) -> np.ndarray:
     """Without stages that add no less than one of the same layers on fewer devices."""
     if not len(usable):
         return usable
@@ -307,7 +309,7 @@ def _behind(cross: np.ndarray, table: np.ndarray) -> np.ndarray:
     return best
 
 
-def _extended(
+def _extend(
     chain: Chain,
     budgets: Budgets,
     behind: np.ndarray,
@@ -509,7 +511,7 @@ def search_space(
         clock: when to stop; what is known then is the bound.
     """
     cutoff = incumbent.step_s * (1 - gap)
-    if bounded.bound_s >= cutoff or clock.left <= 0:
+    if bounded.bound_s >= cutoff or clock.left_s <= 0:
         return bounded.bound_s
     space, _ = fixed_space(bounded, cutoff)
     if not len(space.entries):
@@ -520,7 +522,7 @@ def search_space(
         return bounded.bound_s
     programme = _Programme(space, incumbent, gap, clock)
     low = min(interval.low for interval in bounded.intervals)
-    return max(bounded.bound_s, min(programme.bound(low), incumbent.step_s))
+    return max(bounded.bound_s, min(programme.lower_bound(low), incumbent.step_s))
 
 
 def fixed_space(bounded: Bounded, cutoff: float) -> tuple[Space, Terms]:
@@ -533,7 +535,7 @@ def fixed_space(bounded: Bounded, cutoff: float) -> tuple[Space, Terms]:
     for interval in bounded.intervals:
         allowed = loosest.peak <= interval.high
         add = np.where(allowed, loosest.add, np.inf)
-        add = priced(space.chain, add, bounded.price)
+        add = add_prices(space.chain, add, bounded.price)
         paths = cheapest(space.chain, add)
         least = through(space.chain, add, paths) - devices
         kept |= least + np.maximum(interval.low, loosest.peak) < cutoff
@@ -566,21 +568,23 @@ class _Programme:
         """What is above it does not matter."""
         return self.incumbent.step_s * (1 - self.gap)
 
-    def bound(self, low: float) -> float:
+    def lower_bound(self, low: float) -> float:
         """A bound of all pipelines of the space."""
         most = self.space.most_stages
         places = _Places(self, None)
-        bound = places.bound(range(1, most + 1), low)
+        bound = places.bound_at(range(1, most + 1), low)
         if not self.space.schedule.splits_backward or bound >= self.cutoff():
             return bound
         # What ZB-H1 keeps, and when, depends on the number of all stages.
         least = self.cutoff()
-        known = [(places.known(count, low), count) for count in range(1, most + 1)]
+        known = [
+            (places.known_bound(count, low), count) for count in range(1, most + 1)
+        ]
         for value, stages in sorted(known):
             if value >= min(least, self.cutoff()):
                 break
             exact = _Places(self, stages)
-            least = min(least, exact.bound(range(stages, stages + 1), low))
+            least = min(least, exact.bound_at(range(stages, stages + 1), low))
         return max(bound, least)
 
 
@@ -598,7 +602,7 @@ class _Places:
         for later in range(1, most + 1):
             self.terms.append(self._terms(later))
 
-    def _kept(self, later: int) -> list[tuple[int, int]]:
+    def _later_kept(self, later: int) -> list[tuple[int, int]]:
         stages = later if self.stages is None else self.stages
         count = self.space.costs.microbatches
         return kept_microbatches(self.space.schedule, count, later, stages)
@@ -612,10 +616,10 @@ class _Places:
             before = self.stages - later
         if later > count and not space.schedule.splits_backward:
             return self.terms[-1]
-        place, kept = Place(later, before), self._kept(later)
+        place, kept = Place(later, before), self._later_kept(later)
         return terms_at(space.entries, space.prices, space.schedule, count, place, kept)
 
-    def bound(self, counts: range, low: float) -> float:
+    def bound_at(self, counts: range, low: float) -> float:
         """Bounds pipelines of some numbers of stages."""
         link = self.space.crossings.link
         high = max(low, float(link[np.isfinite(link)].max()))
@@ -627,7 +631,7 @@ class _Places:
             lambda x: self._least(counts, x), low, high, cutoff, limits, beside
         )[0]
 
-    def known(self, stages: int, low: float) -> float:
+    def known_bound(self, stages: int, low: float) -> float:
         """What the limits that were tried say of pipelines of so many stages."""
         bound = math.inf
         for peak, values in sorted(self.solved):
@@ -658,7 +662,7 @@ class _Places:
                 if count in counts and value < math.inf
             )
             answer = Answer(ranked[0][0] if ranked else math.inf, peak)
-            if not ranked or self.programme.clock.left <= 0:
+            if not ranked or self.programme.clock.left_s <= 0:
                 return answer
             changed = False
             for value, count in ranked[:3]:
@@ -687,8 +691,8 @@ class _Places:
         space, entries = self.space, self.space.entries
         changed = False
         for later, entry in enumerate(reversed(chosen), start=1):
-            changed |= self._corrected(later, entry)
-        pipeline = completed(
+            changed |= self._correct(later, entry)
+        pipeline = complete(
             space.problem,
             Pipeline(
                 microbatches=space.costs.microbatches,
@@ -701,7 +705,7 @@ class _Places:
             self.programme.incumbent.offer(pipeline)
         return changed
 
-    def _corrected(self, later: int, entry: int) -> bool:
+    def _correct(self, later: int, entry: int) -> bool:
         """Replaces what a stage adds by the exact number; whether that is more."""
         space, entries = self.space, self.space.entries
         resident = float(entries.resident_bytes[entry])
@@ -711,7 +715,10 @@ class _Places:
             space.costs,
             range(int(entries.first[entry]), int(entries.end[entry])),
             int(entries.option[entry]),
-            [(resident + wait * pending, held) for held, wait in self._kept(later)],
+            [
+                (resident + wait * pending, held)
+                for held, wait in self._later_kept(later)
+            ],
         )
         terms, least = self.terms[later - 1], float(self.programme.least_add[entry])
         add = math.inf if found is None else least + found.least_s

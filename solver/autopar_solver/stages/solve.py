@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from autopar_solver.clock import Clock
-from autopar_solver.stages.completion import completed
+from autopar_solver.stages.completion import complete
 from autopar_solver.stages.entries import (
     Entries,
     build_entries,
@@ -106,11 +106,11 @@ def offer_uniform(
     for candidate in candidates:
         if candidate.bound_s >= incumbent.step_s:
             return math.inf
-        if clock.left <= 0:
+        if clock.left_s <= 0:
             if incumbent.pipeline is not None or late == LATE:
                 return candidate.bound_s
             late += 1
-        pipeline = completed(
+        pipeline = complete(
             problem,
             Pipeline(
                 microbatches=candidate.microbatches,
@@ -193,7 +193,7 @@ def _bounds(
     possible &= np.array(taken) <= np.array(room)
     can = can_recompute(costs)
     saved = np.where(can, costs.boundary_bytes, costs.activation_bytes)
-    needed = groups(parts(costs.resident_bytes)) + _held(
+    needed = groups(parts(costs.resident_bytes)) + _held_bytes(
         schedule, stages, costs.microbatches, parts(saved)
     )
     limit = [problem.limit_bytes(number) for number in numbers.tolist()]
@@ -201,7 +201,7 @@ def _bounds(
     return np.where(possible, least + step, np.inf)
 
 
-def _held(
+def _held_bytes(
     schedule: Schedule, stages: int, microbatches: int, activation: np.ndarray
 ) -> np.ndarray:
     """``[stages, options]``: bytes of activations at one moment of the schedule."""
@@ -246,9 +246,9 @@ def polish(problem: StageProblem, incumbent: Incumbent, clock: Clock) -> None:
         if best is None:
             return
         for neighbour in _neighbours(problem, best):
-            if clock.left <= 0:
+            if clock.left_s <= 0:
                 return
-            pipeline = completed(problem, neighbour)
+            pipeline = complete(problem, neighbour)
             if pipeline is not None:
                 incumbent.offer(pipeline)
         if incumbent.pipeline is best:
@@ -292,9 +292,9 @@ def offer_mixed(problem: StageProblem, incumbent: Incumbent, clock: Clock) -> No
     if not 1 < len(problem.groups) <= most:
         return
     for pipeline in _pipelines(problem):
-        if clock.left <= 0:
+        if clock.left_s <= 0:
             return
-        whole = completed(problem, pipeline)
+        whole = complete(problem, pipeline)
         if whole is not None:
             incumbent.offer(whole)
 
@@ -383,7 +383,7 @@ def _binding(
     used = _least_bytes(entries, schedule, costs.microbatches)
     with np.errstate(divide="ignore", invalid="ignore"):
         share = np.where(used > 0, used / entries.limit_bytes, 0.0)
-    entry = _needed(chain, share)
+    entry = _needed_stage(chain, share)
     if entry is None or share[entry] <= 1:
         return None
     return BindingMemory(
@@ -406,7 +406,7 @@ def _least_bytes(entries: Entries, schedule: Schedule, microbatches: int) -> np.
     return entries.resident_bytes + np.minimum(kept, again)
 
 
-def _needed(chain: Chain, share: np.ndarray) -> int | None:
+def _needed_stage(chain: Chain, share: np.ndarray) -> int | None:
     """The stage of least share without which no chain is possible."""
     order = np.argsort(share, kind="stable")
     low, high = 0, len(order)
@@ -458,7 +458,7 @@ def solve_stages(
             cost=None,
             bound_s=bound,
             status=Status.INFEASIBLE if done else Status.UNKNOWN,
-            seconds=clock.spent,
+            seconds=clock.spent_s,
             binding=binding_memory(problem) if done else None,
         )
     proved = bound >= incumbent.step_s * (1 - gap) * (1 - 1e-12)
@@ -467,7 +467,7 @@ def solve_stages(
         cost=incumbent.cost,
         bound_s=min(bound, incumbent.step_s),
         status=Status.OPTIMAL if proved else Status.FEASIBLE,
-        seconds=clock.spent,
+        seconds=clock.spent_s,
     )
 
 
@@ -479,7 +479,7 @@ def _search(
     for costs, schedule in itertools.product(problem.costs, problem.schedules):
         if schedule.kind is ScheduleKind.INTERLEAVED:
             continue
-        if clock.left <= 0:
+        if clock.left_s <= 0:
             return 0.0
         cutoff = incumbent.step_s * (1 - gap)
         space = bound_space(problem, costs, schedule, cutoff)

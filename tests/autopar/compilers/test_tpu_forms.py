@@ -15,11 +15,11 @@ from autopar.compilers.compiled import compile_for
 from autopar.compilers.targets import target_of
 from autopar.layouts.assignment import written_sums
 from autopar.layouts.layout import Layout, reshard_steps
-from autopar.layouts.whole_gathers import apart_bytes, stated
+from autopar.layouts.whole_gathers import apart_bytes, stated_layouts
 from autopar_passes.audit.compiled import hlo_collectives
 from autopar_passes.jax_compat import lowered_without_devices
 from autopar_passes.layouts import constrain, partition_spec
-from autopar_passes.sums.finish import finished
+from autopar_passes.sums.finish import run_and_sum
 
 if importlib.util.find_spec("libtpu") is None:
     pytest.skip("needs the extra tpu-compiler", allow_module_level=True)
@@ -52,7 +52,7 @@ def test_gathers_over_all_devices_send_what_is_planned() -> None:
     most = apart_bytes(CLUSTER.device, CLUSTER.num_devices)
 
     def gathered(array: jax.Array) -> jax.Array:
-        for layout in stated(BOTH, steps, SIZES, nbytes, most):
+        for layout in stated_layouts(BOTH, steps, SIZES, nbytes, most):
             array = constrain(array, MESH, layout)
         return array
 
@@ -66,6 +66,8 @@ def test_scatters_of_odd_tiles_send_what_is_planned(target: Layout) -> None:
     sums = written_sums(WHOLE, reshard_steps(WHOLE, target, (0, 1), "sum", SIZES))
 
     def summed(left: jax.Array, right: jax.Array) -> jax.Array:
-        return finished(lambda a, b: a.T @ b, (left, right), (BOTH, BOTH), sums, MESH)
+        return run_and_sum(
+            lambda a, b: a.T @ b, (left, right), (BOTH, BOTH), sums, MESH
+        )
 
     assert compiled(summed, BOTH, BOTH) == {"reduce_scatter": nbytes * 63 // 64}

@@ -15,7 +15,7 @@ from autopar.layouts.layout import (
     ReshardStep,
     assignments,
     axes_of,
-    replicated,
+    replicated_layout,
     reshard_steps,
     shards,
 )
@@ -111,7 +111,7 @@ def test_never_sends_more_than_gathering_everything(
 ) -> None:
     start, target, partial, sizes = case
     rank = len(start)
-    whole = reshard_steps(start, replicated(rank), partial, "all", sizes)
+    whole = reshard_steps(start, replicated_layout(rank), partial, "all", sizes)
 
     steps = reshard_steps(start, target, partial, "sum", sizes)
 

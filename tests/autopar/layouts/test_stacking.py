@@ -100,7 +100,7 @@ def test_what_adds_partial_sums_works_on_the_whole_of_them(name: str) -> None:
         found = work_of(plan, pricer)
         for done, parts in zip(found.table.works, found.parts.tolist(), strict=True):
             op = done.op
-            held = plan.stacked(op.outputs[0])
+            held = plan.partial_layout(op.outputs[0])
             if held is None or op.index in makers:
                 continue
             kept = {f for d in op.rule.results[0] for f in d}

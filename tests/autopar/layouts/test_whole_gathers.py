@@ -8,7 +8,7 @@ import pytest
 
 from autopar.cluster.presets import PRESETS
 from autopar.layouts.layout import Layout, reshard_steps
-from autopar.layouts.whole_gathers import apart_bytes, stated
+from autopar.layouts.whole_gathers import apart_bytes, stated_layouts
 
 SIZES = (8, 8)
 WHOLE: Layout = ((), ())
@@ -37,7 +37,7 @@ def layouts(
     start: Layout, nbytes: float, sizes: tuple[int, ...] = SIZES
 ) -> list[Layout]:
     steps = reshard_steps(start, WHOLE, (), "", sizes)
-    return list(stated(start, steps, sizes, nbytes, 16 * MIB))
+    return list(stated_layouts(start, steps, sizes, nbytes, 16 * MIB))
 
 
 @pytest.mark.parametrize("axes", [(0, 1), (1, 0)])
@@ -75,4 +75,6 @@ def test_other_steps_are_stated_as_they_are() -> None:
     start, target = ((0, 1), ()), ((0,), (1,))
     steps = reshard_steps(start, target, (), "", SIZES)
 
-    assert stated(start, steps, SIZES, 1.0, math.inf) == tuple(s.layout for s in steps)
+    assert stated_layouts(start, steps, SIZES, 1.0, math.inf) == tuple(
+        s.layout for s in steps
+    )

@@ -24,7 +24,7 @@ from autopar.reports.attribution import (
     OUTSIDE,
     WAYS,
     Part,
-    attributed,
+    attribute,
     part_lines,
     step_of,
 )
@@ -79,7 +79,7 @@ def test_parts_add_up_to_the_step(
     by: str, cluster: str, compression: str, expected: set[str]
 ) -> None:
     found = mlp(cluster, compression)
-    parts = attributed(found, by)
+    parts = attribute(found, by)
     predicted = found.plan.predicted
     assert math.isclose(step_of(parts), predicted.step_s)
     assert expected <= {part.what for part in parts if part.whole}
@@ -92,7 +92,7 @@ def test_parts_add_up_to_the_step(
 
 def test_repeated_layers_share_a_row_and_rematerialisation_is_told() -> None:
     found = bound(net_workload(), "4:cpu")
-    parts = attributed(found, "layer")
+    parts = attribute(found, "layer")
     assert math.isclose(step_of(parts), found.plan.predicted.step_s)
     names = {name for part in parts for name in part.names}
     assert {"Net/block_0/up", "Net/block_1/up"} <= names
@@ -124,5 +124,5 @@ def test_what_does_not_fit_the_table_is_the_rest() -> None:
 
 
 def test_operators_without_a_module_have_a_row() -> None:
-    parts = attributed(mlp("2:cpu"), "layer")
+    parts = attribute(mlp("2:cpu"), "layer")
     assert {name for part in parts for name in part.names} == {OUTSIDE}

@@ -11,7 +11,7 @@ from autopar.reports.html import render_html
 from autopar.reports.schedule import (
     bubble,
     drawing,
-    played,
+    play_plan,
     stage_rows,
     timeline_html,
     trace_events,
@@ -87,7 +87,7 @@ def test_the_trace_has_all_tasks_in_microseconds():
     tasks = [e for e in found["traceEvents"] if e["ph"] == "X"]
     assert len(tasks) == 2 * 2 * 4 + 1
     last = max(e["ts"] + e["dur"] for e in tasks)
-    assert last == pytest.approx(played(plan)[2].makespan_s * 1e6)
+    assert last == pytest.approx(play_plan(plan)[2].makespan_s * 1e6)
     once = [e for e in tasks if e["name"] == "once a step"]
     assert [(e["tid"], e["dur"]) for e in once] == [(0, 0.5e6)]
 

@@ -47,7 +47,7 @@ def test_ways_are_those_of_each_reading(name: str) -> None:
         for op, own in zip(operators, analysis.readings.of, strict=True):
             for reading in own:
                 layout = assignment.layout(op, op.rule.operands[reading.slot])
-                parts = assignment.required(reading.value, layout)
+                parts = assignment.required_layouts(reading.value, layout)
                 wanted = [
                     assignment.fetch_steps(source, form, assignment.is_backward(op))
                     for source, form in parts

@@ -85,7 +85,7 @@ def test_parses_operands_calls_and_origins():
     assert (found.name, found.opcode) == ("f.1", "fusion")
     assert [s.nbytes for s in found.shapes] == [2 * 3 * 4, 4 * 2]
     assert found.operands == ("a.b", "c")
-    assert found.called == ("fused",)
+    assert found.called_names == ("fused",)
     assert found.source == "jit(f)/dot(x)"
 
 

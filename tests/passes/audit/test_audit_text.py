@@ -84,7 +84,7 @@ def test_a_module_is_read() -> None:
     assert [u.name for u in entry.users["sum"]] == ["copied"]
     assert entry.instructions["sum"].source == "a/b"
     assert entry.instructions["copied"].source == ""
-    assert entry.instructions["out"].called == ("inner",)
+    assert entry.instructions["out"].called_names == ("inner",)
     assert entry.instructions["out"].callee("calls") == "inner"
     assert entry.instructions["out"].callee("body") == ""
 
@@ -98,7 +98,7 @@ def test_an_instruction_with_a_tuple() -> None:
     assert (op.name, op.opcode, op.operands) == ("w", "while", ("t",))
     assert [s.dims for s in op.shapes] == [(), (4, 8), (3,), ()]
     assert [s.nbytes for s in op.shapes] == [4, 128, 3, 0]
-    assert op.called == ("c", "b")
+    assert op.called_names == ("c", "b")
 
 
 @pytest.mark.parametrize(
@@ -215,14 +215,14 @@ def test_devices_that_use_slices_together() -> None:
     own = tuple(frozenset({(d,)}) for d in range(4))
     need = Need(0.25, own)
 
-    joined = need.joined(np.array([[0, 1], [2, 3]]))
+    joined = need.join_groups(np.array([[0, 1], [2, 3]]))
 
     assert joined.share == 0.5
     assert joined.slices[0] == joined.slices[1] == {(0,), (1,)}
-    assert joined.joined(np.array([[0, 2], [1, 3]])).share == 1.0
-    assert WHOLE.joined(np.array([[0, 1, 2, 3]])) is WHOLE
-    assert Need(0.25).joined(np.array([[0, 1]])).fraction == 0.5
-    assert Need(0.75).joined(np.array([[0, 1]])).fraction == 1.0
+    assert joined.join_groups(np.array([[0, 2], [1, 3]])).share == 1.0
+    assert WHOLE.join_groups(np.array([[0, 1, 2, 3]])) is WHOLE
+    assert Need(0.25).join_groups(np.array([[0, 1]])).fraction == 0.5
+    assert Need(0.75).join_groups(np.array([[0, 1]])).fraction == 1.0
 
 
 def test_groups_whose_devices_keep_one_slice() -> None:

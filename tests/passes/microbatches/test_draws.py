@@ -50,7 +50,7 @@ def test_bits_are_those_of_the_whole_batch(data: st.DataObject) -> None:
         exact = bits(whole)(key)
         eqn = equation(bits(some), key)
         for number in range(count):
-            made = draws.drawn(
+            made = draws.draw_rows(
                 eqn, key, np.int32(number), shape=tuple(whole), rows=rows
             )
             behind = Rows(dim + len(keys), inner)
@@ -63,7 +63,7 @@ def test_keys_are_those_of_the_whole_batch() -> None:
     eqn = equation(lambda k: jax.random.split(k, (3, 2)))
     exact = jax.random.key_data(jax.random.split(KEY, (12, 2)))
     for number in range(4):
-        made = draws.drawn(eqn, KEY, np.int32(number), shape=(12, 2), rows=Rows(0))
+        made = draws.draw_rows(eqn, KEY, np.int32(number), shape=(12, 2), rows=Rows(0))
         want = part(exact, Rows(0), 4, np.int32(number))
         np.testing.assert_array_equal(jax.random.key_data(made), want)
 

@@ -12,7 +12,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 from step_cases import random
 
 from autopar_passes.layouts import Layout
-from autopar_passes.sums.finish import Sum, behind, finished
+from autopar_passes.sums.finish import Sum, behind, run_and_sum
 
 MESH = Mesh(
     np.array(jax.devices()).reshape(2, 4), ("x", "y"), axis_types=(AxisType.Auto,) * 2
@@ -46,7 +46,7 @@ def product(left: jax.Array, right: jax.Array) -> jax.Array:
 def test_the_sum_is_that_of_one_device(name: str) -> None:
     sums = SUMS[name]
 
-    out = jax.jit(lambda a, b: finished(product, (a, b), (BOTH, BOTH), sums, MESH))(
+    out = jax.jit(lambda a, b: run_and_sum(product, (a, b), (BOTH, BOTH), sums, MESH))(
         LEFT, RIGHT
     )
 
@@ -74,7 +74,7 @@ def test_rows_scattered_into_zeros_add_up(name: str) -> None:
 
     split: Layout = ((0,), (1,))
     out = jax.jit(
-        lambda *operands: finished(
+        lambda *operands: run_and_sum(
             scatter, operands, (((), ()), split, BOTH), sums, MESH
         )
     )(zeros, rows, RIGHT)
@@ -88,7 +88,7 @@ def stated(
     """The collectives of a sum, and the slices that are kept of them, in order."""
 
     def summed(left: jax.Array, right: jax.Array) -> jax.Array:
-        return finished(product, (left, right), (BOTH, BOTH), sums, mesh)
+        return run_and_sum(product, (left, right), (BOTH, BOTH), sums, mesh)
 
     traced = jax.jit(summed).trace(LEFT, RIGHT)
     text = traced.lower(lowering_platforms=(platform,)).as_text()

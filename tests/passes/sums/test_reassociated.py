@@ -15,8 +15,8 @@ from autopar_passes.graph.operators import OperatorGraph
 from autopar_passes.program.trace import trace
 from autopar_passes.sums.reassociated import (
     Reassociation,
+    forms_of,
     reassociations,
-    shaped,
 )
 
 X, W = jnp.ones((16, 8)), jnp.ones((8, 8))
@@ -124,7 +124,7 @@ def test_the_forms_of_a_sum_end_where_more_than_a_shape_changes() -> None:
         return jnp.tanh(product) + jnp.sin(product)
 
     graph, additions = found(step)
-    (forms,) = shaped(graph, additions).values()
+    (forms,) = forms_of(graph, additions).values()
 
     made_by = {v: op.kind for op in graph.operators for v in op.outputs}
     assert [made_by[v] for v in forms.values] == ["dot_general", "transpose", "reshape"]
@@ -136,4 +136,4 @@ def test_what_leaves_the_step_has_no_forms() -> None:
     """It leaves in its own layout, of which nobody keeps a slice."""
     graph, additions = found(lambda x, w: (x @ w).T)
 
-    assert shaped(graph, additions) == {}
+    assert forms_of(graph, additions) == {}

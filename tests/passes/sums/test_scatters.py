@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import AxisType, Mesh, PartitionSpec
 from step_cases import random
 
-from autopar_passes.sums.finish import cuts_tiles, in_front, scattered
+from autopar_passes.sums.finish import cuts_tiles, in_front, scatter_sum
 
 MESH = Mesh(
     np.array(jax.devices()).reshape(2, 4), ("x", "y"), axis_types=(AxisType.Auto,) * 2
@@ -92,7 +92,7 @@ def test_vectors_are_left_alone() -> None:
 def test_what_is_written_for_tpus(columns: int, dim: int) -> None:
     """Parts of 128 columns come first, parts of 256 stay where they are."""
     shard = jax.ShapeDtypeStruct((2, 4, 8, 16, 4 * columns), "bfloat16")
-    traced = jax.jit(by_devices(scattered, 2, ("y",))).trace(shard)  # type: ignore[arg-type]
+    traced = jax.jit(by_devices(scatter_sum, 2, ("y",))).trace(shard)  # type: ignore[arg-type]
 
     text = traced.lower(lowering_platforms=("tpu",)).as_text()
 

@@ -253,7 +253,7 @@ def test_a_choice_over_a_budget_by_tolerance_is_excluded(monkeypatch):
 
     monkeypatch.setattr(selection_solve, "backend_of", lambda _: sloppy)
     nothing = selection_solve.Incumbent(None, math.inf, 0.0)
-    monkeypatch.setattr(selection_solve, "_rounded", lambda *_: nothing)
+    monkeypatch.setattr(selection_solve, "_round", lambda *_: nothing)
     result = solve_selection(problem, gap=0.0, widths=())
     check_selection(problem, result)
     assert sorted(result.choices) == [0, 0, 1, 1]

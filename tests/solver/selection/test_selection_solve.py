@@ -170,7 +170,7 @@ def test_prices_prove_their_bound(problem):
 
 def lagrangian(problem, relaxation, choices):
     """What the prices charge for choices, budgets and readiness refunded."""
-    priced = relaxation.priced(problem)
+    priced = relaxation.option_prices(problem)
     total = sum(float(row[k]) for row, k in zip(priced, choices, strict=True))
     before = 0.0
     for index in problem.order:

@@ -30,7 +30,7 @@ def test_nothing_is_known_at_first():
     assert incumbent.choices is None
     assert (incumbent.cost, incumbent.bound) == (math.inf, -math.inf)
     assert (incumbent.tolerance, incumbent.cutoff) == (0.0, math.inf)
-    assert not incumbent.proved
+    assert not incumbent.is_proved
 
 
 def test_only_better_valid_choices_are_taken():
@@ -69,7 +69,7 @@ def test_the_bound_rises_and_stays_below_the_cost():
     for bound, expected in [(1.0, 1.0), (0.5, 1.0), (3.0, 3.0), (9.0, 4.0)]:
         incumbent.prove(bound)
         assert incumbent.bound == expected
-    assert incumbent.proved
+    assert incumbent.is_proved
 
 
 @pytest.mark.parametrize(("gap", "bound"), [(0.5, 5.0), (0.1, 9.0), (0.0, 10.0)])
@@ -77,9 +77,9 @@ def test_proved_is_within_the_gap(gap, bound):
     incumbent = Incumbent(one_node(10.0), gap)
     incumbent.offer([0])
     incumbent.prove(bound - 0.01)
-    assert not incumbent.proved
+    assert not incumbent.is_proved
     incumbent.prove(bound)
-    assert incumbent.proved
+    assert incumbent.is_proved
 
 
 def test_cutoff_leaves_part_of_the_gap():

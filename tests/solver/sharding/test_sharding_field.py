@@ -55,7 +55,7 @@ def test_no_solution_reaches_the_forbidden_cost():
 
 def test_memory_by_row():
     field = three()
-    used = [field.memory.used(np.array(c)).tolist() for c in [(0, 0, 0), (1, 2, 1)]]
+    used = [field.memory.usage_of(np.array(c)).tolist() for c in [(0, 0, 0), (1, 2, 1)]]
     assert used == [[5.0, 5.0], [6.0, 15.0]]
     assert field.memory.fits(np.array([0, 0, 0]))
     assert not field.memory.fits(np.array([1, 0, 0]))
@@ -81,9 +81,9 @@ def test_prices_charge_the_usage(problem, seed):
     field = field_of(problem)
     choices = random_choices(field, seed)
     prices = np.random.default_rng(seed).integers(0, 5, len(field.memory.room)) * 1.0
-    priced = field.memory.priced(prices, field.num_strategies)
+    priced = field.memory.cost_at(prices, field.num_strategies)
     charged = priced[field.offsets[:-1] + choices].sum()
-    assert charged == prices @ field.memory.used(choices)
+    assert charged == prices @ field.memory.usage_of(choices)
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)
@@ -93,8 +93,8 @@ def test_expected_usage_of_certain_choices_is_their_usage(problem, seed):
     choices = random_choices(field, seed)
     chances = np.zeros(field.num_strategies)
     chances[field.offsets[:-1] + choices] = 1.0
-    used = field.memory.used(choices)
-    assert field.memory.expected(chances).tolist() == used.tolist()
+    used = field.memory.usage_of(choices)
+    assert field.memory.expected_usage(chances).tolist() == used.tolist()
 
 
 def test_least_takes_the_first_of_equals():

@@ -69,7 +69,7 @@ def test_program_says_what_the_field_says(problem, seed, scale):
         assert values @ program.costs == pytest.approx(cost / scale)
     else:
         assert cost == np.inf
-    used = field.memory.used(choices)
+    used = field.memory.usage_of(choices)
     for cut, total, usage, room in zip(
         cuts, sums[first:], used, field.memory.room, strict=True
     ):

@@ -50,7 +50,7 @@ def test_any_start_ends_at_the_optimum(problem, seed):
         return
     assert incumbent.cost == best
     assert incumbent.bound <= best + 1e-9
-    assert incumbent.proved or math.isinf(best)
+    assert incumbent.is_proved or math.isinf(best)
 
 
 @pytest.mark.parametrize("seconds", [0.0, 0.05, 0.3])
@@ -77,7 +77,7 @@ def test_no_integer_program_is_needed_where_bounds_meet():
         raise AssertionError("the integer program was asked")
 
     problem = ladder(1, length=6, strategies=4, tightness=None)
-    assert rounds_of(problem, unused).proved
+    assert rounds_of(problem, unused).is_proved
 
 
 def test_a_backend_that_answers_nothing_costs_no_truth():

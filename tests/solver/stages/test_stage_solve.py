@@ -12,7 +12,7 @@ from stage_problems import all_pipelines, brute_force, problems, random_problem
 
 import autopar_solver.stages.exhaust as stage_exhaust
 from autopar_solver.stages.check import check_stages, evaluate_pipeline
-from autopar_solver.stages.completion import completed
+from autopar_solver.stages.completion import complete
 from autopar_solver.stages.problem import (
     DeviceGroup,
     LayerCosts,
@@ -314,7 +314,7 @@ def test_completion_takes_the_least_seconds(problem):
         if cost.fits:
             best[plain] = min(known, cost.step_s)
     for plain, step_s in [*best.items()][:-1]:
-        found = completed(problem, plain)
+        found = complete(problem, plain)
         assert (found is None) == math.isinf(step_s)
         if found is not None:
             assert evaluate_pipeline(problem, found).step_s == step_s

@@ -60,7 +60,7 @@ class Dual:
         self.bounds = np.full(field.num_strategies, -np.inf)
         self.best_prices = self.prices
         self.rises = np.zeros(field.num_strategies)
-        self.costs = self._priced(self.prices)
+        self.costs = self._evaluate_prices(self.prices)
         self.bucket_choices: np.ndarray | None = None
         self._elimination: tuple[int, int] | None = None
         self._level = -np.inf
@@ -106,8 +106,8 @@ class Dual:
         gap = self._gap(upper)
         excess = self._excess(gap)
         for _ in range(4):
-            prices = self._moved(excess, gap)
-            costs = self._priced(prices)
+            prices = self._step_prices(excess, gap)
+            costs = self._evaluate_prices(prices)
             saved, rises = self.messages.buffer.copy(), self.rises
             level = self._sweep(prices, costs)
             if level > self._level - TOLERATED_LOSS * gap:
@@ -131,7 +131,7 @@ class Dual:
         above = self.rises - np.repeat(least, field.sizes)
         weights = np.exp(-above / temperature)
         totals = np.add.reduceat(weights, field.offsets[:-1])
-        return field.memory.expected(weights / np.repeat(totals, field.sizes))
+        return field.memory.expected_usage(weights / np.repeat(totals, field.sizes))
 
     def _gap(self, upper: float) -> float:
         level = self._level + self.field.constant
@@ -143,7 +143,7 @@ class Dual:
         used = self.expected_use(temperature)
         return (used - self.field.memory.room) / self._unit
 
-    def _moved(self, excess: np.ndarray, gap: float) -> np.ndarray:
+    def _step_prices(self, excess: np.ndarray, gap: float) -> np.ndarray:
         """Prices one step on.
 
         Steps are in proportion to the prices, as in exponentiated gradients: rows that
@@ -166,11 +166,11 @@ class Dual:
         prices[prices < 1e-4 * floor] = 0.0
         return prices
 
-    def _priced(self, prices: np.ndarray) -> np.ndarray:
+    def _evaluate_prices(self, prices: np.ndarray) -> np.ndarray:
         field = self.field
         if not prices.any():
             return field.costs
-        return field.costs + field.memory.priced(prices, field.num_strategies)
+        return field.costs + field.memory.cost_at(prices, field.num_strategies)
 
     def _sweep(self, prices: np.ndarray, costs: np.ndarray) -> float:
         swept = self.messages.sweep(costs)
@@ -183,7 +183,7 @@ class Dual:
 
     def _eliminate(self, costs: np.ndarray) -> MiniBucketBounds:
         assert self._elimination is not None
-        own, tables = self.messages.shifted(costs)
+        own, tables = self.messages.shift(costs)
         return mini_bucket_bounds(self.field, own, tables, *self._elimination)
 
     def _learn(

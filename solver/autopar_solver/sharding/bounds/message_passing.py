@@ -109,7 +109,7 @@ class MessagePassing:
                 if (message := known.get((nodes[k], nodes[m]))) is not None:
                     self._message(k, m)[:] = message
 
-    def shifted(self, costs: np.ndarray) -> tuple[np.ndarray, list[np.ndarray]]:
+    def shift(self, costs: np.ndarray) -> tuple[np.ndarray, list[np.ndarray]]:
         """The same problem with what the messages say moved between its parts.
 
         Every node gets the messages into it, every table loses those along it, and

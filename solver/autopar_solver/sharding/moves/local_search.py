@@ -23,7 +23,7 @@ class Position:
         self.links = links
         self.choices = choices.copy()
         self.local = _local_costs(field, choices, links)
-        self.used = field.memory.used(choices)
+        self.used = field.memory.usage_of(choices)
 
     def move(self, node: int, strategy: int) -> None:
         """Lets one node choose another strategy."""

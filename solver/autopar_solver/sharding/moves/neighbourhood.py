@@ -33,11 +33,11 @@ class NeighbourhoodSearch:
         field, links = self.dual.field, self.dual.messages.links
         position = Position(field, choices, links)
         cost = field.cost(choices)
-        while clock.left > 0.05:
-            kept = self._kept(position, min(cutoff, cost))
+        while clock.left_s > 0.05:
+            kept = self._keep_better(position, min(cutoff, cost))
             members = self._members(position, kept)
-            begin = clock.left
-            seconds = min(SLOW_SECONDS, clock.left)
+            begin = clock.left_s
+            seconds = min(SLOW_SECONDS, clock.left_s)
             counted = clock.counted
             stop = StopCriteria(
                 None if counted else seconds,
@@ -50,7 +50,7 @@ class NeighbourhoodSearch:
                 position, members, kept, self.backend, stop, tuple(rows.tolist())
             )
             clock.tick(PART_SECONDS + PAIR_SECONDS * answer.pairs)
-            self._adapt(begin - clock.left, answer.finished)
+            self._adapt(begin - clock.left_s, answer.finished)
             if answer.choices is not None and field.memory.fits(answer.choices):
                 found = field.cost(answer.choices)
                 if found < cost:
@@ -60,7 +60,7 @@ class NeighbourhoodSearch:
                 break
         return position.choices
 
-    def _kept(self, position: Position, cost: float) -> np.ndarray:
+    def _keep_better(self, position: Position, cost: float) -> np.ndarray:
         field = self.dual.field
         kept = self.dual.bounds < cost
         kept[field.offsets[:-1] + position.choices] = True

@@ -104,14 +104,14 @@ def _move_links(graph: Graph, maps: dict[int, tuple[int, np.ndarray]]) -> None:
     for node in maps:
         for other, table in list(graph.links[node].items()):
             graph.drop_link(node, other)
-            i, j, moved = _moved(node, other, table, maps)
+            i, j, moved = _relink(node, other, table, maps)
             if i == j:
                 graph.costs[i] = graph.costs[i] + np.diagonal(moved)
             else:
                 graph.add_link(i, j, moved)
 
 
-def _moved(
+def _relink(
     node: int,
     other: int,
     table: np.ndarray,

@@ -27,7 +27,7 @@ def drop_unsupported(graph: Graph) -> None:
     while waiting:
         i = waiting.popleft()
         queued.discard(i)
-        supported = _supported(graph, i)
+        supported = _has_support(graph, i)
         if supported.all():
             continue
         graph.restrict(i, np.flatnonzero(supported))
@@ -37,7 +37,7 @@ def drop_unsupported(graph: Graph) -> None:
                 waiting.append(j)
 
 
-def _supported(graph: Graph, i: int) -> np.ndarray:
+def _has_support(graph: Graph, i: int) -> np.ndarray:
     supported = np.isfinite(graph.costs[i])
     for table in graph.links[i].values():
         supported &= table.min(axis=1) < np.inf

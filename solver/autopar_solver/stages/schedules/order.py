@@ -41,7 +41,7 @@ def make_table(schedule: Schedule, stages: int, microbatches: int) -> ScheduleTa
             f"{stages} and {microbatches}."
         )
     if schedule.kind is ScheduleKind.INTERLEAVED:
-        order = _interleaved
+        order = _interleave
     elif schedule.kind is ScheduleKind.ZERO_BUBBLE:
         order = _zero_bubble
     elif schedule.kind is ScheduleKind.GPIPE:
@@ -88,7 +88,7 @@ def _one_f_one_b(stages: int, microbatches: int, chunks: int, stage: int) -> np.
     )
 
 
-def _interleaved(stages: int, microbatches: int, chunks: int, stage: int) -> np.ndarray:
+def _interleave(stages: int, microbatches: int, chunks: int, stage: int) -> np.ndarray:
     """Rounds of ``stages`` microbatches, each through all chunks.
 
     Megatron's order needs ``microbatches`` to be a multiple of ``stages``. For any

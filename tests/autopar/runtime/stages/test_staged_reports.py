@@ -15,7 +15,7 @@ from autopar.errors import PlanError
 from autopar.layouts.floating import kept_layout
 from autopar.reports.attribution import WAYS, step_of
 from autopar.reports.audit import ACTIVATIONS, BATCH, COTANGENTS, ONCE
-from autopar.reports.schedule import played
+from autopar.reports.schedule import play_plan
 from autopar.reports.staged import WAITS, bind_stages, busy_s, links, staged_parts
 from autopar.runtime.stages.sent import Sent
 from autopar.steps.analysis import analyse
@@ -49,7 +49,7 @@ def bound(name="mean", **options):
 @pytest.mark.parametrize("by", WAYS)
 def test_parts_and_waits_add_up_to_the_step(schedule, by):
     found = bound(schedule=schedule)
-    bubble = played(found.plan)[2].bubble
+    bubble = play_plan(found.plan)[2].bubble
     step_s = found.plan.predicted.step_s
     for number, parts in enumerate(staged_parts(found, by)):
         assert step_of(parts) == pytest.approx(step_s)

@@ -97,7 +97,7 @@ def test_costs_are_those_of_the_prices():
     field = binding_field(0)
     prices = np.arange(len(field.memory.room)) * 0.5
     dual = Dual(field, prices)
-    expected = field.costs + field.memory.priced(prices, field.num_strategies)
+    expected = field.costs + field.memory.cost_at(prices, field.num_strategies)
     assert dual.costs.tolist() == expected.tolist()
     assert Dual(field).costs.tolist() == field.costs.tolist()
 
@@ -166,7 +166,7 @@ def test_nodes_that_elimination_splits_have_an_expected_use():
 
     cold = dual.expected_use(1e-4 * least.max())
 
-    best = field.memory.used(field.least(dual.rises))
+    best = field.memory.usage_of(field.least(dual.rises))
     np.testing.assert_allclose(cold, best, rtol=1e-6)
 
 
@@ -176,10 +176,10 @@ def test_expected_use_is_near_the_least_rises():
     dual = Dual(field)
     dual.sweep()
     cold = dual.expected_use(1e-9)
-    best = field.memory.used(field.least(dual.rises))
+    best = field.memory.usage_of(field.least(dual.rises))
     np.testing.assert_allclose(cold, best, rtol=1e-6)
     hot = dual.expected_use(1e12)
-    mean = field.memory.expected(1.0 / np.repeat(field.sizes, field.sizes))
+    mean = field.memory.expected_usage(1.0 / np.repeat(field.sizes, field.sizes))
     np.testing.assert_allclose(hot, mean, rtol=1e-6)
 
 

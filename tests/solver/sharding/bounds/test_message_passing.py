@@ -37,7 +37,7 @@ def test_shifting_keeps_every_cost(problem, seed):
     field = field_of(problem)
     messages = MessagePassing(field)
     messages.sweep(field.costs)
-    costs, tables = messages.shifted(field.costs)
+    costs, tables = messages.shift(field.costs)
     random = np.random.default_rng(seed)
     choices = np.array([int(random.integers(size)) for size in field.sizes])
     total = costs[field.offsets[:-1] + choices].sum()

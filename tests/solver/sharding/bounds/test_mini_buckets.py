@@ -21,7 +21,7 @@ from autopar_solver.sharding.field import flatten
 def test_elimination_bounds(problem, limit):
     field = field_of(problem)
     best = minima(field, field.costs)
-    costs, tables = MessagePassing(field).shifted(field.costs)
+    costs, tables = MessagePassing(field).shift(field.costs)
     found = mini_bucket_bounds(field, costs, tables, limit, UNLIMITED)
     assert (found.bound + found.rises <= best + 1e-9).all()
     if limit == UNLIMITED:
@@ -39,7 +39,7 @@ def test_elimination_after_messages_is_no_worse():
     messages = MessagePassing(field)
     for _ in range(10):
         swept = messages.sweep(field.costs)
-    costs, tables = messages.shifted(field.costs)
+    costs, tables = messages.shift(field.costs)
     for limit in (25, 125, UNLIMITED):
         found = mini_bucket_bounds(field, costs, tables, limit, UNLIMITED)
         assert found.bound >= swept.bound - 1e-9

@@ -103,7 +103,7 @@ def test_memory_of_the_rest_is_gone_from_the_room():
         own = graph.memory[node]
         for start, end, usage in zip(own.starts, own.ends, own.usage, strict=True):
             used[start:end] += usage[choices[node]]
-    whole = field.memory.room - field.memory.used(choices)
+    whole = field.memory.room - field.memory.usage_of(choices)
     assert (graph.room - used).tolist() == whole.tolist()
 
 
