@@ -106,10 +106,10 @@ class Reports:
     def __init__(self) -> None:
         self.told: queue.SimpleQueue[Any] = queue.SimpleQueue()
 
-    def ended(self, worker: int, code: int | None, *, spare: bool = False) -> None:
+    def on_end(self, worker: int, code: int | None, *, spare: bool = False) -> None:
         self.told.put((worker, code, spare))
 
-    def joined(self, machines: int) -> None:
+    def on_join(self, machines: int) -> None:
         self.told.put(machines)
 
 

@@ -70,10 +70,10 @@ class Told:
         self.ends: list[tuple[int, int | None]] = []
         self.joins = 0
 
-    def ended(self, worker: int, code: int | None, *, spare: bool = False) -> None:
+    def on_end(self, worker: int, code: int | None, *, spare: bool = False) -> None:
         self.ends.append((worker, code))
 
-    def joined(self, machines: int) -> None:
+    def on_join(self, machines: int) -> None:
         self.joins += machines
 
 

@@ -73,7 +73,7 @@ class FactorPlan:
         value = self.graph.outputs[position]
         return None if value is None else ((),) * len(self.graph.values[value].shape)
 
-    def stacked(self, value: int) -> None:
+    def partial_layout(self, value: int) -> None:
         return None
 
     def due(self, value: int) -> None:
