@@ -1,24 +1,8 @@
 """Error feedback: what a codec dropped is sent later.
 
-``e`` is a worker's residual, ``g`` its gradient, ``C`` the codec, ``a`` the
-preview. In every step a worker sends ``C(d)`` and keeps ``e = d - C(d)``, with
-
-- residual: ``d = g + decay * e`` (Seide et al., Interspeech 2014; Karimireddy
-  et al., arXiv 1901.09847);
-- partial: ``d = change + (1 - a) * e``, where ``change = x - x'`` is what a local
-  optimizer made of the parameters from ``x - a * e`` on, so that it holds the
-  previewed ``a * e`` already. With ``a = 1`` this is step-ahead error feedback,
-  SAEF (Xu et al., arXiv 2008.05823, Algorithm 1); with ``0 < a < 1`` partial
-  error feedback, SA-PEF (arXiv 2601.20738), and ``a = 0`` is the plain kind.
-
-The partial kind needs a training loop of its own, whose step is, with the
-gradients of `autopar.compression.synchronise` being changes of parameters::
-
-    ahead = step_ahead(params, residuals, a)
-    stepped, opt_state = local_step(ahead, opt_state, batch)
-    partials = change(params, stepped)
-    totals, states, sums = synchronise(gradients, partials, states, ...)
-    params = apply_change(params, totals, workers)
+``e`` is a worker's residual, ``g`` its gradient, ``C`` the codec. In every step a
+worker sends ``C(d)`` of ``d = g + decay * e`` and keeps ``e = d - C(d)`` (Seide et al.,
+Interspeech 2014; Karimireddy et al., arXiv 1901.09847).
 """
 
 from __future__ import annotations
@@ -35,10 +19,10 @@ import jax.numpy as jnp
 from autopar.compression.exchange import Links
 from autopar_errors import InputError
 
-Kind = Literal["none", "residual", "partial"]
+Kind = Literal["none", "residual"]
 ResidualDtype = Literal["float32", "bfloat16"]
 
-_KINDS = ("none", "residual", "partial")
+_KINDS = ("none", "residual")
 _DTYPES = ("float32", "bfloat16")
 
 
@@ -47,21 +31,18 @@ class Feedback:
     """The way in which a worker's error is fed back.
 
     Attributes:
-      kind: none, residual or partial; see the module.
+      kind: none or residual; see the module.
       decay: factor of the residual; below 1 old errors fade, as LoCo does
-        (arXiv 2407.04480, 0.8). Residual kind only.
+        (arXiv 2407.04480, 0.8).
       average_every: the residuals are averaged over the workers every so many
-        steps, the error averaging of SAEF; 0: never. A dense all-reduce.
+        steps (arXiv 2008.05823); 0: never. A dense all-reduce.
       dtype: of the residual between steps.
-      preview: ``a`` of the partial kind, the share of the residual that is in
-        the parameters at which the gradient is taken.
     """
 
     kind: Kind = "none"
     decay: float = 1.0
     average_every: int = 0
     dtype: ResidualDtype = "float32"
-    preview: float = 1.0
 
     def __post_init__(self) -> None:
         """Checks the fields."""
@@ -74,14 +55,8 @@ class Feedback:
                 f"Feedback: dtype must be one of {', '.join(_DTYPES)}, got "
                 f"{self.dtype!r}."
             )
-        for name, value in (("decay", self.decay), ("preview", self.preview)):
-            if not (math.isfinite(value) and 0.0 <= value <= 1.0):
-                raise InputError(f"Feedback: {name} must be in 0..1, got {value}.")
-        if self.kind == "partial" and self.decay != 1.0:
-            raise InputError(
-                "Feedback: the partial kind has no decay; use preview, or "
-                f"kind='residual', got decay={self.decay}."
-            )
+        if not (math.isfinite(self.decay) and 0.0 <= self.decay <= 1.0):
+            raise InputError(f"Feedback: decay must be in 0..1, got {self.decay}.")
         if self.average_every < 0:
             raise InputError(
                 f"Feedback: average_every must be 0 (never) or a number of steps, got "
@@ -96,11 +71,6 @@ class Feedback:
     def active(self) -> bool:
         """Whether there is a residual at all."""
         return self.kind != "none"
-
-    @property
-    def carried(self) -> float:
-        """The share of the residual that is added to what is sent."""
-        return 1.0 - self.preview if self.kind == "partial" else self.decay
 
 
 # With feedback the error is not lost but late. The bound of SGD with feedback has
@@ -128,9 +98,9 @@ def with_residual(
 ) -> jax.Array:
     """The array that a worker wants to send, ``d``, float32 of the gradient's shape."""
     wanted = gradient.astype(jnp.float32)
-    if not feedback.active or feedback.carried == 0.0:
+    if not feedback.active or feedback.decay == 0.0:
         return wanted
-    return wanted + feedback.carried * residual.astype(jnp.float32)
+    return wanted + feedback.decay * residual.astype(jnp.float32)
 
 
 def average_due(step: jax.Array, every: int) -> jax.Array:
@@ -184,44 +154,3 @@ def _average(own: list[jax.Array], links: Links) -> list[jax.Array]:
         part.reshape(array.shape).astype(array.dtype)
         for array, part in zip(own, jnp.split(mean, ends), strict=True)
     ]
-
-
-def step_ahead(params: Any, residuals: Any, preview: float = 1.0) -> Any:
-    """The parameters at which a worker takes its gradient, ``x - a * e``.
-
-    Args:
-      params: ``x``, a pytree, the same on all workers.
-      residuals: ``e`` of this worker, a pytree of the same structure, as kept in
-        the states of `autopar.compression.synchronise`.
-      preview: ``a``; 1 is SAEF (arXiv 2008.05823, Algorithm 1), less is SA-PEF
-        (arXiv 2601.20738), 0 leaves the parameters as they are.
-    """
-
-    def ahead(param: jax.Array, residual: jax.Array) -> jax.Array:
-        moved = param.astype(jnp.float32) - preview * residual.astype(jnp.float32)
-        return moved.astype(param.dtype)
-
-    return jax.tree.map(ahead, params, residuals)
-
-
-def change(params: Any, stepped: Any) -> Any:
-    """The change of a worker's local step, ``x - x'``, previewed residual included.
-
-    Args:
-      params: ``x``, from which `step_ahead` started.
-      stepped: ``x'``, after the local optimizer's step or steps.
-    """
-    return jax.tree.map(lambda x, x_new: x - x_new, params, stepped)
-
-
-def apply_change(params: Any, totals: Any, workers: int) -> Any:
-    """The parameters after a step, ``x - mean of what was sent``.
-
-    Args:
-      params: ``x``.
-      totals: sums over the workers of what they sent.
-      workers: number of workers.
-    """
-    return jax.tree.map(
-        lambda x, total: x - (total / workers).astype(x.dtype), params, totals
-    )
