@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from autopar.cost.pricer import Pricer
 from autopar.errors import InfeasibleError
@@ -68,6 +68,7 @@ def advised(
     failure: InfeasibleError,
     least: float,
     plans: Callable[[int], bool],
+    untried: Sequence[str] = (),
 ) -> InfeasibleError:
     """The error of a mesh with what to do; the memory that it names was checked.
 
@@ -77,6 +78,7 @@ def advised(
       failure: the error of the mesh, from `infeasible`.
       least: bytes that every plan needs, on any mesh.
       plans: whether a plan is found for so many bytes of memory.
+      untried: options with which less is kept for the backward pass.
     """
     limit = pricer.cluster.memory_bytes
     enough = next((n for n in _sizes(max(least, limit)) if plans(n)), None)
@@ -84,7 +86,7 @@ def advised(
         memory = f"more memory than {_down(least)} per device, which is a lower bound"
     else:
         memory = f"memory={size_text(enough)}, for which a plan was found"
-    fixes = [memory, *_unchecked(analysis, pricer, least)]
+    fixes = [memory, *_unchecked(analysis, pricer, least, untried)]
     error = InfeasibleError(f"{failure}\n  try: {'; or '.join(fixes)}")
     error.least_bytes, error.enough_bytes = least, enough
     return error
@@ -99,17 +101,9 @@ def _sizes(start: float) -> Iterator[int]:
         yield round(math.ceil(wanted / unit / digits) * digits * unit)
 
 
-def _fewer_activations(analysis: Analysis) -> str:
-    """Options with which less is kept for the backward pass, of those not in use."""
-    options = ["stages='auto'"]
-    if analysis.microbatches == 1:
-        options.insert(0, "microbatches='auto'")
-    if not analysis.remat.layers:
-        options.insert(0, "remat='auto'")
-    return f"{', '.join(options)} or a smaller batch"
-
-
-def _unchecked(analysis: Analysis, pricer: Pricer, need: float) -> list[str]:
+def _unchecked(
+    analysis: Analysis, pricer: Pricer, need: float, untried: Sequence[str]
+) -> list[str]:
     """What lowers the memory that is needed; nobody has tried it."""
     cluster = pricer.cluster
     limit = cluster.memory_bytes
@@ -122,7 +116,7 @@ def _unchecked(analysis: Analysis, pricer: Pricer, need: float) -> list[str]:
     factor = max(2, -(-int(need) // max(1, limit)))
     fixes = [f"{factor * cluster.num_devices} or more devices"]
     if need > 1.5 * inputs / cluster.num_devices:
-        fixes.append(_fewer_activations(analysis))
+        fixes.append(" or ".join([*untried, "a smaller batch"]))
     if state / cluster.num_devices > limit / 2:
         fixes.append("an optimizer with less state, such as adafactor or lion")
     return fixes

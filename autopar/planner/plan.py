@@ -14,13 +14,14 @@ from jax.sharding import PartitionSpec
 
 from autopar.cluster import Cluster, MeshShape
 from autopar.cost.pricer import Pricer
-from autopar.errors import InfeasibleError, PlanError
+from autopar.errors import PlanError
 from autopar.planner.codecs.choose import (
     CodecRequest,
     Errors,
     requested,
     sent_as_asked,
 )
+from autopar.planner.deciding import decide
 from autopar.planner.edited import carried_out, check_fits, with_status
 from autopar.planner.hints import (
     Pins,
@@ -32,20 +33,18 @@ from autopar.planner.hints import (
 from autopar.planner.manual import meshes_for_manual
 from autopar.planner.options import DEFAULTS, PlanOptions
 from autopar.planner.problem import Restriction
-from autopar.planner.proposals import Proposal, of_program, record
 from autopar.planner.rebatch import rebatched
 from autopar.planner.record import make_plan, restore, split_as
-from autopar.planner.remat import as_asked, fastest, may_gain, wanted
+from autopar.planner.remat import as_asked, wanted
 from autopar.planner.replicas import plan_replicas
 from autopar.planner.search import candidate_meshes, given, search
-from autopar.planner.stages.entry import plan_with_stages, without_stages
+from autopar.planner.solving import HIDDEN
 from autopar.planner.stages.kept import kept_pipeline
+from autopar.planner.weights import Weights
 from autopar.plans import Plan
 from autopar.plans.schema import Seconds
-from autopar.progress import say
 from autopar.steps.analysis import Analysis
 from autopar.steps.batch import batch_dims
-from autopar.steps.microbatches import numbers_of_microbatches
 
 P = ParamSpec("P")
 
@@ -112,46 +111,47 @@ def plan_analysis(
             f"microbatches={list(options.microbatches)} are those of replicas of "
             f"unequal devices, and {cluster} has equal ones. Give one number."
         )
-    if cluster.groups and options.stages in (None, 1):
-        return plan_replicas(analysis, cluster, options)
-    if options.stages not in (None, 1):
-        return _in_stages(analysis, cluster, options, requested(options, sent, errors))
-    if options.microbatches == "auto":
-        return _fastest_split(analysis, cluster, options, sent, errors, advise=advise)
-    if options.remat == "auto" and options.layouts is None:
-
-        def plan(on: Cluster, asked: PlanOptions, advise: bool) -> Plan:
-            return plan_analysis(analysis, on, asked, sent, errors, advise=advise)
-
-        return fastest(analysis, cluster, options, plan, advise=advise)
-    program = _program_text(options)
-    analysis = _split(analysis, options)
-    names, pins = options.axis_names, options.pins or {}
     codecs = requested(options, sent, errors)
-    layouts, seconds = options.layouts, options.seconds
-    if layouts is not None:
-        _check_axes_of(layouts, options)
-        return _with_layouts(analysis, cluster, layouts, pins, codecs, seconds)
-    meshes = candidate_meshes(cluster, options.max_axes, names)
-    meshes = meshes_for_manual(analysis, cluster, meshes)
-    if pins:
-        meshes = fitting_meshes(analysis, pins, meshes)
-    if options.split_batch:
-        check_batch(analysis, cluster, meshes)
-    with of_program(program):
+    if kept is not None:
+        return _with_layouts(analysis, cluster, kept, options, codecs)
+
+    def plan(
+        on: Cluster,
+        asked: PlanOptions,
+        untried: Sequence[str] | None = None,
+        *,
+        quick: bool = False,
+    ) -> Plan:
+        program = as_asked(analysis, asked)
         return _searched(
-            analysis, cluster, meshes, pins, codecs, seconds, advise=advise
+            program,
+            on,
+            meshes_of(program, on, asked),
+            asked.pins or {},
+            codecs,
+            asked.seconds,
+            untried=untried,
+            weights=(HIDDEN,) if quick else None,
         )
 
+    return decide(analysis, cluster, options, plan, codecs, advise=advise)
 
-def _program_text(options: PlanOptions) -> str:
-    """What a program computes again, and in how many microbatches; '' for neither."""
-    parts: list[str] = []
-    if options.microbatches not in (None, 1):
-        parts.append(f"{options.microbatches} microbatches")
-    if options.remat not in (None, 0, "0", "auto"):
-        parts.append(f"remat {options.remat}")
-    return ", ".join(parts)
+
+def meshes_of(
+    analysis: Analysis, cluster: Cluster, options: PlanOptions
+) -> Sequence[MeshShape]:
+    """The meshes to try, which have the axes that pins and the step name.
+
+    Raises:
+      PlanError: there is none, or none divides the batch.
+    """
+    meshes = candidate_meshes(cluster, options.max_axes, options.axis_names)
+    meshes = meshes_for_manual(analysis, cluster, meshes)
+    if options.pins:
+        meshes = fitting_meshes(analysis, options.pins, meshes)
+    if options.split_batch:
+        check_batch(analysis, cluster, meshes)
+    return meshes
 
 
 def _check_no_remat(options: PlanOptions, kept: Plan) -> None:
@@ -163,155 +163,36 @@ def _check_no_remat(options: PlanOptions, kept: Plan) -> None:
         )
 
 
-def _in_stages(
-    analysis: Analysis, cluster: Cluster, options: PlanOptions, codecs: CodecRequest
-) -> Plan:
-    """A pipeline, or where that is as fast, a plan without stages.
+def _check_program(analysis: Analysis, kept: Plan, options: PlanOptions) -> None:
+    """Checks that options say what the plan given as layouts does.
 
     Raises:
-      InfeasibleError: neither fits.
-      PlanError: the step cannot be cut or split as is asked for.
+      PlanError: they are for another program, or for several stages or replicas.
     """
-    if isinstance(options.stages, int):
-        found = plan_with_stages(analysis, cluster, options, None, codecs)
-        assert found is not None
-        return found
-    other, failed = _beside_stages(analysis, cluster, options, codecs)
-    begin = time.thread_time()
-    try:
-        staged = plan_with_stages(analysis, cluster, options, other, codecs)
-        _record_stages(staged, time.thread_time() - begin)
-        found = staged or other
-    except PlanError as error:
-        if other is not None:
-            say(f"planning without stages only: {error}")
-            return other
-        if isinstance(error, InfeasibleError) and isinstance(failed, InfeasibleError):
-            raise failed from error
-        raise
-    if found is not None:
-        return found
-    assert failed is not None
-    if not cluster.groups:
-        raise failed
-    raise PlanError(
-        f"one kind of devices alone trains fastest on {cluster}: plan for a part of "
-        "it, cluster.groups[0] and so on."
-    ) from failed
-
-
-def _record_stages(found: Plan | None, cpu_s: float) -> None:
-    """Says what stages come to, where proposals are recorded."""
-    if found is None:
-        record(Proposal("stages", "", note="one stage is as fast", cpu_s=cpu_s))
-        return
-    expected = found.predicted
-    name = f"{len(found.stages)} stages, {found.microbatches} microbatches"
-    made = expected.step_s, expected.peak_memory_bytes
-    record(Proposal(name, "", *made, cpu_s=cpu_s))
-
-
-def _beside_stages(
-    analysis: Analysis, cluster: Cluster, options: PlanOptions, codecs: CodecRequest
-) -> tuple[Plan | None, PlanError | None]:
-    """The plan that pipelines are compared with, or why there is none.
-
-    It has one stage; on groups of unequal devices it has replicas.
-
-    Raises:
-      PlanError: the step cannot be planned, with equal devices.
-    """
-    if not cluster.groups:
-        alone = without_stages(options)
-        sent, errors = codecs.sent, codecs.errors
-        try:
-            return plan_analysis(analysis, cluster, alone, sent, errors), None
-        except InfeasibleError as error:
-            return None, error
-    alone = dataclasses.replace(options, stages=None, schedule=None, remat=None)
-    try:
-        return plan_replicas(analysis, cluster, alone), None
-    except PlanError as error:
-        say(f"planning stages only: {error}")
-        return None, error
-
-
-def _split(analysis: Analysis, options: PlanOptions) -> Analysis:
-    """The step, split into microbatches and computing again as is asked for.
-
-    Raises:
-      PlanError: it cannot be rewritten so, or the layouts are for another program.
-    """
-    kept, asked = options.layouts, options.microbatches
-    if kept is None:
-        return as_asked(analysis, options)
-    if asked not in (None, kept.microbatches):
+    asked = options.microbatches
+    if options.stages not in (None, 1, "auto"):
+        raise PlanError(
+            f"stages={options.stages}: the plan given as layouts= has one stage, whose "
+            "layouts are no stage's. Leave layouts= out, or plan with stages=1."
+        )
+    if asked not in (None, "auto", kept.microbatches):
         raise PlanError(
             f"microbatches={asked}: the plan given as layouts= has "
             f"{kept.microbatches}; leave microbatches out."
         )
-    if options.remat not in (None, "auto"):
-        whole = dataclasses.replace(options, microbatches=kept.microbatches)
-        said, has = wanted(analysis, whole), kept.remat
-        if (said.layers, said.level, said.checkpoints) != (
-            has.layers,
-            has.level,
-            has.checkpoints,
-        ):
-            raise PlanError(
-                f"remat={options.remat!r}: the plan given as layouts= computes other "
-                "layers again; leave remat out."
-            )
-    return split_as(analysis, kept)
-
-
-def _fastest_split(
-    analysis: Analysis,
-    cluster: Cluster,
-    options: PlanOptions,
-    sent: Plan | None,
-    errors: Errors | None,
-    *,
-    advise: bool,
-) -> Plan:
-    """The plan with the number of microbatches that is fastest of what fits.
-
-    It tries 1, 2, 4 ... until more of them are slower.
-
-    Raises:
-      InfeasibleError: none fits; that of the most microbatches.
-      PlanError: the batch cannot be split, and does not fit as a whole.
-    """
-    if options.layouts is not None:
-        return plan_analysis(
-            analysis, cluster, dataclasses.replace(options, microbatches=None), sent
+    if options.remat in (None, "auto"):
+        return
+    whole = dataclasses.replace(options, microbatches=kept.microbatches)
+    said, has = wanted(analysis, whole), kept.remat
+    if (said.layers, said.level, said.checkpoints) != (
+        has.layers,
+        has.level,
+        has.checkpoints,
+    ):
+        raise PlanError(
+            f"remat={options.remat!r}: the plan given as layouts= computes other "
+            "layers again; leave remat out."
         )
-    best: Plan | None = None
-    failed: PlanOptions | None = None
-    for count in numbers_of_microbatches(analysis):
-        if best is not None and not may_gain(analysis, cluster, options, best, count):
-            break
-        asked = dataclasses.replace(options, microbatches=count)
-        try:
-            found = plan_analysis(analysis, cluster, asked, sent, errors, advise=False)
-        except InfeasibleError:
-            failed = asked
-            continue
-        except PlanError as error:
-            # More microbatches do not divide the rows either, nor keep the meaning.
-            if best is not None:
-                break
-            if failed is None:
-                raise
-            say(f"the batch is split no further: {error}")
-            break
-        if best is not None and found.predicted.step_s >= best.predicted.step_s:
-            break
-        best = found
-    if best is not None:
-        return best
-    assert failed is not None
-    return plan_analysis(analysis, cluster, failed, sent, errors, advise=advise)
 
 
 def plan_beside(
@@ -414,7 +295,8 @@ def _searched(
     codecs: CodecRequest,
     seconds: float | None,
     *,
-    advise: bool = True,
+    untried: Sequence[str] | None = (),
+    weights: Sequence[Weights] | None = None,
 ) -> Plan:
     """The fastest layouts, with codecs where they are asked for."""
 
@@ -428,8 +310,9 @@ def _searched(
         meshes=meshes,
         seconds=seconds,
         restriction=restrict if pins else None,
-        advise=advise,
         codecs=asked,
+        untried=untried,
+        weights=weights,
     )
     check_pinned(pins, analysis, result.best.assignment, result.best.pricer.mesh)
     return make_plan(analysis, result, asked)
@@ -439,11 +322,19 @@ def _with_layouts(
     analysis: Analysis,
     cluster: Cluster,
     layouts: Plan,
-    pins: Pins,
+    options: PlanOptions,
     codecs: CodecRequest,
-    seconds: float | None,
 ) -> Plan:
     """The layouts of a plan, of another batch perhaps, and codecs chosen for them."""
+    if cluster.groups:
+        raise PlanError(
+            "layouts=: replicas of unequal devices are planned anew. Leave layouts "
+            "out, or run the plan as it is with plan=."
+        )
+    _check_program(analysis, layouts, options)
+    _check_axes_of(layouts, options)
+    analysis = split_as(analysis, layouts)
+    pins, seconds = options.pins or {}, options.seconds
     started = time.perf_counter()
     kept = carried_out(analysis, rebatched(analysis, layouts), cluster, seconds=seconds)
     result = given(analysis, cluster, restore(analysis, kept), kept.axis_names)

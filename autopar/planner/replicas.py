@@ -296,11 +296,6 @@ def _check_options(options: PlanOptions) -> None:
             "layouts=: replicas of unequal devices are planned anew. Leave layouts "
             "out, or run the plan as it is with plan=."
         )
-    if options.remat == "auto":
-        raise PlanError(
-            "remat='auto': for replicas of unequal devices say how many layers "
-            "compute again, such as remat='all', or leave remat out."
-        )
 
 
 def _numbers(whole: Analysis, options: PlanOptions, least: int) -> Iterator[int]:

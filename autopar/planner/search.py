@@ -22,6 +22,7 @@ from autopar.planner.codecs.choose import CodecRequest
 from autopar.planner.infeasible import advised
 from autopar.planner.problem import Restriction, formulate
 from autopar.planner.solving import TimeOutError, has_plan, solve_mesh
+from autopar.planner.weights import Weights
 from autopar.plans.optimality import optimality_text
 from autopar.progress import say
 from autopar.steps.analysis import Analysis
@@ -97,8 +98,9 @@ def search(
     restriction: Callable[[Pricer], Restriction] | None = None,
     starts: Sequence[Candidate] = (),
     experts: bool = True,
-    advise: bool = True,
     codecs: CodecRequest | None = None,
+    untried: Sequence[str] | None = (),
+    weights: Sequence[Weights] | None = None,
 ) -> SearchResult:
     """Finds the best plan of a step on a cluster.
 
@@ -112,8 +114,10 @@ def search(
         that fit.
       experts: whether plans that people write start the search of a mesh whose plan
         is not proved at once.
-      advise: whether the error says a size of memory that is enough, which takes
-        about as long as the search.
+      untried: options with which less memory is needed, for the error. It also says a
+        size of memory that is enough, which takes about as long as the search; None:
+        it says neither.
+      weights: as for `autopar.planner.solving.solve_mesh`.
       codecs: what was said about codecs; None: gradients are sent as they are.
 
     Raises:
@@ -135,6 +139,7 @@ def search(
                 limit,
                 seconds,
                 known,
+                weights=weights,
                 most_s=_least_s(tried),
                 experts=experts,
                 codecs=codecs,
@@ -145,7 +150,7 @@ def search(
             failures.append((pricer, error))
     solved = [c for _, c in tried if c is not None]
     if not solved:
-        raise _no_mesh(analysis, failures, seconds, restriction, advise=advise)
+        raise _no_mesh(analysis, failures, seconds, restriction, untried)
     best = min(solved, key=lambda c: c.step_s)
     late = any(isinstance(error, TimeOutError) for _, error in failures)
     # The bounds are those of plans without codecs.
@@ -180,18 +185,18 @@ def _no_mesh(
     failures: Sequence[tuple[Pricer, PlanError]],
     seconds: float | None,
     restriction: Callable[[Pricer], Restriction] | None,
-    *,
-    advise: bool,
+    untried: Sequence[str] | None,
 ) -> PlanError:
     """The error where no mesh has a plan: that of the mesh that needs least memory.
 
-    With ``advise`` it says a size of memory for which a plan was found on that mesh.
+    Unless ``untried`` is None it says a size of memory for which a plan was found on
+    that mesh.
     """
     unfit = [(p, e) for p, e in failures if isinstance(e, InfeasibleError)]
     if len(unfit) < len(failures):
         return next(e for _, e in failures if not isinstance(e, InfeasibleError))
     pricer, failure = min(unfit, key=lambda pair: pair[1].least_bytes)
-    if not advise:
+    if untried is None:
         return failure
     limit = min(seconds or _CHECK_S, _CHECK_S)
 
@@ -202,7 +207,7 @@ def _no_mesh(
         allowed = restriction(roomy) if restriction is not None else None
         return has_plan(analysis, roomy, allowed, limit)
 
-    return advised(analysis, pricer, failure, failure.least_bytes, plans)
+    return advised(analysis, pricer, failure, failure.least_bytes, plans, untried)
 
 
 def plan_mesh(

@@ -20,17 +20,14 @@ from autopar.planner.candidate import Candidate, SearchResult
 from autopar.planner.codecs.choose import CodecRequest, Errors, requested
 from autopar.planner.hints import (
     check_pinned,
-    fitting_meshes,
     pin_restriction,
     pinned_layouts,
 )
-from autopar.planner.manual import meshes_for_manual
 from autopar.planner.options import PlanOptions
-from autopar.planner.plan import check_batch, plan_analysis
+from autopar.planner.plan import meshes_of, plan_analysis
 from autopar.planner.problem import FEW_NODES, Restriction, Within
 from autopar.planner.record import assignment_of, make_plan, split_as
 from autopar.planner.remat import as_asked
-from autopar.planner.search import candidate_meshes
 from autopar.planner.solving import HIDDEN, solve_mesh
 from autopar.plans import Plan
 from autopar.steps.analysis import Analysis
@@ -77,7 +74,7 @@ def warm_plan(
       PlanError: a pin does not fit, or the batch cannot be split.
     """
     split = _split(analysis, options, running)
-    meshes = _ordered(_meshes(split, cluster, options), running)
+    meshes = _ordered(meshes_of(split, cluster, options), running)
     asked = requested(options, sent, errors)
     codecs = None if asked.mode == "none" else asked
     result = _searched(split, cluster, meshes, options, running, codecs)
@@ -97,19 +94,6 @@ def _split(analysis: Analysis, options: PlanOptions, running: Plan) -> Analysis:
     if remat == "auto" and count == running.microbatches:
         return split_as(analysis, running)
     return as_asked(analysis, dataclasses.replace(options, microbatches=count))
-
-
-def _meshes(
-    analysis: Analysis, cluster: Cluster, options: PlanOptions
-) -> list[MeshShape]:
-    """The meshes that a search would try."""
-    meshes = candidate_meshes(cluster, options.max_axes, options.axis_names)
-    meshes = meshes_for_manual(analysis, cluster, meshes)
-    if options.pins:
-        meshes = fitting_meshes(analysis, options.pins, meshes)
-    if options.split_batch:
-        check_batch(analysis, cluster, meshes)
-    return list(meshes)
 
 
 def _ordered(meshes: Sequence[MeshShape], running: Plan) -> list[MeshShape]:

@@ -17,7 +17,7 @@ import msgspec
 ABOUT = frozenset(
     {
         "schema", "version", "seconds", "solver", "target", "options", "checks",
-        "stages", "worth", "compiled_memory_bytes",
+        "stages", "worth", "compiled_memory_bytes", "decided",
     }
 )  # fmt: skip
 _DIGITS = 16

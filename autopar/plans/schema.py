@@ -164,6 +164,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
       schedule: the order in which stages run microbatches, one of `SCHEDULES`.
       pipeline: how the step is cut into the stages; None for one stage.
       remat: what a plan of one stage computes again; `pipeline` has that of several.
+      decided: what was decided beside layouts, and what that gains, for people.
       shapes: pytree path of each input -> its shape.
       target: what the command line made the plan for, such as
         ``file.py:function``; '' for a plan made in a program.
@@ -197,6 +198,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     schedule: str = NO_SCHEDULE
     pipeline: PipelineData | None = None
     remat: Rematerialisation = AS_WRITTEN
+    decided: tuple[str, ...] = ()
     shapes: dict[str, tuple[int, ...]] = {}
     target: str = ""
     options: dict[str, str] = {}
@@ -383,6 +385,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
             solver=msgspec.structs.replace(self.solver, seconds=0.0),
             seconds=Seconds(trace=0.0, graph=0.0, solve=0.0, total=0.0),
             checks={},
+            decided=(),
             worth=None,
             compiled_memory_bytes=0.0,
         )

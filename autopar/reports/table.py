@@ -64,6 +64,7 @@ def summary_lines(plan: Plan) -> list[str]:
         f"sends    {bytes_text(expected.communication_bytes)} from each device",
         f"memory   {bytes_text(expected.peak_memory_bytes)} on each device at the peak"
         f"{compiled_text(plan)}",
+        *(f"decided  {text}" for text in plan.decided),
         *_remat_lines(plan),
         *_bubble_lines(plan),
         *_replica_lines(plan),

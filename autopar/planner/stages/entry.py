@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from collections import defaultdict
 from collections.abc import Sequence
 
@@ -12,7 +13,7 @@ import numpy as np
 
 from autopar.cluster import Cluster
 from autopar.cluster.slices import shapes
-from autopar.errors import InfeasibleError, PlanError
+from autopar.errors import PlanError
 from autopar.planner.codecs.choose import CodecRequest, requested
 from autopar.planner.options import PlanOptions
 from autopar.planner.record import another_step
@@ -32,6 +33,7 @@ from autopar.planner.stages.staged import (
     staged_plan,
 )
 from autopar.plans import Plan
+from autopar.progress import say
 from autopar.steps.analysis import Analysis
 from autopar.steps.microbatches import one_microbatch, over_microbatches
 from autopar.steps.pieces import even_pieces, sizes_from_paths, with_pieces
@@ -112,6 +114,9 @@ _MOST_PIECES = 16
 # Microbatches for each stage where nobody says how many: the bubble of 1F1B is then
 # less than a fifth of a step.
 _PER_STAGE = 4
+# Seconds in which a task is issued: the call of a compiled function with its arrays
+# (docs/record/stages.md, `python benchmarks/pipeline_dispatch.py`).
+_ISSUE_S = 110e-6
 
 
 def plan_pipeline(
@@ -134,7 +139,6 @@ def plan_pipeline(
       InfeasibleError: a stage does not fit the memory of its devices.
       PlanError: the step cannot be cut or split so.
     """
-    _check_options(options)
     whole, wanted, count = even_pipeline(analysis, cluster, options, stages)
     return planned(whole, cluster, options, wanted, count, codecs)
 
@@ -184,65 +188,96 @@ def best_pipeline(
     cluster: Cluster,
     options: PlanOptions,
     codecs: CodecRequest | None = None,
+    *,
+    most_s: float = math.inf,
 ) -> Plan | None:
     """Finds the best pipeline of a step; None: one stage is better, or needed.
+
+    Microbatches that nobody asked for must be exact; where they are not, there is one.
 
     Args:
       analysis: the step on the whole batch.
       cluster: what to plan for.
       options: hints and limits; what they say of microbatches and schedule holds.
       codecs: what was said about codecs; None: what the options say.
+      most_s: seconds that a step may take, the issue of its tasks included.
 
     Raises:
       InfeasibleError: no pipeline fits, and no plan of one stage either.
       PlanError: the step cannot be cut into layers.
     """
     whole = analysis.whole or analysis
-    _check_options(options)
-    if whole.stacked and not cluster.groups:
-        return _best_of_loops(whole, cluster, options, codecs)
+    in_loops = bool(whole.stacked) and not cluster.groups
+    most = _most_pieces(whole, _MOST_PIECES) if in_loops else None
+    pieces = whole if most is None else with_pieces(whole, even_pieces(whole, most))
     asked = options.microbatches
-    counts = [asked] if isinstance(asked, int) else None
-    asked_for = options.schedule
-    choice = plan_stages(
-        whole,
-        cluster,
-        microbatches=counts,
-        schedules=SCHEDULES if asked_for is None else (_schedule(asked_for),),
-        seconds=options.seconds,
-        alone_again=False,
-    )
-    if len(choice.stages) == 1:
+
+    def chosen(counts: list[int] | None) -> PipelineChoice:
+        return plan_stages(
+            pieces,
+            cluster,
+            microbatches=counts,
+            schedules=_schedules(options, in_loops=in_loops),
+            stages=most,
+            seconds=options.seconds,
+            alone_again=False,
+        )
+
+    def is_slow(stages: int, count: int, step_s: float) -> bool:
+        return step_s + issue_s(stages, count) >= most_s
+
+    choice = chosen([asked] if isinstance(asked, int) else None)
+    if not isinstance(asked, int) and not _is_exact(whole, options, choice):
+        choice = chosen([1])
+    stages = len(choice.stages)
+    if stages == 1 or is_slow(stages, choice.microbatches, choice.step_s):
         return None
-    made = planned(
-        whole, cluster, options, wanted_of(choice), choice.microbatches, codecs
-    )
-    return _reported(made, choice)
+    if in_loops:
+        made = _of_loops(whole, cluster, options, choice, codecs)
+    else:
+        wanted, count = wanted_of(choice), choice.microbatches
+        made = planned(whole, cluster, options, wanted, count, codecs)
+        made = _reported(made, choice)
+    if made is None:
+        return None
+    slow = is_slow(len(made.stages), made.microbatches, made.predicted.step_s)
+    return None if slow else made
 
 
-def _best_of_loops(
+def issue_s(stages: int, microbatches: int) -> float:
+    """Seconds in which the tasks of a pipeline are issued that wait for each other.
+
+    Args:
+      stages: how many there are.
+      microbatches: likewise.
+    """
+    return _ISSUE_S * (2 * (stages - 1) + 2 * microbatches + 1)
+
+
+def _is_exact(whole: Analysis, options: PlanOptions, choice: PipelineChoice) -> bool:
+    """Whether microbatches keep the meaning of a step, or other ones are asked for."""
+    if choice.microbatches == 1 or options.coupled == "microbatch":
+        return True
+    try:
+        split = one_microbatch(whole, choice.microbatches).split
+    except PlanError as error:
+        say(f"the batch is not split: {error}")
+        return False
+    return split is None or not split.local
+
+
+def _of_loops(
     whole: Analysis,
     cluster: Cluster,
     options: PlanOptions,
+    choice: PipelineChoice,
     codecs: CodecRequest | None,
 ) -> Plan | None:
-    """`best_pipeline` of a step with loops over layers.
+    """The pipeline of a step with loops over layers, as it was chosen for its pieces.
 
     Stages have as many layers of each loop, as arrays of stacked layers are split
-    evenly over devices. The search sees the loops in many pieces, and says how many
-    stages, microbatches and what schedule.
+    evenly over devices.
     """
-    most = _most_pieces(whole, _MOST_PIECES)
-    asked = options.microbatches
-    choice = plan_stages(
-        with_pieces(whole, even_pieces(whole, most)),
-        cluster,
-        microbatches=[asked] if isinstance(asked, int) else None,
-        schedules=_schedules_of_loops(options),
-        stages=most,
-        seconds=options.seconds,
-        alone_again=False,
-    )
     stages = _most_pieces(whole, len(choice.stages))
     while stages > 1 and cluster.num_devices % stages:
         stages = _most_pieces(whole, stages - 1)
@@ -268,12 +303,14 @@ def _most_pieces(whole: Analysis, most: int) -> int:
     )
 
 
-def _schedules_of_loops(options: PlanOptions) -> tuple[Schedule, ...]:
+def _schedules(options: PlanOptions, *, in_loops: bool) -> tuple[Schedule, ...]:
+    """The schedules to try."""
     if options.schedule is not None:
         schedule = _schedule(options.schedule)
-        _check_stacked(schedule, options.stages)
+        if in_loops:
+            _check_stacked(schedule, options.stages)
         return (schedule,)
-    return tuple(s for s in SCHEDULES if s.chunks == 1)
+    return tuple(s for s in SCHEDULES if s.chunks == 1 or not in_loops)
 
 
 def _check_stacked(schedule: Schedule, stages: object) -> None:
@@ -411,15 +448,6 @@ def cut_as(analysis: Analysis, plan: Plan) -> CutStep:
         raise PlanError(f"the plan does not fit the step: {error}") from error
 
 
-def _check_options(options: PlanOptions) -> None:
-    """Raises `PlanError` for layouts of one stage that several should keep."""
-    if options.layouts is not None:
-        raise PlanError(
-            f"stages={options.stages}: the plan given as layouts= has one stage, whose "
-            "layouts are no stage's. Leave layouts= out, or plan with stages=1."
-        )
-
-
 def _schedule(name: str) -> Schedule:
     kind = ScheduleKind(name)
     return Schedule(kind, _CHUNKS if kind is ScheduleKind.INTERLEAVED else 1)
@@ -510,43 +538,3 @@ def _balanced(weights: Sequence[float], parts: int) -> tuple[int, ...]:
         end = cut[k][end]
         out.append(end)
     return tuple(reversed(out))
-
-
-def plan_with_stages(
-    analysis: Analysis,
-    cluster: Cluster,
-    options: PlanOptions,
-    one_stage: Plan | None,
-    codecs: CodecRequest | None = None,
-) -> Plan | None:
-    """The pipeline that the options ask for; None: one stage is as good.
-
-    Args:
-      analysis: the step on the whole batch.
-      cluster: what to plan for.
-      options: of which ``stages`` is a number above 1, or ``auto``.
-      one_stage: the best plan of one stage; None: none fits.
-      codecs: what was said about codecs; None: what the options say.
-
-    Raises:
-      InfeasibleError: neither fits.
-      PlanError: the step cannot be cut or split so.
-    """
-    if isinstance(options.stages, int):
-        return plan_pipeline(analysis, cluster, options, options.stages, codecs)
-    try:
-        found = best_pipeline(analysis, cluster, options, codecs)
-    except InfeasibleError:
-        if one_stage is None:
-            raise
-        return None
-    if found is None or one_stage is None:
-        return found
-    better = found.predicted.step_s < one_stage.predicted.step_s
-    return found if better else None
-
-
-def without_stages(options: PlanOptions) -> PlanOptions:
-    """The options of a plan of one stage, with as many microbatches as are best."""
-    count = options.microbatches or "auto"
-    return dataclasses.replace(options, stages=None, schedule=None, microbatches=count)

@@ -23,9 +23,11 @@ from remat_cases import (
 import autopar
 from autopar.cluster import Cluster
 from autopar.errors import InfeasibleError
-from autopar.planner import remat as choice
+from autopar.planner.deciding import first_that
 from autopar.planner.kept_layouts import priced
-from autopar.planner.remat import first_that
+from autopar.planner.options import PlanOptions
+from autopar.planner.plan import plan_analysis
+from autopar.planner.proposals import recorded
 from autopar.plans import AS_WRITTEN
 from autopar.steps.analysis import analyse
 
@@ -121,28 +123,30 @@ def test_the_first_number_is_found_by_few_questions() -> None:
         assert len(asked) <= 2 + 2 * high.bit_length()
 
 
-def test_layers_that_cannot_be_enough_are_not_planned(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_layers_that_cannot_be_enough_are_not_planned() -> None:
     """A plan that does not fit says what every plan needs."""
-    asked: list[str] = []
-    before = choice._Search.fits
-
-    def fits(self: Any, wanted: str) -> bool:
-        asked.append(wanted)
-        return before(self, wanted)
-
-    monkeypatch.setattr(choice._Search, "fits", fits)
-    step = descent(mlp), (blocks(8), X)
-    needed = autopar.plan(*step[:1], *step[1], cluster=cluster(), axis_names=("data",))
+    step = descent(mlp), blocks(8), X
+    needed = autopar.plan(*step, cluster=cluster(), axis_names=("data",))
     limit = 0.5 * needed.predicted.peak_memory_bytes
-    found = autopar.plan(
-        *step[:1], *step[1], cluster=cluster(limit), axis_names=("data",), remat="auto"
-    )
-    numbers = [int(w.partition(":")[0]) for w in asked if w.endswith(":full")]
+    options = PlanOptions(axis_names=("data",), remat="auto", microbatches=1, stages=1)
+    with recorded() as proposals:
+        found = plan_analysis(analyse(step[0], step[1:]), cluster(limit), options)
+    again = {p.program for p in proposals if p.program.startswith("remat ")}
+    numbers = [int(p[6:].partition(":")[0]) for p in again if p.endswith(":full")]
     assert found.remat.layers
     assert min(numbers) >= 3
-    assert len(asked) <= 8
+    assert len(again) <= 8
+
+
+def test_what_saves_memory_is_not_tried_where_memory_is_enough() -> None:
+    options = PlanOptions(remat="auto", microbatches="auto", stages="auto")
+    with recorded() as proposals:
+        found = plan_analysis(analyse(descent(mlp), (blocks(4), X)), cluster(), options)
+    notes = {p.proposer: p.note for p in proposals if p.note.startswith("not tried: ")}
+    assert notes.keys() == {"layers again", "more microbatches", "stages"}
+    assert {p.program for p in proposals} <= {"", "as written"}
+    assert (len(found.stages), found.microbatches, found.remat) == (1, 1, AS_WRITTEN)
+    assert not found.decided
 
 
 def test_microbatches_are_chosen_where_checkpoints_are_left_out() -> None:

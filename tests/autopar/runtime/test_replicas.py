@@ -256,7 +256,6 @@ def test_layers_may_be_computed_again() -> None:
         ({"microbatches": 1}, "runs one or more"),
         ({"microbatches": [1, 2, 3]}, "has 2 replicas, and 3 are given"),
         ({"microbatches": [8, 3]}, "11 does not divide"),
-        ({"remat": "auto"}, "say how many layers"),
         ({"stages": "auto"}, "are those of replicas"),
         ({"cluster": "8:cpu"}, "has equal ones"),
         ({"cluster": "2x2:cpu+1x4:cpu"}, "groups of equal hosts"),

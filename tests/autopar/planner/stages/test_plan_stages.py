@@ -15,12 +15,10 @@ from layer_cases import ROWS, analysed, blocks, mlp, residual, struct, tied
 from autopar.cluster import Cluster
 from autopar.errors import InfeasibleError, PlanError
 from autopar.planner.options import PlanOptions
-from autopar.planner.record import make_plan
-from autopar.planner.search import search
+from autopar.planner.plan import plan_analysis
 from autopar.planner.stages.entry import (
     best_pipeline,
     plan_pipeline,
-    plan_with_stages,
     planned,
     wanted_of,
 )
@@ -235,12 +233,14 @@ def test_stages_are_found_where_one_stage_fits_only_by_computing_again() -> None
 def test_no_pipeline_is_no_error_where_a_plan_of_one_stage_is_known() -> None:
     """Every pipeline needs more; the plan of one stage is kept."""
     tall = analysed(residual, blocks(6, 64), struct(4096, 64))
-    tight = Cluster.parse("1x2:cpu,memory=20MB")
-    options = PlanOptions(stages="auto", microbatches=1)
-    with pytest.raises(InfeasibleError, match="no pipeline fits"):
-        best_pipeline(tall, tight, options)
-    known = make_plan(tall, search(tall, Cluster.parse("1x2:cpu")))
-    assert plan_with_stages(tall, tight, options, known) is None
+    alone = PlanOptions(stages=1, microbatches=1, remat=None)
+    roomy = plan_analysis(tall, Cluster.parse("1x2:cpu"), alone)
+    limit = round(1.05 * roomy.predicted.peak_memory_bytes)
+    tight = Cluster.parse(f"1x2:cpu,memory={limit}B")
+    options = PlanOptions(stages="auto", microbatches=1, remat=None)
+    found = plan_analysis(tall, tight, options)
+    assert len(found.stages) == 1
+    assert best_pipeline(tall, tight, options, most_s=found.predicted.step_s) is None
 
 
 def test_a_random_key_is_no_part_of_the_batch() -> None:
