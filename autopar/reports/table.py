@@ -77,6 +77,8 @@ def compiled_text(plan: Plan) -> str:
     if plan.compiled_memory_bytes:
         return f" (compiled: {bytes_text(plan.compiled_memory_bytes)})"
     cluster = plan.cluster.read()
+    if cluster.groups:  # each has a limit of its own
+        return ""
     if plan.predicted.peak_memory_bytes <= NEAR_LIMIT * cluster.memory_bytes:
         return ""
     more = round(100 * MEMORY_MORE[cluster.device.kind])

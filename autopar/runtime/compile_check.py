@@ -55,7 +55,9 @@ def plan_that_fits(
     """
     first = found = find(cluster)
     target = _target(cluster) if options.compile_check else None
-    memory, compile_s = cluster.memory_bytes, 0.0
+    # Groups of unequal devices have no target, and no one size of memory.
+    memory = 0 if target is None else cluster.memory_bytes
+    compile_s = 0.0
     allowed = float(memory)
     tried = 0
     while target is not None and _is_near(found, memory):
