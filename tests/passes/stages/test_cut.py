@@ -62,7 +62,7 @@ def test_neither_weights_nor_their_casts_are_sent(traced):
 
 def test_state_lives_where_its_layer_runs(traced):
     found = traced("chain").cut(4, 4)
-    for value, next_one in found.parts.flow.carried.items():
+    for value, next_one in found.parts.flow.carried_values.items():
         maker = found.parts.flow.maker[next_one]
         if value in found.parts.flow.state:
             assert found.stage_of[found.parts.part[maker]] == found.owners[value]
@@ -103,7 +103,7 @@ def test_a_stage_program_reads_and_makes_what_its_tasks_do(traced):
     found = traced("skip connections").cut(4, 2)
     programs = [stage_program(found, s) for s in range(2)]
     carried = sum(len(p.carried) for p in programs)
-    assert carried == len(found.parts.flow.carried)
+    assert carried == len(found.parts.flow.carried_values)
     for own in programs:
         body = own.program.body
         known = set(body.inputs)
