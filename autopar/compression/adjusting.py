@@ -3,7 +3,7 @@
 XLA programs have fixed shapes, so such a codec works with a *limit*: itself with the
 parameter that decides how much is sent rounded up to a power of two. Of its message
 only the part that counts travels. Messages of one bucket share their room
-(`autopar.compression.packing`), so what one gradient saves another can use, and only
+(`autopar.compression.exchange`), so what one gradient saves another can use, and only
 their sum has a size that is fixed: a *room* of ``2 ** (-k / 2)`` of all the limits.
 
 With n changes of parameters that grow F-fold in all there are at most log2 F limits and

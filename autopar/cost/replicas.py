@@ -1,8 +1,8 @@
 """The sums over the replicas of a step, which are taken once, behind its microbatches.
 
-They are those of `autopar_passes.replay.replicas.Replicas.left`: an all-reduce over the
-axis of the replicas of what a device holds of each result of the loop. Nothing of the
-step runs beside them, as the update waits for them and the loop is over.
+They are those of `autopar_passes.replay.replicas.Replicas.add_up`: an all-reduce over
+the axis of the replicas of what a device holds of each result of the loop. Nothing of
+the step runs beside them, as the update waits for them and the loop is over.
 """
 
 from __future__ import annotations
