@@ -69,7 +69,7 @@ def join(plain: Any, arrays: Mapping[str, Any]) -> Any:
         if kind == "numpy":
             dtype, shape, text = held
             if len(dtype) > _MOST_LETTERS:  # NumPy reads text as Python code
-                raise ValueError(f"a name of {len(dtype)} letters is no dtype")
+                raise CheckpointError(f"a name of {len(dtype)} letters is no dtype.")
             data = np.frombuffer(bytes.fromhex(text), np.dtype(dtype))
             return data.reshape(shape).copy()
         if kind == "value":
