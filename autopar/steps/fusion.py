@@ -29,7 +29,9 @@ _COSTLY = frozenset(
 )  # fmt: skip
 # Those of them that take over 150 clock cycles an element on an H100
 # (openxla/xla, ``xla/service/gpu/model/hlo_op_profiles_data.h``).
-_DEAR = _COSTLY - {"div", "exp", "exp2", "logistic", "rem", "rsqrt", "sqrt"}
+_DEAR = _COSTLY - {"div", "exp", "exp2", "logistic", "rem", "rsqrt", "sqrt", "tanh"}
+# Of float32 it is made again: GPTs and an MLP mixer keep what GELU takes it of.
+_KEPT = {("tanh", "bfloat16"), ("tanh", "float16")}
 # Readers into which nothing is fused, `is_product` beside them.
 _OPAQUE = frozenset(
     {
@@ -298,8 +300,12 @@ class _Again:
         if value in self.outputs or not self.scattered.isdisjoint(op.inputs):
             # What is added to a scatter into zeros is what it scatters into.
             return True
-        again = _streamed if self.into_products else _again
-        if not again(op, users) or len(sources) > _MOST_SOURCES:
+        dtype = str(self.graph.values[value].dtype)
+        if self.into_products:
+            again = _streamed(op, users)
+        else:
+            again = _again(op, users) and (op.kind, dtype) not in _KEPT
+        if not again or len(sources) > _MOST_SOURCES:
             return _needs_buffer(op, slot, users)
         return _saves(self.graph, value, sources, len({r.index for r in users}))
 

@@ -225,12 +225,20 @@ def tanh_loss(params: Any, batch: Any) -> jax.Array:
 
 
 @pytest.mark.parametrize(
-    ("loss", "kind", "again"), [(softmax_loss, "exp", True), (tanh_loss, "tanh", False)]
+    ("loss", "dtype", "kind", "again"),
+    [
+        (softmax_loss, "float32", "exp", True),
+        (tanh_loss, "float32", "tanh", True),
+        (tanh_loss, "bfloat16", "tanh", False),
+    ],
 )
-def test_gpus_make_cheap_results_again(loss: Any, kind: str, again: bool) -> None:
+def test_gpus_make_cheap_results_again(
+    loss: Any, dtype: str, kind: str, again: bool
+) -> None:
     """An exponential is taken again; what takes many cycles is kept."""
-    params = {"a": jnp.ones((64, 256)), "b": jnp.ones((256, 64))}
-    case = harness.prepare(*training(loss, params, mlp_batch(512, 64), optax.sgd(0.1)))
+    params = {"a": jnp.ones((64, 256), dtype), "b": jnp.ones((256, 64), dtype)}
+    batch = {k: x.astype(dtype) for k, x in mlp_batch(512, 64).items()}
+    case = harness.prepare(*training(loss, params, batch, optax.sgd(0.1)))
     (made,) = (op for op in case.graph.operators if op.kind == kind)
 
     plain = case.analysis.life(HABITS["cpu"]).written
