@@ -138,6 +138,16 @@ def test_layers_that_cannot_be_enough_are_not_planned() -> None:
     assert len(again) <= 8
 
 
+def test_a_plan_says_what_layers_again_gain() -> None:
+    found = planned("mlp", 0.7, remat="auto")
+
+    (line,) = found.decided
+    layers = f"{len(found.remat.layers)} of {len(found.remat.starts)} layers again"
+    assert line.startswith(f"{layers}: fits in ")
+    assert line.endswith(" without")
+    assert f"decided  {line}" in str(found)
+
+
 def test_what_saves_memory_is_not_tried_where_memory_is_enough() -> None:
     options = PlanOptions(remat="auto", microbatches="auto", stages="auto")
     with recorded() as proposals:
