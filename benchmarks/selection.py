@@ -20,10 +20,9 @@ import jax
 import jax.numpy as jnp
 import workloads
 
-from autopar.compression.codecs.codec import Codec, CodecContext
+from autopar.compression.codecs.codec import Codec, CodecContext, chunk_elements
 from autopar.compression.codecs.sparse import BlockTopK, TopK
 from autopar.compression.codecs.threshold import Threshold
-from autopar.compression.exchange import chunk_elements
 
 RATIO = 0.01
 EVERY = 1000

@@ -29,14 +29,10 @@ import optax
 import workloads
 from jax.flatten_util import ravel_pytree
 
-from autopar.compression.codecs.codec import Codec, CodecContext
+from autopar.compression.codecs.codec import Codec, CodecContext, chunk_elements
 from autopar.compression.codecs.predicted import Predicted
 from autopar.compression.codecs.sketch import Sketch
-from autopar.compression.exchange import (
-    MeshLinks,
-    chunk_elements,
-    exchange,
-)
+from autopar.compression.exchange import MeshLinks, exchange
 
 WORKERS = 4
 SEQUENCE = 64

@@ -213,7 +213,7 @@ class Rate:
     def _speed(self, nodes: int, devices: int) -> float:
         key = nodes, devices
         if key not in self._speeds:
-            point = self.table.on(self.kind).used(nodes, devices)
+            point = self.table.on(self.kind).point_of(nodes, devices)
             self._speeds[key] = 0.0 if point is None else point.goodput
         return self._speeds[key]
 
