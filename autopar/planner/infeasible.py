@@ -116,7 +116,8 @@ def _unchecked(
     factor = max(2, -(-int(need) // max(1, limit)))
     fixes = [f"{factor * cluster.num_devices} or more devices"]
     if need > 1.5 * inputs / cluster.num_devices:
-        fixes.append(" or ".join([*untried, "a smaller batch"]))
+        options = f"{', '.join(untried)} or " if untried else ""
+        fixes.append(f"{options}a smaller batch")
     if state / cluster.num_devices > limit / 2:
         fixes.append("an optimizer with less state, such as adafactor or lion")
     return fixes
