@@ -13,6 +13,7 @@ import numpy as np
 
 from autopar import progress
 from autopar.cluster import Cluster
+from autopar.garbage import collector_paused
 from autopar.planner.cache import PlanCache
 from autopar.planner.codecs.choose import Errors
 from autopar.planner.edited import carried_out
@@ -341,7 +342,8 @@ class Preparation:
             yield
             return
         stage = progress.stage(f"compiling {name}")
-        with progress.shown(), stage, self._store.compiling(planned):
+        told, timed = progress.shown(), self._store.compiling(planned)
+        with told, stage, timed, collector_paused():
             yield
         self._started.add(planned.function)
 

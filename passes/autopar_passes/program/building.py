@@ -75,6 +75,16 @@ class Builder:
         made = [self.values[a] for a in atoms]
         structs = [jax.ShapeDtypeStruct(v.shape, v.dtype) for v in made]
         inner = flatten(jax.make_jaxpr(function)(*structs))
+        return self.add(inner, atoms, stack, results)
+
+    def add(
+        self,
+        inner: Program,
+        atoms: Sequence[int],
+        stack: str = "",
+        results: Sequence[int] = (),
+    ) -> list[Any]:
+        """`calls`, for a function that is a flat program without constants."""
         assert not inner.constants
         numbers = dict(zip(inner.body.inputs, atoms, strict=True))
         named = dict(zip(inner.body.outputs, results, strict=False))

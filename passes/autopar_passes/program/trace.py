@@ -31,6 +31,7 @@ from autopar_passes.program.calls import (
     open_call,
 )
 from autopar_passes.program.carried import Carried, find_carried
+from autopar_passes.program.equal_leaves import stacked_leaves
 from autopar_passes.program.equations import Program
 from autopar_passes.program.flatten import flatten
 from autopar_passes.program.nnx_objects import updating
@@ -181,7 +182,9 @@ def trace_call(
             raise TraceError(f"{step_name(step)}: {problem}")
     return TracedStep(
         name=step_name(step),
-        program=flatten(found.jaxpr, found.replicas, checkpoints=checkpoints),
+        program=stacked_leaves(
+            flatten(found.jaxpr, found.replicas, checkpoints=checkpoints)
+        ),
         form=call.form,
         result=found.result,
         input_paths=paths,

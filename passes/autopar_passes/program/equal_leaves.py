@@ -1,0 +1,366 @@
+"""Runs what a step does alike with hundreds of small arrays on stacks of them.
+
+A compiler takes a time for each operation, and more than that for thousands of small
+ones: it has no word for "the same update of 5,000 arrays". This pass finds equations
+that are equal but for the arrays they work on and need none of each other's results. It
+replaces blocks of them by one equation with another leading dimension, as ``jax.vmap``
+would. Arguments are stacked before their first use, and what leaves the program is
+taken apart again. A sum of many terms adds up the blocks first.
+"""
+
+from __future__ import annotations
+
+import collections
+import functools
+import heapq
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from autopar_passes import jax_compat
+from autopar_passes.program.building import Builder, renumbered
+from autopar_passes.program.equal_equations import (
+    LEAST,
+    MOST_BYTES,
+    Group,
+    Groups,
+    Sum,
+)
+from autopar_passes.program.equations import (
+    Atom,
+    Equation,
+    Program,
+    Region,
+    Scalar,
+    Value,
+)
+from autopar_passes.program.flatten import flatten
+
+
+def stacked_leaves(program: Program) -> Program:
+    """The program with equal equations on many small arguments in blocks.
+
+    Args:
+      program: flat.
+
+    Returns:
+      The same program where fewer than `LEAST` small arguments are alike.
+    """
+    arguments = program.body.inputs[: program.num_arguments]
+    alike = collections.Counter(
+        (v.shape, v.dtype)
+        for v in map(program.values.__getitem__, arguments)
+        if v.nbytes <= MOST_BYTES and not jax_compat.is_extended(v.dtype)
+    )
+    if max(alike.values(), default=0) < LEAST:
+        return program
+    if any(eqn.source.effects for eqn in program.body.equations):
+        return program
+    found = Groups(program)
+    if not found.groups:
+        return program
+    return _Rewriter(program, found).program()
+
+
+class _Rewriter:
+    """Writes a program anew, with its groups in blocks."""
+
+    def __init__(self, program: Program, found: Groups) -> None:
+        self.old = program
+        self.found = found
+        self.builder = Builder(program.values, 0)
+        # Values of the old program -> those that hold them now.
+        self.held: dict[int, Atom] = {v: v for v in program.body.inputs}
+        # Group and block -> the stacked results.
+        self.stacks: dict[tuple[int, int], list[Atom]] = {}
+        self.stacked: dict[tuple[int, ...], int] = {}
+        self.templates: dict[Any, Program] = {}
+
+    def program(self) -> Program:
+        """The program in blocks, its values and equations numbered anew."""
+        for node in self._ordered():
+            node()
+        outputs = [self._now(a) for a in self.old.body.outputs]
+        body = Region(
+            self.old.body.inputs, tuple(self.builder.equations), tuple(outputs)
+        )
+        return _compact(Program(tuple(self.builder.values), body, self.old.constants))
+
+    def _ordered(self) -> list[Callable[[], None]]:
+        """What is written, in the order of the old program as far as there is one."""
+        nodes: list[tuple[int, Callable[[], None], Sequence[Any], Iterable[int]]] = []
+        equations, found = self.old.body.equations, self.found
+        grouped = {k for group in found.groups for k in group.members}
+        blocks = {
+            s.root: [
+                (group, b)
+                for group in {id(g): g for g in self._groups_of(s)}.values()
+                for b in range(len(group.blocks))
+            ]
+            for s in found.sums
+        }
+        rewritten = {s.root: s for s in found.sums if blocks[s.root]}
+        inside = {k for s in rewritten.values() for k in (*s.links, s.root)}
+        for k, eqn in enumerate(equations):
+            if k in grouped or k in found.repeated:
+                continue
+            if k in rewritten:
+                write = functools.partial(self._sum, rewritten[k])
+                nodes.append((k, write, rewritten[k].terms, eqn.outputs))
+            elif k not in inside:
+                reads = [*eqn.inputs, *_free(eqn.regions)]
+                write = functools.partial(self._alone, eqn)
+                nodes.append((k, write, reads, eqn.outputs))
+        for group in found.groups:
+            for number, rows in enumerate(group.blocks):
+                members = [group.members[i] for i in rows]
+                reads = [
+                    a
+                    for c in group.columns
+                    for a in (
+                        c[rows.start : rows.stop] if isinstance(c, tuple) else [c]
+                    )
+                ]
+                made = [v for k in members for v in equations[k].outputs]
+                write = functools.partial(self._block, group, number)
+                nodes.append((min(members), write, reads, made))
+        return _topological(nodes, found.same)
+
+    def _groups_of(self, found: Sum) -> list[Group]:
+        """The groups all of whose rows are terms of a sum, once each."""
+        counts = collections.Counter[int](a for a in found.terms if isinstance(a, int))
+        homes = [self.found.row_of[v] for v in counts if v in self.found.row_of]
+        rows = collections.Counter((id(group), number) for group, _, number in homes)
+        if any(n > 1 for n in counts.values()):
+            return []
+        return [
+            group
+            for group, _, number in homes
+            if rows[id(group), number] == len(group.members)
+        ]
+
+    def _now(self, atom: Atom) -> Atom:
+        """What holds an atom now; its block is taken apart if need be."""
+        if isinstance(atom, Scalar):
+            return atom
+        atom = self.found.same.get(atom, atom)
+        if atom not in self.held:
+            group, row, number = self.found.row_of[atom]
+            block = group.block(row)
+            self._take_apart(group, block, number)
+        return self.held[atom]
+
+    def _take_apart(self, group: Group, block: int, number: int) -> None:
+        rows = group.blocks[block]
+        stack = self.stacks[id(group), block][number]
+        members = [self.old.body.equations[group.members[i]] for i in rows]
+        assert isinstance(stack, int)
+        made = self._call(("apart",), _apart, [stack], members[0].name_stack)
+        for eqn, value in zip(members, made, strict=True):
+            self.held[eqn.outputs[number]] = value
+
+    def _stack(self, values: tuple[int, ...], name_stack: str) -> int:
+        """The stack of some values of the old program."""
+        found = self.found.row_of.get(values[0])
+        if found is not None:
+            group, row, number = found
+            block = group.block(row)
+            equations = self.old.body.equations
+            held = [
+                equations[group.members[i]].outputs[number] for i in group.blocks[block]
+            ]
+            if tuple(held) == values:
+                stack = self.stacks[id(group), block][number]
+                assert isinstance(stack, int)
+                return stack
+        if values not in self.stacked:
+            now = [self._now(v) for v in values]
+            arrays = [v for v in now if isinstance(v, int)]
+            assert len(arrays) == len(now)
+            made = self._call(("stack",), _together, arrays, name_stack)
+            self.stacked[values] = made[0]
+        return self.stacked[values]
+
+    def _block(self, group: Group, number: int) -> None:
+        """Writes the equations of a block as one."""
+        rows = group.blocks[number]
+        eqn = self.old.body.equations[group.members[rows.start]]
+        mapped: list[int | None] = []
+        atoms: list[int] = []
+        fixed: dict[int, Any] = {}
+        for slot, column in enumerate(group.columns):
+            if isinstance(column, tuple):
+                part = column[rows.start : rows.stop]
+                atoms.append(self._stack(part, eqn.name_stack))
+                mapped.append(0)
+                continue
+            now = self._now(column)
+            if isinstance(now, Scalar):
+                fixed[slot] = now.value
+            else:
+                atoms.append(now)
+                mapped.append(None)
+
+        def one(*arrays: Any) -> list[Any]:
+            given = iter(arrays)
+            slots = range(len(eqn.inputs))
+            operands = [fixed[k] if k in fixed else next(given) for k in slots]
+            return jax_compat.bind(eqn.source, *operands)
+
+        def run(*arrays: Any) -> list[Any]:
+            with jax_compat.source_of(eqn.source):
+                return jax.vmap(one, tuple(mapped))(*arrays)
+
+        key = ("block", id(group), tuple(mapped))
+        self.stacks[id(group), number] = self._call(key, run, atoms, eqn.name_stack)
+
+    def _sum(self, found: Sum) -> None:
+        """Writes a sum: blocks first, then all together."""
+        eqn = self.old.body.equations[found.root]
+        whole = {id(g): g for g in self._groups_of(found)}
+        total: Atom | None = None
+        done: set[tuple[int, int]] = set()
+        for term in reversed(found.terms):
+            home = self.found.row_of.get(term) if isinstance(term, int) else None
+            if home is None or id(home[0]) not in whole:
+                part = self._now(term)
+            else:
+                group, row, number = home
+                block = group.block(row)
+                if (id(group), block) in done:
+                    continue
+                done.add((id(group), block))
+                stack = self.stacks[id(group), block][number]
+                assert isinstance(stack, int)
+                (part,) = self._call(("sum",), _added, [stack], eqn.name_stack)
+            total = part if total is None else self._add(eqn, total, part)
+        assert total is not None
+        self.held[eqn.outputs[0]] = total
+
+    def _add(self, eqn: Equation, left: Atom, right: Atom) -> Atom:
+        made = self.builder.like(self.builder.values[eqn.outputs[0]])
+        number = self.builder.index()
+        added = Equation(number, eqn.source, (left, right), (made,), eqn.name_stack)
+        self.builder.equations.append(added)
+        return made
+
+    def _alone(self, eqn: Equation) -> None:
+        """Writes an equation as it was."""
+        for atom in (*eqn.inputs, *_free(eqn.regions)):
+            self._now(atom)
+
+        def value(number: int) -> int:
+            now = self._now(number) if number in self.known else number
+            assert isinstance(now, int)
+            return now
+
+        for made in eqn.outputs:
+            self.held[made] = made
+        self.builder.equations.append(
+            renumbered(eqn, value, lambda _: self.builder.index())
+        )
+
+    @functools.cached_property
+    def known(self) -> frozenset[int]:
+        """The values of the program outside of its loops."""
+        made = (v for eqn in self.old.body.equations for v in eqn.outputs)
+        return frozenset((*self.old.body.inputs, *made))
+
+    def _call(
+        self,
+        key: Any,
+        function: Callable[..., Any],
+        atoms: Sequence[int],
+        name_stack: str,
+    ) -> list[Any]:
+        """Adds a function's equations, which are traced once for each form."""
+        forms = [self.builder.values[a] for a in atoms]
+        key = (*key, tuple((v.shape, v.dtype) for v in forms))
+        if key not in self.templates:
+            structs = [jax.ShapeDtypeStruct(v.shape, v.dtype) for v in forms]
+            self.templates[key] = flatten(jax.make_jaxpr(function)(*structs))
+        return self.builder.add(self.templates[key], atoms, name_stack)
+
+
+def _together(*arrays: Any) -> list[Any]:
+    """The stack of some arrays."""
+    shape = (len(arrays), *arrays[0].shape)
+    long = [x if x.shape else jax.lax.reshape(x, (1,)) for x in arrays]
+    return [jax.lax.reshape(jax.lax.concatenate(long, 0), shape)]
+
+
+def _apart(stack: Any) -> list[Any]:
+    """The rows of a stack."""
+    rows, shape = stack.shape[0], stack.shape[1:]
+    if not shape:
+        parts = jax.lax.split(stack, (1,) * rows, 0)
+        return [jax.lax.reshape(x, ()) for x in parts]
+    long = jax.lax.reshape(stack, (rows * shape[0], *shape[1:]))
+    return list(jax.lax.split(long, (shape[0],) * rows, 0))
+
+
+def _added(stack: Any) -> list[Any]:
+    """The sum of the rows of a stack."""
+    return [jnp.sum(stack, axis=0, dtype=stack.dtype)]
+
+
+def _free(regions: Sequence[Region]) -> list[int]:
+    """What the equations of regions read from outside of them."""
+    found: list[int] = []
+    for region in regions:
+        own = set(region.inputs)
+        for eqn in region.equations:
+            read = [a for a in eqn.inputs if isinstance(a, int)]
+            found += [a for a in (*read, *_free(eqn.regions)) if a not in own]
+            own.update(eqn.outputs)
+        found += [a for a in region.outputs if isinstance(a, int) and a not in own]
+    return found
+
+
+def _topological(
+    nodes: Sequence[tuple[int, Callable[[], None], Sequence[Any], Iterable[int]]],
+    same: dict[int, int],
+) -> list[Callable[[], None]]:
+    """What nodes write, each behind what it reads, else by their positions."""
+    maker = {v: n for n, (_, _, _, made) in enumerate(nodes) for v in made}
+    waiting: list[int] = []
+    readers: list[list[int]] = [[] for _ in nodes]
+    for n, (_, _, reads, _) in enumerate(nodes):
+        read = {same.get(a, a) for a in reads if isinstance(a, int)}
+        needs = {maker[v] for v in read if v in maker}
+        waiting.append(len(needs))
+        for other in needs:
+            readers[other].append(n)
+    ready = [(nodes[n][0], n) for n, count in enumerate(waiting) if not count]
+    heapq.heapify(ready)
+    order: list[Callable[[], None]] = []
+    while ready:
+        _, n = heapq.heappop(ready)
+        order.append(nodes[n][1])
+        for other in readers[n]:
+            waiting[other] -= 1
+            if not waiting[other]:
+                heapq.heappush(ready, (nodes[other][0], other))
+    assert len(order) == len(nodes)
+    return order
+
+
+def _compact(program: Program) -> Program:
+    """The program without the numbers of values that nothing makes any more."""
+    numbers: dict[int, int] = {}
+    values: list[Value] = []
+
+    def value(old: int) -> int:
+        if old not in numbers:
+            numbers[old] = len(values)
+            values.append(program.values[old])
+        return numbers[old]
+
+    inputs = tuple(value(v) for v in program.body.inputs)
+    equations = tuple(
+        renumbered(eqn, value, lambda index: index) for eqn in program.body.equations
+    )
+    outputs = tuple(value(a) if isinstance(a, int) else a for a in program.body.outputs)
+    return Program(tuple(values), Region(inputs, equations, outputs), program.constants)
