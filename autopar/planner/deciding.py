@@ -304,11 +304,11 @@ class _Search:
         assert best is not None
         count, plain = best.microbatches, self.plans.get(_name(1, ""))
         lines: list[str] = []
-        if len(best.stages) > 1:
+        if len(best.stages) > 1 and self.options.stages == "auto":
             ones = [self.plans[n] for n in self.programs if n in self.plans]
             one = min(ones, key=lambda p: p.predicted.step_s, default=None)
             lines.append(self.gained(f"{len(best.stages)} stages", best, one, "one"))
-        elif self.options.microbatches == "auto" and count > 1:
+        if len(best.stages) == 1 and self.options.microbatches == "auto" and count > 1:
             lines.append(self.gained(f"{count} microbatches", best, plain, "one"))
         if best.remat.layers and self.options.remat == "auto":
             without = self.plans.get(_name(count, ""))
@@ -321,13 +321,13 @@ class _Search:
         if other is not None:
             times = other.predicted.step_s / best.predicted.step_s
             return f"{what}: {times:.3g} times as fast as {than}"
-        fits = f"{what}: fits in {size_text(best.predicted.peak_memory_bytes)}"
+        fits = f"{what}: fits in {size_text(best.predicted.peak_memory_bytes, ' ')}"
         bytes_ = [
             e.least_bytes
             for n, e in self.errors.items()
             if isinstance(e, InfeasibleError) and n in self.programs and e.least_bytes
         ]
-        return f"{fits}, {size_text(bytes_[0])} without" if bytes_ else fits
+        return f"{fits}, {size_text(bytes_[0], ' ')} without" if bytes_ else fits
 
 
 def _name(count: int, remat: str) -> str:

@@ -136,12 +136,17 @@ def _node(analysis: Analysis, formulation: Formulation, node: int) -> str:
     return f"{what}{operator_name(analysis, root) if known else operator_place(op)}"
 
 
-def size_text(nbytes: float) -> str:
-    """Bytes with three digits, as ``memory=`` takes them."""
+def size_text(nbytes: float, space: str = "") -> str:
+    """Bytes with three digits, as ``memory=`` takes them.
+
+    Args:
+      nbytes: how many.
+      space: before the unit.
+    """
     for unit, size in _UNITS:
         if nbytes >= size:
-            return f"{nbytes / size:.3g}{unit}"
-    return f"{nbytes:.0f}B"
+            return f"{nbytes / size:.3g}{space}{unit}"
+    return f"{nbytes:.0f}{space}B"
 
 
 def _down(nbytes: float) -> str:

@@ -90,9 +90,9 @@ def test_compare_cannot_measure_on_devices_it_lacks(run: Run, spec: str) -> None
 
 
 def test_the_best_mesh_counts_for_each_expert(candidate: Candidate) -> None:
-    again = dataclasses.replace
-    doubled = tuple(again(item, cost=item.cost * 2.0) for item in candidate.items)
-    slower = again(candidate, items=doubled)
+    again, work = dataclasses.replace, candidate.estimate.work
+    doubled = again(work, table=again(work.table, trips=2.0 * work.table.trips))
+    slower = again(candidate, estimate=again(candidate.estimate, work=doubled))
     experts = [
         Expert("a", "data=8", None, "too big"),
         Expert("a", "data=2 tensor=4", slower),

@@ -254,10 +254,11 @@ class TestBadInput:
             self.prepare(case_of(NAME).parallel(codec))
 
     def test_a_codec_that_cannot_scatter(self) -> None:
-        """PowerSGD needs whole matrices; ZeRO gives each device a part."""
+        """PowerSGD needs whole matrices; ZeRO, which gives each device a part, goes."""
         case = case_of("sharded_state")
-        with pytest.raises(PlanError, match=r"powersgd.*cannot be used.*Try another"):
-            self.prepare(case.parallel("powersgd:rank=2"), case)
+        step = case.parallel("powersgd:rank=2")
+        self.prepare(step, case)
+        assert any(g.codec == "powersgd:rank=2" for g in step.plan.gradients)
 
     def test_a_changed_plan_whose_codec_cannot_scatter(self) -> None:
         case = case_of("sharded_state")
