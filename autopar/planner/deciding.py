@@ -393,11 +393,12 @@ def _in_microbatches(search: _Search) -> None:
             _again(search, count)
         if before is not None and search.best is before:
             return
+        if asked.microbatches != "auto":
+            return
         plain = _name(count, "")
         if plain in search.plans and not search.held(plain):
-            if asked.microbatches == "auto":
-                why = "they need less memory, which does not hold the plan back"
-                search.leave_out("more microbatches", why)
+            why = "they need less memory, which does not hold the plan back"
+            search.leave_out("more microbatches", why)
             return
 
 
