@@ -34,13 +34,14 @@ from collections.abc import Sequence
 from typing import Any
 
 import decoder
-import numpy as np
 
 import autopar
 from autopar.cluster.presets import STREAM_EFFICIENCY
 from autopar.cost.breakdown import step_s
 from autopar.cost.combining import GATHERS
+from autopar.cost.estimate import messages_of
 from autopar.cost.pricer import Pricer
+from autopar.cost.traffic import Collective
 from autopar.errors import InfeasibleError
 from autopar.planner.candidate import Candidate
 from autopar.planner.recipes import Recipe, restriction_of
@@ -160,16 +161,14 @@ def own_seconds(given: dict[str, Any], found: Candidate) -> float:
     """Seconds of a step as the run sends its parameters."""
     if not given.get("broadcasts"):
         return found.step_s
-    messages = found.estimate.messages
-    gathers = np.array(
-        [c.place is not None and c.step.kind in GATHERS for c in messages.collectives]
-    )
-    sent = sum(
-        c.trips * c.size
-        for c, gathered in zip(messages.collectives, gathers, strict=True)
-        if gathered
-    )
-    cost = dataclasses.replace(found.estimate, messages=messages.keep(~gathers)).cost
+    sent, kept = 0.0, list[Collective]()
+    for c in found.collectives:
+        if c.place is not None and c.step.kind in GATHERS:
+            sent += c.trips * c.size
+        else:
+            kept.append(c)
+    messages = messages_of(found.assignment, found.pricer, kept)
+    cost = dataclasses.replace(found.estimate, messages=messages).cost
     hosts = 1 if given["strategy"].endswith("within") else None
     return step_s(cost) + broadcasts_s(
         sent, found.pricer.cluster, given["tensor"], hosts

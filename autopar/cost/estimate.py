@@ -399,21 +399,6 @@ class Messages:
         sent = [c.sent_bytes(self.pricer) for c, _ in self.priced]
         return np.array(sent)[self.row_of]
 
-    def keep(self, rows: np.ndarray) -> Messages:
-        """The messages of some rows.
-
-        Args:
-          rows: bool ``[rows]``.
-        """
-        kept = [c for c, has in zip(self.collectives, rows, strict=True) if has]
-        return dataclasses.replace(
-            self,
-            collectives=tuple(kept),
-            once=self.once[rows],
-            hideable=self.hideable[rows],
-            row_of=self.row_of[rows],
-        )
-
 
 def messages_of(
     assignment: Assignment, pricer: Pricer, collectives: Sequence[Collective]
@@ -472,9 +457,12 @@ class StepEstimate:
     pricer: Pricer
     work: Work
     messages: Messages
-    # Seconds by scale: of a microbatch, once in a step, hidden by all microbatches but
-    # the last, and by the last.
-    _known: dict[float, tuple[float, float, float, float]] = dataclasses.field(
+    # By scale: seconds of the rows of work and of messages. By scale, and whether the
+    # microbatch is the last: seconds that it hides.
+    _priced: dict[float, tuple[np.ndarray, np.ndarray]] = dataclasses.field(
+        init=False, repr=False, default_factory=dict
+    )
+    _hidden: dict[tuple[float, bool], float] = dataclasses.field(
         init=False, repr=False, default_factory=dict
     )
 
@@ -485,11 +473,14 @@ class StepEstimate:
           batch: rows of the whole step over the planned ones.
           accumulation: number of microbatches that they are split into.
         """
-        micro, once, early, late = self._at(batch / accumulation)
-        added = self.accumulate_s if accumulation > 1 else 0.0
+        scale = batch / accumulation
+        micro_s, once_s = self._paid_s(scale)
+        hidden_s = self._hidden_at(scale, last=True)
+        if accumulation > 1:
+            micro_s += self.accumulate_s
+            hidden_s += (accumulation - 1) * self._hidden_at(scale, last=False)
         slowed = 1.0 - self.pricer.cluster.device.calibrated.contention
-        hidden = (accumulation - 1) * early + late
-        return accumulation * (micro + added) + once - slowed * hidden
+        return accumulation * micro_s + once_s - slowed * hidden_s
 
     def microbatch_s(self, scale: float = 1.0) -> float:
         """Seconds that every microbatch pays, with nothing hidden.
@@ -497,28 +488,42 @@ class StepEstimate:
         Args:
           scale: rows of the microbatch over the planned ones.
         """
-        return self._at(scale)[0]
+        return self._paid_s(scale)[0]
 
-    def _at(self, scale: float) -> tuple[float, float, float, float]:
-        found = self._known.get(scale)
-        if found is None:
-            work, sent = self.work, self.messages
+    def _rows_s(self, scale: float) -> tuple[np.ndarray, np.ndarray]:
+        """Seconds of the rows of work, with starts of kernels, and of messages."""
+        if scale not in self._priced:
             scales = np.array([scale])
-            work_s = work.seconds(scales)[:, 0] + work.kernel_s
-            sent_s = sent.seconds(scales)[:, 0]
-            once = float(work_s[work.table.update].sum() + sent_s[sent.once].sum())
-            micro = float(work_s.sum() + sent_s.sum()) - once
-            late = self._hidden_s(work_s, sent_s)
-            early = self._hidden_s(work_s, np.where(sent.once, 0.0, sent_s))
-            found = self._known[scale] = micro, once, early, late
-        return found
+            work_s = self.work.seconds(scales)[:, 0] + self.work.kernel_s
+            self._priced[scale] = work_s, self.messages.seconds(scales)[:, 0]
+        return self._priced[scale]
 
-    def _hidden_s(self, work_s: np.ndarray, sent_s: np.ndarray) -> float:
+    def _paid_s(self, scale: float) -> tuple[float, float]:
+        """Seconds that a microbatch pays, and those paid once in a step."""
+        work_s, sent_s = self._rows_s(scale)
+        update, once = self.work.table.update, self.messages.once
+        once_s = float(work_s[update].sum() + sent_s[once].sum())
+        return float(work_s.sum() + sent_s.sum()) - once_s, once_s
+
+    def _hidden_at(self, scale: float, *, last: bool) -> float:
+        """Seconds of communication that run beside the work of a microbatch.
+
+        Args:
+          scale: rows of the microbatch over the planned ones.
+          last: whether sums of gradients are sent behind it.
+        """
+        if not self.pricer.cluster.device.calibrated.overlap:
+            return 0.0
+        if (scale, last) not in self._hidden:
+            work_s, sent_s = self._rows_s(scale)
+            sent_s = sent_s if last else np.where(self.messages.once, 0.0, sent_s)
+            lines = self._timelines(work_s, sent_s)
+            self._hidden[scale, last] = self._hidden_s(lines)
+        return self._hidden[scale, last]
+
+    def _hidden_s(self, lines: Sequence[Timeline]) -> float:
         """Seconds of communication that run beside work."""
         share = self.pricer.cluster.device.calibrated.overlap
-        if not share:
-            return 0.0
-        lines = self._timelines(work_s, sent_s)
         return sum(line.communication_s - line.exposed_s(share) for line in lines)
 
     @functools.cached_property
@@ -614,12 +619,7 @@ class StepEstimate:
         for given, nbytes in zip(inputs, each_held_bytes(self.assignment), strict=True):
             held.setdefault(_HELD.get(given.role, "other_bytes"), []).append(nbytes)
         known = self.pricer.cluster.device.calibrated
-        hidden_s = 0.0
-        if known.overlap:
-            hidden_s = sum(
-                line.communication_s - line.exposed_s(known.overlap)
-                for line in self.timelines
-            )
+        hidden_s = self._hidden_s(self.timelines) if known.overlap else 0.0
         return CostBreakdown(
             matrix_s=float(work.planned_s[matrix].sum()),
             vector_s=float(work.planned_s[~matrix].sum()),
