@@ -77,6 +77,8 @@ class _Rewriter:
         self.stacks: dict[tuple[int, int], list[Atom]] = {}
         self.stacked: dict[tuple[int, ...], int] = {}
         self.templates: dict[Any, Program] = {}
+        # Last addition of a sum -> the groups all of whose rows are its terms.
+        self.whole = {s.root: self._groups_of(s) for s in found.sums}
 
     def program(self) -> Program:
         """The program in blocks, its values and equations numbered anew."""
@@ -93,15 +95,7 @@ class _Rewriter:
         nodes: list[tuple[int, Callable[[], None], Sequence[Any], Iterable[int]]] = []
         equations, found = self.old.body.equations, self.found
         grouped = {k for group in found.groups for k in group.members}
-        blocks = {
-            s.root: [
-                (group, b)
-                for group in {id(g): g for g in self._groups_of(s)}.values()
-                for b in range(len(group.blocks))
-            ]
-            for s in found.sums
-        }
-        rewritten = {s.root: s for s in found.sums if blocks[s.root]}
+        rewritten = {s.root: s for s in found.sums if self.whole[s.root]}
         inside = {k for s in rewritten.values() for k in (*s.links, s.root)}
         for k, eqn in enumerate(equations):
             if k in grouped or k in found.repeated:
@@ -128,18 +122,18 @@ class _Rewriter:
                 nodes.append((min(members), write, reads, made))
         return _topological(nodes, found.same)
 
-    def _groups_of(self, found: Sum) -> list[Group]:
-        """The groups all of whose rows are terms of a sum, once each."""
+    def _groups_of(self, found: Sum) -> set[int]:
+        """The groups, by `id`, all of whose rows are terms of a sum, once each."""
         counts = collections.Counter[int](a for a in found.terms if isinstance(a, int))
         homes = [self.found.row_of[v] for v in counts if v in self.found.row_of]
         rows = collections.Counter((id(group), number) for group, _, number in homes)
         if any(n > 1 for n in counts.values()):
-            return []
-        return [
-            group
+            return set()
+        return {
+            id(group)
             for group, _, number in homes
             if rows[id(group), number] == len(group.members)
-        ]
+        }
 
     def _now(self, atom: Atom) -> Atom:
         """What holds an atom now; its block is taken apart if need be."""
@@ -219,7 +213,7 @@ class _Rewriter:
     def _sum(self, found: Sum) -> None:
         """Writes a sum: blocks first, then all together."""
         eqn = self.old.body.equations[found.root]
-        whole = {id(g): g for g in self._groups_of(found)}
+        whole = self.whole[found.root]
         total: Atom | None = None
         done: set[tuple[int, int]] = set()
         for term in reversed(found.terms):
