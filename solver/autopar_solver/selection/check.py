@@ -19,15 +19,15 @@ def recompute(problem: CodecSelection, choices: Sequence[int]) -> SelectionCost:
         InputError: the choices do not name one existing option per gradient.
     """
     _check_choices(problem, choices)
-    local = math.fsum(_entries_of(problem.local_s, choices))
+    local = math.fsum(entries_of(problem.local_s, choices))
     exposed = max(0.0, _finishes(problem, choices)[-1] - problem.backward_s)
     return SelectionCost(
         cost_s=exposed + local,
         exposed_s=exposed,
         local_s=local,
-        wire_s=math.fsum(_entries_of(problem.wire_s, choices)),
-        error=math.fsum(_entries_of(problem.error, choices)),
-        memory_bytes=math.fsum(_entries_of(problem.memory, choices)),
+        wire_s=math.fsum(entries_of(problem.wire_s, choices)),
+        error=math.fsum(entries_of(problem.error, choices)),
+        memory_bytes=math.fsum(entries_of(problem.memory, choices)),
     )
 
 
@@ -105,7 +105,8 @@ def _finishes(problem: CodecSelection, choices: Sequence[int]) -> list[float]:
     return finishes or [0.0]
 
 
-def _entries_of(rows: Sequence[np.ndarray], choices: Sequence[int]) -> list[float]:
+def entries_of(rows: Sequence[np.ndarray], choices: Sequence[int]) -> list[float]:
+    """The entry of each row that is chosen."""
     return [float(row[choice]) for row, choice in zip(rows, choices, strict=True)]
 
 

@@ -39,6 +39,7 @@ import numpy as np
 from autopar_errors import InputError
 from autopar_solver.ilp.backends import BackendName, backend_of
 from autopar_solver.ilp.program import IntegerProgram, StopCriteria
+from autopar_solver.selection.check import entries_of
 from autopar_solver.status import Status
 
 DEFAULT_BUCKETS = 10_000
@@ -101,7 +102,7 @@ class LGreCoProblem:
     @property
     def error_budget(self) -> float:
         """E: what the errors may add up to."""
-        return self.alpha * math.fsum(_entries_of(self.error, self.reference))
+        return self.alpha * math.fsum(entries_of(self.error, self.reference))
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -270,20 +271,16 @@ def _result(
     budget: float,
     status: Status | None = None,
 ) -> LGreCoResult:
-    size = math.fsum(_entries_of(problem.size, choices)) if choices else math.inf
+    size = math.fsum(entries_of(problem.size, choices)) if choices else math.inf
     found = Status.OPTIMAL if choices else Status.INFEASIBLE
     return LGreCoResult(
         choices=choices,
         size=size,
-        error=math.fsum(_entries_of(problem.error, choices)) if choices else 0.0,
+        error=math.fsum(entries_of(problem.error, choices)) if choices else 0.0,
         error_budget=budget,
         status=found if status is None else status,
         seconds=time.monotonic() - begin,
     )
-
-
-def _entries_of(rows: Sequence[np.ndarray], choices: Sequence[int]) -> list[float]:
-    return [float(row[choice]) for row, choice in zip(rows, choices, strict=True)]
 
 
 def _check_layer(problem: LGreCoProblem, layer: int) -> None:
