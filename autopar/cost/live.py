@@ -37,6 +37,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
+from autopar.cluster.presets import USABLE_MEMORY
 from autopar.cluster.specs import DeviceSpec
 from autopar.cost.buffers import buffers
 from autopar.cost.heap import lost_bytes
@@ -61,8 +62,8 @@ _GPU = Habits(
     # openxla/xla, ``xla/service/gpu/transforms/gemm_rewriter.cc``: from Hopper on.
     workspace_bytes=2**25,
     # GetSchedulerMemoryLimit, ``xla/service/gpu/gpu_hlo_schedule.cc``: 0.8 of the
-    # memory, of which presets give 0.9, less the inputs, times a "slop factor".
-    room=(0.8 / 0.9, 0.95),
+    # memory, of which presets give a part, less the inputs, times a "slop factor".
+    room=(0.8 / USABLE_MEMORY, 0.95),
     placed=True,
 )
 # Read from optimised programs and buffer assignments (jaxlib 0.10.2).

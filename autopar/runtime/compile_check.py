@@ -16,6 +16,7 @@ from collections.abc import Callable
 import msgspec
 
 from autopar.cluster import Cluster
+from autopar.cluster.presets import USABLE_MEMORY
 from autopar.compilers.compiled import check_target, compile_for
 from autopar.compilers.targets import CPU, TARGETS, Target
 from autopar.errors import CompileError, InfeasibleError, PlanError
@@ -111,7 +112,7 @@ def _target(cluster: Cluster) -> Target | None:
         return None
     if target.gpu is not None:
         # The compiler makes room by the memory that there is.
-        nbytes = round(cluster.memory_bytes / _PRESET_PART)
+        nbytes = round(cluster.memory_bytes / USABLE_MEMORY)
         gpu = dataclasses.replace(target.gpu, memory_bytes=nbytes)
         target = dataclasses.replace(target, gpu=gpu)
     try:
@@ -121,8 +122,6 @@ def _target(cluster: Cluster) -> Target | None:
     return target
 
 
-# What a preset of a GPU gives to a program (docs/cost-model.md).
-_PRESET_PART = 0.9
 # What XLA's compiler for TPUs says where a program is too large.
 _USED = re.compile(r"Used ([\d.]+)([MG]) of")
 _UNITS = {"M": 2**20, "G": 2**30}
