@@ -90,7 +90,8 @@ def merge_environment(
 ) -> dict[str, str]:
     """The environment of a worker: as given, on the machine of a node.
 
-    >>> merged({"PATH": "/node", "RAY_JOB_ID": "1"}, {"PATH": "/here", "SEED": "2"})
+    >>> node = {"PATH": "/node", "RAY_JOB_ID": "1"}
+    >>> merge_environment(node, {"PATH": "/here", "SEED": "2"})
     {'PATH': '/node', 'RAY_JOB_ID': '1', 'SEED': '2'}
     """
     taken = {

@@ -183,7 +183,7 @@ def _shape(levels: Sequence[Level]) -> str:
 def list_names(names: Sequence[str]) -> str:
     """The names for an error: all of a few, the ends of many.
 
-    >>> listed(["a", "b"])
+    >>> list_names(["a", "b"])
     'a, b'
     """
     if len(names) <= _SHOWN:

@@ -85,9 +85,9 @@ def choose_workers(
       rows: of a batch, for each device of a process; 0: any number of processes can
         share it.
 
-    >>> chosen([0, 1, 2, 3, 4], 5, frozenset({1}), 24)
+    >>> choose_workers([0, 1, 2, 3, 4], 5, frozenset({1}), 24)
     [0, 2, 3, 4]
-    >>> chosen([0, 1, 2, 3, 4], 5, frozenset(), 24)
+    >>> choose_workers([0, 1, 2, 3, 4], 5, frozenset(), 24)
     [0, 1, 2, 3]
     """
     left = sorted(set(ready) - leaving)[:wanted]
