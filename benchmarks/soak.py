@@ -14,6 +14,7 @@ went wrong.
 from __future__ import annotations
 
 import argparse
+import concurrent.futures
 import contextlib
 import json
 import os
@@ -446,40 +447,64 @@ def data_of(given: Any, found: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
+def keep_kinds(names: list[str]) -> None:
+    """Lets only events of these kinds happen."""
+    for kind in set(KINDS) - set(names):
+        del KINDS[kind]
+
+
+def run_seed(
+    seed: int, events: int, kinds: list[str], keep: pathlib.Path | None
+) -> dict[str, Any]:
+    """The figures of the events that a seed draws."""
+    keep_kinds(kinds)
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = (keep or pathlib.Path(temporary)) / str(seed)
+        folder.mkdir(parents=True)
+        begin = time.time()
+        soak = Soak(folder, seed)
+        try:
+            soak.run(events)
+        finally:
+            soak.close()
+        return {
+            **report(soak, seed, KINDS),
+            "seconds": round(time.time() - begin),
+        }
+
+
 def main() -> None:
     """Runs and reports."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seed", type=int, nargs="+", default=[1])
     parser.add_argument("--events", type=int, default=20)
     parser.add_argument("--kinds", nargs="+", choices=KINDS, help="these kinds alone")
+    parser.add_argument("--jobs", type=int, default=1, help="seeds at a time")
     parser.add_argument("--keep", type=pathlib.Path, help="folder for all files")
     data = HERE.parent / "docs" / "data" / "soak.json"
     parser.add_argument("--out", type=pathlib.Path, default=data)
     given = parser.parse_args()
-    for kind in set(KINDS) - set(given.kinds or KINDS):
-        del KINDS[kind]
-    good, found = True, []
-    for seed in given.seed:
-        with tempfile.TemporaryDirectory() as temporary:
-            folder = (given.keep or pathlib.Path(temporary)) / str(seed)
-            folder.mkdir(parents=True)
-            begin = time.time()
-            soak = Soak(folder, seed)
-            try:
-                soak.run(given.events)
-            finally:
-                soak.close()
-            figures = {
-                **report(soak, seed, KINDS),
-                "seconds": round(time.time() - begin),
-            }
-        print(json.dumps(figures, indent=1), flush=True)
-        found.append(figures)
-        close = figures["worst_relative_difference_of_losses"] < 1e-5
-        right = figures["right"] == figures["events"] and not figures["began_again"]
-        good = good and close and right and not figures["missing_steps"]
-        given.out.parent.mkdir(parents=True, exist_ok=True)
-        given.out.write_text(json.dumps(data_of(given, found), indent=1) + "\n")
+    keep_kinds(given.kinds or list(KINDS))
+    found: dict[int, dict[str, Any]] = {}
+    with concurrent.futures.ProcessPoolExecutor(given.jobs) as pool:
+        waiting = [
+            pool.submit(run_seed, seed, given.events, sorted(KINDS), given.keep)
+            for seed in given.seed
+        ]
+        for done in concurrent.futures.as_completed(waiting):
+            figures = done.result()
+            print(json.dumps(figures, indent=1), flush=True)
+            found[figures["seed"]] = figures
+            given.out.parent.mkdir(parents=True, exist_ok=True)
+            rows = [found[seed] for seed in given.seed if seed in found]
+            given.out.write_text(json.dumps(data_of(given, rows), indent=1) + "\n")
+    good = all(
+        figures["worst_relative_difference_of_losses"] < 1e-5
+        and figures["right"] == figures["events"]
+        and not figures["began_again"]
+        and not figures["missing_steps"]
+        for figures in found.values()
+    )
     sys.exit(0 if good else 1)
 
 
