@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from autopar.steps.analysis import Analysis
+from autopar_passes.graph.roles import InputRole
 from autopar_passes.program.trace import step_name
 
 _ADVICE = (
@@ -26,14 +27,36 @@ def doubts(analysis: Analysis) -> list[str]:
             "nothing that it takes comes back, so every argument is planned as a "
             f"batch. {_ADVICE}"
         ]
+    found = _doubts_of_batch(analysis)
     changed = analysis.pytrees.changed
     if not changed:
-        return []
+        return found
     some = ", ".join(f"'{path}'" for path in changed[:3])
     more = f" and {len(changed) - 3} more" if len(changed) > 3 else ""
     return [
+        *found,
         f"{some}{more} of a state comes back in another shape or dtype and is not "
-        "carried: the next call is planned anew. Keep its shape and dtype."
+        "carried: the next call is planned anew. Keep its shape and dtype.",
+    ]
+
+
+def _doubts_of_batch(analysis: Analysis) -> list[str]:
+    """An argument that its shape alone makes state, where nothing else is a batch."""
+    inputs = analysis.graph.inputs
+    if analysis.pytrees.form.roles.batch is not None:
+        return []
+    if any(given.role is InputRole.BATCH for given in inputs):
+        return []
+    carried = analysis.carried
+    return [
+        f"'{given.path}' comes back with its shape, so it is planned as state, and "
+        f"nothing is left to be the batch. If it is the batch, say so: "
+        f"batch_argnames='{given.path}'."
+        for k, given in enumerate(inputs)
+        if k in carried
+        and given.role is InputRole.OTHER
+        and given.path in analysis.pytrees.form.names
+        and analysis.program.values[given.value].floating
     ]
 
 

@@ -75,6 +75,10 @@ class NamedRoles:
         """Whether an array is named as one of the batch."""
         return any(_names(name, path) for name, _ in self.batch or ())
 
+    def is_batch_argument(self, name: str) -> bool:
+        """Whether a whole argument is named as the batch, or as a part of it."""
+        return any(name == given for given, _ in self.batch or ())
+
     def is_frozen(self, path: str) -> bool:
         """Whether an array is named as frozen, or is none of the batch's names."""
         if any(_names(name, path) for name in self.frozen):

@@ -5,6 +5,7 @@ structure, shapes and dtypes, wherever in the result that part is: the result it
 an element of a tuple, a value of a dict, a field of a dataclass. NNX objects are
 matched array by array, because a step may add or remove variables. A number, such as
 a learning rate, must also be what the result is made of: most losses are no next one.
+An argument that is named as the batch is never state.
 """
 
 from __future__ import annotations
@@ -107,6 +108,8 @@ def find_carried(
         objects, returned = after
         search = _Search(_part("", 0, returned, numbers), depends)
         for k, (name, tree) in enumerate(zip(form.names, given, strict=True)):
+            if form.roles.is_batch_argument(name):
+                continue
             if form.objects:
                 search.objects(
                     _object_arrays(tree, before), _object_arrays(objects[k], numbers)

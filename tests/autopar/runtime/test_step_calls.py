@@ -175,6 +175,29 @@ def test_nothing_carried_is_said() -> None:
         step({"w": jnp.ones((8, 8))}, jnp.ones((16, 8)))
 
 
+def test_what_comes_back_with_the_shape_of_the_batch() -> None:
+    """It is taken for state, which is said; once it is named, it is the batch."""
+
+    def rebuilt(w: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        def loss(w: jax.Array) -> tuple[jax.Array, jax.Array]:
+            y = jnp.tanh(x @ w)
+            return jnp.mean((y - x) ** 2), y
+
+        gradient, y = jax.grad(loss, has_aux=True)(w)
+        return w - gradient, y
+
+    w, x = jnp.eye(8), jnp.ones((16, 8))
+    doubtful = autopar.parallelize(rebuilt, cluster="8:cpu")
+    with pytest.warns(StateWarning, match=r"batch_argnames='x'"):
+        doubtful(jnp.copy(w), jnp.copy(x))
+    named = autopar.parallelize(rebuilt, cluster="8:cpu", batch_argnames="x")
+    for _ in range(2):
+        expected = rebuilt(w, x)
+        w, y = named(w, x)
+        np.testing.assert_allclose(y, expected[1], rtol=1e-5)
+        np.testing.assert_allclose(w, expected[0], rtol=1e-5)
+
+
 def test_state_that_changes_is_said() -> None:
     def widened(state: Any, x: Any) -> Any:
         return {**state, "count": state["count"] + 0.5}, x.sum()
