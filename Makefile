@@ -9,6 +9,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/installed-from-lock
 WORKERS ?= 2
 PYTEST_ARGS ?=
+PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 # The lower bound of JAX, and the releases of Python after the one that `make test` has.
 OLDEST_JAX = $(shell sed -n 's/^  "jax>=\([0-9.]*\),.*/\1/p' pyproject.toml)
@@ -18,7 +19,7 @@ GOLDEN_TESTS := tests/autopar/cli/test_cli_commands.py tests/examples/test_golde
 	tests/autopar/reports/test_table.py tests/autopar/plans/test_stages.py \
 	tests/autopar/cli/test_cli_remat.py
 
-.PHONY: help demo test test-ray golden lint format docs wheel-check jax-versions python-versions lock clean
+.PHONY: help demo test test-cluster golden lint format docs wheel-check jax-versions python-versions lock clean
 
 help:
 	@sed -n 's/^## //p' $(MAKEFILE_LIST)
@@ -27,13 +28,13 @@ help:
 demo: $(INSTALLED)
 	$(BIN)/autopar demo
 
-## make test         run the whole test suite (WORKERS=2, PYTEST_ARGS=...)
+## make test         run the test suite (WORKERS=2, PYTEST_ARGS=...)
 test: $(INSTALLED)
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
+	$(PYTEST) -m "not cluster" $(PYTEST_ARGS)
 
-## make test-ray     a run of several processes on a real Ray cluster, some minutes
-test-ray: $(INSTALLED)
-	AUTOPAR_TEST_RAY=1 $(BIN)/python -m pytest -n 0 tests/autopar/backends/test_ray_run.py
+## make test-cluster run the tests of several processes, of shaped links and of a Ray cluster
+test-cluster: $(INSTALLED)
+	$(PYTEST) -m cluster $(PYTEST_ARGS)
 
 ## make golden       write the golden files in tests/golden anew; review their difference
 golden: $(INSTALLED)

@@ -256,6 +256,7 @@ else:
 """
 
 
+@pytest.mark.cluster
 @pytest.mark.usefixtures("needs_bed")
 def test_hosts_have_names_and_links_of_the_rate_they_were_given() -> None:
     """400 kB at 40 and 10 Mbit/s, less two buckets of 32 KiB that pass at once."""
@@ -275,6 +276,7 @@ def test_hosts_have_names_and_links_of_the_rate_they_were_given() -> None:
     assert netns.names_with(hosts.prefix) == ([], [])
 
 
+@pytest.mark.cluster
 @pytest.mark.usefixtures("needs_bed")
 def test_a_failed_process_ends_the_others_and_says_why() -> None:
     bed, launch, netns = load("bed"), load("launch"), load("netns")
@@ -295,6 +297,7 @@ def test_a_failed_process_ends_the_others_and_says_why() -> None:
     assert netns.names_with(hosts.prefix) == ([], [])
 
 
+@pytest.mark.cluster
 @pytest.mark.usefixtures("needs_bed")
 def test_a_run_that_takes_too_long_is_ended() -> None:
     bed, launch = load("bed"), load("launch")
@@ -329,6 +332,7 @@ def wait_for_processes(namespace: str) -> None:
         assert time.monotonic() < deadline
 
 
+@pytest.mark.cluster
 @pytest.mark.usefixtures("needs_bed")
 @pytest.mark.parametrize("before", ["default", "ignore"])
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -348,6 +352,7 @@ def test_a_signal_leaves_nothing_behind(number: signal.Signals, before: str) -> 
         assert netns.names_with(prefix) == ([], [])
 
 
+@pytest.mark.cluster
 @pytest.mark.usefixtures("needs_bed")
 def test_a_hangup_that_nohup_ignores_ends_nothing() -> None:
     netns = load("netns")
@@ -363,6 +368,7 @@ def test_a_hangup_that_nohup_ignores_ends_nothing() -> None:
         assert process.wait(20) == 128 + signal.SIGTERM
 
 
+@pytest.mark.cluster
 @pytest.mark.usefixtures("needs_bed")
 def test_clean_takes_what_the_dead_left_and_nothing_else() -> None:
     """A maker that is killed cannot clean up; this test's own bed stays."""

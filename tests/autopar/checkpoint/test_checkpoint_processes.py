@@ -11,6 +11,8 @@ from processes import run_processes
 
 from autopar import Checkpoints
 
+pytestmark = pytest.mark.cluster
+
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:

@@ -20,6 +20,8 @@ from autopar.dispatch.store import JobRecord
 from autopar.dispatch.supervising import holder
 from autopar.elastic.processes.messages import SUSPENDED
 
+pytestmark = pytest.mark.cluster
+
 SCRIPT = ROOT / "tests" / "support" / "elastic_script.py"
 STEPS, LIMIT_S = 200, 120.0
 

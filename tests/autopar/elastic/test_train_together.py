@@ -12,6 +12,8 @@ import pytest
 from following_cases import BASE
 from processes import run_processes
 
+pytestmark = pytest.mark.cluster
+
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> list[list[dict[str, Any]]]:

@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 from processes import TIMEOUT_S, run_processes, start_processes
 
+pytestmark = pytest.mark.cluster
+
 
 def run(count: int, folder: pathlib.Path) -> list[Any]:
     """Runs the worker in so many processes; what each of them found."""

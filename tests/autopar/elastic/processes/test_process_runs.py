@@ -22,6 +22,8 @@ from elastic_processes import LIMIT_S, Run
 
 import autopar
 
+pytestmark = pytest.mark.cluster
+
 Start = Callable[..., Run]
 
 

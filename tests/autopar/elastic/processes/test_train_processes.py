@@ -11,6 +11,8 @@ from checkout import ROOT
 from elastic_processes import Run
 from following_cases import BASE
 
+pytestmark = pytest.mark.cluster
+
 SCRIPT = ROOT / "tests" / "support" / "train_script.py"
 STEPS = 90
 

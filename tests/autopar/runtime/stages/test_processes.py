@@ -9,6 +9,8 @@ import pytest
 from processes import TIMEOUT_S, run_processes, start_processes
 from stage_cases import LOSSES, adam, train
 
+pytestmark = pytest.mark.cluster
+
 CLOSE = 2e-5
 WORKER = "stages_worker.py"
 # Less than JAX waits for a process; a machine may be busy.
