@@ -38,6 +38,9 @@ os.environ.pop("COLUMNS", None)
 os.environ.setdefault("AUTOPAR_VERIFY", "1")
 
 import jax
+from property_tests import take_profile
+
+take_profile()
 
 # Every test that needs devices sees the same eight simulated ones. This must
 # happen before anything starts a JAX backend.

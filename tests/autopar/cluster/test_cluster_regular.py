@@ -6,6 +6,7 @@ import math
 from cluster_strategies import built, small_clusters
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from property_tests import examples
 
 from autopar.cluster import Cluster
 from autopar.cluster.regular import largest
@@ -59,7 +60,7 @@ def every_shape(cluster, there):
     return found - {None}
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=examples(80), deadline=None)
 @given(st.data(), small_clusters(), st.sampled_from(["devices", "hosts"]))
 def test_matches_brute_force(data, cluster, prefer):
     ids = range(cluster.num_devices)
@@ -83,7 +84,7 @@ def test_matches_brute_force(data, cluster, prefer):
         assert shape[-1] == max(in_host)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 @given(small_clusters(most_devices=16))
 def test_nothing_lost_changes_nothing(cluster):
     ids = range(cluster.num_devices)

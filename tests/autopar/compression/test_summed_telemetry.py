@@ -12,6 +12,7 @@ import pytest
 from compression_mesh import FED_BACK, WORKERS, begin, normal, program, run
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from property_tests import examples
 
 from autopar.compression.codecs.registry import parse_codec
 from autopar.compression.feedback import Feedback
@@ -41,7 +42,7 @@ def gradients_of(names: tuple[str, ...], scatter_dim: int | None) -> list[Gradie
     ]
 
 
-@settings(deadline=None, max_examples=12)
+@settings(deadline=None, max_examples=examples(12))
 @given(
     names=st.lists(st.sampled_from(CODECS), min_size=1, max_size=3).map(tuple),
     scatter_dim=st.sampled_from([None, None, 0]),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from property_tests import examples
 
 from autopar.cost.heap import lost_bytes
 
@@ -16,7 +17,7 @@ SPANS = st.lists(
 
 
 @given(SPANS)
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 def test_each_buffer_lies_in_the_smallest_hole(
     spans: list[tuple[int, int, int]],
 ) -> None:

@@ -18,6 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.experimental import pallas as pl
 from planner_steps import mlp_batch, mlp_loss, mlp_params, training
+from property_tests import examples
 
 import autopar
 from autopar.cost.live import LOST, OVERHEAD, SUMS, WORK_SPACE, Live, habits_of, live
@@ -122,7 +123,7 @@ ARRAY = st.tuples(
 STATE = st.tuples(st.integers(1, 50), st.booleans(), st.booleans())
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(
     st.lists(STATE, max_size=4),
     st.lists(ARRAY, max_size=9),

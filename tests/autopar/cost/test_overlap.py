@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from property_tests import examples
 
 from autopar.cluster import Cluster
 from autopar.cost.breakdown import added_s, step_s
@@ -126,7 +127,7 @@ class TestStep:
         assert step_s(cost) == added_s(cost)
 
     @pytest.mark.parametrize("cluster", ["2x4:h100,network=50Gb/s", "2x2x2:v5p"])
-    @settings(max_examples=15, deadline=None)
+    @settings(max_examples=examples(15), deadline=None)
     @given(st.data())
     def test_prices_bound_every_plan_from_below(
         self, cluster: str, data: st.DataObject

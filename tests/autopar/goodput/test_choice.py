@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from property_tests import examples
 
 from autopar.errors import PlanError
 from autopar.goodput import CodecError, Terms, Throughput, efficiency
@@ -40,7 +41,7 @@ def found(current: Way, others: list[Way], phi: PhiRange, **more: Any) -> Any:
     return decide(current, others, seen(current), phi, **options | more)
 
 
-@settings(max_examples=50)
+@settings(max_examples=examples(50))
 @example(7, 9, 4)
 @given(st.integers(1, 300), st.integers(1, 5000), st.sampled_from([1, 4, 6, 8]))
 def test_batches_lie_between_the_limits_and_split(

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from property_tests import examples
 
 from autopar.errors import PlanError
 from autopar.goodput import Terms, Throughput
@@ -60,7 +61,7 @@ def test_what_was_seen_is_predicted() -> None:
     )
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 @given(
     wrong=st.tuples(*[st.floats(0.5, 2.0)] * 3),
     constant=st.floats(1e-4, 5e-3),

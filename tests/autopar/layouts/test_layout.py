@@ -7,6 +7,7 @@ import math
 
 import hypothesis.strategies as st
 from hypothesis import example, given, settings
+from property_tests import examples
 
 from autopar.cost.collectives import collective_bytes
 from autopar.layouts.layout import (
@@ -80,7 +81,7 @@ def sent_bytes(steps: tuple[ReshardStep, ...], sizes: tuple[int, ...]) -> float:
 
 
 @given(reshardings(), st.sampled_from(("sum", "max", "all")))
-@settings(max_examples=400, deadline=None, derandomize=True)
+@settings(max_examples=examples(400), deadline=None, derandomize=True)
 def test_every_step_is_one_collective_and_the_last_is_the_target(
     case: tuple[Layout, Layout, Axes, tuple[int, ...]], reduction: str
 ) -> None:
@@ -105,7 +106,7 @@ def test_every_step_is_one_collective_and_the_last_is_the_target(
 
 
 @given(reshardings())
-@settings(max_examples=400, deadline=None, derandomize=True)
+@settings(max_examples=examples(400), deadline=None, derandomize=True)
 def test_never_sends_more_than_gathering_everything(
     case: tuple[Layout, Layout, Axes, tuple[int, ...]],
 ) -> None:
@@ -119,7 +120,7 @@ def test_never_sends_more_than_gathering_everything(
 
 
 @given(reshardings())
-@settings(max_examples=200, deadline=None, derandomize=True)
+@settings(max_examples=examples(200), deadline=None, derandomize=True)
 def test_charges_the_array_at_the_size_it_has(
     case: tuple[Layout, Layout, Axes, tuple[int, ...]],
 ) -> None:
@@ -171,7 +172,7 @@ def test_an_axis_moves_by_all_to_all() -> None:
     st.booleans(),
 )
 @example([], (8,), True)
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=examples(60), deadline=None, derandomize=True)
 def test_assignments_are_all_even_ones_once(
     factors: list[int], sizes: tuple[int, ...], orders: bool
 ) -> None:

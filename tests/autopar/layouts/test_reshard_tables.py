@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from property_tests import examples
 
 from autopar.cluster import Cluster
 from autopar.cost.combining import GATHERS, SUMS
@@ -25,7 +26,7 @@ def drawn_layout(data: st.DataObject, rank: int, axes: list[int]) -> Layout:
     return tuple(found)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(st.sampled_from(CLUSTERS), st.integers(0, 4), st.data())
 def test_a_table_holds_what_each_pair_takes(
     text: str, rank: int, data: st.DataObject

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from property_tests import examples
 
 from autopar import Cluster
 from autopar.cost.breakdown import added_s
@@ -94,7 +95,7 @@ class TestHidden:
     found = tied()
     cluster = Cluster.parse("2x4:h100,network=20Gb/s")
 
-    @settings(max_examples=40, deadline=None)
+    @settings(max_examples=examples(40), deadline=None)
     @given(st.data())
     def test_prices_bound_every_plan_from_below(self, data: st.DataObject) -> None:
         pricer = Pricer(self.cluster, candidate_meshes(self.cluster)[0])

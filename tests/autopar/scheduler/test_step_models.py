@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from property_tests import examples
 
 from autopar.scheduler.models import corrected_form, gaussian_process, power_form
 from autopar.scheduler.models.gaussian_process import Prior
@@ -32,7 +33,7 @@ def matern(one: np.ndarray, other: np.ndarray) -> np.ndarray:
 
 
 @given(seed=st.integers(0, 99), count=st.integers(1, 12), part=st.floats(0.05, 0.95))
-@settings(deadline=None, max_examples=30)
+@settings(deadline=None, max_examples=examples(30))
 def test_it_is_the_dense_formula(seed: int, count: int, part: float) -> None:
     points, values = drawn(seed, count)
     at, _ = drawn(seed + 1000, 5)
@@ -48,7 +49,7 @@ def test_it_is_the_dense_formula(seed: int, count: int, part: float) -> None:
 
 
 @given(seed=st.integers(0, 99), count=st.integers(1, 12))
-@settings(deadline=None, max_examples=30)
+@settings(deadline=None, max_examples=examples(30))
 def test_without_noise_it_goes_through_what_was_seen(seed: int, count: int) -> None:
     points, values = drawn(seed, count)
     found = gaussian_process.process_of(points, values, LENGTHS, variance=0.3, part=1.0)
@@ -57,7 +58,7 @@ def test_without_noise_it_goes_through_what_was_seen(seed: int, count: int) -> N
 
 
 @given(seed=st.integers(0, 99), count=st.integers(1, 12))
-@settings(deadline=None, max_examples=30)
+@settings(deadline=None, max_examples=examples(30))
 def test_far_away_nothing_is_known(seed: int, count: int) -> None:
     points, values = drawn(seed, count)
     found = gaussian_process.fit(points, values, PRIOR)

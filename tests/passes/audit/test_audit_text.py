@@ -8,6 +8,7 @@ import hypothesis.strategies as st
 import numpy as np
 import pytest
 from hypothesis import given, settings
+from property_tests import examples
 
 from autopar_passes.audit.collectives import AuditedCollective, differing_axes
 from autopar_passes.audit.hlo_text import (
@@ -25,7 +26,7 @@ from autopar_passes.audit.hlo_values import (
     split_groups,
 )
 
-checked = settings(max_examples=60, deadline=None, derandomize=True)
+checked = settings(max_examples=examples(60), deadline=None, derandomize=True)
 MODULE = """HloModule m, num_partitions=4
 
 %inner (p: f32[8]) -> f32[2] {

@@ -12,6 +12,7 @@ import numpy as np
 import optax
 import pytest
 from hypothesis import given, settings
+from property_tests import examples
 
 from autopar_passes.graph.build import step_graph
 from autopar_passes.graph.repeats import repeated_classes
@@ -23,7 +24,7 @@ from autopar_passes.program.trace import trace
     st.integers(2, 20),
     st.integers(0, 5),
 )
-@settings(max_examples=50, deadline=None, derandomize=True)
+@settings(max_examples=examples(50), deadline=None, derandomize=True)
 def test_a_repeated_sequence_has_one_class_an_offset(
     layer: list[int], times: int, around: int
 ) -> None:
@@ -38,7 +39,7 @@ def test_a_repeated_sequence_has_one_class_an_offset(
 
 
 @given(st.lists(st.integers(0, 4), max_size=60))
-@settings(max_examples=100, deadline=None, derandomize=True)
+@settings(max_examples=examples(100), deadline=None, derandomize=True)
 def test_operators_of_a_class_have_one_signature(codes: list[int]) -> None:
     classes = repeated_classes(codes)
 

@@ -6,10 +6,11 @@ import hypothesis.strategies as st
 import numpy as np
 import pytest
 from hypothesis import given, settings
+from property_tests import examples
 
 from autopar_passes.graph.repeats import repeated_classes
 
-checked = settings(max_examples=80, deadline=None, derandomize=True)
+checked = settings(max_examples=examples(80), deadline=None, derandomize=True)
 
 
 def longest_saving(codes: list[int], min_length: int = 2) -> int:

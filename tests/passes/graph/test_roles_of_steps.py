@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from hypothesis import given, settings
+from property_tests import examples
 from step_cases import NAMES, X, case, descent
 
 from autopar_passes.graph.build import step_graph
@@ -16,7 +17,7 @@ from autopar_passes.graph.operators import OperatorGraph, producers, readers
 from autopar_passes.graph.roles import InputRole, Role, dependents, operator_roles
 from autopar_passes.program.trace import trace
 
-checked = settings(max_examples=100, deadline=None, derandomize=True)
+checked = settings(max_examples=examples(100), deadline=None, derandomize=True)
 
 
 @st.composite

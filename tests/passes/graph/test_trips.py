@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from hypothesis import given, settings
+from property_tests import examples
 
 from autopar_passes.graph.trips import while_trips
 from autopar_passes.program.flatten import flatten
@@ -27,7 +28,7 @@ def trips(test: Callable[[Any], Any], body: Callable[[Any], Any], *init: Any) ->
 
 
 @given(st.integers(-5, 20), st.integers(-5, 20), st.integers(1, 4))
-@settings(max_examples=25, deadline=None, derandomize=True)
+@settings(max_examples=examples(25), deadline=None, derandomize=True)
 def test_a_count_is_what_the_loop_counts(start: int, stop: int, by: int) -> None:
     got = trips(lambda c: c[0] < stop, lambda c: (c[0] + by, c[1] * 2.0), start)
 

@@ -10,6 +10,7 @@ import optax
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from property_tests import examples
 
 from autopar_passes.layer_loops.find import stacked_state
 from autopar_passes.layer_loops.paths import piece_arguments, piece_paths, whole_path
@@ -158,7 +159,7 @@ def test_a_step_in_pieces_computes_the_same(name: str) -> None:
     check(found, flat, dict.fromkeys(stacked, (2, 4)))
 
 
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=examples(6), deadline=None)
 @given(st.permutations([1, 1, 2, 2]), st.integers(1, 4))
 def test_pieces_may_have_any_sizes(sizes: list[int], count: int) -> None:
     """Also of one layer."""

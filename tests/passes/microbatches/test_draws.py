@@ -9,6 +9,7 @@ import jax
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from property_tests import examples
 
 from autopar_passes.microbatches import draws
 from autopar_passes.microbatches.microbatched import Rows
@@ -25,7 +26,7 @@ def equation(function: Callable[[Any], Any], key: Any = KEY) -> Equation:
     return found
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=examples(40))
 @given(st.data())
 def test_bits_are_those_of_the_whole_batch(data: st.DataObject) -> None:
     count, inner, groups = (data.draw(st.integers(1, 4)) for _ in range(3))

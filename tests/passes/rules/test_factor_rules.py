@@ -9,6 +9,7 @@ import hypothesis.strategies as st
 import jax.numpy as jnp
 import pytest
 from hypothesis import given, settings
+from property_tests import examples
 
 from autopar_passes.program.equations import Value
 from autopar_passes.rules import registry
@@ -22,7 +23,7 @@ from autopar_passes.rules.factor_rule import (
 from autopar_passes.rules.registry import register_rule, registered_rule
 
 shapes = st.lists(st.integers(1, 5), max_size=4).map(tuple)
-checked = settings(max_examples=60, deadline=None, derandomize=True)
+checked = settings(max_examples=examples(60), deadline=None, derandomize=True)
 
 
 def sizes_of(rule: FactorRule, dims: Any) -> tuple[int, ...]:

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from hypothesis import given, settings
+from property_tests import examples
 
 from autopar_passes.program.equations import Value
 from autopar_passes.rules import flops as rules
@@ -109,7 +110,7 @@ dims = st.lists(st.integers(1, 6), min_size=1, max_size=2)
 
 
 @given(dims, dims, dims, dims)
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=examples(60), deadline=None, derandomize=True)
 def test_a_product_costs_two_flops_a_term(
     batch: list[int], rows: list[int], depth: list[int], columns: list[int]
 ) -> None:

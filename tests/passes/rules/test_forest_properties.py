@@ -8,10 +8,11 @@ from collections.abc import Sequence
 
 import hypothesis.strategies as st
 from hypothesis import given, settings
+from property_tests import examples
 
 from autopar_passes.rules.forest import FactorForest
 
-checked = settings(max_examples=60, deadline=None, derandomize=True)
+checked = settings(max_examples=examples(60), deadline=None, derandomize=True)
 REDUCTIONS = ("sum", "max", "min")
 
 

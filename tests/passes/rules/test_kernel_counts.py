@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax import lax
 from jax.experimental import pallas as pl
+from property_tests import examples
 
 from autopar_passes.rules.pallas_flops import POINTS, Count, count
 
@@ -97,7 +98,7 @@ def points(grid: tuple[int, int]) -> list[list[int]]:
     return [[i, j, grid[0]] for i, j in itertools.product(*map(range, grid))]
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(EXPRESSIONS)
 def test_loops_run_as_often_as_their_points_say(trips: Expression) -> None:
     def body(place: list[Scalar], x: Any) -> Any:
@@ -110,7 +111,7 @@ def test_loops_run_as_often_as_their_points_say(trips: Expression) -> None:
     assert found == Count(vector=runs * ONCE)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 @given(EXPRESSIONS, EXPRESSIONS)
 def test_branches_are_those_that_points_take(a: Expression, b: Expression) -> None:
     def body(place: list[Scalar], x: Any) -> Any:

@@ -8,6 +8,7 @@ import hypothesis.strategies as st
 import numpy as np
 import pytest
 from hypothesis import given, settings
+from property_tests import examples
 
 from autopar_passes.stages.layers import chain_cost, cut_chain
 
@@ -21,7 +22,7 @@ def chains(draw: st.DrawFn) -> tuple[np.ndarray, np.ndarray, int]:
 
 
 @given(chains())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 def test_no_other_cut_costs_less(chain: tuple[np.ndarray, np.ndarray, int]) -> None:
     """The cost is that of the best of all cuts."""
     work, crossing, stretches = chain

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from property_tests import examples
 
 from autopar_passes.graph.build import step_graph
 from autopar_passes.graph.operators import OperatorGraph
@@ -108,7 +109,7 @@ def products(tree: Any) -> int:
     return int(tree != "array")
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=examples(40))
 @given(trees)
 def test_trees_of_additions(tree: Any) -> None:
     """Of all products, each addition of two sums takes one sum away."""

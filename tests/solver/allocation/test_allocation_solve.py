@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from property_tests import examples
 
 from autopar_solver import (
     AllocationProblem,
@@ -46,7 +47,7 @@ def problems(draw: st.DrawFn) -> AllocationProblem:
     return AllocationProblem.of(rows, budgets, required)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(problems(), st.sampled_from(["table", "whole", "thresholds"]))
 def test_the_value_is_that_of_brute_force(problem: AllocationProblem, way: str):
     """All three ways: the table of one kind, one program, and growing programs."""

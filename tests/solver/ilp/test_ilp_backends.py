@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from property_tests import examples
 
 from autopar_solver.ilp.backends import backend_of, solve_cbc
 from autopar_solver.ilp.highs import solve_highs, solve_without_integrality
@@ -98,14 +99,14 @@ def assert_best(program, answer):
     assert answer.bound == pytest.approx(least, abs=1e-5)
 
 
-@settings(max_examples=80, deadline=None, derandomize=True)
+@settings(max_examples=examples(80), deadline=None, derandomize=True)
 @given(st.integers(0, 10**6))
 def test_highs_matches_brute_force(seed):
     program = random_program(seed)
     assert_best(program, solve_highs(program, EXACT, None))
 
 
-@settings(max_examples=80, deadline=None, derandomize=True)
+@settings(max_examples=examples(80), deadline=None, derandomize=True)
 @given(st.integers(0, 10**6))
 def test_a_reduced_program_matches_brute_force(seed):
     program = dataclasses.replace(random_program(seed), reduced=True)
@@ -178,7 +179,7 @@ def test_no_time_is_no_wrong_claim():
     assert answer.bound <= least_cost(program) + 1e-9
 
 
-@settings(max_examples=80, deadline=None, derandomize=True)
+@settings(max_examples=examples(80), deadline=None, derandomize=True)
 @given(st.integers(0, 10**6))
 def test_relaxation_is_below_the_optimum(seed):
     """Fractions may only help, and satisfy every row."""

@@ -6,6 +6,7 @@ import math
 import numpy as np
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from property_tests import examples
 from selection_problems import problems
 
 from autopar_solver import recompute
@@ -13,7 +14,7 @@ from autopar_solver.selection.check import fits_budgets
 from autopar_solver.selection.options import options_of
 from autopar_solver.selection.solve import _changes, descend
 
-few = settings(max_examples=120, deadline=None)
+few = settings(max_examples=examples(120), deadline=None)
 
 
 def fitting_start(problem, options, seed):

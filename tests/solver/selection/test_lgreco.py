@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from property_tests import examples
 
 from autopar_solver import LGreCoProblem, Status, solve_lgreco, solve_lgreco_ilp
 from autopar_solver.selection.lgreco import rounded_errors
@@ -97,7 +98,7 @@ def published(problem):
     return tuple(reversed(choices))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(problems)
 def test_choices_are_the_published_ones(problem):
     """Ties included."""
@@ -106,7 +107,7 @@ def test_choices_are_the_published_ones(problem):
     assert (result.choices or None) == published(problem)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(problems)
 def test_between_two_exact_optima(problem):
     """The statement of the module's docstring."""
@@ -123,7 +124,7 @@ def test_between_two_exact_optima(problem):
         assert whole.size <= least(problem, budget - (layers - 1) * part)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(problems)
 def test_one_layer_is_exact(problem):
     """L - 1 = 0: with the whole budget, rounding costs one layer nothing."""
@@ -137,7 +138,7 @@ def test_one_layer_is_exact(problem):
     assert result.size == least(one, one.error_budget)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(problems)
 def test_ilp_matches_brute_force(problem):
     result = solve_lgreco_ilp(problem)

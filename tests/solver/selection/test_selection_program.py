@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, reject, settings
 from hypothesis import strategies as st
+from property_tests import examples
 from selection_problems import all_costs, best, problems, realistic
 
 from autopar_solver import (
@@ -24,7 +25,7 @@ from autopar_solver.selection.program import blocks_of, build_program, link_fini
 from autopar_solver.selection.relaxation import relax
 from autopar_solver.selection.solve import Incumbent
 
-few = settings(max_examples=100, deadline=None, derandomize=True)
+few = settings(max_examples=examples(100), deadline=None, derandomize=True)
 
 
 def options_or_reject(problem):

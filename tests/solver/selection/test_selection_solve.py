@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from property_tests import examples
 from selection_problems import (
     all_costs,
     assert_best,
@@ -33,19 +34,19 @@ from autopar_solver.selection.relaxation import relax
 from autopar_solver.selection.solve import descend, search_labels
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(problems)
 def test_matches_brute_force(problem):
     assert_best(problem, solve_selection(problem, gap=0.0))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(problems)
 def test_integer_program_alone_matches_brute_force(problem):
     assert_best(problem, solve_selection(problem, gap=0.0, widths=()))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(problems)
 def test_labels_alone_match_brute_force(problem):
     """As many labels as there are: nothing is left for the integer program."""
@@ -58,7 +59,7 @@ def test_labels_alone_match_brute_force(problem):
         assert_best(problem, solve_selection(problem, gap=0.0, widths=(1024,)))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(problems, st.integers(1, 3))
 def test_few_labels_prove_a_true_bound(problem, width):
     """What was cut for the width is not better than the bound."""
@@ -81,7 +82,7 @@ def test_few_labels_prove_a_true_bound(problem, width):
         assert least <= cost.cost_s + 1e-9
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(problems)
 def test_descent_stays_within_the_budgets_and_improves(problem):
     """From any choice that fits to one that no single change improves."""
@@ -135,7 +136,7 @@ def in_numbering(problem, options, chosen):
     return tuple(int(codecs[index]) for index in range(len(codecs)))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(problems)
 def test_default_gap(problem):
     """Within 1e-4 of the step, and never a bound above the best."""
@@ -149,7 +150,7 @@ def test_default_gap(problem):
         assert result.bound_s <= least + 1e-9
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(problems)
 def test_prices_prove_their_bound(problem):
     """The bound is the formula at the prices, and below the best."""
@@ -184,7 +185,7 @@ def lagrangian(problem, relaxation, choices):
     return total
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(problems)
 def test_exposed_time_is_the_definition(problem):
     """Running the link gives what the unrolled formula gives."""
@@ -195,7 +196,7 @@ def test_exposed_time_is_the_definition(problem):
     assert recompute(problem, choices).exposed_s == exposed
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(problems)
 def test_weights_are_derivatives(problem):
     """One more second of a gradient adds its weight, if a second passes no kink.
@@ -211,7 +212,7 @@ def test_weights_are_derivatives(problem):
         assert recompute(later, choices).exposed_s == exposed + 0.5 * weight
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(problems)
 def test_reductions_keep_a_best_choice(problem):
     """Among the options that stay is one choice as good as any."""

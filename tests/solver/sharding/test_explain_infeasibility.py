@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 from hypothesis import given, settings
+from property_tests import examples
 from sharding_problems import brute_force, problems
 
 from autopar_solver import (
@@ -96,7 +97,7 @@ def test_terms_are_the_live_ones_the_largest_first(problem):
         assert term.least in found.usage
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 @given(problems(max_nodes=4))
 def test_no_choice_stays_below_the_least_peak(problem):
     why = explain_infeasibility(problem)

@@ -3,6 +3,7 @@
 import hypothesis.strategies as st
 import numpy as np
 from hypothesis import given, settings
+from property_tests import examples
 
 from autopar_solver import MemoryTerm, ShardingProblem
 from autopar_solver.sharding import implied
@@ -46,7 +47,7 @@ offset = st.tuples(st.integers(0, 4), st.integers(0, 4))
 
 
 class TestImplied:
-    @settings(max_examples=60, deadline=None)
+    @settings(max_examples=examples(60), deadline=None)
     @given(
         st.integers(2, 24),
         st.lists(usage, min_size=2, max_size=2),

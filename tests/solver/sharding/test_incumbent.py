@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from property_tests import examples
 from sharding_problems import problems
 
 from autopar_solver import MemoryTerm, ShardingProblem, evaluate_choices
@@ -45,7 +46,7 @@ def test_only_better_valid_choices_are_taken():
     assert (incumbent.choices.tolist(), incumbent.cost) == ([1], 2.0)
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=examples(60), deadline=None, derandomize=True)
 @given(problems(max_nodes=4), st.integers(0, 10**6))
 def test_the_best_offer_stays(problem, seed):
     random = np.random.default_rng(seed)

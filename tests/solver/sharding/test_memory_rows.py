@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from property_tests import examples
 from sharding_problems import problems, random_problem
 from solver_graphs import term
 
@@ -36,7 +37,7 @@ def used_at(problem, choices, time):
     return used + sum(f[2] for f in fixed)
 
 
-@settings(max_examples=150, deadline=None, derandomize=True)
+@settings(max_examples=examples(150), deadline=None, derandomize=True)
 @given(problems(max_nodes=5), st.integers(0, 10**6))
 def test_rows_decide_like_all_times(problem, seed):
     rows, memory = find_rows(problem)
@@ -48,7 +49,7 @@ def test_rows_decide_like_all_times(problem, seed):
         assert fits == (peak <= problem.memory_limit)
 
 
-@settings(max_examples=150, deadline=None, derandomize=True)
+@settings(max_examples=examples(150), deadline=None, derandomize=True)
 @given(problems(max_nodes=5), st.integers(0, 10**6))
 def test_room_is_what_the_limit_leaves(problem, seed):
     """At the time of each row, room and usage above the least add up to the limit."""
@@ -138,7 +139,7 @@ def test_sum_of_memories_joins_equal_intervals():
     assert total.usage.tolist() == [[11.0, 22.0], [5.0, 5.0]]
 
 
-@settings(max_examples=80, deadline=None, derandomize=True)
+@settings(max_examples=examples(80), deadline=None, derandomize=True)
 @given(st.integers(0, 10**6))
 def test_sum_of_memories_is_the_sum_at_every_row(seed):
     random = np.random.default_rng(seed)

@@ -3,6 +3,7 @@
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from property_tests import examples
 from sharding_problems import problems, random_problem
 from solver_fields import field_of, graph_of_problem, random_choices
 from solver_graphs import graph_of, term
@@ -62,7 +63,7 @@ def test_memory_by_row():
     assert field.memory.at(1, field.num_strategies).tolist() == [5, 6, 0, 0, 0, 0, 9]
 
 
-@settings(max_examples=80, deadline=None, derandomize=True)
+@settings(max_examples=examples(80), deadline=None, derandomize=True)
 @given(problems(max_nodes=5), st.integers(0, 10**6))
 def test_cost_and_memory_are_the_problems(problem, seed):
     """Nothing but infinite strategies is gone from these fields."""
@@ -74,7 +75,7 @@ def test_cost_and_memory_are_the_problems(problem, seed):
     assert field.memory.fits(choices) == (found.peak <= problem.memory_limit)
 
 
-@settings(max_examples=80, deadline=None, derandomize=True)
+@settings(max_examples=examples(80), deadline=None, derandomize=True)
 @given(problems(max_nodes=5), st.integers(0, 10**6))
 def test_prices_charge_the_usage(problem, seed):
     """What prices add to the chosen strategies is usage times price, row by row."""
@@ -86,7 +87,7 @@ def test_prices_charge_the_usage(problem, seed):
     assert charged == prices @ field.memory.usage_of(choices)
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=examples(60), deadline=None, derandomize=True)
 @given(problems(max_nodes=5), st.integers(0, 10**6))
 def test_expected_usage_of_certain_choices_is_their_usage(problem, seed):
     field = field_of(problem)

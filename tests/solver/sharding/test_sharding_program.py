@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from property_tests import examples
 from sharding_problems import ladder, problems
 from solver_fields import binding_field, field_of, random_choices, solvable_field
 from solver_graphs import graph_of, term
@@ -50,7 +51,7 @@ def least_cost(field):
     return best
 
 
-@settings(max_examples=80, deadline=None, derandomize=True)
+@settings(max_examples=examples(80), deadline=None, derandomize=True)
 @given(problems(max_nodes=5), st.integers(0, 10**6), st.sampled_from([1.0, 8.0]))
 def test_program_says_what_the_field_says(problem, seed, scale):
     """Choices satisfy the equalities; cost, forbidden pairs and rows agree."""
@@ -104,7 +105,7 @@ def test_exclusion_forbids_these_choices_and_no_others():
         assert (total > cut.upper) == same
 
 
-@settings(max_examples=100, deadline=None, derandomize=True)
+@settings(max_examples=examples(100), deadline=None, derandomize=True)
 @given(problems(max_nodes=5, max_strategies=3))
 def test_solving_a_field_matches_brute_force(problem):
     field = solvable_field(problem)

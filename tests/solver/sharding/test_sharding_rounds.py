@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from property_tests import examples
 from sharding_problems import brute_force, ladder, problems
 from solver_fields import graph_of_problem
 
@@ -38,7 +39,7 @@ def rounds_of(problem, backend=HIGHS, seconds=None, choices=None):
     return incumbent
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=examples(60), deadline=None, derandomize=True)
 @given(problems(max_nodes=6, max_edges=12), st.integers(0, 10**6))
 def test_any_start_ends_at_the_optimum(problem, seed):
     random = np.random.default_rng(seed)

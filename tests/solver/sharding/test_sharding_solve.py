@@ -6,6 +6,7 @@ import math
 import numpy as np
 import pytest
 from hypothesis import given, settings
+from property_tests import examples
 from sharding_problems import brute_force, ladder, problems, random_problem
 
 from autopar_solver import MemoryTerm, ShardingProblem, Status, solve
@@ -24,19 +25,19 @@ def assert_best(problem, solution):
         assert solution.bound <= best + 1e-9 * abs(best)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(problems())
 def test_matches_brute_force_within_memory(problem):
     assert_best(problem, solve(problem, gap=0.0))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(problems(memory=False, max_edges=14))
 def test_matches_brute_force_without_memory(problem):
     assert_best(problem, solve(problem, gap=0.0))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(problems(max_edges=14, max_nodes=7, max_strategies=4))
 def test_default_gap(problem):
     """Within 1e-4 of the best, and never a bound above it."""

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from property_tests import examples
 from solver_graphs import graph_of, term
 
 from autopar_solver.sharding.graph import (
@@ -106,7 +107,7 @@ def test_replaced_strategies_project_to_what_replaces_them():
         assert choices.tolist() == [new]
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=examples(60), deadline=None, derandomize=True)
 @given(st.integers(0, 10**6))
 def test_projecting_what_was_expanded_changes_nothing(seed):
     """Any restrictions: choices now -> choices before -> the same choices now."""

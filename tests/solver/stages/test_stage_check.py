@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from property_tests import examples
 from stage_problems import all_pipelines, problems, random_problem
 
 from autopar_solver.stages.check import (
@@ -39,7 +40,7 @@ def pipeline_of(schedule: Schedule, stages: int, microbatches: int) -> Pipeline:
     )
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=examples(400), deadline=None)
 @given(
     st.sampled_from(
         [*map(Schedule, ScheduleKind), Schedule(ScheduleKind.INTERLEAVED, 2)]
@@ -83,7 +84,7 @@ def test_the_bound_is_exact_for_equal_stages(kind, stages, microbatches):
     assert bound == makespan_s(table, seconds)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(
     st.sampled_from([k for k in ScheduleKind if k is not ScheduleKind.INTERLEAVED]),
     st.integers(1, 6),
@@ -101,7 +102,7 @@ def test_kept_microbatches_are_those_of_the_table(kind, stages, microbatches):
             assert peak == most
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(problems)
 def test_memory_is_as_defined(problem):
     """Resident, activations of the microbatches kept, and the neediest layer."""

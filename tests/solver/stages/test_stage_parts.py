@@ -6,6 +6,7 @@ import math
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from property_tests import examples
 from stage_problems import problems
 
 from autopar_solver.stages import recompute
@@ -35,7 +36,7 @@ from autopar_solver.stages.terms import Terms, crossings_of, device_table
 seeds = st.integers(0, 10**6)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=examples(80), deadline=None)
 @given(problems, st.integers(1, 4), st.integers(0, 3))
 def test_least_layers_are_computed_again(problem, held, pending):
     """As trying every set does; the bound by prices is never above."""
@@ -85,7 +86,7 @@ def test_many_kinds_of_layers_are_chosen_among():
     assert math.isclose(seconds[chosen].sum(), least)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(seeds)
 def test_intervals_find_the_least_sum_and_maximum(seed):
     """Against trying every choice; with a cutoff, the bound is the lesser of both."""
@@ -108,7 +109,7 @@ def test_intervals_find_the_least_sum_and_maximum(seed):
         assert bound < cutoff
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 @given(problems)
 def test_programme_finds_the_cheapest_chain(problem):
     """Against trying every chain of stages; prices on devices never claim more."""

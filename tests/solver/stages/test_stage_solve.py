@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from property_tests import examples
 from stage_problems import all_pipelines, brute_force, problems, random_problem
 
 import autopar_solver.stages.exhaust as stage_exhaust
@@ -29,7 +30,7 @@ ONE_F_ONE_B = Schedule(ScheduleKind.ONE_F_ONE_B)
 ALL = (*map(Schedule, ScheduleKind), Schedule(ScheduleKind.INTERLEAVED, 2))
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=examples(80), deadline=None)
 @given(problems)
 def test_matches_brute_force(problem):
     """Mixed groups, tight memory, links, shared parameters, all at times."""
@@ -45,7 +46,7 @@ def test_matches_brute_force(problem):
         assert solution.bound_s <= best * (1 + 1e-9)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 @given(problems)
 def test_bounds_hold_without_enumeration(problem):
     """What the dynamic programme proves alone is below the best pipeline."""
@@ -60,7 +61,7 @@ def test_bounds_hold_without_enumeration(problem):
         assert math.isinf(best)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=examples(20), deadline=None)
 @given(st.integers(0, 10**6), st.floats(0.0, 0.5))
 def test_gap_is_kept(seed, gap):
     problem = random_problem(seed)
@@ -252,7 +253,7 @@ def test_a_layer_that_fits_nowhere_is_named():
     assert binding.least_bytes > 9.0
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 @given(problems)
 def test_every_pipeline_is_over_its_memory_by_what_binds(problem):
     solution = solve_stages(problem)
@@ -302,7 +303,7 @@ def test_the_same_problem_has_the_same_solution():
     assert first.bound_s == second.bound_s
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 @given(problems)
 def test_completion_takes_the_least_seconds(problem):
     """Of all sets of layers to compute again, none that fits is shorter."""

@@ -13,6 +13,7 @@ from compression_workers import (
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from property_tests import examples
 
 from autopar.compression.codecs.dense import Bf16, Dense
 
@@ -77,7 +78,7 @@ def test_bf16_scattered_sums_in_float32():
         lambda n: st.lists(st.floats(width=32), min_size=n, max_size=n)
     ),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 def test_bf16_bytes_round_trip(values):
     """Infinities and NaN included; denormals to the rounding of bfloat16."""
     rows = jnp.asarray([values], jnp.float32)

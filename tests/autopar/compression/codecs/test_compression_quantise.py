@@ -17,6 +17,7 @@ from compression_workers import (
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from property_tests import examples
 
 from autopar.compression.codecs.blocks import hadamard, mix, uniform
 from autopar.compression.codecs.codec import Codec
@@ -142,7 +143,7 @@ def test_stochastic_rounding_has_no_bias(codec):
         max_size=5,
     )
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 def test_no_element_is_off_by_more_than_half_a_step(codec, rows):
     rows = np.asarray(rows, np.float32)
     decoded = round_trip(codec, [rows, rows])[0]
@@ -209,7 +210,7 @@ def test_non_finite_stays_in_its_block(codec, bad):
 
 @named(CODECS)
 @given(values=st.lists(st.floats(width=32), min_size=5, max_size=5))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 def test_any_row_is_finite_or_seen_to_be_not(codec, values):
     rows = np.asarray([values, values], np.float32)
     length = norm(rows)
@@ -323,7 +324,7 @@ def test_wire_of_whole_blocks_is_the_formula_of_the_field(codec):
 
 @named([Int8(), Int4(), Sign(), Fp8()])
 @given(elements=st.integers(1, 100_000))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 def test_chunk_is_enough_and_not_much_more(codec, elements):
     chunk = codec.chunk(elements)
     assert elements <= chunk <= elements * (1 + 1 / 32)

@@ -13,6 +13,7 @@ from compression_workers import (
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from property_tests import examples
 
 from autopar.compression.codecs.registry import parse_codec
 from autopar.compression.codecs.sketch import Sketch, median, sketch, unsketch
@@ -78,7 +79,7 @@ def test_the_estimate_is_right_on_average():
     assert (np.abs(np.mean(found, axis=0) - x) < 5 * deviation).all()
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 @given(st.sampled_from([1, 3, 5]), st.integers(0, 1000))
 def test_median_is_numpys(count, seed):
     values = np.random.default_rng(seed).integers(-3, 4, (count, 50)).astype("f4")

@@ -15,6 +15,7 @@ from compression_workers import (
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from property_tests import examples
 
 from autopar.compression.codecs.registry import format_codec, parse_codec
 from autopar.compression.codecs.sparse import BlockTopK, RandK, TopK, add_all, kept
@@ -162,7 +163,7 @@ def test_bytes(workers, values, scatter):
     assert random == (pytest.approx(factor * (n - 1) / n * blocks), 1)
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=examples(15), deadline=None)
 @given(
     st.sampled_from([1, 2, 33, 300]),
     st.sampled_from([0.001, 0.3, 1.0]),

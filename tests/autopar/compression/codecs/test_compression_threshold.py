@@ -13,6 +13,7 @@ from compression_workers import (
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from property_tests import examples
 
 from autopar.compression.codecs.registry import parse_codec
 from autopar.compression.codecs.threshold import (
@@ -34,7 +35,7 @@ def gradients(seed=0, shape=SHAPE, workers=WORKERS):
     return rng.standard_normal((workers, *shape)).astype(np.float32)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(st.data())
 def test_compact_finds_the_true_elements(data):
     size = data.draw(st.sampled_from([1, 33, 2500]))
@@ -65,7 +66,7 @@ def test_compact_spares_others_when_it_starts_elsewhere():
     assert first != second
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 @given(st.integers(0, 1000), st.sampled_from([1, 3, 50, 77]))
 def test_kth_largest_is_the_sorted_one(seed, k):
     rng = np.random.default_rng(seed)

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from policy_training import Training, report
+from property_tests import examples
 
 from autopar.compression.codecs.registry import parse_codec
 from autopar.compression.policies import (
@@ -280,7 +281,7 @@ MAKERS = {
 
 
 @pytest.mark.parametrize("name", MAKERS)
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=examples(20), deadline=None)
 @given(
     norms=st.lists(st.floats(0.0, 10.0), min_size=2, max_size=30),
     cut=st.integers(0, 30),

@@ -7,6 +7,7 @@ import math
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from property_tests import examples
 
 from autopar.cluster import Cluster
 from autopar.compression.codecs.registry import parse_codec
@@ -42,7 +43,7 @@ HOMES = (((), ()), ((1,), ()), ((), (1, 0)), ((0, 1), ()))
 SHAPE = (1024, 512)
 
 # The first example of a codec runs its rounds on abstract values.
-TRACED = settings(deadline=None, max_examples=40)
+TRACED = settings(deadline=None, max_examples=examples(40))
 
 texts = st.sampled_from(TEXTS)
 # Every way to sum a gradient that one of the layouts allows.

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from property_tests import examples
 
 from autopar.elastic.processes import tiles
 
@@ -23,7 +24,7 @@ def grid(shape: tuple[int, int], parts: tuple[int, int]) -> list[tiles.Tile]:
 DIVISORS = st.sampled_from([1, 2, 3, 4, 6, 12])
 
 
-@settings(deadline=None, max_examples=30)
+@settings(deadline=None, max_examples=examples(30))
 @given(st.tuples(DIVISORS, DIVISORS), st.tuples(DIVISORS, DIVISORS))
 def test_any_split_can_be_put_together_from_any_other(
     old: tuple[int, int], new: tuple[int, int]

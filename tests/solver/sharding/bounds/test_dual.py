@@ -3,13 +3,14 @@
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from property_tests import examples
 from sharding_problems import ladder, problems
 from solver_fields import UNLIMITED, binding_field, field_of
 
 from autopar_solver.sharding.bounds.dual import Dual, peaks
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(problems(max_nodes=5, max_strategies=3))
 def test_priced_bounds(problem):
     """With prices on memory, bounds hold for every choice that fits."""
@@ -50,7 +51,7 @@ def fitting_costs(field):
             yield np.array(choices), field.cost(np.array(choices))
 
 
-@settings(max_examples=40, deadline=None, derandomize=True)
+@settings(max_examples=examples(40), deadline=None, derandomize=True)
 @given(problems(max_nodes=4, max_strategies=3), st.integers(0, 10**6))
 def test_any_prices_prove_a_bound(problem, seed):
     """Prices drawn at random bound the cost as the best ones do."""
@@ -65,7 +66,7 @@ def test_any_prices_prove_a_bound(problem, seed):
         assert (dual.bounds[flat] <= cost + 1e-7).all()
 
 
-@settings(max_examples=40, deadline=None, derandomize=True)
+@settings(max_examples=examples(40), deadline=None, derandomize=True)
 @given(problems(max_nodes=4, max_strategies=3), st.integers(1, 12))
 def test_what_is_proved_stays_proved(problem, steps):
     """Steps may lose ground; the best bounds never do."""
@@ -124,7 +125,7 @@ def test_elimination_that_is_too_large_is_left_out():
     assert dual.step_seconds > light
 
 
-@settings(max_examples=30, deadline=None, derandomize=True)
+@settings(max_examples=examples(30), deadline=None, derandomize=True)
 @given(
     seed=st.integers(0, 10**6),
     entries=st.sampled_from([1, 4, 9]),

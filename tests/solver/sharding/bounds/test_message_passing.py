@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from property_tests import examples
 from sharding_problems import ladder, problems
 from solver_fields import field_of, graph_of_problem, minima
 from solver_graphs import graph_of
@@ -16,7 +17,7 @@ from autopar_solver.sharding.field import flatten
 from autopar_solver.sharding.graph import Follow
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=examples(80), deadline=None)
 @given(problems(memory=False, max_nodes=5, max_strategies=3), st.integers(1, 6))
 def test_message_bounds(problem, sweeps):
     field = field_of(problem)
@@ -87,7 +88,7 @@ def test_first_strategies_win_ties():
     assert messages.decode(field.costs).tolist() == [0, 0, 0]
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=examples(60), deadline=None, derandomize=True)
 @given(problems(memory=False, max_nodes=5, max_strategies=3), st.integers(0, 10**6))
 def test_bounds_hold_at_any_costs_and_any_messages(problem, seed):
     """Sweeps at other costs leave messages behind; what they prove stays true."""
@@ -102,7 +103,7 @@ def test_bounds_hold_at_any_costs_and_any_messages(problem, seed):
         assert (swept.base + swept.rises <= best + 1e-9).all()
 
 
-@settings(max_examples=40, deadline=None, derandomize=True)
+@settings(max_examples=examples(40), deadline=None, derandomize=True)
 @given(problems(memory=False, max_nodes=5, max_strategies=3))
 def test_every_node_has_a_strategy_that_does_not_rise(problem):
     field = field_of(problem)

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from property_tests import examples
 from sharding_problems import ladder, problems
 from solver_fields import UNLIMITED, field_of, minima
 from solver_graphs import graph_of
@@ -13,7 +14,7 @@ from autopar_solver.sharding.bounds.message_passing import MessagePassing
 from autopar_solver.sharding.field import flatten
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     problems(memory=False, max_nodes=6, max_strategies=3, max_edges=14),
     st.sampled_from([1, 4, 9, 30, UNLIMITED]),
@@ -66,7 +67,7 @@ def test_a_cycle_is_solved_exactly():
     assert split.bound <= 5.0
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=examples(60), deadline=None, derandomize=True)
 @given(problems(memory=False, max_nodes=5, max_strategies=3, max_edges=14))
 def test_choices_cost_no_less_than_the_bound(problem):
     field = field_of(problem)
@@ -76,7 +77,7 @@ def test_choices_cost_no_less_than_the_bound(problem):
         assert cost >= found.bound - 1e-9
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=examples(60), deadline=None, derandomize=True)
 @given(problems(memory=False, max_nodes=5, max_strategies=3, max_edges=14))
 def test_splits_only_lower_the_bound(problem):
     field = field_of(problem)

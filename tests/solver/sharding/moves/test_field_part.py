@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from property_tests import examples
 from sharding_problems import problems
 from solver_fields import binding_field, random_choices, solvable_field
 from solver_graphs import graph_of
@@ -43,7 +44,7 @@ def best_of_part(field, choices, members, kept):
     return best
 
 
-@settings(max_examples=120, deadline=None, derandomize=True)
+@settings(max_examples=examples(120), deadline=None, derandomize=True)
 @given(problems(max_nodes=5, max_strategies=3), st.integers(0, 10**6))
 def test_matches_brute_force(problem, seed):
     """Any members, any of their strategies, from any choices that fit."""

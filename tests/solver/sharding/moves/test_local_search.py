@@ -3,6 +3,7 @@
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from property_tests import examples
 from sharding_problems import problems
 from solver_fields import UNLIMITED, binding_field, random_choices, solvable_field
 from solver_graphs import graph_of, term
@@ -10,7 +11,7 @@ from solver_graphs import graph_of, term
 from autopar_solver.sharding.field import flatten, links_of
 from autopar_solver.sharding.moves.local_search import Position, mend, polish
 
-few = settings(max_examples=80, deadline=None, derandomize=True)
+few = settings(max_examples=examples(80), deadline=None, derandomize=True)
 seeds = st.integers(0, 10**6)
 
 

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from property_tests import examples
 from sharding_problems import brute_force, problems
 from solver_graphs import graph_of, term
 
@@ -45,7 +46,7 @@ def best_of_graph(graph, problem):
 @pytest.mark.parametrize(
     "name_and_reduction", REDUCTIONS, ids=[name for name, _ in REDUCTIONS]
 )
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(
     problem=problems(max_nodes=5, max_strategies=3, max_edges=8),
     prefix=st.integers(0, len(REDUCTIONS)),
@@ -63,7 +64,7 @@ def test_each_keeps_the_optimum(name_and_reduction, problem, prefix):
     assert best == brute_force(problem)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(problems(max_nodes=6, max_strategies=3, max_edges=10))
 def test_all_keep_the_optimum(problem):
     graph = build_graph(problem)
@@ -75,7 +76,7 @@ def test_all_keep_the_optimum(problem):
     assert best == brute_force(problem)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(problems(max_nodes=5, max_strategies=3), st.integers(0, 10**6))
 def test_project_costs_no_more(problem, seed):
     """Valid choices map into what is left and come back at no higher cost."""
@@ -156,7 +157,7 @@ def test_dominated_looks_at_memory():
     assert frugal.costs[0].tolist() == [1.0, 2.0]
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=examples(80), deadline=None)
 @given(
     problem=problems(max_nodes=4, max_strategies=4, max_edges=5),
     node=st.integers(0, 3),

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from property_tests import examples
 from solver_graphs import graph_of, term
 
 from autopar_solver.sharding.graph import ContradictionError
@@ -55,7 +56,7 @@ def fitting(graph, sizes):
     }
 
 
-@settings(max_examples=120, deadline=None, derandomize=True)
+@settings(max_examples=examples(120), deadline=None, derandomize=True)
 @given(st.integers(0, 10**6))
 def test_each_keeps_what_fits(seed):
     """The same choices fit before and after; oversized strategies fitted nowhere."""
@@ -76,7 +77,7 @@ def test_each_keeps_what_fits(seed):
     assert {tuple(graph.expand(np.array(c)).tolist()) for c in after} == before
 
 
-@settings(max_examples=80, deadline=None, derandomize=True)
+@settings(max_examples=examples(80), deadline=None, derandomize=True)
 @given(st.integers(0, 10**6))
 def test_settled_memory_starts_at_nothing(seed):
     """Every term has a strategy that uses nothing and one that uses something."""
@@ -140,7 +141,7 @@ def test_what_is_over_by_rounding_still_fits():
     assert len(graph.costs[0]) == 1
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=examples(60), deadline=None, derandomize=True)
 @given(st.integers(0, 10**6))
 def test_least_of_any_stretch(seed):
     random = np.random.default_rng(seed)

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from property_tests import examples
 from solver_graphs import graph_of, term
 
 from autopar_solver.clock import Clock
@@ -27,7 +28,7 @@ tables = st.integers(0, 10**6).map(
 )
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=examples(60), deadline=None, derandomize=True)
 @given(st.integers(0, 10**6), st.integers(2, 6))
 def test_what_replaces_another_stays(seed, size):
     """Replacements are among the kept, and only where one dominates the other."""
@@ -55,7 +56,7 @@ def test_a_forbidden_pair_may_be_replaced_by_an_allowed_one():
     assert choices[0] == 1
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=examples(60), deadline=None, derandomize=True)
 @given(tables, st.integers(0, 10**6))
 def test_sums_split_and_others_do_not(table, seed):
     """``u[a] + v[b]`` splits into parts that add up to it; a changed entry does not."""
@@ -71,7 +72,7 @@ def test_sums_split_and_others_do_not(table, seed):
         assert (found[0][:, None] + found[1] == table).all()
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=examples(60), deadline=None, derandomize=True)
 @given(st.integers(0, 10**6))
 def test_followers_are_functions_of_their_leader(seed):
     random = np.random.default_rng(seed)

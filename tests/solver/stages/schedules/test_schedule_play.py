@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from property_tests import examples
 
 from autopar_solver.stages.schedules.order import make_table
 from autopar_solver.stages.schedules.play import (
@@ -74,7 +75,7 @@ def test_published_bubbles(schedule, bubble):
     assert timeline.bubble == pytest.approx(np.full(4, bubble))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(shapes(), st.booleans())
 def test_play_keeps_every_rule(shape, blocking):
     """No group does two tasks at once, and every input is there in time."""
@@ -109,7 +110,7 @@ def test_play_keeps_every_rule(shape, blocking):
         assert first >= end[before] + link + latency
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(shapes())
 def test_play_waits_for_nothing_else(shape):
     """The longest chain of tasks explains the makespan: earlier is not possible."""
@@ -123,7 +124,7 @@ def test_play_waits_for_nothing_else(shape):
     assert starts <= ends | {0.0}
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(st.integers(1, 5), st.integers(1, 9), st.integers(0, 10**6))
 def test_gpipe_is_two_flow_shops(stages, microbatches, seed):
     """Links and groups are machines of a flow shop: its makespan is known."""
@@ -138,7 +139,7 @@ def test_gpipe_is_two_flow_shops(stages, microbatches, seed):
     assert makespan_s(table, seconds) == expected
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(st.integers(1, 5), st.integers(1, 9), st.integers(0, 10**6))
 def test_1f1b_without_links_is_within_fill_and_slowest_passes(
     stages, microbatches, seed
@@ -191,7 +192,7 @@ def test_step_seconds_follow_each_group_s_last_task():
     assert makespan_s(table, seconds) == 1 + 1 + 2 + 10
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(shapes())
 def test_peak_bytes_are_counted_over_time(shape):
     """The same peak as sampling the bytes alive at every start."""

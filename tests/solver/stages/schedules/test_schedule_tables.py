@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from property_tests import examples
 
 from autopar_solver.stages.schedules.check import alive, check_table
 from autopar_solver.stages.schedules.order import make_table
@@ -23,7 +24,7 @@ schedules = st.one_of(
 ONE_F_ONE_B = Schedule(ScheduleKind.ONE_F_ONE_B)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(schedules, st.integers(1, 6), st.integers(1, 15))
 def test_every_table_is_complete_and_runs(schedule, stages, microbatches):
     table = make_table(schedule, stages, microbatches)
@@ -33,7 +34,7 @@ def test_every_table_is_complete_and_runs(schedule, stages, microbatches):
     assert (TaskKind.BACKWARD_WEIGHT in kinds) == schedule.splits_backward
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(st.integers(1, 8), st.integers(1, 20))
 def test_activations_alive(stages, microbatches):
     """GPipe keeps all, 1F1B at most S - i on stage i, ZB-H1 at most S."""
@@ -47,7 +48,7 @@ def test_activations_alive(stages, microbatches):
         assert most[ScheduleKind.ZERO_BUBBLE] == min(stages, microbatches)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(st.integers(1, 8), st.integers(1, 20))
 def test_zero_bubble_holds_whole_activations_as_1f1b_does(stages, microbatches):
     table = make_table(Schedule(ScheduleKind.ZERO_BUBBLE), stages, microbatches)
@@ -66,7 +67,7 @@ def test_interleaved_order_is_megatron_s():
     assert backwards == [(m, 1 - chunk) for m, chunk in first + second]
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(st.integers(1, 5), st.integers(1, 3), st.integers(1, 3))
 def test_interleaved_keeps_what_its_warm_up_and_one_more_need(stages, chunks, rounds):
     microbatches = rounds * stages
