@@ -296,19 +296,6 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         return (*own, ((self.stage_axis, len(self.stages)), *own[0]))
 
     @property
-    def uneven(self) -> tuple[str, ...]:
-        """Arrays of which several stages have pieces, and that lie on one of them."""
-        if self.pipeline is None:
-            return ()
-        homes, count = self.pipeline.homes, len(self.stages)
-        return tuple(
-            path
-            for path in self.pipeline.pieces
-            if len({homes[p] for p in self._pieces(path)}) > 1
-            and self.home(path) < count
-        )
-
-    @property
     def stage_axis(self) -> str:
         """The name of the axis of stages, which no mesh of a stage has."""
         names = {name for stage in self.stages for name in stage.axis_names}

@@ -17,9 +17,8 @@ def settled(
 ) -> tuple[list[Any], Any]:
     """The flat results of a guarded step, and whether it was finite.
 
-    A program of one stage has restored its state and says so. Stages in one process are
-    looked at here; of those in several processes nobody has all results, so None is
-    returned.
+    A program of one stage has restored its state and says so. What stages return is
+    looked at here, by each process that has a part of it.
 
     Args:
       planned: the program.
@@ -29,9 +28,9 @@ def settled(
     if isinstance(planned, PlannedStep):
         *own, finite = flat
         return own, finite
-    if planned.links is not None:
-        return list(flat), None
     finite = is_finite(planned.analysis, flat)
+    if planned.links is not None:
+        finite = planned.links.agreed(finite, "looking at the results of a step")
     if finite:
         return list(flat), True
     return with_old_state(planned.analysis, placed, flat), False

@@ -259,18 +259,12 @@ class CodecRun:
         world: World,
     ) -> None:
         """Finds what codecs would lose in the step to come; its time is not counted."""
-        if planned.gradients is None:
-            raise PlanError(
-                "policy: it tries codecs on the gradients of a step, which stages in "
-                "several processes do not hand out. Use a policy that looks at the "
-                "telemetry alone, or plan with stages=1."
-            )
         assert planned.sums is not None
         jax.block_until_ready(self._telemetry)
         begin = time.perf_counter()
         partials = planned.gradients(*placed)
         self._measured = measure_errors(
-            planned.sums, partials, state, probes, world, self._probes
+            planned.sums, partials, state, probes, world, self._probes, planned.links
         )
         for name, found in self._measured.items():
             known = self._probed.setdefault(name, {})

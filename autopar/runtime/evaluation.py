@@ -15,6 +15,8 @@ from autopar.runtime import arguments, homes, placement
 from autopar.runtime.any_step import AnyStep
 from autopar.runtime.planned import PlannedStep
 from autopar.runtime.recent import Recent
+from autopar.runtime.stages.placing import placed
+from autopar.runtime.stages.transport import Links
 from autopar.runtime.world import World
 from autopar.steps.batch import rows_axes
 from autopar_passes import jax_compat
@@ -81,7 +83,7 @@ class Evaluation(Generic[P, R]):
         """Runs the function; NNX objects among its arguments are updated.
 
         Raises:
-          PlanError: the step has no plan yet, or one of stages in several processes.
+          PlanError: the step has no plan yet.
         """
         if any(isinstance(x, Tracer) for x in jax.tree.leaves((args, kwargs))):
             return self._function(*args, **kwargs)
@@ -121,15 +123,9 @@ class Evaluation(Generic[P, R]):
 
     def _placed(self, call: Call) -> list[Any]:
         """The arrays of a call, those of a batch split over the batch's axes."""
-        running, world = self._running(), self._world()
+        running, count = self._running(), self._world().process_count
         if not isinstance(running, PlannedStep):
-            if world.process_count > 1:
-                raise PlanError(
-                    f"{self.__name__}: step.jit runs one program on all devices, and "
-                    "the state is on those of stages in several processes. Move it to "
-                    "a plan of one stage with replan."
-                )
-            return spread(call.arrays, running.mesh)
+            return spread(call.arrays, running.mesh, running.links)
         devices = set(running.mesh.devices.flat)
         axes = batch_axes(running)
         placed: list[Any] = []
@@ -138,7 +134,7 @@ class Evaluation(Generic[P, R]):
                 # Under a mesh that is set, the step gave its state back on that one.
                 placed += homes.given_back([x], running.mesh, ())
                 continue
-            shape = placement.global_shape(x, world.process_count)
+            shape = placement.global_shape(x, count)
             sharding = NamedSharding(running.mesh, _row_spec(running, shape, axes))
             if shape == tuple(jax.numpy.shape(x)):
                 placed.append(placement.place(x, sharding))
@@ -147,28 +143,36 @@ class Evaluation(Generic[P, R]):
         return placed
 
 
-def spread(arrays: Sequence[Any], mesh: Mesh) -> list[Any]:
+def spread(arrays: Sequence[Any], mesh: Mesh, links: Links | None = None) -> list[Any]:
     """Lays arrays out over all devices of a pipeline, for one program on all of them.
 
     State that lies on devices of stages is split along its largest dimension that the
     number of devices divides. The rows of other arrays are split if it divides them.
 
     Args:
-      arrays: state, and a batch.
+      arrays: state, and a batch; of that each process has its rows.
       mesh: all devices, along one axis.
+      links: to the other processes; None: there are none.
     """
     (axis,), count = mesh.axis_names, mesh.size
+    processes = 1 if links is None else links.world.process_count
     own = set(mesh.devices.flat)
-    placed: list[Any] = []
+    shapes: list[tuple[int, ...]] = []
+    wanted: list[NamedSharding] = []
     for x in arrays:
-        shape = jax.numpy.shape(x)
         lies = isinstance(x, jax.Array) and isinstance(x.sharding, NamedSharding)
         state = lies and x.sharding.device_set <= own
+        shape = tuple(jax.numpy.shape(x))
+        shape = shape if state else placement.global_shape(x, processes)
         dims = sorted(range(len(shape)), key=lambda d: -shape[d]) if state else [0]
         fits = [d for d in dims if d < len(shape) and shape[d] % count == 0]
         names = [axis if fits[:1] == [d] else None for d in range(len(shape))]
-        placed.append(placement.place(x, NamedSharding(mesh, PartitionSpec(*names))))
-    return placed
+        shapes.append(shape)
+        wanted.append(NamedSharding(mesh, PartitionSpec(*names)))
+    if links is None:
+        return [placement.place(x, s) for x, s in zip(arrays, wanted, strict=True)]
+    named = {f"array {k} of the call": x for k, x in enumerate(arrays)}
+    return placed(links, named, shapes, wanted, first=False)
 
 
 def batch_axes(running: PlannedStep) -> tuple[str, ...]:

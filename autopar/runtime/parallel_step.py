@@ -409,7 +409,7 @@ class ParallelStep(HasNoise, Generic[P, R]):
 
         Raises:
           PlanError: the function is a ``jax.pmap``; on a call, if the step has not
-            been planned yet, or has stages in several processes.
+            been planned yet.
         """
         return Evaluation(function, self._running, lambda: self.world, static_argnames)
 

@@ -44,6 +44,25 @@ def place(leaf: Any, sharding: NamedSharding) -> Any:
     )
 
 
+def replicated(array: Any, shardings: Sequence[NamedSharding]) -> list[Any]:
+    """An array of this process, whole on all devices of shardings.
+
+    Args:
+      array: the same on every process of the shardings.
+      shardings: that split nothing.
+    """
+    out: list[Any] = []
+    for sharding in shardings:
+        if sharding.is_fully_addressable:
+            out.append(jax.device_put(array, sharding))
+            continue
+        parts = [jax.device_put(array, d) for d in sharding.addressable_devices]
+        out.append(
+            jax.make_array_from_single_device_arrays(array.shape, sharding, parts)
+        )
+    return out
+
+
 def _strong(leaf: jax.Array) -> Any:
     """The same values without a weak type, which but the first call's scalars have."""
     if leaf.is_fully_addressable:

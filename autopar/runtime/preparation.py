@@ -26,7 +26,8 @@ from autopar.runtime.meshes import device_mesh, home_meshes, stage_meshes
 from autopar.runtime.program_store import ProgramStore
 from autopar.runtime.recent import Recent
 from autopar.runtime.setting import Setting, moved_setting
-from autopar.runtime.stages.placing import moved_between, placed_on_stages
+from autopar.runtime.stages.placing import moved_between
+from autopar.runtime.stages.placing import placed as placed_on_processes
 from autopar.runtime.stages.planned import check_world
 from autopar.runtime.stages.transport import Links
 from autopar.runtime.state_mover import DevicePut, move, state_layout
@@ -360,9 +361,15 @@ class Preparation:
         Raises:
           PlanError: arrays that each process holds alone differ.
         """
-        if planned.links is not None:
-            return placed_on_stages(planned, leaves, first=first)
         graph, shardings = planned.analysis.graph, planned.in_shardings
+        if planned.links is not None:
+            return placed_on_processes(
+                planned.links,
+                {i.path: x for i, x in zip(graph.inputs, leaves, strict=True)},
+                [graph.values[i.value].shape for i in graph.inputs],
+                shardings,
+                first=first,
+            )
         whole: dict[str, Any] = {}
         placed: list[Any] = []
         world = self._world()
@@ -447,7 +454,7 @@ def moved_state(
     """
     links = new.links or old.links
     if links is not None:
-        return moved_between(links, new, state)
+        return moved_between(links, state, new.in_shardings)
     count = len(state)
     lies = all(
         isinstance(x, jax.Array) and x.sharding.is_equivalent_to(s, x.ndim)

@@ -278,8 +278,3 @@ def grid(devices: Sequence[Any], sizes: Sequence[int]) -> np.ndarray:
 def _ids(devices: Sequence[Any]) -> str:
     """Ids of devices, as errors show them."""
     return "[" + ", ".join(str(getattr(d, "id", d)) for d in devices) + "]"
-
-
-def whole_array(array: Any) -> np.ndarray:
-    """All of an array of which each process has a part, on every process."""
-    return np.asarray(multihost_utils.process_allgather(array, tiled=True))

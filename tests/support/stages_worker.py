@@ -26,8 +26,7 @@ from autopar.runtime.stages import run
 
 sys.path.append(str(ROOT / "tests" / "autopar" / "runtime" / "stages"))
 
-DEVICES = 4
-ASKED: dict[str, Any] = {"stages": 2, "microbatches": 4, "cluster": f"{DEVICES}:cpu"}
+ASKED: dict[str, Any] = {"stages": 2, "microbatches": 4, "cluster": "4:cpu"}
 
 
 def rows(seed: int) -> dict[str, Any]:
@@ -139,9 +138,6 @@ def refused() -> dict[str, Any]:
             said.append(f"{type(error).__name__}: {error}")
     seconds = time.monotonic() - begin
     state, loss = step(state, rows(1))
-    with contextlib.suppress(PlanError):
-        step.jit(lambda state: state["params"][0]["b"])(state)
-        said.append("not refused")
     return {"said": said, "seconds": seconds, "loss": float(loss)}
 
 
@@ -165,17 +161,61 @@ def late() -> dict[str, Any]:
     return {"said": said, "seconds": time.monotonic() - begin}
 
 
-def uneven() -> str:
-    """What is said of a stage that lies in two processes."""
+# By number of processes, how stages lie on their devices: how many stages, and the
+# devices of the first, the second and so on.
+LAID: dict[int, dict[str, tuple[int, list[int]]]] = {
+    2: {"each over both": (2, [0, 2, 1, 3]), "two in one": (4, [3, 1, 0, 2])},
+    4: {"unevenly over three": (2, [0, 1, 2, 4, 3, 5, 6, 7])},
+}
+# Those of two stages with all that hangs on a step: one process each, or two.
+BESIDE = {2: [0, 1, 2, 3], 4: [0, 3, 4, 7]}
+
+
+def joint(name: str) -> dict[str, Any]:
+    """Losses and results of stages that lie in several processes, or beside others."""
+    from stage_cases import LOSSES, adam, batch, mixed_distance, mixed_step
+
+    stages, order = LAID[jax.process_count()][name]
+    asked = {**ASKED, "stages": stages, "devices": [jax.devices()[k] for k in order]}
+    asked["cluster"] = f"{len(order)}:cpu"
+    made, state, _ = adam(LOSSES["masked"])
+    step, losses = autopar.parallelize(made, **asked), list[float]()
+    state = step.init(lambda: state, batch=batch())
+    for seed in range(3):
+        state, loss = step(state, rows(seed))
+        losses.append(float(loss))
+    joint = stages == 2
+    step = autopar.parallelize(mixed_step, **asked)
+    return {"losses": losses, "far": mixed_distance(step, rows) if joint else 0.0}
+
+
+def beside(order: list[int]) -> dict[str, Any]:
+    """What hangs on a step of two stages, on devices in some order."""
+    from stage_cases import all_beside_the_step
+
+    def mine(rows: int) -> slice:
+        count, process = rows // jax.process_count(), jax.process_index()
+        return slice(process * count, (process + 1) * count)
+
+    return all_beside_the_step([jax.devices()[k] for k in order], mine)
+
+
+def broken() -> dict[str, Any]:
+    """What is said of a stage of both processes that fails in process 1."""
     from stage_cases import adam, mean_loss
 
     made, state, _ = adam(mean_loss)
-    try:
-        mixed = [jax.devices()[k] for k in (0, 2, 1, 3)]
-        autopar.parallelize(made, devices=mixed, **ASKED)(state, rows(0))
-    except PlanError as error:
-        return str(error)
-    return "not refused"
+    devices = [jax.devices()[k] for k in (0, 2, 1, 3)]
+    step = autopar.parallelize(made, devices=devices, **ASKED)
+    state, _ = step(state, rows(0))
+    failing, begin, said = jax.process_index() == 1, time.monotonic(), list[str]()
+    with stopped_at(2, lambda: 1 / 0) if failing else contextlib.nullcontext():
+        for _ in range(2):
+            try:
+                step(state, rows(1))
+            except (AutoparError, ZeroDivisionError) as error:
+                said.append(f"{type(error).__name__}: {error}")
+    return {"said": said, "seconds": time.monotonic() - begin}
 
 
 def killed(how: int = signal.SIGKILL) -> dict[str, Any]:
@@ -206,6 +246,12 @@ def results(case: str) -> Any:
     """What a process finds."""
     if case == "killed":
         return killed()
+    if case == "laid":
+        count = jax.process_count()
+        lies = {name: joint(name) for name in LAID[count]}
+        return {"lies": lies, "beside": beside(BESIDE[count])}
+    if case == "broken":
+        return broken()
     if case == "hangs":
         return killed(signal.SIGSTOP)
     return {
@@ -214,7 +260,6 @@ def results(case: str) -> Any:
         "mixed": mixed(),
         "moved": moved(),
         "refused": refused(),
-        "uneven": uneven(),
         "late": late(),
     }
 
@@ -223,7 +268,7 @@ def main() -> None:
     process, count, port = map(int, sys.argv[1:4])
     out, case = sys.argv[4:]
     jax.config.update("jax_platforms", "cpu")
-    jax.config.update("jax_num_cpu_devices", DEVICES // count)
+    jax.config.update("jax_num_cpu_devices", 2)
     jax.distributed.initialize(
         f"localhost:{port}", count, process, initialization_timeout=240
     )

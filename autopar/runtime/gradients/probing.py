@@ -38,6 +38,7 @@ from autopar.runtime import agreement
 from autopar.runtime.gradients.sums import AnySums, GradientSums, Member, State
 from autopar.runtime.gradients.within import sum_within
 from autopar.runtime.recent import Recent
+from autopar.runtime.stages.transport import Links
 from autopar.runtime.world import World
 from autopar.steps.sums import worth_a_codec
 from autopar_passes.layouts import constrain, partition_spec
@@ -107,6 +108,7 @@ def measure_errors(
     texts: Sequence[str],
     world: World,
     programs: ProbePrograms,
+    links: Links | None = None,
 ) -> dict[str, MeasuredErrors]:
     """The measured errors of codecs, by gradient; none if a gradient is not finite.
 
@@ -117,6 +119,7 @@ def measure_errors(
       texts: codecs.
       world: the processes, which all get the numbers of the first.
       programs: keeps the programs from one step to the next.
+      links: to the other processes that have stages; None: there are none.
     """
     codecs = tuple((text, parse_codec(text)) for text in dict.fromkeys(texts))
     programs.keep([part.mesh for part in sums.parts])
@@ -126,12 +129,19 @@ def measure_errors(
         for member in probed_members(part):
             name = member.decision.name
             usable = _usable(member.gradient, codecs)
-            partial = partials.pop(name)
-            if usable:
+            partial = partials.pop(name, None)
+            if not usable:
+                continue
+            row = None
+            if partial is not None:
                 residual = state["gradients"][name]["residual"]
-                program = _program_of(part, member, usable, programs)
-                rows.append(program(partial, residual))
-                entries.append((part, member, usable))
+                row = _program_of(part, member, usable, programs)(partial, residual)
+            if links is not None:
+                struct = jax.ShapeDtypeStruct((1 + len(usable),), jnp.float32)
+                lies = NamedSharding(part.mesh, PartitionSpec())
+                row = links.everywhere(("tried", name), struct, lies, row)
+            rows.append(row)
+            entries.append((part, member, usable))
     if not entries:
         return {}
     found = agreement.shared_array(world, np.concatenate([*map(np.asarray, rows)]))

@@ -184,7 +184,7 @@ def is_finite(analysis: Analysis, flat: Sequence[Any]) -> bool:
 
     Args:
       analysis: of the step.
-      flat: its flat results.
+      flat: its flat results; those that lie in other processes are not looked at.
     """
     graph, looks = analysis.graph, analysis.poisoned.guarded
     state = {given.output: given.role for given in graph.inputs if given.output >= 0}
@@ -192,6 +192,7 @@ def is_finite(analysis: Analysis, flat: Sequence[Any]) -> bool:
         jnp.all(jnp.isfinite(x))
         for k, x in enumerate(flat)
         if jnp.issubdtype(jnp.result_type(x), jnp.floating)
+        and x.sharding.addressable_devices
         and (k not in state or (state[k] is InputRole.PARAMETER and not looks))
     ]
     return all(bool(x) for x in jax.device_get(flags))

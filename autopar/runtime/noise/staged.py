@@ -16,13 +16,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
 
 from autopar.errors import PlanError
 from autopar.layouts.assignment import Assignment
 from autopar.layouts.layout import Axes
 from autopar.planner.codecs.sites import updated_parameters
 from autopar.runtime.noise.averages import NoiseSpec, State, updated
-from autopar.runtime.noise.norms import Norm, device_norms
+from autopar.runtime.noise.norms import NORMS, Norm, device_norms
 from autopar.runtime.noise.options import NoiseOptions
 from autopar.runtime.noise.sources import (
     Source,
@@ -87,27 +88,57 @@ class StagedNoise:
       sent: of each stage, the gradients that its codecs send, each with the mesh axes
         whose devices hold parts of their own rows.
       columns: of each task and stage, what its numbers are of.
+      meshes: of the stages.
     """
 
     spec: NoiseSpec
     tasks: Mapping[TaskKey, TaskNoise]
     sent: Mapping[int, Mapping[int, Axes]]
     columns: Mapping[Place, tuple[Column, ...]]
+    meshes: Sequence[Any]
 
     @functools.cached_property
     def due(self) -> Any:
         """A jitted function: whether a step of some number is measured."""
         return jax.jit(self.spec.is_measured)
 
-    def updated(self, state: State, rows: Rows) -> State:
+    def updated(self, state: State, rows: Mapping[Place, Any]) -> State:
         """The state after a step.
 
         Args:
           state: before it.
-          rows: what each task measured of each microbatch, and each stage's codecs.
+          rows: `added_up` of each place, on a device of this process.
         """
-        sums = [_added_up(list(rows[place])) for place in self.columns]
+        sums = [rows[place] for place in self.columns]
         return self._fold(state, jax.device_put(sums, self.spec.everywhere))
+
+    def added_up(self, place: Place, rows: Sequence[Any]) -> jax.Array:
+        """The sums over microbatches and devices of what was measured in a place."""
+        return self._codes[place](rows)
+
+    def struct(self, place: Place) -> jax.ShapeDtypeStruct:
+        """Of `added_up`."""
+        count = (
+            len(self.tasks[place].values)
+            if isinstance(place, TaskKey)
+            else NORMS * len(self.sent[place])
+        )
+        return jax.ShapeDtypeStruct((count,), jnp.float32)
+
+    def lies(self, place: Place) -> NamedSharding:
+        """Where `added_up` lies: on all devices of a stage."""
+        stage = place.stage if isinstance(place, TaskKey) else place
+        return NamedSharding(self.meshes[stage], PartitionSpec())
+
+    @functools.cached_property
+    def _codes(self) -> dict[Place, Any]:
+        return {
+            place: jax.jit(
+                lambda rows: jnp.sum(jnp.stack(rows), axis=(0, 1)),
+                out_shardings=self.lies(place),
+            )
+            for place in self.columns
+        }
 
     @functools.cached_property
     def _fold(self) -> Any:
@@ -124,18 +155,13 @@ class StagedNoise:
         return {**after, "compared": state["compared"], "previous": {}}
 
 
-@jax.jit
-def _added_up(rows: Sequence[jax.Array]) -> jax.Array:
-    """The sums over microbatches and devices."""
-    return jnp.sum(jnp.stack(rows), axis=(0, 1))
-
-
 def staged_noise(
     cut: CutStep,
     assignments: Sequence[Assignment],
     rows: int,
     options: NoiseOptions,
     device: Any,
+    meshes: Sequence[Any],
     coded: frozenset[int] = frozenset(),
 ) -> StagedNoise:
     """Says what is measured in a step of several stages.
@@ -179,7 +205,7 @@ def staged_noise(
     sources = Sources(tuple(found), _left_out(cut, found), rows)
     everywhere = jax.sharding.SingleDeviceSharding(device)
     spec = NoiseSpec(sources, options, everywhere, {}, {}, coded)
-    return _measured(cut, assignments, makers, spec)
+    return _measured(cut, assignments, makers, spec, meshes)
 
 
 def _gradients(cut: CutStep) -> dict[int, str]:
@@ -232,6 +258,7 @@ def _measured(
     assignments: Sequence[Assignment],
     makers: Mapping[int, Task],
     spec: NoiseSpec,
+    meshes: Sequence[Any],
 ) -> StagedNoise:
     """What each task and codec measures, and which gradient each number belongs to."""
     values: dict[TaskKey, list[tuple[int, tuple[int, ...]]]] = defaultdict(list)
@@ -258,4 +285,4 @@ def _measured(
         for key, found in values.items()
     }
     columned = {place: tuple(found) for place, found in columns.items()}
-    return StagedNoise(spec, tasks, sent, columned)
+    return StagedNoise(spec, tasks, sent, columned, meshes)

@@ -9,15 +9,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
 
 from autopar.compression.synchronise import NON_FINITE, restore_unless_finite
+from autopar.runtime import placement
 from autopar.runtime.gradients.state_restorer import Carried
 from autopar.runtime.gradients.sums import GradientSums, StagedSums, State
 from autopar.runtime.stages.stage import Stage
@@ -39,11 +38,6 @@ class StagedCodecs:
     state: tuple[Carried, ...]
     stages: tuple[Stage, ...]
     donate: bool = True
-
-    @functools.cached_property
-    def everywhere(self) -> tuple[NamedSharding, ...]:
-        """By stage, how a scalar lies that all of its devices read."""
-        return tuple(NamedSharding(s.mesh, PartitionSpec()) for s in self.stages)
 
     @functools.cached_property
     def decide(self) -> Any:
@@ -116,11 +110,8 @@ class CodecStep:
         self.links = links
         self.state = state
         own = [k for k in codecs.sums.stages if self._here(k)]
-        where = [codecs.everywhere[k] for k in own]
-        moved = jax.device_put([state["step"]] * len(own), where)
-        self.steps: dict[int, Any] = dict(zip(own, moved, strict=True))
-        asked = [] if due is None else jax.device_put([due] * len(own), where)
-        self.due: dict[int, Any] = dict(zip(own, asked, strict=False))
+        self.steps = self._handed(own, state["step"])
+        self.due = {} if due is None else self._handed(own, due)
         self.new: dict[int, dict[str, Any]] = {}
         self.told: dict[int, tuple[Any, Any]] = {}
         # The stages whose telemetry has gone to all processes.
@@ -130,10 +121,13 @@ class CodecStep:
         self.counted: tuple[Any, ...] = ()
 
     def _here(self, stage: int) -> bool:
-        return self.links is None or self._process(stage) == self.links.index
+        links = self.links
+        return links is None or links.index in self.codecs.stages[stage].processes
 
-    def _process(self, stage: int) -> int:
-        return self.codecs.stages[stage].mesh.devices.flat[0].process_index
+    def _handed(self, stages: Sequence[int], scalar: Any) -> dict[int, Any]:
+        """A scalar of this process on all devices of its stages."""
+        where = [self.codecs.stages[k].everywhere for k in stages]
+        return dict(zip(stages, placement.replicated(scalar, where), strict=True))
 
     def given(self, stage: int, *, measured: bool) -> tuple[Any, ...]:
         """What a stage sums its gradients with: the step's number, and its state.
@@ -161,10 +155,7 @@ class CodecStep:
         )
         self.counted = tuple(counted)
         own = [k for k in range(len(self.codecs.stages)) if self._here(k)]
-        moved = jax.device_put(
-            [finite] * len(own), [self.codecs.everywhere[k] for k in own]
-        )
-        self.finite = dict(zip(own, moved, strict=True))
+        self.finite = self._handed(own, finite)
 
     def give_up(self) -> None:
         """Hands others zeros for what this process failed to find."""
@@ -178,16 +169,18 @@ class CodecStep:
             return self.told[stage]
         self.shared.add(stage)
         members = len(self.codecs.names(stage))
-        counts = self.codecs.sums.num_levels
-        rows, levels = self.told.get(stage) or (
-            np.zeros((members, self.codecs.sums.columns), np.float32),
-            np.zeros((members, counts), np.int32),
+        sums, links = self.codecs.sums, self.links
+        source = self.codecs.stages[stage].everywhere
+        structs = {
+            "telemetry": jax.ShapeDtypeStruct((members, sums.columns), jnp.float32),
+            "levels": jax.ShapeDtypeStruct((members, sums.num_levels), jnp.int32),
+        }
+        told = self.told.get(stage, (None, None))
+        rows, levels = (
+            links.everywhere((name, stage), struct, source, array)
+            for (name, struct), array in zip(structs.items(), told, strict=True)
         )
-        links, process = self.links, self._process(stage)
-        return (
-            links.spread(("telemetry", stage), process, rows),
-            links.spread(("levels", stage), process, levels),
-        )
+        return rows, levels
 
     def finish(self) -> Sent:
         """The state for the next step, and what was sent."""

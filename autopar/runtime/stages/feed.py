@@ -11,9 +11,10 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from autopar.runtime import placement
 from autopar.runtime.gradients.state_restorer import Carried, kept_or_restored
 from autopar.runtime.gradients.sums import State
-from autopar.runtime.noise.staged import StagedNoise
+from autopar.runtime.noise.staged import Place, StagedNoise
 from autopar.runtime.stages.codecs import CodecStep
 from autopar.runtime.stages.pipeline import Pipeline
 from autopar.runtime.stages.run import Ran, partial_gradients, run_step
@@ -106,7 +107,7 @@ class Feed:
         if not self.pipeline.here(owner):
             return [{value: None} for _ in range(count)]
         where = self.pipeline.stages[owner].sharding(value)
-        return [{value: jax.device_put(np.int32(m), where)} for m in range(count)]
+        return [{value: placement.place(np.int32(m), where)} for m in range(count)]
 
     @functools.cached_property
     def read_late(self) -> frozenset[int]:
@@ -156,8 +157,19 @@ class Feed:
             sent = ran.codecs.finish()
             beside = [sent.state, sent.telemetry, sent.levels]
         if noise is not None:
-            beside.append(noise.updated(behind[0], ran.noise))
+            beside.append(noise.updated(behind[0], self._measured(noise, ran)))
         return (made, *beside) if beside else made
+
+    def _measured(self, noise: StagedNoise, ran: Ran) -> dict[Place, Any]:
+        """What all stages have measured of a step, on devices of this process."""
+        links, out = self.pipeline.links, dict[Place, Any]()
+        for number, (place, rows) in enumerate(ran.noise.items()):
+            found = noise.added_up(place, list(rows)) if rows else None
+            if links is not None:
+                tag, lies = ("noise", number), noise.lies(place)
+                found = links.everywhere(tag, noise.struct(place), lies, found)
+            out[place] = found
+        return out
 
     def _restore(self, codecs: CodecStep, flat: Sequence[Any], made: list[Any]) -> None:
         """Restores the state that no task could."""
@@ -198,7 +210,10 @@ class Feed:
 
     def gradients(self, *flat: Any) -> dict[str, Any]:
         """The partial gradients of a step that codecs could send, by name."""
-        return partial_gradients(self.pipeline, *self._dealt(flat))
+        found = partial_gradients(self.pipeline, *self._dealt(flat))
+        if self.pipeline.links is not None:
+            self.pipeline.links.number += 1  # the step sends all of it once more
+        return found
 
     def _dealt(
         self, flat: Sequence[Any]
@@ -244,7 +259,7 @@ class Feed:
         old = next((a for a, new in self.analysis.carried.items() if new == k), None)
         here = (s for n, s in enumerate(self.pipeline.stages) if self.pipeline.here(n))
         where = NamedSharding(next(here).mesh, PartitionSpec())
-        return jax.device_put(known, where if old is None else self.in_shardings[old])
+        return placement.place(known, where if old is None else self.in_shardings[old])
 
     def _passed(self, flat: Sequence[Any]) -> dict[int, Any]:
         """The arrays of the batch that the step returns as they are."""
@@ -254,10 +269,10 @@ class Feed:
                 break
             value, links = self.values[k], self.pipeline.links
             if value in self.pipeline.outputs:
-                owner = self.pipeline.processes[self.owners[value]]
                 whole = flat[k]
                 if links is not None:
-                    whole = links.spread(("passed", k), owner, whole)
+                    lies = whole.sharding
+                    whole = links.everywhere(("passed", k), whole, lies, whole)
                 out[value] = whole
         return out
 
@@ -282,7 +297,7 @@ class Feed:
         owner = self.owners[value]
         if not self.pipeline.here(owner):
             return None
-        return jax.device_put(array, self.pipeline.stages[owner].sharding(value))
+        return placement.place(array, self.pipeline.stages[owner].sharding(value))
 
     def _whole(self, flat: Sequence[Any]) -> list[Any]:
         """The arguments on one device; None for those that are not read."""
@@ -294,8 +309,8 @@ class Feed:
             if links is None:
                 out[k] = jax.device_put(flat[k], first)
             else:
-                owner = self.pipeline.processes[self.owners[self.values[k]]]
-                out[k] = links.spread(("ahead", k), owner, flat[k])
+                lies = flat[k].sharding
+                out[k] = links.everywhere(("ahead", k), flat[k], lies, flat[k])
         return out
 
 

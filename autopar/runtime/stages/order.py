@@ -83,7 +83,7 @@ class Turn:
       issue: the task.
       number: among all tasks of the order.
       waits_for: the numbers of the tasks of other stages that it reads of.
-      tells: the threads of the stages that wait for it.
+      tells: the threads that wait for it.
     """
 
     issue: Issue
@@ -94,17 +94,17 @@ class Turn:
 
 def turns(
     order: Sequence[Issue],
-    stages: Sequence[int],
+    stages: Sequence[Sequence[int]],
     waits_for: Mapping[TaskKey, Sequence[TaskKey]],
 ) -> list[list[Turn]]:
-    """The tasks of each stage, in order.
+    """The tasks of each thread, in order.
 
     Args:
       order: the tasks of all stages, each after those that it waits for.
-      stages: the stages that run here; a thread for each.
+      stages: of each thread, the stages that it runs here.
       waits_for: task -> tasks of these stages that it reads of, of its microbatch.
     """
-    threads = {stage: k for k, stage in enumerate(stages)}
+    threads = {stage: k for k, own in enumerate(stages) for stage in own}
     numbers = {issue: k for k, issue in enumerate(order)}
     needs: dict[int, tuple[int, ...]] = {}
     readers: dict[int, dict[int, None]] = {}
@@ -118,9 +118,9 @@ def turns(
         [
             Turn(issue, number, needs[number], tuple(readers.get(number, ())))
             for issue, number in numbers.items()
-            if issue.key.stage == stage
+            if issue.key.stage in own
         ]
-        for stage in stages
+        for own in stages
     ]
 
 
@@ -138,7 +138,7 @@ def run_in_threads(
 
     Args:
       executor: has a thread for each stage.
-      by_stage: the tasks of each stage, in order (`turns`).
+      by_stage: the tasks of each thread, in order (`turns`).
       run: issues one task.
       join: waits for the threads by a function that it is given.
 

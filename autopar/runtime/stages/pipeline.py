@@ -125,16 +125,20 @@ class Pipeline:
         self.codecs = codecs
         self.shown = frozenset(shown)
         self.noise = noise
-        firsts = [_first_device(stage) for stage in stages]
-        self.processes = tuple(d.process_index if d else 0 for d in firsts)
+        first = _first_device(stages[0])
+        self.processes = tuple(stage.processes for stage in stages)
+        # A stage of several processes runs one program on all of them, so that all
+        # issue their programs in one order.
+        self.joint = any(len(found) > 1 for found in self.processes)
         # Told of each task that is issued (benchmarks/task_times.py); None: nobody.
         self.recorder: Any = None
         # Seconds in which the last step issued the tasks of its microbatches.
         self.issuing_s = 0.0
         # CPUs run small programs and callbacks where they are issued: a thread for
         # each stage keeps one from waiting for another.
-        on_cpu = firsts[0] is not None and firsts[0].platform == "cpu"
-        self.threads = Threads(len(stages), "stage") if on_cpu else None
+        on_cpu = first is not None and first.platform == "cpu"
+        count = 1 if self.joint else len(stages)
+        self.threads = Threads(count, "stage") if on_cpu else None
         self.by_stage = [
             [issue for issue in order if issue.key.stage == stage]
             for stage in range(len(stages))
@@ -188,9 +192,10 @@ class Pipeline:
             key: tuple({m for _, m in task.inputs if m and m.stage != key.stage})
             for key, task in cut.tasks.items()
         }
+        here = [stage for stage in range(len(stages)) if self.here(stage)]
         self.turns = turns(
             order,
-            [stage for stage in range(len(stages)) if self.here(stage)],
+            [here] if self.joint else [[stage] for stage in here],
             {
                 key: [m for m in makers if self.here(m.stage)]
                 for key, makers in self.waits_for.items()
@@ -200,7 +205,7 @@ class Pipeline:
 
     def here(self, stage: int) -> bool:
         """Whether a stage runs in this process."""
-        return self.links is None or self.processes[stage] == self.links.index
+        return self.links is None or self.links.index in self.processes[stage]
 
     # What each task takes and gives.
 

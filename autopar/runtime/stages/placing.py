@@ -1,25 +1,21 @@
-"""Puts arguments and state on stages that run in several processes."""
+"""Puts arrays where they are wanted on devices of several processes."""
 
 from __future__ import annotations
 
 import enum
 import hashlib
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import jax
-import jax.numpy as jnp
 import msgspec
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from autopar.errors import PlanError
 from autopar.runtime import agreement, placement
 from autopar.runtime.exchange import by_process, exchanged
-from autopar.runtime.stages.transport import Links, on_device
-from autopar.runtime.world import whole_array
-from autopar_passes import jax_compat
-from autopar_passes.graph.roles import InputRole
+from autopar.runtime.stages.transport import Links
 
 
 class _Lies(enum.StrEnum):
@@ -31,71 +27,53 @@ class _Lies(enum.StrEnum):
     SPREAD = "spread"  # several processes have parts
 
 
-class Step(Protocol):
-    """A planned step, as far as its arguments go."""
+def placed(
+    links: Links,
+    leaves: Mapping[str, Any],
+    shapes: Sequence[Sequence[int]],
+    shardings: Sequence[NamedSharding],
+    *,
+    first: bool,
+) -> list[Any]:
+    """Arrays where they are wanted, on devices of any processes.
 
-    @property
-    def analysis(self) -> Any:
-        """The step on the whole batch."""
-        ...
-
-    @property
-    def in_shardings(self) -> list[NamedSharding]:
-        """Where each flat argument lies before a step."""
-        ...
-
-    @property
-    def links(self) -> Links | None:
-        """Links to the other processes."""
-        ...
-
-
-def placed_on_stages(step: Step, leaves: Sequence[Any], *, first: bool) -> list[Any]:
-    """The flat arguments of a step on the stages that have them.
-
-    Of each array of the batch, every process passes its rows, as many as any other;
-    they are sent to the stage that has it. All else is the same on every process or
-    lies somewhere in the world. Of what other processes' stages have, this one gets
-    arrays without shards.
+    Of an array of the batch every process passes its rows, as many as any other. All
+    else is the same on every process or lies somewhere in the world. Of what lies on
+    devices of other processes, this one gets arrays without shards.
 
     Args:
-      step: the step.
-      leaves: the arguments of this process.
-      first: whether it is the first step that runs by this plan.
+      links: to the other processes.
+      leaves: path -> array of this process.
+      shapes: of each array in all processes: where it is another, rows are passed.
+      shardings: where each array must lie.
+      first: whether it is the first step that runs by a plan.
 
     Raises:
       PlanError: arrays that each process holds alone differ, or a process has failed.
       StageError: a process has ended.
     """
-    links, graph = step.links, step.analysis.graph
-    assert links is not None
-    shapes = [graph.values[given.value].shape for given in graph.inputs]
-    rows = {
-        k
-        for k, (x, given) in enumerate(zip(leaves, graph.inputs, strict=True))
-        if given.role is InputRole.BATCH and np.shape(x) != tuple(shapes[k])
-    }
+    wanted = list(zip(leaves.items(), shapes, shardings, strict=True))
     whole = {
-        given.path: (x, step.in_shardings[k])
-        for k, (x, given) in enumerate(zip(leaves, graph.inputs, strict=True))
-        if k not in rows
+        path: (x, sharding)
+        for (path, x), shape, sharding in wanted
+        if np.shape(x) == tuple(shape)
     }
     found = _placed(links, whole, first=first)
     return [
-        _rows(links, k, x, shapes[k], step.in_shardings[k])
-        if k in rows
-        else found[graph.inputs[k].path]
-        for k, x in enumerate(leaves)
+        found[path] if path in found else _rows(links, k, x, shape, sharding)
+        for k, ((path, x), shape, sharding) in enumerate(wanted)
     ]
 
 
-def moved_between(links: Links, step: Step, state: Mapping[str, Any]) -> list[Any]:
-    """The leaves of a state where a plan wants them; one of two plans has stages.
+def moved_between(
+    links: Links, state: Mapping[str, Any], shardings: Sequence[NamedSharding]
+) -> list[Any]:
+    """The arrays of a state in other places, on devices of any processes.
 
     Args:
       links: to the other processes.
-      step: the step under the new plan.
       state: path -> array.
+      shardings: where each array must lie.
 
     Raises:
       PlanError: arrays that each process holds alone differ, or a process has failed.
@@ -103,7 +81,7 @@ def moved_between(links: Links, step: Step, state: Mapping[str, Any]) -> list[An
     """
     wanted = {
         path: (x, sharding)
-        for (path, x), sharding in zip(state.items(), step.in_shardings, strict=False)
+        for (path, x), sharding in zip(state.items(), shardings, strict=False)
     }
     return list(_placed(links, wanted, first=True).values())
 
@@ -136,9 +114,10 @@ def _by_process(links: Links, lies: Mapping[str, _Lies]) -> dict[str, list[_Lies
     told = [msgspec.msgpack.decode(x) for x in exchanged(links.world, what, data)]
     every = {path: [_Lies(had[path]) for had in told] for path in lies}
     for path, had in every.items():
-        holders = had.count(_Lies.OWN)
-        moved = holders == 1 and had.count(_Lies.OTHER) == len(had) - 1
-        if len(set(had)) > 1 and not moved:
+        kinds, holders = set(had), had.count(_Lies.OWN)
+        spread = kinds <= {_Lies.SPREAD, _Lies.OTHER}
+        moved = holders == 1 and kinds == {_Lies.OWN, _Lies.OTHER}
+        if len(kinds) > 1 and not moved and not spread:
             raise PlanError(
                 f"'{path}' is not the same kind of array on all processes: "
                 f"{by_process([str(x) for x in had])}. Pass what the last call "
@@ -175,23 +154,13 @@ def _put(
         return (
             leaf if not leaf.is_fully_addressable else placement.place(leaf, sharding)
         )
-    if how == {_Lies.SPREAD}:
-        return _here(_gathered(leaf), sharding)
     if how == {_Lies.OTHER}:
         raise PlanError(f"'{path}' lies on devices of none of the processes.")
     if how == {_Lies.OWN}:
         return _here(leaf, sharding)
-    return _here(links.spread(("moved", path), lies.index(_Lies.OWN), leaf), sharding)
-
-
-def _gathered(leaf: Any) -> Any:
-    """All of an array of which each process has a part, on every process."""
-    bits = jax_compat.key_bits(leaf)
-    if bits.is_fully_replicated:
-        found = np.asarray(bits.addressable_shards[0].data)
-    else:
-        found = whole_array(bits)
-    return jax_compat.with_dtype(jnp.asarray(found), leaf.dtype)
+    way = links.route(leaf.shape, leaf.dtype, leaf.sharding, sharding)
+    arrays = [leaf] if links.index in way.origins else None
+    return links.moved(("moved", path), arrays, [way])[0]
 
 
 def _here(leaf: Any, sharding: NamedSharding) -> Any:
@@ -217,24 +186,13 @@ def _rows(
       shape: of the whole array.
       sharding: where it must lie.
     """
-    local = jax.typeof(leaf)
-    struct = jax.ShapeDtypeStruct(tuple(shape), local.dtype)
-    owner = next(iter(sharding.device_set)).process_index
-    lands = on_device(links.devices[owner])
-    own = on_device(links.devices[links.index])
-    tag = ("rows", number)
-    if owner != links.index:
-        way = links.route(local.shape, local.dtype, own, lands)
-        rows = jax.device_put(np.asarray(leaf, local.dtype), own)
-        links.offer((*tag, links.index), [rows], [way])
-        return placement.absent(struct, sharding)
-    parts: list[Any] = []
-    for process, device in enumerate(links.devices):
-        if process == owner:
-            parts.append(jax.device_put(np.asarray(leaf, local.dtype), lands))
-            continue
-        way = links.route(local.shape, local.dtype, on_device(device), lands)
-        parts.extend(links.fetch(process, (*tag, process), [way]))
-    every = NamedSharding(sharding.mesh, PartitionSpec())
-    together = links.joined(sharding)
-    return together(*(jax.device_put(part, every) for part in parts))
+    own = links.devices[links.index]
+    local = np.asarray(leaf, jax.typeof(leaf).dtype)
+    dim = placement.rows_dim(local.shape, shape)
+    every = Mesh(np.array(links.devices, dtype=object), ("process",))
+    lies = NamedSharding(every, PartitionSpec(*[None] * dim, "process"))
+    rows = jax.make_array_from_single_device_arrays(
+        tuple(shape), lies, [jax.device_put(local, own)]
+    )
+    way = links.route(rows.shape, rows.dtype, lies, sharding)
+    return links.moved(("rows", number), [rows], [way])[0]

@@ -80,11 +80,9 @@ class PipelinedStep:
     def gradients(self) -> Any:
         """A function of the flat arguments to the partial gradients, by name.
 
-        None: there are none that codecs could send, or they lie in several processes.
+        Of stages in other processes there are none. None: codecs send no gradient.
         """
-        if self.sums is None or self.links is not None:
-            return None
-        return self.function.gradients
+        return None if self.sums is None else self.function.gradients
 
     @property
     def meshes(self) -> tuple[Mesh, ...]:
@@ -131,27 +129,11 @@ def check_world(world: World, plan: Plan, devices: Sequence[Any]) -> None:
       devices: those of the plan's cluster, by position.
 
     Raises:
-      PlanError: a stage lies on devices of several processes, an array of stacked
-        layers is not split over stages, there are too few devices, or the processes
+      PlanError: an array of stacked layers is not split over stages, or the processes
         have no coordination service.
     """
     if world.process_count == 1:
         return
-    if uneven := plan.uneven:
-        raise PlanError(
-            f"'{uneven[0]}' is an array of layers of several processes, which cannot "
-            "be split evenly over their stages. Plan with a number of stages that "
-            "divides its layers, or run one process with all devices."
-        )
-    for number, mesh in enumerate(stage_meshes(plan, devices)):
-        owners = sorted({d.process_index for d in mesh.devices.flat})
-        if len(owners) > 1:
-            raise PlanError(
-                f"stage {number} of the plan lies on devices of processes "
-                f"{', '.join(map(str, owners))}. A stage runs in one process: plan "
-                "with stages= a multiple of the number of processes, or run one "
-                "process with all devices."
-            )
     if jax_compat.coordination() is None:
         raise PlanError(
             "stages in several processes find each other by jax.distributed, which "
@@ -276,15 +258,19 @@ def _staged_codecs(
     sums = {k: s.sums for k, s in enumerate(stages) if s.sums is not None}
     if not sums:
         return None
-    device = stages[0].mesh.devices.flat[0]
-    if links is not None:
-        device = links.devices[links.index]
     return StagedCodecs(
-        StagedSums(sums, device, fallback),
+        StagedSums(sums, _own_device(stages, links), fallback),
         restored_state(cut.analysis),
         tuple(stages),
         donate,
     )
+
+
+def _own_device(stages: Sequence[Stage], links: Links | None) -> Any:
+    """The device of this process that has what all processes know."""
+    if links is None:
+        return stages[0].mesh.devices.flat[0]
+    return links.devices[links.index]
 
 
 def _as_written(
@@ -321,7 +307,11 @@ def _as_written(
             pieces=tuple(feed.in_shardings[p] for p in places),
         )
     made = WithStacked(
-        feed, arrays, len(feed.in_shardings), len(analysis.graph.outputs)
+        feed,
+        arrays,
+        len(feed.in_shardings),
+        len(analysis.graph.outputs),
+        feed.pipeline.links,
     )
     return made, shardings
 
@@ -336,16 +326,11 @@ def _staged_noise(
     """What is measured of gradients."""
     if noise is None:
         return None
-    if links is not None:
-        raise PlanError(
-            "noise_scale: stages in several processes do not measure it. Leave "
-            "noise_scale= out, or plan with stages=1."
-        )
     assignments = [stage.assignment for stage in stages]
-    device = stages[0].mesh.devices.flat[0]
     rows = batch_rows((analysis.whole or analysis).graph)
     coded = frozenset[int]().union(*(stage.coded for stage in stages))
-    return staged_noise(cut, assignments, rows, noise, device, coded)
+    device, meshes = _own_device(stages, links), [stage.mesh for stage in stages]
+    return staged_noise(cut, assignments, rows, noise, device, meshes, coded)
 
 
 def _shown(analysis: Analysis, cut: CutStep) -> set[int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -52,19 +52,11 @@ def run_step(
     if pipeline.codecs is not None:
         assert codecs is not None
         run.codecs = CodecStep(pipeline.codecs, codecs, pipeline.links, due)
-    with meeting(pipeline.links, run.give_up, "running a step"):
-        run.begin(step, microbatches)
-        begin = time.perf_counter()
-        try:
-            run.issue_all()
-        except StageError:
-            if pipeline.links is None:
-                run.settle()  # an earlier task may be why one could not be issued
-            raise
-        pipeline.issuing_s = time.perf_counter() - begin
-        run.settle()
-    with meeting(pipeline.links, run.give_up_rest, "updating the state"):
-        run.end()
+    run.microbatches(step, microbatches, "running a step")
+    give_up = run.give_up_rest
+    what = "updating the state"
+    with meeting(pipeline.links, None if pipeline.joint else give_up, what):
+        run.together(run.end)
     told = {**run.results, **run.told}
     return Ran(run.results, told, run.noise, run.codecs)
 
@@ -76,7 +68,8 @@ def partial_gradients(
 ) -> dict[str, Any]:
     """The partial gradients of a step that codecs could send, by name.
 
-    Nothing is updated, and nothing consumed. All stages are in this process.
+    Nothing is updated, and nothing consumed. Of stages in other processes there are
+    none.
 
     Args:
       pipeline: the tasks.
@@ -84,12 +77,11 @@ def partial_gradients(
       microbatches: likewise.
     """
     run = _Run(pipeline, len(microbatches))
-    run.begin(step, microbatches)
-    run.issue_all()
-    run.settle()
+    run.microbatches(step, microbatches, "trying codecs")
     found: dict[str, Any] = {}
     for stage, code in pipeline.partials.items():
-        found |= code(*run.sums[stage].values())
+        if pipeline.here(stage):
+            found |= code(*run.sums[stage].values())
     return found
 
 
@@ -122,6 +114,36 @@ class _Run(Transfers):
         for value in pipeline.outputs & step.keys():
             where = pipeline.stages[owners[value]].sharding(value)
             self.leave("input", owners[value], value, step[value], where, where)
+
+    def microbatches(
+        self, step: Mapping[int, Any], given: Sequence[Mapping[int, Any]], what: str
+    ) -> None:
+        """Runs the tasks of all microbatches; arguments are as of `run_step`.
+
+        Raises:
+          StageError: a task failed, or another process has ended.
+        """
+        pipeline = self.pipeline
+        with meeting(pipeline.links, None if pipeline.joint else self.give_up, what):
+            self.together(lambda: self.begin(step, given))
+            begin = time.perf_counter()
+            try:
+                self.issue_all()
+            except StageError:
+                if pipeline.links is None:
+                    self.settle()  # an earlier task may be why one could not be issued
+                raise
+            pipeline.issuing_s = time.perf_counter() - begin
+            self.settle()
+
+    def together(self, work: Callable[[], None]) -> None:
+        """Does what may wait for other processes in programs of joint stages."""
+        pipeline = self.pipeline
+        if not pipeline.joint or pipeline.threads is None:
+            work()
+            return
+        assert pipeline.links is not None
+        pipeline.links.waited(pipeline.threads.submit(work).result)
 
     def issue_all(self) -> None:
         """Issues the tasks of all microbatches of this process's stages."""
@@ -195,7 +217,7 @@ class _Run(Transfers):
                 if self.pipeline.here(maker.stage) or tag in self.asked:
                     continue
                 place = self.micro[stage][issue.microbatch]
-                self.fetch(tag, maker.stage, self.sent(maker, stage), place)
+                self.send(tag, maker.stage, self.sent(maker, stage), None, place)
 
     def sent(self, maker: TaskKey, stage: int) -> Sent:
         """What a task sends to a stage."""
@@ -402,18 +424,12 @@ class _Run(Transfers):
 
     def give_up(self) -> None:
         """Hands others zeros for what this process failed to make, and asks no more."""
-        pipeline, links = self.pipeline, self.pipeline.links
-        assert links is not None
+        pipeline = self.pipeline
         for issue in pipeline.order:
             for sent in pipeline.calls[issue.key].code.sent:
                 tag = _micro_tag(issue.key, sent.stage, issue.microbatch)
-                mine = pipeline.here(issue.key.stage)
-                theirs = not pipeline.here(sent.stage)
-                if mine and theirs and tag not in self.handed:
-                    links.give_up(tag, self.routes(sent))
-                elif not mine and not theirs and tag not in self.asked:
-                    process = pipeline.processes[issue.key.stage]
-                    links.fetch(process, tag, self.routes(sent))
+                if sent.stage != RESULT:
+                    self.release(tag, issue.key.stage, sent)
 
 
 def _micro_tag(maker: TaskKey, stage: int, number: int) -> Tag:

@@ -186,10 +186,11 @@ def finish_code(
             donate_argnums=tuple(ending.taken),
         )
     states = stage.sums.shardings()["gradients"]
+    told = stage.everywhere
     return jax.jit(
         ending.coded,
         in_shardings=(None, states, *[None] * sparse, *totals),
-        out_shardings=(leave, states, None, None, *[None] * bool(measured)),
+        out_shardings=(leave, states, told, told, *[None] * bool(measured)),
         donate_argnums=tuple(k + 2 + sparse for k in ending.taken),
         compiler_options=_with_barriers(stage),
     )

@@ -12,6 +12,8 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
 from autopar.runtime import placement
+from autopar.runtime.stages.routes import Route
+from autopar.runtime.stages.transport import Links
 from autopar_passes import jax_compat
 from autopar_passes.layer_loops.paths import ranges
 
@@ -51,28 +53,61 @@ class StackedArray:
         home = self.sharding
         return [p if p.device_set == home.device_set else home for p in self.pieces]
 
-    def apart(self, array: Any) -> list[Any]:
-        """The pieces of the array, which lies as it does between steps."""
-        if not self.spread:
-            return jax.device_put(list(self._cut(array)), list(self.pieces))
-        shards = {
-            x.device: x.data for x in jax_compat.key_bits(array).addressable_shards
-        }
-        return [
-            self._made(array.dtype, (n, *self.shape[1:]), where, shards)
-            for n, where in zip(self.sizes, self.pieces, strict=True)
-        ]
+    def apart(self, array: Any, links: Links | None = None) -> list[Any]:
+        """The pieces of the array, which lies as it does between steps.
 
-    def joined(self, pieces: Sequence[Any]) -> Any:
-        """The array of its pieces."""
-        if not self.spread:
+        Args:
+          array: the array.
+          links: to the other processes; None: there are none.
+        """
+        if self.spread:
+            shards = {
+                x.device: x.data for x in jax_compat.key_bits(array).addressable_shards
+            }
+            return [
+                self._made(array.dtype, (n, *self.shape[1:]), where, shards)
+                for n, where in zip(self.sizes, self.pieces, strict=True)
+            ]
+        here = bool(self.sharding.addressable_devices)
+        cut = list(self._cut(array)) if here else None
+        if links is None:
+            return jax.device_put(cut, list(self.pieces))
+        structs = [
+            jax.ShapeDtypeStruct((n, *self.shape[1:]), array.dtype) for n in self.sizes
+        ]
+        routes = self._routes(links, structs, self.cut_pieces, self.pieces)
+        return links.moved(("apart", self.places), cut, routes)
+
+    def joined(self, pieces: Sequence[Any], links: Links | None = None) -> Any:
+        """The array of its pieces; arguments are as of `apart`."""
+        dtype = pieces[0].dtype
+        if self.spread:
+            shards = {
+                x.device: x.data
+                for piece in pieces
+                for x in jax_compat.key_bits(piece).addressable_shards
+            }
+            return self._made(dtype, self.shape, self.sharding, shards)
+        if links is None:
             return self._put_together(*jax.device_put(list(pieces), self.cut_pieces))
-        shards = {
-            x.device: x.data
-            for piece in pieces
-            for x in jax_compat.key_bits(piece).addressable_shards
-        }
-        return self._made(pieces[0].dtype, self.shape, self.sharding, shards)
+        routes = self._routes(links, pieces, self.pieces, self.cut_pieces)
+        moved = links.moved(("joined", self.places), pieces, routes)
+        if self.sharding.addressable_devices:
+            return self._put_together(*moved)
+        return placement.absent(jax.ShapeDtypeStruct(self.shape, dtype), self.sharding)
+
+    @staticmethod
+    def _routes(
+        links: Links,
+        structs: Sequence[Any],
+        source: Sequence[NamedSharding],
+        target: Sequence[NamedSharding],
+    ) -> list[Route]:
+        """How the pieces go."""
+        return [
+            links.route(tuple(s.shape), s.dtype, a, b)
+            for s, a, b in zip(structs, source, target, strict=True)
+        ]
 
     def _made(
         self,
@@ -122,12 +157,14 @@ class WithStacked:
       arrays: flat argument as written -> the array.
       inputs: how many flat arguments there are in pieces.
       outputs: how many flat results there are as written.
+      links: to the other processes; None: there are none.
     """
 
     function: Any
     arrays: Mapping[int, StackedArray]
     inputs: int
     outputs: int
+    links: Links | None = None
 
     def __call__(self, *arguments: Any) -> Any:
         """Runs a step; what comes behind its arguments is handed on, and back."""
@@ -137,7 +174,8 @@ class WithStacked:
         made, *rest = returned if behind else (returned,)
         out = list(made[: self.outputs])
         for array in self.arrays.values():
-            out[array.results[0]] = array.joined([made[r] for r in array.results])
+            pieces = [made[r] for r in array.results]
+            out[array.results[0]] = array.joined(pieces, self.links)
         return (out, *rest) if behind else out
 
     def gradients(self, *arguments: Any) -> dict[str, Any]:
@@ -155,7 +193,7 @@ class WithStacked:
         own = self._own
         given: list[Any] = [*arguments[:own], *([None] * (self.inputs - own))]
         for k, array in self.arrays.items():
-            pieces = array.apart(arguments[k])
+            pieces = array.apart(arguments[k], self.links)
             for place, piece in zip(array.places, pieces, strict=True):
                 given[place] = piece
         return given

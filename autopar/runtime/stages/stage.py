@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from autopar.layouts.assignment import Assignment
 from autopar.layouts.floating import kept_layout
@@ -58,6 +58,18 @@ class Stage:
     def coded(self) -> frozenset[int]:
         """The values that it sums by codecs."""
         return frozenset() if self.sums is None else frozenset(self.sums.members)
+
+    @functools.cached_property
+    def processes(self) -> frozenset[int]:
+        """The processes that have its devices; those of a mesh without devices: one."""
+        if isinstance(self.mesh, AbstractMesh):
+            return frozenset({0})
+        return frozenset(d.process_index for d in self.mesh.devices.flat)
+
+    @functools.cached_property
+    def everywhere(self) -> NamedSharding:
+        """How a scalar lies that all of its devices read."""
+        return NamedSharding(self.mesh, PartitionSpec())
 
     @functools.cached_property
     def decoded(self) -> Stage:

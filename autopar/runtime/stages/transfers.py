@@ -12,8 +12,9 @@ from autopar.runtime import placement
 from autopar.runtime.noise.staged import Place
 from autopar.runtime.stages.codecs import CodecStep
 from autopar.runtime.stages.pipeline import Call, Copy, Pipeline
+from autopar.runtime.stages.routes import Route
 from autopar.runtime.stages.sent import RESULT, Sent
-from autopar.runtime.stages.transport import Route, Tag, on_device
+from autopar.runtime.stages.transport import Fetched, Tag
 
 
 class Transfers:
@@ -41,7 +42,7 @@ class Transfers:
         # Tasks that call functions of the host, with the microbatch and a result.
         self.watched: list[tuple[Call, int, Sequence[Any]]] = []
         # Of other processes: what has been asked for, and what they were handed.
-        self.asked: set[Tag] = set()
+        self.asked: dict[Tag, Fetched] = {}
         self.handed: set[Tag] = set()
         self.reached = [0 for _ in stages]
         self.codecs: CodecStep | None = None
@@ -83,7 +84,7 @@ class Transfers:
             arrays = [source[v] for v in sent.values]
             if len(found) == len(copy.sent.values):
                 arrays = copy.layout(*arrays)
-            elif not self.pipeline.here(sent.stage):
+            elif not self.alone(copy.stage, sent.stage):
                 arrays = jax.device_put(arrays, list(sent.source))
         self.send(tag, copy.stage, sent, arrays, places[sent.stage])
 
@@ -104,40 +105,42 @@ class Transfers:
           arrays: the arrays; None where the stage runs in another process.
           place: the arrays of the other stage.
         """
-        pipeline = self.pipeline
+        pipeline, links = self.pipeline, self.pipeline.links
         if sent.stage == RESULT:
             self.leave_all(tag, stage, sent, arrays)
         elif self.failed:
             self.release(tag, stage, sent)
-        elif pipeline.here(stage) and pipeline.here(sent.stage):
+        elif self.alone(stage, sent.stage):
             assert arrays is not None
             place.update(zip(sent.values, sent.landed(arrays), strict=True))
-        elif pipeline.here(stage):
-            assert arrays is not None
-            assert pipeline.links is not None
-            self.handed.add(tag)
-            pipeline.links.offer(tag, arrays, self.routes(sent))
-        elif pipeline.here(sent.stage):
-            self.fetch(tag, stage, sent, place)
+        elif pipeline.here(stage) or pipeline.here(sent.stage):
+            assert links is not None
+            routes = self.routes(sent)
+            if arrays is not None:
+                self.handed.add(tag)
+                links.offer(tag, arrays, routes)
+            if pipeline.here(sent.stage):
+                if tag not in self.asked:
+                    self.asked[tag] = links.fetch(tag, routes)
+                moved = links.landed(routes, self.asked[tag], arrays)
+                place.update(zip(sent.values, moved, strict=True))
+
+    def alone(self, stage: int, other: int) -> bool:
+        """Whether two stages run in this process, and in no other."""
+        pipeline = self.pipeline
+        if pipeline.links is None:
+            return True
+        found = pipeline.processes[stage] | pipeline.processes[other]
+        return found == frozenset({pipeline.links.index})
 
     def release(self, tag: Tag, stage: int, sent: Sent) -> None:
         """Ends a transfer of which this process will make or use nothing."""
         links, pipeline = self.pipeline.links, self.pipeline
         assert links is not None
-        mine, theirs = pipeline.here(stage), pipeline.here(sent.stage)
-        if mine and not theirs and tag not in self.handed:
-            links.give_up(tag, self.routes(sent))
-        elif theirs and not mine and tag not in self.asked:
-            links.fetch(pipeline.processes[stage], tag, self.routes(sent))
-
-    def fetch(self, tag: Tag, stage: int, sent: Sent, place: dict[int, Any]) -> None:
-        """Takes what a stage of another process sends."""
-        links = self.pipeline.links
-        assert links is not None
-        self.asked.add(tag)
-        process = self.pipeline.processes[stage]
-        moved = links.fetch(process, tag, self.routes(sent))
-        place.update(zip(sent.values, moved, strict=True))
+        if pipeline.here(stage) and tag not in self.handed:
+            links.offer(tag, None, self.routes(sent))
+        if pipeline.here(sent.stage) and tag not in self.asked:
+            self.asked[tag] = links.fetch(tag, self.routes(sent))
 
     def routes(self, sent: Sent) -> list[Route]:
         """How the values of a transfer go to another process."""
@@ -197,9 +200,13 @@ class Transfers:
         owner = stage
         if value in pipeline.given:
             owner = pipeline.cut.owners[pipeline.given[value]]
-        sent = Sent(owner, (value,), (source,), (target,))
-        arrays = [array] if pipeline.here(stage) else None
-        self.send(("result", tag, value), stage, sent, arrays, self.results)
+        arrays = [array] if self.makes(stage) else None
+        if source == target:
+            if arrays is not None:
+                self.results[value] = array
+        else:
+            sent = Sent(owner, (value,), (source,), (target,))
+            self.send(("result", tag, value), stage, sent, arrays, self.results)
         if not pipeline.here(owner):
             self.results[value] = placement.absent(self.struct(value), target)
         if value in pipeline.shown:
@@ -207,23 +214,15 @@ class Transfers:
 
     def show(self, stage: int, value: int, array: Any, source: NamedSharding) -> Any:
         """A result on this process, whichever made it."""
-        pipeline, links = self.pipeline, self.pipeline.links
+        links = self.pipeline.links
         assert links is not None
-        made = pipeline.processes[stage]
-        if made != links.index:
-            tag, device = ("shown", value, links.index), links.devices[links.index]
-            self.asked.add(tag)
-            return links.fetch(
-                made, tag, [self.route(value, source, on_device(device))]
-            )[0]
-        for process, device in enumerate(links.devices):
-            tag = ("shown", value, process)
-            if process == made or tag in self.handed:
-                continue
-            way = [self.route(value, source, on_device(device))]
-            self.handed.add(tag)
-            links.give_up(tag, way) if self.failed else links.offer(tag, [array], way)
-        return array
+        tag = ("shown", value)
+        if tag in self.handed:
+            return array
+        self.handed.add(tag)
+        given = array if self.makes(stage) else None
+        found = links.everywhere(tag, self.struct(value), source, given)
+        return array if self.alone(stage, stage) else found
 
     def leave_unsummed(self, value: int, stage: int) -> None:
         """Hands on a result of microbatches that is not summed."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import hashlib
 import threading
@@ -12,82 +11,25 @@ from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
+from jax.sharding import NamedSharding
 
 from autopar.errors import StageError
 from autopar.runtime import ending
 from autopar.runtime.exchange import exchanged, told
+from autopar.runtime.stages.routes import Route, on_device, route
 from autopar.runtime.stages.watch import SILENCE_S, LostError, Watch, waited
 from autopar.runtime.world import World
 from autopar_passes import jax_compat, jax_processes
 
 Tag = tuple[Any, ...]
+# What was asked for of each process, in order.
+Fetched = dict[int, list[Any]]
 T = TypeVar("T")
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Route:
-    """How one array goes from one process to another: in its parts, or whole.
-
-    Each part is sent once, however many devices hold it.
-
-    Attributes:
-      shape: of the array.
-      dtype: of the array.
-      source: where it lies before.
-      target: where it must lie.
-      takes: devices whose parts are sent; empty: it is put together first.
-      lands: for each part, the devices that hold it afterwards.
-    """
-
-    shape: tuple[int, ...]
-    dtype: Any
-    source: NamedSharding
-    target: NamedSharding
-    takes: tuple[Any, ...]
-    lands: tuple[tuple[Any, ...], ...]
-
-    @property
-    def empty(self) -> bool:
-        """Whether there is nothing to send."""
-        return 0 in self.shape
-
-
-def route(
-    shape: Sequence[int], dtype: Any, source: NamedSharding, target: NamedSharding
-) -> Route:
-    """The route of an array between two layouts, of one process each."""
-    sent, _ = jax_compat.bits_struct(tuple(shape), dtype)
-    have, want = _parts(source, sent), _parts(target, sent)
-    if have.keys() == want.keys():
-        takes = tuple(devices[0] for devices in have.values())
-        lands = tuple(want[part] for part in have)
-    else:
-        takes, lands = (), ((next(iter(want.values()))[0],),)
-    return Route(tuple(shape), dtype, source, target, takes, lands)
-
-
-def _parts(
-    sharding: NamedSharding, shape: tuple[int, ...]
-) -> dict[tuple[tuple[int, int], ...], tuple[Any, ...]]:
-    """Part of an array -> the devices that hold it; the same order for all layouts."""
-    out: dict[tuple[tuple[int, int], ...], tuple[Any, ...]] = {}
-    for device, index in sharding.devices_indices_map(shape).items():
-        bounds = [s.indices(n)[:2] for s, n in zip(index, shape, strict=True)]
-        part = tuple((begin, end) for begin, end in bounds)
-        out[part] = (*out.get(part, ()), device)
-    return dict(sorted(out.items()))
-
-
-def on_device(device: Any) -> NamedSharding:
-    """The layout of an array that lies whole on one device."""
-    return NamedSharding(Mesh(np.array([device]), ("one",)), PartitionSpec())
 
 
 @contextlib.contextmanager
 def meeting(
-    links: Links | None, release: Callable[[], None], what: str
+    links: Links | None, release: Callable[[], None] | None, what: str
 ) -> Generator[None]:
     """`Links.together`; without links as it is."""
     if links is None:
@@ -106,13 +48,17 @@ class Links:
     """
 
     def __init__(
-        self, world: World, serve: Callable[[], Any] = jax_processes.transfer_server
+        self,
+        world: World,
+        serve: Callable[[], Any] = jax_processes.transfer_server,
+        process_of: Callable[[Any], int] = lambda device: device.process_index,
     ) -> None:
         """Starts this process's server; all processes do so together.
 
         Args:
           world: the processes.
           serve: starts the server.
+          process_of: the process of a device.
 
         Raises:
           PlanError: another process has failed.
@@ -128,13 +74,13 @@ class Links:
         self._connections: dict[int, Any] = {}
         self._lock = threading.Lock()
         self._routes: dict[Any, Route] = {}
-        self._joins: dict[NamedSharding, Any] = {}
+        self._process_of = process_of
         found = jax_compat.coordination()
         self._watch = (
             None if found is None else Watch(found.client, found.index, found.count)
         )
-        # What a step has asked for and has not got: by tag the process and the arrays.
-        self._asked: dict[Tag, tuple[int, list[Any]]] = {}
+        # What a step has asked for and has not got, by tag and process.
+        self._asked: dict[tuple[Tag, int], list[Any]] = {}
         self._lost: StageError | None = None
 
     @functools.cached_property
@@ -142,96 +88,134 @@ class Links:
         """The first device of each process, which takes what all are told."""
         first: dict[int, Any] = {}
         for device in self.world.devices:
-            first.setdefault(device.process_index, device)
+            first.setdefault(self._process_of(device), device)
         return tuple(first[k] for k in sorted(first))
 
-    def offer(self, tag: Tag, arrays: Sequence[Any], routes: Sequence[Route]) -> None:
-        """Hands arrays to the process that fetches them under the same tag.
+    def offer(
+        self, tag: Tag, arrays: Sequence[Any] | None, routes: Sequence[Route]
+    ) -> None:
+        """Hands arrays to the processes that fetch them under the same tag.
 
         Args:
           tag: names this transfer within the step.
-          arrays: on devices of this process.
+          arrays: on devices of this process, and of others perhaps; None: it failed to
+            make them, so that zeros are handed out. Whoever waits for them goes on, and
+            hears of the failure afterwards.
           routes: of each array.
         """
-        found: list[Any] = []
-        for array, way in zip(arrays, routes, strict=True):
-            found.extend(_pieces(array, way))
-        if found:
-            self._server.await_pull(self._id(tag), found)
+        for process in sorted(frozenset[int]().union(*(w.processes for w in routes))):
+            if process == self.index:
+                continue
+            if arrays is None:
+                structs = [s for w in routes for s in w.structs(self.index, process)]
+                found = [jnp.zeros(s.shape, s.dtype) for s in structs]
+            else:
+                pairs = zip(routes, arrays, strict=True)
+                found = [p for w, x in pairs for p in w.sent(self.index, process, x)]
+            if found:
+                self._server.await_pull(self._id(tag, self.index, process), found)
 
-    def fetch(self, process: int, tag: Tag, routes: Sequence[Route]) -> list[Any]:
-        """The arrays that a process offers under a tag; they arrive later.
+    def fetch(self, tag: Tag, routes: Sequence[Route]) -> Fetched:
+        """Asks other processes for what they offer under a tag; it arrives later.
 
         Args:
-          process: number of the other process.
           tag: as it was offered.
           routes: of each array.
         """
-        wanted = [s for way in routes for s in _structs(way)]
-        pulled: list[Any] = []
-        if wanted:
-            pulled = self._connection(process).pull(self._id(tag), wanted)
-        self._ask(tag, process, pulled)
-        rest = iter(pulled)
-        return [_landed(way, rest) for way in routes]
+        found: Fetched = {}
+        for process in sorted(frozenset[int]().union(*(w.origins for w in routes))):
+            if process == self.index:
+                continue
+            wanted = [s for w in routes for s in w.structs(process, self.index)]
+            if wanted:
+                number = self._id(tag, process, self.index)
+                found[process] = self._connection(process).pull(number, wanted)
+                self._ask(tag, process, found[process])
+        return found
+
+    def landed(
+        self,
+        routes: Sequence[Route],
+        fetched: Fetched,
+        arrays: Sequence[Any] | None = None,
+    ) -> list[Any]:
+        """Arrays where they must lie, of the pieces of all processes.
+
+        Args:
+          routes: of each array.
+          fetched: of `fetch`.
+          arrays: before; None: this process has no part of them.
+        """
+        arrived = {process: iter(pieces) for process, pieces in fetched.items()}
+        out: list[Any] = []
+        for k, way in enumerate(routes):
+            given = None if arrays is None else arrays[k]
+            mine = way.origins | way.processes == frozenset({self.index})
+            if mine and given is not None and given.is_fully_addressable:
+                out.append(jax.device_put(given, way.target))
+                continue
+            blocks = way.landed(self.index, arrived, given)
+            out.append(way.array(blocks))
+        return out
+
+    def moved(
+        self, tag: Tag, arrays: Sequence[Any] | None, routes: Sequence[Route]
+    ) -> list[Any]:
+        """Arrays where they must lie; all processes that have parts of them call this.
+
+        A process that has no part afterwards gets arrays without shards.
+
+        Args:
+          tag: names this transfer within the step.
+          arrays: before; None: this process has no part of them.
+          routes: of each array.
+        """
+        if arrays is not None:
+            self.offer(tag, arrays, routes)
+        return self.landed(routes, self.fetch(tag, routes), arrays)
 
     def _ask(self, tag: Tag, process: int, pulled: list[Any]) -> None:
         """Keeps what was asked for until it is there, and drops what has come."""
         with self._lock:
-            for key in [k for k, (_, arrays) in self._asked.items() if _there(arrays)]:
+            for key in [k for k, arrays in self._asked.items() if _there(arrays)]:
                 del self._asked[key]
-            self._asked[tag] = process, pulled
+            self._asked[tag, process] = pulled
 
-    def give_up(self, tag: Tag, routes: Sequence[Route]) -> None:
-        """Offers zeros in place of what this process failed to make.
-
-        The process that waits for it goes on, and hears of the failure afterwards.
-        """
-        zeros = [jnp.zeros(s.shape, s.dtype) for w in routes for s in _structs(w)]
-        if zeros:
-            self._server.await_pull(self._id(tag), zeros)
-
-    def spread(self, tag: Tag, owner: int, array: Any) -> Any:
-        """An array of one process on a device of each.
+    def everywhere(self, tag: Tag, struct: Any, source: Any, array: Any) -> Any:
+        """An array on a device of each process; all processes call this.
 
         Args:
           tag: names this transfer.
-          owner: the process that has all of it.
-          array: the array; on other processes only shape and dtype are looked at.
+          struct: has its shape and dtype.
+          source: where it lies.
+          array: the array; None where this process has no part, or failed to make it.
         """
-        own = on_device(self.devices[self.index])
-        if owner != self.index:
-            source = on_device(self.devices[owner])
-            way = self.route(array.shape, array.dtype, source, own)
-            return self.fetch(owner, (*tag, self.index), [way])[0]
-        here = jax.device_put(array, own)
+        found: list[Any] = []
         for process, device in enumerate(self.devices):
-            if process != owner:
-                target = on_device(device)
-                way = self.route(array.shape, array.dtype, own, target)
-                self.offer((*tag, process), [here], [way])
-        return here
-
-    def joined(self, sharding: NamedSharding) -> Any:
-        """A jitted function that puts rows below each other, in a layout."""
-        if sharding not in self._joins:
-            self._joins[sharding] = jax.jit(
-                lambda *rows: jnp.concatenate(rows), out_shardings=sharding
-            )
-        return self._joins[sharding]
+            way = self.route(struct.shape, struct.dtype, source, on_device(device))
+            arrays = None if array is None else [array]
+            if self.index in way.origins and process != self.index:
+                self.offer((*tag, process), arrays, [way])
+            elif process == self.index:
+                failed = arrays is None and self.index in way.origins
+                fetched = self.fetch((*tag, process), [way])
+                if not failed:
+                    found = self.landed([way], fetched, arrays)
+        return found[0] if found else None
 
     def route(
         self,
         shape: Sequence[int],
         dtype: Any,
-        source: NamedSharding,
+        source: Any,
         target: NamedSharding,
     ) -> Route:
-        """See `route`; known from before."""
+        """See `autopar.runtime.stages.routes.route`; known from before."""
         key = tuple(shape), str(dtype), source, target
         found = self._routes.get(key)
         if found is None:
-            found = self._routes[key] = route(shape, dtype, source, target)
+            found = route(shape, dtype, source, target, self._process_of)
+            self._routes[key] = found
         return found
 
     def begin(self, digest: bytes, *, first: bool) -> bool:
@@ -255,13 +239,14 @@ class Links:
 
     @contextlib.contextmanager
     def together(
-        self, release: Callable[[], None], what: str = "running a step"
+        self, release: Callable[[], None] | None, what: str = "running a step"
     ) -> Generator[None]:
         """Does something on all processes; where it fails on one it fails on all.
 
         Args:
           release: called where it fails here, so that no other process waits for what
-            this one will not make.
+            this one will not make; None: the others wait in collectives, which nothing
+            ends, so that no process can go on.
           what: is being done.
 
         Raises:
@@ -272,6 +257,9 @@ class Links:
         try:
             yield
         except Exception as error:
+            if release is None:
+                self._end(error, what)
+                raise
             failed = error
             with contextlib.suppress(Exception):
                 release()
@@ -285,6 +273,24 @@ class Links:
             if failed is not None:
                 raise failed
         exchanged(self.world, what)
+
+    def agreed(self, holds: bool, what: str) -> bool:
+        """Whether something holds on all processes.
+
+        Raises:
+          StageError: a process has ended.
+        """
+        return all(map(any, self._gather(bytes([holds]), what)))
+
+    def _end(self, error: Exception, what: str) -> None:
+        """Tells the others that this process cannot go on."""
+        ending.leave_at_end()
+        if self._watch is not None and self._lost is None:
+            self._watch.fail(f"{type(error).__name__}: {error}")
+        self._lost = self._lost or StageError(
+            f"process {self.index} failed before while {what}, and the others with it: "
+            "start all of them again from a checkpoint."
+        )
 
     def _gather(self, data: bytes, what: str) -> list[bytes]:
         try:
@@ -314,6 +320,13 @@ class Links:
         except LostError as lost:
             ending.leave_at_end()
             numbers = ", ".join(map(str, lost.processes))
+            if lost.said:
+                self._lost = StageError(
+                    f"process {numbers} has failed while {what}: {lost.said}. It runs "
+                    "a stage together with others: start all of them again from a "
+                    "checkpoint."
+                )
+                raise self._lost from lost
             self._lost = StageError(
                 f"process {self.index} has waited {SILENCE_S:g} s for process "
                 f"{numbers} while {what}{self._awaited()}: it does not answer, as if "
@@ -324,7 +337,7 @@ class Links:
 
     def _awaited(self) -> str:
         """Which task's results have not come, of those that were asked for."""
-        for tag, (process, arrays) in list(self._asked.items()):
+        for (tag, process), arrays in list(self._asked.items()):
             if not _there(arrays):
                 return f", {task_text(tag)} of process {process}"
         return ""
@@ -336,9 +349,9 @@ class Links:
                 self._connections[process] = self._server.connect(address)
             return self._connections[process]
 
-    def _id(self, tag: Tag) -> int:
+    def _id(self, tag: Tag, origin: int, process: int) -> int:
         """A number that no other transfer of these processes has."""
-        text = repr((self.number, tag)).encode()
+        text = repr((self.number, tag, origin, process)).encode()
         found = hashlib.blake2b(text, digest_size=8).digest()
         return int.from_bytes(found, "little") >> 1
 
@@ -361,55 +374,3 @@ def task_text(tag: Tag) -> str:
 def _there(arrays: Sequence[Any]) -> bool:
     """Whether arrays have come; what was taken over by a program has."""
     return all(array.is_deleted() or array.is_ready() for array in arrays)
-
-
-def _wide(dtype: Any) -> Any:
-    """The dtype in which numbers are sent: whole bytes."""
-    narrow = jnp.issubdtype(dtype, jnp.integer) and jnp.iinfo(dtype).bits < 8
-    return jnp.dtype(jnp.int8) if narrow else dtype
-
-
-def _pieces(array: Any, way: Route) -> list[Any]:
-    if way.empty:
-        return []
-    bits = jax_compat.key_bits(array)
-    if (wide := _wide(bits.dtype)) != bits.dtype:
-        bits = bits.astype(wide)
-    if not way.takes:
-        bits = jax.device_put(bits, NamedSharding(way.source.mesh, PartitionSpec()))
-        return [bits.addressable_shards[0].data]
-    held = {shard.device: shard.data for shard in bits.addressable_shards}
-    return [held[device] for device in way.takes]
-
-
-def _structs(way: Route) -> list[jax.ShapeDtypeStruct]:
-    """The parts of an array as they arrive."""
-    if way.empty:
-        return []
-    shape, dtype = jax_compat.bits_struct(way.shape, way.dtype)
-    part = way.target.shard_shape(shape) if way.takes else shape
-    return [
-        jax.ShapeDtypeStruct(
-            part, _wide(dtype), sharding=SingleDeviceSharding(devices[0])
-        )
-        for devices in way.lands
-    ]
-
-
-def _landed(way: Route, pulled: Any) -> Any:
-    """Puts an array together of the parts that arrive."""
-    if way.empty:
-        return jnp.zeros(way.shape, way.dtype, device=way.target)
-    shape, dtype = jax_compat.bits_struct(way.shape, way.dtype)
-    held: dict[Any, Any] = {}
-    for devices in way.lands:
-        piece = next(pulled)
-        if piece.dtype != dtype:
-            piece = piece.astype(dtype)
-        held.update((d, jax.device_put(piece, d)) for d in devices)
-    if way.takes:
-        own = [held[d] for d in way.target.addressable_devices_indices_map(shape)]
-        made = jax.make_array_from_single_device_arrays(shape, way.target, own)
-    else:
-        made = jax.device_put(next(iter(held.values())), way.target)
-    return jax_compat.with_dtype(made, way.dtype)

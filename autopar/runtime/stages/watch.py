@@ -50,6 +50,8 @@ class Watch:
         # When each count was seen to change last, and when this looked last.
         self._seen = dict.fromkeys(self._others, time.monotonic())
         self._looked = time.monotonic()
+        # What processes have said that cannot go on.
+        self.said: dict[int, str] = {}
         self._ended = threading.Event()
         beat = threading.Thread(target=self._beat, name="watch", daemon=True)
         self._threads = [beat]
@@ -69,6 +71,11 @@ class Watch:
         """Leaves a thread to itself that waits for a process which is lost."""
         self._threads.append(thread)
 
+    def fail(self, text: str) -> None:
+        """Tells the others that this process cannot go on."""
+        with contextlib.suppress(jax.errors.JaxRuntimeError):
+            self._client.key_value_set(f"{_ROOT}/{self._index}/failed", text)
+
     def _beat(self) -> None:
         while not self._ended.wait(_BEAT_S):
             found = jax_compat.coordination()
@@ -86,6 +93,9 @@ class Watch:
             if count != self._counts.get(process):
                 self._counts[process] = count
                 self._seen[process] = time.monotonic()
+        with contextlib.suppress(jax.errors.JaxRuntimeError):  # it goes on
+            key = f"{_ROOT}/{process}/failed"
+            self.said[process] = str(self._client.key_value_try_get(key))
 
     def lost(self, since: float) -> tuple[int, ...]:
         """The processes that are silent; those that may be, where nothing answers.
@@ -94,6 +104,8 @@ class Watch:
           since: when this process began to wait: silence counts from then on, as it
             may have been stopped itself before.
         """
+        if self.said:
+            return tuple(self.said)
         now = time.monotonic()
         if now - max(self._looked, since) > self._silence_s:
             return tuple(self._others)
@@ -109,12 +121,13 @@ class LostError(Exception):
 
     Attributes:
       processes: their numbers.
+      said: what they have said last; '': nothing.
     """
 
-    def __init__(self, processes: tuple[int, ...]) -> None:
+    def __init__(self, processes: tuple[int, ...], said: str = "") -> None:
         """Says which."""
         super().__init__(f"processes {', '.join(map(str, processes))} are silent")
-        self.processes = processes
+        self.processes, self.said = processes, said
 
 
 def waited(watch: Watch | None, work: Callable[[], T]) -> T:
@@ -145,7 +158,7 @@ def waited(watch: Watch | None, work: Callable[[], T]) -> T:
     while not done.wait(_POLL_S):
         if lost := watch.lost(begin):
             watch.leave(thread)
-            raise LostError(lost)
+            raise LostError(lost, "; ".join(watch.said.values()))
     good, value = found[0]
     if not good:
         raise value

@@ -9,6 +9,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.sharding import PartitionSpec
+
+import autopar
+from autopar.goodput import NoiseOptions
 
 WIDTH, LAYERS, ROWS = 16, 4, 16
 
@@ -163,3 +167,81 @@ def distance(one: Any, other: Any) -> float:
         float(np.abs(1.0 * np.asarray(a) - b).max() / (np.abs(a).max() + 1e-3))
         for a, b in pairs
     )
+
+
+class Asking:
+    """A policy that wants errors of codecs, and changes nothing."""
+
+    probes, every = ("int8", "topk:ratio=0.25"), 2
+
+    def __init__(self) -> None:
+        self.seen: list[Any] = []
+
+    def observe(self, seen: Any) -> None:
+        self.seen.append(seen)
+
+
+def layer_loop(params: Any, batch: Any) -> Any:
+    """A step with a loop over three layers, which two stages cannot share evenly."""
+
+    def loss(params: Any) -> Any:
+        def layer(x: Any, own: Any) -> Any:
+            return x + jnp.tanh(x @ own["w"] + own["b"]), None
+
+        x, _ = jax.lax.scan(layer, batch["x"], params)
+        return jnp.mean((x - batch["y"]) ** 2)
+
+    value, grads = jax.value_and_grad(loss)(params)
+    return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), value
+
+
+def looped_layers() -> Any:
+    return jax.tree.map(lambda *xs: jnp.stack(xs), *weights(layers=3))
+
+
+def all_beside_the_step(devices: Any, mine: Callable[[int], slice]) -> dict[str, Any]:
+    """What hangs on a step: codecs, a policy that tries some, noise and evaluation.
+
+    Args:
+      devices: four, of two stages.
+      mine: of a number of rows, those of this process.
+    """
+    asked: dict[str, Any] = {"stages": 2, "microbatches": 2, "devices": devices}
+
+    def rows_of(seed: int, rows: int = 512, width: int = 32) -> dict[str, np.ndarray]:
+        x, y = np.random.default_rng(seed).standard_normal((2, rows, width))
+        own = mine(rows)
+        return {"x": x[own].astype(np.float32), "y": y[own].astype(np.float32)}
+
+    def step(params: Any, batch: Any) -> Any:
+        value, grads = jax.value_and_grad(mean_loss)(params, batch)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), value
+
+    policy, params = Asking(), weights(32)
+    run = autopar.parallelize(
+        step, cluster="4x1:cpu,network=100Mb/s", axis_names=("data",),
+        pins={"batch/*": PartitionSpec("data")}, compression="int8",
+        policy=policy, noise_scale=NoiseOptions(every=1), **asked,
+    )  # fmt: skip
+    losses: list[float] = []
+    for seed in range(4):
+        params, loss = run(params, rows_of(seed))
+        losses.append(float(loss))
+    noise, evaluate = run.noise_scale, run.jit(mean_loss)
+    errors = {
+        name: [choice.error for choice in found.choices]
+        for seen in policy.seen
+        for name, found in seen.measured.items()
+    }
+    loop = autopar.parallelize(layer_loop, cluster="4:cpu", **asked)
+    layers, looped = looped_layers(), list[float]()
+    for seed in range(3):
+        layers, loss = loop(layers, rows_of(seed, 16, WIDTH))
+        looped.append(float(loss))
+    return {
+        "losses": losses,
+        "noise": [noise.sqr, noise.var, noise.groups],
+        "errors": [x for _, found in sorted(errors.items()) for x in found],
+        "evaluated": float(evaluate(params, rows_of(9))),
+        "looped": looped,
+    }

@@ -24,7 +24,7 @@ def ordered(schedule, stages, microbatches, here=None):
     waits = {key: makers(key, keys, table.parts) for key in keys}
     own = list(range(stages)) if here is None else here
     waits = {k: [m for m in found if m.stage in own] for k, found in waits.items()}
-    return turns(order, own, waits), order, waits
+    return turns(order, [[stage] for stage in own], waits), order, waits
 
 
 def makers(key, keys, parts):

@@ -6,12 +6,13 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from autopar.runtime.stages.transport import Links, on_device
+from autopar.runtime.stages.routes import on_device
+from autopar.runtime.stages.transport import Links
 from autopar.runtime.world import World
 
 
-class Server:
-    """Takes the place of the transfer server; a fetched array is moved here."""
+class Servers:
+    """Takes the place of the transfer servers; a fetched array is moved here."""
 
     def __init__(self):
         self.offered = {}
@@ -34,9 +35,45 @@ class Server:
         return jax.device_put(arrays, [s.sharding for s in structs])
 
 
+class Gathered:
+    """A channel on which all processes say the same."""
+
+    def __init__(self, count):
+        self.count = count
+
+    def gather(self, data):
+        return [data] * self.count
+
+    def exchange(self, data, what):
+        return dict.fromkeys(range(self.count), data)
+
+
 @pytest.fixture
-def links():
-    return Links(World(tuple(jax.devices())), Server)
+def servers():
+    return Servers()
+
+
+@pytest.fixture
+def links(servers):
+    """Of two processes with four devices each, which are simulated in this one."""
+    devices = tuple(jax.devices())
+    return [
+        Links(World(devices, k, 2, Gathered(2)), lambda: servers, lambda d: d.id // 4)
+        for k in range(2)
+    ]
+
+
+def moved(links, array, target, tag=("a",)):
+    """The array where it is wanted, of the blocks that each process has."""
+    way = links[0].route(array.shape, array.dtype, array.sharding, target)
+    for link in links:
+        link.offer(tag, [array], [way])
+    blocks = {}
+    for link in links:
+        pulled = link.fetch(tag, [way])
+        arrived = {process: iter(pieces) for process, pieces in pulled.items()}
+        blocks |= way.landed(link.index, arrived, array)
+    return way.array(blocks)
 
 
 def lying(devices, axes, *spec):
@@ -46,35 +83,46 @@ def lying(devices, axes, *spec):
 
 PAIR = lying([0, 1], ("x",), "x")
 LAYOUTS = {
-    "the same": (PAIR, lying([2, 3], ("y",), "y")),
+    "the same": (PAIR, lying([4, 5], ("y",), "y")),
     "more copies": (PAIR, lying([[2, 3], [4, 5]], ("a", "b"), "b")),
     "fewer copies": (lying([[2, 3], [4, 5]], ("a", "b"), "a"), PAIR),
     "other parts": (PAIR, lying([4, 5, 6, 7], ("y",), "y")),
-    "another dimension": (PAIR, lying([2, 3], ("y",), None, "y")),
-    "in another order": (lying([1, 0], ("x",), "x"), PAIR),
+    "another dimension": (PAIR, lying([4, 5], ("y",), None, "y")),
+    "in another order": (lying([5, 4], ("x",), "x"), PAIR),
     "one device": (PAIR, on_device(jax.devices()[7])),
+    "of both to both": (
+        lying([[0, 1], [4, 5]], ("a", "b"), "b", "a"),
+        lying([[2, 6], [7, 3]], ("a", "b"), "a", "b"),
+    ),
+    "of both to one": (lying([3, 4], ("a",), None, "a"), lying([5, 6], ("a",), "a")),
+    "of uneven parts": (lying([0, 1, 2, 4], ("a",), "a"), lying([3, 5], ("a",), "a")),
 }
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_an_array_arrives_in_the_layout_that_is_wanted(links, name):
     source, target = LAYOUTS[name]
-    array = np.arange(32.0).reshape(8, 4)
-    way = links.route(array.shape, jnp.float32, source, target)
-    links.offer(("a",), [jax.device_put(jnp.float32(array), source)], [way])
-    (found,) = links.fetch(0, ("a",), [way])
+    array = np.arange(32.0, dtype=np.float32).reshape(8, 4)
+    found = moved(links, jax.device_put(array, source), target)
     assert found.sharding == target
-    np.testing.assert_array_equal(found, array)
     for shard in found.addressable_shards:
         np.testing.assert_array_equal(shard.data, array[shard.index])
 
 
-def test_each_part_is_sent_once(links):
-    source, target = LAYOUTS["fewer copies"]
-    way = links.route((8, 4), jnp.float32, source, target)
-    links.offer(("a",), [jax.device_put(jnp.ones((8, 4)), source)], [way])
-    (sent,) = links._server.offered.values()
-    assert [x.shape for x in sent] == [(4, 4), (4, 4)]
+def test_a_process_gets_each_piece_once_and_only_what_it_lacks(links, servers):
+    array = jax.device_put(jnp.ones((8, 4)), lying([[0, 1], [4, 5]], ("a", "b"), "b"))
+    target = lying([[2, 3], [6, 7]], ("a", "b"), "a")
+    way = links[0].route(array.shape, array.dtype, array.sharding, target)
+    for link in links:
+        link.offer(("a",), [array], [way])
+    assert not servers.offered
+    ones = jax.device_put(jnp.ones((8, 4)), PAIR)
+    for target in (lying([4, 5, 6, 7], ("a",)), lying([3, 4], ("a",))):
+        way = links[0].route(ones.shape, ones.dtype, PAIR, target)
+        links[0].offer((target,), [ones], [way])
+        (sent,) = servers.offered.values()
+        assert [x.shape for x in sent] == [(4, 4), (4, 4)]
+        servers.offered.clear()
 
 
 @pytest.mark.parametrize(
@@ -88,11 +136,12 @@ def test_each_part_is_sent_once(links):
     ],
     ids=["keys", "int4", "empty", "bool", "bfloat16"],
 )
-def test_arrays_of_every_kind_arrive(links, array):
-    source, target = LAYOUTS["the same"]
-    way = links.route(array.shape, array.dtype, source, target)
-    links.offer(("a",), [jax.device_put(array, source)], [way])
-    (found,) = links.fetch(0, ("a",), [way])
+@pytest.mark.parametrize("name", ["the same", "of both to one"])
+def test_arrays_of_every_kind_arrive(links, array, name):
+    source, target = (
+        NamedSharding(x.mesh, PartitionSpec(x.mesh.axis_names)) for x in LAYOUTS[name]
+    )
+    found = moved(links, jax.device_put(array, source), target)
     assert (found.shape, found.dtype) == (array.shape, array.dtype)
     bits = jax.random.key_data if array.dtype.name.startswith("key") else np.asarray
     np.testing.assert_array_equal(bits(found), bits(array))
@@ -100,16 +149,18 @@ def test_arrays_of_every_kind_arrive(links, array):
 
 def test_what_a_process_failed_to_make_has_the_shapes_that_others_wait_for(links):
     source, target = LAYOUTS["other parts"]
-    way = links.route((8, 4), jnp.int4, source, target)
-    links.give_up(("a",), [way])
-    (found,) = links.fetch(0, ("a",), [way])
+    way = links[0].route((8, 4), jnp.int4, source, target)
+    links[0].offer(("a",), None, [way])
+    (found,) = links[1].landed([way], links[1].fetch(("a",), [way]))
     assert (found.shape, found.dtype) == ((8, 4), jnp.int4)
 
 
 def test_transfers_of_two_steps_are_not_mistaken_for_each_other(links):
     source, target = LAYOUTS["the same"]
-    way = links.route((2,), jnp.float32, source, target)
     for value in (1.0, 2.0):
-        assert links.begin(b"", first=False)
-        links.offer(("a",), [jax.device_put(jnp.full(2, value), source)], [way])
-    assert float(links.fetch(0, ("a",), [way])[0][0]) == 2.0
+        assert all(link.begin(b"", first=False) for link in links)
+        array = jax.device_put(jnp.full(2, value), source)
+        way = links[0].route((2,), jnp.float32, source, target)
+        links[0].offer(("a",), [array], [way])
+    (found,) = links[1].landed([way], links[1].fetch(("a",), [way]))
+    assert float(found[0]) == 2.0
