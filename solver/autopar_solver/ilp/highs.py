@@ -25,11 +25,24 @@ programs that it makes of this one. Each takes longer than it saves. A version o
 that lacks one of these options goes on without."""
 
 
+class _Quiet(highspy.Highs):
+    """A solver that prints nothing.
+
+    Since 1.16, `highspy.Highs` enables its callbacks as it is made, and HiGHS prints
+    its version before anybody can ask it for silence.
+    """
+
+    def enableCallbacks(self) -> None:
+        """Asks for silence first."""
+        self.setOptionValue("output_flag", False)
+        super().enableCallbacks()
+
+
 def solve_highs(
     program: IntegerProgram, stop: StopCriteria, start: np.ndarray | None
 ) -> ProgramAnswer:
     """Solves a program with HiGHS on one thread: same input, same answer."""
-    highs = highspy.Highs()
+    highs = _Quiet()
     _set_options(highs, stop)
     if program.reduced:
         for name, off in _SHORT.items():
@@ -52,7 +65,7 @@ def solve_without_integrality(
         The values of all variables, and for each named row what one unit less on its
         right side would add to the cost.
     """
-    highs = highspy.Highs()
+    highs = _Quiet()
     for name, value in (("output_flag", False), ("threads", 1), ("random_seed", 0)):
         highs.setOptionValue(name, value)
     size, rows = len(program.costs), program.num_rows

@@ -210,3 +210,9 @@ def test_backends_by_name():
     assert backend_of("cbc") is solve_cbc
     with pytest.raises(ValueError, match=r"backend 'glop'.*\"highs\" and \"cbc\""):
         backend_of("glop")
+
+
+def test_nothing_is_printed(capfd):
+    """Also by the constructor, which prints in HiGHS 1.16."""
+    solve_highs(random_program(3), EXACT, None)
+    assert capfd.readouterr() == ("", "")
