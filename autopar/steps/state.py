@@ -25,7 +25,7 @@ def doubts(analysis: Analysis) -> list[str]:
     if not analysis.carried:
         return [
             "nothing that it takes comes back, so every argument is planned as a "
-            f"batch. {_ADVICE}"
+            f"batch. {_ADVICE}{_other_dtype(analysis)}"
         ]
     found = _doubts_of_batch(analysis)
     changed = analysis.pytrees.changed
@@ -40,12 +40,32 @@ def doubts(analysis: Analysis) -> list[str]:
     ]
 
 
+def _other_dtype(analysis: Analysis) -> str:
+    """A pair of an argument and a result that only a dtype keeps apart; or ''."""
+    program = analysis.program
+    results = [
+        (path, program.values[atom])
+        for path, atom in zip(analysis.output_paths, program.body.outputs, strict=True)
+        if isinstance(atom, int)
+    ]
+    for given in analysis.graph.inputs:
+        value = program.values[given.value]
+        for path, result in results:
+            if value.floating and result.floating and value.shape == result.shape != ():
+                return (
+                    f" '{given.path}' is {value.dtype}, and '{path}' of its shape is "
+                    f"{result.dtype}: return it in the dtype that it had."
+                )
+    return ""
+
+
 def _doubts_of_batch(analysis: Analysis) -> list[str]:
     """An argument that its shape alone makes state, where nothing else is a batch."""
     inputs = analysis.graph.inputs
     if analysis.pytrees.form.roles.batch is not None:
         return []
-    if any(given.role is InputRole.BATCH for given in inputs):
+    roles = {given.role for given in inputs}
+    if InputRole.BATCH in roles or InputRole.PARAMETER not in roles:
         return []
     carried = analysis.carried
     return [

@@ -12,6 +12,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import pathlib
+import sysconfig
+import traceback
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
@@ -260,6 +263,24 @@ def _traced(step: Callable[..., Any], form: CallForm, inputs: list[Any]) -> _Tra
     return _Traced(jaxpr, inputs, outputs, results[-1], carried, replicas)
 
 
+# Where code is that no user wrote: JAX, its callers here, and installed libraries.
+_OTHERS = (
+    str(pathlib.Path(jax.__file__).parent),
+    str(pathlib.Path(__file__).parents[1]),
+    sysconfig.get_path("purelib"),
+    sysconfig.get_path("stdlib"),
+)
+
+
+def _users_line(error: BaseException) -> str:
+    """The innermost line of the user's own code that an error went through."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [x for x in frames if not x.filename.startswith((*_OTHERS, "<frozen"))]
+    if not own:
+        return ""
+    return f" ({pathlib.Path(own[-1].filename).name}:{own[-1].lineno})"
+
+
 def _jaxpr(
     step: Callable[..., Any], flat: Callable[..., Any], inputs: list[Any]
 ) -> Any:
@@ -287,7 +308,7 @@ def _trace_failure(step: Callable[..., Any], error: Exception) -> str:
     name = step_name(step)
     first = str(error).strip().split("\n", 1)[0].rstrip(".")
     return (
-        f"the step '{name}' cannot be traced: {first}.\n"
+        f"the step '{name}' cannot be traced: {first}{_users_line(error)}.\n"
         "  A planned step must be a function that jax.jit accepts: pytrees of arrays "
         "in and out, no Python control flow on array values, no conversion of arrays "
         "to Python numbers.\n"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -173,6 +174,24 @@ def test_nothing_carried_is_said() -> None:
     )
     with pytest.warns(StateWarning, match="nothing that it takes comes back"):
         step({"w": jnp.ones((8, 8))}, jnp.ones((16, 8)))
+
+
+def test_state_that_comes_back_in_another_dtype_is_named() -> None:
+    step = autopar.parallelize(
+        lambda w, x: (w - x.sum()).astype(jnp.bfloat16), cluster="8:cpu"
+    )
+    with pytest.warns(StateWarning, match="'w' is float32, and 'result' of its shape"):
+        step(jnp.ones((8, 8)), jnp.ones((16, 8)))
+
+
+def test_the_users_own_line_is_named() -> None:
+    def step(w: jax.Array, x: jax.Array) -> jax.Array:
+        return w * float(x.sum())
+
+    line = inspect.getsourcelines(step)[1] + 1
+    planned = autopar.parallelize(step, cluster="8:cpu")
+    with pytest.raises(TraceError, match=rf"\(test_step_calls.py:{line}\)"):
+        planned(jnp.ones(8), jnp.ones(8))
 
 
 def test_what_comes_back_with_the_shape_of_the_batch() -> None:
