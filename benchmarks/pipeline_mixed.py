@@ -29,7 +29,7 @@ from autopar.planner.stages.entry import cut_as, planned
 from autopar.planner.stages.plan import SCHEDULES, layers_of
 from autopar.planner.stages.staged import StageSite, Wanted
 from autopar.plans import PipelineData, Plan
-from autopar.runtime.any_step import AnyStep
+from autopar.runtime.planned import PlannedStep
 from autopar.runtime.stages.planned import pipelined_step
 from autopar.steps.analysis import Analysis, analyse
 from autopar_passes.program.trace import opened
@@ -154,7 +154,7 @@ def measured(
     return statistics.median(times(step, made, arguments, steps))
 
 
-def times(step, made: AnyStep, arguments, steps: int) -> list[float]:
+def times(step, made: PlannedStep, arguments, steps: int) -> list[float]:
     """Seconds of steps, one by one; the first compiles and does not count."""
     flat = opened(step, arguments).arrays
     placed = [

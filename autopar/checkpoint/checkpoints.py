@@ -25,8 +25,8 @@ from autopar.checkpoint.saving import Background, Save, wait_at_end
 from autopar.checkpoint.snapshot import num_bytes, snapshot
 from autopar.errors import CheckpointError
 from autopar.runtime import creation, exchange
-from autopar.runtime.any_step import AnyStep
 from autopar.runtime.parallel_step import ParallelStep
+from autopar.runtime.planned import PlannedStep
 from autopar.runtime.state_mover import named
 from autopar.version import __version__
 from autopar_errors import check_path
@@ -431,7 +431,7 @@ class _Damaged(Exception):
     """A checkpoint cannot be read; an earlier one may be."""
 
 
-def _structs(running: AnyStep, leaves: Sequence[Any]) -> dict[str, Any]:
+def _structs(running: PlannedStep, leaves: Sequence[Any]) -> dict[str, Any]:
     """Path -> struct of each array of a state, with the plan's sharding."""
     graph = running.analysis.graph
     paths = [given.path for given in graph.inputs[: len(leaves)]]

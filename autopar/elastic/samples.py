@@ -16,7 +16,7 @@ import numpy as np
 
 from autopar.errors import PlanError
 from autopar.runtime import placement
-from autopar.runtime.any_step import AnyStep
+from autopar.runtime.planned import PlannedStep
 from autopar.runtime.world import World
 
 Source = Callable[[int, int], Any]
@@ -126,7 +126,7 @@ class Samples:
         return jax.tree.unflatten(jax.tree.structure(structs), made)
 
 
-def batch_structs(planned: AnyStep, argument: int) -> Any:
+def batch_structs(planned: PlannedStep, argument: int) -> Any:
     """Shape, dtype and sharding of each array of a batch, over all processes.
 
     Args:
@@ -142,7 +142,7 @@ def batch_structs(planned: AnyStep, argument: int) -> Any:
     return form.fixed.join(structs)[argument]
 
 
-def planned_batch(planned: AnyStep, argument: int, world: World) -> tuple[Any, Any]:
+def planned_batch(planned: PlannedStep, argument: int, world: World) -> tuple[Any, Any]:
     """What a plan knows of a batch: `batch_structs`, and the dimensions of rows.
 
     A single process needs no structs. The dimension is 0 in arrays without rows.
@@ -158,7 +158,7 @@ def planned_batch(planned: AnyStep, argument: int, world: World) -> tuple[Any, A
     return structs, analysis.pytrees.form.fixed.join(dims)[argument]
 
 
-def placed_rest(planned: AnyStep, first: int, rest: Sequence[Any]) -> list[Any]:
+def placed_rest(planned: PlannedStep, first: int, rest: Sequence[Any]) -> list[Any]:
     """Arguments as global arrays, of which every process has the whole.
 
     Args:

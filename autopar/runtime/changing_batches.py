@@ -15,9 +15,9 @@ from typing import Any
 from autopar.errors import PlanError
 from autopar.plans import Plan
 from autopar.runtime import arguments, exchange
-from autopar.runtime.any_step import AnyStep
 from autopar.runtime.noise.options import NoiseOptions
 from autopar.runtime.parallel_step import ParallelStep
+from autopar.runtime.planned import PlannedStep
 from autopar.runtime.preparation import Made
 from autopar.runtime.setting import Setting
 from autopar.runtime.step_planner import Analysed
@@ -123,7 +123,7 @@ def _budget(setting: Setting, options: Any, codecs: str) -> float | None:
     return (given or options.error_budget) if codecs == "auto" else None
 
 
-def program(step: ParallelStep[..., Any], shape: Shape, plan: Plan) -> AnyStep:
+def program(step: ParallelStep[..., Any], shape: Shape, plan: Plan) -> PlannedStep:
     """The compiled program of a plan; all processes must call it together.
 
     Raises:

@@ -32,7 +32,6 @@ from autopar.compression.synchronise import (
 from autopar.errors import PlanError
 from autopar.plans import GradientDecision, Plan
 from autopar.runtime import agreement
-from autopar.runtime.any_step import AnyStep
 from autopar.runtime.gradients.adopting import Adoption, saved_s
 from autopar.runtime.gradients.codec_state import (
     carry_over,
@@ -43,6 +42,7 @@ from autopar.runtime.gradients.probing import ProbePrograms, measure_errors
 from autopar.runtime.gradients.recoding import Recoding
 from autopar.runtime.gradients.skipping import SkippedSteps
 from autopar.runtime.gradients.sums import AnySums, Member, State
+from autopar.runtime.planned import PlannedStep
 from autopar.runtime.world import World
 
 
@@ -94,7 +94,7 @@ class CodecRun:
         self._signals: Any = None
         # Whether the next step is the first to be counted.
         self._count_anew = True
-        self._planned: AnyStep | None = None
+        self._planned: PlannedStep | None = None
         self._since = 0.0
         self._steps = 0
         self._done = 0
@@ -186,7 +186,9 @@ class CodecRun:
         if sums is not None and self._state is not None:
             check_fits(self._state, sums)
 
-    def prepare(self, planned: AnyStep, placed: Sequence[Any], world: World) -> None:
+    def prepare(
+        self, planned: PlannedStep, placed: Sequence[Any], world: World
+    ) -> None:
         """Makes the state for a step, and measures on its gradients what is asked for.
 
         Steps before that were skipped are told of first: where a warning is an error,
@@ -200,7 +202,7 @@ class CodecRun:
             self._measure(probes, planned, placed, state, world)
 
     def run(
-        self, planned: AnyStep, placed: Sequence[Any], noise: Sequence[Any] = ()
+        self, planned: PlannedStep, placed: Sequence[Any], noise: Sequence[Any] = ()
     ) -> tuple[Any, ...]:
         """Runs one step that was prepared, and keeps the codecs' new state.
 
@@ -253,7 +255,7 @@ class CodecRun:
     def _measure(
         self,
         probes: Sequence[str],
-        planned: AnyStep,
+        planned: PlannedStep,
         placed: Sequence[Any],
         state: State,
         world: World,
@@ -283,7 +285,7 @@ class CodecRun:
         assert self._state is not None
         return self._state
 
-    def report(self, running: AnyStep | None) -> Telemetry:
+    def report(self, running: PlannedStep | None) -> Telemetry:
         """The telemetry of the last step that measured it, by parameter.
 
         Where a gradient of the last step is not finite, it is that of the last step.

@@ -12,7 +12,6 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from autopar.errors import PlanError
 from autopar.runtime import arguments, homes, placement
-from autopar.runtime.any_step import AnyStep
 from autopar.runtime.planned import PlannedStep
 from autopar.runtime.recent import Recent
 from autopar.runtime.stages.placing import placed
@@ -48,7 +47,7 @@ class Evaluation(Generic[P, R]):
     def __init__(
         self,
         function: Callable[P, R],
-        running: Callable[[], AnyStep],
+        running: Callable[[], PlannedStep],
         world: Callable[[], World],
         static: str | Collection[str] = (),
     ) -> None:
@@ -124,7 +123,7 @@ class Evaluation(Generic[P, R]):
     def _placed(self, call: Call) -> list[Any]:
         """The arrays of a call, those of a batch split over the batch's axes."""
         running, count = self._running(), self._world().process_count
-        if not isinstance(running, PlannedStep):
+        if running.pipeline is not None:
             return spread(call.arrays, running.mesh, running.links)
         devices = set(running.mesh.devices.flat)
         axes = batch_axes(running)

@@ -12,7 +12,7 @@ import numpy as np
 
 from autopar.plans import Plan
 from autopar.runtime import placement
-from autopar.runtime.any_step import AnyStep
+from autopar.runtime.planned import PlannedStep
 from autopar_passes.program.calls import Call
 
 # What to do with fewer rows: run them as they are, split over as many devices as
@@ -35,7 +35,7 @@ class Rows:
     dims: dict[int, int]
 
 
-def fewer_rows(call: Call, running: AnyStep, process_count: int) -> Rows | None:
+def fewer_rows(call: Call, running: PlannedStep, process_count: int) -> Rows | None:
     """The rows of a call that has fewer than the running step; None: it has not.
 
     Nothing but the rows of the batch's arrays may differ, by the same ratio.
@@ -67,7 +67,9 @@ def fewer_rows(call: Call, running: AnyStep, process_count: int) -> Rows | None:
     return Rows(given, planned, dims)
 
 
-def fitted(call: Call, running: AnyStep, how: LastBatch, process_count: int) -> Call:
+def fitted(
+    call: Call, running: PlannedStep, how: LastBatch, process_count: int
+) -> Call:
     """The call with rows dropped or repeated where it has fewer than were planned.
 
     Args:

@@ -11,7 +11,6 @@ import jax.numpy as jnp
 
 from autopar.errors import PlanError
 from autopar.runtime import placement
-from autopar.runtime.any_step import AnyStep
 from autopar.runtime.codec_run import CodecRun
 from autopar.runtime.noise.averages import (
     NoiseScale,
@@ -20,6 +19,7 @@ from autopar.runtime.noise.averages import (
     fresh,
     noise_scale,
 )
+from autopar.runtime.planned import PlannedStep
 
 
 class NoiseRun:
@@ -32,7 +32,7 @@ class NoiseRun:
         self._owner: NoiseSpec | None = None
 
     def run(
-        self, planned: AnyStep, placed: Sequence[Any], codecs: CodecRun
+        self, planned: PlannedStep, placed: Sequence[Any], codecs: CodecRun
     ) -> list[Any]:
         """Runs one step that was prepared; returns its flat results.
 
@@ -52,7 +52,7 @@ class NoiseRun:
             (self._state,) = made
         return flat
 
-    def _states(self, planned: AnyStep) -> tuple[State, ...]:
+    def _states(self, planned: PlannedStep) -> tuple[State, ...]:
         """What a program takes behind its other arguments: the averages, if any."""
         spec = planned.noise
         if spec is None:

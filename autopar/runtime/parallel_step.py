@@ -26,13 +26,13 @@ from autopar.runtime import (
     last_batch,
     placement,
 )
-from autopar.runtime.any_step import AnyStep, settled
 from autopar.runtime.codec_run import CodecRun, Telemetry
 from autopar.runtime.evaluation import Evaluation
 from autopar.runtime.gradients.adopting import CodecChange
 from autopar.runtime.last_batch import LastBatch
 from autopar.runtime.methods import method_of
 from autopar.runtime.noise_run import HasNoise, NoiseRun
+from autopar.runtime.planned import PlannedStep
 from autopar.runtime.preparation import Made, Preparation, Running, moved_state
 from autopar.runtime.program_store import ProgramStore
 from autopar.runtime.repeated_calls import RepeatedCall, repeated_call
@@ -247,7 +247,7 @@ class ParallelStep(HasNoise, Generic[P, R]):
         else:
             self._use(recoding.changed(plan, codecs, often=often))
 
-    def _use(self, plan: Plan) -> AnyStep:
+    def _use(self, plan: Plan) -> PlannedStep:
         """Runs steps by a plan that differs from the current one in its codecs."""
         assert self._current is not None
         analysed, current = self._current.analysed, self._current.planned
@@ -260,13 +260,13 @@ class ParallelStep(HasNoise, Generic[P, R]):
         return planned
 
     @without_mesh()
-    def prepare(self, *args: Any, **kwargs: Any) -> AnyStep:
+    def prepare(self, *args: Any, **kwargs: Any) -> PlannedStep:
         """Plans for these arguments without running; arrays or structs."""
         with exchange.told(self.world, "reading the arguments"), updating():
             call = opened_within(self._parameters, args, kwargs)
         return self._prepare(call)
 
-    def _prepare(self, call: Call) -> AnyStep:
+    def _prepare(self, call: Call) -> PlannedStep:
         """Plans for the arguments of a call."""
         structs = self._batches.structs(call, self.world)
         if self._current is None or not self._current.analysed.fits(structs):
@@ -280,7 +280,7 @@ class ParallelStep(HasNoise, Generic[P, R]):
                 self._current = Running(analysed, planned, full=beside)
         return self._current.planned
 
-    def _beside(self, call: Call) -> AnyStep | None:
+    def _beside(self, call: Call) -> PlannedStep | None:
         """The step of a full batch, if the state is to stay where it lies."""
         current = self._current
         if current is None or self._setting.plan is not None or current.has_stages:
@@ -350,16 +350,16 @@ class ParallelStep(HasNoise, Generic[P, R]):
         )
         return planned.analysis.pytrees.result.returned(flat)
 
-    def _issued(self, planned: AnyStep, placed: list[Any]) -> list[Any]:
+    def _issued(self, planned: PlannedStep, placed: list[Any]) -> list[Any]:
         """Runs a program on arrays in their places; returns its flat results."""
         if planned.sums is not None:
             self._codecs.prepare(planned, placed, self.world)
         flat = self._noise.run(planned, placed, self._codecs)
         if self._store.guard:
-            flat, self.finite = settled(planned, placed, flat)
+            flat, self.finite = planned.settled(placed, flat)
         return flat
 
-    def _advised(self, planned: AnyStep) -> None:
+    def _advised(self, planned: PlannedStep) -> None:
         """Sends gradients by the codecs that the policy wants from now on."""
         if planned.sums is not None and (wish := self._codecs.advise(self.world)):
             self._follow(wish)
@@ -413,7 +413,7 @@ class ParallelStep(HasNoise, Generic[P, R]):
         """
         return Evaluation(function, self._running, lambda: self.world, static_argnames)
 
-    def _running(self) -> AnyStep:
+    def _running(self) -> PlannedStep:
         return self.running.planned
 
     def shardings(self, state: Any) -> Any:

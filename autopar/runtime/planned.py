@@ -1,10 +1,10 @@
-"""A planned step as a compiled JAX function."""
+"""A planned step, and that of one stage as a compiled JAX function."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -23,18 +23,19 @@ from autopar.runtime.gradients.state_restorer import (
     Soundness,
     StateRestorer,
     early_state,
+    is_finite,
     restored_state,
+    with_old_state,
 )
-from autopar.runtime.gradients.sums import (
-    GradientSums,
-    gradient_sums,
-)
+from autopar.runtime.gradients.sums import AnySums, GradientSums, gradient_sums
 from autopar.runtime.gradients.synchroniser import CodecSynchroniser
 from autopar.runtime.kernels import check_runnable, lowering_platform
 from autopar.runtime.noise.averages import NoiseSpec
 from autopar.runtime.noise.meter import NoiseMeter, WholeNoise, whole_noise
 from autopar.runtime.noise.options import NoiseOptions
 from autopar.runtime.noise.sources import with_waiting
+from autopar.runtime.stages.pipeline import Pipeline
+from autopar.runtime.stages.transport import Links
 from autopar.steps.analysis import Analysis
 from autopar_passes.jax_compat import lowered_without_devices
 from autopar_passes.layouts import partition_spec
@@ -44,70 +45,56 @@ from autopar_passes.replay.run import replay
 
 @dataclasses.dataclass(frozen=True)
 class PlannedStep:
-    """The flat step under a plan.
+    """The flat step under a plan: one program, or the tasks of several stages.
 
     Attributes:
-      analysis: the step, its batch split into the plan's microbatches.
+      analysis: the step, its batch split into the plan's microbatches; of several
+        stages on the whole batch.
       plan: the plan.
-      assignment: the plan as layouts.
-      mesh: the mesh it runs on (abstract when only lowered).
-      function: the jitted function of the flat arguments. With ``sums`` it takes the
-        codecs' state behind them, and returns the flat results, the new state, a row
-        of telemetry for each gradient and the level that each took. With ``noise`` it
+      function: runs a step on the flat arguments. With ``sums`` it takes the codecs'
+        state behind them, and returns the flat results, the new state, a row of
+        telemetry for each gradient and the level that each took. With ``noise`` it
         takes and returns the averages of the noise scale last.
+      mesh: the mesh it runs on (abstract when only lowered): of several stages all of
+        their devices, in order.
+      in_shardings: where each flat argument lies before a step: state at home, the
+        batch on the first stage that reads it.
+      meshes: that state lies on: each stage's, and that of all if one is used.
       sums: how gradients are summed; None: all by the compiler.
-      gradients: the jitted function of the flat arguments to the partial gradients
-        that are worth a codec; compiled if it is called.
+      sums_of: the same under a plan that differs in inputs of its programs alone.
+      gradients: a function of the flat arguments to the partial gradients that are
+        worth a codec, by name, of the stages in this process; None: there are none.
       noise: how the noise of gradients is measured; None: it is not.
       guard: whether the last flat result says that the step is finite.
+      pipeline: the tasks of several stages; None: there is one, and ``function`` is
+        its program.
     """
 
     analysis: Analysis
     plan: Plan
-    assignment: Assignment
-    mesh: Any
     function: Any
-    sums: GradientSums | None = None
+    mesh: Any
+    in_shardings: list[NamedSharding]
+    meshes: tuple[Any, ...]
+    sums: AnySums | None = None
+    sums_of: Callable[[Plan], AnySums | None] = lambda _: None
     gradients: Any = None
     noise: NoiseSpec | None = None
     guard: bool = False
+    pipeline: Pipeline | None = None
 
     @property
-    def links(self) -> None:
-        """None: collectives of the program join processes."""
-        return
-
-    @property
-    def meshes(self) -> tuple[Any, ...]:
-        """The mesh of each stage; there is one."""
-        return (self.mesh,)
-
-    @property
-    def in_shardings(self) -> list[NamedSharding]:
-        """Sharding of each flat argument."""
-        return self._shardings
-
-    @functools.cached_property
-    def _shardings(self) -> list[NamedSharding]:
-        return _in_shardings(self.analysis, self.assignment, self.mesh)
+    def links(self) -> Links | None:
+        """Links to the other processes that have stages; None: there are none."""
+        return None if self.pipeline is None else self.pipeline.links
 
     def with_inputs_of(self, plan: Plan) -> PlannedStep:
-        """The step under a plan that differs in inputs of its program alone.
+        """The step under a plan that differs in inputs of its programs alone.
 
         Args:
           plan: the other plan (`autopar.planner.codecs.adjusted.program_plan`).
         """
-        assert self.sums is not None
-        before = self.sums
-        sums = gradient_sums(
-            self.assignment,
-            plan,
-            self.mesh,
-            before.fallback,
-            signals=before.signals,
-            every=before.every,
-        )
-        return dataclasses.replace(self, plan=plan, sums=sums)
+        return dataclasses.replace(self, plan=plan, sums=self.sums_of(plan))
 
     def lower(self, platform: str | None = None) -> Any:
         """Returns JAX's ``Lowered`` of the planned program.
@@ -115,7 +102,15 @@ class PlannedStep:
         Args:
           platform: JAX's name of the one to lower for, on an abstract mesh; None: one
             that has the program's kernels. On a mesh of devices it is theirs.
+
+        Raises:
+          PlanError: there are several stages; it says what there is.
         """
+        if self.pipeline is not None:
+            raise PlanError(
+                f"a plan of {len(self.plan.stages)} stages has no program of the whole "
+                "step to lower: each task is a program of its own."
+            )
         abstract = isinstance(self.mesh, AbstractMesh)
         graph = self.analysis.graph
         values = [graph.values[i.value] for i in graph.inputs]
@@ -142,12 +137,37 @@ class PlannedStep:
         return traced.lower()
 
     def compile(self) -> None:
-        """Compiles the program; a call with arguments in their places finds it.
+        """Compiles the programs; a call with arguments in their places finds them.
 
         Shardings are part of what JAX finds compiled code by, so the structs that
         are lowered carry them.
         """
-        compile_lowered(self.lower())
+        if self.pipeline is None:
+            compile_lowered(self.lower())
+        else:
+            self.pipeline.compile()
+
+    def settled(
+        self, placed: Sequence[Any], flat: Sequence[Any]
+    ) -> tuple[list[Any], Any]:
+        """The flat results of a guarded step, and whether it was finite.
+
+        A program of one stage has restored its state and says so. What stages return
+        is looked at here, by each process that has a part of it.
+
+        Args:
+          placed: its flat arguments.
+          flat: what it returned.
+        """
+        if self.pipeline is None:
+            *own, finite = flat
+            return own, finite
+        finite = is_finite(self.analysis, flat)
+        if self.links is not None:
+            finite = self.links.agreed(finite, "looking at the results of a step")
+        if finite:
+            return list(flat), True
+        return with_old_state(self.analysis, placed, flat), False
 
 
 def planned_step(
@@ -206,6 +226,19 @@ def planned_step(
     measured = None if noise is None else _noise(assignment, mesh, noise, found)
     if guard:
         outputs = [*outputs, NamedSharding(mesh, PartitionSpec())]
+    made_of = functools.partial(
+        PlannedStep,
+        analysis,
+        plan,
+        mesh=mesh,
+        in_shardings=inputs,
+        meshes=(mesh,),
+        sums=found,
+        sums_of=lambda other: gradient_sums(
+            assignment, other, mesh, fallback, signals=signals, every=every
+        ),
+        guard=guard,
+    )
     if found is None and measured is None and not guard:
         function = jax.jit(
             run,
@@ -214,7 +247,7 @@ def planned_step(
             donate_argnums=carried,
             compiler_options=_compiler_options(assignment, mesh),
         )
-        return PlannedStep(analysis, plan, assignment, mesh, function)
+        return made_of(function)
     spec = None if measured is None else measured.spec
     states = [x.shardings() for x in (found, spec) if x is not None]
     made = [] if found is None else [found.shardings(), None, None]
@@ -236,9 +269,7 @@ def planned_step(
             out_shardings=shardings,
             compiler_options=_compiler_options(assignment, mesh),
         )
-    return PlannedStep(
-        analysis, plan, assignment, mesh, function, found, gradients, spec, guard
-    )
+    return made_of(function, gradients=gradients, noise=spec)
 
 
 def _replicas(

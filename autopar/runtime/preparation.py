@@ -21,8 +21,8 @@ from autopar.planner.options import as_cluster, as_plan
 from autopar.planner.record import check_plan
 from autopar.plans import Plan
 from autopar.runtime import agreement, arguments, creation, exchange, placement
-from autopar.runtime.any_step import AnyStep
 from autopar.runtime.meshes import device_mesh, home_meshes, stage_meshes
+from autopar.runtime.planned import PlannedStep
 from autopar.runtime.program_store import ProgramStore
 from autopar.runtime.recent import Recent
 from autopar.runtime.setting import Setting, moved_setting
@@ -51,12 +51,12 @@ class Running:
     """
 
     analysed: Analysed
-    planned: AnyStep
+    planned: PlannedStep
     ready: bool = False
-    full: AnyStep | None = None
+    full: PlannedStep | None = None
 
     @property
-    def of_full_batch(self) -> AnyStep:
+    def of_full_batch(self) -> PlannedStep:
         """The step that was planned for a full batch."""
         return self.full or self.planned
 
@@ -72,7 +72,7 @@ class Made:
 
     setting: Setting
     plan: Plan
-    planned: AnyStep
+    planned: PlannedStep
 
 
 class Preparation:
@@ -288,7 +288,7 @@ class Preparation:
         )
 
     @without_mesh()
-    def program(self, analysed: Analysed, plan: Plan, setting: Setting) -> AnyStep:
+    def program(self, analysed: Analysed, plan: Plan, setting: Setting) -> PlannedStep:
         """The program of a plan, once all processes have checked that it fits."""
         devices = self.devices(setting)
         if self._world().process_count > 1:
@@ -310,8 +310,8 @@ class Preparation:
             return self._store.program(analysed, plan, devices, links=links)
 
     def coded_step(
-        self, analysed: Analysed, plan: Plan, setting: Setting, like: AnyStep
-    ) -> AnyStep:
+        self, analysed: Analysed, plan: Plan, setting: Setting, like: PlannedStep
+    ) -> PlannedStep:
         """The program of a plan that differs from the running one in its codecs."""
         devices = self.devices(setting)
         return self._store.program(analysed, plan, devices, like=like, links=like.links)
@@ -322,22 +322,22 @@ class Preparation:
             self._links = Links(self._world())
         return self._links
 
-    def is_compiled(self, planned: AnyStep) -> bool:
+    def is_compiled(self, planned: PlannedStep) -> bool:
         """Whether a program has run before."""
         return planned.function in self._started
 
-    def loaded(self, planned: AnyStep) -> None:
+    def loaded(self, planned: PlannedStep) -> None:
         """Takes a program for one that has been compiled."""
         self._started.add(planned.function)
 
     @without_mesh()
-    def compile(self, planned: AnyStep) -> None:
+    def compile(self, planned: PlannedStep) -> None:
         """Compiles a program, and takes the time."""
         with self._store.compiling(planned):
             planned.compile()
 
     @contextlib.contextmanager
-    def compiling(self, planned: AnyStep, name: str) -> Generator[None]:
+    def compiling(self, planned: PlannedStep, name: str) -> Generator[None]:
         """Says so where a program runs for the first time, which compiles it."""
         if self.is_compiled(planned):
             yield
@@ -349,7 +349,7 @@ class Preparation:
         self._started.add(planned.function)
 
     def placed(
-        self, planned: AnyStep, leaves: Sequence[Any], *, first: bool
+        self, planned: PlannedStep, leaves: Sequence[Any], *, first: bool
     ) -> list[Any]:
         """The flat arguments where a program wants them.
 
@@ -441,7 +441,7 @@ def _shape(cluster: Cluster) -> str:
 
 
 def moved_state(
-    state: dict[str, Any], old: AnyStep, new: AnyStep, *, consume: bool = False
+    state: dict[str, Any], old: PlannedStep, new: PlannedStep, *, consume: bool = False
 ) -> list[Any]:
     """The leaves of a state, where another plan wants them.
 

@@ -15,7 +15,6 @@ from autopar.planner.option_texts import PROGRAMS
 from autopar.planner.stages.entry import cut_as
 from autopar.plans import Plan
 from autopar.runtime.agreement import content_digest
-from autopar.runtime.any_step import AnyStep
 from autopar.runtime.meshes import stage_meshes
 from autopar.runtime.noise.options import NoiseOptions
 from autopar.runtime.planned import PlannedStep, planned_step
@@ -72,7 +71,7 @@ class ProgramStore:
         self.fallback = fallback
         self.noise, self.signals, self.every = noise, signals, every
         self._capacity = capacity
-        self._programs = Recent[Hashable, AnyStep](capacity, self._release)
+        self._programs = Recent[Hashable, PlannedStep](capacity, self._release)
 
     def empty(self) -> ProgramStore:
         """A store of the same kind that holds nothing yet."""
@@ -86,7 +85,7 @@ class ProgramStore:
             capacity=self._capacity,
         )
 
-    def consumed(self, planned: AnyStep) -> dict[int, int]:
+    def consumed(self, planned: PlannedStep) -> dict[int, int]:
         """The carried arguments of a program that its calls consume, with results."""
         return planned.analysis.carried if self.consumes(planned.plan) else {}
 
@@ -111,9 +110,9 @@ class ProgramStore:
         analysed: Analysed,
         plan: Plan,
         devices: Sequence[Any],
-        like: AnyStep | None = None,
+        like: PlannedStep | None = None,
         links: Links | None = None,
-    ) -> AnyStep:
+    ) -> PlannedStep:
         """Returns the program of a plan on these devices, made if it is not held.
 
         Args:
@@ -158,7 +157,7 @@ class ProgramStore:
         plan: Plan,
         devices: Sequence[Any],
         links: Links | None,
-    ) -> AnyStep:
+    ) -> PlannedStep:
         """The program of a plan of several stages."""
         return pipelined_step(
             analysed.analysis,
@@ -181,7 +180,7 @@ class ProgramStore:
         return known and self._programs.peek(key).function in self._compiled
 
     @contextlib.contextmanager
-    def compiling(self, program: AnyStep) -> Generator[None]:
+    def compiling(self, program: PlannedStep) -> Generator[None]:
         """Takes the time in which a program is compiled, by its first call perhaps.
 
         Another thread that wants the same program waits.
@@ -200,10 +199,10 @@ class ProgramStore:
         gone = set(devices)
         self._programs.discard(lambda p: not gone.isdisjoint(p.mesh.devices.flat))
 
-    def _release(self, program: AnyStep) -> None:
+    def _release(self, program: PlannedStep) -> None:
         """Frees compiled code, but for what another program shares."""
         program.function.clear_cache()
-        if not isinstance(program, PlannedStep) or program.gradients is None:
+        if program.pipeline is not None or program.gradients is None:
             return
         held = [self._programs.peek(key) for key in self._programs]
         if not any(p.gradients is program.gradients for p in held):

@@ -14,7 +14,7 @@ from autopar.planner.stages.entry import cut_as
 from autopar.plans import Plan
 from autopar.runtime.meshes import device_mesh
 from autopar.runtime.planned import PlannedStep, planned_step
-from autopar.runtime.stages.planned import PipelinedStep, pipelined_step
+from autopar.runtime.stages.planned import pipelined_step
 from autopar.runtime.world import World
 from autopar.steps.analysis import Analysis
 from autopar_passes import jax_compat
@@ -65,7 +65,7 @@ def timed_turns(
     return turns
 
 
-def planned_on_devices(analysis: Analysis, plan: Plan) -> PlannedStep | PipelinedStep:
+def planned_on_devices(analysis: Analysis, plan: Plan) -> PlannedStep:
     """Builds the step of a plan on the local devices."""
     devices = World.current().devices
     if len(plan.stages) > 1:
@@ -78,9 +78,9 @@ def planned_on_devices(analysis: Analysis, plan: Plan) -> PlannedStep | Pipeline
 class _Runner:
     """A compiled step with made-up inputs, carried from call to call."""
 
-    def __init__(self, planned: PlannedStep | PipelinedStep) -> None:
+    def __init__(self, planned: PlannedStep) -> None:
         self.planned = planned
-        if isinstance(planned, PipelinedStep):
+        if planned.pipeline is not None:
             planned.compile()
             self.compiled = planned.function
         else:
@@ -104,7 +104,7 @@ class _Runner:
         return time.perf_counter() - start
 
 
-def made_up_inputs(planned: PlannedStep | PipelinedStep) -> list[Any]:
+def made_up_inputs(planned: PlannedStep) -> list[Any]:
     """Returns an array in its shards for each flat argument."""
     graph = planned.analysis.graph
     rng = np.random.default_rng(0)

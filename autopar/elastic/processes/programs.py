@@ -21,7 +21,6 @@ from jax.experimental import serialize_executable
 from autopar.planner.codecs.adjusted import program_plan
 from autopar.runtime import exchange
 from autopar.runtime.agreement import content_digest
-from autopar.runtime.any_step import AnyStep
 from autopar.runtime.planned import PlannedStep
 from autopar.runtime.world import World
 from autopar.sealed_files import SealedFolder
@@ -80,7 +79,7 @@ class Programs:
     def _files(self) -> SealedFolder:
         return SealedFolder(self.folder, "program")
 
-    def ready(self, planned: AnyStep, world: World, *, donate: bool) -> Found:
+    def ready(self, planned: PlannedStep, world: World, *, donate: bool) -> Found:
         """The compiled program of a planned step, in every process of a world.
 
         Args:
@@ -92,7 +91,7 @@ class Programs:
           PlanError: another process cannot compile it.
         """
         begin = time.perf_counter()
-        if not isinstance(planned, PlannedStep):
+        if planned.pipeline is not None:
             return Found(None, "compiled", 0.0)
         name = _name(planned, donate)
         found, how = None, "loaded"
@@ -110,9 +109,9 @@ class Programs:
         made = LoadedProgram(found, planned.function)
         return Found(made, how, time.perf_counter() - begin)
 
-    def prepare(self, planned: AnyStep, *, donate: bool) -> bool:
+    def prepare(self, planned: PlannedStep, *, donate: bool) -> bool:
         """Compiles a program for a world that is not there; False: it was kept."""
-        if not isinstance(planned, PlannedStep):
+        if planned.pipeline is not None:
             return False
         name = _name(planned, donate)
         if self._files.read(name) is not None:

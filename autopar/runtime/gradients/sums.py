@@ -355,7 +355,12 @@ class StagedSums:
     @property
     def columns(self) -> int:
         """Numbers of telemetry of each gradient."""
-        return NON_FINITE + 1 + (COLUMNS if self.parts[0].signals else 0)
+        return NON_FINITE + 1 + (COLUMNS if self.signals else 0)
+
+    @property
+    def signals(self) -> bool:
+        """Whether steps measure the signal of what is sent."""
+        return self.parts[0].signals
 
     @property
     def counter(self) -> NamedSharding:

@@ -20,9 +20,9 @@ from autopar.plans import Plan
 from autopar.runtime.gradients.state_restorer import restored_state
 from autopar.runtime.gradients.sums import StagedSums, gradient_sums
 from autopar.runtime.meshes import home_meshes, stage_meshes
-from autopar.runtime.noise.averages import NoiseSpec
 from autopar.runtime.noise.options import NoiseOptions
 from autopar.runtime.noise.staged import StagedNoise, staged_noise
+from autopar.runtime.planned import PlannedStep
 from autopar.runtime.stages.codecs import StagedCodecs
 from autopar.runtime.stages.feed import Feed
 from autopar.runtime.stages.order import issue_order
@@ -40,84 +40,6 @@ from autopar_passes.microbatches.microbatched import Combine, Microbatched
 from autopar_passes.microbatches.rows import together
 from autopar_passes.stages.cut import TaskKey
 from autopar_solver import make_table
-
-
-@dataclasses.dataclass(frozen=True)
-class PipelinedStep:
-    """The flat step under a plan of several stages.
-
-    Attributes:
-      analysis: the step on the whole batch.
-      plan: the plan.
-      cut: the step as stages.
-      pipeline: its tasks on devices.
-      mesh: all devices of the stages, in their order.
-      in_shardings: where each flat argument lies before a step: state at home on its
-        stage, the batch on the first stage that reads it.
-      function: runs a step on the flat arguments.
-      sums: how codecs sum gradients; None: no stage has any. ``function`` then takes
-        and returns their state as that of one stage does.
-      noise: how the noise of gradients is measured; None: it is not. Then ``function``
-        takes and returns the averages last.
-    """
-
-    analysis: Analysis
-    plan: Plan
-    cut: CutStep
-    pipeline: Pipeline
-    mesh: Mesh
-    in_shardings: list[NamedSharding]
-    function: Any
-    sums: StagedSums | None = None
-    noise: NoiseSpec | None = None
-
-    @property
-    def links(self) -> Links | None:
-        """Links to the other processes that have stages; None: there are none."""
-        return self.pipeline.links
-
-    @property
-    def gradients(self) -> Any:
-        """A function of the flat arguments to the partial gradients, by name.
-
-        Of stages in other processes there are none. None: codecs send no gradient.
-        """
-        return None if self.sums is None else self.function.gradients
-
-    @property
-    def meshes(self) -> tuple[Mesh, ...]:
-        """The meshes that state lies on: each stage's, that of all if one is used."""
-        own = [stage.mesh for stage in self.pipeline.stages]
-        return tuple(home_meshes(self.plan, own))
-
-    def with_inputs_of(self, plan: Plan) -> PipelinedStep:
-        """The step under a plan that differs in inputs of its programs alone.
-
-        Args:
-          plan: the other plan (`autopar.planner.codecs.adjusted.program_plan`).
-        """
-        assert self.sums is not None
-        meshes = [stage.mesh for stage in self.pipeline.stages]
-        first = self.sums.parts[0]
-        stages = _stages(self.cut, plan, meshes, first.fallback, signals=first.signals)
-        found = {k: s.sums for k, s in enumerate(stages) if s.sums is not None}
-        sums = dataclasses.replace(self.sums, stages=found)
-        return dataclasses.replace(self, plan=plan, sums=sums)
-
-    def compile(self) -> None:
-        """Compiles the tasks of all stages."""
-        self.pipeline.compile()
-
-    def lower(self) -> Any:
-        """There is no one program to lower.
-
-        Raises:
-          PlanError: always; it says what there is.
-        """
-        raise PlanError(
-            f"a plan of {len(self.plan.stages)} stages has no program of the whole "
-            "step to lower: each task is a program of its own."
-        )
 
 
 def check_world(world: World, plan: Plan, devices: Sequence[Any]) -> None:
@@ -153,7 +75,7 @@ def pipelined_step(
     noise: NoiseOptions | None = None,
     fallback: Fallback | None = None,
     signals: bool = False,
-) -> PipelinedStep:
+) -> PlannedStep:
     """Builds a step of several stages; nothing is compiled yet.
 
     Args:
@@ -194,16 +116,27 @@ def pipelined_step(
     feed = Feed(whole, cut, pipeline, measured)
     flat = [d for mesh in meshes for d in mesh.devices.flat]
     function, shardings = _as_written(analysis, whole, plan, feed, meshes)
-    return PipelinedStep(
+    sums = None if codecs is None else codecs.sums
+
+    def sums_of(other: Plan) -> StagedSums | None:
+        if sums is None:
+            return None
+        made = _stages(cut, other, meshes, fallback, signals=signals)
+        found = {k: s.sums for k, s in enumerate(made) if s.sums is not None}
+        return dataclasses.replace(sums, stages=found)
+
+    return PlannedStep(
         analysis,
         plan,
-        cut,
-        pipeline,
+        function,
         Mesh(np.array(flat), ("device",)),
         shardings,
-        function,
-        sums=None if codecs is None else codecs.sums,
+        tuple(home_meshes(plan, meshes)),
+        sums=sums,
+        sums_of=sums_of,
+        gradients=None if sums is None else function.gradients,
         noise=None if measured is None else measured.spec,
+        pipeline=pipeline,
     )
 
 
