@@ -61,7 +61,6 @@ def compare(
         rows += [expert_row(e, cluster) for e in experts]
         rows += [pipeline_row(p) for p in piped]
         if repeats:
-            say("running the plans")
             plans = ours | _plans(analysis, experts, cluster)
             plans |= {p.name: p.plan for p in piped if p.plan is not None}
             took = measure_plans(analysis, plans, repeats=repeats)

@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from autopar import progress
 from autopar.planner.stages.entry import cut_as
 from autopar.plans import Plan
 from autopar.runtime.meshes import device_mesh
@@ -53,14 +54,15 @@ def timed_turns(
       repeats: how many turns each plan gets.
       steps: steps in one turn.
     """
-    runners = {
-        name: _Runner(planned_on_devices(analysis, p)) for name, p in plans.items()
-    }
+    runners: dict[str, _Runner] = {}
+    for k, (name, plan) in enumerate(plans.items()):
+        progress.say(f"compiling plan {k + 1} of {len(plans)} ({name})")
+        runners[name] = _Runner(planned_on_devices(analysis, plan))
+        runners[name].turn(2)
     turns: dict[str, list[float]] = {name: [] for name in plans}
-    for runner in runners.values():
-        runner.turn(2)
-    for _ in range(repeats):
+    for k in range(repeats):
         for name, runner in runners.items():
+            progress.say(f"timing turn {k + 1} of {repeats} ({name})")
             turns[name].append(runner.turn(steps) / steps)
     return turns
 
