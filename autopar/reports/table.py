@@ -72,6 +72,10 @@ def summary_lines(plan: Plan) -> list[str]:
     ]
 
 
+# What installs the compiler of a kind of device, which need not be there.
+_COMPILERS = {"gpu": "gpu-compiler", "tpu": "tpu-compiler"}
+
+
 def compiled_text(plan: Plan) -> str:
     """What is known beside the prediction of the memory of a plan near the limit."""
     if plan.compiled_memory_bytes:
@@ -81,8 +85,13 @@ def compiled_text(plan: Plan) -> str:
         return ""
     if plan.predicted.peak_memory_bytes <= NEAR_LIMIT * cluster.memory_bytes:
         return ""
-    more = round(100 * MEMORY_MORE[cluster.device.kind])
-    return f" (not compiled: such programs take up to {more} % more)"
+    more = MEMORY_MORE[cluster.device.kind]
+    text = f" (not compiled: such programs take up to {round(100 * more)} % more"
+    if (1 + more) * plan.predicted.peak_memory_bytes > cluster.memory_bytes:
+        text += ", which may not fit: --memory leaves room"
+        extra = _COMPILERS.get(cluster.device.kind) if len(plan.stages) <= 1 else None
+        text += f", and autopar[{extra}] compiles it without devices" if extra else ""
+    return f"{text})"
 
 
 def range_lines(expected: Predicted) -> list[str]:

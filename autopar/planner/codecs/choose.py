@@ -487,7 +487,8 @@ def described(
     elif request.sent is not None:
         reason = GIVEN_CODECS
     elif text is not None:
-        reason = f"asked for; saves {saved}"
+        verb = "saves" if after_s <= before_s else "costs"
+        reason = f"asked for; {verb} {_ms(abs(before_s - after_s))} of {step}"
     elif not coded:
         reason = (
             "dense: no codecs within the error budget save "
