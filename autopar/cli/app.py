@@ -234,11 +234,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if own and isinstance(sys.stdout, io.TextIOWrapper):
         # Names in files may have letters that no terminal shows, or not this one.
         sys.stdout.reconfigure(errors="backslashreplace")
-    with stoppable(interrupted) if own else contextlib.nullcontext():
-        code = _run(words, stdout, as_json)
+    with stoppable(interrupted) if own else contextlib.nullcontext(_not_raised) as hear:
+        try:
+            code = _run(words, stdout, as_json, hear)
+        except KeyboardInterrupt:  # raised again before it was heard
+            hear()
+            code = _tell(failures.INTERRUPTED, stdout, as_json)
     if own:
         stdout.end()
     sys.exit(code)
+
+
+def _not_raised() -> None:
+    """Nothing raises an interrupt again where the caller is a program."""
 
 
 def _called(command: Any, words: Sequence[str]) -> tuple[str, set[str]]:
@@ -253,7 +261,9 @@ def _called(command: Any, words: Sequence[str]) -> tuple[str, set[str]]:
     return name, options
 
 
-def _run(words: list[str], stdout: Stdout, as_json: bool) -> int:
+def _run(
+    words: list[str], stdout: Stdout, as_json: bool, hear: Callable[[], None]
+) -> int:
     command = typer.main.get_command(commands(stdout))
     try:
         code = command.main(words, prog_name="autopar", standalone_mode=False)
@@ -262,10 +272,19 @@ def _run(words: list[str], stdout: Stdout, as_json: bool) -> int:
         failure = failures.INTERRUPTED
     except Exception as error:  # said in one line, with its traceback if it is a bug
         failure = failures.failure_of(error, *_called(command, words))
+        if failure.code == STOPPED:
+            hear()
         if failure.code == failures.BUG or (
             "--traceback" in words and failure.code != STOPPED
         ):
             failures.print_traceback(error)
+    else:
+        hear()
+    return _tell(failure, stdout, as_json)
+
+
+def _tell(failure: failures.Failure, stdout: Stdout, as_json: bool) -> int:
+    """Says what went wrong; the exit code."""
     typer.echo(failure.line, err=True)
     if failure.code == STOPPED and stdout.unfinished:
         typer.echo(stdout.unfinished)

@@ -22,11 +22,14 @@ _EVERY_S = 0.1
 
 
 @contextlib.contextmanager
-def stoppable(last: Callable[[], None], grace_s: float = 0.8) -> Generator[None]:
+def stoppable(
+    last: Callable[[], None], grace_s: float = 0.8
+) -> Generator[Callable[[], None]]:
     """Makes Ctrl-C end this process; call it in the main thread.
 
-    The interrupt is raised again until the main thread leaves this context. Where it
-    does not leave in time, the process ends with exit code 130.
+    The interrupt is raised again until the main thread leaves this context, or calls
+    what this yields: it has heard, and what it says now is not interrupted. Where it
+    does neither in time, the process ends with exit code 130.
 
     Args:
       last: says that the process ends; called by another thread.
@@ -42,8 +45,15 @@ def stoppable(last: Callable[[], None], grace_s: float = 0.8) -> Generator[None]
         target=_watch, args=(reader, left, last, grace_s), daemon=True
     )
     watcher.start()
+
+    def hear() -> None:
+        left.set()
+        while signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+            with contextlib.suppress(KeyboardInterrupt):
+                signal.signal(signal.SIGINT, signal.SIG_IGN)
+
     try:
-        yield
+        yield hear
     finally:
         left.set()
         signal.set_wakeup_fd(before)

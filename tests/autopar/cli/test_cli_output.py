@@ -115,6 +115,22 @@ gc.callbacks.append(lose)
 for _ in range(1000):
     gc.collect()
 """,
+    # The interrupt is raised again each tenth of a second until it is heard.
+    "writes slowly": """
+class Slow:
+    def __init__(self, file):
+        self.file = file
+    def __getattr__(self, name):
+        return getattr(self.file, name)
+    def write(self, text):
+        end = time.monotonic() + 0.3
+        while time.monotonic() < end:
+            pass
+        return self.file.write(text)
+
+sys.stderr = Slow(sys.stderr)
+time.sleep(60)
+""",
     # Python runs no handler before this returns.
     "is in C": "hashlib.pbkdf2_hmac('sha256', b'a', b'b', 2_000_000_000)",
 }
@@ -122,11 +138,16 @@ for _ in range(1000):
 
 @pytest.mark.parametrize(
     ("how", "as_json"),
-    [("keeps going", False), ("collects garbage", False), ("is in C", True)],
+    [
+        ("keeps going", False),
+        ("collects garbage", False),
+        ("writes slowly", False),
+        ("is in C", True),
+    ],
 )
 def test_ctrl_c_ends_a_command(how: str, as_json: bool, tmp_path: pathlib.Path) -> None:
     body = textwrap.dedent(DEAF[how])
-    head = "import gc, hashlib, time\n"
+    head = "import gc, hashlib, sys, time\n"
     text = f"{head}print('ready', flush=True)\n{body}\ndef workload(): ...\n"
     words = ["plan", write(tmp_path, text), "--cluster", "2:cpu"]
     process = start(*words, *(["--json"] if as_json else []))
