@@ -193,8 +193,10 @@ def noise_options(
     step: ParallelStep[..., Any], following: Following, rule: Rule | None
 ) -> NoiseOptions:
     """How noise is measured where the user does not say: as the rule needs it."""
-    stages = step.preparation.planner.options.stages
-    metric = rule == "adascale-root" and stages in (None, 1)
+    asked = step.preparation.planner.options
+    # Nobody's stages are tried where noise is measured.
+    one = asked.stages == 1 or (asked.stages is None and asked.schedule is None)
+    metric = rule == "adascale-root" and one
     return NoiseOptions(base_batch=following.base_batch, preconditioned=metric)
 
 

@@ -22,7 +22,7 @@ from autopar.goodput.batched import Batches, Planned, Program, prepare
 from autopar.goodput.curves import CurvePoint
 from autopar.planner.cache import PlanCache
 from autopar.planner.codecs.sites import unasked
-from autopar.planner.options import PlanOptions
+from autopar.planner.options import PlanOptions, as_written
 from autopar.planner.plan import plan_analysis
 from autopar.planner.warm import can_be_warm, warm_plan
 from autopar.plans import Plan
@@ -151,7 +151,7 @@ def _first(wanted: Wanted, cluster: Cluster, running: Plan | None) -> Planned:
 def _planned_at(
     wanted: Wanted, cluster: Cluster, rows: int, running: Plan | None
 ) -> Planned:
-    analysis, options = wanted.program.at(rows), wanted.options
+    analysis, options = wanted.program.at(rows), as_written(wanted.options)
     warm = (
         not wanted.anew
         and running is not None

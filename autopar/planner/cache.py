@@ -92,6 +92,7 @@ def _file_name(analysis: Analysis, cluster: Cluster, options: PlanOptions) -> st
         cluster.fingerprint(),
         *(f"{name}={_text(value)}" for name, value in sorted(said.items())),
         repr(options.spares),
+        options.one_stage,
         *_figures(options.compression),
     ]
     digest = hashlib.sha256("\0".join(parts).encode())

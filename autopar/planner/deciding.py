@@ -9,8 +9,8 @@ So they are faster only where memory holds a plan back: where a plan for devices
 room for everything is faster. A plan that needs less than half of the memory is not
 held back. Layers of a loop may be faster with room for all, too, because what they keep
 is written to stacks and read again; they are priced in the layouts of the plan. A
-pipeline takes no less than the work of one device divided by all, and the issue of its
-tasks.
+pipeline takes no less than the work of one device divided by all, its bubble, and the
+issue of its tasks.
 
 *Layers.* The first layers compute again: what they keep is needed longest. The more of
 them do, the less memory a plan needs. So the fewest layers with which a plan fits are
@@ -26,6 +26,7 @@ import dataclasses
 import functools
 import math
 import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
@@ -36,17 +37,26 @@ from autopar.errors import InfeasibleError, PlanError
 from autopar.planner.codecs.choose import CodecRequest
 from autopar.planner.infeasible import size_text
 from autopar.planner.kept_layouts import priced
-from autopar.planner.options import PlanOptions
+from autopar.planner.options import PlanOptions, decided
 from autopar.planner.proposals import Proposal, of_program, record
 from autopar.planner.remat import as_asked
 from autopar.planner.replicas import plan_replicas
 from autopar.planner.solving import TimeOutError
-from autopar.planner.stages.entry import best_pipeline, issue_s, plan_pipeline
+from autopar.planner.stages.entry import (
+    Limits,
+    best_pipeline,
+    issue_s,
+    plan_pipeline,
+)
+from autopar.planner.stages.plan import SCHEDULES, divisors
+from autopar.planner.stages.submeshes import slice_shapes
 from autopar.plans import Plan
 from autopar.progress import say
 from autopar.steps.analysis import Analysis
+from autopar.steps.batch import batch_rows
 from autopar.steps.microbatches import numbers_of_microbatches
 from autopar.steps.remat import layer_starts, named_values
+from autopar_passes.graph.roles import InputRole
 from autopar_passes.remat.levels import DOTS, FULL, NAMES
 
 
@@ -87,6 +97,11 @@ _QUICK_S = 2.0
 _REFINED, _NEAR = 3, 0.03
 # Bytes of a device that holds whatever is planned for it.
 _UNLIMITED = 10**18
+# The part of the work that is left where nothing is computed again, at least: a
+# backward pass does as much as the forward pass before it, or more.
+_ONCE = 2 / 3
+# The part of the work that stages do at least: a cut leaves some small operators out.
+_CUT = 0.999
 # Least seconds of the solver of stages.
 _LEAST_S = 1.0
 
@@ -116,7 +131,21 @@ def decide(
     """
     search = _Search(analysis, cluster, options, plan, codecs)
     for propose in _PROPOSERS:
-        propose(search)
+        try:
+            propose(search)
+        except PlanError:
+            raise
+        except Exception as error:  # what nobody asked for must not stop a plan
+            asked_for = (options.stages, options.microbatches, options.remat)
+            if search.best is None or None not in asked_for:
+                raise
+            warnings.warn(
+                f"autopar: a plan was found; others were not looked at, as {error!r} "
+                "was raised, a fault of autopar. stages=1, microbatches=1, remat=0 "
+                "leaves them out.",
+                RuntimeWarning,
+                stacklevel=2,
+            )
     if search.best is None:
         raise search.failure(advise=advise)
     return search.written()
@@ -133,7 +162,7 @@ class _Search:
         plan: Planner,
         codecs: CodecRequest,
     ) -> None:
-        self.analysis, self.cluster, self.options = analysis, cluster, options
+        self.analysis, self.cluster, self.options = analysis, cluster, decided(options)
         self.plan, self.codecs = plan, codecs
         self.best: Plan | None = None
         self.plans: dict[str, Plan] = {}
@@ -256,6 +285,18 @@ class _Search:
             self.seconds[name, other] = found_s
         return self.seconds[name, other]
 
+    def too_large(self) -> bool:
+        """Whether the state alone does not fit, however it is split."""
+        if self.cluster.groups:
+            return False
+        graph = self.analysis.graph
+        state = sum(
+            graph.values[i.value].nbytes
+            for i in graph.inputs
+            if i.role is not InputRole.BATCH
+        )
+        return state > self.cluster.memory_bytes * self.cluster.num_devices
+
     def failure(self, *, advise: bool) -> PlanError:
         """The error where no plan fits, of what needs least memory."""
         unfit = {n: e for n, e in self.errors.items() if isinstance(e, InfeasibleError)}
@@ -292,7 +333,7 @@ class _Search:
         """Options with which less is kept for the backward pass, not in use."""
         asked = self.options
         said = {
-            "remat='auto'": asked.remat in (None, "none"),
+            "remat='auto'": asked.remat in (None, 0, "none"),
             "microbatches='auto'": asked.microbatches in (None, 1),
             "stages='auto'": asked.stages in (None, 1),
         }
@@ -303,7 +344,8 @@ class _Search:
         best = self.best
         assert best is not None
         count, plain = best.microbatches, self.plans.get(_name(1, ""))
-        lines: list[str] = []
+        narrowed = self.options.one_stage
+        lines = [f"one stage: {narrowed}"] if narrowed else []
         if len(best.stages) > 1 and self.options.stages == "auto":
             ones = [self.plans[n] for n in self.programs if n in self.plans]
             one = min(ones, key=lambda p: p.predicted.step_s, default=None)
@@ -388,6 +430,8 @@ def _in_microbatches(search: _Search) -> None:
                 raise
             # More microbatches do not divide the rows either, nor keep the meaning.
             search.leave_out(f"{count} microbatches", str(error).split("\n", 1)[0])
+            return
+        if search.best is None and search.too_large():
             return
         if asked.remat == "auto":
             _again(search, count)
@@ -611,11 +655,13 @@ def _pipelines(search: _Search) -> None:
         make = functools.partial(make, asked.stages, search.codecs)
         search.judge(f"{asked.stages} stages", make, 0.0)
         return
-    why = _no_pipeline(search)
-    if why:
-        search.leave_out("stages", why)
+    if search.best is None and search.too_large():
         return
     most_s = search.most_s(_STAGED)
+    limits = _limits_of_pipelines(search, most_s)
+    if isinstance(limits, str):
+        search.leave_out("stages", limits)
+        return
     begin = time.thread_time()
     limited = asked
     if search.best is not None and asked.seconds is not None:
@@ -623,28 +669,65 @@ def _pipelines(search: _Search) -> None:
         own_s = max(_LEAST_S, begin - search.begin_s)
         limited = dataclasses.replace(asked, seconds=min(asked.seconds, own_s))
     make = functools.partial(best_pipeline, analysis, cluster, limited, search.codecs)
-    search.judge("stages", functools.partial(make, most_s=most_s), _STAGED)
+    make = functools.partial(make, most_s=most_s, limits=limits)
+    search.judge("stages", make, _STAGED)
 
 
-def _no_pipeline(search: _Search) -> str:
-    """Why no pipeline can be better than the best plan of one stage; '' where one may.
+def _limits_of_pipelines(search: _Search, most_s: float) -> Limits | str:
+    """The pipelines that may be better than the best plan of one stage.
 
-    A pipeline takes no less than the work of one device divided by all, and the issue
-    of the tasks of two stages.
+    Args:
+      search: with the best plan of one stage, where one fits.
+      most_s: seconds of a step that a pipeline may take at most.
+
+    Returns:
+      The most stages and microbatches of such pipelines, or why there are none.
     """
-    asked, best = search.options, search.best
-    if asked.remat not in (None, "auto"):
-        return f"remat={asked.remat!r} is for plans of one stage"
-    if isinstance(asked.microbatches, tuple):
-        return "the microbatches are those of replicas"
-    if search.cluster.num_devices == 1:
+    cluster, best = search.cluster, search.best
+    if cluster.num_devices == 1:
         return "there is one device"
-    if best is None or best.worth is None:
-        return ""
-    least_s = best.worth.one_device_s / search.cluster.num_devices + issue_s(2, 1)
-    if least_s > search.most_s(_STAGED):
-        return "the work of two stages and the issue of their tasks take as long"
-    return ""
+    if best is None or best.worth is None or cluster.groups:
+        return Limits()
+    work = [
+        p.worth.one_device_s * (_ONCE if p.remat.layers else 1.0)
+        for p in search.plans.values()
+        if p.worth is not None
+    ]
+    every = cluster.num_devices
+    sizes = [math.prod(shape) for shape in slice_shapes(cluster)]
+    largest = max((n for n in sizes if n < every), default=1)
+    least = functools.partial(least_s, min(work) / every, every / largest)
+    rows = max(1, batch_rows(search.analysis.graph))
+    asked = search.options.microbatches
+    counts = [n for n in divisors(rows) if asked in ("auto", n)] or [1]
+    stages = [
+        n for n in range(2, every + 1) if any(least(n, m) < most_s for m in counts)
+    ]
+    if not stages:
+        return "the work of two stages, their bubble and their tasks take as long"
+    few = [m for m in counts if least(2, m) < most_s]
+    return Limits(stages=max(stages), microbatches=max(few), alone=False)
+
+
+def least_s(each_s: float, slices: float, stages: int, microbatches: int) -> float:
+    """Seconds that a step in stages takes at least, the issue of its tasks included.
+
+    The first microbatch goes through all stages before the next ones can keep them
+    busy, on no more devices at a time than a stage has. Stages that have several parts
+    in turn wait for as small a part of that.
+
+    >>> least_s(0.080, 2, stages=2, microbatches=1) > 1.9 * 0.080
+    True
+
+    Args:
+      each_s: seconds of each device where all do an even part of the work.
+      slices: all devices over those of the largest stage.
+      stages: how many there are.
+      microbatches: likewise.
+    """
+    chunks = max(s.chunks for s in SCHEDULES) if microbatches > 1 else 1
+    waiting = (slices - 1) / (chunks * microbatches)
+    return _CUT * (1 + waiting) * each_s + issue_s(stages, microbatches)
 
 
 _PROPOSERS: tuple[Callable[[_Search], None], ...] = (_replicas, _rewritten, _pipelines)

@@ -163,7 +163,7 @@ OPTIONS: Mapping[str, Option] = {
         text="into how many microbatches the batch is split, which run one after "
         "the other before the update; ``auto``: as is fastest of what fits. On "
         "groups of unequal devices also how many each replica runs, such as ``[8, "
-        "4]``. None: as the plan given as ``layouts`` says, else one "
+        "4]``. None: as the plan given as ``layouts`` says, else ``auto`` "
         "(docs/microbatches.md)",
         expected="into how many microbatches the batch is split, a whole number "
         "such as 4, or 'auto'; for replicas of unequal devices, how many each "
@@ -188,7 +188,8 @@ OPTIONS: Mapping[str, Option] = {
     "stages": Option(
         default=None,
         text="into how many pipeline stages the step is cut; ``auto``: as is "
-        "fastest of what fits. None: one (docs/pipelines.md)",
+        "fastest of what fits. None: ``auto``, or one where other options need one "
+        "stage (docs/pipelines.md)",
         expected="into how many pipeline stages the step is cut, a whole number "
         "such as 4, or 'auto'",
         effect=PINS,
@@ -211,8 +212,9 @@ OPTIONS: Mapping[str, Option] = {
         "pass instead of keeping them: a number, ``all``, or with a level: "
         "``4:dots`` keeps matrix products, ``4:names=a,b`` what "
         "`jax.ad_checkpoint.checkpoint_name` calls so; ``auto``: as is fastest of "
-        "what fits; ``none`` drops the step's own ``jax.checkpoint``. None: as "
-        "the plan given as ``layouts`` says, else as the step says "
+        "what fits; 0: as the step says; ``none`` drops the step's own "
+        "``jax.checkpoint``. None: as the plan given as ``layouts`` says, else "
+        "``auto``, or 0 where the number of stages is given "
         "(docs/rematerialisation.md)",
         expected="how many layers compute their activations again, a whole number "
         "such as 4, 'all', '4:dots' or 'all:dots' to keep their matrix products, "

@@ -172,8 +172,9 @@ _READERS: Mapping[str, Callable[[Any], Any]] = {
 class PlanOptions:
     """What was said about planning a step and running it; `OPTIONS` has the texts.
 
-    Beside the options it holds ``spares``: what devices hold of the state beside the
-    one in use, which follows from other options.
+    Beside the options it holds what follows from how a step is run: ``spares``, what
+    devices hold of the state beside the one in use; and ``one_stage``, why stages that
+    nobody asked for are not tried ('': they are).
 
     Raises:
       PlanError: a value is none that its option takes, or two contradict each other.
@@ -205,6 +206,7 @@ class PlanOptions:
     batch_argnames: BatchNames = OPTIONS["batch_argnames"].default
     frozen_argnames: str | Sequence[str] = OPTIONS["frozen_argnames"].default
     spares: Spares = spares.NONE
+    one_stage: str = ""
 
     def __post_init__(self) -> None:
         """Checks each option, then those that depend on each other."""
@@ -212,6 +214,8 @@ class PlanOptions:
             counts = self.microbatches
             counts = counts if isinstance(counts, str) else tuple(counts)
             object.__setattr__(self, "microbatches", counts)
+        if isinstance(self.remat, str) and self.remat.isdecimal():
+            object.__setattr__(self, "remat", int(self.remat))
         if self.layouts is not None:
             object.__setattr__(self, "layouts", as_plan(self.layouts, "layouts"))
         for name, option in OPTIONS.items():
@@ -247,12 +251,17 @@ def _check_together(asked: PlanOptions) -> None:
             f"microbatches={list(asked.microbatches)} are those of replicas, and "
             f"stages={stages!r}: give one number, or leave stages out."
         )
-    elif asked.schedule is not None and stages in (None, 1):
+    elif asked.schedule is not None and stages is None and _is_of_one_stage(asked):
         wrong = (
-            f"schedule={asked.schedule!r} is for a pipeline: say stages=, too, a "
-            "number or 'auto'."
+            f"schedule={asked.schedule!r} is for a pipeline, and "
+            f"{_is_of_one_stage(asked)}. Leave one of the two out."
         )
-    elif remat is not None and stages not in (None, 1, "auto"):
+    elif asked.schedule is not None and stages == 1:
+        wrong = (
+            f"schedule={asked.schedule!r} is for a pipeline, and stages=1. Leave one "
+            "of the two out."
+        )
+    elif remat not in (None, 0) and stages not in (None, 1, "auto"):
         wrong = (
             f"remat={remat!r} is for plans of one stage, and stages={stages!r}. Leave "
             "remat out; with stages='auto' layers are chosen that compute again."
@@ -266,8 +275,51 @@ def _check_together(asked: PlanOptions) -> None:
         raise PlanError(wrong)
 
 
+def _is_of_one_stage(asked: PlanOptions) -> str:
+    """What is asked for and is of plans of one stage, as text; '' where nothing is."""
+    if isinstance(asked.microbatches, tuple):
+        return f"microbatches={list(asked.microbatches)} are those of replicas"
+    if asked.remat not in (None, "auto"):
+        return f"remat={asked.remat!r} is for plans of one stage"
+    return ""
+
+
 # What holds where nothing is said.
 DEFAULTS = PlanOptions()
+
+
+def decided(asked: PlanOptions) -> PlanOptions:
+    """The options with ``auto`` for what nobody said and other options leave open.
+
+    >>> found = decided(PlanOptions(remat=4))
+    >>> found.stages, found.microbatches, found.one_stage
+    (1, 'auto', 'remat=4 is for plans of one stage')
+    """
+    why = ""
+    if asked.stages is None and asked.schedule is None:
+        why = _is_of_one_stage(asked) or asked.one_stage
+    stages = asked.stages or (1 if why else "auto")
+    several = isinstance(stages, int) and stages > 1
+    return dataclasses.replace(
+        asked,
+        stages=stages,
+        microbatches="auto" if asked.microbatches is None else asked.microbatches,
+        remat="auto" if asked.remat is None and not several else asked.remat,
+        one_stage=why,
+    )
+
+
+def as_written(asked: PlanOptions) -> PlanOptions:
+    """The options with the step as it is written where nobody said how to change it.
+
+    What follows plans of one program at other batches needs this.
+    """
+    return dataclasses.replace(
+        asked,
+        stages=1 if asked.stages is None else asked.stages,
+        microbatches=1 if asked.microbatches is None else asked.microbatches,
+        remat=0 if asked.remat is None else asked.remat,
+    )
 
 
 def read_options(given: Mapping[str, Any]) -> PlanOptions:

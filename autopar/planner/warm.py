@@ -86,12 +86,12 @@ def warm_plan(
 
 
 def _split(analysis: Analysis, options: PlanOptions, running: Plan) -> Analysis:
-    """The step as is asked for; ``auto``: as it runs."""
+    """The step as is asked for; what nobody said: as it runs."""
     count, remat = options.microbatches, options.remat
-    if count == "auto" and remat in (None, "auto"):
+    if count in (None, "auto") and remat in (None, "auto"):
         return split_as(analysis, running)
-    count = running.microbatches if count == "auto" else options.count
-    if remat == "auto" and count == running.microbatches:
+    count = running.microbatches if count in (None, "auto") else options.count
+    if remat in (None, "auto") and count == running.microbatches:
         return split_as(analysis, running)
     return as_asked(analysis, dataclasses.replace(options, microbatches=count))
 

@@ -72,8 +72,8 @@ def plan_that_fits(
             f"no plan fits on {cluster}: XLA's compiler for {target.name} needs "
             f"{bytes_text(held)} on each device for the fastest plan, which is "
             f"predicted to take {bytes_text(expected)} of {bytes_text(memory)}.\n"
-            "  try: more devices, or remat='auto', microbatches='auto', stages='auto' "
-            "or a smaller batch; compile_check=False takes the prediction"
+            "  try: more devices or a smaller batch; compile_check=False takes the "
+            "prediction"
         )
         if tried == _MOST_PLANS:
             raise failure

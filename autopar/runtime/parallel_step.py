@@ -90,7 +90,7 @@ class ParallelStep(HasNoise, Generic[P, R]):
         self._cache = cache
         self._store = store
         self._preparation = Preparation(
-            StepPlanner(step, options, cache=cache),
+            StepPlanner(step, options, cache=cache, one_stage=self._one_stage),
             store,
             lambda: self.world,
             lambda: self.cluster,
@@ -102,6 +102,17 @@ class ParallelStep(HasNoise, Generic[P, R]):
         self._batches = arguments.BatchArguments(step, ANALYSES)
         self._current: Running | None = None
         self._repeated: RepeatedCall | None = None
+
+    def _one_stage(self) -> str:
+        """Why stages that nobody asked for are not tried; '' where they are."""
+        store = self._store
+        reasons = {
+            "several processes run it": self.world.process_count > 1,
+            "noise_scale= is measured": store.noise is not None,
+            "fallback= is given": store.fallback is not None,
+            "policy= is given": self._codecs.policy is not None,
+        }
+        return next((why for why, holds in reasons.items() if holds), "")
 
     @property
     def world(self) -> World:

@@ -206,20 +206,22 @@ def parallelize(
       microbatches: into how many microbatches the batch is split, which run one after
         the other before the update; ``auto``: as is fastest of what fits. On groups of
         unequal devices also how many each replica runs, such as ``[8, 4]``. None: as
-        the plan given as ``layouts`` says, else one (docs/microbatches.md).
+        the plan given as ``layouts`` says, else ``auto`` (docs/microbatches.md).
       coupled: what is done where the loss of a row depends on the other rows:
         ``refuse`` to split the batch, or take each ``microbatch`` for the batch.
       stages: into how many pipeline stages the step is cut; ``auto``: as is fastest of
-        what fits. None: one (docs/pipelines.md).
+        what fits. None: ``auto``, or one where other options need one stage
+        (docs/pipelines.md).
       schedule: in which order stages run their microbatches: ``gpipe``, ``1f1b``,
         ``interleaved`` or ``zero-bubble``; None: as is fastest, or ``1f1b`` where the
         number of stages is given.
       remat: how many layers compute their activations again in the backward pass
         instead of keeping them: a number, ``all``, or with a level: ``4:dots`` keeps
         matrix products, ``4:names=a,b`` what `jax.ad_checkpoint.checkpoint_name` calls
-        so; ``auto``: as is fastest of what fits; ``none`` drops the step's own
-        ``jax.checkpoint``. None: as the plan given as ``layouts`` says, else as the
-        step says (docs/rematerialisation.md).
+        so; ``auto``: as is fastest of what fits; 0: as the step says; ``none`` drops
+        the step's own ``jax.checkpoint``. None: as the plan given as ``layouts`` says,
+        else ``auto``, or 0 where the number of stages is given
+        (docs/rematerialisation.md).
       static_argnames: names of arguments that are part of the program, as for
         ``jax.jit``; flags (``bool``), texts and members of enumerations always are.
       batch_argnames: names of the arguments that hold the batch, or patterns of paths

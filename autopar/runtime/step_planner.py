@@ -66,6 +66,7 @@ class StepPlanner:
         *,
         capacity: int = ANALYSES,
         cache: PlanCache | None = None,
+        one_stage: Callable[[], str] = str,
     ) -> None:
         """Has analysed nothing yet.
 
@@ -74,8 +75,10 @@ class StepPlanner:
           options: hints and limits.
           capacity: most analyses to keep.
           cache: where plans are kept on disk; None: nowhere.
+          one_stage: says why stages that nobody asked for are not tried; '': they are.
         """
         self.cache = cache
+        self._one_stage = one_stage
         self.step = step
         self.options = options
         self._analysed: Recent[Hashable, tuple[Analysed, ...]] = Recent(capacity)
@@ -156,7 +159,7 @@ class StepPlanner:
           InfeasibleError: no plan fits the memory of a device.
           PlanError: a pin does not fit, or the batch cannot be split.
         """
-        options = _options(analysed, codecs)
+        options = self._options(analysed, codecs)
         analysis = analysed.analysis
         find = functools.partial(
             plan_that_fits,
@@ -181,7 +184,8 @@ class StepPlanner:
         """
         if self.cache is None:
             return None
-        return self.cache.find(analysed.analysis, cluster, _options(analysed, codecs))
+        options = self._options(analysed, codecs)
+        return self.cache.find(analysed.analysis, cluster, options)
 
     def warm(
         self,
@@ -208,7 +212,7 @@ class StepPlanner:
           InfeasibleError: no plan fits the memory of a device.
           PlanError: a pin does not fit, or the batch cannot be split.
         """
-        options = _options(analysed, codecs)
+        options = self._options(analysed, codecs)
         if not can_be_warm(cluster, options, running):
             return self.plan(analysed, cluster, codecs, sent, errors)
         return warm_plan(
@@ -235,19 +239,18 @@ class StepPlanner:
         Raises:
           InfeasibleError: the batch does not fit the memory of a device like this.
         """
-        options = _options(analysed, codecs)
+        options = self._options(analysed, codecs)
         return plan_beside(analysed.analysis, cluster, options, running, sent)
 
-
-def _options(analysed: Analysed, codecs: PlanOptions | None) -> PlanOptions:
-    if codecs is None:
-        return analysed.hints
-    return dataclasses.replace(
-        analysed.hints,
-        compression=codecs.compression,
-        error_budget=codecs.error_budget,
-        layouts=codecs.layouts,
-    )
+    def _options(self, analysed: Analysed, codecs: PlanOptions | None) -> PlanOptions:
+        asked = codecs or analysed.hints
+        return dataclasses.replace(
+            analysed.hints,
+            compression=asked.compression,
+            error_budget=asked.error_budget,
+            layouts=asked.layouts,
+            one_stage=self._one_stage(),
+        )
 
 
 def _weak(call: Call) -> set[int]:

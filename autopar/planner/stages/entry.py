@@ -183,6 +183,21 @@ def even_pipeline(
     return whole, wanted, count
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Limits:
+    """What pipelines are worth a look.
+
+    Attributes:
+      stages: the most of them; None: no limit.
+      microbatches: likewise.
+      alone: whether one stage is looked at, too.
+    """
+
+    stages: int | None = None
+    microbatches: int | None = None
+    alone: bool = True
+
+
 def best_pipeline(
     analysis: Analysis,
     cluster: Cluster,
@@ -190,6 +205,7 @@ def best_pipeline(
     codecs: CodecRequest | None = None,
     *,
     most_s: float = math.inf,
+    limits: Limits = Limits(),
 ) -> Plan | None:
     """Finds the best pipeline of a step; None: one stage is better, or needed.
 
@@ -201,6 +217,7 @@ def best_pipeline(
       options: hints and limits; what they say of microbatches and schedule holds.
       codecs: what was said about codecs; None: what the options say.
       most_s: seconds that a step may take, the issue of its tasks included.
+      limits: of what is looked at.
 
     Raises:
       InfeasibleError: no pipeline fits, and no plan of one stage either.
@@ -218,7 +235,9 @@ def best_pipeline(
             cluster,
             microbatches=counts,
             schedules=_schedules(options, in_loops=in_loops),
-            stages=most,
+            stages=min(filter(None, (most, limits.stages)), default=None),
+            most_microbatches=limits.microbatches,
+            alone=limits.alone,
             seconds=options.seconds,
             alone_again=False,
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import time
 from collections.abc import Sequence
 
@@ -97,7 +98,7 @@ class PipelineChoice:
       gap: how far the step can be from the shortest, relative to it.
       status: how the search ended, as text.
       one_stage_s: seconds of the best plan of one stage in the same space; infinite
-        where none fits.
+        where none fits, or none was looked at.
       seconds: CPU seconds of planning by what they were spent on.
     """
 
@@ -123,10 +124,12 @@ def plan_stages(
     *,
     analysed: int = 1,
     microbatches: Sequence[int] | None = None,
+    most_microbatches: int | None = None,
     schedules: Sequence[Schedule] = SCHEDULES,
     stages: int | None = None,
     seconds: float | None = None,
     gap: float = 1e-3,
+    alone: bool = True,
     alone_again: bool = True,
 ) -> PipelineChoice:
     """Plans a step as a pipeline; one stage is a pipeline, too.
@@ -136,10 +139,12 @@ def plan_stages(
       cluster: the devices.
       analysed: into how many microbatches the batch was cut for the analysis.
       microbatches: the numbers to try; None: those that divide the rows of the batch.
+      most_microbatches: the most to try; None for no limit.
       schedules: those to try.
       stages: most stages; None for no limit.
       seconds: time limit of the stage solver.
       gap: share of the step that a better pipeline may save without being looked for.
+      alone: whether one stage of all devices is a choice.
       alone_again: as for `stage_problem`.
 
     Raises:
@@ -150,9 +155,10 @@ def plan_stages(
     layers = layers_of(analysis, cluster)
     spent.on("layers")
     every = list(microbatches or divisors(rows_to_split(analysis) * analysed))
+    every = [n for n in every if n <= (most_microbatches or max(every))]
     typical = min(_TYPICAL, max(every))
     weights = partly(gathers=typical / analysed, sums=1.0 / analysed)
-    found = submeshes(analysis, cluster, weights)
+    found = submeshes(analysis, cluster, weights, whole=alone)
     spent.on("layouts")
     counts = list(microbatches or covering(every, found, analysed))
     scales = np.array([analysed / count for count in counts])
@@ -162,12 +168,12 @@ def plan_stages(
     )
     spent.on("costs")
     solution = solve_stages(problem, seconds=seconds, gap=gap)
-    single = solution
-    if solution.pipeline is not None and solution.pipeline.stages > 1:
-        alone = dataclasses.replace(problem, max_stages=1)
-        single = solve_stages(alone, seconds=seconds, gap=gap)
+    one_s = solution.step_s if alone else math.inf
+    if alone and solution.pipeline is not None and solution.pipeline.stages > 1:
+        one = dataclasses.replace(problem, max_stages=1)
+        one_s = solve_stages(one, seconds=seconds, gap=gap).step_s
     spent.on("stages")
-    return _choice(layers, cluster, prices, problem, solution, single, spent.seconds)
+    return _choice(layers, cluster, prices, problem, solution, one_s, spent.seconds)
 
 
 class _Spent:
@@ -286,7 +292,7 @@ def _choice(
     prices: Sequence[Priced],
     problem: StageProblem,
     solution: StageSolution,
-    single: StageSolution,
+    one_stage_s: float,
     seconds: dict[str, float],
 ) -> PipelineChoice:
     if solution.pipeline is None or solution.cost is None:
@@ -312,7 +318,7 @@ def _choice(
         bound_s=solution.bound_s,
         gap=solution.gap,
         status=solution.status.value,
-        one_stage_s=single.step_s,
+        one_stage_s=one_stage_s,
         seconds=seconds,
     )
 

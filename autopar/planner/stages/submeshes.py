@@ -132,6 +132,7 @@ def submeshes(
     weights: Weights,
     *,
     seconds: float | None = None,
+    whole: bool = True,
 ) -> list[Submesh]:
     """The submeshes of a cluster, each with the layouts tried on it.
 
@@ -140,10 +141,13 @@ def submeshes(
       cluster: whose slices they are.
       weights: of communication in the search.
       seconds: time limit of the solver for each search.
+      whole: whether all devices are one of them.
     """
     out: list[Submesh] = []
     for number, part in enumerate(cluster.groups or (cluster,)):
         shapes = slice_shapes(part)
+        if not whole:
+            shapes = [s for s in shapes if math.prod(s) < cluster.num_devices]
         for base in _bases(part, shapes):
             for mesh in candidate_meshes(part.slice(base)):
                 pricer = Pricer(part.slice(base), mesh)

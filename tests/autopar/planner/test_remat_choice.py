@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
+import itertools
 import random
 from typing import Any
 
@@ -22,15 +24,18 @@ from remat_cases import (
 
 import autopar
 from autopar.cluster import Cluster
-from autopar.errors import InfeasibleError
-from autopar.planner.deciding import first_that
+from autopar.errors import InfeasibleError, PlanError
+from autopar.planner import deciding
+from autopar.planner.deciding import first_that, least_s
 from autopar.planner.kept_layouts import priced
 from autopar.planner.options import PlanOptions
 from autopar.planner.plan import plan_analysis
 from autopar.planner.proposals import recorded
+from autopar.planner.stages.entry import issue_s
 from autopar.plans import AS_WRITTEN
 from autopar.steps.analysis import analyse
 
+SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero-bubble")
 X = drawn(2048, 16, seed=5)
 STEPS: dict[str, tuple[Any, Any]] = {
     "mlp": (descent(mlp), (blocks(4), X)),
@@ -38,6 +43,8 @@ STEPS: dict[str, tuple[Any, Any]] = {
     "named": (descent(named), (blocks(2), X)),
 }
 NAMED = "names=act,down,up"
+# Nothing is decided but layouts.
+AS_WRITTEN_OPTIONS: dict[str, Any] = {"remat": 0, "microbatches": 1, "stages": 1}
 
 
 def cluster(memory: float | None = None) -> Cluster:
@@ -53,7 +60,11 @@ def planned(name: str, share: float | None = None, **options: Any) -> autopar.Pl
     memory = None if share is None else share * plain(name).predicted.peak_memory_bytes
     step, args = STEPS[name]
     return autopar.plan(
-        step, *args, cluster=cluster(memory), axis_names=("data",), **options
+        step,
+        *args,
+        cluster=cluster(memory),
+        axis_names=("data",),
+        **{**AS_WRITTEN_OPTIONS, **options},
     )
 
 
@@ -157,6 +168,49 @@ def test_what_saves_memory_is_not_tried_where_memory_is_enough() -> None:
     assert {p.program for p in proposals} <= {"", "as written"}
     assert (len(found.stages), found.microbatches, found.remat) == (1, 1, AS_WRITTEN)
     assert not found.decided
+
+
+def test_no_pipeline_is_faster_than_what_pipelines_take_at_least() -> None:
+    """Whatever stages, schedule and microbatches: the whole space is planned."""
+    cluster = Cluster.parse("2x2:cpu")
+    analysis = analyse(descent(mlp), (blocks(8), X))
+    alone = plan_analysis(analysis, cluster, PlanOptions(stages=1, microbatches=1))
+    assert alone.worth is not None
+    each_s, planned_ones = alone.worth.one_device_s / 4, 0
+    for stages, count, schedule in itertools.product((2, 4), (1, 8), SCHEDULES):
+        options = PlanOptions(stages=stages, microbatches=count, schedule=schedule)
+        with contextlib.suppress(PlanError):  # interleaved parts may be too many
+            found = plan_analysis(analysis, cluster, options)
+            took_s = found.predicted.step_s + issue_s(stages, count)
+            assert least_s(each_s, 2, stages, count) <= took_s
+            planned_ones += 1
+    assert planned_ones >= 12
+
+
+def test_options_of_one_stage_are_said_in_the_plan() -> None:
+    step, args = STEPS["mlp"]
+    found = autopar.plan(step, *args, cluster=cluster(), remat=2)
+
+    assert found.decided == ("one stage: remat=2 is for plans of one stage",)
+    with pytest.raises(PlanError, match="schedule='gpipe' is for a pipeline, and"):
+        autopar.plan(step, *args, cluster=cluster(), remat=2, schedule="gpipe")
+
+
+def test_what_nobody_asked_for_does_not_stop_a_plan(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fails(*given: Any) -> Any:
+        raise KeyError("a fault")
+
+    monkeypatch.setattr(deciding, "_limits_of_pipelines", fails)
+    step, args = STEPS["mlp"]
+    with pytest.warns(RuntimeWarning, match="others were not looked at, as KeyError"):
+        found = autopar.plan(step, *args, cluster=cluster())
+    assert len(found.stages) == 1
+    with pytest.raises(KeyError):
+        autopar.plan(
+            step, *args, cluster=cluster(), stages="auto", microbatches=1, remat="auto"
+        )
 
 
 def test_microbatches_are_chosen_where_checkpoints_are_left_out() -> None:

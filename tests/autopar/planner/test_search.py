@@ -266,7 +266,7 @@ class TestMemory:
         with pytest.raises(InfeasibleError) as caught:
             autopar.plan(
                 forms.plain_step, *state, forms.batch_structs(), cluster=small,
-                seconds=5,
+                seconds=5, microbatches=1, remat=0, stages=1,
             )  # fmt: skip
         first, largest, fixes = str(caught.value).split("\n")
         assert caught.value.least_bytes > 1500

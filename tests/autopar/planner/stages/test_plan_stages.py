@@ -233,11 +233,11 @@ def test_stages_are_found_where_one_stage_fits_only_by_computing_again() -> None
 def test_no_pipeline_is_no_error_where_a_plan_of_one_stage_is_known() -> None:
     """Every pipeline needs more; the plan of one stage is kept."""
     tall = analysed(residual, blocks(6, 64), struct(4096, 64))
-    alone = PlanOptions(stages=1, microbatches=1, remat=None)
+    alone = PlanOptions(stages=1, microbatches=1, remat=0)
     roomy = plan_analysis(tall, Cluster.parse("1x2:cpu"), alone)
     limit = round(1.05 * roomy.predicted.peak_memory_bytes)
     tight = Cluster.parse(f"1x2:cpu,memory={limit}B")
-    options = PlanOptions(stages="auto", microbatches=1, remat=None)
+    options = PlanOptions(stages="auto", microbatches=1)
     found = plan_analysis(tall, tight, options)
     assert len(found.stages) == 1
     assert best_pipeline(tall, tight, options, most_s=found.predicted.step_s) is None
