@@ -30,7 +30,7 @@ import workloads
 from jax.flatten_util import ravel_pytree
 
 from autopar.compression.codecs.codec import Codec, CodecContext, chunk_elements
-from autopar.compression.codecs.predicted import Predicted
+from autopar.compression.codecs.predicted import PredictedTopK
 from autopar.compression.codecs.sketch import Sketch
 from autopar.compression.exchange import MeshLinks, exchange
 
@@ -139,20 +139,20 @@ class LocalLinks:
     workers: int
 
     def all_to_all(self, payload: jax.Array) -> jax.Array:
-        """See `autopar.compression.exchange.Links`."""
+        """See `autopar.compression.exchange.WorkerLinks`."""
         return jax.lax.optimization_barrier(payload)
 
     def all_gather(self, payload: jax.Array) -> jax.Array:
-        """See `autopar.compression.exchange.Links`."""
+        """See `autopar.compression.exchange.WorkerLinks`."""
         whole = jnp.broadcast_to(payload, (self.workers, *payload.shape))
         return jax.lax.optimization_barrier(whole)
 
     def all_reduce(self, values: jax.Array) -> jax.Array:
-        """See `autopar.compression.exchange.Links`."""
+        """See `autopar.compression.exchange.WorkerLinks`."""
         return jax.lax.optimization_barrier(values)
 
     def reduce_scatter(self, values: jax.Array) -> jax.Array:
-        """See `autopar.compression.exchange.Links`."""
+        """See `autopar.compression.exchange.WorkerLinks`."""
         return jax.lax.optimization_barrier(values)[0]
 
 
@@ -171,7 +171,7 @@ def state_of(codec: Codec, size: int, moments: np.ndarray) -> Any:
     """The codec's state after training: a predictor that knows the moments."""
     padded = WORKERS * chunk_elements(codec, size, WORKERS, scatter=False)
     state = codec.init((size,), padded, WORKERS)
-    if isinstance(codec, Predicted):
+    if isinstance(codec, PredictedTopK):
         score = jnp.pad(jnp.asarray(moments), (0, padded - size))
         turns = -(-padded // state.indices.size)
         state = state._replace(score=score, seen=jnp.int32(turns))
@@ -199,13 +199,13 @@ def relative_error(codec: Codec, gradients: np.ndarray, moments: np.ndarray) -> 
     return float(np.linalg.norm(got - exact) / np.linalg.norm(exact))
 
 
-def predicted(budget: float) -> Predicted:
+def predicted(budget: float) -> PredictedTopK:
     """The split whose int8 blocks fill a budget, a share of the bytes of float32."""
     explore = 0.005
     bytes_an_element = 1 + 2 / 256
     ratio = 4 * budget / bytes_an_element - explore
     # Chunks are whole blocks: 4 * 256 elements at most are padding.
-    return Predicted(ratio=ratio * 0.99, explore=explore)
+    return PredictedTopK(ratio=ratio * 0.99, explore=explore)
 
 
 def best_sketch(
@@ -224,7 +224,7 @@ def best_sketch(
 
 def smallest_split(
     error: float, budget: float, gradients: np.ndarray, moments: np.ndarray
-) -> tuple[Predicted, float]:
+) -> tuple[PredictedTopK, float]:
     """The split with the fewest bytes, halving them, whose error is no larger."""
     codec = predicted(budget)
     found = codec, relative_error(codec, gradients, moments)
@@ -244,7 +244,7 @@ def times_s(
 ) -> list[float]:
     """Median seconds of encoding and decoding, the codecs in turn.
 
-    A split predicts once in `Predicted.every` steps; its time is the mean.
+    A split predicts once in `PredictedTopK.every` steps; its time is the mean.
     """
     size = gradients.shape[1]
     calls: list[list[Callable[[], Any]]] = []
@@ -266,7 +266,7 @@ def times_s(
     out: list[float] = []
     for codec, (first, later) in zip(codecs, times, strict=True):
         a, b = statistics.median(first[1:]), statistics.median(later[1:])
-        every = codec.every if isinstance(codec, Predicted) else 2
+        every = codec.every if isinstance(codec, PredictedTopK) else 2
         out.append((a + (every - 1) * b) / every)
     return out
 

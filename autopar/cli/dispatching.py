@@ -28,7 +28,7 @@ from autopar.dispatch.views import MoveTimes
 from autopar.errors import AutoparError, ScheduleError
 from autopar.planner.options import DEFAULTS
 from autopar.scheduler.packing import sizes_of
-from autopar.scheduler.policies.base import Policy
+from autopar.scheduler.policies.base import SchedulingPolicy
 from autopar.scheduler.policies.named import policy_of
 
 # These know the programs of published traces alone.
@@ -114,7 +114,7 @@ def _say(text: str) -> None:
     print(f"autopar: {text}", file=sys.stderr, flush=True)
 
 
-def _policy(name: str) -> Policy:
+def _policy(name: str) -> SchedulingPolicy:
     """A policy that can decide for real jobs.
 
     Raises:
@@ -144,7 +144,7 @@ def _add(
     store: Store,
     jobs: Sequence[Handed],
     cluster: Backend,
-    policy: Policy,
+    policy: SchedulingPolicy,
     asked: Asked,
 ) -> None:
     """Adds the jobs that are new; those of an earlier start stay as they are."""

@@ -27,7 +27,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from autopar.compression.codecs.blocks import materialised
+from autopar.compression.codecs.blocks import add_barrier
 from autopar.compression.codecs.codec import (
     AllReduce,
     Codec,
@@ -35,9 +35,9 @@ from autopar.compression.codecs.codec import (
     Reduced,
     Rounds,
 )
-from autopar.compression.exchange import Links, exchange
+from autopar.compression.exchange import WorkerLinks, exchange
 from autopar.compression.gradient import Gradient, State
-from autopar.compression.norms import Sent, squares
+from autopar.compression.norms import SentGroup, squares
 
 Shape = tuple[int, ...]
 
@@ -114,7 +114,7 @@ MOST = 1 << 24
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Piece:
+class CodecInput:
     """A gradient as its codec sees it.
 
     Attributes:
@@ -148,7 +148,7 @@ class Piece:
         return bool(unit) and whole and not self.chunk % unit and self.size <= LARGEST
 
 
-def grouped(pieces: Sequence[Piece]) -> list[tuple[int, ...]]:
+def group_gradients(pieces: Sequence[CodecInput]) -> list[tuple[int, ...]]:
     """Numbers of the gradients that are encoded together, each in one group."""
     groups: list[list[int]] = []
     open_groups: dict[Any, list[int]] = {}
@@ -163,7 +163,7 @@ def grouped(pieces: Sequence[Piece]) -> list[tuple[int, ...]]:
     return [tuple(group) for group in groups]
 
 
-def joined(arrays: Sequence[jax.Array], *, whole: bool = False) -> jax.Array:
+def join_arrays(arrays: Sequence[jax.Array], *, whole: bool = False) -> jax.Array:
     """Arrays (..., c) side by side, (..., C).
 
     Args:
@@ -174,19 +174,19 @@ def joined(arrays: Sequence[jax.Array], *, whole: bool = False) -> jax.Array:
         return arrays[0]
     if whole:
         flat = jnp.concatenate([x.reshape(-1) for x in arrays])
-        return materialised(flat).reshape(len(arrays[0]), -1)
-    return materialised(jnp.concatenate(arrays, axis=-1))
+        return add_barrier(flat).reshape(len(arrays[0]), -1)
+    return add_barrier(jnp.concatenate(arrays, axis=-1))
 
 
-def joined_states(states: Sequence[Any]) -> Any:
+def join_states(states: Sequence[Any]) -> Any:
     """The state of a group, of the states of its gradients' codecs."""
-    return jax.tree.map(lambda *arrays: joined(arrays), *states)
+    return jax.tree.map(lambda *arrays: join_arrays(arrays), *states)
 
 
 def cut(
     array: jax.Array, widths: Sequence[int], *, whole: bool = False
 ) -> list[jax.Array]:
-    """The opposite of `joined`: arrays (..., c) of (..., C), or flat ones.
+    """The opposite of `join_arrays`: arrays (..., c) of (..., C), or flat ones.
 
     Args:
       array: of a group.
@@ -203,7 +203,7 @@ def cut(
 
 
 def cut_states(state: Any, widths: Sequence[int]) -> list[Any]:
-    """The opposite of `joined_states`."""
+    """The opposite of `join_states`."""
     leaves, tree = jax.tree.flatten(state)
     rows = [cut(leaf, widths) for leaf in leaves]
     return [
@@ -248,15 +248,15 @@ class EncodedGroup:
     """
 
     members: dict[int, Encoded]
-    sent: Sent
-    again: Callable[[], Sent]
+    sent: SentGroup
+    again: Callable[[], SentGroup]
     totals: Callable[[], Sequence[jax.Array]]
 
 
-def encoded(
+def encode_gradients(
     entries: Sequence[Entry],
     wanted: Sequence[jax.Array],
-    links: Links,
+    links: WorkerLinks,
     worker: jax.Array,
     step: jax.Array,
     *,
@@ -274,7 +274,7 @@ def encoded(
     """
     n, gradients = links.workers, [gradient for gradient, _, _ in entries]
     pieces = [_piece(entry, n) for entry in entries]
-    groups = grouped(pieces)
+    groups = group_gradients(pieces)
     whole = [pieces[group[0]].whole for group in groups]
 
     def side_by_side(i: int) -> jax.Array:
@@ -282,11 +282,13 @@ def encoded(
             to_chunks(wanted[k], gradients[k].scatter_dim, n, pieces[k].chunk)
             for k in groups[i]
         ]
-        return joined(chunks, whole=whole[i])
+        return join_arrays(chunks, whole=whole[i])
 
-    def laid(i: int, values: jax.Array) -> tuple[jax.Array, tuple[int, ...]]:
+    def wanted_with_widths(
+        i: int, values: jax.Array
+    ) -> tuple[jax.Array, tuple[int, ...]]:
         own = [gradients[k] for k in groups[i]]
-        return _laid(own, wanted[groups[i][0]], values, whole=whole[i])
+        return _wanted_with_widths(own, wanted[groups[i][0]], values, whole=whole[i])
 
     given = [side_by_side(i) for i in range(len(groups))]
     rounds = [
@@ -294,14 +296,18 @@ def encoded(
         for group, values in zip(groups, given, strict=True)
     ]
     if with_squares:
-        own = [squares(*laid(i, values)) for i, values in enumerate(given)]
-        rounds.append(_summed(jnp.concatenate(own)))
+        own = [
+            squares(*wanted_with_widths(i, values)) for i, values in enumerate(given)
+        ]
+        rounds.append(_sum_over_workers(jnp.concatenate(own)))
     made = exchange(rounds, links)
 
-    def sent_of(i: int, values: jax.Array) -> Sent:
+    def sent_of(i: int, values: jax.Array) -> SentGroup:
         own = [entries[k] for k in groups[i]]
         exact = made[i].sent is given[i]
-        return _sent(own, laid(i, values), values, made[i], exact=exact)
+        return _describe_sent(
+            own, wanted_with_widths(i, values), values, made[i], exact=exact
+        )
 
     out: list[EncodedGroup] = []
     for i, group in enumerate(groups):
@@ -309,7 +315,7 @@ def encoded(
 
         widths = [pieces[k].chunk for k in group]
 
-        def again(i: int = i) -> Sent:
+        def again(i: int = i) -> SentGroup:
             return sent_of(i, side_by_side(i))
 
         def totals(i: int = i, widths: Sequence[int] = widths) -> Sequence[jax.Array]:
@@ -332,7 +338,7 @@ def encoded(
     return out, made[-1].total if with_squares else None
 
 
-def _summed(values: jax.Array) -> Rounds:
+def _sum_over_workers(values: jax.Array) -> Rounds:
     """Asks for the sum of values over the workers, as a codec of one round."""
     total = yield AllReduce(values)
     return Reduced(total, values, ())
@@ -356,14 +362,14 @@ def _rounds(
         size=one.size if alone else values.size,
         scatter=one.scatter,
     )
-    state = joined_states([state["codec"] for _, _, state in group])
+    state = join_states([state["codec"] for _, _, state in group])
     return one.codec.reduce(values, state, context)
 
 
-def _piece(entry: Entry, workers: int) -> Piece:
+def _piece(entry: Entry, workers: int) -> CodecInput:
     """A gradient as it is grouped with others."""
     gradient, partial, state = entry
-    return Piece(
+    return CodecInput(
         codec=gradient.codec,
         size=gradient.size,
         chunk=gradient.chunk(workers),
@@ -374,10 +380,10 @@ def _piece(entry: Entry, workers: int) -> Piece:
     )
 
 
-def _laid(
+def _wanted_with_widths(
     group: Sequence[Gradient], wanted: jax.Array, values: jax.Array, *, whole: bool
 ) -> tuple[jax.Array, tuple[int, ...]]:
-    """What was to be sent of a group, and the widths of its gradients; see `Sent`.
+    """What was to be sent of a group, and the widths of its gradients; see `SentGroup`.
 
     Of one gradient in its own shape, without padding; of gradients that lie one behind
     the other as one row.
@@ -397,14 +403,14 @@ def _laid(
     return values.reshape(1, -1), tuple(count * width for width in widths)
 
 
-def _sent(
+def _describe_sent(
     group: Sequence[Entry],
     laid: tuple[jax.Array, tuple[int, ...]],
     values: jax.Array,
     made: Reduced,
     *,
     exact: bool,
-) -> Sent:
+) -> SentGroup:
     """Returns what was to be sent of a group, and how what was not is computed.
 
     With ``exact`` the codec hands on what it is given, so there is no error.
@@ -420,20 +426,20 @@ def _sent(
     def error() -> jax.Array:
         if exact:
             return jnp.zeros(wanted.shape, jnp.float32)
-        lost = values - made.understood
+        lost = values - made.sent_array
         if len(group) == 1:
             lost = _from_chunks(one, lost)
-        return materialised(lost).reshape(wanted.shape)
+        return add_barrier(lost).reshape(wanted.shape)
 
     make = made.again
     again = None if make is None else lambda: laid_out(make())
     total = laid_out(made.total)
-    return Sent(wanted, error, total, widths, part=one.scatter, again=again)
+    return SentGroup(wanted, error, total, widths, part=one.scatter, again=again)
 
 
 def _errors(
     group: Sequence[Entry],
-    sent: Sent,
+    sent: SentGroup,
     widths: Sequence[int],
     *,
     whole: bool,

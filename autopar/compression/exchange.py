@@ -4,10 +4,10 @@ A codec describes the communication of one gradient as a generator. It yields a
 request for each round and is sent the answer. `exchange` runs all generators of a
 bucket in step and makes one collective of what they ask for in the same round.
 
-Where inputs of the program say how much of a request counts (`Part`), its place behind
-the requests before it is computed while the step runs. The message has a fixed size:
-the room of all such requests together, so that one may need more where another needs
-less.
+Where inputs of the program say how much of a request counts (`UsedPart`), its place
+behind the requests before it is computed while the step runs. The message has a fixed
+size: the room of all such requests together, so that one may need more where another
+needs less.
 
 Legend of shapes: n workers, c elements of one chunk, b bytes of one message.
 """
@@ -32,11 +32,11 @@ State = Any
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Part:
+class UsedPart:
     """How much of a request counts, where an input of the program says so.
 
     What counts comes first; behind it the answer holds zeros. Such requests travel
-    without the rest (`_packed`).
+    without the rest (`_pack`).
 
     Attributes:
       used: elements of the last dim that count, an int32 scalar, the same on all
@@ -54,7 +54,7 @@ class AllToAll:
     """Row i of ``payload``, uint8 (n, b), goes to worker i; answer: (n, b)."""
 
     payload: jax.Array
-    part: Part | None = None
+    part: UsedPart | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -62,7 +62,7 @@ class AllGather:
     """``payload``, uint8 (b,), goes to all; answer: (n, b)."""
 
     payload: jax.Array
-    part: Part | None = None
+    part: UsedPart | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -70,7 +70,7 @@ class AllReduce:
     """``values``, float32 (k,), are summed over the workers; answer: (k,)."""
 
     values: jax.Array
-    part: Part | None = None
+    part: UsedPart | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -78,7 +78,7 @@ class ReduceScatter:
     """``values``, float32 (n, c), are summed; answer: this worker's row, (c,)."""
 
     values: jax.Array
-    part: Part | None = None
+    part: UsedPart | None = None
 
 
 Request = AllToAll | AllGather | AllReduce | ReduceScatter
@@ -105,15 +105,17 @@ class Reduced:
     again: Callable[[], jax.Array] | None = None
 
     @property
-    def understood(self) -> jax.Array:
+    def sent_array(self) -> jax.Array:
         """What was ``sent``, as an array."""
         return self.sent() if callable(self.sent) else self.sent
+
+    understood = sent_array  # the old name, for one release
 
 
 Rounds = Generator[Request, jax.Array, Reduced]
 
 
-class Links(Protocol):
+class WorkerLinks(Protocol):
     """The collectives over a group of workers."""
 
     @property
@@ -146,24 +148,24 @@ class MeshLinks:
     workers: int
 
     def all_to_all(self, payload: jax.Array) -> jax.Array:
-        """See `Links`."""
+        """See `WorkerLinks`."""
         return jax.lax.all_to_all(payload, self.axes, 0, 0, tiled=True)
 
     def all_gather(self, payload: jax.Array) -> jax.Array:
-        """See `Links`."""
+        """See `WorkerLinks`."""
         return jax.lax.all_gather(payload, self.axes, axis=0, tiled=False)
 
     def all_reduce(self, values: jax.Array) -> jax.Array:
-        """See `Links`."""
+        """See `WorkerLinks`."""
         return jax.lax.psum(values, self.axes)
 
     def reduce_scatter(self, values: jax.Array) -> jax.Array:
-        """See `Links`."""
+        """See `WorkerLinks`."""
         out = jax.lax.psum_scatter(values, self.axes, scatter_dimension=0, tiled=True)
         return out.reshape(values.shape[1:])
 
 
-def exchange(rounds: Sequence[Rounds], links: Links) -> list[Reduced]:
+def exchange(rounds: Sequence[Rounds], links: WorkerLinks) -> list[Reduced]:
     """Runs generators in step until all have returned.
 
     Requests of one kind that are made in the same round travel together.
@@ -187,7 +189,7 @@ def exchange(rounds: Sequence[Rounds], links: Links) -> list[Reduced]:
 
 
 def _answer(
-    asked: dict[int, Request], links: Links, count: int
+    asked: dict[int, Request], links: WorkerLinks, count: int
 ) -> list[jax.Array | None]:
     answers: list[jax.Array | None] = [None] * count
     kinds: tuple[tuple[type[Any], Callable[[Any], jax.Array]], ...] = (
@@ -203,7 +205,7 @@ def _answer(
         members.sort(key=lambda k: asked[k].part is not None)
         arrays = [_content(asked[k]) for k in members]
         parts = [asked[k].part for k in members]
-        whole = collective(_packed(arrays, parts))
+        whole = collective(_pack(arrays, parts))
         for k, answer in zip(members, _taken_apart(whole, arrays, parts), strict=True):
             answers[k] = answer
     return answers
@@ -238,8 +240,8 @@ class Message:
 
 
 @dataclasses.dataclass(slots=True)
-class Alone:
-    """Implements `Links` as if all workers held the same; sends nothing.
+class RecordingLinks:
+    """Implements `WorkerLinks` as if all workers held the same; sends nothing.
 
     Attributes:
       workers: number of workers.
@@ -254,27 +256,27 @@ class Alone:
         self.messages.append(Message(kind, nbytes, sent))
 
     def all_to_all(self, payload: jax.Array) -> jax.Array:
-        """See `Links`: everyone has sent this worker its first row."""
+        """See `WorkerLinks`: everyone has sent this worker its first row."""
         self._record("all_to_all", payload.size)
         return jnp.broadcast_to(payload[0], payload.shape)
 
     def all_gather(self, payload: jax.Array) -> jax.Array:
-        """See `Links`."""
+        """See `WorkerLinks`."""
         self._record("all_gather", payload.size * self.workers)
         return jnp.broadcast_to(payload, (self.workers, *payload.shape))
 
     def all_reduce(self, values: jax.Array) -> jax.Array:
-        """See `Links`."""
+        """See `WorkerLinks`."""
         self._record("all_reduce", 4.0 * values.size)
         return values * self.workers
 
     def reduce_scatter(self, values: jax.Array) -> jax.Array:
-        """See `Links`."""
+        """See `WorkerLinks`."""
         self._record("reduce_scatter", 4.0 * values.size)
         return values[0] * self.workers
 
 
-Parts = Sequence[Part | None]
+Parts = Sequence[UsedPart | None]
 
 
 def _room_of(elements: int, room: float) -> int:
@@ -282,7 +284,7 @@ def _room_of(elements: int, room: float) -> int:
     return min(elements, math.ceil(elements * room))
 
 
-def _packed(arrays: Sequence[jax.Array], parts: Parts) -> jax.Array:
+def _pack(arrays: Sequence[jax.Array], parts: Parts) -> jax.Array:
     """Requests (..., b) side by side, those that count as a whole first.
 
     Args:
@@ -300,7 +302,7 @@ def _packed(arrays: Sequence[jax.Array], parts: Parts) -> jax.Array:
 def _taken_apart(
     whole: jax.Array, arrays: Sequence[jax.Array], parts: Parts
 ) -> list[jax.Array]:
-    """The answers (..., b) to the requests of `_packed`, zero behind what counts.
+    """The answers (..., b) to the requests of `_pack`, zero behind what counts.
 
     Args:
       whole: the answer to all of them, of the same last dim.
@@ -323,7 +325,9 @@ def _taken_apart(
     return answers
 
 
-def _behind_each_other(arrays: Sequence[jax.Array], parts: Sequence[Part]) -> jax.Array:
+def _behind_each_other(
+    arrays: Sequence[jax.Array], parts: Sequence[UsedPart]
+) -> jax.Array:
     """What counts of each behind that of the one before, in the room of all."""
     widths = [a.shape[-1] for a in arrays]
     room = sum(_room_of(w, p.room) for w, p in zip(widths, parts, strict=True))
@@ -335,7 +339,7 @@ def _behind_each_other(arrays: Sequence[jax.Array], parts: Sequence[Part]) -> ja
     return out[..., :room]
 
 
-def _firsts(parts: Sequence[Part]) -> list[jax.Array]:
+def _firsts(parts: Sequence[UsedPart]) -> list[jax.Array]:
     """The place of each in what they share, int32 scalars."""
     used = [part.used for part in parts]
     return list(itertools.accumulate(used[:-1], initial=jnp.int32(0)))

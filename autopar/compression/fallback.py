@@ -24,7 +24,7 @@ import jax
 import jax.numpy as jnp
 
 from autopar.compression.codecs.registry import format_codec, parse_codec
-from autopar.compression.exchange import Alone, Links
+from autopar.compression.exchange import RecordingLinks, WorkerLinks
 from autopar.compression.gradient import Gradient, State, init_state
 from autopar.compression.synchronise import SENT, WANTED, synchronise
 from autopar_errors import InputError
@@ -99,11 +99,11 @@ def synchronise_levels(
     levels: Sequence[Sequence[Gradient]],
     partials: Sequence[jax.Array],
     states: Sequence[State],
-    links: Links,
+    links: WorkerLinks,
     worker: jax.Array,
     step: jax.Array,
     threshold: float | jax.Array,
-    judges: Links | None = None,
+    judges: WorkerLinks | None = None,
 ) -> tuple[list[jax.Array], list[State], jax.Array, jax.Array]:
     """Sums gradients over the workers by the first level that sends enough.
 
@@ -146,13 +146,13 @@ def level_gains(
     levels: Sequence[Sequence[Gradient]],
     partials: Sequence[jax.Array],
     states: Sequence[State],
-    links: Links,
+    links: WorkerLinks,
     worker: jax.Array,
     step: jax.Array,
-    judges: Links | None = None,
+    judges: WorkerLinks | None = None,
 ) -> jax.Array:
     """Gain of each level over all workers, float32 (levels,); see the caller."""
-    alone = Alone(links.workers)
+    alone = RecordingLinks(links.workers)
     rows: list[jax.Array] = []
     for k, level in enumerate(levels):
         own = [_state_of(state, k) for state in states]
@@ -168,7 +168,9 @@ def level_gains(
     return jnp.where(jnp.isfinite(wanted), gains, -1.0)
 
 
-def _branch(k: int, level: Sequence[Gradient], links: Links) -> Callable[..., Any]:
+def _branch(
+    k: int, level: Sequence[Gradient], links: WorkerLinks
+) -> Callable[..., Any]:
     """Sums by one level."""
 
     def run(

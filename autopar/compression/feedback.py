@@ -16,7 +16,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
-from autopar.compression.exchange import Links
+from autopar.compression.exchange import WorkerLinks
 from autopar_errors import InputError
 
 Kind = Literal["none", "residual"]
@@ -115,7 +115,7 @@ def average_due(step: jax.Array, every: int) -> jax.Array:
 def next_residuals(
     feedbacks: Sequence[Feedback],
     errors: Sequence[jax.Array | None],
-    links: Links,
+    links: WorkerLinks,
     step: jax.Array,
 ) -> list[Any]:
     """The residuals that the next step starts with; () where there is none.
@@ -145,7 +145,7 @@ def next_residuals(
     return out
 
 
-def _average(own: list[jax.Array], links: Links) -> list[jax.Array]:
+def _average(own: list[jax.Array], links: WorkerLinks) -> list[jax.Array]:
     """The mean over the workers of each array, in one all-reduce."""
     flat = jnp.concatenate([a.astype(jnp.float32).reshape(-1) for a in own])
     mean = links.all_reduce(flat) / links.workers

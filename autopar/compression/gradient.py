@@ -93,7 +93,7 @@ def init_state(gradient: Gradient, workers: int) -> State:
         return {"residual": (), "codec": ()}
     codec = gradient.codec
     if gradient.scatter:
-        codec = codec.scattered()
+        codec = codec.for_scattered_sum()
     elements = workers * gradient.chunk(workers)
     residual: Any = ()
     if gradient.feedback.active:

@@ -14,12 +14,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from autopar.compression.exchange import Links
+from autopar.compression.exchange import WorkerLinks
 from autopar.compression.feedback import Feedback
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Sent:
+class SentGroup:
     """A group of gradients as it was to be sent, and the part that was not sent.
 
     Attributes:
@@ -50,13 +50,13 @@ class Sent:
         return self.part or bool(narrow)
 
     @property
-    def lost(self) -> jax.Array:
+    def error_array(self) -> jax.Array:
         """The error as an array."""
         return self.error() if callable(self.error) else self.error
 
-    def with_error(self) -> Sent:
+    def with_error(self) -> SentGroup:
         """The same, with the error computed."""
-        return dataclasses.replace(self, error=self.lost)
+        return dataclasses.replace(self, error=self.error_array)
 
     def squares(self) -> jax.Array:
         """Squared norms of what was wanted, (k,)."""
@@ -64,7 +64,7 @@ class Sent:
 
     def norms(self) -> jax.Array:
         """Squared norms of what was wanted, of the error and of the rest, (k, 3)."""
-        lost = self.lost
+        lost = self.error_array
         sent = self.wanted - lost
         return jnp.stack(
             [self._sum(jnp.square(x)) for x in (self.wanted, lost, sent)], axis=1
@@ -72,7 +72,7 @@ class Sent:
 
     def non_finite(self) -> jax.Array:
         """Elements of what was wanted that are not finite, else of the error, (k,)."""
-        own, lost = self._count(self.wanted), self._count(self.lost)
+        own, lost = self._count(self.wanted), self._count(self.error_array)
         return jnp.where(own > 0, own, lost)
 
     def overflows(self) -> jax.Array:
@@ -91,7 +91,7 @@ class Sent:
 
 
 def squares(values: jax.Array, widths: Sequence[int]) -> jax.Array:
-    """Squared norms of gradients that lie as `Sent` says, (k,)."""
+    """Squared norms of gradients that lie as `SentGroup` says, (k,)."""
     return _sum_each(jnp.square(values), widths)
 
 
@@ -112,7 +112,7 @@ def _sum_each(values: jax.Array, widths: Sequence[int]) -> jax.Array:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Group:
+class TelemetryGroup:
     """The k gradients of a group, as far as rows of telemetry need them.
 
     Attributes:
@@ -125,8 +125,8 @@ class Group:
       residuals: of each, () where there is none.
     """
 
-    sent: Sent
-    again: Callable[[], Sent]
+    sent: SentGroup
+    again: Callable[[], SentGroup]
     sound: bool
     feedbacks: Sequence[Feedback]
     partials: Sequence[jax.Array]
@@ -136,7 +136,7 @@ class Group:
         """The rows, float32 (k, 6).
 
         Args:
-          norms: `Sent.norms`.
+          norms: `SentGroup.norms`.
           bad: number of elements that are not finite, (k,).
         """
         wanted, error, _ = norms.T
@@ -166,21 +166,21 @@ class AllWorkers:
 
     Attributes:
       links: the collectives over the workers.
-      squares: `Sent.squares` of all groups, one behind the other, summed.
+      squares: `SentGroup.squares` of all groups, one behind the other, summed.
     """
 
-    links: Links
+    links: WorkerLinks
     squares: jax.Array
 
 
-def summed_rows(own: jax.Array, links: Links) -> jax.Array:
+def summed_rows(own: jax.Array, links: WorkerLinks) -> jax.Array:
     """The sum of this worker's rows with those of the others."""
     with jax.named_scope("telemetry"):
         return links.all_reduce(own.ravel()).reshape(own.shape)
 
 
 def rows(
-    groups: Sequence[Group],
+    groups: Sequence[TelemetryGroup],
     measured: jax.Array | None,
     workers: AllWorkers | None = None,
 ) -> jax.Array:
@@ -195,7 +195,7 @@ def rows(
       measured: whether errors and norms are measured, a bool scalar, the same on all
         workers; None: they are.
       workers: with it the rows are summed over the workers. Then ``measured`` is given,
-        and no total is a part (`Sent.part`): it is the same on all workers, so all
+        and no total is a part (`SentGroup.part`): it is the same on all workers, so all
         take the same branches.
     """
 
@@ -210,7 +210,7 @@ def rows(
     if measured is None:
         found, sums = every(), []
     else:
-        few = _unmeasured(
+        few = _rows_without_errors(
             workers.squares
             if workers
             else jnp.concatenate([g.sent.squares() for g in groups])
@@ -228,14 +228,16 @@ def rows(
     return found.at[:, -1].set(bad)
 
 
-def _unmeasured(squares: jax.Array) -> jax.Array:
+def _rows_without_errors(squares: jax.Array) -> jax.Array:
     """Rows of which only the norms of what was wanted are known."""
     unknown = jnp.full((len(squares), 4), NOT_MEASURED)
     return jnp.column_stack((squares, unknown, jnp.zeros_like(squares)))
 
 
-def _non_finite(sent: Sequence[Sent], norms: Sequence[jax.Array]) -> list[jax.Array]:
-    """`Sent.non_finite` of each group, looked for only where it can be other than 0."""
+def _non_finite(
+    sent: Sequence[SentGroup], norms: Sequence[jax.Array]
+) -> list[jax.Array]:
+    """`SentGroup.non_finite` of each group, counted only where a norm is not finite."""
     good = jnp.all(jnp.isfinite(jnp.concatenate(list(norms))))
     return jax.lax.cond(
         good,
@@ -244,11 +246,11 @@ def _non_finite(sent: Sequence[Sent], norms: Sequence[jax.Array]) -> list[jax.Ar
             dataclasses.replace(g, wanted=wanted, error=error).non_finite()
             for g, (wanted, error) in zip(sent, arrays, strict=True)
         ],
-        [(g.wanted, g.lost) for g in sent],
+        [(g.wanted, g.error_array) for g in sent],
     )
 
 
-def _overflows(sent: Sequence[Sent], good: jax.Array) -> jax.Array:
+def _overflows(sent: Sequence[SentGroup], good: jax.Array) -> jax.Array:
     """Elements of all totals that are not finite, where they can be, (k,)."""
     found = jax.lax.cond(
         good,

@@ -26,7 +26,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from autopar.compression.exchange import Links
+from autopar.compression.exchange import WorkerLinks
 
 WIDTH = 64
 """Numbers of a sketch: 256 bytes of each gradient with a codec, in a step."""
@@ -59,7 +59,7 @@ def signal_rows(
     sent: Sequence[jax.Array],
     totals: Sequence[jax.Array],
     seeds: Mapping[int, int],
-    links: Links,
+    links: WorkerLinks,
     step: jax.Array,
 ) -> jax.Array:
     """The numbers of one worker, which add up over workers.

@@ -17,18 +17,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from autopar.compression.codecs.blocks import materialised
+from autopar.compression.codecs.blocks import add_barrier
 from autopar.compression.encoding import (
     EncodedGroup,
     Entry,
-    encoded,
+    encode_gradients,
     own_part,
     own_shape,
 )
-from autopar.compression.exchange import Links
+from autopar.compression.exchange import WorkerLinks
 from autopar.compression.feedback import next_residuals, with_residual
 from autopar.compression.gradient import Gradient, State, check_gradient
-from autopar.compression.norms import AllWorkers, Group, rows, summed_rows
+from autopar.compression.norms import AllWorkers, TelemetryGroup, rows, summed_rows
 from autopar.compression.signal import COLUMNS, signal_rows
 from autopar_errors import InputError
 
@@ -58,7 +58,7 @@ def synchronise(
     gradients: Sequence[Gradient],
     partials: Sequence[jax.Array],
     states: Sequence[State],
-    links: Links,
+    links: WorkerLinks,
     worker: jax.Array,
     step: jax.Array,
     *,
@@ -94,18 +94,18 @@ def synchronise(
     Raises:
       InputError: a partial does not fit its gradient; see `check_gradient`.
     """
-    made = synchronised(
+    made = synchronise_repeatably(
         gradients, partials, states, links, worker, step,
         signals=signals, measured=measured, summed=summed,
     )  # fmt: skip
     return made.totals, made.states, made.sums
 
 
-def synchronised(
+def synchronise_repeatably(
     gradients: Sequence[Gradient],
     partials: Sequence[jax.Array],
     states: Sequence[State],
-    links: Links,
+    links: WorkerLinks,
     worker: jax.Array,
     step: jax.Array,
     *,
@@ -154,11 +154,11 @@ def restore_unless_finite(old: Any, new: Any, finite: jax.Array) -> Any:
       ``new`` where the gradients are finite, else ``old``.
     """
 
-    def chosen(new: Any, old: Any) -> Any:
+    def select(new: Any, old: Any) -> Any:
         everywhere = jnp.broadcast_to(finite, jnp.shape(new))
         return jax.lax.select(everywhere, new, jnp.asarray(old))
 
-    return jax.tree.map(chosen, new, old)
+    return jax.tree.map(select, new, old)
 
 
 def _check_call(
@@ -184,26 +184,26 @@ def _check_call(
 
 def _synchronise_some(
     entries: Sequence[Entry],
-    links: Links,
+    links: WorkerLinks,
     worker: jax.Array,
     step: jax.Array,
     signals: bool,
     measured: jax.Array | None,
     summed: bool,
 ) -> Synchronised:
-    """`synchronised` of gradients that all have elements."""
+    """`synchronise_repeatably` of gradients that all have elements."""
     n, gradients = links.workers, [gradient for gradient, _, _ in entries]
     # Computed once, however many loops read it: without the barriers each would add the
     # residual again, and transpose the gradient where a product left it transposed.
-    partials = [materialised(partial) for _, partial, _ in entries]
+    partials = [add_barrier(partial) for _, partial, _ in entries]
     wanted = [
-        _wanted(gradient, partial, state["residual"])
+        _values_to_send(gradient, partial, state["residual"])
         for partial, (gradient, _, state) in zip(partials, entries, strict=True)
     ]
     eager = measured is None
     # Parts of a total are not the same on all workers, which then take other branches.
     together = summed and not eager and not any(g.scatter for g in gradients)
-    groups, squares = encoded(
+    groups, squares = encode_gradients(
         entries, wanted, links, worker, step, eager=eager, with_squares=together
     )
     made = {k: one for group in groups for k, one in group.members.items()}
@@ -215,7 +215,7 @@ def _synchronise_some(
         {"residual": residuals[k], "codec": made[k].state} for k in range(len(entries))
     ]
     found = [
-        Group(
+        TelemetryGroup(
             group.sent,
             again=group.again,
             sound=gradients[next(iter(group.members))].codec.sound,
@@ -262,13 +262,13 @@ def _own_parts(
     ]
 
 
-def _wanted(gradient: Gradient, partial: jax.Array, residual: Any) -> jax.Array:
+def _values_to_send(gradient: Gradient, partial: jax.Array, residual: Any) -> jax.Array:
     """Returns what is to be sent, float32, computed once."""
     values = with_residual(partial, residual, gradient.feedback)
-    return materialised(values) if gradient.feedback.active else values
+    return add_barrier(values) if gradient.feedback.active else values
 
 
-def _nothing(gradient: Gradient, partial: jax.Array, links: Links) -> jax.Array:
+def _nothing(gradient: Gradient, partial: jax.Array, links: WorkerLinks) -> jax.Array:
     """The sum of a gradient without elements, and no other gradient's."""
     if gradient.size:
         return partial

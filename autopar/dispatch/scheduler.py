@@ -19,7 +19,7 @@ from autopar.dispatch.views import MOVES, MoveTimes, Numbering, view_of
 from autopar.elastic.processes.messages import SUSPENDED
 from autopar.scheduler.decisions import Decisions
 from autopar.scheduler.jobs import Allocation, JobView
-from autopar.scheduler.policies.base import Policy
+from autopar.scheduler.policies.base import SchedulingPolicy
 from autopar.scheduler.rounds import Rounds, check_times
 
 # The exit status of a run that was told to end.
@@ -74,7 +74,7 @@ class Scheduler:
         store: Store,
         backend: Backend,
         runs: Runs,
-        policy: Policy,
+        policy: SchedulingPolicy,
         settings: Settings | None = None,
         clock: Callable[[], float] = time.time,
         sleep: Callable[[float], None] = time.sleep,

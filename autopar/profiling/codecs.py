@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from autopar.compression.codecs.blocks import WITH_BARRIERS, materialised
+from autopar.compression.codecs.blocks import WITH_BARRIERS, add_barrier
 from autopar.compression.codecs.registry import (
     codec_class,
     codec_names,
@@ -61,26 +61,26 @@ def timed_codecs(elements: int) -> tuple[str, ...]:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Loopback:
-    """Links on which everybody sends what this worker sends (`exchange.Links`)."""
+    """`exchange.WorkerLinks` on which every worker sends what this one sends."""
 
     workers: int = WORKERS
 
     def all_to_all(self, payload: jax.Array) -> jax.Array:
         """Each row comes back."""
-        return materialised(payload)
+        return add_barrier(payload)
 
     def all_gather(self, payload: jax.Array) -> jax.Array:
         """Everybody sends the same."""
         shape = (self.workers, *payload.shape)
-        return materialised(jnp.broadcast_to(payload, shape))
+        return add_barrier(jnp.broadcast_to(payload, shape))
 
     def all_reduce(self, values: jax.Array) -> jax.Array:
         """The sum of equal parts."""
-        return materialised(self.workers * values)
+        return add_barrier(self.workers * values)
 
     def reduce_scatter(self, values: jax.Array) -> jax.Array:
         """This worker's row of the sum."""
-        return materialised(self.workers * values[0])
+        return add_barrier(self.workers * values[0])
 
 
 def _values(elements: int) -> np.ndarray:
@@ -128,7 +128,7 @@ def plain(devices: Sequence[Any], elements: int) -> kernels.TimedLoop:
 
     def body(value: Any) -> Any:
         partial, _ = value
-        total = materialised(WORKERS * partial)
+        total = add_barrier(WORKERS * partial)
         return _touch(partial, total), total
 
     def make() -> Any:

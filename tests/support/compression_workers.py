@@ -40,7 +40,7 @@ def _compiled(codec: Codec, shape, n, seed, scatter):
     def run(chunks, state, worker, step):
         context = CodecContext(n, worker, step, seed, shape, size, scatter)
         (end,) = exchange([codec.reduce(chunks, state, context)], links)
-        return end.total, end.understood, end.state
+        return end.total, end.sent_array, end.state
 
     mapped = jax.vmap(run, in_axes=(0, 0, 0, None), axis_name="workers")
     return jax.jit(mapped)

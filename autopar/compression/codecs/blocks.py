@@ -98,7 +98,7 @@ def two_shot(
     back = rows if second is None else second
     count, elements = chunks.shape
     lengths = row_lengths(context, elements)
-    payload = materialised(rows.encode(chunks, lengths, salt(context, 0)))
+    payload = add_barrier(rows.encode(chunks, lengths, salt(context, 0)))
     sent = functools.partial(rows.decode, payload, elements)
     received = yield AllToAll(payload)
     total = rows.decode_sum(received, elements)
@@ -108,9 +108,9 @@ def two_shot(
     length = lengths[context.worker]
     real = jnp.arange(elements) < length
     wanted = jnp.where(real, total + state["server"] if state else total, 0.0)
-    wanted = materialised(wanted)
+    wanted = add_barrier(wanted)
     payload = back.encode(wanted[None], length[None], salt(context, 1))
-    gathered = yield AllGather(materialised(payload)[0])
+    gathered = yield AllGather(add_barrier(payload)[0])
     assert gathered.shape[0] == count
     again = functools.partial(back.decode, gathered, elements)
     understood = again()
@@ -170,7 +170,7 @@ def uniform_at(position: jax.Array, salt_word: jax.Array) -> jax.Array:
 WITH_BARRIERS: Final = {"xla_disable_hlo_passes": "cse_barrier_expander"}
 
 
-def materialised(values: jax.Array) -> jax.Array:
+def add_barrier(values: jax.Array) -> jax.Array:
     """The values behind an optimization barrier.
 
     It keeps a compiler from simplifying across it, so that what is decoded here is
@@ -213,7 +213,7 @@ def _butterfly(values: jax.Array) -> jax.Array:
                 a, b = parts[low], parts[low + step]
                 parts[low], parts[low + step] = a + b, a - b
         step *= 2
-    return materialised(jnp.stack(parts, axis=1))
+    return add_barrier(jnp.stack(parts, axis=1))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -247,7 +247,7 @@ class Format:
         return parts
 
     @property
-    def interleaved(self) -> bool:
+    def interleaves_scales(self) -> bool:
         """Whether each block's scale lies behind its codes, not behind them all.
 
         XLA for CPUs vectorises neither the packing of codes into bytes once it has
@@ -259,7 +259,7 @@ class Format:
     def laid_out(self, codes: jax.Array, scales: jax.Array) -> list[jax.Array]:
         """Parts of rows: codes (m, k, _) and scales (m, k) as bytes."""
         halves = scale_bytes(scales)
-        if not self.interleaved:
+        if not self.interleaves_scales:
             return [_flat(codes), _flat(jnp.swapaxes(halves, 1, 2))]
         return [_flat(jnp.concatenate((codes, halves), axis=2))]
 
@@ -268,7 +268,7 @@ class Format:
     ) -> tuple[jax.Array, jax.Array]:
         """Codes (m, k, _) and scales (m, k) of what was laid out."""
         count = payload.shape[0]
-        if self.interleaved:
+        if self.interleaves_scales:
             both = payload.reshape(count, blocks, -1)
             halves = both[..., -_SCALE_BYTES:]
             return both[..., :-_SCALE_BYTES], joined_bytes(
@@ -295,7 +295,7 @@ def encode_rows(
             part.reshape(count, blocks, width), real, mix(salt_word + jnp.uint32(index))
         )
         payload += form.laid_out(codes, scales)
-    return joined(payload)
+    return join_parts(payload)
 
 
 def decode_rows(form: Format, payload: jax.Array, elements: int) -> jax.Array:
@@ -306,7 +306,7 @@ def decode_rows(form: Format, payload: jax.Array, elements: int) -> jax.Array:
         # where their processors sum in different orders.
         turned = form.rotation(values) if form.rotation else values
         out.append(_flat(turned * scales))
-    return joined(out)[:, :elements]
+    return join_parts(out)[:, :elements]
 
 
 def decode_sum_rows(form: Format, payload: jax.Array, elements: int) -> jax.Array:
@@ -315,7 +315,7 @@ def decode_sum_rows(form: Format, payload: jax.Array, elements: int) -> jax.Arra
     for values, scales in _parts_of(form, payload, elements):
         total = add_rows(values * scales)[None]
         out.append((form.rotation(total) if form.rotation else total).reshape(1, -1))
-    return joined(out)[0, :elements]
+    return join_parts(out)[0, :elements]
 
 
 def add_rows(rows: jax.Array) -> jax.Array:
@@ -352,7 +352,7 @@ def _parts_of(
         end = at + blocks * (width * form.bits // 8 + _SCALE_BYTES)
         codes, scales = form.taken_apart(payload[:, at:end], blocks)
         at = end
-        out.append((form.decode(codes), materialised(scales)[..., None]))
+        out.append((form.decode(codes), add_barrier(scales)[..., None]))
     return out
 
 
@@ -361,7 +361,7 @@ def _flat(blocks: jax.Array) -> jax.Array:
     return blocks.reshape(blocks.shape[0], -1)
 
 
-def joined(parts: list[jax.Array]) -> jax.Array:
+def join_parts(parts: list[jax.Array]) -> jax.Array:
     """Parts of rows, (m, _), side by side."""
     return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=1)
 
@@ -386,17 +386,17 @@ def largest(blocks: jax.Array, top: float) -> jax.Array:
     bits = jax.lax.bitcast_convert_type(scales, jnp.uint32)
     up = (bits + jnp.uint32(0xFFFF)) & jnp.uint32(0xFFFF0000)
     rounded = jax.lax.bitcast_convert_type(up, jnp.float32)
-    return materialised(usable(jnp.where(jnp.isfinite(scales), rounded, jnp.nan)))
+    return add_barrier(usable(jnp.where(jnp.isfinite(scales), rounded, jnp.nan)))
 
 
-def scaled(blocks: jax.Array, scales: jax.Array) -> jax.Array:
+def divide_by_scales(blocks: jax.Array, scales: jax.Array) -> jax.Array:
     """Blocks divided by their scales.
 
     Zero where the scale is zero; where it is NaN anything, as it is decoded to NaN.
     """
     good = scales > 0
     inverse = jnp.where(good, 1.0 / jnp.where(good, scales, 1.0), 0.0)
-    return blocks * materialised(inverse)[..., None]
+    return blocks * add_barrier(inverse)[..., None]
 
 
 def levels(
@@ -407,7 +407,7 @@ def levels(
     The low 22 bits are the number's in two's complement, those above are not its.
     """
     scales = largest(blocks, top)
-    values = scaled(blocks, scales)
+    values = divide_by_scales(blocks, scales)
     if rounding == "stochastic":
         values = jnp.floor(values + uniform(values.shape, salt_word))
         values = jnp.clip(values, -top, top)

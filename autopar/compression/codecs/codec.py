@@ -29,14 +29,14 @@ from autopar.compression.exchange import (
     AllGather,
     AllReduce,
     AllToAll,
-    Alone,
     Message,
-    Part,
+    RecordingLinks,
     Reduced,
     ReduceScatter,
     Request,
     Rounds,
     State,
+    UsedPart,
     exchange,
 )
 from autopar_errors import InputError
@@ -48,12 +48,12 @@ __all__ = [
     "AllToAll",
     "Codec",
     "CodecContext",
-    "Part",
     "ReduceScatter",
     "Reduced",
     "Request",
     "Rounds",
     "State",
+    "UsedPart",
     "chunk_elements",
     "example_messages",
     "sample_encoder",
@@ -75,7 +75,7 @@ class CodecContext:
       scatter: whether each worker needs only its own chunk of the sum.
       inputs: `Codec.amounts` that are inputs of the program, int32 scalars by name;
         None: they are constants.
-      room: see `Part`.
+      room: see `UsedPart`.
     """
 
     workers: int
@@ -92,11 +92,11 @@ class CodecContext:
         """An amount by name: the input of the program, or else the constant."""
         return constant if self.inputs is None else self.inputs[name]
 
-    def part(self, used: int | jax.Array) -> Part | None:
+    def part(self, used: int | jax.Array) -> UsedPart | None:
         """The part of a request that counts; None where amounts are constants."""
         if self.inputs is None:
             return None
-        return Part(jnp.asarray(used, jnp.int32), self.room)
+        return UsedPart(jnp.asarray(used, jnp.int32), self.room)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -189,7 +189,7 @@ class Codec(abc.ABC):
         found = self.messages(shape, workers, scatter=scatter)
         return sum(message.sent for message in found)
 
-    def scattered(self) -> Codec:
+    def for_scattered_sum(self) -> Codec:
         """The codec for a sum that stays scattered, which has no second shot."""
         return self
 
@@ -292,13 +292,17 @@ def _messages(
     """See `Codec.messages`."""
     if not math.prod(shape):
         return ()
-    links = Alone(workers)
-    _traced(codec, shape, links, scatter=scatter)
+    links = RecordingLinks(workers)
+    _worker_jaxpr(codec, shape, links, scatter=scatter)
     return tuple(links.messages)
 
 
-def _traced(
-    codec: Codec, shape: tuple[int, ...], links: Alone, *, scatter: bool = False
+def _worker_jaxpr(
+    codec: Codec,
+    shape: tuple[int, ...],
+    links: RecordingLinks,
+    *,
+    scatter: bool = False,
 ) -> Any:
     """The jaxpr of what one worker does for a gradient: total, error and state."""
     size, n = math.prod(shape), links.workers
@@ -307,7 +311,7 @@ def _traced(
     def run(chunks: jax.Array, state: State, number: jax.Array) -> Any:
         context = CodecContext(n, number, number, 0, shape, size, scatter)
         made = exchange([codec.reduce(chunks, state, context)], links)[0]
-        return made.total, chunks - made.understood, made.state
+        return made.total, chunks - made.sent_array, made.state
 
     return jax.make_jaxpr(run)(
         jax.ShapeDtypeStruct((n, chunk), jnp.float32),
@@ -398,8 +402,8 @@ def sample_encoder(codec: Codec, shape: tuple[int, ...], seed: int) -> tuple[Any
     def encode(values: jax.Array, state: State, step: jax.Array) -> Any:
         chunks = jnp.pad(values.reshape(-1), (0, chunk - size)).reshape(1, chunk)
         context = CodecContext(1, jnp.int32(0), step, seed, shape, size, False)
-        made = exchange([codec.reduce(chunks, state, context)], Alone(1))[0]
-        left = jnp.linalg.norm(chunks - made.understood)
+        made = exchange([codec.reduce(chunks, state, context)], RecordingLinks(1))[0]
+        left = jnp.linalg.norm(chunks - made.sent_array)
         return left, jnp.linalg.norm(chunks - made.total), made.state
 
     return lambda: codec.init(shape, chunk, 1), jax.jit(encode)
@@ -423,7 +427,7 @@ def _counted_passes(codec: Codec, shape: tuple[int, ...]) -> float:
 
     Of most of the package's codecs this gives 0.5 to 2.5 times what was measured.
     """
-    work = _work(_traced(codec, shape, Alone(_WORKERS)).jaxpr)
+    work = _work(_worker_jaxpr(codec, shape, RecordingLinks(_WORKERS)).jaxpr)
     return work / math.prod(shape) + _FEEDBACK * codec.feedback
 
 

@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 
 from autopar.compression.codecs.blocks import (
+    add_barrier,
     add_rows,
     joined_bytes,
-    materialised,
     two_shot,
 )
 from autopar.compression.codecs.codec import (
@@ -96,7 +96,7 @@ class Bf16(Codec):
         """See `RowCodec`."""
         del lengths, salt
         words = jax.lax.bitcast_convert_type(rows.astype(jnp.bfloat16), jnp.uint16)
-        words = materialised(words)
+        words = add_barrier(words)
         low, high = words.astype(jnp.uint8), (words >> 8).astype(jnp.uint8)
         # The low bytes of a row and then the high ones: pairs are not vectorised.
         return jnp.concatenate((low, high), axis=1)

@@ -165,12 +165,12 @@ class PowerSGD(Codec):
         left = _first_columns(jnp.linalg.qr(summed)[0], rank)
         right, own = yield from self._sum(_dot(matrix.T, left), context)
 
-        def chunked(factor: jax.Array) -> jax.Array:
+        def to_chunks(factor: jax.Array) -> jax.Array:
             whole = _dot(left, factor.T).reshape(-1)
             padding = flat.size - context.size
             return jnp.pad(whole, (0, padding)).reshape(chunks.shape)
 
-        return Reduced(chunked(right), chunked(own), right)
+        return Reduced(to_chunks(right), to_chunks(own), right)
 
     def _sum(
         self, factor: jax.Array, context: CodecContext
@@ -198,7 +198,7 @@ class PowerSGD(Codec):
         def whole(parts: jax.Array) -> jax.Array:
             return parts.reshape(-1)[:size].reshape(columns.shape).T
 
-        return whole(out.total), whole(out.understood)
+        return whole(out.total), whole(out.sent_array)
 
 
 def _start(state: jax.Array, context: CodecContext, rank: int | jax.Array) -> jax.Array:

@@ -27,8 +27,8 @@ from autopar.compression.codecs.registry import register_codec
 from autopar.compression.codecs.sketch import Sketch
 from autopar.compression.codecs.sparse import (
     check_ratio,
+    elements_in_share,
     error_without,
-    kept,
     shared_salt,
 )
 from autopar.compression.codecs.threshold import compact, quantile
@@ -43,7 +43,7 @@ _DECAY = 0.9
 
 
 class PredictedState(NamedTuple):
-    """State of `Predicted`, the same on all workers.
+    """State of `PredictedTopK`, the same on all workers.
 
     Attributes:
       score: what is expected of each element, f32 (D,).
@@ -58,7 +58,7 @@ class PredictedState(NamedTuple):
 
 @register_codec
 @dataclasses.dataclass(frozen=True)
-class Predicted(Codec):
+class PredictedTopK(Codec):
     """The probable non-zeros without their places, in rotation also the others.
 
     At first nothing is known: for ``ceil(1 / ratio)`` steps, the elements are
@@ -124,7 +124,7 @@ class Predicted(Codec):
         del shape, workers
         return PredictedState(
             jnp.zeros(size, jnp.float32),
-            jnp.zeros(kept(self.ratio, size), jnp.int32),
+            jnp.zeros(elements_in_share(self.ratio, size), jnp.int32),
             jnp.zeros((), jnp.int32),
         )
 
@@ -143,7 +143,7 @@ class Predicted(Codec):
 
     def slice_elements(self, elements: int) -> int:
         """Elements of the rotating slice, e."""
-        return kept(self.explore, elements) if self.explore else 0
+        return elements_in_share(self.explore, elements) if self.explore else 0
 
     def reduce(self, chunks: jax.Array, state: State, context: CodecContext) -> Rounds:
         """See `Codec`."""
@@ -166,27 +166,27 @@ class Predicted(Codec):
                 numbers[: indices.size], mode="drop", unique_indices=True
             )
 
-        total, sent = place(reduced.total), place(reduced.understood)
+        total, sent = place(reduced.total), place(reduced.sent_array)
         if self.sketch:
             rest = lax.dynamic_update_slice(rest, jnp.zeros(window), (first,))
-            extra = yield from self._sketched(rest, chunks.shape, inner)
-            total, sent = total + extra.total, sent + extra.understood
+            extra = yield from self._reduce_by_sketch(rest, chunks.shape, inner)
+            total, sent = total + extra.total, sent + extra.sent_array
         state = self._learn(state, indices, first, window, total)
         total = total.reshape(chunks.shape)
         if context.scatter:
             total = jnp.take(total, context.worker, axis=0)
         return Reduced(total, sent.reshape(chunks.shape), state)
 
-    def _sketched(
+    def _reduce_by_sketch(
         self, rest: jax.Array, shape: tuple[int, ...], context: CodecContext
     ) -> Rounds:
         codec = Sketch(ratio=self.sketch, heavy=self.heavy)
         out = yield from codec.reduce(rest.reshape(shape), (), context)
-        return Reduced(out.total.reshape(-1), out.understood.reshape(-1), ())
+        return Reduced(out.total.reshape(-1), out.sent_array.reshape(-1), ())
 
     def _turns(self, size: int) -> int:
         """Steps at the start in which elements are sent in turn."""
-        return -(-size // kept(self.ratio, size))
+        return -(-size // elements_in_share(self.ratio, size))
 
     def _indices(self, state: PredictedState, context: CodecContext) -> jax.Array:
         """The predicted elements of this step, int32 (k,)."""
@@ -198,7 +198,7 @@ class Predicted(Codec):
             index = state.seen * count + slots
             return jnp.where(index < size, index, size + slots)
 
-        def predicted() -> jax.Array:
+        def most_probable() -> jax.Array:
             salt = shared_salt(context.step, context.seed, stream=5)
             return largest(state.score, count, salt)
 
@@ -207,7 +207,7 @@ class Predicted(Codec):
             0,
             jnp.where((state.seen - turns) % self.every == 0, 1, 2),
         )
-        return lax.switch(kind, (in_turn, predicted, lambda: state.indices))
+        return lax.switch(kind, (in_turn, most_probable, lambda: state.indices))
 
     def _slice(self, size: int, seen: jax.Array) -> tuple[jax.Array, int]:
         """First element and length of the rotating slice; the last is cut short."""
@@ -259,7 +259,7 @@ def _dense(values: jax.Array, codec: Codec, context: CodecContext) -> Rounds:
     inner = dataclasses.replace(context, shape=(size,), size=size)
     state = codec.init((size,), n * chunk, n)
     out = yield from codec.reduce(chunks, state, inner)
-    sent = out.understood.reshape(-1)[:size]
+    sent = out.sent_array.reshape(-1)[:size]
     return Reduced(out.total.reshape(-1)[:size], sent, ())
 
 

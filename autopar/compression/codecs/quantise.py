@@ -22,18 +22,18 @@ from autopar.compression.codecs.blocks import (
     Format,
     Rounding,
     RowCodec,
+    add_barrier,
     block_chunk,
     check_block,
     check_choice,
     decode_rows,
     decode_sum_rows,
+    divide_by_scales,
     encode_rows,
     hadamard,
     largest,
     levels,
-    materialised,
     round_up,
-    scaled,
     server_state,
     two_shot,
     usable,
@@ -69,7 +69,7 @@ class Blockwise(Codec):
         """See `Codec`."""
         return server_state(self.server_feedback, size, workers)
 
-    def scattered(self) -> Codec:
+    def for_scattered_sum(self) -> Codec:
         """See `Codec`."""
         return dataclasses.replace(self, server_feedback=False)
 
@@ -222,7 +222,7 @@ class Int4(Blockwise):
     ) -> tuple[jax.Array, jax.Array]:
         del real
         if self.hadamard:
-            blocks = materialised(_rotate(blocks))
+            blocks = add_barrier(_rotate(blocks))
         values, scales = levels(blocks, _INT4_TOP, self.rounding, salt)
         half = values.shape[-1] // 2
         low, high = values[..., :half], values[..., half:]
@@ -321,7 +321,9 @@ class Fp8(Blockwise):
         del real, salt
         top = float(jnp.finfo(_FP8[self.format]).max)
         scales = largest(blocks, top)
-        values = jnp.clip(scaled(blocks, scales), -top, top).astype(_FP8[self.format])
+        values = jnp.clip(divide_by_scales(blocks, scales), -top, top).astype(
+            _FP8[self.format]
+        )
         return jax.lax.bitcast_convert_type(values, jnp.uint8), scales
 
     def _decode_blocks(self, codes: jax.Array) -> jax.Array:
@@ -359,13 +361,13 @@ def _encode_signs(
     planes = jnp.split(blocks >= 0, 8, axis=-1)
     zero = jnp.uint8(0)
     bits = [jnp.where(plane, jnp.uint8(1 << k), zero) for k, plane in enumerate(planes)]
-    return functools.reduce(jnp.bitwise_or, bits), materialised(scales)
+    return functools.reduce(jnp.bitwise_or, bits), add_barrier(scales)
 
 
 def _decode_signs(codes: jax.Array) -> jax.Array:
     # Two long loops over half a block, not eight short ones: a CPU takes a third.
     # The halves are joined last, as in `_decode_int4`; see `blocks` on why.
-    copies = materialised(jnp.concatenate([codes] * 4, axis=-1))
+    copies = add_barrier(jnp.concatenate([codes] * 4, axis=-1))
     places = np.repeat(1 << np.arange(4), codes.shape[-1]).astype(np.uint8)
     low, high = (copies & places) != 0, (copies & (places << 4)) != 0
     one = jnp.float32(1.0)

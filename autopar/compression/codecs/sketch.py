@@ -31,8 +31,8 @@ from autopar.compression.codecs.codec import (
 from autopar.compression.codecs.registry import register_codec
 from autopar.compression.codecs.sparse import (
     check_ratio,
+    elements_in_share,
     error_without,
-    kept,
     shared_salt,
 )
 from autopar.compression.codecs.threshold import kth_largest, quantile
@@ -97,18 +97,18 @@ class Sketch(Codec):
         floor = self._floor(estimates, salt)
         heavy = ~(jnp.abs(estimates) < floor)
 
-        def chunked(values: jax.Array) -> jax.Array:
+        def to_chunks(values: jax.Array) -> jax.Array:
             out = jnp.where(heavy, values, 0.0)
             return jnp.pad(out, (0, chunks.size - size)).reshape(chunks.shape)
 
-        total = chunked(estimates)
+        total = to_chunks(estimates)
         if context.scatter:
             total = jnp.take(total, context.worker, axis=0)
-        return Reduced(total, chunked(mine), state)
+        return Reduced(total, to_chunks(mine), state)
 
     def _floor(self, estimates: jax.Array, salt: jax.Array) -> jax.Array:
         if self.exact:
-            count = kept(self.heavy, estimates.size)
+            count = elements_in_share(self.heavy, estimates.size)
             return kth_largest(estimates, count)
         return quantile(estimates, self.heavy, salt)
 
@@ -121,7 +121,7 @@ def sketch(flat: jax.Array, rows: int, columns: int, salt: jax.Array) -> jax.Arr
     def add(table: jax.Array, item: tuple[jax.Array, jax.Array]) -> Any:
         piece, number = item
         added = [
-            _rotated(_signed(piece, hashes, number, r, salt), shift)
+            _rotate(_apply_signs(piece, hashes, number, r, salt), shift)
             for r, shift in enumerate(_shifts(number, rows, columns, salt))
         ]
         return table + jnp.stack(added), None
@@ -154,7 +154,7 @@ def unsketch(
         for r, shift in enumerate(_shifts(number, rows, columns, salt)):
             for table, values in ((twice, estimates), (own_twice, parts)):
                 bucket = lax.dynamic_slice(table[r], (shift,), (columns,))
-                values.append(_signed(bucket, hashes, number, r, salt))
+                values.append(_apply_signs(bucket, hashes, number, r, salt))
         middle = median(estimates)
         mine = parts[-1]
         for estimate, part in zip(estimates[:-1], parts[:-1], strict=True):
@@ -186,7 +186,7 @@ def _pieces(flat: jax.Array, columns: int) -> jax.Array:
     return jnp.pad(flat, (0, count * columns - flat.size)).reshape(count, columns)
 
 
-def _rotated(piece: jax.Array, shift: jax.Array) -> jax.Array:
+def _rotate(piece: jax.Array, shift: jax.Array) -> jax.Array:
     """Element j of the piece goes to place ``(j + shift) % C``."""
     columns = piece.shape[0]
     twice = jnp.concatenate([piece, piece])
@@ -204,7 +204,7 @@ def _shifts(
     ]
 
 
-def _signed(
+def _apply_signs(
     piece: jax.Array, hashes: jax.Array, number: jax.Array, row: int, salt: jax.Array
 ) -> jax.Array:
     """A piece (C,) with the random signs that it has in one row.

@@ -61,10 +61,10 @@ def shared_salt(step: jax.Array, seed: int, stream: int = 0) -> jax.Array:
     return mix(first ^ jnp.asarray(step).astype(jnp.uint32))
 
 
-def kept(ratio: float, elements: int) -> int:
+def elements_in_share(ratio: float, elements: int) -> int:
     """The number of elements in a share of ``elements``, at least one.
 
-    >>> kept(0.01, 1000), kept(0.01, 3), kept(1.0, 3)
+    >>> [elements_in_share(*x) for x in ((0.01, 1000), (0.01, 3), (1.0, 3))]
     (10, 1, 3)
     """
     return min(elements, max(1, round(ratio * elements)))
@@ -282,14 +282,18 @@ class TopK(Codec):
         self, shape: tuple[int, ...], workers: int, *, scatter: bool
     ) -> dict[str, int]:
         """See `Codec`: the elements that are sent."""
-        return {"kept": kept(self.ratio, group_size(shape, workers, scatter=scatter))}
+        return {
+            "kept": elements_in_share(
+                self.ratio, group_size(shape, workers, scatter=scatter)
+            )
+        }
 
     def reduce(self, chunks: jax.Array, state: State, context: CodecContext) -> Rounds:
         """See `Codec`."""
         del state
         x = groups(chunks, context)
         share_of = chunks.shape[1] if context.scatter else context.size
-        _, indices = lax.top_k(jnp.abs(x), kept(self.ratio, share_of))
+        _, indices = lax.top_k(jnp.abs(x), elements_in_share(self.ratio, share_of))
         values = jnp.take_along_axis(x, indices, axis=1)
         out = yield from send_selected(
             indices, values, chunks, context, VALUE_TYPES[self.values]

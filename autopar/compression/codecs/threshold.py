@@ -26,10 +26,10 @@ from autopar.compression.codecs.sparse import (
     VALUE_TYPES,
     Values,
     check_ratio,
+    elements_in_share,
     error_without,
     group_size,
     groups,
-    kept,
     send_selected,
     shared_salt,
 )
@@ -81,7 +81,7 @@ def compact(
     first = (first_word % jnp.uint32(count)).astype(jnp.int32)
     words = jnp.roll(words, -first)
     counts = lax.population_count(words).astype(jnp.int32)
-    ends = _cumulated(counts)
+    ends = _cumulative_sums(counts)
     starts = ends - counts
     # Each word that has a bit marks its first slot, and the marks are extended.
     marked = jnp.where(counts > 0, starts, slots)
@@ -97,7 +97,7 @@ def compact(
     return indices, ends[-1]
 
 
-def _cumulated(counts: jax.Array) -> jax.Array:
+def _cumulative_sums(counts: jax.Array) -> jax.Array:
     """Inclusive sums of int32 (W,) of at most 32: rows first, then over the rows."""
     rows = -(-counts.size // _ROW)
     table = jnp.pad(counts, (0, rows * _ROW - counts.size)).reshape(rows, _ROW)
@@ -161,7 +161,7 @@ def quantile(
         columns = flat[: rows * stride].reshape(rows, stride)
         flat = jnp.take(columns, offset.astype(jnp.int32), axis=1)
     if count is None:
-        count = kept(share, flat.size)
+        count = elements_in_share(share, flat.size)
     return kth_largest(flat, count)
 
 
@@ -233,8 +233,10 @@ class Threshold(Codec):
         whole = math.prod(shape)
         seen = whole if self.exact else sample_size(whole)
         return {
-            "kept": kept(self.ratio, group_size(shape, workers, scatter=scatter)),
-            "larger": kept(self.ratio, seen),
+            "kept": elements_in_share(
+                self.ratio, group_size(shape, workers, scatter=scatter)
+            ),
+            "larger": elements_in_share(self.ratio, seen),
             "every": self.every,
         }
 
@@ -242,13 +244,13 @@ class Threshold(Codec):
         """See `Codec`."""
         x = groups(chunks, context)
         elements = chunks.shape[1] if context.scatter else context.size
-        slots = kept(self.ratio, elements)
+        slots = elements_in_share(self.ratio, elements)
         used = context.amount("kept", slots)
         key = shared_salt(context.step, context.seed, stream=2)
         # A threshold of zero, or of NaN, is none.
         stale = (context.step % context.amount("every", self.every) == 0) | ~(state > 0)
         threshold = lax.cond(
-            stale, lambda: self._refreshed(chunks, context, key), lambda: state
+            stale, lambda: self._new_threshold(chunks, context, key), lambda: state
         )
         indices, count = jax.vmap(
             lambda row: compact(exceeding(row, threshold), slots, key)
@@ -261,14 +263,14 @@ class Threshold(Codec):
         factor = jnp.clip(excess**_POWER, 1 / _STEEPEST, _STEEPEST)
         return dataclasses.replace(out, state=threshold * factor)
 
-    def _refreshed(
+    def _new_threshold(
         self, chunks: jax.Array, context: CodecContext, key: jax.Array
     ) -> jax.Array:
         flat = chunks.reshape(-1)
         if not context.scatter:
             flat = flat[: context.size]
         if self.exact:
-            larger = context.amount("larger", kept(self.ratio, flat.size))
+            larger = context.amount("larger", elements_in_share(self.ratio, flat.size))
             return kth_largest(flat, larger)
-        sampled = kept(self.ratio, sample_size(flat.size))
+        sampled = elements_in_share(self.ratio, sample_size(flat.size))
         return quantile(flat, self.ratio, key, context.amount("larger", sampled))

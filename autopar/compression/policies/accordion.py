@@ -41,7 +41,7 @@ from autopar.compression.policies.signals import (
     canonical,
     changes,
     check_count,
-    managed,
+    managed_gradients,
 )
 from autopar_errors import InputError
 
@@ -141,7 +141,7 @@ class Accordion(Remembering):
         )
 
     def _begin(self, seen: Observation) -> None:
-        names = managed(seen.gradients)
+        names = managed_gradients(seen.gradients)
         together = {"all": names} if names else {}
         state = self.state
         state.members = together if self.together else {name: [name] for name in names}

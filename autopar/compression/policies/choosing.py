@@ -96,7 +96,7 @@ def error_in_use(measured: MeasuredErrors, report: GradientReport) -> float:
     return next(found, report.relative_error)
 
 
-def observed(
+def update_choice(
     state: ChoiceState, choose: Chooser, within: Judge, seen: Observation
 ) -> Mapping[str, str] | None:
     """Chooses anew where something was measured; says what differs.
@@ -182,7 +182,7 @@ class LGreCo(Remembering):
 
     def observe(self, seen: Observation) -> Mapping[str, str] | None:
         """See `autopar.compression.policies.policy.Policy`."""
-        return observed(self.state, self.choose, self._within, seen)
+        return update_choice(self.state, self.choose, self._within, seen)
 
     def _within(self, measured: Mapping[str, MeasuredErrors], reports: Reports) -> bool:
         """Whether the codecs in use lose no more than the reference would."""
@@ -294,7 +294,7 @@ class AcrossFamilies(Remembering):
 
     def observe(self, seen: Observation) -> Mapping[str, str] | None:
         """See `autopar.compression.policies.policy.Policy`."""
-        return observed(self.state, self.choose, self._within, seen)
+        return update_choice(self.state, self.choose, self._within, seen)
 
     def _within(self, measured: Mapping[str, MeasuredErrors], reports: Reports) -> bool:
         """Whether the codecs in use lose no more than the budget."""

@@ -19,7 +19,7 @@ from autopar.compression.policies.signals import (
     changes,
     check_count,
     check_share,
-    managed,
+    managed_gradients,
 )
 from autopar_errors import InputError
 
@@ -82,7 +82,7 @@ class Dct(Remembering):
         if not seen.finite:
             return None
         if not state.doublings:
-            state.doublings = dict.fromkeys(managed(seen.gradients), 0)
+            state.doublings = dict.fromkeys(managed_gradients(seen.gradients), 0)
             state.below = dict.fromkeys(state.doublings, 0)
         for name, report in seen.gradients.items():
             if name not in state.doublings or report.codec != self._codec(name):

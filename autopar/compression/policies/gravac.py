@@ -83,7 +83,7 @@ from autopar.compression.policies.signals import (
     changes,
     check_count,
     check_share,
-    managed,
+    managed_gradients,
     norms,
     restore,
     signal,
@@ -185,7 +185,7 @@ Moments = dict[str, list[float]]
 of a mean they are yet (Kingma and Ba, arXiv 1412.6980, section 3)."""
 
 
-def remembered(
+def update_moments(
     moments: Moments, reports: Mapping[str, GradientReport], b2: float
 ) -> list[GradientReport]:
     """Reports whose squares are the second moments of now.
@@ -195,10 +195,10 @@ def remembered(
       reports: by gradient; those without a signal stay as they are.
       b2: what the moments keep from one observation to the next.
     """
-    return [_remembered(moments, n, report, b2) for n, report in reports.items()]
+    return [_update_moment(moments, n, report, b2) for n, report in reports.items()]
 
 
-def _remembered(
+def _update_moment(
     moments: Moments, name: str, report: GradientReport, b2: float
 ) -> GradientReport:
     found = report.signal
@@ -347,7 +347,7 @@ class GraVAC(Remembering):
         return min(1.0, max(0.0, found)) if self.signals else found
 
     @property
-    def _known(self) -> bool:
+    def _knows_gain(self) -> bool:
         """Whether the gain was measured; noise may hide the signal of gradients."""
         return not self.signals or self.state.level < 0 or self.state.wanted > 0
 
@@ -358,14 +358,14 @@ class GraVAC(Remembering):
             return None
         first = not state.names
         if first:
-            state.names = managed(seen.gradients)
+            state.names = managed_gradients(seen.gradients)
             state.throughput = [None] * len(self.levels)
             state.paces = [0.0] * len(self.levels)
-        if (self.explore or not first) and self._measured(seen):
+        if (self.explore or not first) and self._take_norms(seen):
             used = state.level - (state.count == PUT_OFF)
             if used >= 0 and self.gain < self.epsilon:
                 self._move(used - 1, waiting=self.retry)
-            elif self._known and state.count >= (
+            elif self._knows_gain and state.count >= (
                 self.window if self._compares() else 1
             ):
                 self._judge(seen.step)
@@ -391,7 +391,7 @@ class GraVAC(Remembering):
             )
         restore(self.state, values, "GraVAC")
 
-    def _measured(self, seen: Observation) -> bool:
+    def _take_norms(self, seen: Observation) -> bool:
         """Takes the norms in; False if neither the level nor that below is in use."""
         state = self.state
         found = {n: seen.gradients[n] for n in state.names if n in seen.gradients}
@@ -403,7 +403,7 @@ class GraVAC(Remembering):
             self._begin(PUT_OFF if waits else 0)
         reports = list(found.values())
         if self.gain_of == "signal-updates":
-            reports = remembered(state.moments, found, self.b2**self.every)
+            reports = update_moments(state.moments, found, self.b2**self.every)
         sent, wanted = _SUMS[self.gain_of](reports)
         # The plain mean until it holds as many as the running one remembers.
         weight = max(self.alpha, 1.0 / (state.seen + 1))
@@ -428,7 +428,7 @@ class GraVAC(Remembering):
         pace = max(state.seconds, 1e-12) / state.count
         if here >= 0:
             self._remember(pace)
-        priced, price = self._priced(step)
+        priced, price = self._priced_throughput(step)
         throughput = (priced[here] if here >= 0 else None) or self.gain / (pace + price)
         below = priced[here - 1] if here > 0 else None
         worse = below is not None and throughput < below * (1.0 + self.omega)
@@ -452,7 +452,7 @@ class GraVAC(Remembering):
             throughput = (throughput + known) / 2
         state.throughput[state.level], state.paces[state.level] = throughput, pace
 
-    def _priced(self, step: int) -> tuple[list[float | None], float]:
+    def _priced_throughput(self, step: int) -> tuple[list[float | None], float]:
         """Throughput by level if a step costs its price as well, and that price."""
         state = self.state
         made = list(zip(state.throughput, state.paces, strict=True))

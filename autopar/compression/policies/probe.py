@@ -120,10 +120,10 @@ def relative_error(codec: Codec, sample: np.ndarray, seed: int = 0) -> float:
     error = None
     for step in range(warm_up + 1):
         error, _, state = encode(values, state, jnp.int32(step))
-    return rounded(float(np.asarray(error)) / norm)
+    return round_error(float(np.asarray(error)) / norm)
 
 
-def rounded(error: float) -> float:
+def round_error(error: float) -> float:
     """An error to `DIGITS` digits."""
     return float(f"{error:.{DIGITS}g}")
 

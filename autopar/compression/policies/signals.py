@@ -34,7 +34,7 @@ def canonical(text: str) -> str:
     return format_codec(parse_codec(text))
 
 
-def managed(gradients: Mapping[str, GradientReport]) -> list[str]:
+def managed_gradients(gradients: Mapping[str, GradientReport]) -> list[str]:
     """The gradients that a policy may change: those that are not sent densely.
 
     Where all are, those with at least `MIN_ELEMENTS`.

@@ -24,7 +24,7 @@ from autopar.compression.policies.signals import (
     canonical,
     changes,
     check_count,
-    managed,
+    managed_gradients,
     restore,
 )
 
@@ -101,7 +101,7 @@ class WarmUp:
         if state.over:
             return None if self.then is None else self.then.observe(seen)
         if not state.names:
-            state.names = managed(seen.gradients)
+            state.names = managed_gradients(seen.gradients)
         state.over = seen.step >= self.steps
         codec = self.codec if state.over else self.first
         return changes(dict.fromkeys(state.names, codec), seen.gradients)

@@ -29,10 +29,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from autopar.compression.codecs.codec import Codec
 from autopar.compression.codecs.registry import parse_codec
-from autopar.compression.exchange import Alone
+from autopar.compression.exchange import RecordingLinks
 from autopar.compression.gradient import Gradient, init_state
 from autopar.compression.policies.policy import Choice, MeasuredErrors
-from autopar.compression.policies.probe import WARM_UP, rounded
+from autopar.compression.policies.probe import WARM_UP, round_error
 from autopar.compression.synchronise import ERROR, WANTED, synchronise
 from autopar.runtime import agreement
 from autopar.runtime.gradients.sums import AnySums, GradientSums, Member, State
@@ -176,7 +176,7 @@ def _measured_errors(
     for (text, codec), error in zip(usable, errors, strict=True):
         found = codec.messages(gradient.shape, workers, scatter=gradient.scatter)
         nbytes = sum(message.sent for message in found)
-        relative = rounded(math.sqrt(error / wanted)) if wanted else 0.0
+        relative = round_error(math.sqrt(error / wanted)) if wanted else 0.0
         choices.append(Choice(text, relative, nbytes, len(found)))
     return MeasuredErrors(elements, gradient.size, norm, tuple(choices))
 
@@ -275,7 +275,7 @@ def _row(
     gradient: Gradient, partial: Any, residual: Any, workers: int, worker: Any
 ) -> jax.Array:
     """One worker's row of telemetry, as of `synchronise`."""
-    links = Alone(workers)
+    links = RecordingLinks(workers)
 
     def encode(step: Any, state: Any) -> tuple[Any, jax.Array]:
         whole = [{"residual": residual, "codec": state}]

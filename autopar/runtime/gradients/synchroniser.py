@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from autopar.compression.codecs.blocks import materialised
+from autopar.compression.codecs.blocks import add_barrier
 from autopar.compression.exchange import MeshLinks
 from autopar.compression.fallback import synchronise_levels
 from autopar.compression.gradient import Gradient
@@ -26,7 +26,7 @@ from autopar.compression.synchronise import (
     WANTED,
     Synchronised,
     restore_unless_finite,
-    synchronised,
+    synchronise_repeatably,
 )
 from autopar.runtime.gradients.sums import GradientSums, Member, State
 from autopar.runtime.gradients.within import gather_within, sum_within
@@ -201,7 +201,7 @@ def _spoilt(rows: jax.Array) -> jax.Array:
     """
     kind = jnp.where(jnp.isnan(rows[:, WANTED]), jnp.nan, jnp.inf)
     # Computed once: it would be made again in every loop that reads an element of it.
-    return materialised(jnp.where(rows[:, NON_FINITE] > 0, kind, 0.0))
+    return add_barrier(jnp.where(rows[:, NON_FINITE] > 0, kind, 0.0))
 
 
 def _sum_bucket(
@@ -241,7 +241,7 @@ def _sum_bucket(
     parts = [x[0] for x in arrays]
     if look is not None:
         # The codecs read the same arrays; otherwise a branch would read copies.
-        parts = [materialised(x) for x in parts]
+        parts = [add_barrier(x) for x in parts]
     partials = sum_within(summations, parts, fast)
     together = sums.fallback is None and set(names) == set(mesh_names)
     made, level = _summed(
@@ -288,7 +288,7 @@ def _summed(
     step = counters["step"]
     if sums.fallback is None:
         due = counters.get("due")
-        found = synchronised(
+        found = synchronise_repeatably(
             [m.gradient for m in members],
             partials,
             states,

@@ -13,7 +13,7 @@ Adapts = Literal["nothing", "devices", "batch"]
 """What a policy may change of what an owner asks for; ``batch`` includes devices."""
 
 
-class Policy(Protocol):
+class SchedulingPolicy(Protocol):
     """Gives devices to jobs, round by round.
 
     A policy remembers what it needs between rounds, and draws from its own generator:

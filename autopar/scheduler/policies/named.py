@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from autopar.errors import ScheduleError
-from autopar.scheduler.policies.base import Policy
+from autopar.scheduler.policies.base import SchedulingPolicy
 from autopar.scheduler.policies.fifo import FairShare, Fifo, Gavel
 from autopar.scheduler.policies.goodput import Goodput
 from autopar.scheduler.policies.optimus import Optimus
@@ -14,7 +14,7 @@ from autopar.scheduler.policies.rubick import Rubick
 from autopar.scheduler.policies.sia import Sia
 from autopar.scheduler.policies.tiresias import Tiresias
 
-POLICIES: dict[str, Callable[[], Policy]] = {
+POLICIES: dict[str, Callable[[], SchedulingPolicy]] = {
     "fifo": Fifo,
     "fair": FairShare,
     "tiresias": Tiresias,
@@ -27,7 +27,7 @@ POLICIES: dict[str, Callable[[], Policy]] = {
 }
 
 
-def policy_of(name: str) -> Policy:
+def policy_of(name: str) -> SchedulingPolicy:
     """A new policy of a name.
 
     Raises:

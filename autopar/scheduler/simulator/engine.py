@@ -10,7 +10,7 @@ from autopar.errors import ScheduleError
 from autopar.scheduler.decisions import Decisions, Reason
 from autopar.scheduler.jobs import Allocation, JobView, placement_of
 from autopar.scheduler.nodes import Nodes
-from autopar.scheduler.policies.base import Policy
+from autopar.scheduler.policies.base import SchedulingPolicy
 from autopar.scheduler.rounds import Rounds, check_times
 from autopar.scheduler.simulator.running import RunningJob
 
@@ -131,7 +131,7 @@ class History:
 def simulate(
     jobs: Sequence[RunningJob],
     nodes: Nodes,
-    policy: Policy,
+    policy: SchedulingPolicy,
     options: Options | None = None,
 ) -> History:
     """Runs jobs under a policy until all are done, or cannot run.
@@ -148,7 +148,7 @@ class _Simulation:
         self,
         jobs: Sequence[RunningJob],
         nodes: Nodes,
-        policy: Policy,
+        policy: SchedulingPolicy,
         options: Options,
     ) -> None:
         self._jobs = {job.job.name: job for job in jobs}

@@ -12,9 +12,9 @@ import pytest
 
 from autopar.compression import encoding as module
 from autopar.compression.codecs.registry import parse_codec
-from autopar.compression.encoding import LARGEST, MOST, Piece, grouped
+from autopar.compression.encoding import LARGEST, MOST, CodecInput, group_gradients
 from autopar.compression.exchange import MeshLinks
-from autopar.compression.fallback import Alone
+from autopar.compression.fallback import RecordingLinks
 from autopar.compression.feedback import Feedback
 from autopar.compression.gradient import Gradient, init_state
 from autopar.compression.synchronise import NON_FINITE, synchronise
@@ -79,18 +79,18 @@ def test_side_by_side_is_the_same(
     together = two_steps(found)
 
     def alone(pieces: Any) -> list[tuple[int, ...]]:
-        assert len(grouped(pieces)) == 1
+        assert len(group_gradients(pieces)) == 1
         return [(k,) for k in range(len(pieces))]
 
-    monkeypatch.setattr(module, "grouped", alone)
+    monkeypatch.setattr(module, "group_gradients", alone)
     for one, other in zip(together, two_steps(found), strict=True):
         jax.tree.map(np.testing.assert_array_equal, one[:2], other[:2])
         np.testing.assert_allclose(one[2], other[2], rtol=1e-5, atol=1e-6)
 
 
-def piece(text: str, size: int, **fields: Any) -> Piece:
+def piece(text: str, size: int, **fields: Any) -> CodecInput:
     codec = parse_codec(text)
-    made = Piece(codec, size, codec.chunk(-(-size // N)), N, False, "float32")
+    made = CodecInput(codec, size, codec.chunk(-(-size // N)), N, False, "float32")
     return dataclasses.replace(made, **fields)
 
 
@@ -107,7 +107,7 @@ def test_gradients_are_single_slices_where_their_order_is_free(
 
     def totals(partials: Any) -> Any:
         zero = jnp.int32(0)
-        return synchronise(found, partials, states, Alone(N), zero, zero)[0]
+        return synchronise(found, partials, states, RecordingLinks(N), zero, zero)[0]
 
     sizes = {g.size for g in found}
     made = [
@@ -124,15 +124,15 @@ def test_what_is_put_together() -> None:
     odd = piece("int8", 1000)
     wide = piece("int8", 1 << 14, dtype="bfloat16")
     rank = piece("powersgd", 1 << 14)
-    found = grouped([int8, int4, odd, int8, wide, rank, rank, int4])
+    found = group_gradients([int8, int4, odd, int8, wide, rank, rank, int4])
     assert found == [(0, 3), (1, 7), (2,), (4,), (5,), (6,)]
 
 
 def test_large_ones_stay_alone_and_groups_are_bounded() -> None:
     large = piece("int8", 2 * LARGEST)
-    assert grouped([large, large]) == [(0,), (1,)]
+    assert group_gradients([large, large]) == [(0,), (1,)]
     most = piece("int8", LARGEST)
-    sizes = {len(group) for group in grouped([most] * 10)}
+    sizes = {len(group) for group in group_gradients([most] * 10)}
     assert max(sizes) * LARGEST == MOST
 
 

@@ -17,7 +17,7 @@ from property_tests import examples
 from autopar.compression.codecs.registry import parse_codec
 from autopar.compression.feedback import Feedback
 from autopar.compression.gradient import Gradient
-from autopar.compression.norms import NOT_MEASURED, Sent
+from autopar.compression.norms import NOT_MEASURED, SentGroup
 from autopar.compression.synchronise import ERROR, GRADIENT, NON_FINITE, WANTED
 from autopar_passes.audit.compiled import hlo_collectives
 
@@ -143,7 +143,7 @@ def test_a_branch_that_is_seldom_taken_reads_no_decoded_sum(codec: str) -> None:
 
 def test_a_sum_that_is_decoded_anew_is_counted_alike() -> None:
     total = jnp.array([1.0, np.inf, 2.0, np.nan], np.float32)
-    sent = Sent(total, total, jnp.zeros(4), (1,), again=lambda: total)
+    sent = SentGroup(total, total, jnp.zeros(4), (1,), again=lambda: total)
     assert float(sent.overflows_again()[0]) == 2.0
-    plain = Sent(total, total, total, (1,))
+    plain = SentGroup(total, total, total, (1,))
     assert float(plain.overflows_again()[0]) == float(plain.overflows()[0]) == 2.0

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec
 from autopar.compression.codecs.registry import parse_codec
 from autopar.compression.exchange import MeshLinks
 from autopar.compression.gradient import Gradient
-from autopar.compression.synchronise import synchronised
+from autopar.compression.synchronise import synchronise_repeatably
 
 CODECS = ("dense", "int8", "int4", "sign", "fp8", "topk", "powersgd:rank=2")
 # Of whole blocks that are joined, of a part of one, of none, and a large one.
@@ -29,7 +29,9 @@ def both(gradients: list[Gradient], partials: list[Any], states: Any) -> Any:
     def one(partials: Any, states: Any) -> Any:
         partials, states = jax.tree.map(lambda a: a[0], (partials, states))
         worker = jax.lax.axis_index("data")
-        made = synchronised(gradients, partials, states, links, worker, jnp.int32(0))
+        made = synchronise_repeatably(
+            gradients, partials, states, links, worker, jnp.int32(0)
+        )
         return jax.tree.map(lambda a: a[None], (made.totals, made.again()))
 
     whole = PartitionSpec("data")

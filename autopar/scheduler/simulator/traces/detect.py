@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from autopar.errors import ScheduleError
 from autopar.scheduler.models import corrected_form, pollux_form
 from autopar.scheduler.nodes import Nodes
-from autopar.scheduler.policies.base import Policy
+from autopar.scheduler.policies.base import SchedulingPolicy
 from autopar.scheduler.simulator.running import RunningJob
 from autopar.scheduler.simulator.tables import ENCODING, column_names
 from autopar.scheduler.simulator.traces import philly, pollux, recorded, rubick
@@ -41,7 +41,7 @@ def jobs_of(
     trace: pathlib.Path,
     tables: pathlib.Path | None,
     nodes: Nodes,
-    policy: Policy,
+    policy: SchedulingPolicy,
     restart_s: float | None = None,
 ) -> Sequence[RunningJob]:
     """The jobs of `read_trace`, with the tables of one folder or none."""
@@ -53,7 +53,7 @@ def read_trace(
     trace: pathlib.Path,
     tables: Mapping[str, pathlib.Path],
     nodes: Nodes,
-    policy: Policy,
+    policy: SchedulingPolicy,
     restart_s: float | None = None,
 ) -> Trace:
     """The jobs of a trace; its head line tells what it is.

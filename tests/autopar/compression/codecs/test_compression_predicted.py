@@ -15,7 +15,7 @@ from compression_workers import (
     wire_cost,
 )
 
-from autopar.compression.codecs.predicted import Predicted, PredictedState, largest
+from autopar.compression.codecs.predicted import PredictedState, PredictedTopK, largest
 from autopar.compression.codecs.quantise import Int8
 from autopar.compression.codecs.registry import format_codec, parse_codec
 
@@ -54,7 +54,7 @@ PLANTED = np.random.default_rng(9).choice(SIZE, 40, replace=False)
 
 @pytest.mark.parametrize("score", ["second_moment", "previous"])
 def test_the_planted_support_is_found(score):
-    codec = Predicted(ratio=0.06, explore=0.0, every=1, score=score, values="f32")
+    codec = PredictedTopK(ratio=0.06, explore=0.0, every=1, score=score, values="f32")
     # The elements are sent once in turn, 17 steps; then they are known.
     result, _ = train(codec, 18, lambda step: gradients(step, PLANTED))
 
@@ -66,7 +66,7 @@ def test_the_planted_support_is_found(score):
 
 
 def test_at_equal_bytes_it_errs_less_than_what_knows_nothing():
-    codec = Predicted(ratio=0.06, explore=0.0, every=1)
+    codec = PredictedTopK(ratio=0.06, explore=0.0, every=1)
     result, _ = train(codec, 20, lambda step: gradients(step, PLANTED))
     g = gradients(99, PLANTED)
 
@@ -79,7 +79,7 @@ def test_at_equal_bytes_it_errs_less_than_what_knows_nothing():
 
 
 def test_at_first_all_elements_are_sent_in_turn():
-    codec = Predicted(ratio=0.1, explore=0.0, values="f32")
+    codec = PredictedTopK(ratio=0.1, explore=0.0, values="f32")
     _, totals = train(codec, 10, lambda step: gradients(step, PLANTED))
 
     for step, total in enumerate(totals):
@@ -88,7 +88,7 @@ def test_at_first_all_elements_are_sent_in_turn():
 
 
 def test_the_slice_brings_back_what_became_large():
-    codec = Predicted(ratio=0.06, explore=0.05, every=1, values="f32")
+    codec = PredictedTopK(ratio=0.06, explore=0.05, every=1, values="f32")
     result, _ = train(codec, 20, lambda step: gradients(step, PLANTED))
     other = np.setdiff1d(np.random.default_rng(3).choice(SIZE, 30), PLANTED)
 
@@ -104,7 +104,7 @@ def test_the_slice_brings_back_what_became_large():
 
 
 def test_without_the_slice_what_became_large_stays_unknown():
-    codec = Predicted(ratio=0.05, explore=0.0, every=1, values="f32")
+    codec = PredictedTopK(ratio=0.05, explore=0.0, every=1, values="f32")
     result, _ = train(codec, 21, lambda step: gradients(step, PLANTED))
     rest = np.setdiff1d(np.arange(SIZE), np.asarray(result.states.indices[0]))
     result = simulate(codec, gradients(1, rest[:5]), result.states, step=21)
@@ -116,9 +116,9 @@ def test_without_the_slice_what_became_large_stays_unknown():
 @pytest.mark.parametrize(
     "codec",
     [
-        Predicted(values="f32"),
-        Predicted(values="f32", explore=0.0, score="previous"),
-        Predicted(values="f32", sketch=0.1, heavy=0.02),
+        PredictedTopK(values="f32"),
+        PredictedTopK(values="f32", explore=0.0, score="previous"),
+        PredictedTopK(values="f32", sketch=0.1, heavy=0.02),
     ],
     ids=format_codec,
 )
@@ -137,7 +137,7 @@ def test_without_a_second_shot_contributions_add_up(codec, scatter):
 
 @pytest.mark.parametrize("values", ["int8", "bf16"])
 def test_two_shots_agree_everywhere_and_keep_the_error_small(values):
-    codec = Predicted(ratio=1.0, explore=0.0, values=values)
+    codec = PredictedTopK(ratio=1.0, explore=0.0, values=values)
     g = gradients(0, np.arange(SIZE))
     result = simulate(codec, g)
 
@@ -149,7 +149,7 @@ def test_two_shots_agree_everywhere_and_keep_the_error_small(values):
 
 
 def test_scores_follow_the_formula():
-    codec = Predicted(ratio=0.5, explore=0.0, every=1, values="f32")
+    codec = PredictedTopK(ratio=0.5, explore=0.0, every=1, values="f32")
     score = np.linspace(0, 1, SIZE, dtype=np.float32)
     state = PredictedState(
         jnp.asarray(score), jnp.zeros(SIZE // 2, jnp.int32), jnp.int32(50)
@@ -166,7 +166,7 @@ def test_scores_follow_the_formula():
 
 def test_what_is_sent_late_is_not_taken_for_large():
     """A total of t steps' gradients counts as their mean square."""
-    codec = Predicted(ratio=0.25, explore=0.0, values="f32")
+    codec = PredictedTopK(ratio=0.25, explore=0.0, values="f32")
     result, totals = train(codec, 4, lambda step: gradients(step))
 
     ages = np.repeat([1, 2, 3, 4], SIZE // 4)
@@ -178,16 +178,16 @@ def test_what_is_sent_late_is_not_taken_for_large():
 def test_bytes(workers):
     n, size, k, e = workers, 80_000, 4000, 400
     two_shots = 2 * (n - 1) / n
-    plain = Predicted(explore=0.0)
+    plain = PredictedTopK(explore=0.0)
     # One scale of two bytes for 256 codes; the last block of a chunk is whole.
     blocks = -(-(k // n) // 256)
     assert plain.wire_bytes((size,), n) == pytest.approx(
         two_shots * n * (k / n + 2 * blocks), rel=0.04
     )
     assert plain.wire_bytes((size,), n) == Int8().wire_bytes((k,), n)
-    half = wire_cost(Predicted(values="bf16"), (size,), n)
+    half = wire_cost(PredictedTopK(values="bf16"), (size,), n)
     assert half == (pytest.approx(two_shots * 2 * (k + e)), 2)
-    full = wire_cost(Predicted(values="f32", sketch=0.03), (size,), n)
+    full = wire_cost(PredictedTopK(values="f32", sketch=0.03), (size,), n)
     assert full == (pytest.approx(two_shots * 4 * (k + e + 2400)), 2)
 
 
@@ -213,17 +213,17 @@ def test_equal_scores_fill_the_slots():
 
 def test_edge_cases():
     one = np.array([[2.0], [3.0]])
-    assert flat_total(simulate(Predicted(values="f32", explore=0.0), one), 1) == 5.0
+    assert flat_total(simulate(PredictedTopK(values="f32", explore=0.0), one), 1) == 5.0
     states = None
     for step in range(14):
-        zeros = simulate(Predicted(), np.zeros((2, 90)), states, step=step)
+        zeros = simulate(PredictedTopK(), np.zeros((2, 90)), states, step=step)
         states = zeros.states
         assert not zeros.total.any()
     assert not np.asarray(states.score).any()
 
 
 def test_nan_does_not_stay_in_the_state():
-    codec = Predicted(ratio=0.5, values="f32", explore=0.0)
+    codec = PredictedTopK(ratio=0.5, values="f32", explore=0.0)
     bad = gradients()
     bad[1, 3] = np.nan
     result = simulate(codec, bad)

@@ -382,8 +382,8 @@ def test_server_feedback_keeps_what_the_second_shot_dropped(codec):
 
 def test_no_server_state_without_feedback():
     assert initial(Int8(), (64,), 2) == ()
-    assert Sign().scattered() == Sign(server_feedback=False)
-    assert Int8().scattered() == Int8()
+    assert Sign().for_scattered_sum() == Sign(server_feedback=False)
+    assert Int8().for_scattered_sum() == Int8()
 
 
 def test_stochastic_rounding_differs_between_workers_steps_and_seeds():

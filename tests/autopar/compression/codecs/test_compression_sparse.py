@@ -18,7 +18,13 @@ from hypothesis import strategies as st
 from property_tests import examples
 
 from autopar.compression.codecs.registry import format_codec, parse_codec
-from autopar.compression.codecs.sparse import BlockTopK, RandK, TopK, add_all, kept
+from autopar.compression.codecs.sparse import (
+    BlockTopK,
+    RandK,
+    TopK,
+    add_all,
+    elements_in_share,
+)
 
 WORKERS = 4
 BYTES = {"bf16": 2, "f32": 4}
@@ -173,7 +179,7 @@ def test_any_size(size, ratio, seed):
     g = gradients((size,), seed, workers=2)
     result = simulate(TopK(ratio=ratio, values="f32"), g)
 
-    expected = sum(largest(own, kept(ratio, size)) for own in g)
+    expected = sum(largest(own, elements_in_share(ratio, size)) for own in g)
     np.testing.assert_array_equal(flat_total(result, size), expected)
 
 

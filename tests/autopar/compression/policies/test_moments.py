@@ -7,7 +7,7 @@ import json
 import pytest
 
 from autopar.compression.policies import GraVAC
-from autopar.compression.policies.gravac import Moments, remembered
+from autopar.compression.policies.gravac import Moments, update_moments
 from autopar.compression.policies.policy import GradientReport, Observation, Signal
 
 
@@ -17,8 +17,8 @@ def report(signal: Signal | None, codec: str = "topk") -> GradientReport:
 
 def test_they_are_means_that_forget() -> None:
     moments: Moments = {}
-    remembered(moments, {"w": report(Signal(1.0, 8.0, 2.0, 16.0))}, 0.5)
-    (found,) = remembered(moments, {"w": report(Signal(3.0, 2.0, 4.0, 1.0))}, 0.5)
+    update_moments(moments, {"w": report(Signal(1.0, 8.0, 2.0, 16.0))}, 0.5)
+    (found,) = update_moments(moments, {"w": report(Signal(3.0, 2.0, 4.0, 1.0))}, 0.5)
 
     # The weights 1/4 and 1/2, of which the sum is 3/4.
     assert found.signal is not None
@@ -30,7 +30,7 @@ def test_they_are_means_that_forget() -> None:
 def test_the_first_is_as_it_is_and_none_stays_none() -> None:
     first = report(Signal(1.0, 8.0, 2.0, 16.0))
     moments: Moments = {}
-    found = remembered(moments, {"w": first, "b": report(None)}, 0.999)
+    found = update_moments(moments, {"w": first, "b": report(None)}, 0.999)
     assert found[0].signal is not None
     assert found[0].signal.sent_square == pytest.approx(8.0)
     assert found[1].signal is None
