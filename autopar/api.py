@@ -25,7 +25,7 @@ from autopar.steps.analysis import analyse, analyse_call
 from autopar.steps.state import warn_of_state
 from autopar_passes.jax_meshes import without_mesh
 from autopar_passes.program.calls import BatchNames, NamedRoles
-from autopar_passes.program.trace import opened
+from autopar_passes.program.trace import open_arguments
 
 
 @without_mesh()
@@ -143,7 +143,7 @@ def plan(
     )
     made_for = as_cluster(cluster)
     roles = NamedRoles.of(batch_argnames, frozen_argnames)
-    call = opened(step, args, kwargs, static_argnames, roles)
+    call = open_arguments(step, args, kwargs, static_argnames, roles)
     analysis = analyse_call(step, call)
     warn_of_state(step, analysis)
     hints = with_logical_pins(options, call)

@@ -24,7 +24,7 @@ from autopar.reports.audit import (
     bytes_by_kind,
     predicted_by_kind,
     transfers_of,
-    unrounded,
+    without_rounding,
 )
 from autopar.reports.explain import BoundPlan, bind_plan
 from autopar.reports.staged import bind_stages, links
@@ -88,7 +88,7 @@ def audit_analysis(
         step = planned_step(analysis, plan, abstract_mesh(plan), turns=turns)
         program = compile_for(step.lower(device.platform), device, cluster)
         made = target_audit(bound, device, program)
-    expected = bound if made is not None else unrounded(bound)
+    expected = bound if made is not None else without_rounding(bound)
     here = functools.partial(lowered, device_mesh(plan)) if compiled else None
     (stage,) = _audited([bound], [expected], lowered(abstract_mesh(plan)), here)
     return Audit(plan, (dataclasses.replace(stage, target=made),))

@@ -209,8 +209,8 @@ def compiled(case: Case, analysis: Analysis, plan: Plan) -> dict[str, Any]:
             "compute_s": data["compute_s"],
             "exposed_s": data.get("schedule", {}).get("exposed_s"),
         }
-    elif found.compiled is not None:
-        seen = found.compiled
+    elif found.first_compiled is not None:
+        seen = found.first_compiled
         out["compiled"] = {
             "memory": {
                 "peak_bytes": seen.peak_memory_bytes,

@@ -138,8 +138,8 @@ def compiled_bytes(
     )
     if found.target is not None:
         return found.target.memory.peak_bytes
-    assert found.compiled is not None
-    return found.compiled.peak_memory_bytes
+    assert found.first_compiled is not None
+    return found.first_compiled.peak_memory_bytes
 
 
 def table(rows: list[dict[str, Any]]) -> None:

@@ -32,7 +32,7 @@ from autopar.plans import PipelineData, Plan
 from autopar.runtime.planned import PlannedStep
 from autopar.runtime.stages.planned import pipelined_step
 from autopar.steps.analysis import Analysis, analyse
-from autopar_passes.program.trace import opened
+from autopar_passes.program.trace import open_arguments
 from autopar_passes.stages.cut import Phase, TaskKey
 
 _OPTIONS = {"layers": 12, "d_model": 256, "seq": 64, "batch": 32}
@@ -156,7 +156,7 @@ def measured(
 
 def times(step, made: PlannedStep, arguments, steps: int) -> list[float]:
     """Seconds of steps, one by one; the first compiles and does not count."""
-    flat = opened(step, arguments).arrays
+    flat = open_arguments(step, arguments).arrays
     placed = [
         jax.device_put(x, s) for x, s in zip(flat, made.in_shardings, strict=True)
     ]

@@ -46,7 +46,7 @@ import autopar
 from autopar.steps.analysis import analyse
 from autopar.steps.microbatches import in_microbatches
 from autopar_passes.program.evaluate import evaluate
-from autopar_passes.program.trace import opened
+from autopar_passes.program.trace import open_arguments
 
 _SMALL = {"d_model": 32, "heads": 4, "seq": 16, "batch": 16}
 # Example -> its options, small: two cores run them all.
@@ -259,13 +259,13 @@ class _Case:
 
     def flat(self, state) -> list[np.ndarray]:
         """The arrays of a state."""
-        call = opened(self.run.step, self.arguments(state))
+        call = open_arguments(self.run.step, self.arguments(state))
         count = len(self.analysis.carried)
         return [np.asarray(_plain(x)) for x in call.arrays[:count]]
 
     def on_one_device(self, state) -> tuple[list[np.ndarray], list[float]]:
         """Trains on one device; returns the last state and the losses."""
-        call = opened(self.run.step, self.arguments(state))
+        call = open_arguments(self.run.step, self.arguments(state))
         flat, losses = list(call.arrays), list[float]()
         carried = self.analysis.carried
         every = range(len(self.analysis.graph.outputs))

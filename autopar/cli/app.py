@@ -113,7 +113,7 @@ def commands(stdout: Stdout) -> typer.Typer:
 def _group(default: str | None) -> type[TyperGroup]:
     """A group of commands, with the command that other words are arguments of."""
 
-    class Group(TyperGroup):
+    class DefaultGroup(TyperGroup):
         """Puts the default command before words that begin with none."""
 
         def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
@@ -122,7 +122,7 @@ def _group(default: str | None) -> type[TyperGroup]:
                 args = [default, *args]
             return super().parse_args(ctx, args)
 
-    return Group
+    return DefaultGroup
 
 
 def _add(
@@ -163,7 +163,11 @@ def _reporting(stdout: Stdout, command: Callable[..., _Returned]) -> Callable[..
     @functools.wraps(command)
     def reporting(*args: Any, traceback: bool = False, **kwargs: Any) -> int:
         del traceback  # `main` reads it: a failure may come before any option is read
-        shown = contextlib.nullcontext() if command in _SHOWN else stdout.kept()
+        shown = (
+            contextlib.nullcontext()
+            if command in _SHOWN
+            else stdout.redirect_to_stderr()
+        )
         try:
             with followed():
                 with shown:
@@ -172,7 +176,7 @@ def _reporting(stdout: Stdout, command: Callable[..., _Returned]) -> Callable[..
         except KeyboardInterrupt:
             raise typer.Abort from None
         except SystemExit as error:
-            raise _exited(error) from error
+            raise _exit_error(error) from error
         if result is None:
             return 0
         typer.echo(text)
@@ -202,7 +206,7 @@ def _last(stdout: Stdout, returned: _Returned) -> Result | None:
     return Result(last)
 
 
-def _exited(error: SystemExit) -> Exception:
+def _exit_error(error: SystemExit) -> Exception:
     # It imports JAX, which help must not.
     from autopar.errors import TargetError
 
@@ -224,7 +228,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     words = list(sys.argv[1:] if arguments is None else arguments) or ["--help"]
     as_json = "--json" in words
 
-    def interrupted() -> None:
+    def report_interrupt() -> None:
         typer.echo(failures.INTERRUPTED.line, err=True)
         if stdout.unfinished:
             stdout.write_at_once(stdout.unfinished + "\n")
@@ -234,7 +238,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if own and isinstance(sys.stdout, io.TextIOWrapper):
         # Names in files may have letters that no terminal shows, or not this one.
         sys.stdout.reconfigure(errors="backslashreplace")
-    with stoppable(interrupted) if own else contextlib.nullcontext(_not_raised) as hear:
+    with (
+        stoppable(report_interrupt)
+        if own
+        else contextlib.nullcontext(_not_raised) as hear
+    ):
         try:
             code = _run(words, stdout, as_json, hear)
         except KeyboardInterrupt:  # raised again before it was heard
@@ -249,7 +257,7 @@ def _not_raised() -> None:
     """Nothing raises an interrupt again where the caller is a program."""
 
 
-def _called(command: Any, words: Sequence[str]) -> tuple[str, set[str]]:
+def _called_command(command: Any, words: Sequence[str]) -> tuple[str, set[str]]:
     """The words of the command that was called, and its options."""
     name = "autopar"
     for word in words:
@@ -271,7 +279,7 @@ def _run(
             return code or 0
         failure = failures.INTERRUPTED
     except Exception as error:  # said in one line, with its traceback if it is a bug
-        failure = failures.failure_of(error, *_called(command, words))
+        failure = failures.failure_of(error, *_called_command(command, words))
         if failure.code == STOPPED:
             hear()
         if failure.code == failures.BUG or (

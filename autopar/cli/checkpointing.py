@@ -144,7 +144,7 @@ def convert(
         to,
         step=step,
         like=like,
-        called=None if names is None else _called(names),
+        called=None if names is None else _read_names(names),
         position=position,
     )
     if as_json:
@@ -152,7 +152,7 @@ def convert(
     return Result(f"wrote {len(found)} parameters to {target}")
 
 
-def _called(path: pathlib.Path) -> dict[str, str]:
+def _read_names(path: pathlib.Path) -> dict[str, str]:
     """Name of a parameter -> its name among the atoms."""
     try:
         found = json.loads(path.read_text())

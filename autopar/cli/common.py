@@ -53,7 +53,7 @@ def plan_workload(
 ) -> tuple[Analysis, Plan]:
     """Traces a target's step and plans it; the plan remembers its target."""
     say(f"tracing {workload.target}")
-    analysis = workload.analysed()
+    analysis = workload.analyse_step()
     count = len(analysis.contraction.nodes)
     say(f"planning for {cluster}: {count} decisions")
     plan = plan_that_fits(
@@ -111,7 +111,7 @@ def subject(
     options = plan.options | parse_words(given)
     workload = load(target, options)
     say(f"tracing {target}")
-    analysis = workload.analysed()
+    analysis = workload.analyse_step()
     made_for = _cluster_of(plan, cluster)
     if plan.edited:
         say(f"carrying out what was edited: {', '.join(plan.edited)}")

@@ -7,7 +7,7 @@ import jax
 
 from autopar.cli import common
 from autopar.cli.output import Result
-from autopar.cli.spelling import spelled
+from autopar.cli.spelling import spell_options
 from autopar.cli.target import load, parse_words
 from autopar.cluster import Cluster
 from autopar.errors import PlanError
@@ -223,7 +223,7 @@ def pipeline_row(made: HandMade) -> dict[str, Any]:
         return _plan_row(made.name, made.plan)
     mesh = f"{made.stages} x {made.mesh}" if made.mesh else f"{made.stages} stages"
     row = {"name": made.name, "mesh": mesh, "fits": False}
-    return row | {"step_s": None, "reason": spelled(made.reason)}
+    return row | {"step_s": None, "reason": spell_options(made.reason)}
 
 
 def _meshes_text(plan: Plan) -> str:
@@ -249,7 +249,7 @@ def expert_row(expert: Expert, cluster: Cluster) -> dict[str, Any]:
     row = {"name": expert.name, "mesh": expert.mesh, "fits": fits(expert, cluster)}
     made = expert.candidate
     if made is None:
-        reason = spelled(expert.reason) or "none found within the time limit"
+        reason = spell_options(expert.reason) or "none found within the time limit"
         return row | {"step_s": None, "reason": reason}
     held = float(made.peak_memory_bytes)
     too_much = f"a device has {bytes_text(cluster.memory_bytes)}"

@@ -15,7 +15,7 @@ import msgspec
 from autopar.cli import common, ranges
 from autopar.cli.curve_page import curve_page
 from autopar.cli.output import Result
-from autopar.cli.spelling import spelled
+from autopar.cli.spelling import spell_options
 from autopar.cli.target import load, parse_words
 from autopar.cluster import Cluster
 from autopar.errors import PlanError
@@ -37,7 +37,7 @@ _HEADING = (
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
+class CurveRequest:
     """What the command was asked for.
 
     Attributes:
@@ -72,7 +72,7 @@ def told_apart(words: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def goodput(
-    asked: Asked,
+    asked: CurveRequest,
     *,
     clusters: Sequence[str],
     memory: str | None,
@@ -106,7 +106,7 @@ def goodput(
 
 
 def curve_of(
-    asked: Asked, clusters: Sequence[Cluster], processes: int | None = None
+    asked: CurveRequest, clusters: Sequence[Cluster], processes: int | None = None
 ) -> CurveTable:
     """Plans a target on clusters, in several processes where that is faster.
 
@@ -123,7 +123,7 @@ def curve_of(
     _check_shapes(clusters)
     with common.progress() as say:
         say(f"tracing {asked.target}")
-        wanted, options = _wanted(asked)
+        wanted, options = _read_wanted(asked)
         chains = _chains(clusters, processes)
         if len(chains) == 1:
             points = _points(wanted, clusters, say)
@@ -157,9 +157,9 @@ def _check_shapes(clusters: Sequence[Cluster]) -> None:
         known[shape] = cluster
 
 
-def _wanted(asked: Asked) -> tuple[Wanted, dict[str, str]]:
+def _read_wanted(asked: CurveRequest) -> tuple[Wanted, dict[str, str]]:
     workload = load(asked.target, parse_words(asked.words))
-    program = Program(workload.analysed())
+    program = Program(workload.analyse_step())
     base = asked.base_batch or program.rows
     wanted = Wanted(
         program=program,
@@ -177,13 +177,13 @@ def _points(
     wanted: Wanted, clusters: Sequence[Cluster], say: common.Say
 ) -> list[CurvePoint]:
     found: list[CurvePoint] = []
-    for item in chain(wanted, _ordered(clusters)):
+    for item in chain(wanted, _sort_clusters(clusters)):
         found.append(item.point)
         say(f"{len(found)} of {len(clusters)}: {item.point.cluster}")
     return found
 
 
-def _ordered(clusters: Sequence[Cluster]) -> list[Cluster]:
+def _sort_clusters(clusters: Sequence[Cluster]) -> list[Cluster]:
     """Neighbours stand next to each other: by kind, then by number of devices."""
 
     def place(cluster: Cluster) -> tuple[str, int, int]:
@@ -195,7 +195,7 @@ def _ordered(clusters: Sequence[Cluster]) -> list[Cluster]:
 
 def _chains(clusters: Sequence[Cluster], processes: int | None) -> list[list[Cluster]]:
     """The configurations for each process, neighbours together."""
-    ordered = _ordered(clusters)
+    ordered = _sort_clusters(clusters)
     if processes is None:
         cores = len(os.sched_getaffinity(0))
         processes = max(1, min(cores, len(ordered) // _WORTH_A_PROCESS))
@@ -205,7 +205,7 @@ def _chains(clusters: Sequence[Cluster], processes: int | None) -> list[list[Clu
 
 
 def _in_processes(
-    asked: Asked, chains: Sequence[Sequence[Cluster]]
+    asked: CurveRequest, chains: Sequence[Sequence[Cluster]]
 ) -> list[CurvePoint]:
     # A process that has started JAX cannot be forked.
     context = multiprocessing.get_context("spawn")
@@ -215,9 +215,11 @@ def _in_processes(
         return [point for part in found for point in part]
 
 
-def _chain_of(asked: Asked, clusters: Sequence[dict[str, object]]) -> list[CurvePoint]:
+def _chain_of(
+    asked: CurveRequest, clusters: Sequence[dict[str, object]]
+) -> list[CurvePoint]:
     """What another process does."""
-    wanted, _ = _wanted(asked)
+    wanted, _ = _read_wanted(asked)
     found = chain(wanted, [Cluster.from_data(data) for data in clusters])
     return [item.point for item in found]
 
@@ -242,7 +244,7 @@ def lines_of(table: CurveTable) -> list[str]:
 def _reasons(table: CurveTable) -> Iterator[str]:
     for point in table.points:
         if point.reason:
-            yield f"{point.cluster} cannot run: {spelled(point.reason)}"
+            yield f"{point.cluster} cannot run: {spell_options(point.reason)}"
 
 
 def _row(point: CurvePoint) -> tuple[str, ...]:

@@ -51,7 +51,7 @@ QUICK = dataclasses.replace(
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Outcome:
+class DemoResult:
     """The results of training under the plan.
 
     Attributes:
@@ -67,7 +67,7 @@ class Outcome:
 
 def run(
     *, devices: int, steps: int, options: PlanOptions, show: Show, say: Show
-) -> Outcome:
+) -> DemoResult:
     """Runs the demonstration.
 
     Args:
@@ -91,7 +91,7 @@ def run(
         say("partitioning and compiling")
         audit = audit_analysis(analysis, plan, cluster, compiled=True)
         losses, step_s = train(training, plan, steps, show, say)
-    outcome = Outcome(audit, losses, step_s)
+    outcome = DemoResult(audit, losses, step_s)
     show("\n".join(["", *comparison(outcome)]))
     return outcome
 
@@ -153,9 +153,9 @@ def train(
     return tuple(losses), statistics.median(took_s[min(_WARM_UP, steps - 1) :])
 
 
-def comparison(outcome: Outcome) -> list[str]:
+def comparison(outcome: DemoResult) -> list[str]:
     """Predicted against actual, as a table."""
-    expected, compiled = outcome.audit.plan.predicted, outcome.audit.compiled
+    expected, compiled = outcome.audit.plan.predicted, outcome.audit.first_compiled
     assert compiled is not None
     shardy_bytes = sum(outcome.audit.shardy.values())
     times = (expected.step_s, outcome.step_s)

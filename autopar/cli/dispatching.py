@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
-from autopar.cli.curving import Asked as AskedCurve
+from autopar.cli.curving import CurveRequest as AskedCurve
 from autopar.cli.curving import curve_of
 from autopar.cli.output import Result
 from autopar.cli.owning import STATE_FILE, job_lines
@@ -36,7 +36,7 @@ _OF_TRACES = ("rubick",)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
+class DispatchRequest:
     """The options of ``autopar schedule``."""
 
     jobs: pathlib.Path | None
@@ -52,7 +52,7 @@ class Asked:
     change_s: float
 
 
-def schedule(asked: Asked) -> Result:
+def schedule(asked: DispatchRequest) -> Result:
     """Runs the jobs of a table to their ends; returns what became of them.
 
     Raises:
@@ -134,7 +134,7 @@ def _policy(name: str) -> SchedulingPolicy:
     return policy
 
 
-def _cluster(asked: Asked) -> Backend:
+def _cluster(asked: DispatchRequest) -> Backend:
     if asked.backend == "ray":
         return RayCluster(asked.address)
     return LocalCluster(asked.nodes)
@@ -145,7 +145,7 @@ def _add(
     jobs: Sequence[Handed],
     cluster: Backend,
     policy: SchedulingPolicy,
-    asked: Asked,
+    asked: DispatchRequest,
 ) -> None:
     """Adds the jobs that are new; those of an earlier start stay as they are."""
     now = time.time()  # their clocks do not wait for curves to be planned
@@ -162,12 +162,12 @@ def _add(
                 "and was another one; rename it, or take another --state."
             )
     places = cluster.places()
-    planned = tuple(_planned(job, places, asked) for job in new)
+    planned = tuple(_add_curve(job, places, asked) for job in new)
     store.set_facts({"policy": policy.name, "backend": asked.backend})
     store.add_jobs(planned, at_s)
 
 
-def _planned(job: Handed, places: Sequence[Place], asked: Asked) -> Handed:
+def _add_curve(job: Handed, places: Sequence[Place], asked: DispatchRequest) -> Handed:
     """A job with the curve of its target, if it names one."""
     spec = job.spec
     if not spec.target:

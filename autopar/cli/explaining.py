@@ -14,7 +14,7 @@ from autopar.planner.search import given as layouts_alone
 from autopar.plans.specs import spec_text
 from autopar.reports.attribution import (
     WAYS,
-    Part,
+    AttributedTime,
     attribute,
     part_lines,
     step_of,
@@ -22,7 +22,7 @@ from autopar.reports.attribution import (
 from autopar.reports.explain import (
     Alternative,
     BoundPlan,
-    Decision,
+    LayoutDecision,
     alternatives,
     bind_plan,
     group_collectives,
@@ -53,7 +53,7 @@ from autopar.terminal import columns
 _MOST_COLLECTIVES = 12
 _MOST_DECISIONS = 8
 
-Explained = tuple[Decision, list[Alternative]]
+Explained = tuple[LayoutDecision, list[Alternative]]
 
 
 def explain(
@@ -92,7 +92,7 @@ def explain(
             for d in matched[:_MOST_DECISIONS]
         ]
     if by is not None:
-        return _attributed(bound, by, top, as_json)
+        return _attribution(bound, by, top, as_json)
     if tensor is None:
         return _overview(bound, as_json)
     return _inputs(bound, explained, len(matched) - len(explained), limit, as_json)
@@ -105,7 +105,7 @@ def _check_way(by: str | None, tensor: str | None) -> None:
         raise PlanError("--by is about the whole step and --tensor is not: give one.")
 
 
-def _attributed(bound: BoundPlan, by: str, top: int, as_json: bool) -> Result:
+def _attribution(bound: BoundPlan, by: str, top: int, as_json: bool) -> Result:
     parts = attribute(bound, by)
     if not as_json:
         lines = [*summary_lines(bound.plan), "", *part_lines(parts, top)]
@@ -141,7 +141,7 @@ def _plain_step_s(bound: BoundPlan) -> float:
     return found.best.step_s
 
 
-def _paths(decision: Decision) -> list[str]:
+def _paths(decision: LayoutDecision) -> list[str]:
     return [i.path for i in decision.inputs]
 
 
@@ -251,14 +251,14 @@ def _lines(bound: BoundPlan, explained: Explained, step_s: float) -> list[str]:
     ]
 
 
-def _title(decision: Decision) -> list[str]:
+def _title(decision: LayoutDecision) -> list[str]:
     groups: dict[str, list[str]] = {}
     for given in decision.inputs:
         groups.setdefault(template(given.path), []).append(given.path)
     return [path for paths in groups.values() for path in collapse(paths)]
 
 
-def _communication(decision: Decision) -> list[str]:
+def _communication(decision: LayoutDecision) -> list[str]:
     if not decision.collectives:
         return ["", "  It takes part in no communication."]
     rows = collective_lines(decision.collectives)
@@ -266,7 +266,7 @@ def _communication(decision: Decision) -> list[str]:
 
 
 def _comparison(
-    bound: BoundPlan, decision: Decision, others: list[Alternative], step_s: float
+    bound: BoundPlan, decision: LayoutDecision, others: list[Alternative], step_s: float
 ) -> list[str]:
     if not others:
         return []
@@ -330,7 +330,7 @@ def explain_stages(
 
 
 def _staged_data(
-    bound: BoundStages, by: str | None, parts: list[list[Part]] | None
+    bound: BoundStages, by: str | None, parts: list[list[AttributedTime]] | None
 ) -> dict[str, Any]:
     """A plan of several stages as plain values."""
     sent = [dataclasses.asdict(link) for link in links(bound)]

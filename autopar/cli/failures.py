@@ -12,7 +12,7 @@ from typing import Any, cast
 import typer
 
 from autopar.cli.interrupts import STOPPED
-from autopar.cli.spelling import spelled
+from autopar.cli.spelling import spell_options
 
 DIFFERENT, BAD_INPUT, DOES_NOT_FIT, BUG = 1, 2, 3, 70
 COULD_NOT_RUN = DOES_NOT_FIT
@@ -88,14 +88,14 @@ def failure_of(
     where = user_line(error.__cause__ or error)
     text = _one_line(str(error))
     if not isinstance(error, TargetError):  # it may name arguments of the user's own
-        text = spelled(text, options)
+        text = spell_options(text, options)
     if code := _code(error):
         placed = where and pathlib.PurePath(where).name not in text
         return Failure(kind, f"{text} ({where})" if placed else text, code, where)
     if where:
-        text = f"the target's code raised {described(error)} ({where})"
+        text = f"the target's code raised {describe_error(error)} ({where})"
         return Failure(kind, text, BAD_INPUT, where)
-    return Failure(kind, f"a bug in autopar: {described(error)}", BUG)
+    return Failure(kind, f"a bug in autopar: {describe_error(error)}", BUG)
 
 
 def _code(error: BaseException) -> int:
@@ -109,7 +109,7 @@ def _code(error: BaseException) -> int:
     return BAD_INPUT if fixable and not isinstance(error, InternalError) else 0
 
 
-def described(error: BaseException) -> str:
+def describe_error(error: BaseException) -> str:
     """An error's class and message, as a sentence."""
     if isinstance(error, SyntaxError):
         return f"{type(error).__name__}: {error.msg}."

@@ -65,13 +65,15 @@ def gradient_lines(bound: BoundPlan, paths: Sequence[str], limit: int) -> list[s
         if not worth_a_codec(first.shape):
             lines.append("    vectors and what is small have no codec")
             continue
-        options = _shown(options_of(bound, first), first.codec, limit)
+        options = _options_to_show(options_of(bound, first), first.codec, limit)
         rows = [_HEADING, *(_cells(first, option) for option in options)]
         lines += [f"    {row}" for row in columns(rows, right=range(1, 7))]
     return lines
 
 
-def _shown(options: Sequence[CodecPrice], chosen: str, limit: int) -> list[CodecPrice]:
+def _options_to_show(
+    options: Sequence[CodecPrice], chosen: str, limit: int
+) -> list[CodecPrice]:
     """The fastest others, the chosen one and what the compiler does."""
     usable = [o for o in options if not o.refused]
     others = [o for o in usable if o.codec not in (chosen, "")][:limit]

@@ -135,9 +135,13 @@ def _other(line: _Line) -> tuple[str, str, str] | None:
         reason = str(line.get("reason", "")).split("\n", 1)[0]
         return f"{_way_text(way)}: refused", "the batch", reason
     if line["kind"] == "batch kept":
-        return f"{_way_text(line.get('way') or {})}: kept", "the batch", _kept(line)
+        return (
+            f"{_way_text(line.get('way') or {})}: kept",
+            "the batch",
+            _reason_to_stay(line),
+        )
     if line["kind"] == "gain capped":
-        return f"step {line.get('step')}: gain capped", "the loss", _capped(line)
+        return f"step {line.get('step')}: gain capped", "the loss", _cap_text(line)
     if line["kind"] in ("refused", "stop"):
         events = line.get("events", ())
         what = "; ".join(x.get("what", "") for x in events)
@@ -148,7 +152,7 @@ def _other(line: _Line) -> tuple[str, str, str] | None:
     return None
 
 
-def _capped(line: _Line) -> str:
+def _cap_text(line: _Line) -> str:
     """What the loss rose to, and what a step counts at most from then on."""
     numbers = {k: _number(line.get(k)) for k in ("loss", "limit", "gain", "most")}
     loss = numbers["loss"] or "no finite number"
@@ -158,7 +162,7 @@ def _capped(line: _Line) -> str:
     )
 
 
-def _kept(line: _Line) -> str:
+def _reason_to_stay(line: _Line) -> str:
     """Why a batch stays: what the nearest other way gains, and what it costs."""
     nearest = line.get("nearest") or {}
     least, cost_s = nearest.get("least"), nearest.get("cost_s")

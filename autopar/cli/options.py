@@ -100,7 +100,7 @@ def planning(
 
     def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(command)
-        def called(*args: Any, **kwargs: Any) -> Any:
+        def call_with_options(*args: Any, **kwargs: Any) -> Any:
             # It imports JAX, which help must not.
             from autopar.planner.options import read_options
 
@@ -114,20 +114,24 @@ def planning(
                 name,
                 inspect.Parameter.KEYWORD_ONLY,
                 default=True if OPTIONS[name].default is True else None,
-                annotation=_annotated(name),
+                annotation=_option_type(name),
             )
             for name in names
         ]
         parameters = [*own, *given]
-        called.__dict__["__signature__"] = signature.replace(parameters=parameters)
+        call_with_options.__dict__["__signature__"] = signature.replace(
+            parameters=parameters
+        )
         types = {p.name: p.annotation for p in parameters}
-        called.__annotations__ = types | {"return": signature.return_annotation}
-        return called
+        call_with_options.__annotations__ = types | {
+            "return": signature.return_annotation
+        }
+        return call_with_options
 
     return decorate
 
 
-def _annotated(name: str) -> Any:
+def _option_type(name: str) -> Any:
     """The type of an option of planning, with what its help says."""
     option, default = OPTIONS[name], OPTIONS[name].default
     text = option.text.replace("``", "").replace("`", "")

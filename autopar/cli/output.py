@@ -28,7 +28,7 @@ class Stdout:
         self.unfinished = ""
 
     @contextlib.contextmanager
-    def kept(self) -> Generator[None]:
+    def redirect_to_stderr(self) -> Generator[None]:
         """Sends what is printed inside to stderr, from Python and from C."""
         _flush()
         with contextlib.ExitStack() as stack:

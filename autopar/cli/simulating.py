@@ -20,7 +20,7 @@ from autopar.whole_files import export_whole
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
+class SimulationRequest:
     """The options of the command."""
 
     trace: pathlib.Path
@@ -36,7 +36,7 @@ class Asked:
     explain: bool
 
 
-def simulated(asked: Asked, *, as_json: bool) -> Result:
+def run_simulation(asked: SimulationRequest, *, as_json: bool) -> Result:
     """Simulates, writes the page that is asked for, and returns the figures."""
     nodes, policy = Nodes.parse(asked.cluster), policy_of(asked.policy)
     events = read_events(asked.away, nodes) if asked.away else ()
@@ -128,7 +128,7 @@ def _table(figures: Metrics) -> str:
         ("policy", figures.policy),
         ("jobs done", f"{figures.jobs}{_beside(figures)}"),
         ("average completion", f"{figures.average_s:,.1f} s"),
-        *_guaranteed(figures),
+        *_guarantee_rows(figures),
         ("median completion", f"{figures.median_s:,.1f} s"),
         ("99th percentile", f"{figures.p99_s:,.1f} s"),
         ("makespan", f"{figures.makespan_s:,.1f} s"),
@@ -144,7 +144,7 @@ def _beside(figures: Metrics) -> str:
     return "" if figures.jobs == figures.submitted else f" of {figures.submitted}"
 
 
-def _guaranteed(figures: Metrics) -> list[tuple[str, str]]:
+def _guarantee_rows(figures: Metrics) -> list[tuple[str, str]]:
     if figures.guaranteed_s is None:
         return []
     seconds = f"{figures.guaranteed_s:,.1f} s, {figures.guaranteed} jobs"

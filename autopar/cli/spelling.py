@@ -30,14 +30,14 @@ _CLUSTER = re.compile(r"Cluster\.parse\('([^']*)'\)")
 ALL = frozenset(option.flag for option in OPTIONS.values() if option.flag)
 
 
-def spelled(text: str, options: Collection[str] = ALL) -> str:
+def spell_options(text: str, options: Collection[str] = ALL) -> str:
     """Returns a message with the arguments that it names as options.
 
     Args:
       text: the message of an error.
       options: those of the command that failed. Any other is one of ``autopar plan``.
 
-    >>> spelled("try: remat='auto' or memory=4.2GB", ["--remat", "--memory"])
+    >>> spell_options("try: remat='auto' or memory=4.2GB", ["--remat", "--memory"])
     'try: --remat auto or --memory 4.2GB'
     """
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 
 from autopar.cli import common, ranges
 from autopar.cli.output import Result
-from autopar.cli.spelling import spelled
+from autopar.cli.spelling import spell_options
 from autopar.cli.target import Workload, load, parse_words
 from autopar.cluster import Cluster
 from autopar.errors import AutoparError, InfeasibleError, TargetError
@@ -30,7 +30,7 @@ _MOST_DOUBLINGS = 24
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Sweep:
+class SweepRequest:
     """What is swept, and how the result is shown.
 
     Attributes:
@@ -54,7 +54,7 @@ class Sweep:
     as_json: bool
 
     @property
-    def varied(self) -> list[str]:
+    def swept_options(self) -> list[str]:
         """The options that are swept."""
         several = [k for k, text in self.words.items() if len(ranges.values(text)) > 1]
         return [k for k in self.words if k in several or k == self.sized]
@@ -82,7 +82,7 @@ def sweep(
       TargetError: there is no such option to find the largest value of.
     """
     made_for = [common.read_cluster(c, memory) for c in ranges.clusters(clusters)]
-    given = Sweep(
+    given = SweepRequest(
         target,
         parse_words(words),
         tuple(made_for or [common.read_cluster(None)]),
@@ -104,7 +104,7 @@ def sweep(
     yield _result(given, points, complete=True)
 
 
-def _check_sized(given: Sweep) -> None:
+def _check_sized(given: SweepRequest) -> None:
     if given.sized is None:
         return
     text = given.words.get(given.sized, "")
@@ -116,7 +116,7 @@ def _check_sized(given: Sweep) -> None:
 
 
 def _points(
-    given: Sweep, failures: list[Exception], say: common.Say
+    given: SweepRequest, failures: list[Exception], say: common.Say
 ) -> Iterator[Point]:
     """All points, and those on the way to the largest value of an option."""
     every = ranges.combinations(given.words)
@@ -125,7 +125,8 @@ def _points(
     for options in every:
         analysed = _Analysed(given, options)
         for cluster in given.clusters:
-            say(f"point {len(done) + 1} of {total}: {_named(given, options, cluster)}")
+            name = _point_name(given, options, cluster)
+            say(f"point {len(done) + 1} of {total}: {name}")
             done.append(_point(given, analysed, cluster, failures))
             yield done[-1]
     if given.sized is None:
@@ -137,7 +138,7 @@ def _points(
 
 
 def _largest(
-    given: Sweep,
+    given: SweepRequest,
     options: dict[str, str],
     cluster: Cluster,
     done: Sequence[Point],
@@ -146,7 +147,7 @@ def _largest(
     """Doubles, then halves the interval, until the largest value that fits is known."""
     assert given.sized is not None
     name = given.sized
-    varied = {k: v for k, v in options.items() if k in given.varied}
+    varied = {k: v for k, v in options.items() if k in given.swept_options}
     known = {
         int(p.options[name]): p.plan is not None
         for p in done
@@ -158,7 +159,7 @@ def _largest(
         if wanted is None:
             return
         tried = {k: options.get(k, str(wanted)) for k in given.words}
-        say(f"largest {name}: {_named(given, tried, cluster)}")
+        say(f"largest {name}: {_point_name(given, tried, cluster)}")
         point = _point(given, _Analysed(given, tried), cluster, [])
         known[wanted] = point.plan is not None
         yield point
@@ -184,7 +185,7 @@ def _next(known: dict[int, bool], unit: int) -> int | None:
 class _Analysed:
     """The analysis of a target, made when it is first asked for."""
 
-    def __init__(self, given: Sweep, options: dict[str, str]) -> None:
+    def __init__(self, given: SweepRequest, options: dict[str, str]) -> None:
         self.given, self.options = given, options
         self._found: tuple[Workload, Analysis] | AutoparError | None = None
 
@@ -197,7 +198,7 @@ class _Analysed:
         if self._found is None:
             try:
                 workload = load(self.given.target, self.options)
-                self._found = workload, workload.analysed()
+                self._found = workload, workload.analyse_step()
             except AutoparError as error:
                 self._found = error
         if isinstance(self._found, Exception):
@@ -206,23 +207,26 @@ class _Analysed:
 
 
 def _point(
-    given: Sweep, analysed: _Analysed, cluster: Cluster, failures: list[Exception]
+    given: SweepRequest,
+    analysed: _Analysed,
+    cluster: Cluster,
+    failures: list[Exception],
 ) -> Point:
     """Plans one point; where there is no plan, the point says why."""
-    options = {k: v for k, v in analysed.options.items() if k in given.varied}
+    options = {k: v for k, v in analysed.options.items() if k in given.swept_options}
     point = Point(options, str(cluster), cluster.device.name, cluster.num_devices)
     try:
-        return dataclasses.replace(point, plan=_planned(given, analysed, cluster))
+        return dataclasses.replace(point, plan=_plan_for(given, analysed, cluster))
     except InfeasibleError as error:
         failures.append(error)
         return dataclasses.replace(point, reason="does not fit", fits=False)
     except AutoparError as error:
         failures.append(error)
-        first = spelled(str(error).split("\n", 1)[0])
+        first = spell_options(str(error).split("\n", 1)[0])
         return dataclasses.replace(point, reason=first, fits=None)
 
 
-def _planned(given: Sweep, analysed: _Analysed, cluster: Cluster) -> Plan:
+def _plan_for(given: SweepRequest, analysed: _Analysed, cluster: Cluster) -> Plan:
     _, analysis = analysed.get()
 
     def make() -> Plan:
@@ -233,12 +237,12 @@ def _planned(given: Sweep, analysed: _Analysed, cluster: Cluster) -> Plan:
     return given.cache.plan(analysis, cluster, given.limits, make)
 
 
-def _named(given: Sweep, options: dict[str, str], cluster: Cluster) -> str:
-    words = [f"{k}={v}" for k, v in options.items() if k in given.varied]
+def _point_name(given: SweepRequest, options: dict[str, str], cluster: Cluster) -> str:
+    words = [f"{k}={v}" for k, v in options.items() if k in given.swept_options]
     return " ".join([*words, str(cluster)])
 
 
-def _result(given: Sweep, points: Sequence[Point], *, complete: bool) -> Result:
+def _result(given: SweepRequest, points: Sequence[Point], *, complete: bool) -> Result:
     if given.as_json:
         sized = [] if given.sized is None else largest(points, given.sized)
         return Result.of(

@@ -20,7 +20,7 @@ import typing
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from autopar.cli.failures import described
+from autopar.cli.failures import describe_error
 from autopar.errors import TargetError, TraceError
 from autopar.steps.analysis import Analysis, analyse
 from autopar_passes.jax_compat import without_devices
@@ -66,7 +66,7 @@ class Workload:
     static: tuple[str, ...] = ()
     roles: NamedRoles = NOT_NAMED
 
-    def analysed(self) -> Analysis:
+    def analyse_step(self) -> Analysis:
         """Traces the step.
 
         Raises:
@@ -92,21 +92,21 @@ def load(target: str, options: dict[str, str]) -> Workload:
     except SystemExit as error:
         raise TargetError(f"{target} called {_exit(error)}.") from error
     except Exception as error:  # whatever the user's function raises
-        raise TargetError(f"{target} raised {described(error)}") from error
+        raise TargetError(f"{target} raised {describe_error(error)}") from error
     if isinstance(made, dict):
         return _from_dictionary(target, typing.cast(dict[str, Any], made), options)
     if not isinstance(made, tuple) or len(made) < 3 or not callable(made[0]):
         raise TargetError(
             f"{target} must return (train_step, state, batch), with any further "
             "arguments of the step behind the batch, or a dictionary with 'step' and "
-            f"'args', and returned {_returned(made)}."
+            f"'args', and returned {_returned_kind(made)}."
         )
     step, state, *others = made
     first = state if type(state) is tuple else (state,)
     return Workload(step, (*first, *others), target, options)
 
 
-def _returned(made: object) -> str:
+def _returned_kind(made: object) -> str:
     """What a target returned in place of a step with its arguments."""
     if isinstance(made, tuple) and len(made) >= 3:
         return f"{_kind(made[0])} as its step"
@@ -206,14 +206,16 @@ def _import_file(place: str) -> types.ModuleType:
         if sys.modules.get(path.stem) is module:
             del sys.modules[path.stem]
         if isinstance(error, SystemExit):
-            raise TargetError(_left(place, error)) from error
+            raise TargetError(_exit_text(place, error)) from error
         if not isinstance(error, Exception):
             raise
-        raise TargetError(f"{place} cannot be imported: {described(error)}") from error
+        raise TargetError(
+            f"{place} cannot be imported: {describe_error(error)}"
+        ) from error
     return module
 
 
-def _left(place: str, error: SystemExit) -> str:
+def _exit_text(place: str, error: SystemExit) -> str:
     return (
         f"{place} called {_exit(error)} while it was imported: put what runs the "
         'program below `if __name__ == "__main__":`.'
@@ -235,11 +237,11 @@ def _import_module(name: str) -> types.ModuleType:
     try:
         return importlib.import_module(name)
     except SystemExit as error:
-        raise TargetError(_left(f"module {name!r}", error)) from error
+        raise TargetError(_exit_text(f"module {name!r}", error)) from error
     except Exception as error:  # whatever the user's module raises
         hint = " For a file, write file.py:function." if "/" in name else ""
         raise TargetError(
-            f"module {name!r} cannot be imported: {described(error)}{hint}"
+            f"module {name!r} cannot be imported: {describe_error(error)}{hint}"
         ) from error
 
 

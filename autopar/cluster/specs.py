@@ -249,7 +249,7 @@ class DeviceSpec:
         return peaks["float32"]
 
     @property
-    def calibrated(self) -> Calibration:
+    def corrections(self) -> Calibration:
         """The corrections of the cost model for this device."""
         return self.calibration or CALIBRATIONS[self.kind]
 

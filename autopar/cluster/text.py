@@ -69,7 +69,7 @@ def format_quantity(value: float, unit: str) -> str:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class _Option:
+class _DeviceOption:
     """One ``key=value`` option: its unit, and how it is written and applied."""
 
     unit: str
@@ -124,13 +124,13 @@ def _on_network(
     return read, apply
 
 
-_OPTIONS: dict[str, _Option] = {
-    "memory": _Option("bytes", *_on_device("memory_bytes", round)),
-    "efficiency": _Option("a part of 1", *_on_device("matmul_efficiency")),
-    "sustained": _Option("a part of 1", *_on_device("sustained")),
-    "power": _Option("watts", _watts, _limit_power),
-    "network": _Option("bytes per second", *_on_network("bandwidth_bytes_per_s")),
-    "network_latency": _Option("seconds", *_on_network("latency_s")),
+_OPTIONS: dict[str, _DeviceOption] = {
+    "memory": _DeviceOption("bytes", *_on_device("memory_bytes", round)),
+    "efficiency": _DeviceOption("a part of 1", *_on_device("matmul_efficiency")),
+    "sustained": _DeviceOption("a part of 1", *_on_device("sustained")),
+    "power": _DeviceOption("watts", _watts, _limit_power),
+    "network": _DeviceOption("bytes per second", *_on_network("bandwidth_bytes_per_s")),
+    "network_latency": _DeviceOption("seconds", *_on_network("latency_s")),
 }
 
 

@@ -15,7 +15,7 @@ from autopar.cost.products import products_s, rates_of
 from autopar.steps.fusion import side_factors
 from autopar.steps.work import OperatorWork
 from autopar_passes.rules.factor_rule import FactorRule
-from autopar_passes.rules.kernel import Kernel
+from autopar_passes.rules.kernel import KernelWork
 
 
 @functools.lru_cache(maxsize=1024)
@@ -51,7 +51,7 @@ def roofline_s(
     """
     compute_s = flops / (attained_flops_per_s(dtype, device, is_matrix) * efficiency)
     memory_s = nbytes / device.memory_bandwidth_bytes_per_s
-    slower = 1.0 if is_matrix else device.calibrated.vector_slowdown
+    slower = 1.0 if is_matrix else device.corrections.vector_slowdown
     return slower * np.maximum(compute_s, memory_s)
 
 
@@ -95,11 +95,11 @@ def shard_s(
     if rates_of(device, work.itemsize) is not None:
         batch = flops / (2.0 * sides.prod(axis=1))
         return in_table_s(work.dtype, work.itemsize, batch, sides, nbytes, device)
-    efficiency = matrix_efficiency(sides, device.calibrated.half_rate_side)
+    efficiency = matrix_efficiency(sides, device.corrections.half_rate_side)
     product_s = roofline_s(
         flops, nbytes, work.dtype, device, is_matrix=True, efficiency=efficiency
     )
-    passes = device.calibrated.patch_passes
+    passes = device.corrections.patch_passes
     if not (passes and work.unfolds):
         return product_s
     patches = 2.0 * sides[:, 0] * sides[:, 2] * work.itemsize
@@ -130,7 +130,7 @@ def in_table_s(
     rates = rates_of(device, itemsize)
     assert rates is not None
     product_s = products_s(rates, dtype, itemsize, device, batch, sides)
-    slower = device.calibrated.vector_slowdown / device.matmul_efficiency
+    slower = device.corrections.vector_slowdown / device.matmul_efficiency
     flops = 2.0 * batch * sides.prod(axis=1)
     vector_s = slower * flops / device.vector_peak
     memory_s = nbytes / device.memory_bandwidth_bytes_per_s
@@ -138,7 +138,7 @@ def in_table_s(
     return np.maximum(product_s, memory_s)
 
 
-def kernel_flops_per_s(kernel: Kernel, device: DeviceSpec) -> float:
+def kernel_flops_per_s(kernel: KernelWork, device: DeviceSpec) -> float:
     """FLOP/s of a hand-written kernel that works on the matrix units.
 
     Its efficiency is a part of the peak, whatever XLA's own products attain of it.

@@ -479,7 +479,7 @@ class StepEstimate:
         if accumulation > 1:
             micro_s += self.accumulate_s
             hidden_s += (accumulation - 1) * self._hidden_at(scale, last=False)
-        slowed = 1.0 - self.pricer.cluster.device.calibrated.contention
+        slowed = 1.0 - self.pricer.cluster.device.corrections.contention
         return accumulation * micro_s + once_s - slowed * hidden_s
 
     def microbatch_s(self, scale: float = 1.0) -> float:
@@ -512,7 +512,7 @@ class StepEstimate:
           scale: rows of the microbatch over the planned ones.
           last: whether sums of gradients are sent behind it.
         """
-        if not self.pricer.cluster.device.calibrated.overlap:
+        if not self.pricer.cluster.device.corrections.overlap:
             return 0.0
         if (scale, last) not in self._hidden:
             work_s, sent_s = self._rows_s(scale)
@@ -523,7 +523,7 @@ class StepEstimate:
 
     def _hidden_s(self, lines: Sequence[Timeline]) -> float:
         """Seconds of communication that run beside work."""
-        share = self.pricer.cluster.device.calibrated.overlap
+        share = self.pricer.cluster.device.corrections.overlap
         return sum(line.communication_s - line.exposed_s(share) for line in lines)
 
     @functools.cached_property
@@ -550,7 +550,7 @@ class StepEstimate:
         Communication of the update, and what something waits for, is in none of them.
         """
         places = self.assignment.analysis.positions
-        whole = self.pricer.cluster.device.calibrated.whole_messages
+        whole = self.pricer.cluster.device.corrections.whole_messages
         by_class, gathers, sums = np.zeros((3, len(self.assignment.graph.operators)))
         by_class[self.work.table.operators] = work_s
         free = np.flatnonzero(self.messages.hideable)
@@ -618,7 +618,7 @@ class StepEstimate:
         inputs = self.assignment.graph.inputs
         for given, nbytes in zip(inputs, each_held_bytes(self.assignment), strict=True):
             held.setdefault(_HELD.get(given.role, "other_bytes"), []).append(nbytes)
-        known = self.pricer.cluster.device.calibrated
+        known = self.pricer.cluster.device.corrections
         hidden_s = self._hidden_s(self.timelines) if known.overlap else 0.0
         return CostBreakdown(
             matrix_s=float(work.planned_s[matrix].sum()),

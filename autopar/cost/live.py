@@ -98,7 +98,7 @@ def habits_of(device: DeviceSpec) -> Habits:
         found = dataclasses.replace(found, rounds=True, room=_TPU_ROOM)
     if found.breadth_first:
         # It joins sums of any size.
-        number = device.calibrated.combined_arrays
+        number = device.corrections.combined_arrays
         found = dataclasses.replace(found, joined_sums=number)
     if device.workspace_bytes is None:
         return found
@@ -311,7 +311,7 @@ def live(
         tuple(b.kind for b in found),
         len(state),
         length,
-        device.calibrated.memory_overhead * life.factor,
+        device.corrections.memory_overhead * life.factor,
         float(life.workspace_bytes),
         float(life.on_chip_bytes),
         rest,

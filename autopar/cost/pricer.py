@@ -62,7 +62,7 @@ class Pricer:
         """
         innermost = len(self.cluster.levels) - 1
         shared = any(axis.level == innermost and axis.size > 1 for axis in axes)
-        return self.cluster.device.calibrated.skew if shared else 1.0
+        return self.cluster.device.corrections.skew if shared else 1.0
 
     def _axes(self, axes: Axes) -> tuple[MeshAxis, ...]:
         return tuple(self.mesh.axes[a] for a in axes)
@@ -77,18 +77,18 @@ class Pricer:
     @property
     def combiner(self) -> Combiner:
         """The limits of one message on this kind of device."""
-        known = self.cluster.device.calibrated
+        known = self.cluster.device.corrections
         return combiner_of(known) if self.combining else NO_COMBINER
 
     @property
     def reassociates(self) -> bool:
         """Whether the compiler takes the sum of two sums over devices as one."""
-        return self.cluster.device.calibrated.reassociates
+        return self.cluster.device.corrections.reassociates
 
     @property
     def scatters_slices(self) -> bool:
         """Whether the compiler takes less of a sum where a slice of it is read."""
-        return self.cluster.device.calibrated.scatters_slices
+        return self.cluster.device.corrections.scatters_slices
 
     def collective_s(
         self, step: ReshardStep, nbytes: float, message_bytes: float = 0.0
@@ -110,7 +110,7 @@ class Pricer:
     def apart(self, step: ReshardStep) -> bool:
         """Whether arrays of one message are sent one by one, each with its latency."""
         innermost = len(self.cluster.levels) - 1
-        return self.cluster.device.calibrated.arrays_apart and any(
+        return self.cluster.device.corrections.arrays_apart and any(
             axis.level < innermost and axis.size > 1 for axis in self._axes(step.axes)
         )
 
@@ -179,7 +179,7 @@ class Pricer:
         of the whole. Each copy reads and writes. Compilers that choose the order of
         dimensions by what is sent need none.
         """
-        if not self.cluster.device.calibrated.copies_pieces:
+        if not self.cluster.device.corrections.copies_pieces:
             return 0.0
         copies = {"all_gather": 1.0, "all_to_all": 2.0}.get(step.kind, 0.0)
         if step.kind == "reduce_scatter":
@@ -191,7 +191,7 @@ class Pricer:
 
         Where it forms no reduce-scatter it runs an all-reduce and keeps a slice.
         """
-        forms = self.cluster.device.calibrated.forms_reduce_scatter
+        forms = self.cluster.device.corrections.forms_reduce_scatter
         return kind if forms or kind != "reduce_scatter" else "all_reduce"
 
     def sent_bytes(self, step: ReshardStep, nbytes: float) -> float:

@@ -32,7 +32,7 @@ def rates_of(device: DeviceSpec, itemsize: float) -> ProductRates | None:
       itemsize: bytes of an element of the operands.
     """
     usual = CALIBRATIONS[device.kind].half_rate_side
-    if not device.rates or device.calibrated.half_rate_side != usual:
+    if not device.rates or device.corrections.half_rate_side != usual:
         return None
     # Elements of less than a byte run as those of one, longer ones as those of four.
     return product_rates(device.rates, max(1, int(itemsize)))

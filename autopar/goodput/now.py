@@ -13,7 +13,7 @@ from autopar.goodput.ways import Made
 from autopar.runtime import changing_batches
 from autopar.runtime.creation import flat_state
 from autopar.runtime.parallel_step import ParallelStep
-from autopar_passes.program.calls import Call
+from autopar_passes.program.calls import StepCall
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -33,10 +33,10 @@ class Now:
     made: Made
     way: Way
     held: tuple[Any, ...]
-    call: Call
+    call: StepCall
     batch: int
 
-    def call_of(self, rows: int) -> Call:
+    def call_of(self, rows: int) -> StepCall:
         """The arguments with another number of rows."""
         owners = self.call.form.argument_of(self.call.arrays)
         arrays = [

@@ -31,7 +31,7 @@ from autopar.runtime.moving import move_of, slowest_bytes_per_s
 from autopar.runtime.parallel_step import ParallelStep
 from autopar.runtime.recent import Recent
 from autopar.runtime.setting import Setting
-from autopar_passes.program.calls import Call
+from autopar_passes.program.calls import StepCall
 
 # The plans by which ways are judged before they are planned themselves.
 #
@@ -49,7 +49,7 @@ _FASTER = 0.01
 # How often the largest batch is halved where it does not fit.
 _HALVINGS = 3
 
-CallOf = Callable[[int], Call]
+CallOf = Callable[[int], StepCall]
 T = TypeVar("T")
 
 
@@ -473,7 +473,7 @@ class Ways:
         move = move_of([x.sharding for x in held], held, plan, devices)
         return move.most_bytes / slowest_bytes_per_s(plan.cluster.read())
 
-    def make(self, key: Key, call: Call, running: Made) -> Made | None:
+    def make(self, key: Key, call: StepCall, running: Made) -> Made | None:
         """Plans and compiles a way; None where it cannot be, which is noted.
 
         Args:
@@ -495,7 +495,7 @@ class Ways:
         """Why a way cannot be; '' where it can, or was not tried."""
         return self.refused.get(self._place(key), "")
 
-    def _best(self, key: Key, call: Call, running: Made) -> Made:
+    def _best(self, key: Key, call: StepCall, running: Made) -> Made:
         """The fastest of the layouts that run, of those studied and of new ones.
 
         It is compiled.

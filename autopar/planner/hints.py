@@ -28,7 +28,7 @@ from autopar.planner.scheme import is_axis_name
 from autopar.plans.specs import spec_of
 from autopar.steps.analysis import Analysis
 from autopar.steps.nodes import Node
-from autopar_passes.program.calls import Call
+from autopar_passes.program.calls import StepCall
 from autopar_passes.program.nnx_objects import is_object_state
 
 # Pattern of an input's path -> its layout.
@@ -134,7 +134,7 @@ def check_pinned(
                 )
 
 
-def logical_pins(call: Call, rules: LogicalRules) -> dict[str, PartitionSpec]:
+def logical_pins(call: StepCall, rules: LogicalRules) -> dict[str, PartitionSpec]:
     """Turns Flax's logical axis names into pins.
 
     Args:

@@ -80,7 +80,7 @@ class _Writer:
         self.life = analysis.life(habits_of(pricer.cluster.device))
         self.spaces = spaces
         self.sizes = pricer.sizes
-        known = pricer.cluster.device.calibrated.memory_overhead
+        known = pricer.cluster.device.corrections.memory_overhead
         self.overhead = known * self.life.factor
         self.length = len(analysis.graph.operators)
         self.cache: dict[tuple[int, Dims, int], np.ndarray] = {}

@@ -21,7 +21,7 @@ from autopar.planner.pins import parse_pins
 from autopar.plans import NO_SCHEDULE, SCHEDULES, Plan
 from autopar.steps import spares
 from autopar.steps.spares import Spares
-from autopar_passes.program.calls import BatchNames, Call
+from autopar_passes.program.calls import BatchNames, StepCall
 from autopar_passes.remat.levels import FULL, is_level
 
 # Whether a value is one that its option takes.
@@ -357,7 +357,7 @@ def changed(asked: PlanOptions, group: str = PLANNING) -> dict[str, Any]:
     }
 
 
-def with_logical_pins(options: PlanOptions, call: Call) -> PlanOptions:
+def with_logical_pins(options: PlanOptions, call: StepCall) -> PlanOptions:
     """The options with Flax's rules turned into pins of a call's arguments.
 
     A pin that was given wins over a rule.

@@ -188,7 +188,7 @@ def _of_products(
         kinds = {f: _kind(assignment, op, labels.get(f, ""), f) for f in split}
         for kind in set(kinds.values()):
             flops[kind] += done
-        sides |= {f in op.rule.reduced for f in split if kinds[f] == TENSOR}
+        sides |= {f in op.rule.reduced_factors for f in split if kinds[f] == TENSOR}
     return {kind: done / total for kind, done in flops.items() if total}, sides
 
 

@@ -209,7 +209,7 @@ class _Mesh:
     @property
     def hides(self) -> bool:
         """Whether communication may run beside work."""
-        return bool(self.pricer.cluster.device.calibrated.overlap)
+        return bool(self.pricer.cluster.device.corrections.overlap)
 
     def settled(self, most_s: float) -> bool:
         """Whether no plan can be faster by what is worth the time."""
@@ -222,7 +222,7 @@ class _Mesh:
         """The weights of a problem: what is hidden slows the work beside it."""
         if not self.hides:
             return WHOLE
-        least = self.pricer.cluster.device.calibrated.contention
+        least = self.pricer.cluster.device.corrections.contention
         return weights.with_least(least)
 
     def solve(self, way: Way) -> Candidate | None:
@@ -252,7 +252,7 @@ class _Mesh:
         Raises:
           PlanError: no plan was found, and none was known.
         """
-        known = self.pricer.cluster.device.calibrated
+        known = self.pricer.cluster.device.corrections
         best = tried = nowhere()
         part = 0.25
         for _ in range(_ROUNDS + 1):
@@ -315,7 +315,7 @@ class _Mesh:
         """Adds a plan."""
         if self.hides:
             places = self.analysis.positions
-            known = self.pricer.cluster.device.calibrated
+            known = self.pricer.cluster.device.corrections
             plane = plane_of(places, found.step_s, found.timelines, known)
             self._planes.append(plane)
         if self.best is None or found.step_s < self.best.step_s:

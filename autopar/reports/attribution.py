@@ -28,7 +28,7 @@ HEADING = ("what", "of", "in", "takes", "of the step")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Part:
+class AttributedTime:
     """Seconds of a step with one reason.
 
     Attributes:
@@ -50,7 +50,7 @@ class Part:
         return not self.phase
 
 
-def attribute(bound: BoundPlan, by: str) -> list[Part]:
+def attribute(bound: BoundPlan, by: str) -> list[AttributedTime]:
     """The parts of a step, those that take longest first, those of the whole last.
 
     Repeated layers share a part. Their sum is the predicted time of the step.
@@ -67,7 +67,7 @@ def attribute(bound: BoundPlan, by: str) -> list[Part]:
     ):
         groups[what, phase, template(name)].append((name, seconds))
     parts = [
-        Part(
+        AttributedTime(
             what,
             tuple(sorted({name for name, _ in found})),
             phase,
@@ -122,27 +122,27 @@ def layer_of(op: Operator) -> str:
     return "/".join(words) or OUTSIDE
 
 
-def _of_the_whole(bound: BoundPlan, cost: CostBreakdown) -> Iterator[Part]:
+def _of_the_whole(bound: BoundPlan, cost: CostBreakdown) -> Iterator[AttributedTime]:
     """What belongs to no layer: what is hidden and what that costs, and codecs."""
     if cost.contention_s:
-        yield Part(SLOWED, (), "", cost.contention_s)
+        yield AttributedTime(SLOWED, (), "", cost.contention_s)
     if any(gradient.codec for gradient in bound.plan.gradients):
-        yield Part(CODECS, (), "", bound.plan.predicted.step_s - step_s(cost))
+        yield AttributedTime(CODECS, (), "", bound.plan.predicted.step_s - step_s(cost))
     if hidden := min(cost.cover_s, cost.hideable_total_s):
-        yield Part(HIDDEN, (), "", -hidden)
+        yield AttributedTime(HIDDEN, (), "", -hidden)
 
 
-def step_of(parts: Sequence[Part]) -> float:
+def step_of(parts: Sequence[AttributedTime]) -> float:
     """Seconds of the step: the sum of its parts."""
     return math.fsum(part.seconds for part in parts)
 
 
-def part_lines(parts: Sequence[Part], top: int) -> list[str]:
+def part_lines(parts: Sequence[AttributedTime], top: int) -> list[str]:
     """The parts as a table; see `part_cells`."""
     return columns([HEADING, *part_cells(parts, top)], right=(3, 4))
 
 
-def part_cells(parts: Sequence[Part], top: int) -> list[tuple[str, ...]]:
+def part_cells(parts: Sequence[AttributedTime], top: int) -> list[tuple[str, ...]]:
     """The texts under `HEADING`: the longest, the rest, what is hidden, the step.
 
     Args:
@@ -158,11 +158,11 @@ def part_cells(parts: Sequence[Part], top: int) -> list[tuple[str, ...]]:
     return [*(_cells(part, step) for part in shown), last]
 
 
-def _join(parts: Sequence[Part]) -> Part:
-    return Part("the rest", (f"{len(parts)} rows",), "", step_of(parts))
+def _join(parts: Sequence[AttributedTime]) -> AttributedTime:
+    return AttributedTime("the rest", (f"{len(parts)} rows",), "", step_of(parts))
 
 
-def _cells(part: Part, step: float) -> tuple[str, ...]:
+def _cells(part: AttributedTime, step: float) -> tuple[str, ...]:
     share = part.seconds / step if step else 0.0
     text = share_text(abs(share))
     return (

@@ -16,7 +16,7 @@ from autopar.cost.reassociation import compiled_traffic
 from autopar.plans import Plan
 from autopar.reports.explain import BoundPlan
 from autopar.reports.gradients import codec_rows
-from autopar.reports.staged import Link
+from autopar.reports.staged import StageLink
 from autopar.reports.table import bytes_text, mesh_text
 from autopar.reports.target_audit import TargetAudit
 from autopar.terminal import columns
@@ -59,10 +59,13 @@ class StageAudit:
     def agrees(self) -> bool:
         """Whether every audit finds the bytes that the plan predicts."""
         predicted = sum(self.predicted.values())
-        return all(equal_bytes(predicted, sum(f.values())) for f in self.found.values())
+        return all(
+            equal_bytes(predicted, sum(f.values()))
+            for f in self.bytes_by_audit.values()
+        )
 
     @property
-    def found(self) -> dict[str, BytesByKind]:
+    def bytes_by_audit(self) -> dict[str, BytesByKind]:
         """Name of an audit -> bytes by kind."""
         out: dict[str, BytesByKind] = {"shardy": self.shardy}
         if self.compiled is not None:
@@ -135,7 +138,7 @@ class Audit:
         )
 
     @property
-    def predicted(self) -> BytesByKind:
+    def first_predicted(self) -> BytesByKind:
         """`StageAudit.predicted` of a plan of one stage; of several, of the first."""
         return self.stages[0].predicted
 
@@ -145,7 +148,7 @@ class Audit:
         return self.stages[0].shardy
 
     @property
-    def compiled(self) -> CompiledAudit | None:
+    def first_compiled(self) -> CompiledAudit | None:
         """`StageAudit.compiled`, likewise."""
         return self.stages[0].compiled
 
@@ -153,6 +156,10 @@ class Audit:
     def target(self) -> TargetAudit | None:
         """`StageAudit.target`, likewise."""
         return self.stages[0].target
+
+    # The old names, for one release.
+    predicted = first_predicted
+    compiled = first_compiled
 
     def to_json(self) -> dict[str, Any]:
         """Returns the audit as plain dictionaries."""
@@ -177,7 +184,7 @@ class Audit:
         return "\n".join([*lines, "", *transfer_lines(self.transfers)])
 
 
-def unrounded(bound: BoundPlan) -> BoundPlan:
+def without_rounding(bound: BoundPlan) -> BoundPlan:
     """A plan for devices that send values in the types that the program gives them.
 
     Partitioning keeps these types; a TPU's compiler rounds operands of products later.
@@ -227,7 +234,7 @@ def _whole_lines(audit: StageAudit) -> list[str]:
 
 def kind_rows(audit: StageAudit) -> list[str]:
     """The bytes of each kind of collective as a table."""
-    audits = audit.found
+    audits = audit.bytes_by_audit
     kinds = sorted({*audit.predicted, *(k for found in audits.values() for k in found)})
     rows: list[tuple[str, ...]] = [
         ("bytes sent from each device", "predicted", *audits)
@@ -248,7 +255,7 @@ def equal_bytes(predicted: float, total: float) -> bool:
 def verdicts(audit: StageAudit) -> list[str]:
     """Says of each way to look whether it agrees with the prediction."""
     predicted, out = sum(audit.predicted.values()), list[str]()
-    for name, found in audit.found.items():
+    for name, found in audit.bytes_by_audit.items():
         total = sum(found.values())
         if equal_bytes(predicted, total):
             out.append(f"{name} communicates what the plan predicts")
@@ -261,7 +268,7 @@ def verdicts(audit: StageAudit) -> list[str]:
 
 
 def transfers_of(
-    links: Iterable[Link], sent: BytesBetween, microbatches: int
+    links: Iterable[StageLink], sent: BytesBetween, microbatches: int
 ) -> tuple[Transfer, ...]:
     """What is predicted and sent between stages, by stage.
 

@@ -47,7 +47,7 @@ class BoundPlan:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Decision:
+class LayoutDecision:
     """The layout of one input, or of all that share the decision.
 
     Attributes:
@@ -142,7 +142,7 @@ def group_collectives(
     return tuple(sorted(rows, key=lambda r: -r.seconds))
 
 
-def input_decisions(bound: BoundPlan, pattern: str) -> list[Decision]:
+def input_decisions(bound: BoundPlan, pattern: str) -> list[LayoutDecision]:
     """The layouts of the inputs that a pattern matches, one for each decision.
 
     Raises:
@@ -166,13 +166,13 @@ def _node_of(bound: BoundPlan, given: GraphInput) -> int | None:
 
 def _decision(
     bound: BoundPlan, node: int | None, inputs: Sequence[GraphInput]
-) -> Decision:
+) -> LayoutDecision:
     graph = bound.analysis.graph
     layout = bound.assignment.home_layout(inputs[0].value)
     nbytes = graph.values[inputs[0].value].nbytes
     shared = sum(_node_of(bound, i) == node for i in graph.inputs)
     touching = [] if node is None else _touching(bound, node)
-    return Decision(
+    return LayoutDecision(
         node=node,
         inputs=tuple(inputs),
         shared=shared,
@@ -209,13 +209,13 @@ def _updates(analysis: Analysis, given: GraphInput) -> set[int]:
             continue
         found.add(value)
         op = analysis.contraction.producer[value]
-        if op.role is not Role.FORWARD and not op.rule.reduced:
+        if op.role is not Role.FORWARD and not op.rule.reduced_factors:
             waiting.extend(v for v in op.inputs if v is not None)
     return found
 
 
 def alternatives(
-    bound: BoundPlan, decision: Decision, *, limit: int, seconds: float, say: Say
+    bound: BoundPlan, decision: LayoutDecision, *, limit: int, seconds: float, say: Say
 ) -> list[Alternative]:
     """Plans again with each of the most promising other layouts of an input.
 
@@ -252,7 +252,7 @@ def alternatives(
 
 def _promising(
     bound: BoundPlan,
-    decision: Decision,
+    decision: LayoutDecision,
     formulation: Formulation,
     chosen: Sequence[int],
 ) -> list[tuple[int, Layout]]:

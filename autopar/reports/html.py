@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 from autopar.plans import Plan
-from autopar.reports.attribution import HEADING, Part, part_cells
+from autopar.reports.attribution import HEADING, AttributedTime, part_cells
 from autopar.reports.notebook import largest_inputs, plan_picture
 from autopar.reports.schedule import STAGE_HEADING, stage_rows, timeline_html
 from autopar.reports.style import SEARCH, STYLE, VIEWPORT
@@ -39,7 +39,9 @@ _PHASES = ("forward", "backward", "update")
 
 
 def render_html(
-    plan: Plan, collectives: Sequence[CollectiveRow], parts: Sequence[Part] = ()
+    plan: Plan,
+    collectives: Sequence[CollectiveRow],
+    parts: Sequence[AttributedTime] = (),
 ) -> str:
     """Returns the page.
 
@@ -165,7 +167,7 @@ def bars(values: Sequence[tuple[str, float, str]]) -> str:
     return f'<div class="bars">{"".join(rows)}</div>'
 
 
-def _layers(parts: Sequence[Part]) -> list[str]:
+def _layers(parts: Sequence[AttributedTime]) -> list[str]:
     """Work and communication of each layer, in both passes."""
     if not parts:
         return []

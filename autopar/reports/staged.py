@@ -15,7 +15,7 @@ from autopar.planner.stages.entry import cut_as
 from autopar.planner.stages.placement import one_stage, stage_pricers
 from autopar.planner.stages.stage_costs import link_bytes
 from autopar.plans import Plan
-from autopar.reports.attribution import Part, attribute, step_of
+from autopar.reports.attribution import AttributedTime, attribute, step_of
 from autopar.reports.explain import BoundPlan
 from autopar.reports.schedule import play_plan
 from autopar.reports.table import bytes_text, seconds_text
@@ -46,7 +46,7 @@ class BoundStages:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Link:
+class StageLink:
     """What goes between a part of a pipeline and the next one.
 
     Attributes:
@@ -117,34 +117,34 @@ def busy_s(plan: Plan) -> list[float]:
     ]
 
 
-def staged_parts(bound: BoundStages, by: str) -> list[list[Part]]:
+def staged_parts(bound: BoundStages, by: str) -> list[list[AttributedTime]]:
     """By stage, the parts of the step; they add up to the predicted step.
 
     Args:
       bound: the plan.
       by: ``operator`` or ``layer``.
     """
-    out: list[list[Part]] = []
+    out: list[list[AttributedTime]] = []
     for stage in bound.stages:
         parts = attribute(stage, by)
         waits_s = bound.plan.predicted.step_s - step_of(parts)
-        out.append([*parts, Part(WAITS, (), "", waits_s)])
+        out.append([*parts, AttributedTime(WAITS, (), "", waits_s)])
     return out
 
 
-def links(bound: BoundStages) -> list[Link]:
+def links(bound: BoundStages) -> list[StageLink]:
     """What goes between parts on different stages, in order."""
     data, stages = bound.plan.pipeline, bound.cut.cut.stage_of
     assert data is not None
     layouts = [stage.assignment for stage in bound.stages]
-    out: list[Link] = []
+    out: list[StageLink] = []
     for part in range(len(data.parts) - 1):
         if stages[part] == stages[part + 1]:
             continue
         ahead, back = link_bytes(bound.cut, layouts, part)
         once = data.latency_s[part]
         out.append(
-            Link(
+            StageLink(
                 stages[part],
                 stages[part + 1],
                 ahead,
@@ -157,7 +157,7 @@ def links(bound: BoundStages) -> list[Link]:
     return out
 
 
-def link_lines(found: Sequence[Link]) -> list[str]:
+def link_lines(found: Sequence[StageLink]) -> list[str]:
     """What goes between stages as a table."""
     rows = [
         (

@@ -37,7 +37,7 @@ class Point:
     fits: bool | None = True
 
     @property
-    def predicted(self) -> Predicted | None:
+    def predictions(self) -> Predicted | None:
         """The predictions of its plan."""
         return self.plan and self.plan.predicted
 
@@ -54,7 +54,7 @@ class Point:
     @property
     def data(self) -> dict[str, Any]:
         """The point as plain data."""
-        worth, expected = self.worth, self.predicted
+        worth, expected = self.worth, self.predictions
         return {
             "options": self.options,
             "cluster": self.cluster,
@@ -155,7 +155,7 @@ def _point_names(point: Point, names: Sequence[str]) -> tuple[str, ...]:
 
 
 def _figures(point: Point) -> tuple[str, ...]:
-    worth, expected = point.worth, point.predicted
+    worth, expected = point.worth, point.predictions
     if expected is None or worth is None:
         why = "no" if point.fits is False else shortened(point.reason)
         return ("", "", "", "", "", why)

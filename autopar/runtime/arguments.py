@@ -15,12 +15,12 @@ from autopar.runtime import agreement, exchange, placement
 from autopar.runtime.recent import Recent
 from autopar.runtime.world import World
 from autopar_passes.graph.build import step_graph
-from autopar_passes.program.calls import Call
+from autopar_passes.program.calls import StepCall
 from autopar_passes.program.static_leaves import struct_of
 from autopar_passes.program.trace import trace_call
 
 
-def signature(call: Call) -> Hashable:
+def signature(call: StepCall) -> Hashable:
     """The facts that a plan depends on: the form of the call, shapes and dtypes.
 
     Weak types are left out: `autopar.runtime.step_planner` looks at those that matter.
@@ -35,7 +35,7 @@ def _text(dtype: Any) -> str:
     return str(dtype)
 
 
-def abstract(call: Call) -> Call:
+def abstract(call: StepCall) -> StepCall:
     """The call with a struct in the place of each array."""
     return dataclasses.replace(call, arrays=[struct_of(x) for x in call.arrays])
 
@@ -60,7 +60,7 @@ class BatchArguments:
         """Checks anew, in a world of other processes."""
         self._checked = Recent(self._capacity)
 
-    def structs(self, call: Call, world: World) -> Call:
+    def structs(self, call: StepCall, world: World) -> StepCall:
         """The call with structs of global shapes.
 
         Raises:
@@ -85,14 +85,14 @@ class BatchArguments:
         return dataclasses.replace(local, arrays=whole)
 
 
-def named_shapes(call: Call) -> dict[str, tuple[int, ...]]:
+def named_shapes(call: StepCall) -> dict[str, tuple[int, ...]]:
     """Path -> shape of each array among the arguments."""
     paths = call.form.paths(call.arrays)
     shapes = [tuple(x.shape) for x in call.arrays]
     return dict(zip(paths, shapes, strict=True))
 
 
-def row_dims(step: Callable[..., Any], call: Call) -> dict[int, int]:
+def row_dims(step: Callable[..., Any], call: StepCall) -> dict[int, int]:
     """The arrays of a call that hold rows of the batch, each with their dimension."""
     traced = trace_call(step, call)
     owners = call.form.argument_of(call.arrays)
@@ -113,7 +113,7 @@ def _global(leaf: Any, struct: Any, process_count: int, dim: int) -> Any:
     return struct.update(shape=shape)
 
 
-def check_alive(name: str, call: Call) -> None:
+def check_alive(name: str, call: StepCall) -> None:
     """Checks that no array of a call was consumed before.
 
     Raises:

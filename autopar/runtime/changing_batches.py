@@ -21,7 +21,7 @@ from autopar.runtime.planned import PlannedStep
 from autopar.runtime.preparation import Made
 from autopar.runtime.setting import Setting
 from autopar.runtime.step_planner import Analysed
-from autopar_passes.program.calls import Call
+from autopar_passes.program.calls import StepCall
 from autopar_passes.program.nnx_objects import updating
 from autopar_passes.program.trace import opened_within
 
@@ -41,7 +41,7 @@ class Shape:
 
 def call_of(
     step: ParallelStep[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Call:
+) -> StepCall:
     """A call of a step, with structs of global shapes.
 
     Args:
@@ -55,7 +55,7 @@ def call_of(
 
 def shaped(
     step: ParallelStep[..., Any],
-    call: Call,
+    call: StepCall,
     *,
     codecs: str,
     microbatches: int,

@@ -19,7 +19,7 @@ from autopar_passes.program.nnx_objects import (
     is_object_state,
     merge_objects,
     split_objects,
-    updated,
+    update_objects,
 )
 from autopar_passes.program.static_leaves import Fixed, part
 
@@ -111,7 +111,7 @@ def leaves_of(create_state: Callable[..., Any]) -> Callable[..., list[Any]]:
 def replaced(state: Any, leaves: Sequence[Any]) -> Any:
     """The state with other arrays; NNX objects are updated in place."""
     _, fixed = flat_state(state)
-    out = updated(splat(state), fixed.join(leaves))
+    out = update_objects(splat(state), fixed.join(leaves))
     return out if type(state) is tuple else out[0]
 
 

@@ -20,7 +20,7 @@ from autopar.runtime.world import World
 from autopar.steps.batch import rows_axes
 from autopar_passes import jax_compat
 from autopar_passes.jax_meshes import off_mesh, without_mesh
-from autopar_passes.program.calls import Call, Parameters, ResultForm, flat_function
+from autopar_passes.program.calls import Parameters, ResultForm, StepCall, flat_function
 from autopar_passes.program.nnx_objects import updating
 from autopar_passes.program.one_replica import on_one_replica, unbound_axis
 from autopar_passes.program.trace import opened_within, step_name
@@ -95,14 +95,16 @@ class Evaluation(Generic[P, R]):
                 try:
                     flat = function(*placed)
                     flat = homes.given_back(flat, homes.home_of(call.arrays), ())
-                    return results[-1].returned(flat)
+                    return results[-1].return_value(flat)
                 except NameError as error:
                     found = unbound_axis(error)
                     if not found or found in names:
                         raise
                     names.append(found)
 
-    def _made(self, call: Call, names: Sequence[str]) -> tuple[Any, list[ResultForm]]:
+    def _made(
+        self, call: StepCall, names: Sequence[str]
+    ) -> tuple[Any, list[ResultForm]]:
         """The compiled function, and the forms of its results; known from before.
 
         Args:
@@ -120,7 +122,7 @@ class Evaluation(Generic[P, R]):
             found = self._compiled.put(key, (jax.jit(run), results))
         return found
 
-    def _placed(self, call: Call) -> list[Any]:
+    def _placed(self, call: StepCall) -> list[Any]:
         """The arrays of a call, those of a batch split over the batch's axes."""
         running, count = self._running(), self._world().process_count
         if running.pipeline is not None:

@@ -6,13 +6,13 @@ from collections.abc import Iterable, Sequence
 
 from autopar.errors import PlanError
 from autopar_passes.graph.operators import OperatorGraph
-from autopar_passes.rules.kernel import Kernel
+from autopar_passes.rules.kernel import KernelWork
 
 # JAX's name of the platform that a program is lowered for, by kind of device.
 _LOWERED_FOR = {"gpu": "cuda", "tpu": "tpu", "cpu": "cpu"}
 
 
-def kernels(graph: OperatorGraph) -> tuple[Kernel, ...]:
+def kernels(graph: OperatorGraph) -> tuple[KernelWork, ...]:
     """Returns the kernels of a graph, each once."""
     return tuple(dict.fromkeys(op.kernel for op in graph.operators if op.kernel))
 
@@ -63,7 +63,7 @@ def _kind(platform: str) -> str:
     return "gpu" if platform in ("cuda", "rocm") else platform
 
 
-def _message(step: str, wrong: Sequence[Kernel], platforms: Sequence[str]) -> str:
+def _message(step: str, wrong: Sequence[KernelWork], platforms: Sequence[str]) -> str:
     first = wrong[0]
     return (
         f"the step '{step}' cannot run on {', '.join(platforms)} devices: its kernel "

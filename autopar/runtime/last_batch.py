@@ -13,7 +13,7 @@ import numpy as np
 from autopar.plans import Plan
 from autopar.runtime import placement
 from autopar.runtime.planned import PlannedStep
-from autopar_passes.program.calls import Call
+from autopar_passes.program.calls import StepCall
 
 # What to do with fewer rows: run them as they are, split over as many devices as
 # divide them; drop the rows that no split divides; or repeat the last row.
@@ -35,7 +35,7 @@ class Rows:
     dims: dict[int, int]
 
 
-def fewer_rows(call: Call, running: PlannedStep, process_count: int) -> Rows | None:
+def fewer_rows(call: StepCall, running: PlannedStep, process_count: int) -> Rows | None:
     """The rows of a call that has fewer than the running step; None: it has not.
 
     Nothing but the rows of the batch's arrays may differ, by the same ratio.
@@ -68,8 +68,8 @@ def fewer_rows(call: Call, running: PlannedStep, process_count: int) -> Rows | N
 
 
 def fitted(
-    call: Call, running: PlannedStep, how: LastBatch, process_count: int
-) -> Call:
+    call: StepCall, running: PlannedStep, how: LastBatch, process_count: int
+) -> StepCall:
     """The call with rows dropped or repeated where it has fewer than were planned.
 
     Args:
@@ -108,7 +108,7 @@ def fitted(
     return dataclasses.replace(call, arrays=arrays)
 
 
-def _split(call: Call, rows: Rows, plan: Plan) -> int:
+def _split(call: StepCall, rows: Rows, plan: Plan) -> int:
     """The number of parts into which the plan splits the rows of the batch."""
     paths = call.form.paths(call.arrays)
     axes = plan.mesh["axes"]

@@ -41,7 +41,7 @@ from autopar.runtime.state_mover import named
 from autopar.runtime.step_planner import ANALYSES, Analysed, StepPlanner
 from autopar.runtime.world import World
 from autopar_passes.jax_meshes import without_mesh
-from autopar_passes.program.calls import Call, Parameters
+from autopar_passes.program.calls import Parameters, StepCall
 from autopar_passes.program.nnx_objects import updating
 from autopar_passes.program.trace import opened_within, step_name
 
@@ -277,7 +277,7 @@ class ParallelStep(HasNoise, Generic[P, R]):
             call = opened_within(self._parameters, args, kwargs)
         return self._prepare(call)
 
-    def _prepare(self, call: Call) -> PlannedStep:
+    def _prepare(self, call: StepCall) -> PlannedStep:
         """Plans for the arguments of a call."""
         structs = self._batches.structs(call, self.world)
         if self._current is None or not self._current.analysed.fits(structs):
@@ -291,7 +291,7 @@ class ParallelStep(HasNoise, Generic[P, R]):
                 self._current = Running(analysed, planned, full=beside)
         return self._current.planned
 
-    def _beside(self, call: Call) -> PlannedStep | None:
+    def _beside(self, call: StepCall) -> PlannedStep | None:
         """The step of a full batch, if the state is to stay where it lies."""
         current = self._current
         if current is None or self._setting.plan is not None or current.has_stages:
@@ -329,9 +329,11 @@ class ParallelStep(HasNoise, Generic[P, R]):
         flat = self._issued(planned, placed)
         known.consume(given, placed, flat)
         self._advised(planned)
-        return planned.analysis.pytrees.result.returned(flat)
+        return planned.analysis.pytrees.result.return_value(flat)
 
-    def _run(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _run(
+        self, call: StepCall, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         """Runs one step on the arrays of a call."""
         if self._current is not None and self._last_batch != "run":
             count, running = self.world.process_count, self._current.of_full_batch
@@ -359,7 +361,7 @@ class ParallelStep(HasNoise, Generic[P, R]):
         flat = homes.given_back(
             flat, home, frozenset(planned.analysis.carried.values())
         )
-        return planned.analysis.pytrees.result.returned(flat)
+        return planned.analysis.pytrees.result.return_value(flat)
 
     def _issued(self, planned: PlannedStep, placed: list[Any]) -> list[Any]:
         """Runs a program on arrays in their places; returns its flat results."""

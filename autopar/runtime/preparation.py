@@ -36,7 +36,7 @@ from autopar.runtime.world import World
 from autopar.steps import program_text
 from autopar_passes.graph.roles import InputRole
 from autopar_passes.jax_meshes import without_mesh
-from autopar_passes.program.calls import Call
+from autopar_passes.program.calls import StepCall
 
 # Most plans that are remembered, by shapes of the arguments and cluster.
 PLANS = 32
@@ -124,7 +124,7 @@ class Preparation:
         self._links = None
 
     @without_mesh()
-    def analysed(self, structs: Call) -> Analysed:
+    def analysed(self, structs: StepCall) -> Analysed:
         """The step on the arguments of a call, structs of global shapes.
 
         Raises:

@@ -20,7 +20,7 @@ from autopar.runtime import placement
 from autopar.runtime.preparation import Running
 from autopar_passes.jax_compat import ConcreteArray, aval_of, sharding_of
 from autopar_passes.jax_meshes import user_mesh
-from autopar_passes.program.calls import Call
+from autopar_passes.program.calls import StepCall
 from autopar_passes.program.static_leaves import Static, struct_of
 
 _Taken = Callable[[Sequence[Any]], Sequence[Any]]
@@ -136,7 +136,7 @@ class RepeatedCall:
 
 def repeated_call(
     running: Running,
-    call: Call,
+    call: StepCall,
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
     placed: Sequence[Any],

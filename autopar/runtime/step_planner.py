@@ -24,7 +24,7 @@ from autopar.runtime.recent import Recent
 from autopar.steps.analysis import Analysis, analyse_call
 from autopar.steps.spares import Spares
 from autopar.steps.state import warn_of_state
-from autopar_passes.program.calls import Call
+from autopar_passes.program.calls import StepCall
 
 # Most signatures, such as shapes of batches, whose analyses are kept.
 ANALYSES = 16
@@ -46,7 +46,7 @@ class Analysed:
     analysis: Analysis
     hints: PlanOptions
 
-    def fits(self, call: Call) -> bool:
+    def fits(self, call: StepCall) -> bool:
         """Whether a call, with structs of global shapes, runs the same program.
 
         The weak type of a carried array (a step counter that begins as a Python
@@ -86,7 +86,7 @@ class StepPlanner:
         # mesh. A plan moves the state, and must not change what the step is traced on.
         self._types: dict[int, Any] = {}
 
-    def analysed(self, call: Call) -> Analysed:
+    def analysed(self, call: StepCall) -> Analysed:
         """Returns the step on arguments of these shapes.
 
         Args:
@@ -253,6 +253,6 @@ class StepPlanner:
         )
 
 
-def _weak(call: Call) -> set[int]:
+def _weak(call: StepCall) -> set[int]:
     """The structs of a call that are weakly typed, such as Python numbers."""
     return {k for k, x in enumerate(call.arrays) if x.weak_type}

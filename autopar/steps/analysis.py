@@ -65,10 +65,15 @@ from autopar_passes.graph.operators import PRODUCTS, Operator, OperatorGraph, pr
 from autopar_passes.graph.roles import Role
 from autopar_passes.layer_loops.find import stacked_state
 from autopar_passes.microbatches.microbatched import Microbatched
-from autopar_passes.program.calls import NOT_NAMED, Call, NamedRoles
+from autopar_passes.program.calls import NOT_NAMED, NamedRoles, StepCall
 from autopar_passes.program.equations import Program
 from autopar_passes.program.static_leaves import struct_of
-from autopar_passes.program.trace import TracedStep, opened, step_name, trace_call
+from autopar_passes.program.trace import (
+    TracedStep,
+    open_arguments,
+    step_name,
+    trace_call,
+)
 from autopar_passes.sums.deferral import Deferral
 from autopar_passes.sums.find import find_deferrals
 from autopar_passes.sums.poisoned import Poisoned, find_poisoned
@@ -90,7 +95,7 @@ class Origin:
     """
 
     step: Callable[..., Any]
-    call: Call
+    call: StepCall
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -492,11 +497,11 @@ def analyse(
     Raises:
       TraceError: JAX cannot trace the step.
     """
-    return analyse_call(step, opened(step, args, kwargs, static, roles))
+    return analyse_call(step, open_arguments(step, args, kwargs, static, roles))
 
 
 @collector_paused()
-def analyse_call(step: Callable[..., Any], call: Call) -> Analysis:
+def analyse_call(step: Callable[..., Any], call: StepCall) -> Analysis:
     """`analyse`, of a call whose arrays are taken out."""
     start = time.perf_counter()
     say(f"tracing {step_name(step)}")

@@ -91,7 +91,7 @@ def _reported(graph: OperatorGraph) -> set[int]:
         reported = op.role is Role.FORWARD and used.isdisjoint(op.outputs)
         if reported:
             out.add(op.index)
-        if op.rule.reduced or not reported:
+        if op.rule.reduced_factors or not reported:
             used.update(v for v in op.inputs if v is not None)
     return out
 
@@ -104,9 +104,9 @@ def _norms(graph: OperatorGraph) -> set[int]:
         if op.role is not Role.UPDATE:
             continue
         follows = not made.isdisjoint(op.inputs)
-        if op.rule.reduced and not follows:
+        if op.rule.reduced_factors and not follows:
             out.add(op.index)
-        if op.rule.reduced or follows:
+        if op.rule.reduced_factors or follows:
             made.update(op.outputs)
     return out
 
@@ -148,7 +148,7 @@ def _updated(graph: OperatorGraph) -> set[int]:
         if op.role is not Role.UPDATE or op.kind == "return":
             continue
         arrays = [v for v in op.outputs if graph.values[v].size > 1]
-        if mixed.isdisjoint(op.inputs) and not op.rule.reduced:
+        if mixed.isdisjoint(op.inputs) and not op.rule.reduced_factors:
             out.add(op.index)
         else:
             mixed.update(arrays)

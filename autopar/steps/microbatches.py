@@ -24,7 +24,7 @@ from autopar_passes.layer_loops.split import in_pieces
 from autopar_passes.microbatches.accumulate import accumulate_step
 from autopar_passes.microbatches.find import split_step, unsplit
 from autopar_passes.microbatches.microbatched import Microbatched, MicrobatchError
-from autopar_passes.program.calls import Call
+from autopar_passes.program.calls import StepCall
 from autopar_passes.program.equations import Program, walk
 from autopar_passes.program.trace import TracedStep, trace_call
 from autopar_passes.remat.levels import RematError
@@ -167,7 +167,7 @@ def _traced(analysis: Analysis, count: int) -> TracedStep:
             )
         shape[dim] //= count
         arrays[k] = arrays[k].update(shape=tuple(shape))
-    call: Call = dataclasses.replace(origin.call, arrays=arrays)
+    call: StepCall = dataclasses.replace(origin.call, arrays=arrays)
     try:
         trace = trace_call if analysis.remat.checkpoints else trace_without_checkpoints
         return in_pieces(trace(origin.step, call), analysis.pieces)

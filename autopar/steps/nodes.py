@@ -79,7 +79,9 @@ class Node:
     def reduced(self, op: Operator) -> tuple[int, ...]:
         """The node's factors that a member reduces, in the order of its rule."""
         mapping = self.members[op.class_index]
-        return tuple(mapping[f] for f in sorted(op.rule.reduced) if mapping[f] >= 0)
+        return tuple(
+            mapping[f] for f in sorted(op.rule.reduced_factors) if mapping[f] >= 0
+        )
 
     def summed(self, op: Operator) -> list[tuple[int, ...]]:
         """For each result, the node's factors over which a member adds it up."""
@@ -211,7 +213,7 @@ class _Contractor:
         if op.kind in _CONTRACTIONS:
             return True
         rule = op.rule
-        if not rule.reduced or rule.reduction != "sum":
+        if not rule.reduced_factors or rule.reduction != "sum":
             return False
         results = sum(self.size(v) for v in op.outputs)
         operands = max((self.size(v) for v in op.inputs), default=1)

@@ -18,7 +18,7 @@ from autopar.planner.worth import is_repeated
 from autopar.plans import Rematerialisation
 from autopar.steps.analysis import Analysis, analyse
 from autopar.steps.remat import rematerialised
-from autopar_passes.program.trace import opened
+from autopar_passes.program.trace import open_arguments
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 TEXT = {"layers": 2, "d_model": 32, "seq": 16, "batch": 8}
@@ -49,7 +49,7 @@ def made(name: str, **options: Any) -> tuple[Any, tuple[Any, ...]]:
 
 def results(analysis: Analysis, args: tuple[Any, ...]) -> list[Any]:
     assert analysis.origin is not None
-    flat = [jnp.asarray(x) for x in opened(analysis.origin.step, args).arrays]
+    flat = [jnp.asarray(x) for x in open_arguments(analysis.origin.step, args).arrays]
     return jax.jit(lambda *x: evaluated(analysis.program, x))(*flat)
 
 

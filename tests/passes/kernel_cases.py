@@ -20,7 +20,7 @@ from autopar_passes.graph.build import step_graph
 from autopar_passes.graph.operators import Operator, OperatorGraph
 from autopar_passes.program.trace import TracedStep, trace
 from autopar_passes.rules.factor_rule import FactorKind
-from autopar_passes.rules.kernel import Kernel
+from autopar_passes.rules.kernel import KernelWork
 
 BATCH, SEQ, HEADS, DIM = 4, 256, 2, 64
 # All pairs of a query and a key, four FLOPs a pair and element of a head.
@@ -79,7 +79,7 @@ def kernels_of(step: Callable[..., Any], *arrays: Any) -> list[Operator]:
     return [op for op in graph.operators if op.kernel is not None]
 
 
-def work(op: Operator) -> Kernel:
+def work(op: Operator) -> KernelWork:
     """What a kernel does."""
     assert op.kernel is not None
     return op.kernel

@@ -13,7 +13,7 @@ from autopar.steps.microbatches import in_microbatches
 from autopar_passes import jax_compat
 from autopar_passes.program.equations import Equation, Program, Region, Scalar
 from autopar_passes.program.nnx_objects import updating
-from autopar_passes.program.trace import opened
+from autopar_passes.program.trace import open_arguments
 
 Step = Callable[..., Any]
 
@@ -25,10 +25,10 @@ def split(step: Step, args: Sequence[Any], count: int, **options: Any) -> Analys
 def run(step: Step, args: Sequence[Any], count: int, **options: Any) -> Any:
     """What a step returns that goes through so many microbatches."""
     found = split(step, args, count, **options)
-    flat = [jax.numpy.asarray(x) for x in opened(step, args).arrays]
+    flat = [jax.numpy.asarray(x) for x in open_arguments(step, args).arrays]
     out = jax.jit(lambda *arrays: evaluated(found.program, arrays))(*flat)
     with updating():
-        return found.pytrees.result.returned(out)
+        return found.pytrees.result.return_value(out)
 
 
 def rows_of(array: Any, count: int, number: int, unit: int = 1) -> Any:

@@ -30,7 +30,7 @@ from autopar_passes.graph.operators import OperatorGraph
 from autopar_passes.layouts import partition_spec
 from autopar_passes.program.calls import flat_function
 from autopar_passes.program.nnx_objects import updating
-from autopar_passes.program.trace import TracedStep, opened, trace
+from autopar_passes.program.trace import TracedStep, open_arguments, trace
 from autopar_passes.replay.run import replay
 from autopar_passes.sums.deferral import Deferral
 
@@ -220,7 +220,7 @@ def by_kind(found: Traffic) -> dict[str, float]:
 
 def plain(case: Case) -> tuple[list[Any], list[Any]]:
     """The flat arguments, and the flat results of the unplanned step."""
-    call = opened(case.step, case.args)
+    call = open_arguments(case.step, case.args)
     function, _ = flat_function(case.step, call.form)
     with updating():
         return call.arrays, jax.jit(function)(*call.arrays)

@@ -17,7 +17,7 @@ from autopar.plans import Rematerialisation
 from autopar.steps.analysis import Analysis, analyse
 from autopar.steps.remat import layer_starts, rematerialised
 from autopar_passes import jax_compat
-from autopar_passes.program.trace import opened
+from autopar_passes.program.trace import open_arguments
 
 Step = Callable[..., Any]
 ROWS, WIDTH, DEPTH, WORDS = 8, 16, 3, 11
@@ -286,7 +286,7 @@ def analysed(name: str) -> Analysis:
 
 def flat(name: str) -> list[Any]:
     step, args = CASES[name]
-    return [jnp.asarray(x) for x in opened(step, args).arrays]
+    return [jnp.asarray(x) for x in open_arguments(step, args).arrays]
 
 
 def results(analysis: Analysis, arrays: Sequence[Any]) -> list[np.ndarray]:

@@ -9,6 +9,6 @@ from autopar import Cluster
 
 def sharing(cluster: Cluster) -> Cluster:
     """The cluster, with links that carry the arrays of a message at once."""
-    known = dataclasses.replace(cluster.device.calibrated, arrays_apart=False)
+    known = dataclasses.replace(cluster.device.corrections, arrays_apart=False)
     device = dataclasses.replace(cluster.device, calibration=known)
     return dataclasses.replace(cluster, device=device)

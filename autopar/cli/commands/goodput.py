@@ -74,7 +74,7 @@ def goodput(
     for path in (out, html):
         common.check_folder(path)
     pairs, more = curving.told_apart(words or [])
-    wanted = curving.Asked(
+    wanted = curving.CurveRequest(
         target=target,
         words=tuple(pairs),
         noise_scale=noise_scale,

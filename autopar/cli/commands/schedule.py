@@ -95,7 +95,7 @@ def schedule(
 
     if address and backend is not Cluster.RAY:
         raise ScheduleError("--address is that of a Ray cluster: add --backend ray.")
-    asked = dispatching.Asked(
+    asked = dispatching.DispatchRequest(
         jobs=table,
         stays=stay,
         state=state,

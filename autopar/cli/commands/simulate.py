@@ -87,7 +87,7 @@ def simulate(
     # It imports NumPy and SciPy, which help must not.
     from autopar.cli import simulating
 
-    asked = simulating.Asked(
+    asked = simulating.SimulationRequest(
         trace=trace,
         cluster=cluster,
         policy=policy,
@@ -100,4 +100,4 @@ def simulate(
         page=page,
         explain=explain,
     )
-    return simulating.simulated(asked, as_json=as_json)
+    return simulating.run_simulation(asked, as_json=as_json)

@@ -110,7 +110,7 @@ class ProductRates(msgspec.Struct, frozen=True):
     by_columns: tuple[tuple[float, ...], ...] = ()
 
 
-class _File(msgspec.Struct, frozen=True):
+class _RatesFile(msgspec.Struct, frozen=True):
     """The whole of `xla.json`."""
 
     source: str
@@ -120,11 +120,11 @@ class _File(msgspec.Struct, frozen=True):
 
 
 # Made at import: msgspec crashes where two threads find out about one type at once.
-_FILE = msgspec.json.Decoder(_File)
+_FILE = msgspec.json.Decoder(_RatesFile)
 
 
 @functools.cache
-def _file() -> _File:
+def _file() -> _RatesFile:
     text = (pathlib.Path(__file__).parent / "xla.json").read_bytes()
     return _FILE.decode(text)
 

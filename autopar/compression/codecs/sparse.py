@@ -65,7 +65,7 @@ def elements_in_share(ratio: float, elements: int) -> int:
     """The number of elements in a share of ``elements``, at least one.
 
     >>> [elements_in_share(*x) for x in ((0.01, 1000), (0.01, 3), (1.0, 3))]
-    (10, 1, 3)
+    [10, 1, 3]
     """
     return min(elements, max(1, round(ratio * elements)))
 

@@ -360,7 +360,7 @@ def _selection(
 
 def _felt_part(candidate: Candidate) -> float:
     """The part of the compiler's sums that lengthens a step; work hides the rest."""
-    known = candidate.pricer.cluster.device.calibrated
+    known = candidate.pricer.cluster.device.corrections
     backward = [t for t in candidate.timelines if t.role is Role.BACKWARD]
     sent = sum(t.communication_s for t in backward)
     exposed = sum(t.exposed_s(known.overlap) for t in backward)

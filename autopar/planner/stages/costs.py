@@ -79,7 +79,7 @@ class SecondsPricer:
         work, waiting, free = (np.zeros(shape) for _ in range(3))
         self._add_work(submesh, work)
         self._add_communication(submesh, waiting, free)
-        known = submesh.pricer.cluster.device.calibrated
+        known = submesh.pricer.cluster.device.corrections
         return _overlapped(work, waiting, free, known.overlap, known.contention)
 
     def _add_work(self, submesh: Submesh, out: np.ndarray) -> None:

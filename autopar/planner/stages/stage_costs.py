@@ -330,5 +330,5 @@ def saved_bytes(
         if read and value in life.written and value not in known:
             held.setdefault(layer, []).append(value)
     sizes = [_device_bytes(cut, values, found.assignment) for values in held.values()]
-    overhead = device.calibrated.memory_overhead * life.factor
+    overhead = device.corrections.memory_overhead * life.factor
     return overhead * (sum(sizes) - max(sizes, default=0.0))

@@ -21,7 +21,7 @@ _MIB = 1024.0 * 1024.0
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Program:
+class ModelledProgram:
     """What the model knows of a program.
 
     Attributes:
@@ -64,7 +64,7 @@ class BestPlan:
 
 
 PROGRAMS = {
-    "roberta": Program(
+    "roberta": ModelledProgram(
         batch=64,
         forward_ms=480,
         parameters=355412057 / _MIB,
@@ -81,7 +81,7 @@ PROGRAMS = {
             32.9530767089104,
         ),
     ),
-    "vit": Program(
+    "vit": ModelledProgram(
         batch=64,
         forward_ms=40,
         parameters=85952456 / _MIB,
@@ -98,7 +98,7 @@ PROGRAMS = {
             21.647413513688274,
         ),
     ),
-    "bert": Program(
+    "bert": ModelledProgram(
         batch=32,
         forward_ms=225,
         parameters=336297858 / _MIB,
@@ -116,7 +116,7 @@ PROGRAMS = {
         ),
         scaled=(1.8, 3.2, 5.8),
     ),
-    "gpt2": Program(
+    "gpt2": ModelledProgram(
         batch=16,
         forward_ms=1100,
         parameters=1557686400 / _MIB,
@@ -133,7 +133,7 @@ PROGRAMS = {
             51.48938818523304,
         ),
     ),
-    "t5": Program(
+    "t5": ModelledProgram(
         batch=16,
         forward_ms=410,
         parameters=1240809472 / _MIB,
@@ -151,7 +151,7 @@ PROGRAMS = {
         ),
     ),
     **{
-        name: Program(
+        name: ModelledProgram(
             batch=batch,
             forward_ms=1000,
             parameters=6738423808 / _MIB,
@@ -170,7 +170,7 @@ _PLANS = ("zero-offload", "zero-dp", "ga")
 _SAME = 1.01  # one device more must be worth one per cent
 
 
-def step_ms(program: Program, devices: int, plan: str, again: bool) -> float:
+def step_ms(program: ModelledProgram, devices: int, plan: str, again: bool) -> float:
     """Milliseconds of a step on devices of one node.
 
     Args:

@@ -69,8 +69,10 @@ def with_batch(
         if role is Role.FORWARD and op.kind not in ("input", "return")
     ]
     given = [i.value for i in open_.values()]
-    data = _reached(given, operators)
-    constant = set(range(len(values))) - _reached((i.value for i in inputs), operators)
+    data = _descendants(given, operators)
+    constant = set(range(len(values))) - _descendants(
+        (i.value for i in inputs), operators
+    )
     backward = [k for k, role in enumerate(roles) if role is Role.BACKWARD]
     dims = _Dimensions(forward, values)
     apart = _Apart(forward, backward, dims, data, constant)
@@ -81,13 +83,13 @@ def with_batch(
     meets = _Meetings(forward, apart, rows, given)
     for k, given in enumerate(out):
         if k in open_:
-            out[k] = _found(given, meets, named)
+            out[k] = _with_role(given, meets, named)
         elif given.output >= 0 and given.role is InputRole.OTHER:
             out[k] = dataclasses.replace(given, rows=meets.rows_of(given.value))
     return tuple(out)
 
 
-def _found(given: GraphInput, meets: _Meetings, named: NamedRoles) -> GraphInput:
+def _with_role(given: GraphInput, meets: _Meetings, named: NamedRoles) -> GraphInput:
     """An input with its role and rows."""
     own, size = tuple(meets.dims.values[given.value].shape), meets.size
     dim = named.dim_of(given.path)
@@ -110,7 +112,7 @@ def _by_itself(value: Value, *, frozen: bool) -> InputRole:
     return InputRole.FROZEN if frozen else InputRole.BATCH
 
 
-def _reached(values: Iterable[int], operators: Sequence[Operator]) -> set[int]:
+def _descendants(values: Iterable[int], operators: Sequence[Operator]) -> set[int]:
     """The values that are made of some; a loop hands them back to its start."""
     out, waiting, reads = set[int](), list(values), readers(operators)
     while waiting:

@@ -83,7 +83,7 @@ def build_graph(
         )
     classes = _classes(program, emitted.operators, roles, inputs, share=share_repeated)
     operators = [
-        op.decided(role, class_index)
+        op.with_role(role, class_index)
         for op, role, class_index in zip(emitted.operators, roles, classes, strict=True)
     ]
     outputs = tuple(a if isinstance(a, int) else None for a in program.body.outputs)

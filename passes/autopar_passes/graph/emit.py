@@ -20,7 +20,7 @@ from autopar_passes.rules.factor_rule import (
     elementwise_rule,
 )
 from autopar_passes.rules.flops import equation_flops
-from autopar_passes.rules.kernel import Kernel
+from autopar_passes.rules.kernel import KernelWork
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class Emitted:
 def emit_operators(
     program: Program,
     rules: Mapping[int, FactorRule],
-    kernels: Mapping[int, Kernel] | None = None,
+    kernels: Mapping[int, KernelWork] | None = None,
 ) -> Emitted:
     """Emits the operators of a program, in an order in which it may run.
 
@@ -70,7 +70,7 @@ class _Emitter:
         self,
         program: Program,
         rules: Mapping[int, FactorRule],
-        kernels: Mapping[int, Kernel],
+        kernels: Mapping[int, KernelWork],
     ) -> None:
         self.program = program
         self.rules = rules
@@ -93,7 +93,7 @@ class _Emitter:
         eqn: Equation | None = None,
         flops: float = 0.0,
         input_trips: Sequence[float] | None = None,
-        kernel: Kernel | None = None,
+        kernel: KernelWork | None = None,
     ) -> None:
         self.operators.append(
             Operator(
@@ -207,7 +207,9 @@ class _Emitter:
             values = (body.inputs[consts + k], eqn.outputs[k])
             self.carry(eqn, ends, values, (trips, inner_trips))
         for k in range(consts + carry, len(eqn.inputs)):
-            rule = _sliced(self.shape(body.inputs[k]), params["length"], stack=False)
+            rule = _slice_rule(
+                self.shape(body.inputs[k]), params["length"], stack=False
+            )
             self.emit(
                 "slice_step", _ids((eqn.inputs[k],)), (body.inputs[k],), rule,
                 inner_trips, eqn=eqn, input_trips=(trips,),
@@ -216,7 +218,7 @@ class _Emitter:
         for k in range(carry, len(eqn.outputs)):
             atom = body.outputs[k]
             shape = self.shape(eqn.outputs[k])[1:]
-            rule = _sliced(shape, params["length"], stack=True)
+            rule = _slice_rule(shape, params["length"], stack=True)
             self.emit(
                 "stack_step",
                 _ids((atom,)),
@@ -264,7 +266,7 @@ def _identity(shape: tuple[int, ...], operands: int, results: int = 1) -> Factor
     return dataclasses.replace(rule, results=rule.results * results)
 
 
-def _sliced(shape: tuple[int, ...], length: int, *, stack: bool) -> FactorRule:
+def _slice_rule(shape: tuple[int, ...], length: int, *, stack: bool) -> FactorRule:
     """Returns the rule of one step of a scan: the leading dimension stays whole."""
     rule = _identity(shape, 1)
     lead: Dims = ((len(rule.sizes),),) if length > 1 else ((),)

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from autopar_passes.graph.roles import InputRole, Role
 from autopar_passes.program.equations import Program, Value
 from autopar_passes.rules.factor_rule import FactorRule
-from autopar_passes.rules.kernel import Kernel
+from autopar_passes.rules.kernel import KernelWork
 
 # Primitives that multiply matrices, as they are or as a convolution.
 PRODUCTS = frozenset({"dot_general", "conv_general_dilated", "ragged_dot_general"})
@@ -57,9 +57,9 @@ class Operator:
     class_index: int = -1
     source: str = ""
     until: int = -1
-    kernel: Kernel | None = None
+    kernel: KernelWork | None = None
 
-    def decided(self, role: Role, class_index: int) -> Operator:
+    def with_role(self, role: Role, class_index: int) -> Operator:
         """The operator with its role and class; `dataclasses.replace`, but faster."""
         return Operator(
             self.index,

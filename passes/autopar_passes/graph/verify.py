@@ -108,8 +108,9 @@ def _covers(rule: FactorRule, dims: Dims, shape: tuple[int, ...]) -> bool:
 
 
 def _wrong_kinds(rule: FactorRule, kind: str) -> Iterator[str]:
-    if rule.reduction not in _REDUCTIONS or bool(rule.reduction) != bool(rule.reduced):
-        yield f"it reduces the factors {set(rule.reduced)} by {rule.reduction!r}"
+    reduced = rule.reduced_factors
+    if rule.reduction not in _REDUCTIONS or bool(rule.reduction) != bool(reduced):
+        yield f"it reduces the factors {set(reduced)} by {rule.reduction!r}"
     made = {f for dims in rule.results for f in rule.factors_of(dims)}
     for factor, what in enumerate(rule.kinds):
         if what is FactorKind.REDUCE and factor in made:

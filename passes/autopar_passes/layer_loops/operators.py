@@ -10,7 +10,7 @@ from typing import Any
 import jax
 
 from autopar_passes.layer_loops.paths import ranges
-from autopar_passes.program.building import renumbered
+from autopar_passes.program.building import renumber_equation
 from autopar_passes.program.equations import Equation, Program, Region
 
 # Operators that treat each element by itself.
@@ -49,7 +49,8 @@ def in_order(program: Program) -> Program:
 
     count(program.body)
     equations = tuple(
-        renumbered(e, lambda v: v, numbers.__getitem__) for e in program.body.equations
+        renumber_equation(e, lambda v: v, numbers.__getitem__)
+        for e in program.body.equations
     )
     return dataclasses.replace(
         program, body=dataclasses.replace(program.body, equations=equations)

@@ -27,7 +27,7 @@ from autopar_passes.layer_loops.operators import (
     resize_dim,
 )
 from autopar_passes.layer_loops.paths import piece_paths, ranges
-from autopar_passes.program.building import Builder, next_index, renumbered
+from autopar_passes.program.building import Builder, next_index, renumber_equation
 from autopar_passes.program.equations import Atom, Equation, Program, Region, walk
 from autopar_passes.program.trace import TracedStep
 
@@ -490,6 +490,6 @@ class Splitter:
 
         return Region(
             tuple(number(v) for v in region.inputs),
-            tuple(renumbered(e, number, index) for e in region.equations),
+            tuple(renumber_equation(e, number, index) for e in region.equations),
             tuple(number(a) if isinstance(a, int) else a for a in region.outputs),
         )

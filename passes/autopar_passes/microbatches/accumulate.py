@@ -20,7 +20,12 @@ from autopar_passes.microbatches.microbatched import (
     Rows,
 )
 from autopar_passes.microbatches.rows import part, together
-from autopar_passes.program.building import Builder, needed, next_index, renumbered
+from autopar_passes.program.building import (
+    Builder,
+    needed_equations,
+    next_index,
+    renumber_equation,
+)
 from autopar_passes.program.equations import Atom, Equation, Program, Region
 from autopar_passes.program.trace import TracedStep
 
@@ -66,7 +71,7 @@ class _Joiner:
     def before(self) -> tuple[Equation, ...]:
         """What is the same in all microbatches, or needs the whole batch."""
         same = [c.value for c in self.found.crossings if c.combine is Combine.SAME]
-        return needed(self.whole.body.equations, [*same, *self.ahead()])
+        return needed_equations(self.whole.body.equations, [*same, *self.ahead()])
 
     def ahead(self) -> list[int]:
         program = self.found.ahead
@@ -171,9 +176,9 @@ class _Joiner:
         ]
         told = tuple(e for e in repeated if e.source.effects)
         read = [*(c.value for c in crossings), *_read(told)]
-        kept = {e.index for e in needed(repeated, read)}
+        kept = {e.index for e in needed_equations(repeated, read)}
         return tuple(
-            renumbered(e, self.number, lambda k: self.first_index + k)
+            renumber_equation(e, self.number, lambda k: self.first_index + k)
             for e in repeated
             if e.index in kept or e.source.effects
         )

@@ -225,7 +225,7 @@ def _forward_values(pair: Pair, graph: OperatorGraph) -> set[int]:
         seen.add(value)
         if op.role is not Role.FORWARD or op.kind == "input":
             continue
-        if pair.has_rows(value) and op.rule.reduced:
+        if pair.has_rows(value) and op.rule.reduced_factors:
             continue
         left.extend(op.inputs)
     return {v for v in seen if not pair.has_rows(v)}

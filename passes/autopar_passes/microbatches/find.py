@@ -25,7 +25,7 @@ from autopar_passes.microbatches.microbatched import (
 )
 from autopar_passes.microbatches.operators import Grouped, is_float
 from autopar_passes.microbatches.pairs import Pair, pair_programs, place
-from autopar_passes.program.building import Builder, needed, next_index
+from autopar_passes.program.building import Builder, needed_equations, next_index
 from autopar_passes.program.equations import (
     Atom,
     Equation,
@@ -95,7 +95,7 @@ class _Writer:
                 read.extend(
                     (*eqn.outputs, *(a for a in eqn.inputs if isinstance(a, int)))
                 )
-        kept = {e.index for e in needed(region.equations, read)}
+        kept = {e.index for e in needed_equations(region.equations, read)}
         equations = tuple(
             e for e in region.equations if e.index in kept or e.source.effects
         )
@@ -438,7 +438,7 @@ def _made_twice(pair: Pair, follower: Follower, made: Rewritten) -> frozenset[in
     """
     folded = {index for index, _ in follower.known.edits.folded}
     handed = set(_handed_on(pair, follower)) - follower.known.edits.replaced
-    ahead = needed(pair.whole.body.equations, made.ahead)
+    ahead = needed_equations(pair.whole.body.equations, made.ahead)
     return frozenset(
         eqn.index
         for eqn in ahead
@@ -487,7 +487,7 @@ def _ahead(pair: Pair, made: Rewritten) -> Program | None:
     if not made.ahead:
         return None
     whole = pair.whole
-    equations = needed(whole.body.equations, made.ahead)
+    equations = needed_equations(whole.body.equations, made.ahead)
     region = Region(whole.body.inputs, equations, made.ahead)
     return Program(whole.values, region, whole.constants)
 

@@ -103,7 +103,7 @@ class Builder:
         return [numbers[a] if isinstance(a, int) else a for a in inner.body.outputs]
 
 
-def renumbered(
+def renumber_equation(
     eqn: Equation, value: Callable[[int], int], index: Callable[[int], int]
 ) -> Equation:
     """Returns an equation, with its regions, under other numbers.
@@ -120,7 +120,7 @@ def renumbered(
     regions = tuple(
         Region(
             tuple(value(v) for v in region.inputs),
-            tuple(renumbered(e, value, index) for e in region.equations),
+            tuple(renumber_equation(e, value, index) for e in region.equations),
             atoms(region.outputs),
         )
         for region in eqn.regions
@@ -136,7 +136,7 @@ def renumbered(
     )
 
 
-def needed(
+def needed_equations(
     equations: Sequence[Equation], values: Sequence[int]
 ) -> tuple[Equation, ...]:
     """The equations that some values are made by, in their order."""

@@ -184,7 +184,7 @@ class Parameters:
         names = self.names[:count]
         return names + tuple(f"args{i}" for i in range(len(names), count))
 
-    def bound(
+    def bind(
         self, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Puts arguments given by name in their places where they have one.
@@ -221,16 +221,16 @@ class CallForm:
 
     def paths(self, arrays: Sequence[Any]) -> list[str]:
         """A readable path of each array, which starts with the argument's name."""
-        keyed = _keyed(self.fixed, arrays)
+        keyed = _array_paths(self.fixed, arrays)
         return [_text(self.names[int(path[0].idx)], path[1:]) for path in keyed]
 
     def argument_of(self, arrays: Sequence[Any]) -> list[int]:
         """Of each array, the position of the argument that holds it."""
-        return [path[0].idx for path in _keyed(self.fixed, arrays)]
+        return [path[0].idx for path in _array_paths(self.fixed, arrays)]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Call:
+class StepCall:
     """A call of a step.
 
     Attributes:
@@ -258,14 +258,14 @@ class ResultForm:
     def paths(self, names: Sequence[str], arrays: Sequence[Any]) -> list[str]:
         """A readable path of each array: ``result/...``, or that of an argument."""
         found: list[str] = []
-        for path in _keyed(self.fixed, arrays):
+        for path in _array_paths(self.fixed, arrays):
             if path[0].idx == 0:
                 found.append(_text(names[int(path[1].idx)], path[2:]))
             else:
                 found.append(_text("result", path[1:]))
         return found
 
-    def returned(self, arrays: Sequence[Any]) -> Any:
+    def return_value(self, arrays: Sequence[Any]) -> Any:
         """What the step returns, its NNX objects updated; within `updating`."""
         tree = self.fixed.join(arrays)
         if self.objects:
@@ -275,7 +275,7 @@ class ResultForm:
 
 def open_call(
     parameters: Parameters, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None
-) -> Call:
+) -> StepCall:
     """Takes the arrays out of a call; within `updating`.
 
     Arguments given by name take their places where they have one. The parameters say
@@ -291,7 +291,7 @@ def open_call(
       TypeError: the arguments do not fit the step's signature, or one of them holds
         something that is neither an array nor can be static.
     """
-    positional, keyword = parameters.bound(args, kwargs or {})
+    positional, keyword = parameters.bind(args, kwargs or {})
     names = (*parameters.positional(len(positional)), *keyword)
     values = [
         Static(x) if _is_flag(x) or name in parameters.static else x
@@ -302,7 +302,7 @@ def open_call(
     arrays, fixed = part(names, trees)
     mesh, roles = user_mesh(), parameters.roles
     form = CallForm(names, tuple(keyword), fixed, objects, mesh, roles)
-    return Call(form, arrays)
+    return StepCall(form, arrays)
 
 
 def _is_flag(x: Any) -> bool:
@@ -346,7 +346,7 @@ def _run(step: Callable[..., Any], form: CallForm, values: Sequence[Any]) -> Any
     return out
 
 
-def _keyed(fixed: Fixed, arrays: Sequence[Any]) -> list[Any]:
+def _array_paths(fixed: Fixed, arrays: Sequence[Any]) -> list[Any]:
     """The path of each array."""
     static = {k for k, _ in fixed.leaves}
     keyed, _ = fixed.read(arrays, jax.tree_util.tree_flatten_with_path)

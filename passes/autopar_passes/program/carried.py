@@ -23,7 +23,7 @@ from autopar_passes.program.static_leaves import Fixed
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Carried:
+class CarriedPairs:
     """What a step carries.
 
     Attributes:
@@ -88,7 +88,7 @@ def find_carried(
     result: ResultForm,
     outputs: Sequence[Any],
     depends: Callable[[int, int], bool],
-) -> Carried:
+) -> CarriedPairs:
     """Matches the arguments of a call with its result.
 
     Args:
@@ -100,13 +100,13 @@ def find_carried(
     """
 
     def both(given: Any) -> _Found:
-        return result.fixed.read(outputs, lambda after: searched(given, after))
+        return result.fixed.read(outputs, lambda after: search_pairs(given, after))
 
-    def searched(given: Any, after: Any) -> _Found:
-        before = _numbered(form.fixed, given, inputs)
-        numbers = _numbered(result.fixed, after, outputs)
+    def search_pairs(given: Any, after: Any) -> _Found:
+        before = _leaves_by_id(form.fixed, given, inputs)
+        numbers = _leaves_by_id(result.fixed, after, outputs)
         objects, returned = after
-        search = _Search(_part("", 0, returned, numbers), depends)
+        search = _PairSearch(_part("", 0, returned, numbers), depends)
         for k, (name, tree) in enumerate(zip(form.names, given, strict=True)):
             if form.roles.is_batch_argument(name):
                 continue
@@ -119,12 +119,12 @@ def find_carried(
 
     pairs, changed = form.fixed.read(inputs, both)
     paths = form.paths(inputs)
-    return Carried(
+    return CarriedPairs(
         dict(sorted(pairs.items())), tuple(paths[i] for i in sorted(changed))
     )
 
 
-class _Search:
+class _PairSearch:
     """Matches parts of arguments with parts of one result."""
 
     def __init__(self, result: _Part, depends: Callable[[int, int], bool]) -> None:
@@ -213,7 +213,7 @@ def _kinds(part: _Part) -> list[Any]:
     return [x.kind if isinstance(x, _Leaf) else ("static", x) for x in part.leaves]
 
 
-def _numbered(fixed: Fixed, tree: Any, arrays: Sequence[Any]) -> dict[int, _Leaf]:
+def _leaves_by_id(fixed: Fixed, tree: Any, arrays: Sequence[Any]) -> dict[int, _Leaf]:
     """What stands for an array in a tree, by its ``id`` -> the array."""
     static = {k for k, _ in fixed.leaves}
     held = [x for k, x in enumerate(jax.tree.leaves(tree)) if k not in static]

@@ -33,7 +33,7 @@ _SHAPED = frozenset({
 _SUMS = frozenset({"add", "add_any"})
 
 
-class Sum:
+class AdditionTree:
     """Additions whose terms are read by nothing else than their sum."""
 
     def __init__(self, root: int, links: list[int], terms: list[Atom]) -> None:
@@ -43,7 +43,7 @@ class Sum:
         self.terms = terms
 
 
-class Group:
+class EqualEquations:
     """Equal equations: their positions, and what each operand of them is.
 
     A column is the atom that all of them read, or a tuple of the values that each does.
@@ -62,7 +62,7 @@ class Group:
         return row // len(self.blocks[0])
 
 
-class Groups:
+class EqualGroups:
     """Finds equal equations from the end of a program on.
 
     Two equations are alike where they do the same, and equations that are alike read
@@ -84,8 +84,8 @@ class Groups:
         # Positions of equations that only make such values.
         self.repeated: set[int] = set()
         # Value of a member -> its group, its row and its number among the results.
-        self.row_of: dict[int, tuple[Group, int, int]] = {}
-        self.groups: list[Group] = []
+        self.row_of: dict[int, tuple[EqualEquations, int, int]] = {}
+        self.groups: list[EqualEquations] = []
         for members in self._alike():
             self._take(members)
 
@@ -101,9 +101,9 @@ class Groups:
                 found.setdefault(atom, []).append((-1, 0))
         return found
 
-    def _sums(self) -> list[Sum]:
+    def _sums(self) -> list[AdditionTree]:
         """The sums of at least `LEAST` terms."""
-        found: list[Sum] = []
+        found: list[AdditionTree] = []
         link: set[int] = set()
         for k in range(len(self.equations) - 1, -1, -1):
             if k in link or not self._adds(k):
@@ -120,7 +120,7 @@ class Groups:
                     open_.extend(self.equations[at].inputs)
             link.update(made)
             if len(terms) >= LEAST:
-                found.append(Sum(k, made, terms))
+                found.append(AdditionTree(k, made, terms))
         return found
 
     def _link(self, atom: Atom, root: int) -> int | None:
@@ -223,7 +223,7 @@ class Groups:
         first = next((j for j, h in zip(varied, homes, strict=True) if h), varied[0])
         within = [self.row_of.get(v, (None, v, 0))[1] for v in columns[first]]
         order = sorted(rows, key=within.__getitem__)
-        group = Group(
+        group = EqualEquations(
             [members[i] for i in order],
             [
                 tuple(column[i] for i in order) if j in varied else column[0]
@@ -235,7 +235,7 @@ class Groups:
             for number, value in enumerate(self.equations[k].outputs):
                 self.row_of[value] = (group, row, number)
 
-    def _home(self, column: Sequence[Any]) -> Group | bool | None:
+    def _home(self, column: Sequence[Any]) -> EqualEquations | bool | None:
         """The group that makes a column; False: arguments; None: neither."""
         if all(v in self.inputs for v in column):
             return False

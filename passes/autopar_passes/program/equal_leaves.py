@@ -20,13 +20,13 @@ import jax
 import jax.numpy as jnp
 
 from autopar_passes import jax_compat
-from autopar_passes.program.building import Builder, renumbered
+from autopar_passes.program.building import Builder, renumber_equation
 from autopar_passes.program.equal_equations import (
     LEAST,
     MOST_BYTES,
-    Group,
-    Groups,
-    Sum,
+    AdditionTree,
+    EqualEquations,
+    EqualGroups,
 )
 from autopar_passes.program.equations import (
     Atom,
@@ -58,16 +58,16 @@ def stacked_leaves(program: Program) -> Program:
         return program
     if any(eqn.source.effects for eqn in program.body.equations):
         return program
-    found = Groups(program)
+    found = EqualGroups(program)
     if not found.groups:
         return program
-    return _Rewriter(program, found).program()
+    return _BlockRewriter(program, found).program()
 
 
-class _Rewriter:
+class _BlockRewriter:
     """Writes a program anew, with its groups in blocks."""
 
-    def __init__(self, program: Program, found: Groups) -> None:
+    def __init__(self, program: Program, found: EqualGroups) -> None:
         self.old = program
         self.found = found
         self.builder = Builder(program.values, 0)
@@ -82,7 +82,7 @@ class _Rewriter:
 
     def program(self) -> Program:
         """The program in blocks, its values and equations numbered anew."""
-        for node in self._ordered():
+        for node in self._ordered_writes():
             node()
         outputs = [self._now(a) for a in self.old.body.outputs]
         body = Region(
@@ -90,7 +90,7 @@ class _Rewriter:
         )
         return _compact(Program(tuple(self.builder.values), body, self.old.constants))
 
-    def _ordered(self) -> list[Callable[[], None]]:
+    def _ordered_writes(self) -> list[Callable[[], None]]:
         """What is written, in the order of the old program as far as there is one."""
         nodes: list[tuple[int, Callable[[], None], Sequence[Any], Iterable[int]]] = []
         equations, found = self.old.body.equations, self.found
@@ -122,7 +122,7 @@ class _Rewriter:
                 nodes.append((min(members), write, reads, made))
         return _topological(nodes, found.same)
 
-    def _groups_of(self, found: Sum) -> set[int]:
+    def _groups_of(self, found: AdditionTree) -> set[int]:
         """The groups, by `id`, all of whose rows are terms of a sum, once each."""
         counts = collections.Counter[int](a for a in found.terms if isinstance(a, int))
         homes = [self.found.row_of[v] for v in counts if v in self.found.row_of]
@@ -146,7 +146,7 @@ class _Rewriter:
             self._take_apart(group, block, number)
         return self.held[atom]
 
-    def _take_apart(self, group: Group, block: int, number: int) -> None:
+    def _take_apart(self, group: EqualEquations, block: int, number: int) -> None:
         rows = group.blocks[block]
         stack = self.stacks[id(group), block][number]
         members = [self.old.body.equations[group.members[i]] for i in rows]
@@ -177,7 +177,7 @@ class _Rewriter:
             self.stacked[values] = made[0]
         return self.stacked[values]
 
-    def _block(self, group: Group, number: int) -> None:
+    def _block(self, group: EqualEquations, number: int) -> None:
         """Writes the equations of a block as one."""
         rows = group.blocks[number]
         eqn = self.old.body.equations[group.members[rows.start]]
@@ -210,7 +210,7 @@ class _Rewriter:
         key = ("block", id(group), tuple(mapped))
         self.stacks[id(group), number] = self._call(key, run, atoms, eqn.name_stack)
 
-    def _sum(self, found: Sum) -> None:
+    def _sum(self, found: AdditionTree) -> None:
         """Writes a sum: blocks first, then all together."""
         eqn = self.old.body.equations[found.root]
         whole = self.whole[found.root]
@@ -228,7 +228,7 @@ class _Rewriter:
                 done.add((id(group), block))
                 stack = self.stacks[id(group), block][number]
                 assert isinstance(stack, int)
-                (part,) = self._call(("sum",), _added, [stack], eqn.name_stack)
+                (part,) = self._call(("sum",), _sum_rows, [stack], eqn.name_stack)
             total = part if total is None else self._add(eqn, total, part)
         assert total is not None
         self.held[eqn.outputs[0]] = total
@@ -246,18 +246,18 @@ class _Rewriter:
             self._now(atom)
 
         def value(number: int) -> int:
-            now = self._now(number) if number in self.known else number
+            now = self._now(number) if number in self.outer_values else number
             assert isinstance(now, int)
             return now
 
         for made in eqn.outputs:
             self.held[made] = made
         self.builder.equations.append(
-            renumbered(eqn, value, lambda _: self.builder.index())
+            renumber_equation(eqn, value, lambda _: self.builder.index())
         )
 
     @functools.cached_property
-    def known(self) -> frozenset[int]:
+    def outer_values(self) -> frozenset[int]:
         """The values of the program outside of its loops."""
         made = (v for eqn in self.old.body.equations for v in eqn.outputs)
         return frozenset((*self.old.body.inputs, *made))
@@ -295,7 +295,7 @@ def _apart(stack: Any) -> list[Any]:
     return list(jax.lax.split(long, (shape[0],) * rows, 0))
 
 
-def _added(stack: Any) -> list[Any]:
+def _sum_rows(stack: Any) -> list[Any]:
     """The sum of the rows of a stack."""
     return [jnp.sum(stack, axis=0, dtype=stack.dtype)]
 
@@ -354,7 +354,8 @@ def _compact(program: Program) -> Program:
 
     inputs = tuple(value(v) for v in program.body.inputs)
     equations = tuple(
-        renumbered(eqn, value, lambda index: index) for eqn in program.body.equations
+        renumber_equation(eqn, value, lambda index: index)
+        for eqn in program.body.equations
     )
     outputs = tuple(value(a) if isinstance(a, int) else a for a in program.body.outputs)
     return Program(tuple(values), Region(inputs, equations, outputs), program.constants)

@@ -139,7 +139,7 @@ def _from_tree(tree: Any, tag: str | None = None, inner: bool | None = None) -> 
     )
 
 
-def updated(tree: Any, new: Any) -> Any:
+def update_objects(tree: Any, new: Any) -> Any:
     """A tree with the arrays of another; NNX objects are updated in place.
 
     Args:

@@ -24,7 +24,7 @@ def module_scopes(graph: Any) -> Generator[None]:
     saved: dict[type, Callable[..., Any]] = {}
     for cls in classes:
         saved[cls] = cls.__dict__["__call__"]
-        cls.__call__ = _scoped(saved[cls])
+        cls.__call__ = _add_scope(saved[cls])
     try:
         yield
     finally:
@@ -51,12 +51,12 @@ def _named_modules(graph: Any) -> Iterator[tuple[tuple[Any, ...], Any]]:
             yield path[1:] if path and path[0] == 0 else path, node
 
 
-def _scoped(call: Callable[..., Any]) -> Callable[..., Any]:
+def _add_scope(call: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(call)
-    def scoped(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def call_in_scope(self: Any, *args: Any, **kwargs: Any) -> Any:
         path = getattr(self, _PATH, "")
         name = path.rsplit("/", 1)[-1] if path else type(self).__name__
         with jax.named_scope(name):
             return call(self, *args, **kwargs)
 
-    return scoped
+    return call_in_scope

@@ -80,13 +80,13 @@ def on_one_replica(
         def once(_: Any) -> list[Any]:
             return list(function(*arrays))
 
-        mapped = functools.reduce(_mapped, names, once)
+        mapped = functools.reduce(_map_over_axis, names, once)
         return mapped(jnp.zeros(()))
 
     return run
 
 
-def _mapped(function: Callable[[Any], Any], name: str) -> Callable[[Any], Any]:
+def _map_over_axis(function: Callable[[Any], Any], name: str) -> Callable[[Any], Any]:
     replicated = jax.vmap(function, axis_name=name)
     return lambda x: [made[0] for made in replicated(x[None])]
 

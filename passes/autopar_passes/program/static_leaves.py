@@ -107,7 +107,7 @@ def part(names: Sequence[str], trees: Sequence[Any]) -> tuple[list[Any], Fixed]:
     arrays: list[Any] = []
     fixed: list[tuple[int, Any]] = []
     for k, (leaf, filtered) in enumerate(
-        zip(leaves, _filtered(whole, leaves), strict=True)
+        zip(leaves, _within_equinox(whole, leaves), strict=True)
     ):
         static = _is_static(leaf, filtered)
         if refusal := _refusal(leaf, filtered, static):
@@ -119,7 +119,7 @@ def part(names: Sequence[str], trees: Sequence[Any]) -> tuple[list[Any], Fixed]:
     return arrays, Fixed(structure, tuple(fixed))
 
 
-def _filtered(tree: Any, leaves: Sequence[Any]) -> list[bool]:
+def _within_equinox(tree: Any, leaves: Sequence[Any]) -> list[bool]:
     """Of each leaf, whether it lies within an Equinox module."""
     if "equinox" not in sys.modules:
         return [False] * len(leaves)

@@ -25,15 +25,15 @@ from autopar_errors import InputError
 from autopar_passes import jax_compat, jax_meshes
 from autopar_passes.program.calls import (
     NOT_NAMED,
-    Call,
     CallForm,
     NamedRoles,
     Parameters,
     ResultForm,
+    StepCall,
     flat_function,
     open_call,
 )
-from autopar_passes.program.carried import Carried, find_carried
+from autopar_passes.program.carried import CarriedPairs, find_carried
 from autopar_passes.program.equal_leaves import stacked_leaves
 from autopar_passes.program.equations import Program
 from autopar_passes.program.flatten import flatten
@@ -105,16 +105,16 @@ def trace(
     Raises:
       TraceError: JAX cannot trace the step.
     """
-    return trace_call(step, opened(step, args, kwargs, static, roles))
+    return trace_call(step, open_arguments(step, args, kwargs, static, roles))
 
 
-def opened(
+def open_arguments(
     step: Callable[..., Any],
     args: Sequence[Any],
     kwargs: Mapping[str, Any] | None = None,
     static: Collection[str] = (),
     roles: NamedRoles = NOT_NAMED,
-) -> Call:
+) -> StepCall:
     """Takes the arrays out of a call, of which nothing will be put back.
 
     Args:
@@ -133,7 +133,7 @@ def opened(
 
 def opened_within(
     parameters: Parameters, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None
-) -> Call:
+) -> StepCall:
     """Takes the arrays out of a call (`autopar_passes.program.calls.open_call`).
 
     Within `updating`, which the caller has opened to put new arrays back.
@@ -153,7 +153,7 @@ def opened_within(
 
 
 def trace_call(
-    step: Callable[..., Any], call: Call, *, checkpoints: bool = True
+    step: Callable[..., Any], call: StepCall, *, checkpoints: bool = True
 ) -> TracedStep:
     """Traces a step on the arrays or structs of a call.
 
@@ -169,14 +169,14 @@ def trace_call(
     Raises:
       TraceError: JAX cannot trace the step.
     """
-    found = _traced(step, call.form, [struct_of(x) for x in call.arrays])
+    found = _trace_step(step, call.form, [struct_of(x) for x in call.arrays])
     weak = [a for a in found.carried.pairs if found.inputs[a].weak_type]
     if not all(found.outputs[found.carried.pairs[a]].weak_type for a in weak):
         strong = [
             x.update(weak_type=False) if k in weak else x
             for k, x in enumerate(found.inputs)
         ]
-        found = _traced(step, call.form, strong)
+        found = _trace_step(step, call.form, strong)
     paths = tuple(call.form.paths(found.inputs))
     if call.form.roles != NOT_NAMED:
         shapes = {p: tuple(x.shape) for p, x in zip(paths, found.inputs, strict=True)}
@@ -215,11 +215,11 @@ class _Traced:
     inputs: list[Any]
     outputs: list[Any]
     result: ResultForm
-    carried: Carried
+    carried: CarriedPairs
     replicas: frozenset[str]
 
 
-def _traced(step: Callable[..., Any], form: CallForm, inputs: list[Any]) -> _Traced:
+def _trace_step(step: Callable[..., Any], form: CallForm, inputs: list[Any]) -> _Traced:
     """Traces a step."""
     if jax_compat.is_pmapped(step):
         raise TraceError(

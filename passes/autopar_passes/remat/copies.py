@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Collection, Sequence
 
-from autopar_passes.program.building import renumbered
+from autopar_passes.program.building import renumber_equation
 from autopar_passes.program.equations import Equation, Program, Value, walk
 from autopar_passes.stages.flow import reads
 
@@ -87,7 +87,8 @@ class Numbers:
             return numbers.get(value, value)
 
         made = [
-            _named(renumbered(eqn, copy, lambda _: self.index())) for eqn in equations
+            _named(renumber_equation(eqn, copy, lambda _: self.index()))
+            for eqn in equations
         ]
         return made, copy
 

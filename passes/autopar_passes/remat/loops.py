@@ -17,7 +17,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 from autopar_passes import jax_compat
 from autopar_passes.layer_loops.split import Splitter
-from autopar_passes.program.building import next_index, renumbered
+from autopar_passes.program.building import next_index, renumber_equation
 from autopar_passes.program.equations import Atom, Equation, Program, Region
 from autopar_passes.program.flatten import barrier_equation
 from autopar_passes.remat.copies import Numbers, needed
@@ -186,7 +186,10 @@ def _with_results(splitter: Splitter, values: Collection[int]) -> Program:
 
     region = Region(
         body.inputs,
-        tuple(renumbered(e, number, lambda k: k) for e in splitter.builder.equations),
+        tuple(
+            renumber_equation(e, number, lambda k: k)
+            for e in splitter.builder.equations
+        ),
         tuple(number(a) if isinstance(a, int) else a for a in outputs),
     )
     made = tuple(splitter.builder.values)
@@ -388,7 +391,8 @@ def _reading(
 ) -> tuple[list[Equation], tuple[Atom, ...]]:
     """The equations and results of a body that read other values instead."""
     equations = [
-        renumbered(e, lambda v: renamed.get(v, v), lambda k: k) for e in body.equations
+        renumber_equation(e, lambda v: renamed.get(v, v), lambda k: k)
+        for e in body.equations
     ]
     return equations, tuple(
         renamed.get(a, a) if isinstance(a, int) else a for a in body.outputs

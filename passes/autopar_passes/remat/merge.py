@@ -13,15 +13,15 @@ from typing import Any
 from autopar_passes import jax_compat
 from autopar_passes.graph.operators import PRODUCTS
 from autopar_passes.graph.roles import REPEATED
-from autopar_passes.program.building import renumbered
-from autopar_passes.program.calls import Call
+from autopar_passes.program.building import renumber_equation
+from autopar_passes.program.calls import StepCall
 from autopar_passes.program.equations import Equation, Program, Region, walk
 from autopar_passes.program.trace import TracedStep, trace_call
 from autopar_passes.remat.levels import RematError
 from autopar_passes.rules.book import signature
 
 
-def trace_without_checkpoints(step: Callable[..., Any], call: Call) -> TracedStep:
+def trace_without_checkpoints(step: Callable[..., Any], call: StepCall) -> TracedStep:
     """Traces a step as if it had no ``jax.checkpoint``.
 
     Args:
@@ -51,7 +51,7 @@ def merged(program: Program) -> Program:
     equal: dict[int, int] = {}
     out: list[Equation] = []
     for given in program.body.equations:
-        eqn = renumbered(given, lambda v: instead.get(v, v), lambda index: index)
+        eqn = renumber_equation(given, lambda v: instead.get(v, v), lambda index: index)
         key = (signature(eqn, program.values), _read(eqn, equal))
         known = (
             None if eqn.regions or eqn.source.effects else first.setdefault(key, eqn)

@@ -17,7 +17,7 @@ from collections.abc import Collection, Sequence
 
 from autopar_passes.graph.operators import OperatorGraph, update_equations
 from autopar_passes.graph.roles import Role
-from autopar_passes.program.building import next_index, renumbered
+from autopar_passes.program.building import next_index, renumber_equation
 from autopar_passes.program.equations import Equation, Program, Region
 from autopar_passes.program.flatten import barrier_equation
 from autopar_passes.remat.copies import Numbers, needed
@@ -228,4 +228,4 @@ class _Rewriter:
         """An equation; of the backward pass, it reads what is computed again."""
         if not self.backward(eqn) or renamed.keys().isdisjoint(reads(eqn)):
             return eqn
-        return renumbered(eqn, lambda v: renamed.get(v, v), lambda index: index)
+        return renumber_equation(eqn, lambda v: renamed.get(v, v), lambda index: index)

@@ -198,7 +198,7 @@ def _kernel_shards_bind(eqn: Equation, shards: Sequence[Any]) -> list[Any]:
     if eqn.primitive != pallas_grid.PRIMITIVE:
         return jax_compat.bind(eqn.source, *shards)
     shapes = [jax.numpy.shape(x) for x in shards]
-    params = pallas_grid.localised(eqn.params, shapes)
+    params = pallas_grid.localise_params(eqn.params, shapes)
     return jax_compat.bind_with(eqn, params, *shards)
 
 

@@ -17,7 +17,7 @@ import jax
 from autopar_passes import jax_effects
 from autopar_passes.program.equations import Equation, Program, Scalar, Value
 from autopar_passes.rules.factor_rule import FactorRule, replicated_rule
-from autopar_passes.rules.kernel import Kernel
+from autopar_passes.rules.kernel import KernelWork
 from autopar_passes.rules.kernels import (
     is_kernel,
     kernel_name,
@@ -46,7 +46,7 @@ class RuleBook:
 
     rules: dict[int, FactorRule]
     unsupported: tuple[str, ...]
-    kernels: dict[int, Kernel]
+    kernels: dict[int, KernelWork]
 
 
 def signature(eqn: Equation, values: Sequence[Value]) -> tuple[Any, ...]:
@@ -110,7 +110,7 @@ class _Kernels:
         held = program.body.inputs[program.num_arguments :]
         self.arrays = dict(zip(held, program.constants, strict=True))
         self.unsupported: set[str] = set()
-        self.works: dict[Any, Kernel] = {}
+        self.works: dict[Any, KernelWork] = {}
 
     def key(self, eqn: Equation, sig: Any) -> Any:
         """The signature of an equation, with what else decides about a kernel."""
@@ -166,7 +166,9 @@ def _lowered_rules(
         if platform:
             found, names = _read(program, chosen, platform)
         else:
-            found = [_lowered(program, eqn).replicated() for eqn in chosen]
+            found = [
+                _lowered_equation(program, eqn).replicated_rule() for eqn in chosen
+            ]
             names = tuple(eqn.primitive for eqn in chosen)
         rules.update(zip(members, found, strict=True))
         unsupported.update(names)
@@ -187,7 +189,7 @@ def _read(
 ) -> tuple[list[FactorRule], tuple[str, ...]]:
     """The rules of equations that a platform can lower."""
     module = _module(program, equations, platform)
-    return read_rules(module, [_lowered(program, eqn) for eqn in equations])
+    return read_rules(module, [_lowered_equation(program, eqn) for eqn in equations])
 
 
 def _module(program: Program, equations: Sequence[Equation], platform: str) -> Any:
@@ -215,7 +217,7 @@ def _module(program: Program, equations: Sequence[Equation], platform: str) -> A
     return traced.lower(lowering_platforms=(platform,)).compiler_ir("stablehlo")
 
 
-def _lowered(program: Program, eqn: Equation) -> LoweredEquation:
+def _lowered_equation(program: Program, eqn: Equation) -> LoweredEquation:
     operands, results = _avals(program, eqn)
     return LoweredEquation(
         eqn.primitive,

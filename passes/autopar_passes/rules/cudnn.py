@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from autopar_passes.rules.factor_rule import Dims, FactorKind, FactorRule
-from autopar_passes.rules.kernel import CUDNN_EFFICIENCY, GPU, Kernel
+from autopar_passes.rules.kernel import CUDNN_EFFICIENCY, GPU, KernelWork
 
 FORWARD = "dot_product_attention_fwd_wrapper"
 BACKWARD = "dot_product_attention_bwd_wrapper"
@@ -33,7 +33,7 @@ _QUERY_HEADS = ("kv heads", "group")
 _KEY_HEADS = ("kv heads",)
 
 
-class _Factors:
+class _CallFactors:
     """Numbers the factors of one call."""
 
     def __init__(self) -> None:
@@ -73,7 +73,7 @@ class _Call:
         self.qk_dim, self.v_dim = query[3], value[3]
         self.bias = bias
         paged = any(math.prod(o.shape) for o in operands[8:10])
-        self.factors = _Factors()
+        self.factors = _CallFactors()
         new = self.factors.new
         new("batch", self.batch, free=not paged)
         new("kv heads", self.kv_heads, free=not paged)
@@ -172,7 +172,7 @@ def attention_rule(
 
 def attention_kernel(
     primitive: str, operands: Sequence[Any], params: dict[str, Any]
-) -> Kernel:
+) -> KernelWork:
     """Returns the work of a call.
 
     The forward pass takes ``2 * (qk_dim + v_dim)`` FLOPs for each query, key and head.
@@ -182,7 +182,7 @@ def attention_kernel(
     whole = 2.0 * (call.qk_dim + call.v_dim) * pairs
     backward, flops = primitive == BACKWARD, whole * _part(call, params)
     model = whole * (2.0 if backward else 1.0)
-    return Kernel(
+    return KernelWork(
         name="cudnn attention" + (" backward" if backward else ""),
         flops=flops * (_BACKWARD_FLOPS if backward else 1.0),
         matrix=True,

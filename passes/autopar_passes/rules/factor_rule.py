@@ -69,11 +69,13 @@ class FactorRule:
         )
 
     @property
-    def reduced(self) -> frozenset[int]:
+    def reduced_factors(self) -> frozenset[int]:
         """Factors whose sharding leaves partial results."""
         if FactorKind.REDUCE not in self.kinds:
             return frozenset()
         return frozenset(f for f, k in enumerate(self.kinds) if k is FactorKind.REDUCE)
+
+    reduced = reduced_factors  # the old name, for one release
 
 
 def replicated_rule(

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 
 @dataclasses.dataclass(slots=True)
-class _Factor:
+class _FactorNode:
     size: int
     parent: int
     blocked: bool = False
@@ -24,11 +24,11 @@ class FactorForest:
 
     def __init__(self) -> None:
         """Starts without factors."""
-        self._nodes: list[_Factor] = []
+        self._nodes: list[_FactorNode] = []
 
     def new(self, size: int) -> int:
         """Adds a factor of ``size`` elements."""
-        self._nodes.append(_Factor(size, len(self._nodes)))
+        self._nodes.append(_FactorNode(size, len(self._nodes)))
         return len(self._nodes) - 1
 
     def find(self, factor: int) -> int:
@@ -51,7 +51,7 @@ class FactorForest:
         """Returns the number of elements of a factor."""
         return self._nodes[self.find(factor)].size
 
-    def blocked(self, factor: int) -> bool:
+    def is_blocked(self, factor: int) -> bool:
         """Says whether a factor must be replicated."""
         return self._nodes[self.find(factor)].blocked
 

@@ -17,7 +17,7 @@ GPU, TPU = "gpu", "tpu"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Kernel:
+class KernelWork:
     """The work of one kernel on whole arrays.
 
     A kernel reads its operands and writes its results once; what it holds in between

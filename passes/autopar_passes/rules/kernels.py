@@ -21,7 +21,7 @@ from autopar_passes.program.equations import Equation
 from autopar_passes.rules import cudnn, manual, pallas_flops, pallas_grid
 from autopar_passes.rules.attention import attention_flops
 from autopar_passes.rules.factor_rule import FactorRule
-from autopar_passes.rules.kernel import GPU, PALLAS_EFFICIENCY, TPU, Kernel
+from autopar_passes.rules.kernel import GPU, PALLAS_EFFICIENCY, TPU, KernelWork
 from autopar_passes.rules.registry import registered_rule
 
 # Kernels of attention, whose own estimates of their cost leave out the mask.
@@ -74,7 +74,7 @@ def kernel_work(
     operands: Sequence[Any],
     results: Sequence[Any],
     arrays: Sequence[Any],
-) -> Kernel:
+) -> KernelWork:
     """Returns the work of a kernel on whole operands.
 
     Args:
@@ -98,7 +98,7 @@ def _pallas_work(
     operands: Sequence[Any],
     results: Sequence[Any],
     arrays: Sequence[Any],
-) -> Kernel:
+) -> KernelWork:
     """See `kernel_work`."""
     name, cost = pallas_grid.kernel_name(params), params.get("cost_estimate")
     found = pallas_flops.count(params, arrays)
@@ -110,7 +110,7 @@ def _pallas_work(
         flops = float(cost.flops)
     elif not found.exact:
         assumed = f"kernel '{name}': branches that depend on data all run, loops once"
-    return Kernel(
+    return KernelWork(
         name=name,
         flops=flops,
         matrix=matrix,

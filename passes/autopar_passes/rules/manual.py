@@ -20,7 +20,7 @@ from autopar_passes.rules.factor_rule import (
     FactorKind,
     FactorRule,
 )
-from autopar_passes.rules.kernel import Kernel
+from autopar_passes.rules.kernel import KernelWork
 
 PRIMITIVE = "shard_map"
 # The body is compiled by XLA, operator by operator; of its products this is assumed.
@@ -54,7 +54,7 @@ def manual_rule(
       results: the abstract results.
       params: parameters of the primitive.
     """
-    factors = _Factors(manual_axes(params))
+    factors = _ShardMapFactors(manual_axes(params))
     given = tuple(
         factors.dims(a.shape, spec)
         for a, spec in zip(operands, params["in_specs"], strict=True)
@@ -75,7 +75,7 @@ def manual_rule(
     return FactorRule(sizes, kinds, given, made, reduction, whole=whole)
 
 
-class _Factors:
+class _ShardMapFactors:
     """Numbers the factors of a ``shard_map``: its axes first, then what is whole."""
 
     def __init__(self, axes: dict[str, int]) -> None:
@@ -107,7 +107,7 @@ def _names(spec: Any, dim: int, axes: dict[str, int]) -> list[str]:
 
 def manual_kernel(
     operands: Sequence[Any], results: Sequence[Any], params: dict[str, Any]
-) -> Kernel:
+) -> KernelWork:
     """Returns the work of a ``shard_map`` on all of its shards together."""
     axes = manual_axes(params)
     shards = math.prod(axes.values())
@@ -121,7 +121,7 @@ def manual_kernel(
         assumed = (
             f"shard_map over {_over(axes)}: its own {', '.join(sent)} cost nothing"
         )
-    return Kernel(
+    return KernelWork(
         name=f"shard_map over {_over(axes)}",
         flops=found.matrix if matrix else found.vector,
         matrix=matrix,

@@ -59,7 +59,7 @@ class _Block:
         """The dimensions of the array that follow one of the grid."""
         return [d for d, i in enumerate(self.indices) if i.along == dim]
 
-    def tiled(self, d: int, grid: Sequence[int]) -> bool:
+    def covers_exactly(self, d: int, grid: Sequence[int]) -> bool:
         """Whether the blocks of the grid cover a dimension exactly."""
         index = self.indices[d]
         points, rest = divmod(grid[index.along], index.repeat)
@@ -110,13 +110,13 @@ def dims_seen(params: dict[str, Any]) -> list[tuple[int, ...]] | None:
     read = [True] * len(found.results)
     free = {g for g in range(len(found.grid)) if found.independent(g, read)}
 
-    def seen(size: int, block: int, index: _Index) -> int:
+    def grid_dim_of(size: int, block: int, index: _Index) -> int:
         if size == block:
             return WHOLE
         return index.along if index.along in free and index.repeat == 1 else UNKNOWN
 
     return [
-        tuple(map(seen, block.shape, block.sizes, block.indices))
+        tuple(map(grid_dim_of, block.shape, block.sizes, block.indices))
         for block in (*found.operands, *found.results)
     ]
 
@@ -136,7 +136,7 @@ def check_rule(params: dict[str, Any], rule: FactorRule, name: str) -> FactorRul
             tiled = (
                 block is not None
                 and block.indices[d].along >= 0
-                and block.tiled(d, found.grid if found else ())
+                and block.covers_exactly(d, found.grid if found else ())
             )
             if not tiled and set(factors) & rule.free:
                 raise InputError(
@@ -147,7 +147,7 @@ def check_rule(params: dict[str, Any], rule: FactorRule, name: str) -> FactorRul
     return rule
 
 
-def localised(
+def localise_params(
     params: dict[str, Any], operands: Sequence[tuple[int, ...]]
 ) -> dict[str, Any]:
     """Returns the parameters of a kernel for the shards of its operands.
@@ -219,7 +219,7 @@ class _Grid:
             mixed = any(g in i.reads and i.along != g for i in block.indices)
             if mixed or len(along) > 1:
                 return False
-            if along and not block.tiled(along[0], self.grid):
+            if along and not block.covers_exactly(along[0], self.grid):
                 return False
         for block, wanted in zip(self.results, read, strict=True):
             own = [d for d in block.along(g) if block.indices[d].repeat == 1]
@@ -321,7 +321,7 @@ def _blocks(params: dict[str, Any]) -> _Grid | None:
         aliases=tuple(params["input_output_aliases"]),
         asked=frozenset(own[a] for a in grid_axes_asked(jaxpr)),
         vmapped=frozenset(mapping.vmapped_dims),
-        parallel=_declared(params["compiler_params"], own, count),
+        parallel=_parallel_dims(params["compiler_params"], own, count),
         scratch=bool(mapping.scratch_avals),
     )
 
@@ -348,7 +348,7 @@ def _block_size(dim: Any) -> int | None:
     return dim.block_size if kind == "Blocked" else None
 
 
-def _declared(compiler: Any, own: Sequence[int], count: int) -> frozenset[int]:
+def _parallel_dims(compiler: Any, own: Sequence[int], count: int) -> frozenset[int]:
     """The dimensions of the grid that a kernel declares to be parallel."""
     said = getattr(compiler, "dimension_semantics", None) or ()
     numbers = range(count) if len(said) == count else own

@@ -61,7 +61,7 @@ class LoweredEquation:
     operands: tuple[tuple[int, ...], ...]
     results: tuple[tuple[int, ...], ...]
 
-    def replicated(self) -> FactorRule:
+    def replicated_rule(self) -> FactorRule:
         """Returns the rule that shards nothing."""
         return replicated_rule(self.operands, self.results)
 
@@ -78,10 +78,10 @@ def read_rules(
     """
     with module.context:
         passmanager.PassManager.parse(_POPULATE).run(module.operation)
-        return _Reader(module).read(equations)
+        return _RuleReader(module).read(equations)
 
 
-class _Reader:
+class _RuleReader:
     """Unites the factors of a whole module, following calls and loops."""
 
     def __init__(self, module: Any) -> None:
@@ -112,7 +112,7 @@ class _Reader:
             results = [next(returned) for _ in eqn.results]
             if i in self.unsupported:
                 names.add(eqn.primitive)
-                rules.append(eqn.replicated())
+                rules.append(eqn.replicated_rule())
             else:
                 rules.append(self.rule(eqn, operands[i], results))
         return rules, tuple(sorted(names))
@@ -222,7 +222,7 @@ class _Reader:
                 indices = list(sdy.DimMappingAttr(dim).factor_indices)
                 real = [factors[i] for i in indices if rule.factor_sizes[i] > 1]
                 if factor is not None and real:
-                    self.united(factor, real)
+                    self.unite_whole(factor, real)
                 elif factor is not None:  # the rule does not let it be sharded
                     self.forest.block(factor)
         kind = _combiner(op, name)
@@ -234,7 +234,7 @@ class _Reader:
         for i in (*rule.need_replication_factors, *rule.permutation_factors):
             self.forest.block(factors[i])
 
-    def united(self, factor: int, real: list[int]) -> None:
+    def unite_whole(self, factor: int, real: list[int]) -> None:
         """Unites, unless the rule covers only a part of the dimension (a slice)."""
         sizes = 1
         for f in real:
@@ -281,13 +281,13 @@ class _Reader:
             reduction = INNER
         rule = FactorRule(sizes, kinds, operand_dims, result_dims, reduction)
         if len(reductions) > 1:
-            return eqn.replicated()
+            return eqn.replicated_rule()
         if eqn.primitive == convolution.PRIMITIVE:
             return convolution.whole_windows(rule, eqn.params)
         return rule
 
     def kind(self, leaf: int, produced: bool) -> FactorKind:
-        if self.forest.blocked(leaf):
+        if self.forest.is_blocked(leaf):
             return FactorKind.BLOCKED
         reduced = bool(self.forest.reduction(leaf))
         if reduced == produced:  # reduced inside and still there, or lost unreduced

@@ -257,7 +257,7 @@ class _Finder:
         """Returns whether an operator can leave partial sums, shard by shard."""
         if op.kind not in CONTRACTIONS or op.rule.reduction != "sum":
             return False
-        if len(op.outputs) != 1 or not op.rule.reduced:
+        if len(op.outputs) != 1 or not op.rule.reduced_factors:
             return False
         if not self.graph.values[op.outputs[0]].floating:
             return False

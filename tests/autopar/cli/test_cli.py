@@ -166,7 +166,7 @@ def test_a_step_that_cannot_be_traced(run: Run, tmp_path: pathlib.Path) -> None:
 
 
 def test_a_bug_shows_its_traceback(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("autopar.cli.target.Workload.analysed", lambda *_: None)
+    monkeypatch.setattr("autopar.cli.target.Workload.analyse_step", lambda *_: None)
     words = ("plan", TARGET, "--cluster", "8:cpu")
     result = run(*words)
     assert (result.code, result.out) == (70, "")

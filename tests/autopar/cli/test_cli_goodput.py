@@ -84,7 +84,7 @@ def test_a_kernel_of_attention_has_a_curve(run: Run, tmp_path: pathlib.Path) -> 
 
 
 def test_several_processes_find_the_same(tmp_path: pathlib.Path) -> None:
-    asked = curving.Asked(
+    asked = curving.CurveRequest(
         target=TARGET, words=SMALL, noise_scale=300.0, max_batch=512, anew=True
     )
     clusters = [Cluster.parse("2:h100"), Cluster.parse("1:h100")]

@@ -208,8 +208,8 @@ def test_demo_trains_and_compares() -> None:
     audit = found.audit
     predicted = audit.plan.predicted.communication_bytes
     assert sum(audit.shardy.values()) == pytest.approx(predicted)
-    assert audit.compiled is not None
-    assert audit.compiled.communication_bytes == pytest.approx(predicted)
+    assert audit.first_compiled is not None
+    assert audit.first_compiled.communication_bytes == pytest.approx(predicted)
     assert found.step_s > 0
     text = "\n".join(shown)
     for part in ("P(", "step    0  loss", "predicted / actual", "partitioned step"):

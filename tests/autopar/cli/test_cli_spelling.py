@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from command_line import SMALL, TARGET, Run, assert_fails
 
-from autopar.cli.spelling import spelled
+from autopar.cli.spelling import spell_options
 
 PLAN = ("plan", TARGET, *SMALL, "--cluster")
 
@@ -49,7 +49,7 @@ def test_cells_are_spelled_as_the_command_line_is(run: Run) -> None:
     words = (*SMALL, "--cluster", "2:cpu", "--cluster", "2x2:cpu", "--max-axes", 1)
     assert "--max-axes 1 is too few" in run("sweep", TARGET, *words).out
     other = "goodput takes microbatches=2 itself; last_batch='run' stays"
-    assert spelled(other, ["--seconds"]) == (
+    assert spell_options(other, ["--seconds"]) == (
         "goodput takes autopar plan --microbatches 2 itself; "
         "autopar.parallelize(last_batch='run') stays"
     )

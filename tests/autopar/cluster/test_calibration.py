@@ -30,7 +30,7 @@ bandwidth_bytes_per_s = 1e11
 
 
 def calibrated(cluster: Cluster, **values: object) -> Cluster:
-    own = dataclasses.replace(cluster.device.calibrated, **values)
+    own = dataclasses.replace(cluster.device.corrections, **values)
     device = dataclasses.replace(cluster.device, calibration=own)
     return dataclasses.replace(cluster, device=device)
 
@@ -39,14 +39,14 @@ def test_a_device_has_the_calibration_of_its_kind() -> None:
     for text, kind in (("8:h100", "gpu"), ("8:cpu", "cpu"), ("2x2x1:v5p", "tpu")):
         device = Cluster.parse(text).device
         assert device.calibration is None
-        assert device.calibrated == CALIBRATIONS[kind]
+        assert device.corrections == CALIBRATIONS[kind]
 
 
 def test_a_file_replaces_single_constants(tmp_path: Path) -> None:
     path = tmp_path / "mine.toml"
     path.write_text(TOML)
     found = Cluster.from_toml(path)
-    own = found.device.calibrated
+    own = found.device.corrections
     assert (own.skew, own.combined_kinds) == (1.25, ("all_reduce",))
     assert own.half_rate_side == CALIBRATIONS["gpu"].half_rate_side
     pricer = Pricer(found, found.default_mesh())

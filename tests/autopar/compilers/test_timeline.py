@@ -22,7 +22,7 @@ WIRE_S = message_s((GATHER,), PRICER)
 def kernel(seconds: float) -> Kernel:
     """A kernel that only moves bytes, for so long."""
     device = CLUSTER.device
-    moved_s = (seconds - device.kernel_latency_s) / device.calibrated.vector_slowdown
+    moved_s = (seconds - device.kernel_latency_s) / device.corrections.vector_slowdown
     return Kernel("k", 0.0, moved_s * device.memory_bandwidth_bytes_per_s, "float32")
 
 

@@ -37,7 +37,7 @@ def life_of(analysis: Analysis, joined_sums: int) -> Lifetimes:
 
 
 def test_the_number_of_a_message_is_that_of_the_cluster() -> None:
-    own = dataclasses.replace(CLUSTER.device.calibrated, combined_arrays=7)
+    own = dataclasses.replace(CLUSTER.device.corrections, combined_arrays=7)
     device = dataclasses.replace(CLUSTER.device, calibration=own)
 
     assert habits_of(CLUSTER.device).joined_sums == 256

@@ -87,8 +87,9 @@ def test_parts_of_a_step_follow_its_own_order(kind: str) -> None:
     if kind == "cpu":
         assert life.time == whole.life().time
         assert not life.early
-        assert life.factor * CLUSTER.device.calibrated.memory_overhead == pytest.approx(
-            1.2
+        assert (
+            life.factor * CLUSTER.device.corrections.memory_overhead
+            == pytest.approx(1.2)
         )
     else:
         assert life.time == whole.life(HABITS[kind]).time
@@ -353,7 +354,7 @@ def test_tpus_of_two_cores_only_round() -> None:
     assert habits_of(device) == dataclasses.replace(
         PLAIN, rounds=True, room=(0.93, 1.0)
     )
-    assert device.calibrated.memory_overhead == 1.2
+    assert device.corrections.memory_overhead == 1.2
 
 
 def test_gpus_make_gradients_behind_the_backward_pass() -> None:

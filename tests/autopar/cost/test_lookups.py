@@ -62,7 +62,7 @@ def test_no_device_knows_its_rows_before_it_looked(kind: str) -> None:
 
 
 def test_a_lookup_does_not_read_the_table() -> None:
-    slower = DEVICE.calibrated.vector_slowdown
+    slower = DEVICE.corrections.vector_slowdown
     read, written, indices = IDS * WIDTH * 4, IDS * WIDTH * 4, IDS * 4
     most_s = slower * (read + written + indices) * 1e-9
 

@@ -102,7 +102,7 @@ def pricer_of(text: str, contention: float = 0.2) -> Pricer:
     """A mesh of two axes on which no message has a latency of its own to share."""
     cluster = Cluster.parse(text)
     known = dataclasses.replace(
-        cluster.device.calibrated, contention=contention, combined_kinds=()
+        cluster.device.corrections, contention=contention, combined_kinds=()
     )
     device = dataclasses.replace(cluster.device, calibration=known)
     cluster = dataclasses.replace(cluster, device=device)
@@ -134,7 +134,7 @@ class TestStep:
     ) -> None:
         """At any weights of stretches, the sum over decisions is at most the time."""
         pricer = pricer_of(cluster)
-        known = pricer.cluster.device.calibrated
+        known = pricer.cluster.device.corrections
         size = len(nowhere())
         drawn = data.draw(st.lists(st.integers(0, 5), min_size=size, max_size=size))
         parts = np.array(drawn) / max(1, sum(drawn))

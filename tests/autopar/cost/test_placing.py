@@ -142,7 +142,7 @@ def test_a_gpu_copies_no_pieces() -> None:
     plan = fsdp(False)
     gather = next(c for c in plan.collectives if c.step.kind == "all_gather")
     cluster = plan.pricer.cluster
-    known = dataclasses.replace(cluster.device.calibrated, copies_pieces=True)
+    known = dataclasses.replace(cluster.device.corrections, copies_pieces=True)
     device = dataclasses.replace(cluster.device, calibration=known)
     copying = dataclasses.replace(
         plan.pricer, cluster=dataclasses.replace(cluster, device=device)

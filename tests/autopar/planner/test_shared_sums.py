@@ -60,7 +60,7 @@ def test_never_slower_than_the_plan_of_a_problem_without(
 ) -> None:
     found = attention(widths)
     cluster = Cluster.parse("8:h100")
-    apart = dataclasses.replace(cluster.device.calibrated, reassociates=False)
+    apart = dataclasses.replace(cluster.device.corrections, reassociates=False)
     device = dataclasses.replace(cluster.device, calibration=apart)
     plain = dataclasses.replace(cluster, device=device)
     for mesh in candidate_meshes(cluster):
@@ -99,7 +99,7 @@ class TestHidden:
     @given(st.data())
     def test_prices_bound_every_plan_from_below(self, data: st.DataObject) -> None:
         pricer = Pricer(self.cluster, candidate_meshes(self.cluster)[0])
-        least = self.cluster.device.calibrated.contention
+        least = self.cluster.device.corrections.contention
         priced = formulate(self.found, pricer, weights=partly(least, least))
         choices = tuple(
             data.draw(st.integers(0, len(c) - 1)) for c in priced.problem.node_costs
@@ -112,7 +112,7 @@ class TestHidden:
         )
         plan = candidate_of(self.found, priced, solution)
         # What two readers are charged for alike is made once, whatever is hidden.
-        apart = dataclasses.replace(self.cluster.device.calibrated, reassociates=False)
+        apart = dataclasses.replace(self.cluster.device.corrections, reassociates=False)
         device = dataclasses.replace(self.cluster.device, calibration=apart)
         plain = dataclasses.replace(
             pricer, cluster=dataclasses.replace(self.cluster, device=device)

@@ -170,7 +170,7 @@ class TestSharedMessages:
 
     def test_without_a_limit_of_messages_bytes_alone_count(self) -> None:
         pricer = self.pricer()
-        known = pricer.cluster.device.calibrated
+        known = pricer.cluster.device.corrections
         endless = dataclasses.replace(known, combined_bytes=1e30)
         device = dataclasses.replace(pricer.cluster.device, calibration=endless)
         cluster = dataclasses.replace(pricer.cluster, device=device)

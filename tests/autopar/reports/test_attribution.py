@@ -23,7 +23,7 @@ from autopar.reports.attribution import (
     HIDDEN,
     OUTSIDE,
     WAYS,
-    Part,
+    AttributedTime,
     attribute,
     part_lines,
     step_of,
@@ -105,10 +105,10 @@ def test_repeated_layers_share_a_row_and_rematerialisation_is_told() -> None:
 
 def test_what_does_not_fit_the_table_is_the_rest() -> None:
     parts = [
-        Part(COMPUTE, (f"layer{c}",), "forward", s)
+        AttributedTime(COMPUTE, (f"layer{c}",), "forward", s)
         for c, s in zip("abcd", (4, 3, 2, 1), strict=True)
     ]
-    parts.append(Part(HIDDEN, (), "", -2.0))
+    parts.append(AttributedTime(HIDDEN, (), "", -2.0))
     rows = [line.split() for line in part_lines(parts, 2)]
     assert [row[0] for row in rows] == [
         "what",

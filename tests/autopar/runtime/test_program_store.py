@@ -21,7 +21,7 @@ from autopar.runtime import ranges
 from autopar.runtime.planned import PlannedStep
 from autopar.runtime.program_store import ProgramStore
 from autopar.runtime.step_planner import Analysed, StepPlanner
-from autopar_passes.program.trace import opened
+from autopar_passes.program.trace import open_arguments
 
 CHANGES, SIZES = 30, (8, 4, 6, 2, 3)
 
@@ -29,7 +29,7 @@ CHANGES, SIZES = 30, (8, 4, 6, 2, 3)
 @pytest.fixture(scope="module")
 def analysed() -> Analysed:
     return StepPlanner(small_step.step, PlanOptions()).analysed(
-        opened(small_step.step, small_step.structs())
+        open_arguments(small_step.step, small_step.structs())
     )
 
 

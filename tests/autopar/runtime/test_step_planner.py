@@ -15,7 +15,7 @@ from autopar import Cluster
 from autopar.planner.options import PlanOptions
 from autopar.runtime.agreement import content_digest
 from autopar.runtime.step_planner import Analysed, StepPlanner
-from autopar_passes.program.trace import opened
+from autopar_passes.program.trace import open_arguments
 
 FOUR = Cluster.parse("4:cpu")
 
@@ -25,7 +25,7 @@ def planner(**options: Any) -> StepPlanner:
 
 
 def analysed(found: StepPlanner, args: tuple[Any, ...]) -> Analysed:
-    return found.analysed(opened(found.step, args))
+    return found.analysed(open_arguments(found.step, args))
 
 
 def test_no_device_and_no_process(monkeypatch: pytest.MonkeyPatch) -> None:

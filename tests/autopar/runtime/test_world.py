@@ -18,8 +18,8 @@ import autopar
 from autopar import PlanError
 from autopar.runtime import agreement, arguments
 from autopar.runtime.world import World
-from autopar_passes.program.calls import Call
-from autopar_passes.program.trace import opened
+from autopar_passes.program.calls import StepCall
+from autopar_passes.program.trace import open_arguments
 
 PROCESSES, LOCAL = 2, 4
 
@@ -94,8 +94,8 @@ class TestDevices:
             World(DEVICES).check_mesh(DEVICES)
 
 
-def call(args: tuple[Any, ...]) -> Call:
-    return opened(small_step.step, args)
+def call(args: tuple[Any, ...]) -> StepCall:
+    return open_arguments(small_step.step, args)
 
 
 class TestBatches:

@@ -77,7 +77,9 @@ def test_sums_of_the_update_that_others_are_made_of_wait() -> None:
     sums = [
         op
         for op in found.graph.operators
-        if op.role is Role.UPDATE and op.kind == "reduce_sum" and op.rule.reduced
+        if op.role is Role.UPDATE
+        and op.kind == "reduce_sum"
+        and op.rule.reduced_factors
     ]
 
     first = [op for op in sums if op.class_index in found.independent.norms]

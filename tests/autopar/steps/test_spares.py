@@ -11,7 +11,7 @@ import autopar
 from autopar.planner.options import PlanOptions
 from autopar.runtime.step_planner import StepPlanner
 from autopar.steps.spares import Spares
-from autopar_passes.program.trace import opened
+from autopar_passes.program.trace import open_arguments
 
 WIDTH, LAYERS = 256, 2
 STATE_BYTES = 2 * LAYERS * WIDTH * WIDTH * 4
@@ -45,7 +45,7 @@ def test_copies_of_whole_and_split_arrays() -> None:
 def planned(spares: Spares, cluster: str, **options: object) -> autopar.Plan:
     planner = StepPlanner(step, PlanOptions(**options))  # type: ignore[arg-type]
     planner.hold(spares)
-    analysed = planner.analysed(opened(step, arguments()))
+    analysed = planner.analysed(open_arguments(step, arguments()))
     return planner.plan(analysed, autopar.Cluster.parse(cluster))
 
 

@@ -152,7 +152,7 @@ def shape_of_a_value(graph: OperatorGraph) -> Iterator[Corrupted]:
 @corruption
 def reduced_factor_in_a_result(graph: OperatorGraph) -> Iterator[Corrupted]:
     def maps(op: Operator) -> bool:
-        return bool(op.outputs and op.rule.kinds and not op.rule.reduced)
+        return bool(op.outputs and op.rule.kinds and not op.rule.reduced_factors)
 
     for k in spread(graph, maps):
         rule = graph.operators[k].rule
@@ -165,8 +165,8 @@ def reduced_factor_in_a_result(graph: OperatorGraph) -> Iterator[Corrupted]:
 
 @corruption
 def reduced_factor_called_parallel(graph: OperatorGraph) -> Iterator[Corrupted]:
-    for k in spread(graph, lambda op: len(op.rule.reduced) == 1):
-        (factor,) = graph.operators[k].rule.reduced
+    for k in spread(graph, lambda op: len(op.rule.reduced_factors) == 1):
+        (factor,) = graph.operators[k].rule.reduced_factors
         kinds = replaced(graph.operators[k].rule.kinds, factor, FactorKind.PASS)
         wrong = with_rule(graph, k, kinds=kinds, reduction="")
         yield wrong, k, "is parallel, but no result has it"
@@ -174,10 +174,10 @@ def reduced_factor_called_parallel(graph: OperatorGraph) -> Iterator[Corrupted]:
 
 @corruption
 def reduction(graph: OperatorGraph) -> Iterator[Corrupted]:
-    for k in spread(graph, lambda op: bool(op.rule.reduced)):
+    for k in spread(graph, lambda op: bool(op.rule.reduced_factors)):
         yield with_rule(graph, k, reduction=""), k, "it reduces the factors"
         yield with_rule(graph, k, reduction="mean"), k, "it reduces the factors"
-    for k in spread(graph, lambda op: not op.rule.reduced):
+    for k in spread(graph, lambda op: not op.rule.reduced_factors):
         yield with_rule(graph, k, reduction="sum"), k, "it reduces the factors"
 
 

@@ -17,8 +17,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autopar_passes.program.calls import (
-    Call,
     Parameters,
+    StepCall,
     flat_function,
     open_call,
 )
@@ -107,7 +107,7 @@ def step(state: Any, batch: Any, mode: Mode, *, rate: Any = 1.0, **more: Any) ->
 STATE, BATCH = {"w": jnp.ones(3)}, {"x": jnp.arange(3.0)}
 
 
-def opened(*args: Any, **kwargs: Any) -> Call:
+def opened(*args: Any, **kwargs: Any) -> StepCall:
     return open_call(Parameters.of(step), args, kwargs)
 
 
@@ -134,13 +134,13 @@ def test_the_flat_function_does_what_the_step_does(mode: Mode) -> None:
     flat, results = flat_function(step, call.form)
     found = results_of(flat, call)
     assert results[-1].paths(call.form.names, found) == ["result/0/w", "result/1"]
-    state, loss = results[-1].returned(found)
+    state, loss = results[-1].return_value(found)
     expected, value = step(*args, **kwargs)
     np.testing.assert_array_equal(state["w"], expected["w"])
     assert loss == value
 
 
-def results_of(flat: Any, call: Call) -> list[Any]:
+def results_of(flat: Any, call: StepCall) -> list[Any]:
     return jax.jit(flat)(*call.arrays)
 
 
@@ -160,7 +160,7 @@ def test_static_arguments_are_declared_or_known_to_jit() -> None:
         assert len(call.arrays) == 1
         flat, results = flat_function(scaled, call.form)
         found = flat(*call.arrays)
-        np.testing.assert_array_equal(results[-1].returned(found), [3.0, 3.0])
+        np.testing.assert_array_equal(results[-1].return_value(found), [3.0, 3.0])
     assert len(open_call(Parameters.of(scaled), (jnp.ones(2), 3)).arrays) == 2
 
 
@@ -233,7 +233,7 @@ def test_objects_are_updated_and_stay_shared() -> None:
         assert len(call.arrays) == 2
         flat, results = flat_function(doubled, call.form)
         found = results_of(flat, call)
-        out, returned = results[-1].returned(found)
+        out, returned = results[-1].return_value(found)
     assert returned is model
     np.testing.assert_array_equal(model.kernel[...], 2 * before)
     np.testing.assert_allclose(out, jnp.ones(2) @ (2 * before))

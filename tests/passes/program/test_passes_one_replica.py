@@ -13,7 +13,7 @@ import planner_harness as harness
 import pytest
 from flax import linen
 
-from autopar_passes.program.trace import TraceError, opened, trace
+from autopar_passes.program.trace import TraceError, open_arguments, trace
 
 X = jnp.arange(8.0).reshape(4, 2)
 
@@ -21,7 +21,7 @@ X = jnp.arange(8.0).reshape(4, 2)
 def run(case: harness.Case) -> list[Any]:
     """The flat results under a plan that splits what it can."""
     plan = harness.random_plan(case, (8,), random.Random(0))
-    arrays = opened(case.step, case.args).arrays
+    arrays = open_arguments(case.step, case.args).arrays
     return harness.compiled(harness.lowered(case, plan))(*map(np.asarray, arrays))
 
 

@@ -32,7 +32,7 @@ from autopar.steps.analysis import Analysis, analyse
 from autopar.steps.remat import layer_starts
 from autopar_passes.graph.verify import verify
 from autopar_passes.program.equations import Equation
-from autopar_passes.program.trace import opened
+from autopar_passes.program.trace import open_arguments
 from autopar_passes.remat.levels import RematError
 from autopar_passes.remat.recompute import Recomputation, recomputed
 
@@ -279,7 +279,7 @@ def nnx_case() -> tuple[Any, tuple[Any, ...]]:
 def test_loops_of_flax(case: Any) -> None:
     step, args = case()
     plain = analyse(step, args)
-    arrays = opened(step, args).arrays
+    arrays = open_arguments(step, args).arrays
     expected = results(plain, arrays)
 
     assert len(layer_starts(plain)) == 3

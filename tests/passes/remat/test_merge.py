@@ -11,14 +11,14 @@ import pytest
 from microbatch_cases import evaluated
 from remat_cases import X, block, blocks, checkpointed, descent, mlp
 
-from autopar_passes.program.trace import TracedStep, opened, trace
+from autopar_passes.program.trace import TracedStep, open_arguments, trace
 from autopar_passes.remat.levels import RematError
 from autopar_passes.remat.merge import merged, trace_without_checkpoints
 
 
 def dropped(loss: Any, *args: Any) -> TracedStep:
     step = descent(loss)
-    return trace_without_checkpoints(step, opened(step, args))
+    return trace_without_checkpoints(step, open_arguments(step, args))
 
 
 def kinds(traced: TracedStep) -> list[str]:

@@ -37,7 +37,7 @@ def test_a_replicated_rule_shards_nothing(operands: Any, results: Any) -> None:
 
     assert [sizes_of(rule, dims) for dims in rule.operands] == operands
     assert [sizes_of(rule, dims) for dims in rule.results] == results
-    assert rule.free == rule.reduced == frozenset()
+    assert rule.free == rule.reduced_factors == frozenset()
     assert set(rule.kinds) <= {FactorKind.BLOCKED}
 
 
@@ -82,7 +82,7 @@ def test_factors_of_an_array() -> None:
     assert rule.factors_of(rule.operands[0]) == {0, 1, 2, 3}
     assert rule.factors_of(rule.results[0]) == {0, 2, 3}
     assert rule.free == {0, 1}
-    assert rule.reduced == {1}
+    assert rule.reduced_factors == {1}
 
 
 @pytest.fixture

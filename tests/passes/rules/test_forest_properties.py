@@ -73,7 +73,7 @@ def test_a_dimension_that_is_split_twice(factors: list[list[int]]) -> None:
     forest.unite([dim], first)
     forest.unite([dim], second)
 
-    blocked = [forest.blocked(leaf) for f in second for leaf in forest.leaves(f)]
+    blocked = [forest.is_blocked(leaf) for f in second for leaf in forest.leaves(f)]
     if factors[1] == factors[2]:
         leaves = [leaf for f in first for leaf in forest.leaves(f)]
         assert leaves == [leaf for f in second for leaf in forest.leaves(f)]
@@ -128,7 +128,7 @@ def test_the_order_of_unions_does_not_matter(
         forest.unite([factors[k]], [factors[k + 1]])
 
     assert len({forest.find(f) for f in factors}) == 1
-    assert {forest.blocked(f) for f in factors} == {block}
+    assert {forest.is_blocked(f) for f in factors} == {block}
     assert {forest.reduction(f) for f in factors} == {"" if block else "sum"}
 
 
@@ -148,7 +148,7 @@ def test_marks_reach_the_parts_before_and_after_a_split(
         forest.reduce(whole, kind)
 
     assert {forest.reduction(leaf) for leaf in forest.leaves(whole)} == {kind}
-    assert not any(forest.blocked(leaf) for leaf in forest.leaves(whole))
+    assert not any(forest.is_blocked(leaf) for leaf in forest.leaves(whole))
 
 
 def test_two_reductions_of_one_factor_block_it() -> None:
@@ -159,8 +159,8 @@ def test_two_reductions_of_one_factor_block_it() -> None:
         forest.reduce(other, second)
         forest.unite([one], [other])
 
-        assert forest.blocked(one)
-        assert forest.blocked(other)
+        assert forest.is_blocked(one)
+        assert forest.is_blocked(other)
 
 
 def test_digits_of_an_index() -> None:

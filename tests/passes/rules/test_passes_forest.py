@@ -22,7 +22,7 @@ def test_splits_that_do_not_nest_are_blocked() -> None:
 
     forest.unite([dim], [forest.new(4), forest.new(3)])
 
-    assert all(forest.blocked(leaf) for leaf in forest.leaves(dim))
+    assert all(forest.is_blocked(leaf) for leaf in forest.leaves(dim))
 
 
 def test_blocking_survives_union_and_split() -> None:
@@ -32,18 +32,18 @@ def test_blocking_survives_union_and_split() -> None:
     forest.unite([b], [a])
     forest.unite([b], [forest.new(2), forest.new(4)])
 
-    assert all(forest.blocked(leaf) for leaf in forest.leaves(b))
+    assert all(forest.is_blocked(leaf) for leaf in forest.leaves(b))
 
 
 def test_two_kinds_of_reduction_block() -> None:
     forest = FactorForest()
     a = forest.new(8)
     forest.reduce(a, "sum")
-    assert not forest.blocked(a)
+    assert not forest.is_blocked(a)
 
     forest.reduce(a, "max")
 
-    assert forest.blocked(a)
+    assert forest.is_blocked(a)
 
 
 def test_reductions_of_united_factors_must_agree() -> None:
@@ -54,7 +54,7 @@ def test_reductions_of_united_factors_must_agree() -> None:
 
     forest.unite([a], [b])
 
-    assert forest.blocked(a)
+    assert forest.is_blocked(a)
 
 
 def test_a_reduction_reaches_the_parts_of_a_split() -> None:

@@ -14,7 +14,7 @@ from autopar_passes.graph.build import step_graph
 from autopar_passes.graph.operators import OperatorGraph
 from autopar_passes.graph.roles import InputRole, Role
 from autopar_passes.program.equations import Equation, Program, Scalar
-from autopar_passes.program.trace import TracedStep, opened, trace
+from autopar_passes.program.trace import TracedStep, open_arguments, trace
 from autopar_passes.stages.cut import Cut, TaskKey, cut
 from autopar_passes.stages.flow import Flow
 from autopar_passes.stages.parts import Parts, parts_of
@@ -185,7 +185,7 @@ class Traced:
             for i in self.graph.inputs
             if i.role is InputRole.BATCH and self.graph.values[i.value].shape
         ]
-        self.arrays = list(opened(step, self.args).arrays)
+        self.arrays = list(open_arguments(step, self.args).arrays)
         whole = frozenset(self.batch)
         flow = Flow(self.program, self.graph, whole, self.updates())
         self.forward = [
