@@ -3,6 +3,7 @@
 Nothing here imports JAX: help and completion must answer at once.
 """
 
+import enum
 import functools
 import inspect
 from collections.abc import Callable, Sequence
@@ -11,6 +12,14 @@ from typing import Annotated, Any
 import typer
 
 from autopar.planner.option_texts import OPTIONS
+
+
+class BackendName(enum.StrEnum):
+    """Where processes or jobs run."""
+
+    LOCAL = "local"
+    RAY = "ray"
+
 
 Target = Annotated[str, typer.Argument(help="file.py:function or module:function.")]
 PlanOrTarget = Annotated[

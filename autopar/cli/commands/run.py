@@ -1,19 +1,12 @@
 """``autopar run``: runs a training script in several processes."""
 
-import enum
 import pathlib
 from typing import Annotated
 
 import typer
 
+from autopar.cli.options import BackendName
 from autopar.cli.output import Result
-
-
-class Backend(enum.StrEnum):
-    """Where the processes run."""
-
-    LOCAL = "local"
-    RAY = "ray"
 
 
 def run(
@@ -68,9 +61,9 @@ def run(
         typer.Option(help="Prepare programs of likely next worlds in a process more."),
     ] = True,
     backend: Annotated[
-        Backend,
+        BackendName,
         typer.Option(help="Run them on this machine, or as actors on a Ray cluster."),
-    ] = Backend.LOCAL,
+    ] = BackendName.LOCAL,
     address: Annotated[
         str,
         typer.Option(
@@ -110,9 +103,9 @@ def run(
         ahead=ahead,
         collective_s=collective,
     )
-    if address and backend is not Backend.RAY:
+    if address and backend is not BackendName.RAY:
         raise typer.BadParameter("--address is that of a cluster: add --backend ray.")
-    ray = backend is Backend.RAY
+    ray = backend is BackendName.RAY
     launcher = RayLauncher(script, processes, address) if ray else None
     made = runner.Runner(job, launcher)
     code = made.run()

@@ -1,19 +1,12 @@
 """``autopar schedule``: runs the jobs of a table on a cluster that they share."""
 
-import enum
 import pathlib
 from typing import Annotated
 
 import typer
 
+from autopar.cli.options import BackendName
 from autopar.cli.output import Result
-
-
-class Cluster(enum.StrEnum):
-    """Where jobs run."""
-
-    LOCAL = "local"
-    RAY = "ray"
 
 
 def schedule(
@@ -35,8 +28,8 @@ def schedule(
         typer.Option(metavar="DIR", help="Where jobs and decisions are kept."),
     ] = pathlib.Path("autopar-jobs"),
     backend: Annotated[
-        Cluster, typer.Option(help="Slots of this machine, or nodes of Ray.")
-    ] = Cluster.LOCAL,
+        BackendName, typer.Option(help="Slots of this machine, or nodes of Ray.")
+    ] = BackendName.LOCAL,
     address: Annotated[
         str,
         typer.Option(
@@ -93,7 +86,7 @@ def schedule(
     from autopar.cli import dispatching
     from autopar.errors import ScheduleError  # as they do
 
-    if address and backend is not Cluster.RAY:
+    if address and backend is not BackendName.RAY:
         raise ScheduleError("--address is that of a Ray cluster: add --backend ray.")
     asked = dispatching.DispatchRequest(
         jobs=table,

@@ -19,7 +19,7 @@ import numpy as np
 from jax.extend.mlir import passmanager
 
 from autopar_passes.audit.collectives import AuditedCollective, differing_axes
-from autopar_passes.graph.trips import UNKNOWN_TRIPS
+from autopar_passes.graph.emit import UNKNOWN_TRIPS
 
 _PARTITION = (
     "builtin.module(sdy-propagation-pipeline,"

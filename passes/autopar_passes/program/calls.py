@@ -21,13 +21,11 @@ from autopar_passes.jax_meshes import UserMesh, user_mesh
 from autopar_passes.program.nnx_objects import (
     ObjectKey,
     holds_objects,
+    module_scopes,
+    name_modules,
     objects_alone,
     put_back,
     taken_out,
-)
-from autopar_passes.program.nnx_scopes import (
-    module_scopes,
-    name_modules,
     unname_modules,
 )
 from autopar_passes.program.static_leaves import Fixed, Static, part

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 from autopar_passes.audit.collectives import AuditedCollective
 from autopar_passes.audit.partitioned import shardy_collectives
-from autopar_passes.graph.trips import UNKNOWN_TRIPS
+from autopar_passes.graph.emit import UNKNOWN_TRIPS
 
 MESH = Mesh(
     np.array(jax.devices()).reshape(2, 4), ("x", "y"), axis_types=(AxisType.Auto,) * 2

@@ -12,8 +12,8 @@ from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
 from autopar_passes.graph.build import step_graph
+from autopar_passes.graph.emit import UNKNOWN_TRIPS
 from autopar_passes.graph.operators import Operator, OperatorGraph
-from autopar_passes.graph.trips import UNKNOWN_TRIPS
 from autopar_passes.program.trace import trace
 from autopar_passes.rules import registry
 from autopar_passes.rules.factor_rule import (

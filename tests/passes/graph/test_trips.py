@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from property_tests import examples
 
-from autopar_passes.graph.trips import while_trips
+from autopar_passes.graph.emit import while_trips
 from autopar_passes.program.flatten import flatten
 
 Carry = tuple[Any, Any]

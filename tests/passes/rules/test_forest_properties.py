@@ -10,7 +10,7 @@ import hypothesis.strategies as st
 from hypothesis import given, settings
 from property_tests import examples
 
-from autopar_passes.rules.forest import FactorForest
+from autopar_passes.rules.shardy import FactorForest
 
 checked = settings(max_examples=examples(60), deadline=None, derandomize=True)
 REDUCTIONS = ("sum", "max", "min")

@@ -1,6 +1,6 @@
 """Factors under union and split."""
 
-from autopar_passes.rules.forest import FactorForest
+from autopar_passes.rules.shardy import FactorForest
 
 
 def test_a_reshape_splits_a_factor_for_every_value_that_has_it() -> None:
