@@ -34,6 +34,7 @@ from autopar.plans import GradientDecision, Plan
 from autopar.runtime import agreement
 from autopar.runtime.gradients.adopting import Adoption, saved_s
 from autopar.runtime.gradients.codec_state import (
+    brought,
     carry_over,
     check_fits,
     restored,
@@ -43,6 +44,7 @@ from autopar.runtime.gradients.recoding import Recoding
 from autopar.runtime.gradients.skipping import SkippedSteps
 from autopar.runtime.gradients.sums import AnySums, Member, State
 from autopar.runtime.planned import PlannedStep
+from autopar.runtime.stages.transport import Links
 from autopar.runtime.world import World
 
 
@@ -84,6 +86,7 @@ class CodecRun:
         self._state: State | None = None
         self._saved: Any = None
         self._owner: AnySums | None = None
+        self._links: Links | None = None
         self._telemetry: Any = None
         # That of the last step that measured it; and the steps of this state.
         self._known: Any = None
@@ -173,6 +176,15 @@ class CodecRun:
         """Forgets what steps have left; what was assigned and not yet used stays."""
         if self._state is not None:
             self._state, self._owner = None, None
+
+    def move(self, links: Links | None) -> None:
+        """Takes the state to other devices when the next step runs.
+
+        Args:
+          links: to the other processes, some of which have these devices; None: all are
+            of this one, or devices stay the same.
+        """
+        self._links = self._links or links
 
     def check(self, sums: AnySums | None) -> None:
         """Checks that the state can be carried over to another plan.
@@ -276,7 +288,9 @@ class CodecRun:
     def _state_for(self, sums: AnySums) -> State:
         if self._owner is not sums:
             if self._state is not None:
-                self._state = carry_over(self._state, sums)
+                before, links = self._state, self._links
+                state = before if links is None else brought(before, links)
+                self._state, self._links = carry_over(state, sums), None
             elif self._saved is not None:
                 self._state = restored(self._saved, sums)
             else:

@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from autopar.errors import PlanError
 from autopar.runtime import placement
@@ -149,10 +150,16 @@ def carried_over(state: State, spec: NoiseSpec) -> State:
     # Copies, as a step consumes them: fresh averages are one array in several places.
     return jax.tree.map(
         lambda x, like, where: placement.place(jnp.array(x, like.dtype), where),
-        made,
+        jax.tree.map(_of_this_process, made),
         wanted,
         spec.shardings(),
     )
+
+
+def _of_this_process(array: Any) -> Any:
+    """An array that all processes have, without the devices of the others."""
+    alike = placement.is_global(array) and array.is_fully_replicated
+    return np.asarray(array) if alike else array
 
 
 class HasNoise:

@@ -527,15 +527,17 @@ class ParallelStep(HasNoise, Generic[P, R]):
         old = self.running.planned
         with exchange.told(self.world, "moving the state"):
             arrays = named(self.__name__, analysed.analysis, state)
+        links = self._preparation.links_between(old, made.planned)
 
         def moving() -> list[Any]:
             self._codecs.check(made.planned.sums)
-            return moved_state(arrays, old, made.planned, consume=consume)
+            return moved_state(arrays, old, made.planned, links, consume=consume)
 
         moved = exchange.together(self.world, "moving the state", moving)
         home = homes.home_of(arrays.values())
         new = creation.replaced(state, homes.given_back(moved, home))
         self._setting = made.setting
+        self._codecs.move(links)
         self._codecs.adoption.withdrawn()
         self._current = Running(analysed, made.planned, ready=True)
         self._preparation.remember(analysed, made.setting, made.plan)

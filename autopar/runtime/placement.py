@@ -21,16 +21,18 @@ def place(leaf: Any, sharding: NamedSharding) -> Any:
 
     Where the sharding spans processes, an array of this process alone must have the
     same values on every process (`autopar.runtime.agreement.check_equal`): each
-    process cuts its shards out of its own array, and nothing is sent.
+    process cuts its shards out of its own array, and nothing is sent. A process without
+    devices of the sharding gets an array without shards.
     """
     if isinstance(leaf, jax.Array) and getattr(leaf, "weak_type", False):  # not of keys
         leaf = _strong(leaf)
-    if isinstance(leaf, jax.Array):
-        if leaf.committed and leaf.sharding == sharding:
-            return leaf
-    elif type(leaf) is np.ndarray and sharding.is_fully_addressable:
+    if isinstance(leaf, jax.Array) and leaf.committed and leaf.sharding == sharding:
+        return leaf
+    if not sharding.addressable_devices:
+        return absent(jax.typeof(leaf), sharding)
+    if type(leaf) is np.ndarray and sharding.is_fully_addressable:
         return jax_compat.put(leaf, sharding)
-    elif not _is_extended(leaf):
+    if not isinstance(leaf, jax.Array) and not _is_extended(leaf):
         leaf = np.asarray(leaf, jax.typeof(leaf).dtype)
     if is_global(leaf) and _is_extended(leaf):
         # JAX moves no typed keys between devices of several processes.

@@ -322,6 +322,18 @@ class Preparation:
             self._links = Links(self._world())
         return self._links
 
+    def links_between(self, old: PlannedStep, new: PlannedStep) -> Links | None:
+        """Links to the other processes, where state moves to other devices of them.
+
+        Args:
+          old: the step under the plan that the state was made by.
+          new: the step under the plan that it is moved to.
+        """
+        devices = [set(step.mesh.devices.flat) for step in (old, new)]
+        if devices[0] == devices[1] and old.links is None and new.links is None:
+            return None
+        return self._linked()
+
     def is_compiled(self, planned: PlannedStep) -> bool:
         """Whether a program has run before."""
         return planned.function in self._started
@@ -441,7 +453,12 @@ def _shape(cluster: Cluster) -> str:
 
 
 def moved_state(
-    state: dict[str, Any], old: PlannedStep, new: PlannedStep, *, consume: bool = False
+    state: dict[str, Any],
+    old: PlannedStep,
+    new: PlannedStep,
+    links: Links | None = None,
+    *,
+    consume: bool = False,
 ) -> list[Any]:
     """The leaves of a state, where another plan wants them.
 
@@ -449,10 +466,10 @@ def moved_state(
       state: path -> array.
       old: the step under the plan that it was made by.
       new: the step under the other plan.
-      consume: see `autopar.runtime.state_mover.move`; stages that several processes
-        have keep the given state.
+      links: of `Preparation.links_between`.
+      consume: see `autopar.runtime.state_mover.move`; what moves between processes
+        keeps the given state.
     """
-    links = new.links or old.links
     if links is not None:
         return moved_between(links, state, new.in_shardings)
     count = len(state)

@@ -99,14 +99,7 @@ def failures(process: int) -> dict[str, tuple[str, float]]:
         with unittest.mock.patch(what, by) if process == 1 else nullcontext():
             return call()
 
-    def replanned() -> Any:
-        step = autopar.parallelize(_step, cluster=forms.cheap("2x2:cpu"))
-        new, _ = step(w, batch)
-        first = {d.process_index: d.id for d in reversed(jax.devices())}
-        return step.replan(forms.cheap("2:cpu"), new, sorted(first.values()))
-
     cases = {
-        "fewer": replanned,
         "tracing": lambda: call(_failing),
         "creating": create,
         "compiling": lambda: patched(

@@ -36,6 +36,7 @@ from autopar.compression.gradient import init_state
 from autopar.errors import PlanError
 from autopar.runtime import placement
 from autopar.runtime.gradients.sums import AnySums, Member, State
+from autopar.runtime.stages.transport import Links
 from autopar_passes.layer_loops.paths import whole_path
 
 # Earlier versions did not save these parts of a state.
@@ -83,6 +84,22 @@ def carry_over(state: State, new: AnySums) -> State:
         if name in wanted
     }
     return {"step": step, **placed, "gradients": gradients}
+
+
+def brought(state: State, links: Links) -> State:
+    """A state whole on every process; all of them call this.
+
+    Args:
+      state: after steps, on devices of any processes.
+      links: to the other processes.
+    """
+    leaves, tree = jax.tree.flatten(state["gradients"])
+    whole: list[Any] = []
+    for k, x in enumerate(leaves):
+        here = x if x.sharding.addressable_devices else None
+        whole.append(links.everywhere(("residual", k), x, x.sharding, here))
+    counters = {k: np.asarray(x) for k, x in state.items() if k != "gradients"}
+    return {**counters, "gradients": jax.tree.unflatten(tree, whole)}
 
 
 def restored(state: Any, new: AnySums) -> State:
@@ -180,29 +197,12 @@ def check_fits(state: State, new: AnySums) -> None:
     """Checks that `carry_over` can take a state; nothing is moved.
 
     Raises:
-      PlanError: a residual is of another shape than its gradient, or lies in another
-        process.
+      PlanError: a residual is of another shape than its gradient.
     """
-    where = new.shardings()["gradients"]
     for name, struct in new.structs()["gradients"].items():
         old = state["gradients"].get(name, {"residual": ()})["residual"]
-        _check_reached(name, old, where[name]["residual"])
         if not isinstance(old, tuple) and not isinstance(struct["residual"], tuple):
             _check_residual(name, old, struct["residual"])
-
-
-def _check_reached(name: str, old: Any, where: Any) -> None:
-    """Checks that a residual does not have to move between processes."""
-    if not isinstance(old, jax.Array) or old.sharding == where:
-        return
-    here = (lies.addressable_devices for lies in (old.sharding, where))
-    if not isinstance(where, tuple) and not all(here):
-        raise PlanError(
-            f"compression_state: the residual of '{name}' lies on a stage of one "
-            "process and would have to go to another. Residuals of stages stay in "
-            "their process: keep the stages where they are, or assign None to "
-            "compression_state first."
-        )
 
 
 def _check_residual(name: str, old: Any, struct: Any) -> None:

@@ -171,6 +171,7 @@ def staged_noise(
       assignments: the layouts of each stage.
       rows: of the whole batch, M.
       options: how it is measured.
+      meshes: of the stages.
       device: where the averages are to lie.
       coded: gradients that codecs send.
 

@@ -157,17 +157,10 @@ def _put(
     if how == {_Lies.OTHER}:
         raise PlanError(f"'{path}' lies on devices of none of the processes.")
     if how == {_Lies.OWN}:
-        return _here(leaf, sharding)
+        return placement.place(leaf, sharding)
     way = links.route(leaf.shape, leaf.dtype, leaf.sharding, sharding)
     arrays = [leaf] if links.index in way.origins else None
     return links.moved(("moved", path), arrays, [way])[0]
-
-
-def _here(leaf: Any, sharding: NamedSharding) -> Any:
-    """An array that this process has all of, or its absence from this process."""
-    if sharding.addressable_devices:
-        return placement.place(leaf, sharding)
-    return placement.absent(jax.typeof(leaf), sharding)
 
 
 def _rows(

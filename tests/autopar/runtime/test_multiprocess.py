@@ -98,7 +98,6 @@ def test_a_failure_of_one_process_reaches_all(found: Any, name: str, told: str) 
 @pytest.mark.parametrize(
     ("name", "parts"),
     [
-        ("fewer", ["4 devices of several processes", "plan is for 2", "autopar run"]),
         ("versions", ["different versions: jax ", "0.9.9 on process 1"]),
         ("rows", ["'batch/x' is [12, 16] on process 0, [11, 16] on process 1"]),
         ("code", ["process 1 differs", "with 1.0 ->", "with 1.5 ->"]),

@@ -220,7 +220,7 @@ def all_beside_the_step(devices: Any, mine: Callable[[int], slice]) -> dict[str,
     policy, params = Asking(), weights(32)
     run = autopar.parallelize(
         step, cluster="4x1:cpu,network=100Mb/s", axis_names=("data",),
-        pins={"batch/*": PartitionSpec("data")}, compression="int8",
+        pins={"batch/*": PartitionSpec("data")}, compression="int4",
         policy=policy, noise_scale=NoiseOptions(every=1), **asked,
     )  # fmt: skip
     losses: list[float] = []
@@ -233,6 +233,23 @@ def all_beside_the_step(devices: Any, mine: Callable[[int], slice]) -> dict[str,
         for seen in policy.seen
         for name, found in seen.measured.items()
     }
+    evaluated = float(evaluate(params, rows_of(9)))
+    # The stages change places, and then one stage takes all on half of the devices.
+    swapped, moved = [*devices[2:], *devices[:2]], list[float]()
+    every = dict.fromkeys("xy", jax.ShapeDtypeStruct((512, 32), np.float32))
+    alone = autopar.plan(
+        step, params, every, cluster="2x1:cpu,network=100Mb/s", axis_names=("data",),
+        pins={"batch/*": PartitionSpec("data")}, compression="int4",
+    )  # fmt: skip
+    plans = [(swapped, run.plan), (swapped[::2], alone)]
+    if jax.process_count() > 2:  # each has to have a part of one stage
+        plans.pop()
+    for where, plan in plans:
+        params = run.replan(plan.cluster.read(), params, devices=where, plan=plan)
+        kept = sum(r.residual_norm for r in run.telemetry.values())
+        params, loss = run(params, rows_of(5))
+        reports = run.telemetry.values()
+        moved += [float(loss), kept, sum(r.residual_norm for r in reports)]
     loop = autopar.parallelize(layer_loop, cluster="4:cpu", **asked)
     layers, looped = looped_layers(), list[float]()
     for seed in range(3):
@@ -242,6 +259,7 @@ def all_beside_the_step(devices: Any, mine: Callable[[int], slice]) -> dict[str,
         "losses": losses,
         "noise": [noise.sqr, noise.var, noise.groups],
         "errors": [x for _, found in sorted(errors.items()) for x in found],
-        "evaluated": float(evaluate(params, rows_of(9))),
+        "evaluated": evaluated,
+        "moved": moved,
         "looped": looped,
     }
