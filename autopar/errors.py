@@ -25,14 +25,15 @@ The four that all packages share are in ``autopar_errors``, below them all.
 
 from __future__ import annotations
 
-import os
-import pathlib
-import sysconfig
-import traceback
-
 from autopar.cluster.errors import ClusterError
-from autopar_errors import AutoparError, InputError, InputTypeError, InternalError
-from autopar_passes.program.trace import TraceError
+from autopar_errors import (
+    AutoparError,
+    InputError,
+    InputTypeError,
+    InternalError,
+    TraceError,
+    user_line,
+)
 
 __all__ = [
     "AutoparError",
@@ -110,35 +111,3 @@ class CheckpointError(InputError):
 
 class EventError(InputError):
     """An event of an elastic run is wrong; the run goes on without it."""
-
-
-def user_line(error: BaseException) -> str:
-    """File and line of the innermost frame in the user's own code, or ''.
-
-    That is a frame neither of autopar, nor of an installed package, nor of Python.
-    """
-    if isinstance(error, SyntaxError) and error.filename and error.lineno:
-        return f"{_shown(error.filename)}:{error.lineno}"
-    found = ""
-    for frame, line in traceback.walk_tb(error.__traceback__):
-        name = frame.f_code.co_filename
-        if not name.startswith("<") and not _foreign(name):
-            found = f"{_shown(name)}:{line}"
-    return found
-
-
-def _foreign(name: str) -> bool:
-    path = pathlib.PurePath(os.path.abspath(name))
-    if "site-packages" in path.parts or "dist-packages" in path.parts:
-        return True
-    root = pathlib.PurePath(__file__).parents[1]
-    ours = [root / "autopar", root / "autopar_errors"]
-    ours += [root / place / f"autopar_{place}" for place in ("passes", "solver")]
-    python = pathlib.PurePath(sysconfig.get_path("stdlib"))
-    return any(path.is_relative_to(folder) for folder in (*ours, python))
-
-
-def _shown(name: str) -> str:
-    """A file as people write it: relative where it lies below the working folder."""
-    path, here = pathlib.Path(os.path.abspath(name)), pathlib.Path.cwd()
-    return str(path.relative_to(here)) if path.is_relative_to(here) else str(path)

@@ -22,7 +22,7 @@ from typing import Any
 
 from soak_figures import SCRIPT, losses
 
-from autopar.elastic.processes.runner import command
+from autopar.elastic.processes.records import command
 
 CHANGES = (4, 3, 2, 4, 3)
 

@@ -33,7 +33,7 @@ from typing import Any
 from soak_figures import SCRIPT, report
 
 from autopar.elastic.processes.identity import ProcessId
-from autopar.elastic.processes.runner import command
+from autopar.elastic.processes.records import command
 
 HERE = pathlib.Path(__file__).parent
 LEAST, MOST = 2, 4

@@ -21,7 +21,7 @@ from autopar.checkpoint.folders import put
 from autopar.dispatch.backend import Ending, Look
 from autopar.dispatch.store import JobRecord
 from autopar.dispatch.supervising import ending_file, holder
-from autopar.elastic.processes.runner import command
+from autopar.elastic.processes.records import command
 from autopar.errors import ScheduleError
 
 

@@ -13,8 +13,8 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from autopar_errors import TraceError
 from autopar_passes.graph.operators import Operator, OperatorGraph
-from autopar_passes.program.trace import TraceError
 
 BATCH = "batch"
 SEQUENCE = "sequence"

@@ -16,7 +16,7 @@ from typing import Any
 from checkout import ROOT
 from processes import FLAGS
 
-from autopar.elastic.processes.runner import command
+from autopar.elastic.processes.records import command
 
 SCRIPT = ROOT / "tests" / "support" / "elastic_script.py"
 LIMIT_S = 120.0

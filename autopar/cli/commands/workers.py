@@ -25,8 +25,8 @@ def workers(
     as_json: options.Json = False,
 ) -> Result:
     """Shows the processes of a run, and adds or removes some."""
-    # They import JAX, which help must not.
-    from autopar.elastic.processes.runner import command
+    # They import NumPy, which help must not.
+    from autopar.elastic.processes.records import command
     from autopar.errors import PlanError  # as it does
 
     asked = [processes is not None, remove is not None, stop]
@@ -35,10 +35,13 @@ def workers(
     try:
         if processes is not None:
             answer = command(folder, command="resize", processes=processes)
+            told = [f"asked for {processes} processes"]
         elif remove is not None:
             answer = command(folder, command="remove", worker=remove)
+            told = [f"worker {remove} is asked to go"]
         else:
             answer = command(folder, command="stop" if stop else "status")
+            told = ["the run is asked to end"] if stop else []
     except (OSError, ValueError) as error:
         raise PlanError(f"no run in {folder}: {error}") from error
     if answer["wrong"]:
@@ -51,4 +54,5 @@ def workers(
         + (f", step {found['step']}" if found["step"] >= 0 else "")
         for name, found in status["workers"].items()
     ]
-    return Result("\n".join([f"world of {len(status['world'])} processes", *lines]))
+    world = f"world of {len(status['world'])} processes"
+    return Result("\n".join([*told, world, *lines]))

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import os
 import pathlib
 import queue
@@ -18,9 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from subprocess import Popen
-from typing import Annotated, Any
-
-import msgspec
+from typing import Any
 
 from autopar.elastic.ledger import event_data
 from autopar.elastic.processes.coordination import ServiceProcess
@@ -42,138 +39,22 @@ from autopar.elastic.processes.members import Limits, late
 from autopar.elastic.processes.messages import (
     Connection,
     Message,
-    connect,
     knows,
     listen,
 )
+from autopar.elastic.processes.records import Records, read_state
 from autopar.elastic.processes.supervisor import Supervisor
 from autopar.elastic.resolve import Resolved
 from autopar.errors import PlanError, RunError
 from autopar.sealed_files import KEY_VARIABLE, key_to_share
-from autopar.whole_files import WaitingLines, write_whole
-
-# What a run writes down in its folder: a log, and the state for a later supervisor.
-#
-# A disk that is full or read-only does not stop a run: it is said once, lines wait, and
-# the log goes on with them when there is room again.
-
-# Lines that wait for room at most; older ones are given up.
-_WAITING = 10_000
-_Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 30)]
-
-
-class _State(msgspec.Struct):
-    """The fields of a state that must be there, and the types of all that are used."""
-
-    workers: dict[int, Any]
-    world: list[int]
-    generation: Annotated[int, msgspec.Meta(ge=-1, le=1 << 30)]
-    wanted: _Count
-    numbers: _Count
-    token: str
-    run: str
-    port: Annotated[int, msgspec.Meta(ge=0, le=65535)] = 0
-    reached: Annotated[int, msgspec.Meta(ge=-1)] = -1
-    address: str = ""
-    formed: bool = True
-
-
-# Made at import: msgspec crashes where two threads find out about one type at once.
-_STATE = msgspec.json.Decoder(_State)
-
-
-def read_state(folder: pathlib.Path) -> Message | None:
-    """The state that a supervisor has written down; None: there is none.
-
-    Raises:
-      PlanError: the file is damaged, or cannot be read.
-    """
-    path = folder / "run.json"
-    try:
-        data = path.read_bytes()
-        _STATE.decode(data)
-        return json.loads(data)
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError, RecursionError) as error:
-        reason = str(getattr(error, "strerror", None) or error).rstrip(".")
-        raise PlanError(
-            f"{path}: not the state of a run: {reason}. Remove it; what still runs of "
-            "that run ends by itself after its --grace seconds."
-        ) from error
-
-
-class Records:
-    """Writes the log and the state of a run."""
-
-    def __init__(self, folder: pathlib.Path) -> None:
-        """Writes nothing yet."""
-        self._folder, self._state = folder, folder / "run.json"
-        self._log = WaitingLines(folder / "log.jsonl", _WAITING)
-        self._kept: bytes | None = None
-        self._failed = False
-        self._awaited: frozenset[int] = frozenset()
-
-    def log(self, line: Mapping[str, Any]) -> None:
-        """Adds a line to the log, behind those that wait."""
-        self._log.add(json.dumps(line).encode() + b"\n")
-        self.flush()
-
-    def state(self, data: Mapping[str, Any]) -> None:
-        """Writes the state, in place of the one before."""
-        self._kept = json.dumps(data).encode()
-        self.flush()
-
-    def flush(self) -> None:
-        """Writes what waits; says once that it cannot be written."""
-        try:
-            self._log.flush()
-            if self._kept is not None:
-                write_whole(self._state, self._kept)
-                self._kept = None
-        except OSError as error:
-            if not self._failed:
-                self._say(f"cannot be written: {error.strerror}. The run goes on")
-            self._failed = True
-            return
-        if self._failed:
-            self._say("can be written again")
-        self._failed = False
-
-    def end(self) -> None:
-        """Removes the state: the run has ended."""
-        self._kept = None
-        self.flush()
-        try:
-            self._state.unlink(missing_ok=True)
-        except OSError as error:
-            self._say(f"cannot be written: {error.strerror}. Remove {self._state.name}")
-
-    def say_awaited(self, late: frozenset[int]) -> None:
-        """Says once of each worker that the run waits for it."""
-        if new := sorted(late - self._awaited):
-            names = ", ".join(map(str, new))
-            print(
-                f"autopar run: waits for worker {names}, whose script has not called "
-                "autopar.elastic or autopar.train yet; see its output, or end the run "
-                "with `autopar workers --stop`.",
-                file=sys.stderr,
-                flush=True,
-            )
-        self._awaited |= late
-
-    def _say(self, what: str) -> None:
-        text = f"autopar run: {self._folder} {what}."
-        print(text, file=sys.stderr, flush=True)
-
 
 # A process that turns to nothing for so long was stopped.
 _TICK_S, _AWAY_S = 0.25, 3.0
 _COLLECTIVE = "xla_cpu_collective_timeout_seconds"
 # Commands without arguments.
 _PLAIN = ("status", "stop", "suspend")
-# How long a supervisor may take to answer a command, and workers to end when told to.
-_ANSWER_S, _END_S = 10.0, 10.0
+# How long workers may take to end when told to.
+_END_S = 10.0
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -588,28 +469,6 @@ class Runner:
 
 def _data(process: ProcessId | None) -> Message | None:
     return None if process is None else process.to_data()
-
-
-def command(folder: pathlib.Path, **words: Any) -> Message:
-    """Sends a command to the supervisor of a run.
-
-    Raises:
-      OSError: there is none, or it does not answer.
-      PlanError: the state file of the run is damaged.
-    """
-    state = read_state(folder)
-    if state is None:
-        raise FileNotFoundError(
-            f"there is no run.json. Start one: autopar run --folder {folder} SCRIPT.py"
-        )
-    connection = connect("127.0.0.1", state["port"], timeout_s=_ANSWER_S)
-    connection.patience(_ANSWER_S)
-    connection.send("command", token=state["token"], **words)
-    answer = connection.receive()
-    connection.close()
-    if answer is None:
-        raise ConnectionError("the supervisor did not answer")
-    return answer
 
 
 def python_command(script: Sequence[str]) -> tuple[str, ...]:

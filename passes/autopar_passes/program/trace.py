@@ -13,15 +13,13 @@ from __future__ import annotations
 import dataclasses
 import functools
 import pathlib
-import sysconfig
-import traceback
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import jax
 from jax.interpreters import partial_eval
 
-from autopar_errors import InputError
+from autopar_errors import TraceError, user_line
 from autopar_passes import jax_compat, jax_meshes
 from autopar_passes.program.calls import (
     NOT_NAMED,
@@ -48,10 +46,6 @@ _ERRORS = (
     TypeError,
     jax_meshes.ShardingTypeError,
 )
-
-
-class TraceError(InputError):
-    """The step cannot be traced by JAX."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -263,24 +257,6 @@ def _trace_step(step: Callable[..., Any], form: CallForm, inputs: list[Any]) -> 
     return _Traced(jaxpr, inputs, outputs, results[-1], carried, replicas)
 
 
-# Where code is that no user wrote: JAX, its callers here, and installed libraries.
-_OTHERS = (
-    str(pathlib.Path(jax.__file__).parent),
-    str(pathlib.Path(__file__).parents[1]),
-    sysconfig.get_path("purelib"),
-    sysconfig.get_path("stdlib"),
-)
-
-
-def _users_line(error: BaseException) -> str:
-    """The innermost line of the user's own code that an error went through."""
-    frames = traceback.extract_tb(error.__traceback__)
-    own = [x for x in frames if not x.filename.startswith((*_OTHERS, "<frozen"))]
-    if not own:
-        return ""
-    return f" ({pathlib.Path(own[-1].filename).name}:{own[-1].lineno})"
-
-
 def _jaxpr(
     step: Callable[..., Any], flat: Callable[..., Any], inputs: list[Any]
 ) -> Any:
@@ -307,8 +283,10 @@ def _trace_failure(step: Callable[..., Any], error: Exception) -> str:
         return str(error)
     name = step_name(step)
     first = str(error).strip().split("\n", 1)[0].rstrip(".")
+    where = pathlib.PurePath(user_line(error)).name
+    place = f" ({where})" if where else ""
     return (
-        f"the step '{name}' cannot be traced: {first}{_users_line(error)}.\n"
+        f"the step '{name}' cannot be traced: {first}{place}.\n"
         "  A planned step must be a function that jax.jit accepts: pytrees of arrays "
         "in and out, no Python control flow on array values, no conversion of arrays "
         "to Python numbers.\n"

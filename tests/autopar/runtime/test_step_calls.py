@@ -18,7 +18,7 @@ import step_forms as forms
 import autopar
 from autopar import PlanError
 from autopar.steps.state import StateWarning
-from autopar_passes.program.trace import TraceError
+from autopar_errors import TraceError
 
 TX = optax.adam(1e-2)
 

@@ -13,7 +13,8 @@ import planner_harness as harness
 import pytest
 from flax import linen
 
-from autopar_passes.program.trace import TraceError, open_arguments, trace
+from autopar_errors import TraceError
+from autopar_passes.program.trace import open_arguments, trace
 
 X = jnp.arange(8.0).reshape(4, 2)
 

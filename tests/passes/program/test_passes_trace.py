@@ -11,10 +11,11 @@ import pytest
 from flax import linen, nnx
 from flax.training import train_state
 
+from autopar_errors import TraceError
 from autopar_passes.graph.build import step_graph
 from autopar_passes.graph.operators import OperatorGraph
 from autopar_passes.graph.roles import InputRole
-from autopar_passes.program.trace import TracedStep, TraceError, trace
+from autopar_passes.program.trace import TracedStep, trace
 
 
 def roles(graph: OperatorGraph) -> dict[str, InputRole]:
