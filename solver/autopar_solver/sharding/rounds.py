@@ -185,14 +185,19 @@ class _State:
 
     def _ascend(self) -> bool:
         """Raises the bound by messages; True if it rose too much to stop now."""
-        before = self.incumbent.cost - self.dual.bound
+        before = self._gap()
         self.dual.lighten()
         self.dual.sweep()
         if self.incumbent.choices is None:
             self._decode()
         stalled = self._climb()
-        after = self.incumbent.cost - self.dual.bound
+        after = self._gap()
         return not stalled and not after > (1 - LARGE_GAIN) * before
+
+    def _gap(self) -> float:
+        """Between the cost and the best bound; memory makes each field anew."""
+        known = -math.inf if len(self.graph.rows) else self.incumbent.bound
+        return self.incumbent.cost - max(self.dual.bound, known)
 
     def _deepen(self) -> None:
         """Raises the bound by elimination."""
