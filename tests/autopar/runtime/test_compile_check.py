@@ -111,4 +111,4 @@ def test_where_nothing_fits_the_compiler_is_quoted(
     with pytest.raises(
         autopar.InfeasibleError, match=r"compiler for cpu needs .*B on each"
     ):
-        plan(memory)
+        plan(memory, microbatches=1, remat=0, stages=1)
