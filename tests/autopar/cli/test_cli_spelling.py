@@ -13,7 +13,10 @@ PLAN = ("plan", TARGET, *SMALL, "--cluster")
 @pytest.mark.parametrize(
     ("words", "parts"),
     [
-        ((*PLAN, "8:cpu", "--schedule", "1f1b"), ("--schedule 1f1b is", "--stages,")),
+        (
+            (*PLAN, "8:cpu", "--schedule", "1f1b", "--stages", "1"),
+            ("--schedule 1f1b ", "--stages 1"),
+        ),
         ((*PLAN, "8:cpu", "--remat", "9"), ("--remat 9: ",)),
         ((*PLAN, "8x8:cpu", "--max-axes", "1"), ("--max-axes 1 is",)),
         ((*PLAN, "4:cpu", "--axis-names", "a,b,c"), ("--axis-names a,b,c: ",)),
@@ -37,7 +40,8 @@ def test_options_are_spelled_as_given(
 
 
 def test_a_memory_error_says_what_the_command_has(run: Run) -> None:
-    words = "batch=4096", "--cluster", "2:cpu,memory=1MB"
+    words = ["batch=4096", "--cluster", "2:cpu,memory=1MB"]
+    words += ["--stages", "1", "--microbatches", "1", "--remat", "0"]
     result = run("plan", TARGET, *words)
     hint = "or --remat auto, --microbatches auto"
     assert_fails(result, "(two_layers.py:", ". try: ", hint, code=3)
