@@ -227,9 +227,10 @@ def _trace_step(step: Callable[..., Any], form: CallForm, inputs: list[Any]) -> 
         try:
             with jax_meshes.entered(form.mesh):
                 traced, replicas = with_one_replica(lambda: _jaxpr(step, flat, typed))
-        except ValueError as error:
+        except (ValueError, NotImplementedError) as error:
             if form.mesh is None and not any(explicit):
                 raise
+            # Some operators, such as ``ragged_dot``, have no rule for types.
             # What JAX asks of types is where arrays lie, which the plan decides: a
             # step without such words is traced without the mesh. Without a mesh that
             # is set, types alone let a shard_map be traced.
@@ -238,7 +239,7 @@ def _trace_step(step: Callable[..., Any], form: CallForm, inputs: list[Any]) -> 
                 other = [jax_meshes.on_mesh(x, None) for x in inputs]
             try:
                 traced, replicas = with_one_replica(lambda: _jaxpr(step, flat, other))
-            except (ValueError, TypeError):
+            except (ValueError, TypeError, NotImplementedError):
                 raise TraceError(_trace_failure(step, error)) from error
     outputs = list(traced.out_info)
     jaxpr = traced.jaxpr

@@ -184,3 +184,23 @@ def test_product_that_jit_calls_ambiguous_runs_under_a_mesh() -> None:
         x = jax.device_put(X, NamedSharding(mesh, P("data")))
         _, total = autopar.parallelize(step, cluster="8:cpu")(jnp.asarray(W), x)
     np.testing.assert_allclose(total, np.sum(X.T @ X), rtol=1e-4)
+
+
+def test_operator_that_jax_has_no_types_for_runs_under_a_mesh() -> None:
+    sizes = np.array([6, 10], np.int32)
+
+    def step(w: Any, x: Any) -> Any:
+        grouped = w.reshape(2, 32, 16)
+        loss, gradient = jax.value_and_grad(
+            lambda g: jnp.mean(jax.lax.ragged_dot(x, g, sizes) ** 2)
+        )(grouped)
+        return w - 0.1 * gradient.reshape(w.shape), loss
+
+    _, wanted = jax.jit(step)(jnp.asarray(W), X)
+    mesh = _mesh(8)
+    with jax.set_mesh(mesh):
+        x = jax.device_put(X, NamedSharding(mesh, P("data")))
+        _, loss = autopar.parallelize(step, cluster="8:cpu", seconds=2)(
+            jnp.asarray(W), x
+        )
+    np.testing.assert_allclose(loss, wanted, rtol=1e-5)
