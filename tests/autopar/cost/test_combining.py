@@ -50,6 +50,14 @@ WIDTH, HIDDEN, LAYERS, ROWS = 32, 64, 3, 256
 SUMS = 1 + 3 * LAYERS
 SUM_BYTES = 4 + 4 * LAYERS * (2 * WIDTH * HIDDEN + HIDDEN)
 # Batches split and parameters whole, or both split.
+# Data parallelism in the step as it is written.
+ONE_PROGRAM: dict[str, Any] = {
+    "axis_names": ("data",),
+    "max_axes": 1,
+    "stages": 1,
+    "microbatches": 1,
+    "remat": 0,
+}
 WHOLE = {"params/*": P(), "batch/*": P("data")}
 SPLIT = {"params/*": P("data"), "batch/*": P("data")}
 LATENCIES_S = (1e-4, 5e-3)
@@ -77,7 +85,7 @@ def planned(cluster: Cluster, pins: Any, **options: Any) -> tuple[Plan, BoundPla
     plan = plan_analysis(
         analysis(),
         cluster,
-        PlanOptions(axis_names=("data",), max_axes=1, pins=pins, **options),
+        PlanOptions(**ONE_PROGRAM, pins=pins, **options),
     )
     return plan, bind_plan(analysis(), plan, cluster)
 
@@ -174,7 +182,7 @@ class TestGradients:
         plan = plan_analysis(
             large,
             cluster,
-            PlanOptions(axis_names=("data",), max_axes=1, pins=WHOLE),
+            PlanOptions(**ONE_PROGRAM, pins=WHOLE),
         )
         found = bind_plan(large, plan, cluster).collectives
         assert number_of(found) == pytest.approx(2)
@@ -249,7 +257,7 @@ def layers_bound(
     found = analyse(step, args)
     cluster = Cluster.parse(f"8:{kind}")
     pins = {"*/up": P("data"), "*/down": P("data"), "*/bias": P(), "*/x": P("data")}
-    options = PlanOptions(axis_names=("data",), max_axes=1, pins=pins)
+    options = PlanOptions(**ONE_PROGRAM, pins=pins)
     plan = plan_analysis(found, cluster, options)
     return found, plan, bind_plan(found, plan, cluster)
 

@@ -173,6 +173,9 @@ def data_parallel() -> tuple[harness.Case, Assignment]:
             pins={"params/*": PartitionSpec(), "batch/*": PartitionSpec(None, "x")},
             seconds=None,
             split_batch=False,
+            stages=1,
+            microbatches=1,
+            remat=0,
         ),
     )
     case = harness.prepare(step, args)

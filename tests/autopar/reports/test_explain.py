@@ -45,7 +45,9 @@ def analysis() -> Analysis:
 
 @pytest.fixture(scope="module")
 def plan(analysis: Analysis, cluster: Cluster) -> Plan:
-    options = PlanOptions(axis_names=("data", "tensor"))
+    options = PlanOptions(
+        axis_names=("data", "tensor"), stages=1, microbatches=1, remat=0
+    )
     return plan_analysis(analysis, cluster, options)
 
 
@@ -114,7 +116,8 @@ def test_the_plan_is_found_again_in_the_problem(bound: BoundPlan, plan: Plan) ->
         for (i, j), m in zip(problem.edges, problem.edge_costs, strict=True)
     )
     assignment = restore(bound.analysis, plan)
-    assert math.isclose(cost, pairwise_s(assignment, bound.pricer))
+    # Free arrays that lie whole add less than a nanosecond to choices.
+    assert math.isclose(cost, pairwise_s(assignment, bound.pricer), abs_tol=1e-9)
 
 
 def test_no_alternative_beats_a_proved_plan(bound: BoundPlan, plan: Plan) -> None:
