@@ -163,7 +163,7 @@ class _Search:
         codecs: CodecRequest,
     ) -> None:
         self.analysis, self.cluster, self.options = analysis, cluster, decided(options)
-        self.plan, self.codecs = plan, codecs
+        self.said, self.plan, self.codecs = options, plan, codecs
         self.best: Plan | None = None
         self.plans: dict[str, Plan] = {}
         self.errors: dict[str, PlanError] = {}
@@ -656,6 +656,10 @@ def _pipelines(search: _Search) -> None:
         search.judge(f"{asked.stages} stages", make, 0.0)
         return
     if search.best is None and search.too_large():
+        return
+    asked_for = search.said.stages == "auto" or search.best is None
+    if not asked_for and any(op.rule.whole for op in analysis.graph.operators):
+        search.leave_out("stages", "a shard_map of the step is code of its mesh")
         return
     most_s = search.most_s(_STAGED)
     limits = _limits_of_pipelines(search, most_s)

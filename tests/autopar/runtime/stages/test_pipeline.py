@@ -242,7 +242,6 @@ def test_options_of_the_calling_thread_hold_in_every_stage():
         ({"stages": 0}, "stages=0"),
         ({"stages": True}, "stages=True"),
         ({"stages": 2, "schedule": "dualpipe"}, "expected .gpipe"),
-        ({"stages": None, "schedule": "gpipe"}, "say stages="),
         ({"stages": 2, "microbatches": 3}, "3 does not divide"),
         ({"stages": 4, "schedule": "interleaved"}, "8 parts"),
     ],
