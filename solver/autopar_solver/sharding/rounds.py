@@ -185,19 +185,14 @@ class _State:
 
     def _ascend(self) -> bool:
         """Raises the bound by messages; True if it rose too much to stop now."""
-        before = self._gap()
+        before = self.incumbent.cost - self.dual.bound
         self.dual.lighten()
         self.dual.sweep()
         if self.incumbent.choices is None:
             self._decode()
         stalled = self._climb()
-        after = self._gap()
+        after = self.incumbent.cost - self.dual.bound
         return not stalled and not after > (1 - LARGE_GAIN) * before
-
-    def _gap(self) -> float:
-        """Between the cost and the best bound; memory makes each field anew."""
-        known = -math.inf if len(self.graph.rows) else self.incumbent.bound
-        return self.incumbent.cost - max(self.dual.bound, known)
 
     def _deepen(self) -> None:
         """Raises the bound by elimination."""
