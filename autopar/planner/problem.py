@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
@@ -14,7 +13,7 @@ from autopar.cost.local import sent_bytes
 from autopar.cost.pricer import Pricer
 from autopar.cost.work import node_seconds, partial_runs, partial_work_s, share_of
 from autopar.layouts.copies import Copy, Mode
-from autopar.layouts.layout import Axes, Layout, shards
+from autopar.layouts.layout import Axes, Layout
 from autopar.layouts.strategies import (
     Space,
     Strategy,
@@ -25,10 +24,9 @@ from autopar.layouts.strategies import (
 from autopar.planner.memory_terms import memory_terms
 from autopar.planner.weights import WHOLE, Weights, in_kinds, lowered
 from autopar.steps.analysis import Analysis
-from autopar.steps.nodes import Contraction, Home, Node
+from autopar.steps.nodes import Contraction, Node
 from autopar.steps.uses import Source, Use, times_made
 from autopar_passes.graph.operators import OperatorGraph
-from autopar_passes.graph.roles import InputRole
 from autopar_solver import MemoryTerm, ShardingProblem
 
 # In a program of so few nodes all state may be split: it takes next to no time to
@@ -38,14 +36,8 @@ FEW_NODES = 64
 SMALL_OF_DEVICE = 1e-3
 SMALL_OF_STATE = 1e-2
 
-# Seconds that are charged for an array that is free to split and lies whole, next to
-# nothing: of layouts at the same price the most split one is taken.
-_WHOLE_S = 1e-11
-
 # Says which strategies of a node a restricted plan may use.
 Restriction = Callable[[Node, Strategy], bool]
-# Makes the seconds of an edge, and the parts of them that are of each kind.
-Priced = Callable[[], tuple[np.ndarray, np.ndarray]]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -245,7 +237,6 @@ def formulate(
     prices: Prices | None = None,
     weights: Weights = WHOLE,
     small: frozenset[int] = frozenset(),
-    known: Formulation | None = None,
 ) -> Formulation:
     """Prices every strategy and every resharding of a program on one mesh.
 
@@ -258,35 +249,25 @@ def formulate(
       prices: with them gradients may be sent by codecs.
       weights: of what may be hidden.
       small: nodes that stay whole where they may.
-      known: the same problem at other messages and without prices. What shares no
-        message costs as much there.
     """
     judge, pricer = pricer, with_joined_bytes(analysis, pricer)
-    spaces, own = _node_costs(analysis, pricer, restriction, small, known)
-    for home in _free(analysis):
-        whole_s = _WHOLE_S * _unsplit(spaces[home.node], home, pricer)
-        _add_to_node(own, home.node, whole_s, known)
+    spaces, own = _node_costs(analysis, pricer, restriction, small)
     edges: list[tuple[int, int]] = []
     matrices: list[np.ndarray] = []
     parts: list[np.ndarray] = []
 
-    def add(edge: tuple[int, int], make: Priced, shared: bool) -> None:
-        number = len(edges)
+    def add(edge: tuple[int, int], matrix: np.ndarray, counted: np.ndarray) -> None:
         edges.append(edge)
-        if known is None or shared:
-            matrix, counted = make()
-        else:
-            matrix, counted = known.whole[number], known.parts[number]
         matrices.append(matrix)
         parts.append(counted)
 
     for row in _result_edges(analysis, spaces, pricer, prices, weights):
         add(*row)
     for edge, matrix in _partial_work_edges(analysis, spaces, pricer):
-        if edge[0] != edge[1]:
-            add(edge, functools.partial(_whole, matrix), shared=True)
+        if edge[0] == edge[1]:
+            own[edge[0]][-1] += matrix.diagonal()
         else:
-            _add_to_node(own, edge[0], matrix.diagonal(), known)
+            add(edge, matrix, _NO_PARTS)
     copies: list[Copy] = []
     for source in analysis.sources.values():
         start = len(analysis.contraction.nodes) + len(copies)
@@ -344,17 +325,12 @@ def _node_costs(
     pricer: Pricer,
     restriction: Restriction | None,
     small: frozenset[int],
-    known: Formulation | None,
 ) -> tuple[list[Space], list[np.ndarray]]:
     """The strategies of each node, and their seconds (`Formulation.own`)."""
     spaces: list[Space] = []
     costs: list[np.ndarray] = []
     graph, contraction = analysis.graph, analysis.contraction
     for node in contraction.nodes:
-        if known is not None and analysis.independent.summing.isdisjoint(node.members):
-            spaces.append(known.spaces[node.index])
-            costs.append(known.own[node.index])
-            continue
         space = strategy_space(graph, contraction, node, pricer.sizes)
         kept = allowed_strategies(
             restriction, node, space.strategies, node.index in small
@@ -367,53 +343,13 @@ def _node_costs(
     return spaces, costs
 
 
-def _add_to_node(
-    own: Sequence[np.ndarray],
-    node: int,
-    seconds: np.ndarray,
-    known: Formulation | None,
-) -> None:
-    """Adds seconds of no kind to a node, unless they were taken with the others."""
-    if known is None or own[node] is not known.own[node]:
-        own[node][-1] += seconds
-
-
-def _free(analysis: Analysis) -> Iterator[Home]:
-    """Where arrays are that may be split for nothing: each device slices them.
-
-    Batch inputs are, which real input pipelines deliver in parts; and what loops take
-    that is made of nothing, such as a mask, and hold to their end.
-    """
-    graph, contraction = analysis.graph, analysis.contraction
-    batch = (i.value for i in graph.inputs if i.role is InputRole.BATCH)
-    entering = (
-        op.outputs[0]
-        for op in graph.operators
-        if op.kind == "enter" and op.index == op.class_index
-        if not contraction.floating.isdisjoint(op.inputs)
-    )
-    for values, kind in ((batch, "input"), (entering, "array")):
-        for value in values:
-            home = contraction.homes.get(value)
-            if home is not None and contraction.nodes[home.node].kind == kind:
-                yield home
-
-
-def _unsplit(space: Space, home: Home, pricer: Pricer) -> np.ndarray:
-    """By strategy, how little of an array is split: its rows count first."""
-    layouts = space.layouts(home.dims)
-    rows = [1.0 / shards(layout[:1], pricer.sizes) for layout in layouts]
-    parts = [1.0 / shards(layout, pricer.sizes) for layout in layouts]
-    return np.array(rows) + 0.1 * np.array(parts)
-
-
 def _result_edges(
     analysis: Analysis,
     spaces: Sequence[Space],
     pricer: Pricer,
     prices: Prices | None,
     weights: Weights,
-) -> Iterator[tuple[tuple[int, int], Priced, bool]]:
+) -> Iterator[tuple[tuple[int, int], np.ndarray, np.ndarray]]:
     """Edges from a contraction to its results, which take the reduction."""
     for node in analysis.contraction.nodes:
         if node.kind != "contraction":
@@ -422,13 +358,10 @@ def _result_edges(
         for slot, value in enumerate(op.outputs):
             home = analysis.contraction.homes.get(value)
             if home is not None:
-                make = functools.partial(
-                    *(_result_matrix, analysis, node, slot),
-                    *(spaces, pricer, prices, weights),
+                matrix, parts = _result_matrix(
+                    analysis, node, slot, spaces, pricer, prices, weights
                 )
-                shared = op.class_index in analysis.independent.summing
-                shared = shared or (prices is not None and slot == 0)
-                yield (node.index, home.node), make, shared
+                yield (node.index, home.node), matrix, parts
 
 
 def _partial_work_edges(
@@ -536,46 +469,38 @@ def _source_edges(
     copies: Sequence[Copy],
     spaces: Sequence[Space],
     pricer: Pricer,
-) -> Iterator[tuple[tuple[int, int], Priced, bool]]:
+) -> Iterator[tuple[tuple[int, int], np.ndarray, np.ndarray]]:
     """Edges from a value to its readers, by its copies where it has any."""
     known = analysis.independent.gathered
-    together = GATHERS if source.value_class[0] in known else ALONE
+    shared = GATHERS if source.value_class[0] in known else ALONE
     rounds = pricer.cluster.device.rounds_operands
     nbytes = sent_bytes(analysis, source.example, rounds=rounds)
     home = spaces[source.home.node].layouts(source.home.dims)
 
-    def move(starts: Sequence[Layout], use: Use) -> tuple[np.ndarray, np.ndarray]:
-        target = spaces[use.node].layouts(use.dims)
-        matrix = _matrix(starts, target, nbytes, pricer, together)
-        return use.weight * matrix, parts((use,))
-
-    def fetch(copy: Copy) -> tuple[np.ndarray, np.ndarray]:
-        layouts = copy.space.layouts(copy.dims)
-        matrix = _matrix(home, layouts, nbytes, pricer, together)
-        matrix = _by_mode(copy, home, layouts, matrix * times_made(copy.uses))
-        return matrix, parts(copy.uses)
-
     def parts(uses: Sequence[Use]) -> np.ndarray:
         """The parts of a gather that nothing waits for."""
-        return _in_passes(analysis, uses) if together else _NO_PARTS
+        return _in_passes(analysis, uses) if shared else _NO_PARTS
 
-    shared = bool(together)
-    for use in source.foreign if not copies else ():
-        make = functools.partial(move, home, use)
-        yield (source.home.node, use.node), make, shared
+    if not copies:
+        for use in source.foreign:
+            target = spaces[use.node].layouts(use.dims)
+            matrix = _matrix(home, target, nbytes, pricer, shared)
+            yield (source.home.node, use.node), use.weight * matrix, parts((use,))
+        return
     for copy in copies:
-        yield (source.home.node, copy.node), functools.partial(fetch, copy), shared
         layouts = copy.space.layouts(copy.dims)
+        fetch = _matrix(home, layouts, nbytes, pricer, shared) * times_made(copy.uses)
+        yield (
+            (source.home.node, copy.node),
+            _by_mode(copy, home, layouts, fetch),
+            parts(copy.uses),
+        )
         for use in copy.uses:
-            yield (copy.node, use.node), functools.partial(move, layouts, use), shared
+            target = spaces[use.node].layouts(use.dims)
+            matrix = _matrix(layouts, target, nbytes, pricer, shared)
+            yield (copy.node, use.node), use.weight * matrix, parts((use,))
     if len(copies) == 2:
-        make = functools.partial(_reuse_matrix, *copies)
-        yield (copies[0].node, copies[1].node), make, False
-
-
-def _whole(matrix: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Seconds of which nothing may be hidden."""
-    return matrix, _NO_PARTS
+        yield (copies[0].node, copies[1].node), _reuse_matrix(*copies), _NO_PARTS
 
 
 def _in_passes(analysis: Analysis, uses: Sequence[Use]) -> np.ndarray:
@@ -601,14 +526,14 @@ def _matrix(
     return pricer.reshard_matrix(whole, targets, "", nbytes, together)
 
 
-def _reuse_matrix(forward: Copy, backward: Copy) -> tuple[np.ndarray, np.ndarray]:
+def _reuse_matrix(forward: Copy, backward: Copy) -> np.ndarray:
     """A backward copy that reuses the forward one must have its layout."""
     same = np.array(
         [[a == b for b in backward.space.strategies] for a in forward.space.strategies]
     )
     reuse = np.array([m is Mode.REUSE for m in backward.modes])[None, :]
     fetched = np.array([m is not Mode.SAME for m in forward.modes])[:, None]
-    return _whole(np.where(reuse & ~(same & fetched), np.inf, 0.0))
+    return np.where(reuse & ~(same & fetched), np.inf, 0.0)
 
 
 def _by_mode(

@@ -33,9 +33,7 @@ from autopar.layouts.strategies import Strategy
 from autopar.planner.candidate import (
     WORTHWHILE,
     Candidate,
-    assignment_of,
     choices_of,
-    peak_of,
     priced,
 )
 from autopar.planner.codecs.choose import CodecRequest, prices_of, sent_as_asked
@@ -51,6 +49,7 @@ from autopar.planner.problem import (
 )
 from autopar.planner.proposals import Proposal, record
 from autopar.planner.recipes import least_bytes, recipes, restriction_of
+from autopar.planner.ties import laid_out, tie_broken
 from autopar.planner.weights import (
     HIDDEN,
     WHOLE,
@@ -81,8 +80,8 @@ _STEP = 0.25
 # A plan by an expert's rule is not made where its cost is this much above the least,
 # and above the time of the fastest plan.
 _FAR = 1.1
-# How well least costs are proved.
-_GAP = 1e-3
+# How well least costs are proved: those that bound, and others.
+_BOUND_GAP, _GAP = 1e-3, WORTHWHILE
 # Why a proposal is no plan.
 _TOO_LARGE = "does not fit"
 # Parts of the time that is left: of the first problem and of those with codecs, and of
@@ -442,7 +441,6 @@ class _Mesh:
                     way.prices,
                     weights,
                     self.small if way.small else frozenset(),
-                    self._problems.get((key[0], None, None, way.small)),
                 )
                 # Plans are judged by the whole model, whatever proposed them.
                 known = dataclasses.replace(known, pricer=self.pricer)
@@ -452,12 +450,11 @@ class _Mesh:
                 formulation = formulation.within(self.analysis, Within(None, inner))
             choices = None
             if start is not None:
-                small = self.small if way.small else frozenset[int]()
-                choices = choices_of(formulation, start.assignment, small)
+                choices = choices_of(formulation, start.assignment)
             solution = solve(
                 formulation.problem,
                 seconds=self.limit.part_s(part),
-                gap=_GAP,
+                gap=_BOUND_GAP if way.bounds else _GAP,
                 warm_start=choices,
                 below=math.inf if inner is None else self.far_s,
                 timer=time.thread_time,
@@ -506,13 +503,17 @@ class _Mesh:
         key = kind, solution.choices
         known = self._known.get(key)
         if known is None:
-            layouts = assignment_of(self.analysis, formulation, solution)
+            fitted, layouts, peak_bytes = laid_out(self.analysis, formulation, solution)
             same = layouts.strategies, frozenset(layouts.copies.items())
             known = self._known.get(same)
             if known is None:
-                peak_bytes = peak_of(layouts, formulation.pricer)
-                known = priced(formulation, solution, layouts, peak_bytes)
+                known = priced(formulation, fitted, layouts, peak_bytes)
+                if peak_bytes <= self.pricer.cluster.memory_bytes:
+                    known = tie_broken(self.analysis, known)
+            known = dataclasses.replace(known, solution=fitted)
             self._known[key] = self._known[same] = known
+        # What is proved is of this problem; the choices may be split where it is free.
+        solution = dataclasses.replace(solution, choices=known.solution.choices)
         return dataclasses.replace(known, formulation=formulation, solution=solution)
 
 

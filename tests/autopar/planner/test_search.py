@@ -32,13 +32,14 @@ from autopar.planner.candidate import (
     candidate_of,
     choices_of,
 )
-from autopar.planner.experts import expert_plans
+from autopar.planner.experts import expert_plans, search_from_experts
 from autopar.planner.hints import pin_restriction, pinned_layouts
 from autopar.planner.infeasible import size_text
 from autopar.planner.problem import FEW_NODES, Formulation, formulate, small_state
 from autopar.planner.record import make_plan
 from autopar.planner.search import candidate_meshes, search
 from autopar.planner.solving import TimeOutError, solve_mesh
+from autopar.planner.ties import split_most
 from autopar.steps.analysis import Analysis, analyse
 from autopar_solver import Solution, Status, solve
 from autopar_solver import evaluate_choices as check_choices
@@ -62,6 +63,17 @@ def mlp(rows: int = 64, layers: int = 2) -> Analysis:
 def searched(cluster: str) -> SearchResult:
     """From a cold start."""
     return search(mlp(), CLUSTERS[cluster], seconds=5)
+
+
+@pytest.mark.parametrize("cluster", sorted(CLUSTERS))
+@pytest.mark.parametrize(
+    "name", ["mlp_adamw_clip", "attention", "embedding", "mixture_of_experts"]
+)
+def test_never_slower_than_an_expert(name: str, cluster: str) -> None:
+    result, experts = search_from_experts(analysed(name), CLUSTERS[cluster], seconds=5)
+    known = [e.candidate.step_s for e in experts if e.candidate is not None]
+    assert known
+    assert result.best.step_s <= min(known)
 
 
 def test_a_plan_without_a_bound_is_saved_and_read(tmp_path) -> None:
@@ -425,6 +437,23 @@ def test_the_solver_counts_what_the_plan_does(name: str) -> None:
 
 class TestTies:
     """Of layouts at the same price, a batch input takes the one split most."""
+
+    def tie(self, cluster: Cluster, rows: int) -> tuple[Any, Any]:
+        analysis = mlp(rows=rows)
+        pricer = Pricer(cluster, candidate_meshes(cluster)[-1])
+        formulation = formulate(analysis, pricer)
+        solution = solve(formulation.problem, seconds=5)
+        plain = candidate_of(analysis, formulation, solution)
+        split = split_most(analysis, formulation, solution)
+        return plain, candidate_of(analysis, formulation, split)
+
+    @pytest.mark.parametrize("rows", [64, 1024, 8192])
+    @pytest.mark.parametrize("cluster", sorted(CLUSTERS))
+    def test_the_price_stays(self, cluster: str, rows: int) -> None:
+        plain, split = self.tie(CLUSTERS[cluster], rows)
+        assert split.step_s == pytest.approx(plain.step_s, rel=1e-9)
+        assert split.communication_bytes == plain.communication_bytes
+        assert split.peak_memory_bytes <= plain.peak_memory_bytes
 
     def test_a_batch_that_is_only_sliced_is_stored_in_parts(self) -> None:
         args = (*forms.create_plain(jax.random.key(0)), forms.batch_structs(768))
