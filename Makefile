@@ -19,7 +19,7 @@ GOLDEN_TESTS := tests/autopar/cli/test_cli_commands.py tests/examples/test_golde
 	tests/autopar/reports/test_table.py tests/autopar/plans/test_stages.py \
 	tests/autopar/cli/test_cli_remat.py
 
-.PHONY: help demo test test-cluster golden lint format docs wheel-check jax-versions python-versions lock clean
+.PHONY: help demo test test-cluster test-ray golden lint format docs wheel-check jax-versions python-versions lock clean
 
 help:
 	@sed -n 's/^## //p' $(MAKEFILE_LIST)
@@ -32,9 +32,13 @@ demo: $(INSTALLED)
 test: $(INSTALLED)
 	$(PYTEST) -m "not cluster" $(PYTEST_ARGS)
 
-## make test-cluster run the tests of several processes, of shaped links and of a Ray cluster
+## make test-cluster run the tests of several processes and of shaped links
 test-cluster: $(INSTALLED)
 	$(PYTEST) -m cluster $(PYTEST_ARGS)
+
+## make test-ray     a run of several processes on a real Ray cluster, some minutes
+test-ray: $(INSTALLED)
+	AUTOPAR_TEST_RAY=1 $(BIN)/python -m pytest -n 0 tests/autopar/backends/test_ray_run.py
 
 ## make golden       write the golden files in tests/golden anew; review their difference
 golden: $(INSTALLED)

@@ -49,7 +49,7 @@ def errors(process: int) -> dict[str, str]:
     """What each process says where the plan fails, or theirs differ."""
     out: dict[str, str] = {}
     form = forms.FORMS["plain"]
-    small = forms.with_memory(forms.cheap("2x2:cpu"), 10_000)
+    small = forms.with_memory(forms.cheap("2x2:cpu"), 1_000)
     state = form.create(jax.random.key(0))
     batch = local_batches(1, process)[0]
     try:
