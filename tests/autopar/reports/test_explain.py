@@ -116,8 +116,7 @@ def test_the_plan_is_found_again_in_the_problem(bound: BoundPlan, plan: Plan) ->
         for (i, j), m in zip(problem.edges, problem.edge_costs, strict=True)
     )
     assignment = restore(bound.analysis, plan)
-    # Free arrays that lie whole add less than a nanosecond to choices.
-    assert math.isclose(cost, pairwise_s(assignment, bound.pricer), abs_tol=1e-9)
+    assert math.isclose(cost, pairwise_s(assignment, bound.pricer))
 
 
 def test_no_alternative_beats_a_proved_plan(bound: BoundPlan, plan: Plan) -> None:
