@@ -484,11 +484,10 @@ def main() -> None:
     data = HERE.parent / "docs" / "data" / "soak.json"
     parser.add_argument("--out", type=pathlib.Path, default=data)
     given = parser.parse_args()
-    keep_kinds(given.kinds or list(KINDS))
-    found: dict[int, dict[str, Any]] = {}
+    kinds, found = given.kinds or list(KINDS), dict[int, dict[str, Any]]()
     with concurrent.futures.ProcessPoolExecutor(given.jobs) as pool:
         waiting = [
-            pool.submit(run_seed, seed, given.events, sorted(KINDS), given.keep)
+            pool.submit(run_seed, seed, given.events, kinds, given.keep)
             for seed in given.seed
         ]
         for done in concurrent.futures.as_completed(waiting):
