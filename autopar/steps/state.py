@@ -51,7 +51,8 @@ def _other_dtype(analysis: Analysis) -> str:
     for given in analysis.graph.inputs:
         value = program.values[given.value]
         for path, result in results:
-            if value.floating and result.floating and value.shape == result.shape != ():
+            alike = value.floating and result.floating and value.shape == result.shape
+            if alike and value.shape and value.dtype != result.dtype:
                 return (
                     f" '{given.path}' is {value.dtype}, and '{path}' of its shape is "
                     f"{result.dtype}: return it in the dtype that it had."

@@ -184,6 +184,16 @@ def test_state_that_comes_back_in_another_dtype_is_named() -> None:
         step(jnp.ones((8, 8)), jnp.ones((16, 8)))
 
 
+def test_another_structure_is_no_other_dtype() -> None:
+    step = autopar.parallelize(
+        lambda params, x: [jax.grad(lambda p: (x @ p["w"]).sum())(params)["w"]],
+        cluster="8:cpu",
+    )
+    with pytest.warns(StateWarning, match="nothing that it takes comes back") as said:
+        step({"w": jnp.ones((8, 8))}, jnp.ones((16, 8)))
+    assert "in the dtype that it had" not in str(said[0].message)
+
+
 def test_the_users_own_line_is_named() -> None:
     def step(w: jax.Array, x: jax.Array) -> jax.Array:
         return w * float(x.sum())
