@@ -369,7 +369,10 @@ class _Search:
             for n, e in self.errors.items()
             if isinstance(e, InfeasibleError) and n in self.programs and e.least_bytes
         ]
-        return f"{fits}, {size_text(bytes_[0], ' ')} without" if bytes_ else fits
+        least = min(bytes_, default=0.0)
+        if least <= best.predicted.peak_memory_bytes:
+            return f"{fits}, none was found to fit without"
+        return f"{fits}, {size_text(least, ' ')} without"
 
 
 def _name(count: int, remat: str) -> str:

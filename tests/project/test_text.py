@@ -8,7 +8,7 @@ import pytest
 
 # Brackets keep the patterns from matching themselves.
 MACHINE_PATH = re.compile(r"/(?:hom[e]|roo[t]|wor[k]|User[s])/|fil[e]:///|\b[C]:\\")
-UNFINISHED = re.compile(r"\b(?:TOD[O]|FIXM[E]|XX[X])\b|NotImplemented[E]rror")
+UNFINISHED = re.compile(r"\b(?:TOD[O]|FIXM[E]|XX[X])\b|raise NotImplemented[E]rror")
 LONGEST_MODULE = 800
 SOURCES = list(checkout.files(".py"))
 # Text of others, which is kept as it came.
