@@ -24,8 +24,9 @@ import workloads
 
 from autopar.cluster import Cluster
 from autopar.planner.candidate import SearchResult
-from autopar.planner.experts import search_from_experts
+from autopar.planner.experts import expert_plans
 from autopar.planner.record import make_plan
+from autopar.planner.search import search
 from autopar.plans import Plan
 from autopar.runtime.timing import timed_turns
 from autopar.steps.analysis import Analysis, analyse
@@ -39,7 +40,9 @@ def plans_of(
     analysis: Analysis, cluster: Cluster, seconds: float
 ) -> Iterator[tuple[str, Plan]]:
     """Ours first, then the experts' plans that fit."""
-    result, experts = search_from_experts(analysis, cluster, seconds=seconds)
+    experts = expert_plans(analysis, cluster, seconds=seconds)
+    starts = [e.candidate for e in experts if e.candidate is not None]
+    result = search(analysis, cluster, seconds=seconds, starts=starts)
     yield OURS, make_plan(analysis, result)
     for expert in experts:
         if expert.candidate is not None:

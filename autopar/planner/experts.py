@@ -12,9 +12,9 @@ import dataclasses
 from autopar.cluster import Cluster
 from autopar.cost.pricer import Pricer
 from autopar.errors import PlanError
-from autopar.planner.candidate import Candidate, SearchResult
+from autopar.planner.candidate import Candidate
 from autopar.planner.recipes import recipes, restriction_of
-from autopar.planner.search import candidate_meshes, search
+from autopar.planner.search import candidate_meshes
 from autopar.planner.solving import solve_mesh
 from autopar.steps.analysis import Analysis
 
@@ -51,21 +51,3 @@ def expert_plans(
                 reason = str(error).split("\n", 1)[0]
                 out.append(Expert(recipe.name, mesh.label, None, reason))
     return out
-
-
-def search_from_experts(
-    analysis: Analysis, cluster: Cluster, *, seconds: float | None = None
-) -> tuple[SearchResult, list[Expert]]:
-    """Plans a step and solves every expert plan; experts warm-start our search.
-
-    Every expert plan is a point of our search space, so the search starts from
-    the best of them and its result is never slower.
-
-    Args:
-      analysis: the step.
-      cluster: what to plan for.
-      seconds: time limit of the solver, for each mesh and plan.
-    """
-    experts = expert_plans(analysis, cluster, seconds=seconds)
-    starts = [e.candidate for e in experts if e.candidate is not None]
-    return search(analysis, cluster, seconds=seconds, starts=starts), experts

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
@@ -38,6 +39,8 @@ SMALL_OF_STATE = 1e-2
 
 # Says which strategies of a node a restricted plan may use.
 Restriction = Callable[[Node, Strategy], bool]
+# Makes the seconds of an edge, and the parts of them that are of each kind.
+Priced = Callable[[], tuple[np.ndarray, np.ndarray]]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -237,6 +240,7 @@ def formulate(
     prices: Prices | None = None,
     weights: Weights = WHOLE,
     small: frozenset[int] = frozenset(),
+    known: Formulation | None = None,
 ) -> Formulation:
     """Prices every strategy and every resharding of a program on one mesh.
 
@@ -249,25 +253,32 @@ def formulate(
       prices: with them gradients may be sent by codecs.
       weights: of what may be hidden.
       small: nodes that stay whole where they may.
+      known: the same problem at other messages and without prices. What shares no
+        message costs as much there.
     """
     judge, pricer = pricer, with_joined_bytes(analysis, pricer)
-    spaces, own = _node_costs(analysis, pricer, restriction, small)
+    spaces, own = _node_costs(analysis, pricer, restriction, small, known)
     edges: list[tuple[int, int]] = []
     matrices: list[np.ndarray] = []
     parts: list[np.ndarray] = []
 
-    def add(edge: tuple[int, int], matrix: np.ndarray, counted: np.ndarray) -> None:
+    def add(edge: tuple[int, int], make: Priced, shared: bool) -> None:
+        number = len(edges)
         edges.append(edge)
+        if known is None or shared:
+            matrix, counted = make()
+        else:
+            matrix, counted = known.whole[number], known.parts[number]
         matrices.append(matrix)
         parts.append(counted)
 
     for row in _result_edges(analysis, spaces, pricer, prices, weights):
         add(*row)
     for edge, matrix in _partial_work_edges(analysis, spaces, pricer):
-        if edge[0] == edge[1]:
+        if edge[0] != edge[1]:
+            add(edge, functools.partial(_whole, matrix), shared=True)
+        elif known is None or own[edge[0]] is not known.own[edge[0]]:
             own[edge[0]][-1] += matrix.diagonal()
-        else:
-            add(edge, matrix, _NO_PARTS)
     copies: list[Copy] = []
     for source in analysis.sources.values():
         start = len(analysis.contraction.nodes) + len(copies)
@@ -325,12 +336,17 @@ def _node_costs(
     pricer: Pricer,
     restriction: Restriction | None,
     small: frozenset[int],
+    known: Formulation | None,
 ) -> tuple[list[Space], list[np.ndarray]]:
     """The strategies of each node, and their seconds (`Formulation.own`)."""
     spaces: list[Space] = []
     costs: list[np.ndarray] = []
     graph, contraction = analysis.graph, analysis.contraction
     for node in contraction.nodes:
+        if known is not None and analysis.independent.summing.isdisjoint(node.members):
+            spaces.append(known.spaces[node.index])
+            costs.append(known.own[node.index])
+            continue
         space = strategy_space(graph, contraction, node, pricer.sizes)
         kept = allowed_strategies(
             restriction, node, space.strategies, node.index in small
@@ -349,7 +365,7 @@ def _result_edges(
     pricer: Pricer,
     prices: Prices | None,
     weights: Weights,
-) -> Iterator[tuple[tuple[int, int], np.ndarray, np.ndarray]]:
+) -> Iterator[tuple[tuple[int, int], Priced, bool]]:
     """Edges from a contraction to its results, which take the reduction."""
     for node in analysis.contraction.nodes:
         if node.kind != "contraction":
@@ -358,10 +374,13 @@ def _result_edges(
         for slot, value in enumerate(op.outputs):
             home = analysis.contraction.homes.get(value)
             if home is not None:
-                matrix, parts = _result_matrix(
-                    analysis, node, slot, spaces, pricer, prices, weights
+                make = functools.partial(
+                    *(_result_matrix, analysis, node, slot),
+                    *(spaces, pricer, prices, weights),
                 )
-                yield (node.index, home.node), matrix, parts
+                shared = op.class_index in analysis.independent.summing
+                shared = shared or (prices is not None and slot == 0)
+                yield (node.index, home.node), make, shared
 
 
 def _partial_work_edges(
@@ -469,38 +488,46 @@ def _source_edges(
     copies: Sequence[Copy],
     spaces: Sequence[Space],
     pricer: Pricer,
-) -> Iterator[tuple[tuple[int, int], np.ndarray, np.ndarray]]:
+) -> Iterator[tuple[tuple[int, int], Priced, bool]]:
     """Edges from a value to its readers, by its copies where it has any."""
     known = analysis.independent.gathered
-    shared = GATHERS if source.value_class[0] in known else ALONE
+    together = GATHERS if source.value_class[0] in known else ALONE
     rounds = pricer.cluster.device.rounds_operands
     nbytes = sent_bytes(analysis, source.example, rounds=rounds)
     home = spaces[source.home.node].layouts(source.home.dims)
 
+    def move(starts: Sequence[Layout], use: Use) -> tuple[np.ndarray, np.ndarray]:
+        target = spaces[use.node].layouts(use.dims)
+        matrix = _matrix(starts, target, nbytes, pricer, together)
+        return use.weight * matrix, parts((use,))
+
+    def fetch(copy: Copy) -> tuple[np.ndarray, np.ndarray]:
+        layouts = copy.space.layouts(copy.dims)
+        matrix = _matrix(home, layouts, nbytes, pricer, together)
+        matrix = _by_mode(copy, home, layouts, matrix * times_made(copy.uses))
+        return matrix, parts(copy.uses)
+
     def parts(uses: Sequence[Use]) -> np.ndarray:
         """The parts of a gather that nothing waits for."""
-        return _in_passes(analysis, uses) if shared else _NO_PARTS
+        return _in_passes(analysis, uses) if together else _NO_PARTS
 
-    if not copies:
-        for use in source.foreign:
-            target = spaces[use.node].layouts(use.dims)
-            matrix = _matrix(home, target, nbytes, pricer, shared)
-            yield (source.home.node, use.node), use.weight * matrix, parts((use,))
-        return
+    shared = bool(together)
+    for use in source.foreign if not copies else ():
+        make = functools.partial(move, home, use)
+        yield (source.home.node, use.node), make, shared
     for copy in copies:
+        yield (source.home.node, copy.node), functools.partial(fetch, copy), shared
         layouts = copy.space.layouts(copy.dims)
-        fetch = _matrix(home, layouts, nbytes, pricer, shared) * times_made(copy.uses)
-        yield (
-            (source.home.node, copy.node),
-            _by_mode(copy, home, layouts, fetch),
-            parts(copy.uses),
-        )
         for use in copy.uses:
-            target = spaces[use.node].layouts(use.dims)
-            matrix = _matrix(layouts, target, nbytes, pricer, shared)
-            yield (copy.node, use.node), use.weight * matrix, parts((use,))
+            yield (copy.node, use.node), functools.partial(move, layouts, use), shared
     if len(copies) == 2:
-        yield (copies[0].node, copies[1].node), _reuse_matrix(*copies), _NO_PARTS
+        make = functools.partial(_reuse_matrix, *copies)
+        yield (copies[0].node, copies[1].node), make, False
+
+
+def _whole(matrix: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Seconds of which nothing may be hidden."""
+    return matrix, _NO_PARTS
 
 
 def _in_passes(analysis: Analysis, uses: Sequence[Use]) -> np.ndarray:
@@ -526,14 +553,14 @@ def _matrix(
     return pricer.reshard_matrix(whole, targets, "", nbytes, together)
 
 
-def _reuse_matrix(forward: Copy, backward: Copy) -> np.ndarray:
+def _reuse_matrix(forward: Copy, backward: Copy) -> tuple[np.ndarray, np.ndarray]:
     """A backward copy that reuses the forward one must have its layout."""
     same = np.array(
         [[a == b for b in backward.space.strategies] for a in forward.space.strategies]
     )
     reuse = np.array([m is Mode.REUSE for m in backward.modes])[None, :]
     fetched = np.array([m is not Mode.SAME for m in forward.modes])[:, None]
-    return np.where(reuse & ~(same & fetched), np.inf, 0.0)
+    return _whole(np.where(reuse & ~(same & fetched), np.inf, 0.0))
 
 
 def _by_mode(

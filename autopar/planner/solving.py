@@ -80,8 +80,8 @@ _STEP = 0.25
 # A plan by an expert's rule is not made where its cost is this much above the least,
 # and above the time of the fastest plan.
 _FAR = 1.1
-# How well least costs are proved: those that bound, and others.
-_BOUND_GAP, _GAP = 1e-3, WORTHWHILE
+# How well least costs are proved.
+_GAP = 1e-3
 # Why a proposal is no plan.
 _TOO_LARGE = "does not fit"
 # Parts of the time that is left: of the first problem and of those with codecs, and of
@@ -441,6 +441,7 @@ class _Mesh:
                     way.prices,
                     weights,
                     self.small if way.small else frozenset(),
+                    self._problems.get((key[0], None, None, way.small)),
                 )
                 # Plans are judged by the whole model, whatever proposed them.
                 known = dataclasses.replace(known, pricer=self.pricer)
@@ -450,11 +451,12 @@ class _Mesh:
                 formulation = formulation.within(self.analysis, Within(None, inner))
             choices = None
             if start is not None:
-                choices = choices_of(formulation, start.assignment)
+                small = self.small if way.small else frozenset[int]()
+                choices = choices_of(formulation, start.assignment, small)
             solution = solve(
                 formulation.problem,
                 seconds=self.limit.part_s(part),
-                gap=_BOUND_GAP if way.bounds else _GAP,
+                gap=_GAP,
                 warm_start=choices,
                 below=math.inf if inner is None else self.far_s,
                 timer=time.thread_time,

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from autopar_passes.graph.operators import PRODUCTS, Operator, OperatorGraph, producers
+from autopar_passes.graph.roles import Role
 from autopar_passes.rules.attention import EXPONENTIALS, ORDERINGS
 
 # Operators whose result of the same size is not element by element that of an operand.
@@ -59,11 +60,12 @@ def written_attention(
     made = producers(graph.operators)
     free = _free(graph)
     groups = _Groups()
-    for op in graph.operators:
+    passes = [op for op in graph.operators if op.role is not Role.UPDATE]
+    for op in passes:
         if op.kind not in _APART and op.kernel is None:
             groups.join(op, graph, free)
     touched: dict[int, list[Operator]] = defaultdict(list)
-    for op in graph.operators:
+    for op in passes:
         for root in groups.of((*op.inputs, *op.outputs)):
             touched[root].append(op)
     found: list[Attention] = []

@@ -56,7 +56,6 @@ from autopar_solver.sharding.problem import MemoryTerm, ShardingProblem
 from autopar_solver.sharding.solution import ReductionReport, Solution
 from autopar_solver.sharding.solve import solve
 from autopar_solver.stages.check import check_stages, evaluate_pipeline, task_seconds
-from autopar_solver.stages.links import CarriedValue, crossing_bytes, link_seconds
 from autopar_solver.stages.problem import (
     DeviceGroup,
     LayerCosts,
@@ -92,7 +91,6 @@ __all__ = [
     "Allocated",
     "AllocationProblem",
     "BindingMemory",
-    "CarriedValue",
     "CodecSelection",
     "DeviceGroup",
     "Evaluation",
@@ -128,7 +126,6 @@ __all__ = [
     "check_solution",
     "check_stages",
     "check_table",
-    "crossing_bytes",
     "deal_out",
     "equal_parts",
     "evaluate_choices",
@@ -136,7 +133,6 @@ __all__ = [
     "explain_infeasibility",
     "fits_budgets",
     "highest_minimum",
-    "link_seconds",
     "make_table",
     "memory_profile",
     "play",

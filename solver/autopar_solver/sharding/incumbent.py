@@ -1,6 +1,7 @@
 """The best choices so far, and a bound of what any choices cost."""
 
 import copy
+import functools
 import math
 from collections.abc import Sequence
 
@@ -26,10 +27,14 @@ class Incumbent:
         """Knows nothing; ``gap`` is relative."""
         self.problem = problem
         self.gap = gap
-        self.unit = _smallest_cost(problem)
         self.choices: np.ndarray | None = None
         self.cost = math.inf
         self.bound = -math.inf
+
+    @functools.cached_property
+    def unit(self) -> float:
+        """The smallest difference that a single choice can make to a cost of zero."""
+        return _smallest_cost(self.problem)
 
     def fork(self) -> "Incumbent":
         """The same choices with a bound of its own, for a restricted problem."""
@@ -56,7 +61,9 @@ class Incumbent:
         """Absolute difference of cost and bound at which the cost counts as best."""
         if math.isinf(self.cost):
             return 0.0
-        return max(self.gap * abs(self.cost), ROUNDING * max(abs(self.cost), self.unit))
+        # A sum of costs that are not negative is none of them or no smaller.
+        size = self.cost if self.cost > 0 else max(-self.cost, self.unit)
+        return max(self.gap * abs(self.cost), ROUNDING * size)
 
     @property
     def cutoff(self) -> float:

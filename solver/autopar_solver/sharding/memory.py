@@ -6,6 +6,7 @@ equal layers make it the mean of two that are kept (`autopar_solver.sharding.imp
 """
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 
 import numpy as np
@@ -79,8 +80,43 @@ class Rows:
         return len(self.times)
 
 
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class _Memory:
+    """The memory of a problem, equal where only finite costs differ.
+
+    Attributes:
+        problem: the problem.
+        possible: of each strategy, whether it is allowed, as bytes.
+    """
+
+    problem: ShardingProblem
+    possible: bytes
+
+    def __eq__(self, other: object) -> bool:
+        """Whether terms, limit and allowed strategies are the same."""
+        if not isinstance(other, _Memory):
+            return NotImplemented
+        a, b = self.problem, other.problem
+        same = a.memory is b.memory and a.fixed_memory is b.fixed_memory
+        alike = a.memory_limit == b.memory_limit and self.possible == other.possible
+        return same and alike
+
+    def __hash__(self) -> int:
+        """Of the terms, by identity."""
+        return hash((id(self.problem.memory), self.problem.memory_limit))
+
+
 def find_rows(problem: ShardingProblem) -> tuple[Rows, dict[int, NodeMemory]]:
     """Finds the rows of a problem and every node's memory on them."""
+    possible = np.isfinite(np.concatenate(problem.node_costs or [np.zeros(0)]))
+    rows, memory = _find_rows(_Memory(problem, possible.tobytes()))
+    return rows, dict(memory)
+
+
+# A problem is solved at several costs, one after the other.
+@functools.lru_cache(maxsize=1)
+def _find_rows(known: _Memory) -> tuple[Rows, dict[int, NodeMemory]]:
+    problem = known.problem
     limit = problem.memory_limit
     terms = [t for t in problem.memory if t.start < t.end] if limit is not None else []
     fixed = [f for f in problem.fixed_memory if f[0] < f[1]]

@@ -28,8 +28,8 @@ PROGRAM_PAIRS = 60_000
 NARROW_PAIRS = 60_000
 """At first, the size of the field with favoured strategies only."""
 
-NARROW_RANKS = (12, 8, 6, 5, 4, 3, 2, 1)
-"""How many strategies of each node are favoured, whatever fits first."""
+NARROW_PARTS = (1.0, 0.5, 0.25, 0.12, 0.06, 0.03, 0.015, 0.0)
+"""Parts of the gap: strategies with bounds within are favoured, whatever fits first."""
 
 SEARCH_GAIN = 0.02
 """A search that closes a smaller share of the gap gets less time next."""
@@ -103,7 +103,7 @@ class _State:
         self.incumbent = incumbent
         self.clock = clock
         self.backend = backend
-        self.slice = 0.5
+        self.slice = 0.5 if len(graph.rows) else 0.1
         self.removed_above = math.inf
         self.next_decode = 0.0
         self.backward = True
@@ -115,6 +115,10 @@ class _State:
     def round(self) -> bool:
         """One turn of every method; True when nothing is left to do."""
         climbing = self._ascend()
+        large = self.field.num_pairs > PROGRAM_PAIRS
+        if large and not (climbing or len(self.graph.rows) or self._is_done()):
+            # Without memory the messages are nearly tight.
+            self._narrow()
         if self._is_done():
             return True
         if self._fix():
@@ -182,14 +186,19 @@ class _State:
 
     def _ascend(self) -> bool:
         """Raises the bound by messages; True if it rose too much to stop now."""
-        before = self.incumbent.cost - self.dual.bound
+        before = self._gap()
         self.dual.lighten()
         self.dual.sweep()
         if self.incumbent.choices is None:
             self._decode()
         stalled = self._climb()
-        after = self.incumbent.cost - self.dual.bound
+        after = self._gap()
         return not stalled and not after > (1 - LARGE_GAIN) * before
+
+    def _gap(self) -> float:
+        """Between the cost and the best bound; memory makes each field anew."""
+        known = -math.inf if len(self.graph.rows) else self.incumbent.bound
+        return self.incumbent.cost - max(self.dual.bound, known)
 
     def _deepen(self) -> None:
         """Raises the bound by elimination."""
@@ -290,7 +299,9 @@ class _State:
         seconds = min(self.search_share * self.slice, self.clock.left_s)
         clock = self.clock.within(seconds)
         before = self.incumbent.cost
-        choices = self.search.improve(self.position, self.incumbent.cutoff, clock)
+        known = self.incumbent
+        enough = known.bound + known.tolerance
+        choices = self.search.improve(self.position, known.cutoff, clock, enough)
         self._offer(choices)
         gain = before - self.incumbent.cost
         useful = gain > SEARCH_GAIN * (before - self.incumbent.bound)
@@ -321,13 +332,11 @@ class _State:
             self._hold(whole[list(self.field.nodes)])
 
     def _favourites(self) -> np.ndarray | None:
-        """Each node's least bounds and last decodings, few enough for the time."""
+        """The strategies with the least bounds, few enough for the time."""
         dual, field = self.dual, self.field
-        order = np.lexsort((dual.bounds, field.owner()))
-        rank = np.empty(len(order), np.int64)
-        rank[order] = np.arange(len(order)) - np.repeat(field.offsets[:-1], field.sizes)
-        for best in NARROW_RANKS:
-            kept = (rank < best) & (dual.bounds < self.incumbent.cutoff)
+        room = self.incumbent.cutoff - dual.bound
+        for part in NARROW_PARTS:
+            kept = dual.bounds < dual.bound + part * room
             for choices in (self.position, *self.recent):
                 kept[field.offsets[:-1] + choices] = True
             if self._pairs(kept) <= self.narrow_pairs:

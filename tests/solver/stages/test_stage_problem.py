@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 from stage_problems import random_problem
 
-from autopar_solver.stages.links import CarriedValue, crossing_bytes, link_seconds
 from autopar_solver.stages.problem import (
     DeviceGroup,
     SharedParameter,
@@ -58,19 +57,3 @@ def test_bad_problems_are_refused(message):
 
 def test_forbidden_work_is_allowed():
     with_costs(forward_s=COSTS.forward_s + math.inf)
-
-
-def test_values_that_skip_layers_cross_every_cut_between():
-    """A U-Net: the first output is read by the last layer, too."""
-    skips = [CarriedValue(0, 4, 8.0), CarriedValue(1, 3, 4.0)]
-    crossing = crossing_bytes(np.ones(4), skips)
-
-    assert crossing.tolist() == [9.0, 13.0, 13.0, 9.0]
-    seconds = link_seconds(crossing, np.array([[0.0, 1.0], [2.0, 0.0]]))
-    assert seconds[1].tolist() == [[0.0, 13.0], [26.0, 0.0]]
-
-
-@pytest.mark.parametrize("ends", [(2, 2), (3, 1), (0, 5), (-1, 2)])
-def test_a_carried_value_goes_forward(ends):
-    with pytest.raises(ValueError, match="to a later one"):
-        crossing_bytes(np.ones(4), [CarriedValue(*ends, 1.0)])

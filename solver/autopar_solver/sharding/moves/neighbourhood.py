@@ -1,5 +1,7 @@
 """Searches large neighbourhoods: chooses again for one connected part after another."""
 
+import math
+
 import numpy as np
 
 from autopar_solver.clock import Clock
@@ -8,7 +10,7 @@ from autopar_solver.sharding.bounds.dual import Dual
 from autopar_solver.sharding.moves.local_search import Position
 from autopar_solver.sharding.moves.part import solve_part
 
-FIRST_PAIRS, LEAST_PAIRS, MOST_PAIRS = 4_000, 500, 200_000
+FIRST_PAIRS, LEAST_PAIRS, MOST_PAIRS = 30_000, 500, 200_000
 """Pairs of strategies in a part: at first, at least, at most."""
 
 PART_SECONDS, PAIR_SECONDS, MOST_BRANCHES = 0.02, 3e-5, 200
@@ -28,12 +30,25 @@ class NeighbourhoodSearch:
         self.random = np.random.default_rng(seed)
         self.pairs = FIRST_PAIRS
 
-    def improve(self, choices: np.ndarray, cutoff: float, clock: Clock) -> np.ndarray:
-        """Runs until the clock is out; the result fits and costs at most as much."""
+    def improve(
+        self,
+        choices: np.ndarray,
+        cutoff: float,
+        clock: Clock,
+        enough: float = -math.inf,
+    ) -> np.ndarray:
+        """Runs until the clock is out; the result fits and costs at most as much.
+
+        Args:
+            choices: that fit.
+            cutoff: costs from here on are of no interest.
+            clock: when to stop.
+            enough: a cost at which nothing better is needed.
+        """
         field, links = self.dual.field, self.dual.messages.links
         position = Position(field, choices, links)
         cost = field.cost(choices)
-        while clock.left_s > 0.05:
+        while clock.left_s > 0.05 and cost > enough:
             kept = self._keep_better(position, min(cutoff, cost))
             members = self._members(position, kept)
             begin = clock.left_s

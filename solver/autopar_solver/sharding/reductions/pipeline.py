@@ -63,7 +63,7 @@ def reduce_graph(
     small = False
     while not small and not (clock is not None and clock.out):
         before = _size(graph)
-        _run(graph, REDUCTIONS, totals, clock)
+        _run(graph, REDUCTIONS if len(graph.rows) else REDUCTIONS[:-1], totals, clock)
         small = _is_small(before, _size(graph))
     before = None
     while before != _size(graph):
