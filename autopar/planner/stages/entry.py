@@ -245,11 +245,16 @@ def best_pipeline(
     def is_slow(stages: int, count: int, step_s: float) -> bool:
         return step_s + issue_s(stages, count) >= most_s
 
+    def is_worse(found: PipelineChoice) -> bool:
+        stages = len(found.stages)
+        return stages == 1 or is_slow(stages, found.microbatches, found.step_s)
+
     choice = chosen([asked] if isinstance(asked, int) else None)
+    if is_worse(choice):  # then with fewer numbers to choose from, too
+        return None
     if not isinstance(asked, int) and not _is_exact(whole, options, choice):
         choice = chosen([1])
-    stages = len(choice.stages)
-    if stages == 1 or is_slow(stages, choice.microbatches, choice.step_s):
+    if is_worse(choice):
         return None
     if in_loops:
         made = _of_loops(whole, cluster, options, choice, codecs)

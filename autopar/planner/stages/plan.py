@@ -142,7 +142,7 @@ def plan_stages(
       most_microbatches: the most to try; None for no limit.
       schedules: those to try.
       stages: most stages; None for no limit.
-      seconds: time limit of the stage solver.
+      seconds: time limit of the solver: of all layouts, and of the stages.
       gap: share of the step that a better pipeline may save without being looked for.
       alone: whether one stage of all devices is a choice.
       alone_again: as for `stage_problem`.
@@ -158,7 +158,14 @@ def plan_stages(
     every = [n for n in every if n <= (most_microbatches or max(every))]
     typical = min(_TYPICAL, max(every))
     weights = partly(gathers=typical / analysed, sums=1.0 / analysed)
-    found = submeshes(analysis, cluster, weights, whole=alone)
+    found = submeshes(
+        analysis,
+        cluster,
+        weights,
+        scales=[analysed / count for count in every],
+        seconds=seconds,
+        whole=alone,
+    )
     spent.on("layouts")
     counts = list(microbatches or covering(every, found, analysed))
     scales = np.array([analysed / count for count in counts])

@@ -2,23 +2,28 @@
 
 Layouts are searched on few submeshes: some whole hosts, or a part of a torus. On
 others they stay, and only the sizes of mesh axes change, so that a submesh shape costs
-milliseconds. On each submesh that is searched there are three rules: the fastest
-layouts, the fastest that split optimizer state over all devices, and the fastest that
-split all state.
+milliseconds. On each submesh that is searched there are several rules: the fastest
+layouts, the fastest that split optimizer state over all devices, the fastest that
+split all state, and those that split no batch over some axes.
+
+All others allow less than the first does. So they are there for memory, and for
+microbatches that the fastest layouts cannot split. Where those fit with room to spare,
+and can split all microbatches, they are the only ones.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from autopar.cluster import Cluster, MeshShape
 from autopar.cost.pricer import Pricer
 from autopar.layouts.assignment import Assignment
 from autopar.layouts.strategies import Strategy
-from autopar.planner.candidate import assignment_of
+from autopar.planner.candidate import assignment_of, peak_of
 from autopar.planner.limit import Limit
 from autopar.planner.problem import (
     Formulation,
@@ -40,6 +45,11 @@ Shape = tuple[int, ...]
 # Layouts are searched to this part of their objective, which weighs communication
 # roughly anyway.
 _GAP = 5e-3
+# A whole program that needs less than this part of the memory leaves enough for what a
+# stage of it has besides: sums of gradients, and microbatches on their way.
+_EASY = 0.5
+# The part of the time that is left which each search of layouts has.
+_SHARE = 0.2
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -131,6 +141,7 @@ def submeshes(
     cluster: Cluster,
     weights: Weights,
     *,
+    scales: Sequence[float] = (),
     seconds: float | None = None,
     whole: bool = True,
 ) -> list[Submesh]:
@@ -140,21 +151,55 @@ def submeshes(
       analysis: the program.
       cluster: whose slices they are.
       weights: of communication in the search.
-      seconds: time limit of the solver for each search.
+      scales: rows of the microbatches that are looked at over those of the program;
+        (): any.
+      seconds: time limit of the solver for all searches.
       whole: whether all devices are one of them.
     """
     out: list[Submesh] = []
+    limit = Limit(seconds)
     for number, part in enumerate(cluster.groups or (cluster,)):
         shapes = slice_shapes(part)
         if not whole:
             shapes = [s for s in shapes if math.prod(s) < cluster.num_devices]
         for base in _bases(part, shapes):
+            alike = [s for s in shapes if _levels(s) == _levels(base)]
             for mesh in candidate_meshes(part.slice(base)):
                 pricer = Pricer(part.slice(base), mesh)
-                largest = _largest(part, shapes, mesh)
-                found = layouts_on(analysis, pricer, weights, largest, seconds)
-                out.extend(_resized(number, part, shapes, pricer, found))
+                resized = functools.partial(_resized, number, part, alike, pricer)
+                suffice = functools.partial(_suffice, resized, len(alike), scales)
+                largest = _largest(part, alike, mesh)
+                found = layouts_on(analysis, pricer, weights, largest, limit, suffice)
+                out.extend(resized(found))
+                if [name for name, _ in found] == ["fastest"]:
+                    break
     return _distinct(out)
+
+
+def _suffice(
+    resized: Callable[[Sequence[tuple[str, Assignment]]], Iterable[Submesh]],
+    sizes: int,
+    scales: Sequence[float],
+    fastest: Assignment,
+) -> bool:
+    """Whether the fastest layouts can split all microbatches, and leave memory.
+
+    Args:
+      resized: makes submeshes of all sizes with some layouts.
+      sizes: how many there are.
+      scales: as for `submeshes`.
+      fastest: the layouts.
+    """
+    found = list(resized([("fastest", fastest)]))
+    splits = frozenset[tuple[int, int]]().union(
+        *(batch_splits(submesh.assignment) for submesh in found)
+    )
+    splittable = len(found) == sizes and all(divides(splits, x) for x in scales)
+    if not scales or not splittable:
+        return False
+    fewest = min(found, key=lambda submesh: submesh.devices)
+    pricer = fewest.pricer
+    return peak_of(fewest.assignment, pricer) <= _EASY * pricer.cluster.memory_bytes
 
 
 def slice_shapes(cluster: Cluster) -> list[Shape]:
@@ -182,7 +227,7 @@ def _bases(cluster: Cluster, shapes: Sequence[Shape]) -> Iterator[Shape]:
     """
     by_levels: dict[tuple[bool, ...], list[Shape]] = {}
     for shape in shapes:
-        by_levels.setdefault(tuple(size > 1 for size in shape), []).append(shape)
+        by_levels.setdefault(_levels(shape), []).append(shape)
     for used, found in by_levels.items():
         outermost = used.index(True) if True in used else 0
         level = cluster.levels[outermost]
@@ -190,15 +235,18 @@ def _bases(cluster: Cluster, shapes: Sequence[Shape]) -> Iterator[Shape]:
         yield min(found) if cuttable else max(found)
 
 
+def _levels(shape: Shape) -> tuple[bool, ...]:
+    """Which levels a slice has several devices of."""
+    return tuple(size > 1 for size in shape)
+
+
 def _largest(
     cluster: Cluster, shapes: Sequence[Shape], mesh: MeshShape
 ) -> tuple[int, ...]:
-    """The sizes of a mesh's axes on the largest slice that uses the same levels."""
-    used = {axis.level for axis in mesh.axes if axis.size > 1}
+    """The sizes of a mesh's axes on the largest of some slices."""
     for shape in reversed(shapes):
-        if {k for k, size in enumerate(shape) if size > 1} == used:
-            for grown in _meshes(mesh, cluster.slice(shape)):
-                return grown.sizes
+        for grown in _meshes(mesh, cluster.slice(shape)):
+            return grown.sizes
     return mesh.sizes
 
 
@@ -209,11 +257,8 @@ def _resized(
     pricer: Pricer,
     found: Sequence[tuple[str, Assignment]],
 ) -> Iterator[Submesh]:
-    """The same layouts on all slices that use the same levels."""
-    base = tuple(level.size for level in pricer.cluster.levels)
+    """The same layouts on slices that use the same levels."""
     for shape in shapes:
-        if [s > 1 for s in shape] != [s > 1 for s in base] and shape != base:
-            continue
         part = cluster.slice(shape)
         for mesh in _meshes(pricer.mesh, part):
             for rule, assignment in found:
@@ -308,7 +353,8 @@ def layouts_on(
     pricer: Pricer,
     weights: Weights,
     largest: Sequence[int] | None = None,
-    seconds: float | None = None,
+    limit: Limit | None = None,
+    suffice: Callable[[Assignment], bool] = lambda fastest: False,
 ) -> list[tuple[str, Assignment]]:
     """The fastest layouts of a whole program on one mesh, whatever memory they need.
 
@@ -320,7 +366,8 @@ def layouts_on(
       weights: of communication.
       largest: sizes of the mesh axes at which the layouts must be possible, too, for
         a large batch.
-      seconds: time limit of the solver, for each rule.
+      limit: time of the solver.
+      suffice: whether the fastest layouts need no others beside them.
 
     Returns:
       By the name of each rule its layouts; without rules that leave none, or none that
@@ -330,12 +377,15 @@ def layouts_on(
     growing = _growing(analysis, sizes)
     small = _small(analysis, pricer)
     formulation = formulate(analysis, pricer, growing, weights=weights, small=small)
-    found = [
-        (rule.name, _solved(formulation, analysis, allowed, seconds))
-        for rule in rules(pricer.mesh)
-        for allowed in (_keeping(analysis, pricer, rule, sizes),)
-    ]
-    return [(name, made) for name, made in found if made is not None]
+    found: list[tuple[str, Assignment]] = []
+    for rule in rules(pricer.mesh):
+        allowed = _keeping(analysis, pricer, rule, sizes)
+        made = _solved(formulation, analysis, allowed, limit or Limit(None))
+        if made is not None:
+            found.append((rule.name, made))
+            if rule.name == "fastest" and suffice(made):
+                break
+    return found
 
 
 def layouts_within(
@@ -359,7 +409,8 @@ def layouts_within(
     """
     small = _small(analysis, pricer)
     formulation = formulate(analysis, pricer, restriction, weights=weights, small=small)
-    return _solved(formulation, analysis, lambda node, strategy: True, seconds)
+    every = Limit(seconds)
+    return _solved(formulation, analysis, lambda node, strategy: True, every)
 
 
 def _small(analysis: Analysis, pricer: Pricer) -> frozenset[int]:
@@ -372,14 +423,17 @@ def _solved(
     formulation: Formulation,
     analysis: Analysis,
     allowed: Restriction,
-    seconds: float | None,
+    limit: Limit,
 ) -> Assignment | None:
     """The fastest layouts of a problem that keep to a rule; None: none was found."""
     limited = formulation.within(analysis, allowed)
-    limit = Limit(seconds)
     solution = solve(
-        limited.problem, seconds=limit.part_s(1.0), gap=_GAP, timer=time.thread_time
+        limited.problem,
+        seconds=limit.part_s(_SHARE),
+        gap=_GAP,
+        timer=time.thread_time,
     )
+    limit.spend(solution.seconds)
     if solution.status in (Status.INFEASIBLE, Status.UNKNOWN):
         return None
     return assignment_of(analysis, limited, solution)
