@@ -41,6 +41,8 @@ class Candidate:
         solution.
       sending: how gradients are sent; None: nothing was said about codecs.
       before_s: seconds of the fastest plan of this mesh without codecs; None: of this.
+      free_s: seconds of the fastest plan without codecs that was seen, whatever memory
+        it needs; None: of this.
     """
 
     assignment: Assignment
@@ -53,6 +55,7 @@ class Candidate:
     lower_s: float | None = None
     sending: Sending | None = None
     before_s: float | None = None
+    free_s: float | None = None
 
     @functools.cached_property
     def mesh(self) -> MeshShape:
@@ -152,6 +155,7 @@ class SearchResult:
       searched: whether others were looked at.
       floor_s: a lower bound of the seconds of every plan of all meshes; infinite
         where the best candidate's own bound is all that counts.
+      short: whether nothing fits the memory of a device on some mesh.
     """
 
     best: Candidate
@@ -159,6 +163,16 @@ class SearchResult:
     seconds: float
     searched: bool = True
     floor_s: float = math.inf
+    short: bool = False
+
+    @property
+    def slowed(self) -> float:
+        """How many times as long a step takes as with room for everything."""
+        known = [
+            c.plain_s if c.free_s is None else c.free_s for _, c in self.tried if c
+        ]
+        free_s = min(known, default=self.best.plain_s)
+        return math.inf if self.short or not free_s else self.before_s / free_s
 
     @property
     def before_s(self) -> float:

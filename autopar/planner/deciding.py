@@ -28,7 +28,7 @@ import math
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import msgspec
 
@@ -60,6 +60,13 @@ from autopar_passes.graph.roles import InputRole
 from autopar_passes.remat.levels import DOTS, FULL, NAMES
 
 
+class Planned(NamedTuple):
+    """A plan, and how many times as long it takes as with room for everything."""
+
+    plan: Plan
+    slowed: float
+
+
 class Planner(Protocol):
     """Plans the layouts of a step of one stage."""
 
@@ -70,7 +77,8 @@ class Planner(Protocol):
         untried: Sequence[str] | None = None,
         *,
         quick: bool = False,
-    ) -> Plan:
+        most_s: float = math.inf,
+    ) -> Planned:
         """Finds them.
 
         Args:
@@ -80,6 +88,8 @@ class Planner(Protocol):
             options; None: it does not.
           quick: whether one problem is solved on each mesh, which shows about how fast
             a plan is.
+          most_s: seconds of a plan that is known; where none can be faster, the search
+            ends.
         """
         ...
 
@@ -174,6 +184,8 @@ class _Search:
         self.seconds: dict[tuple[str, str], float] = {}
         # Programs whose layouts are not the best that there are.
         self.quick: set[str] = set()
+        # How much memory slows plans (`Planned.slowed`).
+        self.slowed: dict[str, float] = {}
         self.begin_s = time.thread_time()
 
     def judge(self, name: str, make: Callable[[], Plan | None], gain: float) -> None:
@@ -235,24 +247,35 @@ class _Search:
             self.quick.add(name)
             limit_s = min(options.seconds or _QUICK_S, _QUICK_S)
             options = dataclasses.replace(options, seconds=limit_s)
-        with of_program(name):
-            find = functools.partial(self.plan, self.cluster, options, quick=quick)
-            self.judge(name, find, 0.0)
+
+        def find() -> Plan:
+            with of_program(name):
+                found, slowed = self.plan(self.cluster, options, quick=quick)
+            self.slowed[name] = slowed
+            return found
+
+        self.judge(name, find, 0.0)
         error = self.errors.get(name)
         if error is not None and not isinstance(error, InfeasibleError):
             raise error
         return name in self.plans
 
     def refine(self) -> None:
-        """Plans the fastest programs in full that were looked at quickly."""
+        """Plans the fastest programs in full that were looked at quickly.
+
+        One is left out where a bound of all its plans is no less than the best plan.
+        """
         near_s = (1 + _NEAR) * self.best.predicted.step_s if self.best else 0.0
         known = self.quick & self.plans.keys()
         found = {n: self.plans[n].predicted.step_s for n in known}
         near = [n for n in sorted(found, key=lambda n: found[n]) if found[n] <= near_s]
         for name in near[:_REFINED]:
+            if self.plans[name].solver.bound >= self.most_s(_GAP):
+                continue
             say(f"planning in full: {name}")
+            options, most_s = self.programs[name], self.most_s()
             with of_program(name):
-                plan = self.plan(self.cluster, self.programs[name])
+                plan, _ = self.plan(self.cluster, options, most_s=most_s)
             self.plans[name] = plan
             if plan.predicted.step_s < self.most_s():
                 self.best = plan
@@ -260,14 +283,8 @@ class _Search:
     def held(self, name: str) -> bool:
         """Whether memory holds a plan back: with room for everything it is faster."""
         plan = self.plans[name]
-        if plan.predicted.peak_memory_bytes <= _EASY * self.cluster.memory_bytes:
-            return False
-        free = f"{name} with room for everything"
-        if free not in self.plans:
-            roomy, options = _roomy(self.cluster), self.programs[name]
-            with of_program(free):
-                self.plans[free] = self.plan(roomy, options)
-        return plan.predicted.step_s > (1 + _GAP) * self.plans[free].predicted.step_s
+        easy = plan.predicted.peak_memory_bytes <= _EASY * self.cluster.memory_bytes
+        return not easy and self.slowed[name] > 1 + _GAP
 
     def priced_s(self, name: str, other: str) -> float:
         """Seconds of a step of another program in the layouts of a plan.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import glob
+import math
 import time
 from collections.abc import Callable, Sequence
 from typing import Concatenate, ParamSpec
@@ -21,7 +22,7 @@ from autopar.planner.codecs.choose import (
     requested,
     sent_as_asked,
 )
-from autopar.planner.deciding import decide
+from autopar.planner.deciding import Planned, decide
 from autopar.planner.edited import carried_out, check_fits, with_status
 from autopar.planner.hints import (
     Pins,
@@ -121,7 +122,8 @@ def plan_analysis(
         untried: Sequence[str] | None = None,
         *,
         quick: bool = False,
-    ) -> Plan:
+        most_s: float = math.inf,
+    ) -> Planned:
         program = as_asked(analysis, asked)
         return _searched(
             program,
@@ -132,6 +134,7 @@ def plan_analysis(
             asked.seconds,
             untried=untried,
             weights=(HIDDEN,) if quick else None,
+            most_s=most_s,
         )
 
     return decide(analysis, cluster, options, plan, codecs, advise=advise)
@@ -234,7 +237,7 @@ def plan_beside(
             raise
     pins = _state_pins(analysis, running)
     codecs = requested(options, sent)
-    return _searched(analysis, cluster, meshes, pins, codecs, options.seconds)
+    return _searched(analysis, cluster, meshes, pins, codecs, options.seconds).plan
 
 
 def _replicas_beside(
@@ -297,7 +300,8 @@ def _searched(
     *,
     untried: Sequence[str] | None = (),
     weights: Sequence[Weights] | None = None,
-) -> Plan:
+    most_s: float = math.inf,
+) -> Planned:
     """The fastest layouts, with codecs where they are asked for."""
 
     def restrict(pricer: Pricer) -> Restriction:
@@ -313,9 +317,10 @@ def _searched(
         codecs=asked,
         untried=untried,
         weights=weights,
+        most_s=most_s,
     )
     check_pinned(pins, analysis, result.best.assignment, result.best.pricer.mesh)
-    return make_plan(analysis, result, asked)
+    return Planned(make_plan(analysis, result, asked), result.slowed)
 
 
 def _with_layouts(

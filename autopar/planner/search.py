@@ -101,6 +101,7 @@ def search(
     codecs: CodecRequest | None = None,
     untried: Sequence[str] | None = (),
     weights: Sequence[Weights] | None = None,
+    most_s: float = math.inf,
 ) -> SearchResult:
     """Finds the best plan of a step on a cluster.
 
@@ -119,6 +120,8 @@ def search(
         it says neither.
       weights: as for `autopar.planner.solving.solve_mesh`.
       codecs: what was said about codecs; None: gradients are sent as they are.
+      most_s: seconds of a plan that is known; where none can be faster, the search
+        ends.
 
     Raises:
       InfeasibleError: no mesh has a plan that fits the memory of a device.
@@ -140,7 +143,7 @@ def search(
                 seconds,
                 known,
                 weights=weights,
-                most_s=_least_s(tried),
+                most_s=min(most_s, _least_s(tried)),
                 experts=experts,
                 codecs=codecs,
             )
@@ -157,7 +160,8 @@ def search(
     coded = best.sending is not None and best.sending.coded
     floor_s = 0.0 if late or coded else min(c.bound_s for c in solved)
     spent_s = time.perf_counter() - start
-    return SearchResult(best, tuple(tried), spent_s, floor_s=floor_s)
+    short = any(isinstance(error, InfeasibleError) for _, error in failures)
+    return SearchResult(best, tuple(tried), spent_s, floor_s=floor_s, short=short)
 
 
 def _least_s(tried: Sequence[tuple[MeshShape, Candidate | None]]) -> float:

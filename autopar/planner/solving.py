@@ -192,8 +192,10 @@ class _Mesh:
         self.sent: Candidate | None = None
         self._refused: PlanError | None = None
         self.bound_s = 0.0
-        # Bytes that terms of memory may use; None: problems have no terms yet.
+        # Bytes that terms of memory may use; None: every plan fitted so far.
         self.tight: float | None = None
+        # Seconds of the fastest plan, whatever memory it needs.
+        self.free_s = math.inf
         # The way that gave the fastest plan of those in which all work counts, the
         # plan's seconds, and the least cost of the problem.
         self.way, self._way_s, self.least_s = Way(HIDDEN), math.inf, math.inf
@@ -363,6 +365,7 @@ class _Mesh:
             pricer=self.pricer,
             lower_s=self.bound_s,
             before_s=self.best.step_s,
+            free_s=min(self.free_s, self.best.step_s),
         )
 
     def ask_experts(self) -> None:
@@ -401,7 +404,9 @@ class _Mesh:
     ) -> Candidate | None:
         """The best plan of the problem in a way.
 
-        Memory terms enter only where the fastest plan does not fit without.
+        Terms of memory enter only where the fastest plan does not fit without: they
+        make a problem hard. Where that plan is no faster than the best one, they do
+        not enter either: with them the problem's least cost is no lower.
 
         Args:
           way: how communication counts.
@@ -417,7 +422,7 @@ class _Mesh:
         """
         fixed = fixed_bytes(self.analysis, self.pricer)
         memory = float(self.pricer.cluster.memory_bytes)
-        tight = self.tight if inner is None else None
+        tight = None
         first = self.best is None or way.prices is not None
         part = _FIRST_SHARE if first else _SHARE
         left = _TIGHTENINGS
@@ -470,7 +475,19 @@ class _Mesh:
                 self.record(proposer, found, "", time.thread_time() - begin)
                 return dataclasses.replace(found, weights=way.weights)
             over = (memory - fixed) / (peak_bytes - fixed)
-            tight = memory - fixed if tight is None else 0.995 * tight * over
+            if tight is not None:
+                tight *= 0.995 * over
+            else:
+                self.free_s = min(self.free_s, found.step_s)
+                if (
+                    way.prices is None
+                    and self.best
+                    and found.step_s >= self.best.step_s
+                ):
+                    self.record(proposer, None, "no faster", time.thread_time() - begin)
+                    return None
+                known = self.tight if inner is None else None
+                tight = memory - fixed if known is None else known
             if inner is None:
                 self.tight = tight
             left -= 1
