@@ -21,6 +21,7 @@ from autopar.planner.stages.layer_map import LayerMap, batch_inputs
 from autopar.planner.stages.placement import place
 from autopar.planner.stages.plan import (
     SCHEDULES,
+    NotFasterError,
     PipelineChoice,
     layers_of,
     microbatch_counts,
@@ -240,6 +241,7 @@ def best_pipeline(
             alone=limits.alone,
             seconds=options.seconds,
             alone_again=False,
+            below_s=most_s - issue_s(2, 1),
         )
 
     def is_slow(stages: int, count: int, step_s: float) -> bool:
@@ -249,11 +251,14 @@ def best_pipeline(
         stages = len(found.stages)
         return stages == 1 or is_slow(stages, found.microbatches, found.step_s)
 
-    choice = chosen([asked] if isinstance(asked, int) else None)
-    if is_worse(choice):  # then with fewer numbers to choose from, too
+    try:
+        choice = chosen([asked] if isinstance(asked, int) else None)
+        if is_worse(choice):  # then with fewer numbers to choose from, too
+            return None
+        if not isinstance(asked, int) and not _is_exact(whole, options, choice):
+            choice = chosen([1])
+    except NotFasterError:
         return None
-    if not isinstance(asked, int) and not _is_exact(whole, options, choice):
-        choice = chosen([1])
     if is_worse(choice):
         return None
     if in_loops:

@@ -56,6 +56,10 @@ _TYPICAL = 16
 _LAYERS = 4
 
 
+class NotFasterError(PlanError):
+    """No pipeline takes less than what is known."""
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class StageChoice:
     """One stage of the pipeline.
@@ -131,6 +135,7 @@ def plan_stages(
     gap: float = 1e-3,
     alone: bool = True,
     alone_again: bool = True,
+    below_s: float = math.inf,
 ) -> PipelineChoice:
     """Plans a step as a pipeline; one stage is a pipeline, too.
 
@@ -146,8 +151,10 @@ def plan_stages(
       gap: share of the step that a better pipeline may save without being looked for.
       alone: whether one stage of all devices is a choice.
       alone_again: as for `stage_problem`.
+      below_s: pipelines that take as long are of no interest.
 
     Raises:
+      NotFasterError: no pipeline was found that takes less than ``below_s``.
       InfeasibleError: no pipeline fits the memory of the devices.
       PlanError: the step has no batch that can be cut, or no forward pass.
     """
@@ -174,7 +181,9 @@ def plan_stages(
         layers, cluster, prices, counts, schedules, stages, alone_again=alone_again
     )
     spent.on("costs")
-    solution = solve_stages(problem, seconds=seconds, gap=gap)
+    solution = solve_stages(problem, seconds=seconds, gap=gap, below_s=below_s)
+    if solution.pipeline is None and below_s < math.inf:
+        raise NotFasterError(f"no pipeline was found below {below_s * 1e3:.3g} ms.")
     one_s = solution.step_s if alone else math.inf
     if alone and solution.pipeline is not None and solution.pipeline.stages > 1:
         one = dataclasses.replace(problem, max_stages=1)

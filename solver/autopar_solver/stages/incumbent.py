@@ -15,17 +15,17 @@ from autopar_solver.stages.solution import Pipeline, PipelineCost
 class Incumbent:
     """Keeps the shortest step of the pipelines that it was offered."""
 
-    def __init__(self, problem: StageProblem) -> None:
-        """Nothing is found yet."""
-        self.problem = problem
+    def __init__(self, problem: StageProblem, below_s: float = math.inf) -> None:
+        """Nothing is found yet; steps of ``below_s`` or more are of no interest."""
+        self.problem, self.below_s = problem, below_s
         self.pipeline: Pipeline | None = None
         self.cost: PipelineCost | None = None
         self._seen = set[Pipeline]()
 
     @property
     def step_s(self) -> float:
-        """The shortest step; infinite before there is one."""
-        return math.inf if self.cost is None else self.cost.step_s
+        """The shortest step; before there is one, that below which it must be."""
+        return self.below_s if self.cost is None else self.cost.step_s
 
     def offer(self, pipeline: Pipeline) -> None:
         """Plays a pipeline that is new and may be shorter, and keeps the better."""

@@ -428,7 +428,11 @@ CHAINS = 20_000
 
 
 def solve_stages(
-    problem: StageProblem, *, seconds: float | None = None, gap: float = 1e-4
+    problem: StageProblem,
+    *,
+    seconds: float | None = None,
+    gap: float = 1e-4,
+    below_s: float = math.inf,
 ) -> StageSolution:
     """Chooses stages, submeshes, microbatches, schedule and what is computed again.
 
@@ -443,10 +447,12 @@ def solve_stages(
         seconds: wall-clock limit; None to stop only when the search is done.
         gap: difference of step and bound, relative to the step, at which the pipeline
             is called optimal.
+        below_s: steps that take as long are of no interest; where none takes less, the
+            status is unknown, and the bound about as high.
     """
     clock = Clock(time.monotonic(), seconds)
-    incumbent = Incumbent(problem)
-    candidates = uniform_pipelines(problem, most_stages(problem))
+    incumbent = Incumbent(problem, below_s)
+    candidates = uniform_pipelines(problem, most_stages(problem), below_s)
     bound = offer_uniform(problem, incumbent, candidates, clock)
     offer_mixed(problem, incumbent, clock)
     bound = min(bound, _search(problem, incumbent, gap, clock))

@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from property_tests import examples
 from stage_problems import all_pipelines, brute_force, problems, random_problem
@@ -70,6 +70,22 @@ def test_gap_is_kept(seed, gap):
 
     if math.isfinite(best):
         assert solution.step_s * (1 - gap) <= best * (1 + 1e-9)
+
+
+@settings(max_examples=examples(30), deadline=None)
+@given(problems, st.floats(0.9, 1.1))
+def test_only_steps_below_a_limit_are_looked_for(problem, part):
+    best = brute_force(problem)
+    assume(math.isfinite(best) and abs(part - 1) > 1e-6)
+    solution = solve_stages(problem, gap=1e-9, below_s=part * best)
+
+    assert solution.bound_s <= max(best, part * best) * (1 + 1e-9)
+    if part > 1:
+        assert math.isclose(solution.step_s, best, rel_tol=1e-8)
+    else:
+        assert solution.pipeline is None
+        assert solution.status is Status.UNKNOWN
+        assert solution.bound_s >= part * best * (1 - 1e-8)
 
 
 def chain(
