@@ -72,6 +72,7 @@ class Planner(Protocol):
 
     def __call__(
         self,
+        program: Analysis,
         on: Cluster,
         asked: PlanOptions,
         untried: Sequence[str] | None = None,
@@ -82,6 +83,7 @@ class Planner(Protocol):
         """Finds them.
 
         Args:
+          program: the step as the options ask for it.
           on: the cluster.
           asked: options that decide all but layouts and codecs.
           untried: where nothing fits, the error says what would be enough, and these
@@ -105,6 +107,8 @@ _GAP, _STAGED = 0.005, 0.05
 _QUICK_S = 2.0
 # Programs that are planned in full: so many, within this part of the fastest one.
 _REFINED, _NEAR = 3, 0.03
+# Programs that are kept for a second look.
+_PROGRAMS = 4
 # Bytes of a device that holds whatever is planned for it.
 _UNLIMITED = 10**18
 # The part of the work that is left where nothing is computed again, at least: a
@@ -180,6 +184,8 @@ class _Search:
         # Why something was not tried, by what it is.
         self.left_out: dict[str, str] = {}
         self.programs: dict[str, PlanOptions] = {}
+        # The last programs that were looked at.
+        self.analyses: dict[str, Analysis] = {}
         # Seconds of a step by the plan whose layouts it has, and its program.
         self.seconds: dict[tuple[str, str], float] = {}
         # Programs whose layouts are not the best that there are.
@@ -234,6 +240,16 @@ class _Search:
             asked, stages=1, schedule=None, microbatches=count, remat=said
         )
 
+    def program(self, name: str) -> Analysis:
+        """The step as a program's options ask for it; see `as_asked`."""
+        found = self.analyses.pop(name, None)
+        if found is None:
+            found = as_asked(self.analysis, self.programs[name])
+        self.analyses[name] = found
+        for old in list(self.analyses)[:-_PROGRAMS]:
+            del self.analyses[old]
+        return found
+
     def tried(self, count: int, remat: str = "") -> bool:
         """Whether a plan in microbatches, with layers computed again, fits.
 
@@ -250,7 +266,8 @@ class _Search:
 
         def find() -> Plan:
             with of_program(name):
-                found, slowed = self.plan(self.cluster, options, quick=quick)
+                program = self.program(name)
+                found, slowed = self.plan(program, self.cluster, options, quick=quick)
             self.slowed[name] = slowed
             return found
 
@@ -275,7 +292,8 @@ class _Search:
             say(f"planning in full: {name}")
             options, most_s = self.programs[name], self.most_s()
             with of_program(name):
-                plan, _ = self.plan(self.cluster, options, most_s=most_s)
+                program = self.program(name)
+                plan, _ = self.plan(program, self.cluster, options, most_s=most_s)
             self.plans[name] = plan
             if plan.predicted.step_s < self.most_s():
                 self.best = plan
@@ -292,9 +310,7 @@ class _Search:
         They are 0 where no layouts of the rest are found in time.
         """
         if (name, other) not in self.seconds:
-            before, after = (
-                as_asked(self.analysis, self.programs[n]) for n in (name, other)
-            )
+            before, after = self.program(name), self.program(other)
             found_s = 0.0
             with contextlib.suppress(PlanError):
                 roomy = _roomy(self.cluster)
@@ -334,7 +350,8 @@ class _Search:
         if advise:
             try:
                 with of_program(name):
-                    self.plan(self.cluster, self.programs[name], self.untried())
+                    program, options = self.program(name), self.programs[name]
+                    self.plan(program, self.cluster, options, self.untried())
             except PlanError as found:
                 error = found
         said = {n: str(e).split("\n", 1)[0] for n, e in others.items()}
@@ -491,11 +508,12 @@ def _counts(search: _Search) -> Iterator[int]:
 
 def _local(search: _Search, count: int) -> tuple[str, ...]:
     """What would be computed from each microbatch alone, and nobody asked for."""
-    options = search.rewritten(count, "")
-    if options.coupled == "microbatch":
+    if search.options.coupled == "microbatch":
         return ()
+    name = _name(count, "")
+    search.programs.setdefault(name, search.rewritten(count, ""))
     try:
-        split = as_asked(search.analysis, options).split
+        split = search.program(name).split
     except PlanError:
         return ()  # planning it says why
     return () if split is None else split.local
@@ -595,11 +613,23 @@ class _Layers:
         """
         top = max(self.layers - 1, least)
         if not self.tried(f"{top}:{level}"):
+            if top == self.layers or self.last_too_few(f"{top}:{level}", top):
+                return None
             top = self.layers
             if not self.tried(f"{top}:{level}"):
                 return None
         few = self.too_few(top)
         return first_that(lambda n: self.tried(f"{n}:{level}"), least - 1, top, few)
+
+    def last_too_few(self, remat: str, layers: int) -> bool:
+        """Whether one more layer is not enough, if it saves what the others do.
+
+        The last layer saves less: its activations are needed as soon as they are made.
+        """
+        errors = (self.search.errors[_name(self.count, r)] for r in ("", remat))
+        none, most = (getattr(error, "least_bytes", 0.0) for error in errors)
+        saved = max(0.0, none - most) / layers
+        return most - saved > self.search.cluster.memory_bytes
 
     def too_few(self, layers: int) -> int:
         """With so many layers no plan fits if what is needed falls evenly with layers.

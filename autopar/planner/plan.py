@@ -36,7 +36,7 @@ from autopar.planner.options import DEFAULTS, PlanOptions
 from autopar.planner.problem import Restriction
 from autopar.planner.rebatch import rebatched
 from autopar.planner.record import make_plan, restore, split_as
-from autopar.planner.remat import as_asked, wanted
+from autopar.planner.remat import wanted
 from autopar.planner.replicas import plan_replicas
 from autopar.planner.search import candidate_meshes, given, search
 from autopar.planner.solving import HIDDEN
@@ -117,6 +117,7 @@ def plan_analysis(
         return _with_layouts(analysis, cluster, kept, options, codecs)
 
     def plan(
+        program: Analysis,
         on: Cluster,
         asked: PlanOptions,
         untried: Sequence[str] | None = None,
@@ -124,7 +125,6 @@ def plan_analysis(
         quick: bool = False,
         most_s: float = math.inf,
     ) -> Planned:
-        program = as_asked(analysis, asked)
         return _searched(
             program,
             on,
