@@ -201,29 +201,16 @@ def bounded(known: Solution, floor_s: float) -> Solution:
     return dataclasses.replace(known, bound=floor_s, status=status)
 
 
-def choices_of(
-    formulation: Formulation,
-    assignment: Assignment,
-    small: frozenset[int] = frozenset(),
-) -> list[int] | None:
-    """Finds an assignment's strategies in a formulation; None if one is not there.
-
-    Args:
-      formulation: the problem.
-      assignment: the layouts.
-      small: nodes that stay whole in the problem, whatever the assignment says.
-    """
+def choices_of(formulation: Formulation, assignment: Assignment) -> list[int] | None:
+    """Finds an assignment's strategies in a formulation; None if one is not there."""
     choices: list[int] = []
     count = len(assignment.strategies)
-    for node, (space, strategy) in enumerate(
-        zip(formulation.spaces[:count], assignment.strategies, strict=True)
+    for space, strategy in zip(
+        formulation.spaces[:count], assignment.strategies, strict=True
     ):
-        if strategy in space.strategies:
-            choices.append(space.strategies.index(strategy))
-        elif node in small:
-            choices.append(0)
-        else:
+        if strategy not in space.strategies:
             return None
+        choices.append(space.strategies.index(strategy))
     for copy in formulation.copies:
         chosen = assignment.copies.get((copy.value_class, copy.backward))
         if chosen is None:

@@ -456,8 +456,7 @@ class _Mesh:
                 formulation = formulation.within(self.analysis, Within(None, inner))
             choices = None
             if start is not None:
-                small = self.small if way.small else frozenset[int]()
-                choices = choices_of(formulation, start.assignment, small)
+                choices = choices_of(formulation, start.assignment)
             solution = solve(
                 formulation.problem,
                 seconds=self.limit.part_s(part),
