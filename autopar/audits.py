@@ -78,7 +78,7 @@ def audit_analysis(
     bound = bind_plan(analysis, plan, cluster)
     turns = bound.analysis.turns
 
-    def lowered(mesh: Any) -> list[AuditedProgram]:
+    def _lower_program(mesh: Any) -> list[AuditedProgram]:
         step = planned_step(analysis, plan, mesh, turns=turns)
         return [AuditedProgram(0, step.lower(), 1)]
 
@@ -89,8 +89,10 @@ def audit_analysis(
         program = compile_for(step.lower(device.platform), device, cluster)
         made = target_audit(bound, device, program)
     expected = bound if made is not None else without_rounding(bound)
-    here = functools.partial(lowered, device_mesh(plan)) if compiled else None
-    (stage,) = _audited([bound], [expected], lowered(abstract_mesh(plan)), here)
+    here = functools.partial(_lower_program, device_mesh(plan)) if compiled else None
+    (stage,) = _audits_of_stages(
+        [bound], [expected], _lower_program(abstract_mesh(plan)), here
+    )
     return Audit(plan, (dataclasses.replace(stage, target=made),))
 
 
@@ -128,14 +130,14 @@ def _audit_stages(
         own = stage_meshes(plan, jax.devices())
         return programs(audited_pipeline(bound.cut, plan, own), plan)
 
-    stages = _audited(
+    stages = _audits_of_stages(
         bound.stages, bound.stages, programs(pipeline, plan), here if compiled else None
     )
     sent = sent_between(pipeline, _NAMES, BATCH)
     return Audit(plan, stages, transfers_of(links(bound), sent, plan.microbatches))
 
 
-def _audited(
+def _audits_of_stages(
     stages: Sequence[BoundPlan],
     expected: Sequence[BoundPlan],
     lowered: Iterable[AuditedProgram],

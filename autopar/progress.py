@@ -48,7 +48,7 @@ def stage(what: str) -> Generator[None]:
 
 
 @contextlib.contextmanager
-def shown(first: str = "") -> Generator[None]:
+def show_progress(first: str = "") -> Generator[None]:
     """Within it, messages stand in a line of a terminal, or in a line now and then.
 
     Args:
@@ -58,7 +58,7 @@ def shown(first: str = "") -> Generator[None]:
     if _LISTENER.get() is not None or never:
         yield
         return
-    lines = _Line() if wanted() else _Lines()
+    lines = _Line() if is_shown() else _Lines()
     token = _LISTENER.set(lines.say)
     if first:
         lines.say(first)
@@ -69,7 +69,7 @@ def shown(first: str = "") -> Generator[None]:
         lines.end()
 
 
-def wanted() -> bool:
+def is_shown() -> bool:
     """Whether a line of progress is shown: on a terminal, or as the user said."""
     said = os.environ.get("AUTOPAR_PROGRESS", "")
     return sys.stderr.isatty() if not said else said != "0"

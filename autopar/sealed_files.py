@@ -48,7 +48,7 @@ class SealedFolder:
         path = self.path / name
         try:
             _check_folder(self.path)
-            return _unsealed(name, _trusted_bytes(path), _key())
+            return _unseal(name, _trusted_bytes(path), _key())
         except FileNotFoundError:
             return None
         except (OSError, UntrustedFile) as error:
@@ -182,7 +182,7 @@ def _code(name: str, content: bytes, key: bytes) -> bytes:
     return made.digest()
 
 
-def _unsealed(name: str, data: bytes, key: bytes) -> bytes:
+def _unseal(name: str, data: bytes, key: bytes) -> bytes:
     """The content of a sealed file.
 
     Raises:

@@ -28,7 +28,7 @@ _BREAKS = "/, "
 
 
 @contextlib.contextmanager
-def followed() -> Generator[None]:
+def follow_width() -> Generator[None]:
     """Within it, tables keep to the width of the terminal, if there is one."""
     known = sys.stdout.isatty() or os.environ.get("COLUMNS", "").isdigit()
     columns = shutil.get_terminal_size().columns if known else None
@@ -54,34 +54,39 @@ def columns(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> list[
     widths = [max(len(row[k]) for row in cells) for k in range(last + 1)]
     most = _WIDTH.get()
     if most is None or _total(widths) <= most:
-        return _aligned(cells, widths, right)
+        return _align_rows(cells, widths, right)
     text = [k for k in range(last + 1) if k not in right]
     least = [min(w, _LEAST) if k in text else w for k, w in enumerate(widths)]
     groups = _groups(least, most)
     out: list[str] = []
     for group in groups:
-        own = _narrowed([widths[k] for k in group], [least[k] for k in group], most)
+        own = _narrow_widths(
+            [widths[k] for k in group], [least[k] for k in group], most
+        )
         part = [[row[k] for k in group] for row in cells]
-        out += ["", *_aligned(part, own, [group.index(k) for k in right if k in group])]
+        out += [
+            "",
+            *_align_rows(part, own, [group.index(k) for k in right if k in group]),
+        ]
     return out[1:]
 
 
-def shortened(text: str) -> str:
+def shorten(text: str) -> str:
     """An error in a table, cut where it is too long for one."""
     if len(text) <= _LONGEST_REASON:
         return text
     return text[: _LONGEST_REASON - 1].rstrip() + "…"
 
 
-def folded(text: str) -> str:
+def fold_text(text: str) -> str:
     """Text whose sentences are folded at the width of the terminal."""
     most = _WIDTH.get()
     if most is None:
         return text
-    return "\n".join(_folded(line, most) for line in text.split("\n"))
+    return "\n".join(_fold_line(line, most) for line in text.split("\n"))
 
 
-def _folded(line: str, most: int) -> str:
+def _fold_line(line: str, most: int) -> str:
     found = _LABELLED.fullmatch(line)
     if len(line) <= most or found is None:
         return line
@@ -110,7 +115,7 @@ def _groups(least: Sequence[int], most: int) -> list[list[int]]:
     return groups
 
 
-def _narrowed(widths: Sequence[int], least: Sequence[int], most: int) -> list[int]:
+def _narrow_widths(widths: Sequence[int], least: Sequence[int], most: int) -> list[int]:
     """Widths that fit: the widest column gives way first."""
     out = list(widths)
     while _total(out) > most:
@@ -122,7 +127,7 @@ def _narrowed(widths: Sequence[int], least: Sequence[int], most: int) -> list[in
     return out
 
 
-def _aligned(
+def _align_rows(
     rows: Sequence[Sequence[str]], widths: Sequence[int], right: Collection[int]
 ) -> list[str]:
     lines: list[str] = []

@@ -260,14 +260,14 @@ class _Case:
     def flat(self, state) -> list[np.ndarray]:
         """The arrays of a state."""
         call = open_arguments(self.run.step, self.arguments(state))
-        count = len(self.analysis.carried)
+        count = len(self.analysis.carried_arguments)
         return [np.asarray(_plain(x)) for x in call.arrays[:count]]
 
     def on_one_device(self, state) -> tuple[list[np.ndarray], list[float]]:
         """Trains on one device; returns the last state and the losses."""
         call = open_arguments(self.run.step, self.arguments(state))
         flat, losses = list(call.arrays), list[float]()
-        carried = self.analysis.carried
+        carried = self.analysis.carried_arguments
         every = range(len(self.analysis.graph.outputs))
         (loss_at,) = [k for k in every if k not in set(carried.values())][-1:]
         for number in range(len(self.batches)):

@@ -27,7 +27,7 @@ from autopar.errors import CheckpointError
 from autopar.runtime import creation, exchange
 from autopar.runtime.parallel_step import ParallelStep
 from autopar.runtime.planned import PlannedStep
-from autopar.runtime.state_mover import named
+from autopar.runtime.state_mover import name_arrays
 from autopar.version import __version__
 from autopar_errors import check_path
 from autopar_passes import jax_compat
@@ -243,7 +243,7 @@ class Checkpoints:
           PlanError: the step has not been planned, or the state is of another step.
         """
         world = train_step.world
-        with exchange.told(world, "saving a checkpoint"):
+        with exchange.tell_errors(world, "saving a checkpoint"):
             self.wait()
             if step < 0 or position < 0:
                 raise CheckpointError(
@@ -261,7 +261,7 @@ class Checkpoints:
             wait_at_end(self.wait)
             self._waits_at_end = True
         name = folder.name.encode()
-        told = exchange.exchanged(world, "saving a checkpoint", name)
+        told = exchange.exchange_data(world, "saving a checkpoint", name)
         self._running = Background(
             Save(
                 folder=self.directory / told[0].decode(),
@@ -287,12 +287,12 @@ class Checkpoints:
         """
         world = train_step.world
         with (
-            exchange.told(world, "opening the checkpoints"),
+            exchange.tell_errors(world, "opening the checkpoints"),
             contextlib.suppress(OSError),
         ):
             if world.process_index == 0:
                 claim(self.directory)
-        exchange.exchanged(world, "opening the checkpoints")
+        exchange.exchange_data(world, "opening the checkpoints")
 
     def release(self) -> None:
         """Lets other runs save into the directory."""
@@ -364,7 +364,7 @@ class Checkpoints:
         leaves, _ = creation.flat_state(state)
         wanted = _structs(train_step.running.planned, leaves)
         return self._restore_first(
-            train_step, wanted, lambda new: creation.replaced(state, new), step
+            train_step, wanted, lambda new: creation.replace_leaves(state, new), step
         )
 
     def _restore_first(
@@ -450,7 +450,7 @@ def _arrays_to_save(
 ) -> tuple[dict[str, Any], Manifest]:
     """The arrays to save, and the manifest without their checksums."""
     running = train_step.running.planned
-    arrays = named(train_step.__name__, running.analysis, state)
+    arrays = name_arrays(train_step.__name__, running.analysis, state)
     codecs, tree = train_step.compression_state, None
     named_codecs: dict[str, Any] = {}
     if codecs is not None:

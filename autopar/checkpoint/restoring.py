@@ -14,7 +14,7 @@ from autopar.checkpoint.digests import Digest, digest_of
 from autopar.checkpoint.manifest import ArrayEntry, Manifest
 from autopar.errors import CheckpointError
 from autopar.runtime import placement
-from autopar.runtime.exchange import exchanged
+from autopar.runtime.exchange import exchange_data
 from autopar.runtime.world import World
 from autopar_passes import jax_compat
 
@@ -86,7 +86,7 @@ def read_arrays(
     bits, digests, said = _bits(folder, entries, shardings, dtypes)
     total = {path: Digest() for path in entries}
     data = msgspec.msgpack.encode((said, digests))
-    for other in exchanged(world, "reading a checkpoint", data):
+    for other in exchange_data(world, "reading a checkpoint", data):
         what, parts = msgspec.msgpack.decode(other)
         if what:
             raise CheckpointError(what)

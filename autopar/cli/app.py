@@ -37,7 +37,7 @@ from autopar.cli.commands.sweep import sweep
 from autopar.cli.commands.workers import workers
 from autopar.cli.interrupts import STOPPED, stoppable
 from autopar.cli.output import Result, Stdout
-from autopar.terminal import folded, followed
+from autopar.terminal import fold_text, follow_width
 from autopar.version import __version__
 
 # What a command returns; one that yields has a result before it ends.
@@ -169,10 +169,10 @@ def _reporting(stdout: Stdout, command: Callable[..., _Returned]) -> Callable[..
             else stdout.redirect_to_stderr()
         )
         try:
-            with followed():
+            with follow_width():
                 with shown:
                     result = _last(stdout, command(*args, **kwargs))
-                text = "" if result is None else folded(result.text)
+                text = "" if result is None else fold_text(result.text)
         except KeyboardInterrupt:
             raise typer.Abort from None
         except SystemExit as error:

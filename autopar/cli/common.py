@@ -18,7 +18,7 @@ from autopar.planner.option_texts import OPTIONS
 from autopar.planner.options import PlanOptions, as_cluster, changed
 from autopar.planner.plan import plan_analysis
 from autopar.plans import Plan
-from autopar.progress import say, shown
+from autopar.progress import say, show_progress
 from autopar.runtime.compile_check import plan_that_fits
 from autopar.steps.analysis import Analysis
 
@@ -28,7 +28,7 @@ Say = Callable[[str], None]
 @contextlib.contextmanager
 def progress() -> Generator[Say]:
     """Shows what is being done, on stderr; see `autopar.progress`."""
-    with shown("starting"):
+    with show_progress("starting"):
         yield say
 
 

@@ -21,7 +21,7 @@ from autopar.plans import Plan
 from autopar.reports.table import bytes_text, mesh_text, remat_text, seconds_text
 from autopar.runtime.timing import measure_plans
 from autopar.steps.analysis import Analysis
-from autopar.terminal import columns, shortened
+from autopar.terminal import columns, shorten
 
 OURS = "autopar"
 
@@ -296,7 +296,7 @@ def _cells(
 ) -> list[str]:
     if row["step_s"] is None:
         empty = [""] * (len(shown_s) + 2 + measured)
-        return [row["name"], row["mesh"], *empty, shortened(row["reason"])]
+        return [row["name"], row["mesh"], *empty, shorten(row["reason"])]
     times = [seconds_text(row[k]) for k in shown_s]
     sizes = [bytes_text(row[k]) for k in ("communication_bytes", "peak_memory_bytes")]
     took = row.get("measured_s")
@@ -307,7 +307,7 @@ def _cells(
 def _against(row: dict[str, Any], ours: dict[str, Any]) -> str:
     """Returns a step's time over that of ours: predicted, then measured."""
     if row["reason"] or row is ours or not ours["step_s"]:
-        return shortened(row["reason"])
+        return shorten(row["reason"])
     text = f"{row['step_s'] / ours['step_s']:.3g} x"
     if row.get("measured_s") and ours.get("measured_s"):
         text += f", measured {row['measured_s'] / ours['measured_s']:.3g} x"

@@ -63,7 +63,7 @@ class Brought:
         """
         life, readings = self.life, self.assignment.analysis.readings
         special = _special(self.assignment, life)
-        rows, until = readings.rows, _needed(life, self.assignment.graph.operators)
+        rows, until = readings.rows, _all_needs(life, self.assignment.graph.operators)
         plain = np.zeros(len(special), dtype=bool)
         plain[[op.index for op in among]] = True
         plain &= ~special
@@ -89,7 +89,7 @@ class Brought:
         if value in self.life.spread:
             key = value, self.assignment.layout(op, op.rule.operands[reading.slot])
             span = self.life.time[op.index], until
-            self.spread[key] = _joined(self.spread.get(key, span), span)
+            self.spread[key] = _join_spans(self.spread.get(key, span), span)
         ways, special = self.assignment.ways[reading.group], op.kind in PRODUCTS
         for source, way in zip(reading.sources, ways, strict=True):
             if special or way[0]:
@@ -112,7 +112,7 @@ class Brought:
             nbytes = self.bytes_of(source, steps[-1].layout) * part
             nbytes *= WIDER if wide else 1
             known, span = self.forms.get(key, (nbytes, (start, until)))
-            self.forms[key] = max(known, nbytes), _joined(span, (start, until))
+            self.forms[key] = max(known, nbytes), _join_spans(span, (start, until))
             return
         _extend(self.widened if wide else self.ends, source, until)
         if product and not wide and self._overtaken(op, source):
@@ -213,7 +213,7 @@ def _special(assignment: Assignment, life: Lifetimes) -> np.ndarray:
     return out
 
 
-def _needed(life: Lifetimes, operators: Sequence[Operator]) -> np.ndarray:
+def _all_needs(life: Lifetimes, operators: Sequence[Operator]) -> np.ndarray:
     """`Lifetimes.needs` of all operators."""
     reads = np.array(life.reads)
     out = np.maximum(reads, np.array(life.until))
@@ -227,5 +227,5 @@ def _extend(ends: dict[int, int], value: int, end: int) -> None:
     ends[value] = max(ends.get(value, 0), end)
 
 
-def _joined(one: _Span, other: _Span) -> _Span:
+def _join_spans(one: _Span, other: _Span) -> _Span:
     return min(one[0], other[0]), max(one[1], other[1])

@@ -324,7 +324,7 @@ def collectives_s(
     coded = [(s, text) for s, text in zip(taken, codecs, strict=True) if text]
     sizes: dict[BucketCollective[int], float] = {}
     for summation, text in coded:
-        for key, message in _sent(summation, text, mesh):
+        for key, message in _messages_of(summation, text, mesh):
             sizes[key] = sizes.get(key, 0.0) + message.nbytes
     buckets = [(_bucket(s), s.scatter) for s, _ in coded]
     squares = squares_of(buckets, range(len(mesh)))
@@ -373,7 +373,7 @@ def _collective_s(
     return pricer.skew(axes) * collective_s(key.kind, nbytes, axes)
 
 
-def _sent(
+def _messages_of(
     summation: Summation, text: str, mesh: Sequence[MeshAxis]
 ) -> Iterator[tuple[BucketCollective[int], Message]]:
     """The messages of one gradient."""
@@ -409,7 +409,7 @@ class Prices:
     most_error: float = np.inf
     forced: bool = False
 
-    def chosen(self, plain: np.ndarray, coded: np.ndarray) -> np.ndarray:
+    def choose_seconds(self, plain: np.ndarray, coded: np.ndarray) -> np.ndarray:
         """Seconds of what is taken, without codecs or with."""
         if self.forced:
             return np.where(np.isfinite(coded), coded, plain)

@@ -262,7 +262,7 @@ def inside(kind: str, size: int, link: LinkSpec) -> Curve:
     """The time among `size` devices of one host, or of one domain of NVLink."""
     knots = collective_knots(link.rates, kind)
     if knots is not None:
-        return _measured(kind, size, knots)
+        return _curve_as_measured(kind, size, knots)
     rates = partner_rates(link.rates, kind)
     if rates is not None:
         return partner_curve(kind, size, rates)
@@ -285,7 +285,7 @@ def inside(kind: str, size: int, link: LinkSpec) -> Curve:
     return lowest(ways)
 
 
-def _measured(kind: str, size: int, knots: CollectiveKnots) -> Curve:
+def _curve_as_measured(kind: str, size: int, knots: CollectiveKnots) -> Curve:
     """The measured times of this group, or those of its neighbours.
 
     Groups are compared where a device sends as many bytes. Between two measured

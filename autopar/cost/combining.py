@@ -49,14 +49,15 @@ class Combiner:
     most_bytes: float
     most_arrays: int
 
-    def packed(self, sizes: Iterable[float]) -> list[float]:
+    def bytes_of_messages(self, sizes: Iterable[float]) -> list[float]:
         """The bytes of the message that each array travels in.
 
         Arrays are taken in order; one that would make a message too large begins
         the next (``CombineInstructionsByKey`` in the first of the files above).
 
         >>> from autopar.cluster.calibration import CALIBRATIONS
-        >>> combiner_of(CALIBRATIONS["gpu"]).packed([10e6, 20e6, 10e6, 40e6, 5e6])
+        >>> combiner = combiner_of(CALIBRATIONS["gpu"])
+        >>> combiner.bytes_of_messages([10e6, 20e6, 10e6, 40e6, 5e6])
         [30000000.0, 30000000.0, 15000000.0, 40000000.0, 15000000.0]
         """
         known = list(sizes)
@@ -68,7 +69,7 @@ class Combiner:
         return out
 
     def messages(self, sizes: Sequence[float]) -> list[list[int]]:
-        """The places of the arrays that travel together; see `packed`."""
+        """The places of the arrays that travel together; see `bytes_of_messages`."""
         together: list[list[int]] = [[]]
         alone: list[list[int]] = []
         total = 0.0

@@ -74,7 +74,7 @@ class Curve:
             tuple((latency, slope * part) for latency, slope in self.lines),
         )
 
-    def scaled(self, factor: float) -> Curve:
+    def scale_times(self, factor: float) -> Curve:
         """All times multiplied."""
         lines = tuple((factor * a, factor * b) for a, b in self.lines)
         return Curve(self.starts, lines)
@@ -107,24 +107,24 @@ def through(sizes: Sequence[float], seconds: Sequence[float]) -> Curve:
 
 def lowest(curves: Sequence[Curve]) -> Curve:
     """The least of some curves at every size: the fastest of several ways."""
-    return _combined(curves, _lowest)
+    return _combine_curves(curves, _lowest)
 
 
 def highest(curves: Sequence[Curve]) -> Curve:
     """The largest of some curves at every size: what goes on at the same time."""
-    return _combined(curves, _highest)
+    return _combine_curves(curves, _highest)
 
 
 def total(curves: Sequence[Curve]) -> Curve:
     """The sum of some curves: one phase after the other."""
-    return _combined(curves, _sum)
+    return _combine_curves(curves, _sum)
 
 
 _ROUNDING = 1e-9
 Combine = Callable[[Sequence[Line], float, float], list[Piece]]
 
 
-def _combined(curves: Sequence[Curve], combine: Combine) -> Curve:
+def _combine_curves(curves: Sequence[Curve], combine: Combine) -> Curve:
     if len(curves) == 1:
         return curves[0]
     starts = sorted({start for curve in curves for start in curve.starts})

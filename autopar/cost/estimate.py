@@ -532,7 +532,7 @@ class StepEstimate:
         return live(self.assignment, self.pricer.cluster.device)
 
     @functools.cached_property
-    def placed(self) -> Placing:
+    def message_places(self) -> Placing:
         """The parts of the step in which messages run."""
         return placing(self.assignment, self.messages.collectives)
 
@@ -562,7 +562,7 @@ class StepEstimate:
         work = by_class[places.classes] * places.shares
         parts: list[Part] = []
         if whole:
-            parts = self.placed.parts(work, sent_s.tolist())
+            parts = self.message_places.parts(work, sent_s.tolist())
         after_s = float(work[places.update].sum()) if whole else 0.0
         return tuple(
             Timeline(

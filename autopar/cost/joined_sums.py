@@ -34,7 +34,7 @@ def sending_times(
         return {}
     alike: dict[_Alike, list[tuple[int, int]]] = {}
     for op in among:
-        for value, axes in _summed(assignment, op):
+        for value, axes in _sums_for_update(assignment, op):
             where = assignment.independent.computations[op.index]
             key = axes, where, str(assignment.graph.values[value].dtype)
             alike.setdefault(key, []).append((life.time[op.index], value))
@@ -47,7 +47,7 @@ def sending_times(
     return out
 
 
-def _summed(
+def _sums_for_update(
     assignment: Assignment, op: Operator
 ) -> Iterator[tuple[int, tuple[int, ...]]]:
     """The results of an operator that only the update reads and devices sum up."""

@@ -207,9 +207,9 @@ class Live:
         nbytes = self.bytes_at(rows, accumulation)
         beside = self._beside(nbytes)
         peak = float(nbytes[: self.held].sum()) + float(beside.max())
-        return peak + self._lost(nbytes, beside)
+        return peak + self._lost_bytes(nbytes, beside)
 
-    def _lost(self, nbytes: np.ndarray, beside: np.ndarray) -> float:
+    def _lost_bytes(self, nbytes: np.ndarray, beside: np.ndarray) -> float:
         """Bytes between arrays, where nothing is given up for room."""
         if not self.placed or self._is_short(nbytes, beside):
             return 0.0
@@ -245,7 +245,7 @@ class Live:
             out[self.kinds[k]] += float(nbytes[k])
         out[OVERHEAD] = (self.factor - 1.0) * float(nbytes[there].sum())
         out[WORK_SPACE] = self.workspace_bytes
-        out[LOST] = self._lost(nbytes, beside)
+        out[LOST] = self._lost_bytes(nbytes, beside)
         return {kind: nbytes for kind, nbytes in out.items() if nbytes}
 
     def _usage(self, nbytes: np.ndarray, chosen: np.ndarray) -> np.ndarray:

@@ -70,5 +70,5 @@ def sent_bytes(analysis: Analysis, value: int, *, rounds: bool) -> float:
       rounds: whether what products alone read is sent in bfloat16
         (`autopar.cluster.DeviceSpec.rounds_operands`).
     """
-    part = analysis.rounded.brought_part(value) if rounds else 1.0
+    part = analysis.rounded_values.brought_part(value) if rounds else 1.0
     return part * analysis.graph.values[value].nbytes

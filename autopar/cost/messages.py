@@ -32,7 +32,7 @@ def messages(
 
     Args:
       pricer: the mesh and cluster.
-      collectives: of one step, after `autopar.cost.traffic.joined`.
+      collectives: of one step, after `autopar.cost.traffic.join_messages`.
       assignment: the plan that they are of; None: sums of activations go alone.
     """
     out: dict[str, float] = {}

@@ -103,14 +103,14 @@ class Part:
             return None
         done, summed = _running(self.late_work), _running(self.sums)
         # Up to the sum at each position: less the update that can run meanwhile.
-        ends = summed[1:] - share * self._covered()
+        ends = summed[1:] - share * self._update_seconds_below()
         # Since the sum at each position: with the work behind it.
         starts = summed[:-1] + share * (done[-1] - done[1:])
         last = int(np.argmax(ends - np.minimum.accumulate(starts)))
         first = int(np.argmin(starts[: last + 1]))
         return Cut(False, (first, last + 1), (first + 1, len(done) - 1), last)
 
-    def _covered(self) -> np.ndarray:
+    def _update_seconds_below(self) -> np.ndarray:
         """Of each position, seconds of the update that need sums below it alone."""
         count = len(self.work)
         by_need = np.bincount(self.needs + 1, self.update, minlength=count + 2)

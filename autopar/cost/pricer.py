@@ -307,12 +307,15 @@ def _step_table(
     codes: dict[Axes, int] = {}
     numbers: dict[tuple[str, Axes], int] = {}
 
-    def coded(layouts: Iterable[Layout]) -> np.ndarray:
+    def coded_seconds(layouts: Iterable[Layout]) -> np.ndarray:
         rows = [[codes.setdefault(axes, len(codes)) for axes in x] for x in layouts]
         return np.array(rows, dtype=int).reshape(len(rows), -1)
 
-    begin, end = coded(s for s, _ in starts)[:, None], coded(targets)[None]
-    summed = coded((partial,) for _, partial in starts)
+    begin, end = (
+        coded_seconds(s for s, _ in starts)[:, None],
+        coded_seconds(targets)[None],
+    )
+    summed = coded_seconds((partial,) for _, partial in starts)
     stays = begin == end
     moves = np.where(stays, 0, 1 + begin * len(codes) + end)
     moves = np.take_along_axis(moves, np.argsort(stays, axis=-1, kind="stable"), -1)

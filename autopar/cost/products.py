@@ -71,20 +71,22 @@ def products_s(
     largest = parts.max(axis=0)
     powers = ((parts / largest) ** rates.sharpness).sum(axis=0)
     modelled = rates.start_s + largest * powers ** (1 / rates.sharpness)
-    found = modelled * np.exp(_left(rates, batch, m, n, k))
+    found = modelled * np.exp(_log_residual(rates, batch, m, n, k))
     return np.maximum(found, work / rates.best_part)
 
 
-def _left(rates: ProductRates, batch: Array, m: Array, n: Array, k: Array) -> Array:
+def _log_residual(
+    rates: ProductRates, batch: Array, m: Array, n: Array, k: Array
+) -> Array:
     """Logarithm of measured over modelled time, interpolated."""
     if not rates.areas:
         return np.zeros_like(batch)
     deep, area = _weights(k, rates.depths), _weights(batch * m * n, rates.areas)
     batched = np.clip(np.log2(batch), 0.0, 1.0)
-    found = (1 - batched) * _interpolated(area, rates.by_area, deep)
-    found += batched * _interpolated(area, rates.by_area_batched, deep)
-    found += _interpolated(_weights(m, rates.sides), rates.by_rows, deep)
-    return found + _interpolated(_weights(n, rates.sides), rates.by_columns, deep)
+    found = (1 - batched) * _interpolate(area, rates.by_area, deep)
+    found += batched * _interpolate(area, rates.by_area_batched, deep)
+    found += _interpolate(_weights(m, rates.sides), rates.by_rows, deep)
+    return found + _interpolate(_weights(n, rates.sides), rates.by_columns, deep)
 
 
 Weights = tuple[npt.NDArray[np.int64], Array]
@@ -98,7 +100,7 @@ def _weights(values: Array, knots: Sequence[float]) -> Weights:
     return below, (at - given[below]) / (given[below + 1] - given[below])
 
 
-def _interpolated(
+def _interpolate(
     along: Weights, table: Sequence[Sequence[float]], deep: Weights
 ) -> Array:
     """Bilinear interpolation; the ends hold beyond the knots."""

@@ -15,7 +15,7 @@ from autopar_passes.sums.reassociated import Reassociation
 # Sums of which only a slice is read behind a change of shape.
 #
 # Where readers keep a slice of a sum, the program takes the sum so
-# (`autopar.cost.traffic.scattered`). Where a transposition stands between, a plan may
+# (`autopar.cost.traffic.scatter_sum`). Where a transposition stands between, a plan may
 # state the whole sum, and XLA's GPU compiler makes less of it:
 #
 # * A sum over all devices, of which one reader keeps a slice over some of them, becomes
@@ -84,7 +84,7 @@ def scattered_sums(
     whole = _whole_sums(assignment, collectives)
     out: list[Collective] = []
     for c in collectives:
-        kept = _kept(assignment, c.value) if whole.get(c.value) is c else None
+        kept = _kept_slice(assignment, c.value) if whole.get(c.value) is c else None
         if kept is not None and kept.axes == c.step.axes:
             step = dataclasses.replace(c.step, kind="reduce_scatter")
             c = dataclasses.replace(c, step=step)
@@ -104,7 +104,7 @@ def _whole_sums(
         for v, sums in found.items()
         if len(sums) == 1
         and sums[0].step.kind == "all_reduce"
-        and v in assignment.analysis.shaped
+        and v in assignment.analysis.summed_shapes
         and v not in assignment.stackings
     }
 
@@ -156,9 +156,9 @@ def _parts(assignment: Assignment, c: Collective, kept: Axes) -> list[Collective
     return [dataclasses.replace(c, step=s) for s in (first, second)]
 
 
-def _kept(assignment: Assignment, value: int) -> Slice | None:
+def _kept_slice(assignment: Assignment, value: int) -> Slice | None:
     """What is kept of a sum, or of each of those that it was added up of."""
-    summed = assignment.analysis.shared.summed.get(value, ())
+    summed = assignment.analysis.shared_sums.summed.get(value, ())
     found = {_slice(assignment, v) for v in summed if v != value}
     if found <= {None}:
         return _slice(assignment, value)
@@ -167,7 +167,7 @@ def _kept(assignment: Assignment, value: int) -> Slice | None:
 
 def _slice(assignment: Assignment, value: int) -> Slice | None:
     """What readers keep of a value, behind what only changes its shape."""
-    forms = assignment.analysis.shaped.get(value)
+    forms = assignment.analysis.summed_shapes.get(value)
     if forms is None:
         return None
     made_by = assignment.contraction.producer
@@ -228,11 +228,11 @@ def compiled_traffic(
     if pricer.scatters_slices:
         found, late = split_sums(assignment, found)
     if pricer.reassociates:
-        found = reassociated(assignment, found, late)
+        found = reassociate_sums(assignment, found, late)
     return scattered_sums(assignment, found) if pricer.scatters_slices else found
 
 
-def reassociated(
+def reassociate_sums(
     assignment: Assignment,
     collectives: Iterable[Collective],
     late: frozenset[int] = frozenset(),
@@ -290,7 +290,7 @@ def _alike(
 def _stays(assignment: Assignment, found: Reassociation) -> bool:
     """Whether values come to an addition, and to all before it, where they are.
 
-    A slice is part of the sum that it is taken of (`autopar.cost.traffic.scattered`).
+    A slice is part of the sum that it is taken of (`autopar.cost.traffic.scatter_sum`).
     """
     if not assignment.stackings.keys().isdisjoint(found.between):
         return False

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 
 from autopar.cost.pricer import Pricer
 from autopar.cost.reassociation import compiled_traffic
-from autopar.cost.traffic import Collective, joined
+from autopar.cost.traffic import Collective, join_messages
 from autopar.layouts.assignment import Assignment
 from autopar.layouts.layout import Layout, ReshardStep
 from autopar_passes.graph.operators import Operator
@@ -30,10 +30,10 @@ def all_collectives(assignment: Assignment, pricer: Pricer) -> list[Collective]:
       assignment: strategies as layouts; of a replica where its analysis has turns.
       pricer: the mesh and cluster.
     """
-    found = joined(pricer, compiled_traffic(assignment, pricer))
+    found = join_messages(pricer, compiled_traffic(assignment, pricer))
     if assignment.analysis.turns is None:
         return found
-    between = _packed(pricer, list(_between(assignment)))
+    between = _pack_sums(pricer, list(_between(assignment)))
     return sorted([*found, *between], key=lambda c: c.operator)
 
 
@@ -62,12 +62,12 @@ def _layout(assignment: Assignment, op: Operator, value: int) -> Layout:
     return own[0] if own else ()
 
 
-def _packed(pricer: Pricer, found: list[Collective]) -> list[Collective]:
+def _pack_sums(pricer: Pricer, found: list[Collective]) -> list[Collective]:
     """The sums, in messages as large as the compiler makes them."""
     sums = [c for c in found if c.size > 0]
     if "all_reduce" not in pricer.combiner.kinds:
         return sums
-    sizes = pricer.combiner.packed(c.size for c in sums)
+    sizes = pricer.combiner.bytes_of_messages(c.size for c in sums)
     return [
         dataclasses.replace(c, message_bytes=nbytes)
         for c, nbytes in zip(sums, sizes, strict=True)

@@ -37,24 +37,24 @@ def tiled_bytes(
     """
     if row_major and len(shape) > 1:
         rows, lanes = shape[-2:]
-        count = math.prod(shape[:-2]) * _rows(rows) * _filled(lanes, _LANES)
+        count = math.prod(shape[:-2]) * _rows(rows) * _fill_unit(lanes, _LANES)
         return count * item_bytes
     sizes = [size for size in shape if size != 1]
     count = math.prod(sizes)
     if not sizes or not count:
         return count * item_bytes
     if len(sizes) == 1:
-        return _filled(sizes[0], _LANES) * item_bytes
+        return _fill_unit(sizes[0], _LANES) * item_bytes
     factors = (
-        _filled(lanes, _LANES) / lanes * (_rows(rows) / rows)
+        _fill_unit(lanes, _LANES) / lanes * (_rows(rows) / rows)
         for lanes, rows in itertools.permutations(sizes, 2)
     )
     return count * min(factors) * item_bytes
 
 
-def _filled(size: int, unit: int) -> int:
+def _fill_unit(size: int, unit: int) -> int:
     return -(-size // unit) * unit
 
 
 def _rows(size: int) -> int:
-    return _filled(size, _ROWS) if size >= _ROWS else 2 ** (size - 1).bit_length()
+    return _fill_unit(size, _ROWS) if size >= _ROWS else 2 ** (size - 1).bit_length()

@@ -165,7 +165,9 @@ def operators_of(
     return operators if only is None else [operators[k] for k in only]
 
 
-def joined(pricer: Pricer, collectives: Sequence[Collective]) -> list[Collective]:
+def join_messages(
+    pricer: Pricer, collectives: Sequence[Collective]
+) -> list[Collective]:
     """Says of each collective in which message it travels.
 
     Args:
@@ -259,7 +261,7 @@ def _gather_place(
     maker = assignment.contraction.producer[source]
     if step.kind not in GATHERS or maker.class_index not in known.gathered:
         return None
-    narrow = forms.rounds and source in assignment.analysis.rounded.brought
+    narrow = forms.rounds and source in assignment.analysis.rounded_values.brought
     dtype = "bfloat16" if narrow else str(assignment.graph.values[source].dtype)
     made = UPDATED if maker.role is Role.UPDATE else known.behind.get(source, FREE)
     return known.computations[reader.index], made, dtype
@@ -300,7 +302,7 @@ def _reductions(
         for slot, value in enumerate(op.outputs):
             steps = assignment.result_steps(op, slot)
             if op.rule.reduction != INNER and not op.rule.sums:
-                steps = _finished(assignment, forms, value, steps)
+                steps = _finish_reduction(assignment, forms, value, steps)
             nbytes = assignment.graph.values[value].nbytes
             out.extend(
                 Collective(
@@ -354,23 +356,25 @@ def _due(assignment: Assignment, forms: _Forms) -> list[Collective]:
                 _sum_place(assignment, maker, value, step, last),
                 last.index,
             )
-            for step in _finished(assignment, forms, value, assignment.due_steps(value))
+            for step in _finish_reduction(
+                assignment, forms, value, assignment.due_steps(value)
+            )
             if step.kind != "slice"
         )
     return out
 
 
-def _finished(
+def _finish_reduction(
     assignment: Assignment, forms: _Forms, value: int, steps: tuple[ReshardStep, ...]
 ) -> tuple[ReshardStep, ...]:
     """The steps of a reduction, given what its readers keep of the result."""
     if not steps or steps[-1].kind != "all_reduce":
         return steps
-    kept = _sliced(forms, (value, False), frozenset(steps[-1].axes))
-    return (*steps[:-1], *scattered(steps[-1], kept, assignment.sizes))
+    kept = _sliced_axes(forms, (value, False), frozenset(steps[-1].axes))
+    return (*steps[:-1], *scatter_sum(steps[-1], kept, assignment.sizes))
 
 
-def _sliced(forms: _Forms, form: Form, axes: frozenset[int]) -> frozenset[int]:
+def _sliced_axes(forms: _Forms, form: Form, axes: frozenset[int]) -> frozenset[int]:
     """Those of the axes over which every reader keeps only a slice of an array.
 
     A slice over other axes too is none that a compiler merges with the reduction.
@@ -387,7 +391,7 @@ def _sliced(forms: _Forms, form: Form, axes: frozenset[int]) -> frozenset[int]:
     return out
 
 
-def scattered(
+def scatter_sum(
     step: ReshardStep, kept: frozenset[int], sizes: Sequence[int]
 ) -> tuple[ReshardStep, ...]:
     """An all-reduce of which only slices are kept is a reduce-scatter.

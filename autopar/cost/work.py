@@ -166,7 +166,7 @@ def _inner_sums_s(
 ) -> np.ndarray:
     """Seconds of the all-reduces that an operator itself does, each time it runs."""
     total = np.zeros(len(space.strategies))
-    for slot, factors in enumerate(node.summed(op)):
+    for slot, factors in enumerate(node.summed_factors(op)):
         if not factors:
             continue
         dims, nbytes = op.rule.results[slot], analysis.graph.values[op.outputs[slot]]
@@ -198,7 +198,7 @@ def _reduction_s(
       together: kinds of collectives that may share a message.
     """
     total = np.zeros(len(space.strategies))
-    reduced = node.reduced(op)
+    reduced = node.factors_reduced(op)
     if not reduced:
         return total
     for i, strategy in enumerate(space.strategies):

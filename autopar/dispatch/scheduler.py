@@ -131,7 +131,7 @@ class Scheduler:
         numbering = Numbering(self._store, self._backend.places())
         self._arrive(now_s)
         self._look(now_s)
-        self._heed(now_s)
+        self._take_up_jobs(now_s)
         self._leave_lost_nodes(now_s, numbering)
         if times is None:
             self._decide(now_s, numbering)
@@ -220,7 +220,7 @@ class Scheduler:
                 elif look.alive and job.state == states.RUNNING and job.places:
                     self._runs.move(job)
 
-    def _heed(self, now_s: float) -> None:
+    def _take_up_jobs(self, now_s: float) -> None:
         """Takes up jobs that were handed in since, and what owners want of theirs."""
         wishes = self._store.wishes()
         if not wishes.keys() <= self._jobs.keys():

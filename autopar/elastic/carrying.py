@@ -11,7 +11,7 @@ from typing import Any, cast
 
 import jax
 
-from autopar.runtime.creation import flat_state, replaced, splat
+from autopar.runtime.creation import flat_state, replace_leaves, splat
 from autopar.steps.analysis import Analysis
 
 __all__ = ["carried_out", "splat"]
@@ -40,7 +40,7 @@ def carried_out(analysis: Analysis, state: Any, result: Any) -> tuple[Any, Any]:
     taken = {carried[k] for k in range(len(old)) if k in carried}
     marks = [None if number < 0 else number in taken for number in numbers]
     rest = _rest(result, leaves, structure, marks)
-    return (replaced(state, new) if any(marks) else state), rest
+    return (replace_leaves(state, new) if any(marks) else state), rest
 
 
 def _numbers(analysis: Analysis) -> list[int]:

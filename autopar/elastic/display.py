@@ -23,7 +23,7 @@ class Display:
           shows: whether it is shown; None: on a terminal (`autopar.progress`).
         """
         self._steps = steps
-        self._shows = progress.wanted() if shows is None else shows
+        self._shows = progress.is_shown() if shows is None else shows
         self._last_s = 0.0
 
     def show(self, step: int, seconds: float, plan: Plan) -> None:

@@ -89,7 +89,7 @@ class Ahead:
 
     def while_waiting(self) -> contextlib.AbstractContextManager[None]:
         """Within it, what is prepared comes first: the run waits for a new plan."""
-        return self._compiler.awaited()
+        return self._compiler.hurry()
 
     def wait(self) -> None:
         """Waits until all that was wanted is prepared."""
@@ -121,7 +121,7 @@ class Ahead:
             if part is None:
                 continue
             try:
-                setting = preparation.moved(step.setting, part)
+                setting = preparation.move_setting(step.setting, part)
                 plan = preparation.plan(analysed, setting)
                 preparation.remember(analysed, setting, plan)
                 found.append((plan, part))
@@ -365,8 +365,8 @@ class Replanner:
         for name, part in (("new", cluster), ("fewer", fewer)):
             if part is None:
                 continue
-            setting = planner.moved(step.setting, part)
-            known = planner.known(analysed, setting)
+            setting = planner.move_setting(step.setting, part)
+            known = planner.known_plan(analysed, setting)
             if known is not None:
                 yield "known", part, functools.partial(_as_given, known)
             else:
@@ -386,7 +386,7 @@ class Replanner:
         else:
             repriced = functools.cache(
                 functools.partial(
-                    step.preparation.repriced,
+                    step.preparation.reprice,
                     step.running.analysed,
                     step.setting,
                     cluster,
@@ -403,7 +403,7 @@ class Replanner:
         """An option with what it costs."""
         step = self._step
         stays = name == "stay"
-        setting = step.preparation.moved(step.setting, part)
+        setting = step.preparation.move_setting(step.setting, part)
         devices = step.preparation.devices(setting)
         move = Move(0.0, 0.0) if stays else self._move(plan, devices, state)
         compiled = stays or step.preparation.has_program(

@@ -8,7 +8,7 @@ from typing import Any
 
 from autopar.goodput.choice import Decision, Judged
 from autopar.goodput.ways import Key
-from autopar.runtime.exchange import exchanged
+from autopar.runtime.exchange import exchange_data
 from autopar.runtime.world import World
 
 
@@ -47,7 +47,7 @@ def agree(world: World, own: Said) -> Said:
     key = None if own.key is None else dataclasses.asdict(own.key)
     data = json.dumps([own.busy, own.studies, own.layouts, key]).encode()
     every: list[Any] = [
-        json.loads(x) for x in exchanged(world, "choosing the batch", data)
+        json.loads(x) for x in exchange_data(world, "choosing the batch", data)
     ]
     _, studies, layouts, key = every[0]
     found = None if key is None else Key(**key)

@@ -154,7 +154,7 @@ class Anchors:
             if rows <= running.rows:
                 break
             with contextlib.suppress(AutoparError):
-                shape = changing_batches.shaped(
+                shape = changing_batches.shape_for_call(
                     self.step, call_of(rows), codecs=codecs, microbatches=parts
                 )
                 plan = plan_for_all(self.step, shape)
@@ -502,7 +502,7 @@ class Ways:
         """
         step = self.step
         shape_of = functools.partial(
-            changing_batches.shaped,
+            changing_batches.shape_for_call,
             step,
             call,
             codecs=key.codecs,

@@ -15,7 +15,7 @@ from autopar.layouts.whole_gathers import stated_layouts
 from autopar.steps.analysis import Analysis
 from autopar.steps.independence import Independent
 from autopar.steps.nodes import Contraction
-from autopar.steps.uses import ValueClass, node_dims, required, value_class
+from autopar.steps.uses import ValueClass, node_dims, required_values, value_class
 from autopar_passes.graph.operators import Operator, OperatorGraph
 from autopar_passes.graph.roles import Role
 from autopar_passes.replay.layout_plan import Route
@@ -195,12 +195,12 @@ class Assignment:
 
     def _partial(self, op: Operator) -> Axes:
         node = self.contraction.node(op)
-        return partial_axes(self.strategies[node.index], node.reduced(op))
+        return partial_axes(self.strategies[node.index], node.factors_reduced(op))
 
     def _summed_axes(self, op: Operator, slot: int) -> Axes:
         """The axes over which an operator itself adds up a result."""
         node = self.contraction.node(op)
-        return partial_axes(self.strategies[node.index], node.summed(op)[slot])
+        return partial_axes(self.strategies[node.index], node.summed_factors(op)[slot])
 
     def partial_of(self, op: Operator) -> Axes:
         """`partial`, of any operator: () where it has no node."""
@@ -380,7 +380,7 @@ class Assignment:
 
     def required_layouts(self, value: int, layout: Layout) -> list[tuple[int, Layout]]:
         """The values with a home that make ``value``, and the layouts they need."""
-        return required(self.graph, self.contraction, value, layout)
+        return required_values(self.graph, self.contraction, value, layout)
 
     @property
     def ways(self) -> tuple[tuple[Way, ...], ...]:

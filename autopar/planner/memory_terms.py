@@ -20,7 +20,7 @@ from autopar.layouts.copies import Copy, Mode
 from autopar.layouts.layout import shards
 from autopar.layouts.strategies import Space, partial_axes
 from autopar.steps.analysis import Analysis
-from autopar.steps.lifetimes import kept
+from autopar.steps.lifetimes import kept_times
 from autopar.steps.nodes import Home
 from autopar.steps.uses import Source
 from autopar.steps.widening import WIDER
@@ -119,7 +119,9 @@ class _Writer:
                     continue
                 start = self.life.starts(op, value)
                 end = max(start, ends.get(value, start), held_until(op, self.life))
-                for first, last in kept(start, end, self.life.gaps.get(value, ())):
+                for first, last in kept_times(
+                    start, end, self.life.gaps.get(value, ())
+                ):
                     yield self.buffer(home, value, first, last, least=least)
 
     def orders(self) -> Iterator[MemoryTerm]:
@@ -150,7 +152,7 @@ class _Writer:
     def waiting(self, op: Operator, usage: np.ndarray) -> MemoryTerm:
         """A gradient that waits for the last of those that its sum travels with."""
         node = self.contraction.node(op)
-        reduced = node.reduced(op)
+        reduced = node.factors_reduced(op)
         strategies = self.spaces[node.index].strategies
         partial = np.array([bool(partial_axes(s, reduced)) for s in strategies])
         start = self.life.time[op.index] + 1

@@ -201,7 +201,7 @@ def _weighted_nodes(
 
 def contraction_partials(graph: OperatorGraph, node: Node, space: Space) -> list[Axes]:
     """The axes over which a contraction's result is partial, by strategy."""
-    reduced = node.reduced(graph.operators[node.root])
+    reduced = node.factors_reduced(graph.operators[node.root])
     return [partial_axes(s, reduced) for s in space.strategies]
 
 
@@ -394,7 +394,7 @@ def _partial_work_edges(
     for (maker, member), trips in partial_runs(analysis, pricer).items():
         node = contraction.nodes[contraction.node_of[maker]]
         reader = contraction.node_of[member]
-        reduced = node.reduced(graph.operators[maker])
+        reduced = node.factors_reduced(graph.operators[maker])
         own = spaces[node.index].strategies
         partials = [partial_axes(s, reduced) for s in own]
         strategies = spaces[reader].strategies
@@ -439,14 +439,14 @@ def _result_matrix(
     parts = _NO_PARTS
     if final:
         parts = in_kinds(0.0, 0.0, analysis.positions.sum_parts[op.class_index])
-    coded = analysis.coded.get(op.class_index)
+    coded = analysis.coded_gradients.get(op.class_index)
     if prices is None or not coded or slot != 0:
         return matrix, parts
     sent = [
         weight * coded_matrix(pricer, prices, starts, targets, shape)
         for shape, weight in coded
     ]
-    return prices.chosen(
+    return prices.choose_seconds(
         lowered(weights, matrix, parts), np.sum(sent, axis=0)
     ), _NO_PARTS
 

@@ -41,7 +41,7 @@ from autopar.plans import (
 from autopar.plans.specs import spec_text
 from autopar.steps.analysis import Analysis
 from autopar.steps.names import node_name, operator_name
-from autopar.steps.remat import modules_again, rematerialised
+from autopar.steps.remat import modules_again, rematerialise
 from autopar.version import __version__
 from autopar_passes.graph.roles import InputRole
 
@@ -210,7 +210,7 @@ def split_as(analysis: Analysis, plan: Plan) -> Analysis:
     as_planned = plan.microbatches, plan.remat
     if len(plan.stages) > 1 or as_planned == (analysis.microbatches, analysis.remat):
         return analysis
-    return rematerialised(
+    return rematerialise(
         analysis, plan.remat, plan.microbatches, couple=bool(plan.local)
     )
 

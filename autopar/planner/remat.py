@@ -6,7 +6,7 @@ from autopar.errors import PlanError
 from autopar.planner.options import PlanOptions, layers_asked
 from autopar.plans import AS_WRITTEN, Rematerialisation
 from autopar.steps.analysis import Analysis
-from autopar.steps.remat import layer_starts, rematerialised
+from autopar.steps.remat import layer_starts, rematerialise
 
 
 def wanted(analysis: Analysis, options: PlanOptions) -> Rematerialisation:
@@ -43,7 +43,7 @@ def as_asked(analysis: Analysis, options: PlanOptions) -> Analysis:
     Raises:
       PlanError: it cannot be split or rewritten so.
     """
-    return rematerialised(
+    return rematerialise(
         analysis,
         wanted(analysis, options),
         options.count,

@@ -90,7 +90,7 @@ class Predicted(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     low_s: float = 0.0
     high_s: float = 0.0
 
-    def scaled(self, step_s: float) -> tuple[float, float]:
+    def scaled_interval(self, step_s: float) -> tuple[float, float]:
         """``low_s`` and ``high_s`` of a step that is longer for a known reason."""
         times = step_s / self.step_s if self.step_s > 0 else 0.0
         return self.low_s * times, self.high_s * times

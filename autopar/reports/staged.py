@@ -9,7 +9,7 @@ import msgspec
 
 from autopar.cluster import Cluster
 from autopar.cost.reassociation import compiled_traffic
-from autopar.cost.traffic import joined
+from autopar.cost.traffic import join_messages
 from autopar.planner.record import assignment_of
 from autopar.planner.stages.entry import cut_as
 from autopar.planner.stages.placement import one_stage, stage_pricers
@@ -90,7 +90,7 @@ def bind_stages(analysis: Analysis, plan: Plan, cluster: Cluster) -> BoundStages
     for number, pricer in enumerate(stage_pricers(plan, cluster)):
         own = _alone(plan, number, busy[number])
         assignment = assignment_of(cut.stages[number], own)
-        collectives = tuple(joined(pricer, compiled_traffic(assignment, pricer)))
+        collectives = tuple(join_messages(pricer, compiled_traffic(assignment, pricer)))
         bound = BoundPlan(assignment.analysis, own, assignment, pricer, collectives)
         stages.append(bound)
     return BoundStages(plan, cut, tuple(stages))

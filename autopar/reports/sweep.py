@@ -9,7 +9,7 @@ from typing import Any
 from autopar.plans import Plan, Worth
 from autopar.plans.schema import Predicted
 from autopar.reports.units import bytes_text, count_text, seconds_text, share_text
-from autopar.terminal import columns, shortened
+from autopar.terminal import columns, shorten
 
 _FIGURES = ("step", "rows/s", "MFU", "efficiency", "memory", "fits")
 
@@ -157,7 +157,7 @@ def _point_names(point: Point, names: Sequence[str]) -> tuple[str, ...]:
 def _figures(point: Point) -> tuple[str, ...]:
     worth, expected = point.worth, point.predictions
     if expected is None or worth is None:
-        why = "no" if point.fits is False else shortened(point.reason)
+        why = "no" if point.fits is False else shorten(point.reason)
         return ("", "", "", "", "", why)
     return (
         seconds_text(expected.step_s),

@@ -15,7 +15,7 @@ from autopar.errors import PlanError
 from autopar.plans import Plan
 from autopar.plans.differences import differences
 from autopar.plans.schema import Seconds
-from autopar.runtime.exchange import by_process, differing, exchanged, told
+from autopar.runtime.exchange import by_process, differing, exchange_data, tell_errors
 from autopar.runtime.world import World
 from autopar.steps.program_text import first_difference
 from autopar_passes import jax_compat
@@ -32,9 +32,9 @@ def agree(world: World, make: Callable[[], Plan]) -> Plan:
     """
     if world.process_count == 1:
         return make()
-    with told(world, "planning"):
+    with tell_errors(world, "planning"):
         data = msgspec.json.encode(make()) if world.process_index == 0 else b""
-    return Plan.from_json(exchanged(world, "planning", data)[0])
+    return Plan.from_json(exchange_data(world, "planning", data)[0])
 
 
 def content_digest(plan: Plan) -> str:
@@ -169,7 +169,7 @@ def check_equal(
     digests = digests_of(leaves)
     key = hashlib.sha256(repr(digests).encode()).digest()
     gather = (
-        (lambda: exchanged(world, "comparing values", key))
+        (lambda: exchange_data(world, "comparing values", key))
         if first
         else (lambda: world.channel.gather(key))
     )
@@ -193,7 +193,7 @@ def refuse_different(world: World, digests: Mapping[str, str]) -> None:
       PlanError: the digests of some arrays differ.
     """
     data = msgspec.json.encode(digests)
-    every = exchanged(world, "comparing values: what differs", data)
+    every = exchange_data(world, "comparing values: what differs", data)
     found = [msgspec.json.decode(had) for had in every]
     paths = dict.fromkeys(path for had in found for path in had)
     differ = [p for p in paths if len({had.get(p, "") for had in found}) > 1]

@@ -53,7 +53,7 @@ def call_of(
         return arguments.abstract(opened_within(step._parameters, args, kwargs))
 
 
-def shaped(
+def shape_for_call(
     step: ParallelStep[..., Any],
     call: StepCall,
     *,
@@ -73,7 +73,7 @@ def shaped(
     Raises:
       TraceError: JAX cannot trace the step on them.
     """
-    found = step.preparation.analysed(call)
+    found = step.preparation.analyse(call)
     return shape_of(
         step, found, codecs=codecs, microbatches=microbatches, layouts=layouts
     )
@@ -92,7 +92,7 @@ def shape_of(
     Args:
       step: a step that has a plan.
       analysed: the step.
-      codecs: as for `shaped`.
+      codecs: as for `shape_for_call`.
       microbatches: likewise; those of ``layouts`` hold where they are given.
       layouts: likewise.
     """
@@ -154,14 +154,14 @@ def go_on(step: ParallelStep[..., Any], shape: Shape, plan: Plan, state: Any) ->
     Raises:
       AutoparError: the program cannot be built, or codecs cannot go on with it.
     """
-    made = Made(_kept(step, shape.setting), plan, program(step, shape, plan))
+    made = Made(_setting_to_keep(step, shape.setting), plan, program(step, shape, plan))
     # A cluster to come is planned for with as many microbatches.
     hints = dataclasses.replace(shape.analysed.hints, microbatches=plan.microbatches)
     analysed = dataclasses.replace(shape.analysed, hints=hints)
     return step.adopt(analysed, made, state, consume=True)
 
 
-def _kept(step: ParallelStep[..., Any], setting: Setting) -> Setting:
+def _setting_to_keep(step: ParallelStep[..., Any], setting: Setting) -> Setting:
     """The setting of steps to come; layouts were kept for this change alone."""
     was, asked = step.setting.codecs or step.preparation.planner.options, setting.codecs
     assert asked is not None

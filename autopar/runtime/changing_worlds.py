@@ -30,7 +30,7 @@ def study(step: ParallelStep[..., Any], *args: Any, **kwargs: Any) -> None:
     """
     with updating():
         call = opened_within(step._parameters, args, kwargs)
-    step.preparation.analysed(arguments.abstract(call))
+    step.preparation.analyse(arguments.abstract(call))
 
 
 def enter(
@@ -84,5 +84,5 @@ def load(step: ParallelStep[..., Any], function: Any) -> None:
     """
     current = step.running
     planned = dataclasses.replace(current.planned, function=function)
-    step.preparation.loaded(planned)
+    step.preparation.load_program(planned)
     step._current = dataclasses.replace(current, planned=planned, ready=True, full=None)

@@ -34,10 +34,10 @@ from autopar.plans import GradientDecision, Plan
 from autopar.runtime import agreement
 from autopar.runtime.gradients.adopting import Adoption, saved_s
 from autopar.runtime.gradients.codec_state import (
-    brought,
     carry_over,
     check_fits,
-    restored,
+    gather_state,
+    place_state,
 )
 from autopar.runtime.gradients.probing import ProbePrograms, measure_errors
 from autopar.runtime.gradients.recoding import Recoding
@@ -104,7 +104,7 @@ class CodecRun:
         self._measured: dict[str, MeasuredErrors] = {}
         self._probes = ProbePrograms()
 
-    def saved(self, plan: Plan | None) -> Any:
+    def copy_state(self, plan: Plan | None) -> Any:
         """A copy of the state after the last step; None before the first.
 
         A copy, because the next step consumes the state itself.
@@ -117,7 +117,7 @@ class CodecRun:
             return self._saved
         texts = self.recoding.texts(plan, self._state["gradients"])
         state = {name: x for name, x in self._state.items() if name != "due"}
-        return {**jax.tree.map(_copied, state), "codecs": texts}
+        return {**jax.tree.map(_copy_array, state), "codecs": texts}
 
     def restore(self, state: Any, *, held: bool = False) -> None:
         """Takes a saved state; the next step places it.
@@ -137,13 +137,15 @@ class CodecRun:
         """Whether a saved state waits for the next step."""
         return self._saved is not None
 
-    def resumed(self, plan: Plan) -> Plan:
+    def resume_plan(self, plan: Plan) -> Plan:
         """The plan with the codecs of a saved state that no step has used yet.
 
         Raises:
           PlanError: a codec that was saved is not known here.
         """
-        return self.recoding.resumed(plan, self._saved) if self.has_saved else plan
+        return (
+            self.recoding.plan_as_saved(plan, self._saved) if self.has_saved else plan
+        )
 
     def check_unused(self, plan: Plan) -> None:
         """Checks that no saved state is lost by a plan that compresses nothing.
@@ -210,7 +212,7 @@ class CodecRun:
         assert planned.sums is not None
         state = self._state_for(planned.sums)
         probes = self.policy.probes if isinstance(self.policy, ProbingPolicy) else ()
-        if probes and self._observed(self._done + 1):
+        if probes and self._is_observed(self._done + 1):
             self._measure(probes, planned, placed, state, world)
 
     def run(
@@ -260,7 +262,7 @@ class CodecRun:
             self._signals = more if anew else _add(self._signals, more)
         self._count_anew = False
 
-    def _observed(self, done: int) -> bool:
+    def _is_observed(self, done: int) -> bool:
         """Whether the policy looks at a step."""
         return self.policy is not None and done % max(1, self.policy.every) == 0
 
@@ -289,10 +291,10 @@ class CodecRun:
         if self._owner is not sums:
             if self._state is not None:
                 before, links = self._state, self._links
-                state = before if links is None else brought(before, links)
+                state = before if links is None else gather_state(before, links)
                 self._state, self._links = carry_over(state, sums), None
             elif self._saved is not None:
-                self._state = restored(self._saved, sums)
+                self._state = place_state(self._saved, sums)
             else:
                 self._state = sums.init()
             self._saved, self._owner, self._turn = None, sums, 0
@@ -358,10 +360,10 @@ class CodecRun:
             )
         return found
 
-    def wished(self, plan: Plan, codecs: Mapping[str, str]) -> Plan:
+    def plan_of_policy(self, plan: Plan, codecs: Mapping[str, str]) -> Plan:
         """The plan with the codecs that the policy wants, where they can be used."""
         often = getattr(self.policy, "often", False)
-        return self.recoding.changed(plan, codecs, lenient=True, often=often)
+        return self.recoding.change_codecs(plan, codecs, lenient=True, often=often)
 
     def adopts(
         self,
@@ -401,9 +403,9 @@ class CodecRun:
 
     def advise(self, world: World) -> Mapping[str, str] | None:
         """What the policy wants from the next step on; None: no change."""
-        if self.policy is None or not self._observed(self._done):
+        if self.policy is None or not self._is_observed(self._done):
             return None
-        self.adoption.done(self._done)
+        self.adoption.count_missed(self._done)
         gradients, finite = self.report(self._planned), self.finite()
         seconds = (time.perf_counter() - self._since) / max(1, self._steps)
         seconds = agreement.shared_number(world, seconds)
@@ -417,7 +419,7 @@ class CodecRun:
         return wish
 
 
-def _copied(array: Any) -> Any:
+def _copy_array(array: Any) -> Any:
     """A copy; of what lies in other processes alone, its absence."""
     lies = getattr(array, "sharding", None)
     return jnp.copy(array) if lies is None or lies.addressable_devices else array

@@ -66,7 +66,7 @@ def plan_that_fits(
         held = _compiled_bytes(analysis, found, cluster, target)
         compile_s += time.perf_counter() - start
         if held <= memory:
-            return _written(found, first, held, compile_s)
+            return _with_compiled(found, first, held, compile_s)
         expected, tried = found.predicted.peak_memory_bytes, tried + 1
         failure = InfeasibleError(
             f"no plan fits on {cluster}: XLA's compiler for {target.name} needs "
@@ -83,7 +83,7 @@ def plan_that_fits(
             found = find(dataclasses.replace(cluster, device=device))
         except InfeasibleError as error:
             raise failure from error
-    return _written(found, first, 0.0, compile_s)
+    return _with_compiled(found, first, 0.0, compile_s)
 
 
 def _is_near(plan: Plan, memory: float) -> bool:
@@ -92,7 +92,7 @@ def _is_near(plan: Plan, memory: float) -> bool:
     return one and plan.predicted.peak_memory_bytes > NEAR_LIMIT * memory
 
 
-def _written(found: Plan, first: Plan, held: float, compile_s: float) -> Plan:
+def _with_compiled(found: Plan, first: Plan, held: float, compile_s: float) -> Plan:
     """The plan with what was compiled, for the cluster as it is."""
     if found is not first:
         found = msgspec.structs.replace(found, cluster=first.cluster).stamped()

@@ -71,7 +71,7 @@ class Compiler:
           CompilerClosedError: `close` was called.
         """
         with self._turn:
-            process = self._started()
+            process = self._start_process()
             assert process.stdin is not None
             assert process.stdout is not None
             try:
@@ -92,7 +92,7 @@ class Compiler:
         return found
 
     @contextlib.contextmanager
-    def awaited(self) -> Generator[None]:
+    def hurry(self) -> Generator[None]:
         """Within it, the other process does not rest: somebody waits for it."""
         self._count(1)
         try:
@@ -153,15 +153,15 @@ class Compiler:
                     assert pipe is not None
                     pipe.close()
 
-    def _started(self) -> subprocess.Popen[bytes]:
+    def _start_process(self) -> subprocess.Popen[bytes]:
         with self._starting:
             self._check_open()
             if self._process is None:
                 command = [sys.executable, "-m", __name__]
                 if os.name == "posix":
-                    self._process, self._orders = _kept(command)
+                    self._process, self._orders = _start_keeper(command)
                 else:
-                    self._process = _opened(command)
+                    self._process = _open_process(command)
             return self._process
 
     def _check_open(self) -> None:
@@ -206,12 +206,12 @@ def compile_lowered(lowered: Any) -> None:
     lowered.compile()
 
 
-def _kept(command: list[str]) -> tuple[subprocess.Popen[bytes], IO[bytes]]:
+def _start_keeper(command: list[str]) -> tuple[subprocess.Popen[bytes], IO[bytes]]:
     """Starts a command under a keeper; returns the keeper and the pipe for orders."""
     descriptor, orders = os.pipe()
     try:
         words = [sys.executable, keeper.__file__, str(descriptor), *command]
-        return _opened(words, descriptor), open(orders, "wb", buffering=0)
+        return _open_process(words, descriptor), open(orders, "wb", buffering=0)
     except BaseException:
         os.close(orders)
         raise
@@ -219,7 +219,7 @@ def _kept(command: list[str]) -> tuple[subprocess.Popen[bytes], IO[bytes]]:
         os.close(descriptor)
 
 
-def _opened(words: list[str], *descriptors: int) -> subprocess.Popen[bytes]:
+def _open_process(words: list[str], *descriptors: int) -> subprocess.Popen[bytes]:
     return subprocess.Popen(
         words,
         stdin=subprocess.PIPE,

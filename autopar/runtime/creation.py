@@ -14,7 +14,7 @@ from autopar.errors import PlanError
 from autopar.plans import Plan
 from autopar.runtime import placement
 from autopar_errors import check_type
-from autopar_passes.jax_meshes import entered, off_mesh, user_mesh
+from autopar_passes.jax_meshes import enter_mesh, off_mesh, user_mesh
 from autopar_passes.program.nnx_objects import (
     is_object_state,
     merge_objects,
@@ -92,7 +92,7 @@ def state_shapes(create_state: Callable[..., Any], args: Sequence[Any]) -> State
         return arrays
 
     mesh = user_mesh()
-    with entered(mesh):
+    with enter_mesh(mesh):
         structs = list(jax.eval_shape(flat, *args))
     leaves = off_mesh(leaves_of(create_state), args, mesh)
     fixed, single = found[-1]
@@ -108,7 +108,7 @@ def leaves_of(create_state: Callable[..., Any]) -> Callable[..., list[Any]]:
     return lambda *args: flat_state(create_state(*args))[0]
 
 
-def replaced(state: Any, leaves: Sequence[Any]) -> Any:
+def replace_leaves(state: Any, leaves: Sequence[Any]) -> Any:
     """The state with other arrays; NNX objects are updated in place."""
     _, fixed = flat_state(state)
     out = update_objects(splat(state), fixed.join(leaves))

@@ -49,11 +49,11 @@ def _end() -> None:
     with contextlib.suppress(jax.errors.JaxRuntimeError):
         found.client.key_value_set(f"{_ENDED}/{found.index}", "")
     if error is None:
-        service.tell(exchange.ended("its program has come to the end", "", ""))
+        service.tell(exchange.message_of_end("its program has come to the end", "", ""))
         return
     text = " ".join(str(error).split())
     line = user_line(error)
-    service.tell(exchange.ended(text, type(error).__name__, line))
+    service.tell(exchange.message_of_end(text, type(error).__name__, line))
     _report(found, f"{type(error).__name__}: {text}{f' ({line})' if line else ''}")
     if found.index == 0:
         _stay(found)

@@ -14,7 +14,7 @@ from autopar.errors import PlanError
 from autopar.runtime import arguments, homes, placement
 from autopar.runtime.planned import PlannedStep
 from autopar.runtime.recent import Recent
-from autopar.runtime.stages.placing import placed
+from autopar.runtime.stages.placing import place_arrays
 from autopar.runtime.stages.transport import Links
 from autopar.runtime.world import World
 from autopar.steps.batch import rows_axes
@@ -89,9 +89,9 @@ class Evaluation(Generic[P, R]):
         with without_mesh(), updating():
             call = opened_within(self._parameters, args, kwargs)
             arguments.check_alive(self.__name__, call)
-            placed, names = self._placed(call), list[str]()
+            placed, names = self._place_call(call), list[str]()
             while True:
-                function, results = self._made(call, names)
+                function, results = self._compiled_function(call, names)
                 try:
                     flat = function(*placed)
                     flat = homes.given_back(flat, homes.home_of(call.arrays), ())
@@ -102,7 +102,7 @@ class Evaluation(Generic[P, R]):
                         raise
                     names.append(found)
 
-    def _made(
+    def _compiled_function(
         self, call: StepCall, names: Sequence[str]
     ) -> tuple[Any, list[ResultForm]]:
         """The compiled function, and the forms of its results; known from before.
@@ -122,7 +122,7 @@ class Evaluation(Generic[P, R]):
             found = self._compiled.put(key, (jax.jit(run), results))
         return found
 
-    def _placed(self, call: StepCall) -> list[Any]:
+    def _place_call(self, call: StepCall) -> list[Any]:
         """The arrays of a call, those of a batch split over the batch's axes."""
         running, count = self._running(), self._world().process_count
         if running.pipeline is not None:
@@ -173,7 +173,7 @@ def spread(arrays: Sequence[Any], mesh: Mesh, links: Links | None = None) -> lis
     if links is None:
         return [placement.place(x, s) for x, s in zip(arrays, wanted, strict=True)]
     named = {f"array {k} of the call": x for k, x in enumerate(arrays)}
-    return placed(links, named, shapes, wanted, first=False)
+    return place_arrays(links, named, shapes, wanted, first=False)
 
 
 def batch_axes(running: PlannedStep) -> tuple[str, ...]:

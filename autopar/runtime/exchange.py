@@ -54,7 +54,7 @@ def versions() -> dict[str, str]:
     }
 
 
-def exchanged(world: World, what: str, data: bytes = b"") -> list[bytes]:
+def exchange_data(world: World, what: str, data: bytes = b"") -> list[bytes]:
     """Returns what each process passes, by process.
 
     Args:
@@ -84,7 +84,7 @@ def exchanged(world: World, what: str, data: bytes = b"") -> list[bytes]:
 
 
 @contextlib.contextmanager
-def told(world: World, what: str) -> Generator[None]:
+def tell_errors(world: World, what: str) -> Generator[None]:
     """Tells the other processes what is raised inside, at their next exchange."""
     try:
         yield
@@ -94,7 +94,7 @@ def told(world: World, what: str) -> Generator[None]:
         raise
 
 
-def ended(failed: str, kind: str, where: str) -> bytes:
+def message_of_end(failed: str, kind: str, where: str) -> bytes:
     """What a process tells that ends: the error that nobody caught, or that it ends."""
     what = "running" if kind else ""
     return msgspec.msgpack.encode(_Message(what, versions(), failed, kind, where))
@@ -118,10 +118,10 @@ def together(world: World, what: str, work: Callable[[], T]) -> T:
     Raises:
       PlanError: another process has failed.
     """
-    with told(world, what):
+    with tell_errors(world, what):
         done = work()
     if world.process_count > 1:
-        exchanged(world, what)
+        exchange_data(world, what)
     return done
 
 
@@ -140,10 +140,10 @@ def differing(
       The detail of each process where keys differ, or None.
     """
     digest = hashlib.sha256(key).digest()
-    if len(set(exchanged(world, what, digest))) == 1:
+    if len(set(exchange_data(world, what, digest))) == 1:
         return None
     data = zlib.compress(msgspec.msgpack.encode(detail()))
-    found = exchanged(world, f"{what}: what differs", data)
+    found = exchange_data(world, f"{what}: what differs", data)
     return [msgspec.msgpack.decode(zlib.decompress(x)) for x in found]
 
 
@@ -153,10 +153,12 @@ def by_process(values: Mapping[int, Any] | Sequence[Any]) -> str:
     groups: dict[str, list[int]] = defaultdict(list)
     for process, value in pairs:
         groups[str(value)].append(process)
-    return ", ".join(f"{value} on {_named(who)}" for value, who in groups.items())
+    return ", ".join(
+        f"{value} on {_name_processes(who)}" for value, who in groups.items()
+    )
 
 
-def _named(processes: Sequence[int]) -> str:
+def _name_processes(processes: Sequence[int]) -> str:
     if len(processes) == 1:
         return f"process {processes[0]}"
     shown = [str(p) for p in processes[:4]]

@@ -56,7 +56,7 @@ def given_back(
             continue
         sharding = _same_layout(x.sharding, home, tuple(x.shape))
         if sharding is not None:
-            out.append(_restated(x, sharding))
+            out.append(_restate_sharding(x, sharding))
         elif state is None or k in state or not x.is_fully_addressable:
             out.append(x)
         else:
@@ -64,7 +64,7 @@ def given_back(
     return out
 
 
-def _restated(array: Any, sharding: NamedSharding) -> Any:
+def _restate_sharding(array: Any, sharding: NamedSharding) -> Any:
     """The same shards, under an equal sharding of another mesh."""
     bits = jax_compat.key_bits(array)
     shards = [shard.data for shard in bits.addressable_shards]

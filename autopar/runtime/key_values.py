@@ -63,17 +63,17 @@ class KeyValueExchange:
         number = self._next()
         if self.index:
             self.client.key_value_set_bytes(f"{self._root}/{number}/{self.index}", data)
-            return self._published(number, what)
+            return self._read_published(number, what)
         found = {0: data}
         for process in range(1, self.count):
             own = self._wait(number, process, what)
             if own is None:
-                return self._published(number, what)
+                return self._read_published(number, what)
             found[process] = own
         self._publish(number, found)
         # Who has passed something now has read everything before.
         self.client.key_value_delete(f"{self._root}/{number - 1}")
-        return self._published(number, what)
+        return self._read_published(number, what)
 
     def tell(self, data: bytes) -> None:
         """Passes a failure to the next exchange, and does not wait for the others."""
@@ -102,7 +102,7 @@ class KeyValueExchange:
             self._complain(turn, f"process {process}", what)
         return None
 
-    def _published(self, number: int, what: str) -> dict[int, bytes]:
+    def _read_published(self, number: int, what: str) -> dict[int, bytes]:
         for turn in range(1 << 30):
             found = self._get(f"{self._root}/{number}/all")
             if found is not None:

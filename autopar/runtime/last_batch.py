@@ -67,7 +67,7 @@ def fewer_rows(call: StepCall, running: PlannedStep, process_count: int) -> Rows
     return Rows(given, planned, dims)
 
 
-def fitted(
+def fit_rows(
     call: StepCall, running: PlannedStep, how: LastBatch, process_count: int
 ) -> StepCall:
     """The call with rows dropped or repeated where it has fewer than were planned.
@@ -104,7 +104,7 @@ def fitted(
     arrays = list(call.arrays)
     for k, dim in rows.dims.items():
         size = arrays[k].shape[dim] * wanted // rows.given
-        arrays[k] = _resized(arrays[k], size, dim)
+        arrays[k] = _resize_rows(arrays[k], size, dim)
     return dataclasses.replace(call, arrays=arrays)
 
 
@@ -121,7 +121,7 @@ def _split(call: StepCall, rows: Rows, plan: Plan) -> int:
     return found
 
 
-def _resized(array: Any, size: int, dim: int) -> Any:
+def _resize_rows(array: Any, size: int, dim: int) -> Any:
     """The first rows, or all of them and the last one again and again."""
     xp = jax.numpy if isinstance(array, jax.Array) else np
     places = np.minimum(np.arange(size), array.shape[dim] - 1)

@@ -28,7 +28,7 @@ def method_of(step: Any, instance: Any) -> Any:
     """
     if is_object(instance) or jax.tree.leaves(instance) != [instance]:
         return functools.partial(step, instance)
-    name, made = step.__name__, _bound(step, instance)
+    name, made = step.__name__, _bind_step(step, instance)
     try:
         # A descriptor without __set__ gives way to what the object itself holds.
         vars(instance)[name] = made
@@ -42,7 +42,7 @@ def method_of(step: Any, instance: Any) -> Any:
     return made
 
 
-def _bound(step: Any, instance: Any) -> Any:
+def _bind_step(step: Any, instance: Any) -> Any:
     """The step of one object, with plans of its own."""
     bound, known = functools.partial(step._step, instance), step._parameters
     return type(step)(

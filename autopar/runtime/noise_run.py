@@ -66,7 +66,7 @@ class NoiseRun:
         return (self._state,)
 
     @property
-    def saved(self) -> Any:
+    def copy_averages(self) -> Any:
         """A copy of the averages; None before the first step."""
         found = self._saved if self._state is None else self._state
         return None if found is None else jax.tree.map(jnp.copy, found)
@@ -102,7 +102,7 @@ class NoiseRun:
 
 
 @functools.cache
-def _known() -> frozenset[str]:
+def _known_names() -> frozenset[str]:
     """What a saved state has; it makes arrays, which importing must not."""
     return frozenset({*fresh(1.0), "compared", "previous"})
 
@@ -113,7 +113,7 @@ def check(state: Any) -> None:
     Raises:
       PlanError: it is not.
     """
-    if not isinstance(state, dict) or frozenset(map(str, state)) != _known():
+    if not isinstance(state, dict) or frozenset(map(str, state)) != _known_names():
         found = sorted(state) if isinstance(state, dict) else type(state).__name__
         raise PlanError(
             f"noise_state: expected what was read from step.noise_state, got {found}."
@@ -175,7 +175,7 @@ class HasNoise:
     @property
     def noise_state(self) -> Any:
         """The averages behind `noise_scale`, to be saved with the train state."""
-        return self._noise.saved
+        return self._noise.copy_averages
 
     @noise_state.setter
     def noise_state(self, state: Any) -> None:

@@ -37,7 +37,7 @@ from autopar.runtime.preparation import Made, Preparation, Running, moved_state
 from autopar.runtime.program_store import ProgramStore
 from autopar.runtime.repeated_calls import RepeatedCall, repeated_call
 from autopar.runtime.setting import Setting
-from autopar.runtime.state_mover import named
+from autopar.runtime.state_mover import name_arrays
 from autopar.runtime.step_planner import ANALYSES, Analysed, StepPlanner
 from autopar.runtime.world import World
 from autopar_passes.jax_meshes import without_mesh
@@ -171,7 +171,7 @@ class ParallelStep(HasNoise, Generic[P, R]):
           PlanError: both ``batch`` and ``others`` are given.
         """
         creation.check_creation(self.__name__, create_state, batch, others)
-        with exchange.told(self.world, "creating the state"):
+        with exchange.tell_errors(self.world, "creating the state"):
             shapes = creation.state_shapes(create_state, args)
         self._preparation.planner.hold_types(shapes.structs)
         rest = others if batch is None else (batch,)
@@ -179,7 +179,7 @@ class ParallelStep(HasNoise, Generic[P, R]):
             by_name = dict(rest) if isinstance(rest, Mapping) else {}
             in_order = () if by_name else tuple(rest)
             self.prepare(*shapes.arguments(), *in_order, **by_name)
-        with exchange.told(self.world, "creating the state"):
+        with exchange.tell_errors(self.world, "creating the state"):
             if rest is not None and self._current is not None:
                 shardings = self._current.planned.in_shardings[: len(shapes.structs)]
             else:
@@ -200,7 +200,9 @@ class ParallelStep(HasNoise, Generic[P, R]):
         `recode` or a policy had chosen.
         """
         current = self._current
-        return self._codecs.saved(None if current is None else current.planned.plan)
+        return self._codecs.copy_state(
+            None if current is None else current.planned.plan
+        )
 
     @compression_state.setter
     def compression_state(self, state: Any) -> None:
@@ -253,10 +255,10 @@ class ParallelStep(HasNoise, Generic[P, R]):
         recoding, plan = self._codecs.recoding, self._current.planned.plan
         if codecs == "auto":
             analysed = self._current.analysed
-            made = self._preparation.recoded(analysed, self._setting, plan)
+            made = self._preparation.recode_plan(analysed, self._setting, plan)
             self._use(recoding.with_inputs(plan, made, often=often))
         else:
-            self._use(recoding.changed(plan, codecs, often=often))
+            self._use(recoding.change_codecs(plan, codecs, often=often))
 
     def _use(self, plan: Plan) -> PlannedStep:
         """Runs steps by a plan that differs from the current one in its codecs."""
@@ -273,7 +275,7 @@ class ParallelStep(HasNoise, Generic[P, R]):
     @without_mesh()
     def prepare(self, *args: Any, **kwargs: Any) -> PlannedStep:
         """Plans for these arguments without running; arrays or structs."""
-        with exchange.told(self.world, "reading the arguments"), updating():
+        with exchange.tell_errors(self.world, "reading the arguments"), updating():
             call = opened_within(self._parameters, args, kwargs)
         return self._prepare(call)
 
@@ -281,9 +283,9 @@ class ParallelStep(HasNoise, Generic[P, R]):
         """Plans for the arguments of a call."""
         structs = self._batches.structs(call, self.world)
         if self._current is None or not self._current.analysed.fits(structs):
-            with progress.shown():
+            with progress.show_progress():
                 beside, setting = self._beside(call), self._setting
-                analysed = self._preparation.analysed(structs)
+                analysed = self._preparation.analyse(structs)
                 near = None if beside is None else beside.plan
                 plan = self._preparation.plan(analysed, setting, near)
                 planned = self._preparation.program(analysed, plan, setting)
@@ -306,7 +308,7 @@ class ParallelStep(HasNoise, Generic[P, R]):
         if any(isinstance(x, Tracer) for x in jax.tree.leaves((args, kwargs))):
             return self._step(*args, **kwargs)
         with without_mesh(), updating():
-            with exchange.told(self.world, "reading the arguments"):
+            with exchange.tell_errors(self.world, "reading the arguments"):
                 call = opened_within(self._parameters, args, kwargs)
                 arguments.check_alive(self.__name__, call)
             return self._run(call, args, kwargs)
@@ -320,15 +322,15 @@ class ParallelStep(HasNoise, Generic[P, R]):
             return None
         if self._codecs.has_saved or self.world.process_count > 1:
             return None
-        found = known.placed(args, kwargs)
+        found = known.place_call(args, kwargs)
         return None if found is None else (known, *found)
 
     def _again(self, known: RepeatedCall, given: list[Any], placed: list[Any]) -> Any:
         """Runs one step on arguments like those of the last call."""
         planned = known.running.planned
-        flat = self._issued(planned, placed)
+        flat = self._issue_program(planned, placed)
         known.consume(given, placed, flat)
-        self._advised(planned)
+        self._follow_policy(planned)
         return planned.analysis.pytrees.result.return_value(flat)
 
     def _run(
@@ -337,42 +339,42 @@ class ParallelStep(HasNoise, Generic[P, R]):
         """Runs one step on the arrays of a call."""
         if self._current is not None and self._last_batch != "run":
             count, running = self.world.process_count, self._current.of_full_batch
-            call = last_batch.fitted(call, running, self._last_batch, count)
+            call = last_batch.fit_rows(call, running, self._last_batch, count)
         planned = self._prepare(call)
         if planned.sums is None:
             self._codecs.check_unused(planned.plan)
         else:
-            planned = self._use(self._codecs.resumed(planned.plan))
+            planned = self._use(self._codecs.resume_plan(planned.plan))
         assert self._current is not None
         first = not self._current.ready
-        placed = self._preparation.placed(planned, call.arrays, first=first)
+        placed = self._preparation.place_arguments(planned, call.arrays, first=first)
         self._make_ready()
-        running, carried = self._current, self._store.consumed(planned)
+        running, carried = self._current, self._store.consumed_arguments(planned)
         placement.separate(call.arrays, placed, carried)
         with self._preparation.compiling(planned, self.__name__):
-            flat = self._issued(planned, placed)
+            flat = self._issue_program(planned, placed)
         placement.consume(call.arrays, placed, carried, flat)
         home = homes.home_of(call.arrays)
         if home is None and self.world.process_count == 1:
             self._repeated = repeated_call(
                 running, call, args, kwargs, placed, flat, carried
             )
-        self._advised(planned)
+        self._follow_policy(planned)
         flat = homes.given_back(
-            flat, home, frozenset(planned.analysis.carried.values())
+            flat, home, frozenset(planned.analysis.carried_arguments.values())
         )
         return planned.analysis.pytrees.result.return_value(flat)
 
-    def _issued(self, planned: PlannedStep, placed: list[Any]) -> list[Any]:
+    def _issue_program(self, planned: PlannedStep, placed: list[Any]) -> list[Any]:
         """Runs a program on arrays in their places; returns its flat results."""
         if planned.sums is not None:
             self._codecs.prepare(planned, placed, self.world)
         flat = self._noise.run(planned, placed, self._codecs)
         if self._store.guard:
-            flat, self.finite = planned.settled(placed, flat)
+            flat, self.finite = planned.settle_results(placed, flat)
         return flat
 
-    def _advised(self, planned: PlannedStep) -> None:
+    def _follow_policy(self, planned: PlannedStep) -> None:
         """Sends gradients by the codecs that the policy wants from now on."""
         if planned.sums is not None and (wish := self._codecs.advise(self.world)):
             self._follow(wish)
@@ -381,7 +383,7 @@ class ParallelStep(HasNoise, Generic[P, R]):
         """Sends gradients by the codecs that the policy wants, if they may not wait."""
         assert self._current is not None
         analysed, running = self._current.analysed, self._current.planned
-        plan = self._codecs.wished(running.plan, wish)
+        plan = self._codecs.plan_of_policy(running.plan, wish)
         if self._codecs.adopts(
             wish,
             running.plan,
@@ -443,7 +445,7 @@ class ParallelStep(HasNoise, Generic[P, R]):
           PlanError: the step has not been planned, or the state is of another step.
         """
         running = self._running()
-        named(self.__name__, running.analysis, state, structs=True)
+        name_arrays(self.__name__, running.analysis, state, structs=True)
         return creation.with_leaves(state, running.in_shardings)
 
     @without_mesh()
@@ -525,8 +527,8 @@ class ParallelStep(HasNoise, Generic[P, R]):
           consume: as of `replan`.
         """
         old = self.running.planned
-        with exchange.told(self.world, "moving the state"):
-            arrays = named(self.__name__, analysed.analysis, state)
+        with exchange.tell_errors(self.world, "moving the state"):
+            arrays = name_arrays(self.__name__, analysed.analysis, state)
         links = self._preparation.links_between(old, made.planned)
 
         def moving() -> list[Any]:
@@ -535,7 +537,7 @@ class ParallelStep(HasNoise, Generic[P, R]):
 
         moved = exchange.together(self.world, "moving the state", moving)
         home = homes.home_of(arrays.values())
-        new = creation.replaced(state, homes.given_back(moved, home))
+        new = creation.replace_leaves(state, homes.given_back(moved, home))
         self._setting = made.setting
         self._codecs.move(links)
         self._codecs.adoption.withdrawn()

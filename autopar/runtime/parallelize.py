@@ -272,7 +272,7 @@ def parallelize(
     )
     if given is not None:
         _check_given(named, options)
-    coded = compression != "none" if given is None else _coded(given)
+    coded = compression != "none" if given is None else _has_codecs(given)
     safer = _fallback(fallback, least_gain, coded=coded)
     signals = _check_policy(policy, coded=coded, alone=safer is None)
     noise = noise_options(noise_scale)
@@ -390,7 +390,7 @@ def _check_given(cluster: Cluster | None, options: PlanOptions) -> None:
         )
 
 
-def _coded(plan: Plan) -> bool:
+def _has_codecs(plan: Plan) -> bool:
     """Whether a plan sends any gradient by a codec."""
     return any(g.codec for stage in plan.stages for g in stage.gradients)
 

@@ -46,7 +46,7 @@ def place(leaf: Any, sharding: NamedSharding) -> Any:
     )
 
 
-def replicated(array: Any, shardings: Sequence[NamedSharding]) -> list[Any]:
+def replicate_array(array: Any, shardings: Sequence[NamedSharding]) -> list[Any]:
     """An array of this process, whole on all devices of shardings.
 
     Args:

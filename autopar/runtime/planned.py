@@ -124,7 +124,7 @@ class PlannedStep:
                 structs.append(
                     state
                     if abstract
-                    else jax.tree.map(_placed, state, beside.shardings())
+                    else jax.tree.map(_struct_in_place, state, beside.shardings())
                 )
         traced = self.function.trace(*structs)
         if abstract:
@@ -147,7 +147,7 @@ class PlannedStep:
         else:
             self.pipeline.compile()
 
-    def settled(
+    def settle_results(
         self, placed: Sequence[Any], flat: Sequence[Any]
     ) -> tuple[list[Any], Any]:
         """The flat results of a guarded step, and whether it was finite.
@@ -164,7 +164,7 @@ class PlannedStep:
             return own, finite
         finite = is_finite(self.analysis, flat)
         if self.links is not None:
-            finite = self.links.agreed(finite, "looking at the results of a step")
+            finite = self.links.agree(finite, "looking at the results of a step")
         if finite:
             return list(flat), True
         return with_old_state(self.analysis, placed, flat), False
@@ -216,8 +216,8 @@ def planned_step(
     analysis = assignment.analysis
     dealt = _replicas(analysis, plan, noise, wait, turns)
     run = replay(analysis.program, analysis.graph, assignment, mesh, dealt)
-    run = _named(run, analysis)
-    carried = tuple(sorted(analysis.carried)) if donate else ()
+    run = _give_name(run, analysis)
+    carried = tuple(sorted(analysis.carried_arguments)) if donate else ()
     inputs: list[Any] = _in_shardings(analysis, assignment, mesh)
     outputs = _out_shardings(analysis, assignment, mesh)
     found = gradient_sums(
@@ -252,10 +252,10 @@ def planned_step(
     states = [x.shardings() for x in (found, spec) if x is not None]
     made = [] if found is None else [found.shardings(), None, None]
     made += [] if spec is None else [spec.shardings()]
-    step = _synchronised(run, found, measured, assignment, guard=guard)
+    step = _synchronised_step(run, found, measured, assignment, guard=guard)
     beside = tuple(range(len(inputs), len(inputs) + len(states)))
     function = jax.jit(
-        _named(step, analysis),
+        _give_name(step, analysis),
         in_shardings=[*inputs, *states],
         out_shardings=(outputs, *made) if states else outputs,
         donate_argnums=(*carried, *beside) if donate else (),
@@ -304,14 +304,14 @@ def _noise(
     return whole_noise(assignment, mesh, noise, coded)
 
 
-def _named(function: Callable[..., Any], analysis: Analysis) -> Callable[..., Any]:
+def _give_name(function: Callable[..., Any], analysis: Analysis) -> Callable[..., Any]:
     """Gives a function the step's name: profiles and dumps show it for the module."""
     if analysis.traced is not None:
         function.__name__ = function.__qualname__ = analysis.traced.name
     return function
 
 
-def _synchronised(
+def _synchronised_step(
     run: Callable[..., list[Any]],
     sums: GradientSums | None,
     noise: WholeNoise | None,
@@ -343,26 +343,26 @@ def _synchronised(
             known = dict(zip(inputs, flat, strict=True))
             restorer = StateRestorer(looked, places, known, early)
 
-            def made(value: int, array: Any) -> Any:
-                seen = array if sound is None else sound.made(value, array)
-                return restorer.made(value, seen)
+            def take_made(value: int, array: Any) -> Any:
+                seen = array if sound is None else sound.see_made(value, array)
+                return restorer.replace_made(value, seen)
 
-            out = run(*flat, synchroniser=synchroniser, made=made, watch=meter)
+            out = run(*flat, synchroniser=synchroniser, made=take_made, watch=meter)
             out = restorer.finish(out)
         if codecs is not None:
-            beside = [*codecs.finish(), codecs.taken()]
+            beside = [*codecs.finish(), codecs.taken_levels()]
         if meter is not None:
             beside.append(meter.finish())
         if sound is not None:
-            out = [*out, sound.told()]
+            out = [*out, sound.is_sound()]
             if meter is not None:
-                beside[-1] = _kept(sound.finite, beside[-1], arguments[-1])
+                beside[-1] = _keep_finite(sound.finite, beside[-1], arguments[-1])
         return (out, *beside) if beside else out
 
     return step
 
 
-def _kept(finite: jax.Array, new: Any, old: Any) -> Any:
+def _keep_finite(finite: jax.Array, new: Any, old: Any) -> Any:
     """The new averages of noise, or the old ones behind a step that is not finite."""
     return jax.tree.map(lambda a, b: jax.numpy.where(finite, a, b), new, old)
 
@@ -403,7 +403,9 @@ def _out_shardings(
       PlanError: a plan's layouts say otherwise.
     """
     graph = analysis.graph
-    arguments = {result: argument for argument, result in analysis.carried.items()}
+    arguments = {
+        result: argument for argument, result in analysis.carried_arguments.items()
+    }
     found: list[NamedSharding | None] = []
     for k in range(len(graph.outputs)):
         layout = assignment.output(k)
@@ -420,7 +422,7 @@ def _out_shardings(
     return found
 
 
-def _placed(struct: Any, sharding: NamedSharding) -> Any:
+def _struct_in_place(struct: Any, sharding: NamedSharding) -> Any:
     return jax.ShapeDtypeStruct(struct.shape, struct.dtype, sharding=sharding)
 
 

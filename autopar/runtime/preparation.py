@@ -27,7 +27,7 @@ from autopar.runtime.program_store import ProgramStore
 from autopar.runtime.recent import Recent
 from autopar.runtime.setting import Setting, moved_setting
 from autopar.runtime.stages.placing import moved_between
-from autopar.runtime.stages.placing import placed as placed_on_processes
+from autopar.runtime.stages.placing import place_arrays as placed_on_processes
 from autopar.runtime.stages.planned import check_world
 from autopar.runtime.stages.transport import Links
 from autopar.runtime.state_mover import DevicePut, move, state_layout
@@ -124,14 +124,14 @@ class Preparation:
         self._links = None
 
     @without_mesh()
-    def analysed(self, structs: StepCall) -> Analysed:
+    def analyse(self, structs: StepCall) -> Analysed:
         """The step on the arguments of a call, structs of global shapes.
 
         Raises:
           TraceError: JAX cannot trace the step.
         """
-        with exchange.told(self._world(), "tracing the step"):
-            return self.planner.analysed(structs)
+        with exchange.tell_errors(self._world(), "tracing the step"):
+            return self.planner.analyse_structs(structs)
 
     def remember(self, analysed: Analysed, setting: Setting, plan: Plan) -> None:
         """Uses a plan where this setting comes back."""
@@ -198,13 +198,13 @@ class Preparation:
           AutoparError: as of `autopar.ParallelStep.replan`.
         """
         given = None if plan is None else as_plan(plan)
-        moved = self.moved(setting, cluster, devices, given)
+        moved = self.move_setting(setting, cluster, devices, given)
         chosen = given or self.plan(analysed, moved)
         planned = self.program(analysed, chosen, moved)
         exchange.together(self._world(), "compiling", lambda: self.compile(planned))
         return Made(moved, chosen, planned)
 
-    def moved(
+    def move_setting(
         self,
         setting: Setting,
         cluster: Cluster | str,
@@ -216,12 +216,12 @@ class Preparation:
         options = self.planner.options
         return moved_setting(setting, options, as_cluster(cluster), taken, given)
 
-    def known(self, analysed: Analysed, setting: Setting) -> Plan | None:
+    def known_plan(self, analysed: Analysed, setting: Setting) -> Plan | None:
         """The plan of a setting that was made before, here or on disk; or None."""
         found = self._plans.get(self._place(analysed, setting))
         if found is None and setting.sent is None and not self._errors():
             cluster = setting.cluster or self._cluster()
-            found = self.planner.known(analysed, cluster, setting.codecs)
+            found = self.planner.plan_on_disk(analysed, cluster, setting.codecs)
         return found
 
     @without_mesh()
@@ -241,7 +241,7 @@ class Preparation:
         )
 
     @without_mesh()
-    def repriced(
+    def reprice(
         self, analysed: Analysed, setting: Setting, cluster: Cluster, plan: Plan
     ) -> Plan:
         """The layouts of a plan on a cluster of the same shape, codecs chosen anew.
@@ -276,7 +276,7 @@ class Preparation:
         return self._store.compile_s
 
     @without_mesh()
-    def recoded(self, analysed: Analysed, setting: Setting, plan: Plan) -> Plan:
+    def recode_plan(self, analysed: Analysed, setting: Setting, plan: Plan) -> Plan:
         """The layouts of a plan with the codecs that ``auto`` chooses for them."""
         asked = dataclasses.replace(
             setting.codecs or self.planner.options, compression="auto", layouts=plan
@@ -292,21 +292,21 @@ class Preparation:
         """The program of a plan, once all processes have checked that it fits."""
         devices = self.devices(setting)
         if self._world().process_count > 1:
-            with exchange.told(self._world(), "comparing the traced steps"):
+            with exchange.tell_errors(self._world(), "comparing the traced steps"):
                 step = program_text.identity(analysed.analysis)
             agreement.check_same(
                 self._world(), plan, step, lambda: program_text.lines(analysed.analysis)
             )
         links = None
-        with exchange.told(self._world(), "building the program"):
+        with exchange.tell_errors(self._world(), "building the program"):
             if len(plan.stages) > 1:
                 check_world(self._world(), plan, devices)
             else:
                 check_plan(analysed.analysis, plan)
                 self._world().check_mesh(list(device_mesh(plan, devices).devices.flat))
         if len(plan.stages) > 1:
-            links = self._linked()
-        with exchange.told(self._world(), "building the program"):
+            links = self._links_to_others()
+        with exchange.tell_errors(self._world(), "building the program"):
             return self._store.program(analysed, plan, devices, links=links)
 
     def coded_step(
@@ -316,7 +316,7 @@ class Preparation:
         devices = self.devices(setting)
         return self._store.program(analysed, plan, devices, like=like, links=like.links)
 
-    def _linked(self) -> Links | None:
+    def _links_to_others(self) -> Links | None:
         """The links to the other processes, from the first pipeline on."""
         if self._links is None and self._world().process_count > 1:
             self._links = Links(self._world())
@@ -332,13 +332,13 @@ class Preparation:
         devices = [set(step.mesh.devices.flat) for step in (old, new)]
         if devices[0] == devices[1] and old.links is None and new.links is None:
             return None
-        return self._linked()
+        return self._links_to_others()
 
     def is_compiled(self, planned: PlannedStep) -> bool:
         """Whether a program has run before."""
         return planned.function in self._started
 
-    def loaded(self, planned: PlannedStep) -> None:
+    def load_program(self, planned: PlannedStep) -> None:
         """Takes a program for one that has been compiled."""
         self._started.add(planned.function)
 
@@ -355,12 +355,12 @@ class Preparation:
             yield
             return
         stage = progress.stage(f"compiling {name}")
-        told, timed = progress.shown(), self._store.compiling(planned)
+        told, timed = progress.show_progress(), self._store.compiling(planned)
         with told, stage, timed, collector_paused():
             yield
         self._started.add(planned.function)
 
-    def placed(
+    def place_arguments(
         self, planned: PlannedStep, leaves: Sequence[Any], *, first: bool
     ) -> list[Any]:
         """The flat arguments where a program wants them.
@@ -387,7 +387,7 @@ class Preparation:
         world = self._world()
         # Before a first step the others ask whether a process has failed.
         what = "placing the arguments"
-        with exchange.told(world, what) if first else contextlib.nullcontext():
+        with exchange.tell_errors(world, what) if first else contextlib.nullcontext():
             for x, given, sharding in zip(leaves, graph.inputs, shardings, strict=True):
                 shape = graph.values[given.value].shape
                 if given.role is InputRole.BATCH and np.shape(x) != tuple(shape):

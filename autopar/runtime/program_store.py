@@ -85,9 +85,9 @@ class ProgramStore:
             capacity=self._capacity,
         )
 
-    def consumed(self, planned: PlannedStep) -> dict[int, int]:
+    def consumed_arguments(self, planned: PlannedStep) -> dict[int, int]:
         """The carried arguments of a program that its calls consume, with results."""
-        return planned.analysis.carried if self.consumes(planned.plan) else {}
+        return planned.analysis.carried_arguments if self.consumes(planned.plan) else {}
 
     def consumes(self, plan: Plan) -> bool:
         """Whether the program of a plan consumes the carried state.
@@ -131,7 +131,7 @@ class ProgramStore:
         with self._building:
             found = self._programs.get(key)
             if found is None and len(meshes) > 1:
-                made = self._pipelined(analysed, plan, devices, links)
+                made = self._make_pipeline(analysed, plan, devices, links)
                 found = self._programs.put(key, made)
             elif found is None:
                 made = planned_step(
@@ -151,7 +151,7 @@ class ProgramStore:
             return found
         return found.with_inputs_of(plan)
 
-    def _pipelined(
+    def _make_pipeline(
         self,
         analysed: Analysed,
         plan: Plan,

@@ -25,7 +25,7 @@ Block = tuple[tuple[int, int], ...]
 
 
 def movable(array: Any, sharding: Any) -> bool:
-    """Whether `moved` is the way: between devices of this process, and not by links.
+    """Whether `move_array` is the way: among own devices, and not by links.
 
     Accelerators that keep an array among themselves move it over their links.
     """
@@ -40,7 +40,7 @@ def movable(array: Any, sharding: Any) -> bool:
     return on_host or not same
 
 
-def moved(array: jax.Array, sharding: Any) -> Any:
+def move_array(array: jax.Array, sharding: Any) -> Any:
     """The array in another sharding; blocks that stay where they are are shared.
 
     Args:
@@ -64,7 +64,7 @@ def moved(array: jax.Array, sharding: Any) -> Any:
             whole = source.get(block)
             given = whole[0][1] if whole else made.get(block)
             if given is None:
-                given = _assembled(block, source, bits.dtype)
+                given = _assemble_block(block, source, bits.dtype)
             part = jax.device_put(given, device)
             made.setdefault(block, part)
         parts.append(part)
@@ -127,7 +127,7 @@ def _block(index: Sequence[slice], shape: Sequence[int]) -> Block:
     )
 
 
-def _assembled(
+def _assemble_block(
     block: Block, source: Mapping[Block, list[tuple[Any, jax.Array]]], dtype: Any
 ) -> np.ndarray:
     """A block on the host, put together of the blocks that it overlaps."""

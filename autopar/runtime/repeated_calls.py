@@ -80,7 +80,7 @@ class RepeatedCall:
     donated: _Taken
     moves_state: bool
 
-    def placed(
+    def place_call(
         self, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> tuple[list[Any], list[Any]] | None:
         """The flat arguments as given and in their places; None: another call.
@@ -111,9 +111,9 @@ class RepeatedCall:
         # On several devices XLA crashes where it is given a deleted array (0.10.2).
         if any(map(ConcreteArray.is_deleted, kept)):
             return None
-        return self._laid(given)
+        return self._lay_arguments(given)
 
-    def _laid(self, given: list[Any]) -> tuple[list[Any], list[Any]] | None:
+    def _lay_arguments(self, given: list[Any]) -> tuple[list[Any], list[Any]] | None:
         """The arguments, with those placed that are not in their places yet."""
         if not self.loose:
             return given, given
@@ -168,7 +168,7 @@ def repeated_call(
     avals: list[Any] = []
     shardings: list[Any] = []
     loose: list[_Loose] = []
-    carried = running.planned.analysis.carried
+    carried = running.planned.analysis.carried_arguments
     wanted = running.planned.in_shardings
     for k, leaf in enumerate(call.arrays):
         # The state of the next call is what this one returns.

@@ -140,7 +140,7 @@ class DevicePut:
         wanted = sharding(self.meshes[target.stage], target)
         _check_reachable(array, wanted)
         if ranges.movable(array, wanted):
-            array = ranges.moved(array, wanted)
+            array = ranges.move_array(array, wanted)
         return placement.place(array, wanted)
 
 
@@ -177,7 +177,7 @@ def state_layout(
 
     Without a count, the inputs that the step carries.
     """
-    chosen = sorted(analysis.carried) if count is None else range(count)
+    chosen = sorted(analysis.carried_arguments) if count is None else range(count)
     graph = analysis.graph
     leaves: dict[str, LeafLayout] = {}
     for given in (graph.inputs[k] for k in chosen):
@@ -316,7 +316,7 @@ _ADVICE = (
 )
 
 
-def named(
+def name_arrays(
     name: str, analysis: Analysis, state: Any, *, structs: bool = False
 ) -> dict[str, Any]:
     """The arrays of a state by path; they are those of the step's first arguments.

@@ -52,7 +52,7 @@ class Analysed:
         The weak type of a carried array (a step counter that begins as a Python
         number) is gone after the first call and does not matter.
         """
-        weak = _weak(call) - self.analysis.carried.keys()
+        weak = _weak(call) - self.analysis.carried_arguments.keys()
         return frozenset(weak) == self.weak and signature(call) == self.key
 
 
@@ -86,7 +86,7 @@ class StepPlanner:
         # mesh. A plan moves the state, and must not change what the step is traced on.
         self._types: dict[int, Any] = {}
 
-    def analysed(self, call: StepCall) -> Analysed:
+    def analyse_structs(self, call: StepCall) -> Analysed:
         """Returns the step on arguments of these shapes.
 
         Args:
@@ -110,11 +110,11 @@ class StepPlanner:
         analysis = dataclasses.replace(
             analyse_call(self.step, call), spares=self.options.spares
         )
-        for k in analysis.carried:
+        for k in analysis.carried_arguments:
             self._types.setdefault(k, call.arrays[k].sharding)
         warn_of_state(self.step, analysis)
         hints = with_logical_pins(self.options, call)
-        weak = frozenset(_weak(call) - analysis.carried.keys())
+        weak = frozenset(_weak(call) - analysis.carried_arguments.keys())
         made = Analysed(key, weak, analysis, hints)
         self._analysed.put(key, (*known, made))
         return made
@@ -172,7 +172,7 @@ class StepPlanner:
             return find()
         return self.cache.plan(analysed.analysis, cluster, options, find)
 
-    def known(
+    def plan_on_disk(
         self, analysed: Analysed, cluster: Cluster, codecs: PlanOptions | None = None
     ) -> Plan | None:
         """The plan that is kept on disk, as `plan` would make it; None: there is none.

@@ -93,7 +93,7 @@ class _Runner:
 
     def turn(self, steps: int) -> float:
         """Seconds of some steps; results are the next one's arguments as they are."""
-        carried = self.planned.analysis.carried
+        carried = self.planned.analysis.carried_arguments
         start = time.perf_counter()
         out: Sequence[Any] = ()
         for _ in range(steps):

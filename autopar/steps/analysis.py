@@ -44,13 +44,13 @@ from autopar.steps.sums import (
     Shared,
     Sums,
     coded_sums,
+    find_shared_sums,
     partial_runs,
-    shared,
     shares,
     sums_due,
 )
 from autopar.steps.uses import Source, ValueClass, collect
-from autopar.steps.widening import rounded, widened
+from autopar.steps.widening import find_widened, rounded_results
 from autopar.steps.work import (
     OperatorWork,
     WorkTable,
@@ -164,7 +164,7 @@ class Analysis:
 
     @functools.cached_property
     def rewritten(self) -> dict[tuple[int, bool, Rematerialisation], Analysis]:
-        """What `autopar.steps.remat.rematerialised` has made of it."""
+        """What `autopar.steps.remat.rematerialise` has made of it."""
         return {}
 
     @functools.cached_property
@@ -186,9 +186,9 @@ class Analysis:
         return written_attention(self.graph, constants)
 
     @functools.cached_property
-    def stacked(self) -> dict[int, int]:
+    def stacked_inputs(self) -> dict[int, int]:
         """The flat arguments that are stacked layers -> how many they are."""
-        return stacked_state(self.program, self.carried)
+        return stacked_state(self.program, self.carried_arguments)
 
     @property
     def pytrees(self) -> TracedStep:
@@ -204,7 +204,7 @@ class Analysis:
         return self.traced
 
     @functools.cached_property
-    def carried(self) -> dict[int, int]:
+    def carried_arguments(self) -> dict[int, int]:
         """Flat argument -> flat output that is its next value."""
         inputs = enumerate(self.graph.inputs)
         return {k: given.output for k, given in inputs if given.output >= 0}
@@ -243,8 +243,8 @@ class Analysis:
         """
         known = self._works.get(streamed)
         if known is None:
-            fused = self._streamed if streamed else self.fusion
-            narrow = self.rounded if streamed else NOT_ROUNDED
+            fused = self._streamed_fusion if streamed else self.fusion
+            narrow = self.rounded_values if streamed else NOT_ROUNDED
             memory = in_memory(self.graph, fused, by_kernel=streamed, rounded=narrow)
             known = self._works[streamed] = {
                 member: operator_work(self.graph, self.graph.operators[member], memory)
@@ -273,7 +273,7 @@ class Analysis:
         return {}
 
     @functools.cached_property
-    def _streamed(self) -> Fusion:
+    def _streamed_fusion(self) -> Fusion:
         """`fusion`, by a compiler that makes operands of products as they are read."""
         floating = frozenset(self.contraction.floating)
         return made_again(self.graph, floating, into_products=True)
@@ -307,7 +307,7 @@ class Analysis:
             floating = frozenset(self.contraction.floating)
             fused = self.fusion
             if habits.into_products:
-                fused = self._streamed
+                fused = self._streamed_fusion
             elif habits.makes_again:
                 fused = made_again(self.graph, floating)
             late = self._summing if habits.late_gradients else {}
@@ -319,7 +319,7 @@ class Analysis:
             if habits.into_products:
                 copies |= looked_up(self.graph, floating, fused)
             if habits.widens:
-                written |= rounded(self.graph, floating)
+                written |= rounded_results(self.graph, floating)
             first = habits.breadth_first
             times = breadth_first(self.graph, written) if first else None
             known = lifetimes(
@@ -334,8 +334,8 @@ class Analysis:
                 joined_sums=habits.joined_sums,
                 placed=habits.placed,
                 widens=habits.widens,
-                widened=widened(self.graph) if habits.widens else known.widened,
-                rounded=self.rounded if habits.rounds else known.rounded,
+                widened=find_widened(self.graph) if habits.widens else known.widened,
+                rounded=self.rounded_values if habits.rounds else known.rounded,
             )
             if any(op.kind in PRODUCTS for op in self.graph.operators):
                 room = habits.workspace_bytes
@@ -351,7 +351,7 @@ class Analysis:
         return known
 
     @functools.cached_property
-    def rounded(self) -> Rounded:
+    def rounded_values(self) -> Rounded:
         """The values that compilers for TPUs keep or send in bfloat16."""
         equations = self.program.by_index()
         return find_rounded(self.graph, self.contraction, self.readings, equations)
@@ -432,11 +432,14 @@ class Analysis:
         return factor_labels(self.dim_labels, self.contraction)
 
     @functools.cached_property
-    def poisoned(self) -> Poisoned:
+    def poisoned_results(self) -> Poisoned:
         """What a gradient that is not finite would spoil of the results."""
         gradients = set[int]().union(*(d.gradients for d in self.deferrals))
         return find_poisoned(
-            self.program, self.graph, gradients, frozenset(self.carried.values())
+            self.program,
+            self.graph,
+            gradients,
+            frozenset(self.carried_arguments.values()),
         )
 
     @functools.cached_property
@@ -446,16 +449,16 @@ class Analysis:
         return sums_due(self.graph, self.contraction, hoisted)
 
     @functools.cached_property
-    def shared(self) -> Shared:
+    def shared_sums(self) -> Shared:
         """The sums that may be one, but for those that wait in loops."""
         waiting = set[int]().union(*(d.members for d in self.deferrals if d.hoisted))
         found = [r for r in self.reassociations if waiting.isdisjoint(r.between)]
-        return shared(self.graph, found)
+        return find_shared_sums(self.graph, found)
 
     @functools.cached_property
     def shares(self) -> dict[int, float]:
         """The part of a sum that operators pay, by class, where sums may be one."""
-        return shares(self.graph, self.shared)
+        return shares(self.graph, self.shared_sums)
 
     @functools.cached_property
     def reassociations(self) -> tuple[Reassociation, ...]:
@@ -463,12 +466,12 @@ class Analysis:
         return reassociations(self.graph)
 
     @functools.cached_property
-    def shaped(self) -> dict[int, Shaped]:
+    def summed_shapes(self) -> dict[int, Shaped]:
         """The forms of values that may be summed over devices."""
         return forms_of(self.graph, self.reassociations)
 
     @functools.cached_property
-    def coded(self) -> CodedSums:
+    def coded_gradients(self) -> CodedSums:
         """The gradients that classes of operators contribute to."""
         return coded_sums(self.graph, self.contraction, self.deferrals)
 

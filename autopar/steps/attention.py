@@ -170,7 +170,7 @@ class _Group:
             products=products,
             between=frozenset(op.index for op in self.ops) - products,
             causal=causal,
-            head_dim=_contracted(self.scores[0]),
+            head_dim=_contracted_size(self.scores[0]),
             dtype="" if query is None else str(self.graph.values[query].dtype),
         )
 
@@ -186,7 +186,7 @@ def _is_batched(op: Operator) -> bool:
     return any(rule.sizes[f] > 1 for f in left & right & result)
 
 
-def _contracted(op: Operator) -> int:
+def _contracted_size(op: Operator) -> int:
     left, right, result = (
         op.rule.factors_of(d) for d in (*op.rule.operands[:2], op.rule.results[0])
     )

@@ -90,7 +90,7 @@ class _Queue:
                 v for op in block for v in self.barriers.get(op.equation, op.inputs)
             ]
             depth = max((made[v] for v in inputs if v in made), default=0)
-            if not self.fused(block):
+            if not self.is_fused(block):
                 depth += 1
             if block[0].kind == "return":
                 depth = max(out, default=0)
@@ -98,7 +98,7 @@ class _Queue:
             out.append(depth)
         return out
 
-    def fused(self, block: Sequence[Operator]) -> bool:
+    def is_fused(self, block: Sequence[Operator]) -> bool:
         """Whether a block is an operator that runs within its readers' kernels."""
         if len(block) > 1:
             return False

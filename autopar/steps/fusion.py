@@ -90,10 +90,10 @@ def fusion(graph: OperatorGraph, floating: frozenset[int]) -> Fusion:
     def writes(op: Operator, slot: int, value: int) -> bool:
         return value in outputs or _needs_buffer(op, slot, readers.get(value, []))
 
-    return _fused(graph, floating, writes)
+    return _find_fusion(graph, floating, writes)
 
 
-def _fused(
+def _find_fusion(
     graph: OperatorGraph,
     floating: frozenset[int],
     writes: Callable[[Operator, int, int], bool],
@@ -166,7 +166,7 @@ def made_again(
       into_products: as the compiler for TPUs does.
     """
     known = _Again.of(graph, floating, into_products=into_products)
-    return _fused(graph, floating, known.writes)
+    return _find_fusion(graph, floating, known.writes)
 
 
 def looked_up(
@@ -269,7 +269,7 @@ class _Again:
             *(self.made_of.get(v, frozenset({v})) for v in arrays)
         )
         places = self._places(op)
-        written = self._written(op, slot, value, sources)
+        written = self._is_written(op, slot, value, sources)
         written |= len(places) > _MOST_PLACES
         compared = self.into_products and value in self.floating
         fused = is_elementwise(op)
@@ -291,7 +291,7 @@ class _Again:
         shifts = range(len(op.inputs) if op.kind == "concatenate" else 1)
         return frozenset(hash((p, op.index, k)) for p in read for k in shifts)
 
-    def _written(
+    def _is_written(
         self, op: Operator, slot: int, value: int, sources: frozenset[int]
     ) -> bool:
         users = self.readers.get(value, [])
@@ -302,7 +302,7 @@ class _Again:
             return True
         dtype = str(self.graph.values[value].dtype)
         if self.into_products:
-            again = _streamed(op, users)
+            again = _is_streamed(op, users)
         else:
             again = _again(op, users) and (op.kind, dtype) not in _KEPT
         if not again or len(sources) > _MOST_SOURCES:
@@ -317,7 +317,7 @@ def _again(op: Operator, users: Sequence[Operator]) -> bool:
     return not any(_is_opaque(r) for r in users)
 
 
-def _streamed(op: Operator, users: Sequence[Operator]) -> bool:
+def _is_streamed(op: Operator, users: Sequence[Operator]) -> bool:
     """Whether a result may be made again in every reader, products among them."""
     opaque = any(_is_opaque(r) and not is_product(r) for r in users)
     return is_elementwise(op) and not opaque

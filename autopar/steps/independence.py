@@ -69,10 +69,10 @@ def independent(graph: OperatorGraph, deferrals: Sequence[Deferral]) -> Independ
         if deferral.gradients.issuperset(ends)
     }
     parameters, behind = _parameters(graph)
-    parameters |= _updated(graph)
+    parameters |= _elementwise_updates(graph)
     places = _computations(graph)
     return Independent(
-        _whole_classes(graph, final | _reported(graph)),
+        _whole_classes(graph, final | _report_operators(graph)),
         _whole_classes(graph, parameters),
         _whole_classes(graph, _norms(graph)),
         tuple(own for own, _ in places),
@@ -81,7 +81,7 @@ def independent(graph: OperatorGraph, deferrals: Sequence[Deferral]) -> Independ
     )
 
 
-def _reported(graph: OperatorGraph) -> set[int]:
+def _report_operators(graph: OperatorGraph) -> set[int]:
     """Operators of the forward pass whose results go to the caller, in no other sum."""
     used: set[int] = set()
     out: set[int] = set()
@@ -140,7 +140,7 @@ def _hands_on(op: Operator) -> bool:
     return passes or op.kind in _HANDING
 
 
-def _updated(graph: OperatorGraph) -> set[int]:
+def _elementwise_updates(graph: OperatorGraph) -> set[int]:
     """Operators of the update that read no array that it sums up or multiplies."""
     mixed: set[int] = set()
     out: set[int] = set()

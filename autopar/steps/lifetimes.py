@@ -271,10 +271,10 @@ def gaps(
     return out
 
 
-def kept(start: int, end: int, gaps: Sequence[Gap]) -> list[tuple[int, int]]:
+def kept_times(start: int, end: int, gaps: Sequence[Gap]) -> list[tuple[int, int]]:
     """The times at which a result is there where memory is short: first and last ones.
 
-    >>> kept(2, 20, [(9, 12), (14, 21)])
+    >>> kept_times(2, 20, [(9, 12), (14, 21)])
     [(2, 9), (12, 14)]
     """
     out: list[tuple[int, int]] = []

@@ -142,7 +142,7 @@ def split(analysis: Analysis, count: int, *, couple: bool = False) -> Microbatch
     """
     name = analysis.pytrees.name
     try:
-        micro = _traced(analysis, count)
+        micro = _trace_microbatch(analysis, count)
         return split_step(analysis.pytrees, micro, analysis.graph, count, couple=couple)
     except MicrobatchError as error:
         raise PlanError(
@@ -151,7 +151,7 @@ def split(analysis: Analysis, count: int, *, couple: bool = False) -> Microbatch
         ) from error
 
 
-def _traced(analysis: Analysis, count: int) -> TracedStep:
+def _trace_microbatch(analysis: Analysis, count: int) -> TracedStep:
     """The step on the rows of one microbatch."""
     origin = analysis.origin
     if origin is None:
@@ -198,7 +198,7 @@ def over_microbatches(analysis: Analysis, found: Microbatched) -> Analysis:
       found: how the step is split.
     """
     count = found.microbatches
-    repeated = _repeated(analysis.program, found.once)
+    repeated = _repeated_equations(analysis.program, found.once)
     graph = dataclasses.replace(
         analysis.graph,
         operators=tuple(
@@ -214,7 +214,7 @@ def over_microbatches(analysis: Analysis, found: Microbatched) -> Analysis:
     )
 
 
-def _repeated(program: Program, once: frozenset[int]) -> frozenset[int]:
+def _repeated_equations(program: Program, once: frozenset[int]) -> frozenset[int]:
     """The equations that run for each microbatch, with those inside of them."""
     found: set[int] = set()
     for eqn in program.body.equations:

@@ -42,18 +42,20 @@ def second_moments(analysis: Analysis, gradients: Sequence[int]) -> dict[int, in
     for gradient in gradients:
         squares = [
             value
-            for like in _reached(graph, known, gradient)
+            for like in _reached_values(graph, known, gradient)
             for value in _squares(known, sources, like)
         ]
         for square in squares:
-            moments = [state[v] for v in _reached(graph, known, square) if v in state]
+            moments = [
+                state[v] for v in _reached_values(graph, known, square) if v in state
+            ]
             if moments:
                 found[gradient] = moments[0]
                 break
     return found
 
 
-def _reached(graph: OperatorGraph, known: Readers, start: int) -> list[int]:
+def _reached_values(graph: OperatorGraph, known: Readers, start: int) -> list[int]:
     """The values of the same shape that the update makes of one, the nearest first."""
     shape, seen, left = graph.values[start].shape, [start], [start]
     while left:

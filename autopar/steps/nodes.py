@@ -76,14 +76,14 @@ class Node:
         """Translates the factors of a member's rule to those of the node."""
         return own_dims(self.members[op.class_index], dims)
 
-    def reduced(self, op: Operator) -> tuple[int, ...]:
+    def factors_reduced(self, op: Operator) -> tuple[int, ...]:
         """The node's factors that a member reduces, in the order of its rule."""
         mapping = self.members[op.class_index]
         return tuple(
             mapping[f] for f in sorted(op.rule.reduced_factors) if mapping[f] >= 0
         )
 
-    def summed(self, op: Operator) -> list[tuple[int, ...]]:
+    def summed_factors(self, op: Operator) -> list[tuple[int, ...]]:
         """For each result, the node's factors over which a member adds it up."""
         mapping = self.members[op.class_index]
         return [

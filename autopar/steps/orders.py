@@ -140,14 +140,16 @@ def _note_product(op: Operator, found: _Found) -> None:
         return
     for slot, value in enumerate(op.inputs):
         if value is not None:
-            wanted = (op.index, _wanted(rule, slot, batch))
+            wanted = (op.index, _wanted_orders(rule, slot, batch))
             found.wants.setdefault(value, []).append(wanted)
     for value in op.outputs:
         lies = _Fixed(op.index, _plain(found.graph, value))
         found.order[value] = found.forced.get(value, lies)
 
 
-def _wanted(rule: FactorRule, slot: int, batch: frozenset[int]) -> tuple[Order, ...]:
+def _wanted_orders(
+    rule: FactorRule, slot: int, batch: frozenset[int]
+) -> tuple[Order, ...]:
     """The orders in which a batched product reads an operand; none: as it lies."""
     *free, contracted = (_large(rule, side) for side in side_factors(rule))
     if all(len(side) < 2 for side in (*free, contracted)):

@@ -25,7 +25,7 @@ def even_pieces(analysis: Analysis, count: int) -> dict[int, tuple[int, ...]]:
     Returns:
       Flat argument -> the number of layers of each of its pieces.
     """
-    stacked = analysis.stacked if count > 1 else {}
+    stacked = analysis.stacked_inputs if count > 1 else {}
     divided = {k: layers for k, layers in stacked.items() if layers % count == 0}
     return {
         k: tuple(layers // count + (n < layers % count) for n in range(count))

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from autopar.steps.nodes import Contraction
-from autopar.steps.uses import required, value_class
+from autopar.steps.uses import required_values, value_class
 from autopar_passes.graph.operators import Operator, OperatorGraph
 from autopar_passes.rules.factor_rule import Dims
 
@@ -30,7 +30,7 @@ class Reading:
       slot: the operand's position.
       value: the operand.
       sources: the values with a home that make it
-        (`autopar.steps.uses.required`).
+        (`autopar.steps.uses.required_values`).
     """
 
     group: int
@@ -135,7 +135,7 @@ def _parts(
 ) -> tuple[_Part, ...]:
     rank = len(graph.values[value].shape)
     return tuple(
-        required(graph, contraction, value, tuple((dim,) for dim in range(rank)))
+        required_values(graph, contraction, value, tuple((dim,) for dim in range(rank)))
     )
 
 

@@ -21,7 +21,7 @@ from autopar_passes.program.trace import TracedStep
 from autopar_passes.remat.levels import RematError, names_in
 from autopar_passes.remat.loops import loops_through
 from autopar_passes.remat.merge import trace_without_checkpoints
-from autopar_passes.remat.recompute import Recomputation, recomputed
+from autopar_passes.remat.recompute import Recomputation, recompute_layers
 from autopar_passes.stages.flow import Flow, reads
 from autopar_passes.stages.layers import ForwardChain, cluster_layers, forward_chain
 
@@ -29,7 +29,7 @@ from autopar_passes.stages.layers import ForwardChain, cluster_layers, forward_c
 _LOOP = 0.5
 
 
-def rematerialised(
+def rematerialise(
     analysis: Analysis,
     remat: Rematerialisation = AS_WRITTEN,
     count: int = 1,
@@ -89,7 +89,7 @@ def _without_checkpoints(written: Analysis) -> Analysis:
     except RematError as error:
         raise PlanError(f"{name}: remat='none': {error}") from error
     return dataclasses.replace(
-        _analysed(traced, written.graph),
+        _analyse_like(traced, written.graph),
         origin=origin,
         written=written,
         spares=written.spares,
@@ -99,7 +99,7 @@ def _without_checkpoints(written: Analysis) -> Analysis:
     )
 
 
-def _analysed(traced: TracedStep, like: OperatorGraph) -> Analysis:
+def _analyse_like(traced: TracedStep, like: OperatorGraph) -> Analysis:
     graph = step_graph(traced, like=like)
     made = analyse_program(traced.program, graph, output_paths=traced.output_paths)
     return dataclasses.replace(made, traced=traced)
@@ -115,7 +115,7 @@ def _rewritten(
     assert found is not None
     wanted = Recomputation(remat.starts, remat.layers, remat.level)
     try:
-        program = recomputed(
+        program = recompute_layers(
             micro.program, micro.graph, wanted, _batch_values(micro, found)
         )
     except RematError as error:
@@ -129,7 +129,7 @@ def _rewritten(
         else accumulate_step(base.pytrees, split)
     )
     return dataclasses.replace(
-        _analysed(traced, base.graph),
+        _analyse_like(traced, base.graph),
         origin=base.origin,
         split=split,
         whole=base,
@@ -156,9 +156,9 @@ def layer_starts(
     """The layers of a step: the forward equation at which each begins.
 
     Args:
-      analysis: as for `rematerialised`.
+      analysis: as for `rematerialise`.
       count: number of microbatches; the equations are those of one of them.
-      couple: as for `rematerialised`.
+      couple: as for `rematerialise`.
 
     Raises:
       PlanError: the step has no layers that can be computed again, with the reason.
@@ -191,9 +191,9 @@ def named_values(
     """What a step names by `jax.ad_checkpoint.checkpoint_name`, sorted.
 
     Args:
-      analysis: as for `rematerialised`.
+      analysis: as for `rematerialise`.
       count: number of microbatches.
-      couple: as for `rematerialised`.
+      couple: as for `rematerialise`.
     """
     micro = one_microbatch(analysis, count, couple=couple)
     return tuple(name for name in names_in(micro.program) if "," not in name)

@@ -67,9 +67,9 @@ def with_turns(analysis: Analysis, turns: int) -> Analysis:
     count, loop = analysis.microbatches, _loop(analysis)
     inside = {e.index for e in walk(loop.regions[0])}
     operators = tuple(
-        _scaled(op, turns / count)
+        _scale_operator(op, turns / count)
         if op.equation in inside
-        else _bounded(op, count, turns)
+        else _at_boundary(op, count, turns)
         if op.equation == loop.index
         else op
         for op in analysis.graph.operators
@@ -84,7 +84,7 @@ def _loop(analysis: Analysis) -> Equation:
     return next(e for e in analysis.program.body.equations if e.index == index)
 
 
-def _scaled(op: Operator, factor: float) -> Operator:
+def _scale_operator(op: Operator, factor: float) -> Operator:
     return dataclasses.replace(
         op,
         trips=op.trips * factor,
@@ -92,7 +92,7 @@ def _scaled(op: Operator, factor: float) -> Operator:
     )
 
 
-def _bounded(op: Operator, count: int, turns: int) -> Operator:
+def _at_boundary(op: Operator, count: int, turns: int) -> Operator:
     """An operator at the loop's boundary: it runs once, or in each turn."""
 
     def trips(before: float) -> float:

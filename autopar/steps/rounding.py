@@ -126,7 +126,7 @@ def _in_one_kernel(graph: OperatorGraph, rounded: Collection[int]) -> set[int]:
     read = readers(graph.operators)
     ends, out = set(rounded), set[int]()
 
-    def applied(value: int) -> bool:
+    def apply_rules(value: int) -> bool:
         after = [r for r, _ in read.get(value, []) if r.kind != _SUM]
         if len(after) != 1 or value in kept or not is_elementwise(after[0]):
             return False
@@ -137,7 +137,11 @@ def _in_one_kernel(graph: OperatorGraph, rounded: Collection[int]) -> set[int]:
 
     for op in reversed(graph.operators):
         for value in op.outputs:
-            if op.kind not in _HANDED and _is_float32(graph, value) and applied(value):
+            if (
+                op.kind not in _HANDED
+                and _is_float32(graph, value)
+                and apply_rules(value)
+            ):
                 ends.add(value)
                 if op.kind in PRODUCTS:
                     out.add(value)

@@ -96,7 +96,7 @@ def cut_step(
     _check_order(program.body.equations, found, placed, stages)
     verify_cut(tasks)
     programs = tuple(stage_program(tasks, k) for k in range(stages))
-    made = tuple(_analysed(analysis, found, p) for p in programs)
+    made = tuple(_analyse_stage(analysis, found, p) for p in programs)
     return CutStep(
         found=found,
         analysis=analysis,
@@ -147,7 +147,9 @@ def _check_order(
         )
 
 
-def _analysed(analysis: Analysis, found: Microbatched, stage: StageProgram) -> Analysis:
+def _analyse_stage(
+    analysis: Analysis, found: Microbatched, stage: StageProgram
+) -> Analysis:
     """The analysis of a stage over its microbatches."""
     paths = analysis.input_paths
     makers = producers(analysis.graph.operators)

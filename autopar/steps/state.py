@@ -22,7 +22,7 @@ class StateWarning(UserWarning):
 
 def doubts(analysis: Analysis) -> list[str]:
     """Returns a sentence for everything that is doubtful about a step's state."""
-    if not analysis.carried:
+    if not analysis.carried_arguments:
         return [
             "nothing that it takes comes back, so every argument is planned as a "
             f"batch. {_ADVICE}{_other_dtype(analysis)}"
@@ -68,7 +68,7 @@ def _doubts_of_batch(analysis: Analysis) -> list[str]:
     roles = {given.role for given in inputs}
     if InputRole.BATCH in roles or InputRole.PARAMETER not in roles:
         return []
-    carried = analysis.carried
+    carried = analysis.carried_arguments
     return [
         f"'{given.path}' comes back with its shape, so it is planned as state, and "
         f"nothing is left to be the batch. If it is the batch, say so: "

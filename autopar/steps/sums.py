@@ -87,7 +87,9 @@ class Shared:
     additions: tuple[tuple[int, int], ...] = ()
 
 
-def shared(graph: OperatorGraph, reassociations: Sequence[Reassociation]) -> Shared:
+def find_shared_sums(
+    graph: OperatorGraph, reassociations: Sequence[Reassociation]
+) -> Shared:
     """Returns the sums that may be one.
 
     Args:

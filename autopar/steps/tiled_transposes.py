@@ -35,10 +35,10 @@ def runs_in_tiles(
     >>> runs_in_tiles((512, 2), (0, 1), (1, 0), 32)
     False
     """
-    shape, permutation = _normalised(sizes, source, target)
+    shape, permutation = _normalise(sizes, source, target)
     if len(shape) < 2:
         return False
-    if _packed(shape, permutation, bits):
+    if _is_packed(shape, permutation, bits):
         return True
     operand = _operand(shape, permutation)
     minor = shape[-1]
@@ -51,7 +51,7 @@ def runs_in_tiles(
     return least >= _LEAST or (least >= _LEAST_OF_LARGE and large)
 
 
-def _normalised(
+def _normalise(
     sizes: Sequence[int], source: Sequence[int], target: Sequence[int]
 ) -> tuple[list[int], list[int]]:
     """The shape of the target, and of which place of the source each dimension is.
@@ -79,7 +79,7 @@ def _operand(shape: Sequence[int], permutation: Sequence[int]) -> list[int]:
     return out
 
 
-def _packed(shape: Sequence[int], permutation: Sequence[int], bits: int) -> bool:
+def _is_packed(shape: Sequence[int], permutation: Sequence[int], bits: int) -> bool:
     """Whether elements narrower than a bank are packed into tiles.
 
     The dimensions are [.., T2, A, T1, B] in the source and [.., T1, A, T2, B] in the

@@ -76,7 +76,7 @@ def node_dims(contraction: Contraction, op: Operator, dims: Dims) -> Dims:
     return contraction.node(op).dims(op, dims)
 
 
-def required(
+def required_values(
     graph: OperatorGraph, contraction: Contraction, value: int, dims: Dims
 ) -> list[tuple[int, Dims]]:
     """Looks through floating values: the values with a home that make ``value``.
@@ -103,7 +103,7 @@ def required(
     for operand, operand_dims in zip(op.inputs, op.rule.operands, strict=True):
         if operand is not None:
             inner = tuple(given.get(d[0], ()) if d else () for d in operand_dims)
-            out.extend(required(graph, contraction, operand, inner))
+            out.extend(required_values(graph, contraction, operand, inner))
     return out
 
 
@@ -159,7 +159,7 @@ def _read(
     trips: float,
 ) -> None:
     backward = op.role is not Role.FORWARD or op.kind == "return"
-    for source, source_dims in required(graph, contraction, value, dims):
+    for source, source_dims in required_values(graph, contraction, value, dims):
         table = uses[value_class(contraction, source)]
         key = (node, source_dims, backward)
         use = table.get(key)

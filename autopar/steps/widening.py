@@ -41,7 +41,7 @@ class Widened:
 NOT_WIDENED = Widened()
 
 
-def widened(graph: OperatorGraph) -> Widened:
+def find_widened(graph: OperatorGraph) -> Widened:
     """The values of a program that are widened in memory."""
     read = readers(graph.operators)
 
@@ -58,7 +58,7 @@ def widened(graph: OperatorGraph) -> Widened:
     return Widened(_narrow(graph, operands - held), _narrow(graph, held))
 
 
-def rounded(graph: OperatorGraph, floating: frozenset[int]) -> frozenset[int]:
+def rounded_results(graph: OperatorGraph, floating: frozenset[int]) -> frozenset[int]:
     """Element-wise results of 16 bits that both passes read.
 
     Args:

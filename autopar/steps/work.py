@@ -173,7 +173,7 @@ def work_table(
         for w, own in zip(rows, growing, strict=True)
     ]
     longest = max((len(places) for places in splits), default=0)
-    flat = _padded([side for own in sides for side in own], longest)
+    flat = _pad_rows([side for own in sides for side in own], longest)
     return WorkTable(
         works=tuple(rows),
         operators=np.array([w.op.index for w in rows], int),
@@ -186,14 +186,14 @@ def work_table(
         nbytes=nbytes,
         sides=np.array(whole, float).reshape(len(rows), 3),
         sides_degree=np.array(grow, int).reshape(len(rows), 3),
-        split_by=_padded(splits, longest),
-        memory_split_by=_padded(memory, longest),
+        split_by=_pad_rows(splits, longest),
+        memory_split_by=_pad_rows(memory, longest),
         sides_split_by=flat.reshape(len(rows), 3, longest),
         alike=tuple(np.array(own, int) for own in alike.values()),
     )
 
 
-def _padded(rows: Sequence[Sequence[int]], length: int) -> np.ndarray:
+def _pad_rows(rows: Sequence[Sequence[int]], length: int) -> np.ndarray:
     """Rows of places, filled up with the place of what is not split."""
     out = np.zeros((len(rows), length), int)
     for k, places in enumerate(rows):
@@ -340,7 +340,7 @@ def _traffic(
     if memory.made_from and fusion.in_memory.isdisjoint(op.outputs):
         return ()
 
-    def held(found: Sequence[int | None]) -> list[tuple[int, float]]:
+    def held_parts(found: Sequence[int | None]) -> list[tuple[int, float]]:
         sources = (memory.made_from.get(v, {}) for v in found if v is not None)
         read = _most_of(sources)
         known = [v for v in found if v is not None and v in fusion.in_memory]
@@ -359,10 +359,10 @@ def _traffic(
         return ((made, _copies(op, memory) * values[made].nbytes / layers),)
     if made is not None and op.kind in _TAKING and op.inputs[0] in fusion.in_memory:
         part = float(values[made].nbytes)
-        return ((made, part), *held(op.inputs[1:]), *held(op.outputs))
+        return ((made, part), *held_parts(op.inputs[1:]), *held_parts(op.outputs))
     slot = _PLACING.get(op.kind, 0)
     update = op.inputs[slot] if 0 < slot < len(op.inputs) else None
     if update is not None:
         read = 2.0 if op.kind.startswith("scatter-") else 1.0
-        return (*held(op.inputs[1:]), (update, read * values[update].nbytes))
-    return tuple(held((*op.inputs, *op.outputs)))
+        return (*held_parts(op.inputs[1:]), (update, read * values[update].nbytes))
+    return tuple(held_parts((*op.inputs, *op.outputs)))

@@ -81,7 +81,7 @@ def without_mesh() -> Generator[None]:
 
 
 @contextlib.contextmanager
-def entered(mesh: UserMesh | None) -> Generator[None]:
+def enter_mesh(mesh: UserMesh | None) -> Generator[None]:
     """Sets a mesh, also while JAX traces; None changes nothing."""
     if mesh is None:
         yield
@@ -133,7 +133,7 @@ def on_mesh(struct: Any, mesh: UserMesh | None) -> Any:
     return struct.update(sharding=NamedSharding(sharding.mesh, PartitionSpec(*spec)))
 
 
-def unsharded(closed: Any) -> Any:
+def drop_shardings(closed: Any) -> Any:
     """Returns a closed jaxpr without the shardings that it states.
 
     ``reshard`` and its like are dropped. A ``shard_map`` keeps its own mesh. What the
@@ -202,7 +202,7 @@ def _param(name: str, value: Any) -> Any:
     if name in ("in_shardings", "out_shardings"):
         return tuple(_UNSPECIFIED for _ in value)
     if isinstance(value, jex_core.ClosedJaxpr):
-        return unsharded(value)
+        return drop_shardings(value)
     if isinstance(value, jex_core.Jaxpr):
         return _jaxpr(value)
     if type(value) in (tuple, list):
@@ -244,9 +244,9 @@ def off_mesh(
     typed = jax.tree.map(lambda x: on_mesh(_struct(x), mesh), tuple(args))
 
     def run(*given: Any) -> Any:
-        with entered(mesh):
+        with enter_mesh(mesh):
             traced = jax.jit(function).trace(*typed)
-        plain = jex_core.jaxpr_as_fun(unsharded(traced.jaxpr))
+        plain = jex_core.jaxpr_as_fun(drop_shardings(traced.jaxpr))
         made = plain(*jax.tree.leaves(given))
         return jax.tree.unflatten(jax.tree.structure(traced.out_info), made)
 

@@ -17,7 +17,7 @@ import autopar
 from autopar.planner.worth import is_repeated
 from autopar.plans import Rematerialisation
 from autopar.steps.analysis import Analysis, analyse
-from autopar.steps.remat import rematerialised
+from autopar.steps.remat import rematerialise
 from autopar_passes.program.trace import open_arguments
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -82,7 +82,7 @@ def test_losses_are_those_of_one_device(name: str) -> None:
 def test_the_checkpoints_of_a_step_can_be_dropped() -> None:
     step, args = made("gpt", remat=True)
     kept = analyse(step, args)
-    dropped = rematerialised(kept, Rematerialisation(checkpoints=False))
+    dropped = rematerialise(kept, Rematerialisation(checkpoints=False))
 
     def products(analysis: Analysis) -> int:
         return sum(op.kind == "dot_general" for op in analysis.graph.operators)

@@ -15,7 +15,7 @@ from microbatch_cases import evaluated
 
 from autopar.plans import Rematerialisation
 from autopar.steps.analysis import Analysis, analyse
-from autopar.steps.remat import layer_starts, rematerialised
+from autopar.steps.remat import layer_starts, rematerialise
 from autopar_passes import jax_compat
 from autopar_passes.program.trace import open_arguments
 
@@ -276,7 +276,7 @@ def again(
     starts = layer_starts(analysis, count)
     number = len(starts) if layers is None else layers
     remat = Rematerialisation(layers=tuple(range(number)), starts=starts, level=level)
-    return rematerialised(analysis, remat, count)
+    return rematerialise(analysis, remat, count)
 
 
 def analysed(name: str) -> Analysis:

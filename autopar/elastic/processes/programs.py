@@ -95,17 +95,17 @@ class Programs:
             return Found(None, "compiled", 0.0)
         name = _name(planned, donate)
         found, how = None, "loaded"
-        with exchange.told(world, "compiling"):
+        with exchange.tell_errors(world, "compiling"):
             if world.process_index == 0:
                 found, how = self._first(name, planned)
         if world.process_count > 1:
-            exchange.exchanged(world, "compiling")
-            with exchange.told(world, "loading the program"):
+            exchange.exchange_data(world, "compiling")
+            with exchange.tell_errors(world, "loading the program"):
                 if world.process_index:
                     found = self._read(name, planned)
                     if found is None:
                         found, how = planned.lower().compile(), "compiled"
-            exchange.exchanged(world, "loading the program")
+            exchange.exchange_data(world, "loading the program")
         made = LoadedProgram(found, planned.function)
         return Found(made, how, time.perf_counter() - begin)
 

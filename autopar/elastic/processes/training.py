@@ -34,7 +34,12 @@ from autopar.goodput.loop import Record
 from autopar.planner.cache import PlanCache
 from autopar.plans import Plan
 from autopar.runtime import changing_worlds
-from autopar.runtime.creation import StateShapes, flat_state, replaced, state_shapes
+from autopar.runtime.creation import (
+    StateShapes,
+    flat_state,
+    replace_leaves,
+    state_shapes,
+)
 from autopar.runtime.parallel_step import ParallelStep
 
 
@@ -446,7 +451,7 @@ class TeamRun:
         if self.state is None:
             self.state = self._shapes.state(leaves)
         else:
-            self.state = replaced(self.state, leaves)
+            self.state = replace_leaves(self.state, leaves)
         beside.take_up(self._train_step, fetch, joined.extra)
         jax.block_until_ready(leaves)
         fetch.close()

@@ -13,7 +13,7 @@ from autopar.cluster.specs import LinkSpec
 from autopar.cost.combining import SUMS
 from autopar.cost.estimate import messages_of, work_of
 from autopar.cost.reassociation import compiled_traffic
-from autopar.cost.traffic import Collective, joined
+from autopar.cost.traffic import Collective, join_messages
 from autopar.layouts.layout import shards
 from autopar.planner.stages.layer_map import LayerMap
 from autopar.planner.stages.memory import BytesPricer, LayerBytes
@@ -154,7 +154,7 @@ class SecondsPricer:
         found = [(c, layer) for c, layer in found if layer in layers.row]
         times = np.bincount(layers.kept, minlength=layers.count)
         whole = [c for c, layer in found for _ in range(times[layer])]
-        sent = joined(submesh.pricer, whole)
+        sent = join_messages(submesh.pricer, whole)
         middles = np.cumsum([0] + [int(times[layer]) for _, layer in found])
         return [
             (sent[(first + last) // 2], layer)

@@ -225,7 +225,7 @@ def best_pipeline(
       PlanError: the step cannot be cut into layers.
     """
     whole = analysis.whole or analysis
-    in_loops = bool(whole.stacked) and not cluster.groups
+    in_loops = bool(whole.stacked_inputs) and not cluster.groups
     most = _most_pieces(whole, _MOST_PIECES) if in_loops else None
     pieces = whole if most is None else with_pieces(whole, even_pieces(whole, most))
     asked = options.microbatches
@@ -326,7 +326,7 @@ def _most_pieces(whole: Analysis, most: int) -> int:
 
     Stacks that it does not divide stay whole.
     """
-    stacks = set(whole.stacked.values())
+    stacks = set(whole.stacked_inputs.values())
     return max(
         n for n in range(1, most + 1) if n == 1 or any(s % n == 0 for s in stacks)
     )
@@ -354,9 +354,9 @@ def _check_stacked(schedule: Schedule, stages: object) -> None:
 
 def _loops_text(whole: Analysis) -> str:
     """What to say of loops that have fewer layers than there are stages."""
-    if not whole.stacked:
+    if not whole.stacked_inputs:
         return ""
-    return f": its loops have at most {max(whole.stacked.values())} layers"
+    return f": its loops have at most {max(whole.stacked_inputs.values())} layers"
 
 
 def _reported(plan: Plan, choice: PipelineChoice) -> Plan:

@@ -344,7 +344,7 @@ def _written(
     first, step_s = plans[0], timeline.makespan_s
     compute_s = max(p.predicted.compute_s for p in plans)
     slowest = max((p.predicted for p in plans), key=lambda found: found.step_s)
-    low_s, high_s = slowest.scaled(step_s)
+    low_s, high_s = slowest.scaled_interval(step_s)
     predicted = msgspec.structs.replace(
         first.predicted,
         step_s=step_s,

@@ -81,7 +81,7 @@ class Adoption:
         """The codecs that were put off and are still wanted."""
         return {} if self._waiting is None else self._waiting.codecs
 
-    def done(self, step: int) -> None:
+    def count_missed(self, step: int) -> None:
         """Counts what the steps up to this one have missed."""
         if self._waiting is not None:
             steps = step - self._counted

@@ -56,13 +56,13 @@ def carry_over(state: State, new: AnySums) -> State:
     fresh: State | None = None
     before = {
         **state["gradients"],
-        **regrouped(state["gradients"], wanted["gradients"]),
+        **regroup_gradients(state["gradients"], wanted["gradients"]),
     }
     for name, struct in wanted["gradients"].items():
         old = before.get(name, {"residual": (), "codec": ()})
         where = shardings["gradients"][name]
         levels = _levels(struct["codec"], new)
-        kept = [_kept(old["codec"], level, k) for k, level in enumerate(levels)]
+        kept = [_old_level(old["codec"], level, k) for k, level in enumerate(levels)]
         kept[0] = adjusted_state(old["codec"], kept[0], levels[0], members[name])
         if any(level is None for level in kept):
             fresh = fresh or new.init()
@@ -86,7 +86,7 @@ def carry_over(state: State, new: AnySums) -> State:
     return {"step": step, **placed, "gradients": gradients}
 
 
-def brought(state: State, links: Links) -> State:
+def gather_state(state: State, links: Links) -> State:
     """A state whole on every process; all of them call this.
 
     Args:
@@ -102,7 +102,7 @@ def brought(state: State, links: Links) -> State:
     return {**counters, "gradients": jax.tree.unflatten(tree, whole)}
 
 
-def restored(state: Any, new: AnySums) -> State:
+def place_state(state: Any, new: AnySums) -> State:
     """A state that was saved, placed for a plan.
 
     Raises:
@@ -133,7 +133,7 @@ def _levels(codec: Any, how: AnySums) -> tuple[Any, ...]:
     return (codec,) if how.fallback is None else codec
 
 
-def _kept(old: Any, struct: Any, level: int) -> Any:
+def _old_level(old: Any, struct: Any, level: int) -> Any:
     """The old state of a level; None: there is none that fits.
 
     Without a fall-back the state is that of the first level.
@@ -141,17 +141,17 @@ def _kept(old: Any, struct: Any, level: int) -> Any:
     found = [old] if level == 0 else []
     if isinstance(old, tuple) and len(old) > level:
         found.append(old[level])
-    fitted = (_fitted(x, struct) for x in found)
+    fitted = (_fit_tree(x, struct) for x in found)
     return next((x for x in fitted if x is not None), None)
 
 
-def _fitted(old: Any, struct: Any) -> Any:
+def _fit_tree(old: Any, struct: Any) -> Any:
     """The old tree in the structure of the new; None: it has other arrays.
 
     A checkpoint knows no named tuples: there they are tuples.
     """
     structure = jax.tree.structure
-    if structure(_untyped(old)) != structure(_untyped(struct)):
+    if structure(_drop_types(old)) != structure(_drop_types(struct)):
         return None
     leaves, structs = jax.tree.leaves(old), jax.tree.leaves(struct)
     for a, b in zip(leaves, structs, strict=True):
@@ -160,14 +160,14 @@ def _fitted(old: Any, struct: Any) -> Any:
     return jax.tree.unflatten(structure(struct), leaves)
 
 
-def _untyped(tree: Any) -> Any:
+def _drop_types(tree: Any) -> Any:
     """A tree whose named tuples are tuples."""
     if isinstance(tree, tuple):
-        return tuple(_untyped(x) for x in tree)
+        return tuple(_drop_types(x) for x in tree)
     if isinstance(tree, list):
-        return [_untyped(x) for x in tree]
+        return [_drop_types(x) for x in tree]
     if isinstance(tree, dict):
-        return {k: _untyped(x) for k, x in tree.items()}
+        return {k: _drop_types(x) for k, x in tree.items()}
     return tree
 
 
@@ -239,7 +239,7 @@ def parameter_of(name: str) -> str:
     return whole_path(alone) or alone
 
 
-def regrouped(
+def regroup_gradients(
     gradients: Mapping[str, Any], wanted: Mapping[str, Any]
 ) -> dict[str, Any]:
     """The state of gradients by the names that a plan has for them.
@@ -339,7 +339,7 @@ def _with_inputs(old: Any, struct: Any, member: Member) -> Any:
     """A state with inputs, from one with or without; None: it does not fit."""
     assert member.amounts is not None
     adjusted = is_adjusted(old)
-    own = _resized(old["own"] if adjusted else old, struct["own"])
+    own = _resize_arrays(old["own"] if adjusted else old, struct["own"])
     if own is None:
         return None
     devices = next(iter(struct["now"].values())).shape[0]
@@ -355,7 +355,7 @@ def _with_inputs(old: Any, struct: Any, member: Member) -> Any:
 
 def _without_inputs(old: Any, struct: Any, member: Member) -> Any:
     """A state without inputs, from one that has some; None: it does not fit."""
-    own = _resized(old["own"], struct)
+    own = _resize_arrays(old["own"], struct)
     gradient = member.gradient
     amounts = gradient.codec.amounts(
         gradient.shape, member.summation.workers, scatter=gradient.scatter
@@ -389,7 +389,7 @@ def _where(same: Any, values: Any) -> Any:
     return jnp.where(same.reshape(-1, *[1] * (values.ndim - 1)), values, 0)
 
 
-def _resized(old: Any, struct: Any) -> Any:
+def _resize_arrays(old: Any, struct: Any) -> Any:
     """Arrays with zeros behind the last dim, or less of it; None: they do not fit."""
     if jax.tree.structure(old) != jax.tree.structure(struct):
         return None

@@ -32,7 +32,7 @@ class Recoding:
         """Has changed none yet."""
         self._planned: Recent[str, Mapping[str, str]] = Recent(PLANS)
 
-    def changed(
+    def change_codecs(
         self,
         plan: Plan,
         codecs: Mapping[str, str],
@@ -71,7 +71,10 @@ class Recoding:
             )
         made: dict[str, GradientDecision] = {}
         for name, text in codecs.items():
-            codec, decision = _parsed(f"recode: gradient '{name}'", text), known[name]
+            codec, decision = (
+                _parse_codec(f"recode: gradient '{name}'", text),
+                known[name],
+            )
             why = codec.check(decision.local_shape, scatter=decision.scatter)
             if why and not lenient:
                 raise PlanError(
@@ -81,7 +84,7 @@ class Recoding:
             made[name] = decision if why else with_codec(decision, codec)
         after = tuple(made.get(g.name, g) for g in plan.gradients)
         new = self.with_inputs(plan, plan.with_gradients(after), often=often)
-        return self._remembered(plan, new.gradients)
+        return self._remember_decisions(plan, new.gradients)
 
     def with_inputs(self, before: Plan, after: Plan, *, often: bool) -> Plan:
         """A plan in which parameters that are or become inputs are so.
@@ -96,7 +99,7 @@ class Recoding:
             wanted |= changed_families(before.gradients, after.gradients)
         return adjusted_plan(after, wanted) if wanted else after
 
-    def resumed(self, plan: Plan, state: Any) -> Plan:
+    def plan_as_saved(self, plan: Plan, state: Any) -> Plan:
         """The plan with the codecs that were saved with a state.
 
         A gradient that the plan sends as the plan did when the state was saved is sent
@@ -114,7 +117,7 @@ class Recoding:
             planned, sent = (_text(texts[g.name][key]) for key in ("planned", "sent"))
             if planned != g.codec:
                 continue
-            codec = _parsed(f"compression_state: gradient '{g.name}'", sent)
+            codec = _parse_codec(f"compression_state: gradient '{g.name}'", sent)
             if not codec.check(g.local_shape, scatter=g.scatter):
                 kept = state["gradients"].get(g.name, {}).get("residual", ())
                 made[g.name] = with_codec(
@@ -124,7 +127,7 @@ class Recoding:
                 limits.append(msgspec.structs.replace(g, limit=limit))
         after = plan.with_gradients([made.get(g.name, g) for g in plan.gradients])
         new = adjusted_plan(after, families(limits))
-        return self._remembered(plan, new.gradients)
+        return self._remember_decisions(plan, new.gradients)
 
     def texts(self, plan: Plan, names: Iterable[str]) -> dict[str, dict[str, Any]]:
         """Returns the codecs of some gradients to save: as planned, and as sent.
@@ -143,7 +146,9 @@ class Recoding:
             if name in known
         }
 
-    def _remembered(self, plan: Plan, after: tuple[GradientDecision, ...]) -> Plan:
+    def _remember_decisions(
+        self, plan: Plan, after: tuple[GradientDecision, ...]
+    ) -> Plan:
         """The plan with other decisions; itself if they are what it says."""
         if after == plan.gradients:
             return plan
@@ -183,7 +188,7 @@ def with_codec(
     return repriced(changed)
 
 
-def _parsed(where: str, text: str) -> Codec:
+def _parse_codec(where: str, text: str) -> Codec:
     try:
         return parse_codec(text)
     except (ValueError, TypeError, AttributeError) as error:

@@ -52,11 +52,11 @@ def restored_state(analysis: Analysis) -> tuple[Carried, ...]:
     Args:
       analysis: of the step, or of one microbatch's program.
     """
-    graph, found = analysis.graph, analysis.poisoned
+    graph, found = analysis.graph, analysis.poisoned_results
     outputs = analysis.program.body.outputs
-    counts = Counter(outputs[k] for k in analysis.carried.values())
+    counts = Counter(outputs[k] for k in analysis.carried_arguments.values())
     out: list[Carried] = []
-    for argument, result in analysis.carried.items():
+    for argument, result in analysis.carried_arguments.items():
         made, old = outputs[result], graph.inputs[argument].value
         if made == old:
             continue
@@ -84,7 +84,7 @@ def early_state(
       assignment: its layouts.
       state: of `restored_state`.
     """
-    if analysis.poisoned.guarded:
+    if analysis.poisoned_results.guarded:
         return frozenset()
     home = assignment.home_layout
     return frozenset(
@@ -139,22 +139,22 @@ class StateRestorer:
         self._early = {c.new: c for c in places.values() if c.new in early}
         self._done: set[int] = set()
 
-    def made(self, value: int, array: Any) -> Any:
+    def replace_made(self, value: int, array: Any) -> Any:
         """Returns what later operators read (`autopar_passes.replay.run.replay`)."""
         if value not in self._early or not self._looked.complete:
             return array
         self._done.add(value)
-        return self._restored(self._early[value], array)
+        return self._restore_carried(self._early[value], array)
 
     def finish(self, results: Sequence[Any]) -> list[Any]:
         """The results, with those restored that were not where they were made."""
         out = list(results)
         for place, carried in self._places.items():
             if carried.new is None or carried.new not in self._done:
-                out[place] = self._restored(carried, out[place])
+                out[place] = self._restore_carried(carried, out[place])
         return out
 
-    def _restored(self, carried: Carried, new: Any) -> Any:
+    def _restore_carried(self, carried: Carried, new: Any) -> Any:
         old = self._given[carried.old]
         return kept_or_restored(old, new, self._looked.finite, own=carried.own)
 
@@ -186,7 +186,7 @@ def is_finite(analysis: Analysis, flat: Sequence[Any]) -> bool:
       analysis: of the step.
       flat: its flat results; those that lie in other processes are not looked at.
     """
-    graph, looks = analysis.graph, analysis.poisoned.guarded
+    graph, looks = analysis.graph, analysis.poisoned_results.guarded
     state = {given.output: given.role for given in graph.inputs if given.output >= 0}
     flags = [
         jnp.all(jnp.isfinite(x))
@@ -235,12 +235,12 @@ class Soundness:
         self._codecs = codecs
         self._gradients = gradients_read(analysis)
         self._results = results_of(analysis)
-        self._guarded = analysis.poisoned.guarded
+        self._guarded = analysis.poisoned_results.guarded
         self._open = self._gradients | self._results
         self._flags: list[jax.Array] = []
         self._told: list[jax.Array] = []
 
-    def made(self, value: int, array: Any) -> Any:
+    def see_made(self, value: int, array: Any) -> Any:
         """Takes a value that was made."""
         if value in self._open:
             self._open = self._open - {value}
@@ -264,7 +264,7 @@ class Soundness:
             flags.append(self._codecs.finite)
         return _all(flags)
 
-    def told(self) -> jax.Array:
+    def is_sound(self) -> jax.Array:
         """Whether the step did not fail, for its caller."""
         flags = list(self._told)
         if self._codecs is not None and not self._guarded:
@@ -293,7 +293,7 @@ def gradients_read(analysis: Analysis) -> frozenset[int]:
 
 def results_of(analysis: Analysis) -> frozenset[int]:
     """The floating values that a step returns besides the state it carries."""
-    graph, carried = analysis.graph, set(analysis.carried.values())
+    graph, carried = analysis.graph, set(analysis.carried_arguments.values())
     inputs = {given.value for given in graph.inputs}
     return frozenset(
         v

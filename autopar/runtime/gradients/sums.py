@@ -386,12 +386,12 @@ class StagedSums:
         """The state before the first step; of other processes' stages its absence."""
         gradients: dict[str, Any] = {}
         for part in self.parts:
-            gradients |= _made(part)
+            gradients |= _make_state(part)
         zero = jax.device_put(np.int32(0), self.counter)
         return {"step": zero, "skipped": zero, "gradients": gradients}
 
 
-def _made(part: GradientSums) -> dict[str, Any]:
+def _make_state(part: GradientSums) -> dict[str, Any]:
     """The state of one stage's gradients."""
     where = part.shardings()["gradients"]
     if part.mesh.local_devices:

@@ -181,7 +181,7 @@ class CodecSynchroniser:
             self._totals = jnp.stack([self.rows[name] for name in self._names])
         return self._totals
 
-    def taken(self) -> jax.Array:
+    def taken_levels(self) -> jax.Array:
         """One at the level that each gradient took, int32 (gradients, levels)."""
         levels = jnp.stack([self.levels[name] for name in self._names])
         return jax.nn.one_hot(levels, self.sums.num_levels, dtype=jnp.int32)
@@ -244,7 +244,7 @@ def _sum_bucket(
         parts = [add_barrier(x) for x in parts]
     partials = sum_within(summations, parts, fast)
     together = sums.fallback is None and set(names) == set(mesh_names)
-    made, level = _summed(
+    made, level = _sum_coded_bucket(
         sums, members, partials, states, links, worker, counters, together=together
     )
     rows = made.sums
@@ -267,7 +267,7 @@ def _sum_bucket(
     return totals, kept, rows, level, seen
 
 
-def _summed(
+def _sum_coded_bucket(
     sums: GradientSums,
     members: Sequence[Member],
     partials: Sequence[Any],

@@ -131,7 +131,7 @@ def fresh(base_batch: float) -> State:
     }
 
 
-def updated(
+def update_averages(
     state: Mapping[str, Any],
     norms: jax.Array,
     groups: Groups,

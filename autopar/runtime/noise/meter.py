@@ -20,7 +20,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from autopar.errors import PlanError
 from autopar.layouts.assignment import Assignment
 from autopar.runtime.gradients.synchroniser import CodecSynchroniser
-from autopar.runtime.noise.averages import NoiseSpec, State, updated
+from autopar.runtime.noise.averages import NoiseSpec, State, update_averages
 from autopar.runtime.noise.norms import Norm, device_norms, take_with_norms
 from autopar.runtime.noise.options import NoiseOptions
 from autopar.runtime.noise.sources import Source, Sources, find_sources, turn_of
@@ -275,7 +275,7 @@ class NoiseMeter:
         seen = self.measured
         if spec.alone:
             seen = seen & (state["compared"] > 0)
-        after = updated(state, norms, spec.groups, spec.options.decay, seen)
+        after = update_averages(state, norms, spec.groups, spec.options.decay, seen)
         finite = self._finite()
         after["compared"] = state["compared"] + finite
         after["previous"] = {
@@ -293,31 +293,31 @@ class NoiseMeter:
         """The norms of all gradients, float32 (gradients, 3)."""
         wanted: list[Norm] = []
         for source in self.spec.sources.found:
-            wanted.extend(self._asked(source))
+            wanted.extend(self._norms_to_take(source))
         # A column for each norm; without any there is nothing to ask devices for.
         rows = device_norms(self.noise.mesh, wanted) if wanted else None
         columns: list[Any] = []
         place = 0
         for source in self.spec.sources.found:
-            own = len(self._asked(source))
+            own = len(self._norms_to_take(source))
             columns.extend(self._columns(source, rows, place))
             place += own
         found = jnp.sum(jnp.stack(columns, axis=1), axis=0)
         return found.reshape(-1, 3)
 
-    def _asked(self, source: Source) -> list[Norm]:
+    def _norms_to_take(self, source: Source) -> list[Norm]:
         """The norms that are still to be taken of a gradient."""
         value = source.value
         if value in self._sent:
             return []
         whole = self._whole[value]
         if source.groups == 1:
-            return self._differenced(source, whole)
+            return self._halves_and_sum(source, whole)
         if value in self._micro:
             return [whole]
         return [self._parts[value], whole]
 
-    def _differenced(self, source: Source, whole: Norm) -> list[Norm]:
+    def _halves_and_sum(self, source: Source, whole: Norm) -> list[Norm]:
         """The halves of two steps' gradients, and their sum."""
         before = self.state["previous"][source.name]
         both = 0.5 * (whole.array.astype(jnp.float32) + before.astype(jnp.float32))

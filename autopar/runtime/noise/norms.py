@@ -194,7 +194,7 @@ def measure_of(
     def look(given: Any, parts: Arrays, totals: Callable[[], Arrays]) -> jax.Array:
         now, moments = given
 
-        def measured() -> jax.Array:
+        def measure_norms() -> jax.Array:
             made = totals()
             blocks: list[Norm] = []
             for g, moment in zip(gradients, moments, strict=True):
@@ -202,10 +202,10 @@ def measure_of(
             return own_norms(mesh, blocks)
 
         if now is None:
-            return measured()
+            return measure_norms()
         nothing = jnp.zeros((1, NORMS * len(gradients)), jnp.float32)
         with jax.named_scope(SCOPE):
-            return jax.lax.cond(now, measured, lambda: nothing)
+            return jax.lax.cond(now, measure_norms, lambda: nothing)
 
     return Measure(
         look,

@@ -79,7 +79,7 @@ def find_sources(assignment: Assignment) -> Sources:
     """
     analysis = assignment.analysis
     rows = batch_rows((analysis.whole or analysis).graph)
-    parameters = trained(analysis.graph)
+    parameters = trained_paths(analysis.graph)
     names = updated_parameters(analysis.graph, list(_candidates(analysis)))
     alone = alone_in(names)
     micro = _micro_values(analysis)
@@ -88,7 +88,7 @@ def find_sources(assignment: Assignment) -> Sources:
     return Sources(tuple(found), left, rows)
 
 
-def trained(graph: OperatorGraph) -> list[str]:
+def trained_paths(graph: OperatorGraph) -> list[str]:
     """Paths of the parameters that a step changes.
 
     Numbers that come back as they are, such as a learning rate beside the moments,
@@ -258,7 +258,7 @@ def _splits_rows(
     node = assignment.contraction.node(maker)
     labels = analysis.node_labels.get(node.index, {})
     strategy: Sequence[Axes] = assignment.strategies[node.index]
-    for factor in node.reduced(maker):
+    for factor in node.factors_reduced(maker):
         if axis in strategy[factor]:
             label = labels.get(factor)
             return label == BATCH or (label is None and axis in batch)

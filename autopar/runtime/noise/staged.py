@@ -22,7 +22,7 @@ from autopar.errors import PlanError
 from autopar.layouts.assignment import Assignment
 from autopar.layouts.layout import Axes
 from autopar.planner.codecs.sites import updated_parameters
-from autopar.runtime.noise.averages import NoiseSpec, State, updated
+from autopar.runtime.noise.averages import NoiseSpec, State, update_averages
 from autopar.runtime.noise.norms import NORMS, Norm, device_norms
 from autopar.runtime.noise.options import NoiseOptions
 from autopar.runtime.noise.sources import (
@@ -31,7 +31,7 @@ from autopar.runtime.noise.sources import (
     alone_in,
     bare_of,
     replicas_of,
-    trained,
+    trained_paths,
 )
 from autopar.steps.stages import CutStep
 from autopar_passes.microbatches.microbatched import Combine
@@ -102,7 +102,7 @@ class StagedNoise:
         """A jitted function: whether a step of some number is measured."""
         return jax.jit(self.spec.is_measured)
 
-    def updated(self, state: State, rows: Mapping[Place, Any]) -> State:
+    def state_after(self, state: State, rows: Mapping[Place, Any]) -> State:
         """The state after a step.
 
         Args:
@@ -142,16 +142,16 @@ class StagedNoise:
 
     @functools.cached_property
     def _fold(self) -> Any:
-        return jax.jit(self._folded)
+        return jax.jit(self._fold_sums)
 
-    def _folded(self, state: State, sums: Sequence[Any]) -> State:
+    def _fold_sums(self, state: State, sums: Sequence[Any]) -> State:
         spec = self.spec
         norms = jnp.zeros((len(spec.sources.found), 3), jnp.float32)
         for columns, found in zip(self.columns.values(), sums, strict=True):
             for k, (gradient, of, share) in enumerate(columns):
                 norms = norms.at[gradient, jnp.array(of, int)].add(share * found[k])
         due = spec.is_measured(state["step"])
-        after = updated(state, norms, spec.groups, spec.options.decay, due)
+        after = update_averages(state, norms, spec.groups, spec.options.decay, due)
         return {**after, "compared": state["compared"], "previous": {}}
 
 
@@ -206,7 +206,7 @@ def staged_noise(
     sources = Sources(tuple(found), _left_out(cut, found), rows)
     everywhere = jax.sharding.SingleDeviceSharding(device)
     spec = NoiseSpec(sources, options, everywhere, {}, {}, coded)
-    return _measured(cut, assignments, makers, spec, meshes)
+    return _noise_of_tasks(cut, assignments, makers, spec, meshes)
 
 
 def _gradients(cut: CutStep) -> dict[int, str]:
@@ -221,7 +221,9 @@ _SHARES = (Combine.SUM, Combine.MEAN)
 
 def _left_out(cut: CutStep, found: Sequence[Source]) -> tuple[str, ...]:
     known = {source.name for source in found}
-    return tuple(path for path in trained(cut.analysis.graph) if path not in known)
+    return tuple(
+        path for path in trained_paths(cut.analysis.graph) if path not in known
+    )
 
 
 def _reader(cut: CutStep, value: int) -> TaskKey | None:
@@ -254,7 +256,7 @@ def _source(
     return Source(name, value, replicas, workers * count, value, bare, -1, share)
 
 
-def _measured(
+def _noise_of_tasks(
     cut: CutStep,
     assignments: Sequence[Assignment],
     makers: Mapping[int, Task],

@@ -50,25 +50,31 @@ def programs(pipeline: Pipeline, plan: Plan) -> Iterator[AuditedProgram]:
     """
     kind, count = plan.cluster.read().device.kind, pipeline.microbatches
 
-    def lowered(stage: int, function: Any, structs: Any, times: int) -> AuditedProgram:
+    def lower_times(
+        stage: int, function: Any, structs: Any, times: int
+    ) -> AuditedProgram:
         return AuditedProgram(
-            stage, _lowered(pipeline.stages[stage], function, structs, kind), times
+            stage,
+            _lower_function(pipeline.stages[stage], function, structs, kind),
+            times,
         )
 
     for key, call in pipeline.calls.items():
         if not call.idle:
             times = 1 if key.phase is Phase.UPDATE else count
-            yield lowered(key.stage, call.code.function, call.code.in_structs, times)
+            yield lower_times(
+                key.stage, call.code.function, call.code.in_structs, times
+            )
     for stage, finish in pipeline.finish.items():
-        yield lowered(stage, finish, _ended(pipeline, stage), 1)
+        yield lower_times(stage, finish, _end_structs(pipeline, stage), 1)
     batch = pipeline.cut.parts.flow.batch
     for copy in (*pipeline.copies, *pipeline.late_copies):
         own = pipeline.stages[copy.stage]
         times = count if batch.issuperset(copy.sent.values) else 1
-        yield lowered(copy.stage, _laid(own, copy), _read(own, copy), times)
+        yield lower_times(copy.stage, _lay_copy(own, copy), _read(own, copy), times)
 
 
-def _ended(pipeline: Pipeline, stage: int) -> list[Any]:
+def _end_structs(pipeline: Pipeline, stage: int) -> list[Any]:
     """What the end of a stage's running sums takes."""
     own = pipeline.stages[stage]
     totals: list[Any] = [wide(own.struct(v)) for v in pipeline.sums[stage]]
@@ -83,7 +89,7 @@ def _ended(pipeline: Pipeline, stage: int) -> list[Any]:
     return [state["step"], placed, *totals]
 
 
-def _laid(stage: Stage, copy: Copy) -> Any:
+def _lay_copy(stage: Stage, copy: Copy) -> Any:
     """Lays values as they are sent, from where they lie on their stage."""
     values = copy.sent.values
     return jax.jit(
@@ -97,7 +103,7 @@ def _read(stage: Stage, copy: Copy) -> list[Any]:
     return [stage.struct(v) for v in copy.sent.values]
 
 
-def _lowered(stage: Stage, function: Any, structs: Any, kind: str) -> Any:
+def _lower_function(stage: Stage, function: Any, structs: Any, kind: str) -> Any:
     if not isinstance(stage.mesh, AbstractMesh):
         return function.lower(*structs)
     bare = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype), structs)

@@ -43,12 +43,12 @@ class StagedCodecs:
     def decide(self) -> Any:
         """A jitted function of all telemetry and levels, and of the counters."""
 
-        def decided(rows: Any, levels: Any, step: Any, skipped: Any) -> Any:
+        def decide_levels(rows: Any, levels: Any, step: Any, skipped: Any) -> Any:
             every = jnp.concatenate(rows)
             finite = jnp.all(every[:, NON_FINITE] == 0)
             return finite, every, jnp.concatenate(levels), step + 1, skipped + ~finite
 
-        return jax.jit(decided, out_shardings=self.sums.counter)
+        return jax.jit(decide_levels, out_shardings=self.sums.counter)
 
     @functools.cached_property
     def settle(self) -> Mapping[int, Any]:
@@ -110,8 +110,8 @@ class CodecStep:
         self.links = links
         self.state = state
         own = [k for k in codecs.sums.stages if self._here(k)]
-        self.steps = self._handed(own, state["step"])
-        self.due = {} if due is None else self._handed(own, due)
+        self.steps = self._hand_scalar(own, state["step"])
+        self.due = {} if due is None else self._hand_scalar(own, due)
         self.new: dict[int, dict[str, Any]] = {}
         self.told: dict[int, tuple[Any, Any]] = {}
         # The stages whose telemetry has gone to all processes.
@@ -124,12 +124,12 @@ class CodecStep:
         links = self.links
         return links is None or links.index in self.codecs.stages[stage].processes
 
-    def _handed(self, stages: Sequence[int], scalar: Any) -> dict[int, Any]:
+    def _hand_scalar(self, stages: Sequence[int], scalar: Any) -> dict[int, Any]:
         """A scalar of this process on all devices of its stages."""
         where = [self.codecs.stages[k].everywhere for k in stages]
-        return dict(zip(stages, placement.replicated(scalar, where), strict=True))
+        return dict(zip(stages, placement.replicate_array(scalar, where), strict=True))
 
-    def given(self, stage: int, *, measured: bool) -> tuple[Any, ...]:
+    def sum_inputs(self, stage: int, *, measured: bool) -> tuple[Any, ...]:
         """What a stage sums its gradients with: the step's number, and its state.
 
         Where they are measured, whether they are in this step comes last, if not
@@ -139,7 +139,9 @@ class CodecStep:
         found = self.steps[stage], {n: every[n] for n in self.codecs.names(stage)}
         return (*found, self.due[stage]) if measured and self.due else found
 
-    def summed(self, stage: int, new: dict[str, Any], rows: Any, levels: Any) -> None:
+    def take_sums(
+        self, stage: int, new: dict[str, Any], rows: Any, levels: Any
+    ) -> None:
         """Takes what a stage has found; later `decide` looks at all of it."""
         self.new[stage] = new
         self.told[stage] = rows, levels
@@ -147,7 +149,7 @@ class CodecStep:
     def decide(self) -> None:
         """Finds on every process whether all gradients are finite."""
         sums = self.codecs.sums
-        pairs = [self._shared(stage) for stage in sums.stages]
+        pairs = [self._own_telemetry(stage) for stage in sums.stages]
         rows, levels = zip(*jax.device_put(pairs, sums.counter), strict=True)
         state = self.state
         finite, *counted = self.codecs.decide(
@@ -155,15 +157,15 @@ class CodecStep:
         )
         self.counted = tuple(counted)
         own = [k for k in range(len(self.codecs.stages)) if self._here(k)]
-        self.finite = self._handed(own, finite)
+        self.finite = self._hand_scalar(own, finite)
 
     def give_up(self) -> None:
         """Hands others zeros for what this process failed to find."""
         for stage in self.codecs.sums.stages:
             if stage not in self.shared:
-                self._shared(stage)
+                self._own_telemetry(stage)
 
-    def _shared(self, stage: int) -> tuple[Any, Any]:
+    def _own_telemetry(self, stage: int) -> tuple[Any, Any]:
         """Telemetry and levels of a stage, on a device of this process."""
         if self.links is None:
             return self.told[stage]

@@ -62,7 +62,7 @@ class Feed:
         for k in self.found.batch:
             self.dealt[self.owners[arguments[k]]].append(k)
         self.deal = {s: self._deal_code(s, ks) for s, ks in self.dealt.items()}
-        self.state = set(analysis.carried.values())
+        self.state = set(analysis.carried_arguments.values())
         self.numbers = self._numbers(arguments)
         self._late: dict[int, Any] = {}
         self.ahead = None if self.found.ahead is None else self._ahead_code()
@@ -157,10 +157,10 @@ class Feed:
             sent = ran.codecs.finish()
             beside = [sent.state, sent.telemetry, sent.levels]
         if noise is not None:
-            beside.append(noise.updated(behind[0], self._measured(noise, ran)))
+            beside.append(noise.state_after(behind[0], self._gather_noise(noise, ran)))
         return (made, *beside) if beside else made
 
-    def _measured(self, noise: StagedNoise, ran: Ran) -> dict[Place, Any]:
+    def _gather_noise(self, noise: StagedNoise, ran: Ran) -> dict[Place, Any]:
         """What all stages have measured of a step, on devices of this process."""
         links, out = self.pipeline.links, dict[Place, Any]()
         for number, (place, rows) in enumerate(ran.noise.items()):
@@ -196,11 +196,11 @@ class Feed:
         self, flat: Sequence[Any], codecs: State | None, due: Any
     ) -> tuple[list[Any], Ran]:
         """Runs one step on the flat arguments."""
-        known, micro = self._dealt(flat)
+        known, micro = self._deal_inputs(flat)
         ran = run_step(self.pipeline, known, micro, codecs, due)
-        ran.told.update(self._passed(flat))
+        ran.told.update(self._passed_arrays(flat))
         out = [self._result(k, ran) for k in range(len(self.program.body.outputs))]
-        state = set(self.analysis.carried.values())
+        state = set(self.analysis.carried_arguments.values())
         held = {id(out[k]) for k in state}
         for k, x in enumerate(out):
             # The next step consumes its state, and no result that is equal to it.
@@ -210,12 +210,12 @@ class Feed:
 
     def gradients(self, *flat: Any) -> dict[str, Any]:
         """The partial gradients of a step that codecs could send, by name."""
-        found = partial_gradients(self.pipeline, *self._dealt(flat))
+        found = partial_gradients(self.pipeline, *self._deal_inputs(flat))
         if self.pipeline.links is not None:
             self.pipeline.links.number += 1  # the step sends all of it once more
         return found
 
-    def _dealt(
+    def _deal_inputs(
         self, flat: Sequence[Any]
     ) -> tuple[dict[int, Any], list[dict[int, Any]]]:
         """The inputs of the step, and those of each microbatch."""
@@ -225,7 +225,7 @@ class Feed:
             for k, (v, x) in enumerate(zip(self.values, flat, strict=True))
             if k not in split
         }
-        given_ahead = self._given(flat)
+        given_ahead = self._whole_batch_inputs(flat)
         known.update({v: x for k, (v, x) in given_ahead.items() if k not in split})
         # What reads the batch after its only microbatch; of several, it has no rows.
         known.update({self.values[k]: flat[k] for k in self.read_late})
@@ -256,12 +256,14 @@ class Feed:
             if isinstance(atom, Scalar)
             else self.constants[atom]
         )
-        old = next((a for a, new in self.analysis.carried.items() if new == k), None)
+        old = next(
+            (a for a, new in self.analysis.carried_arguments.items() if new == k), None
+        )
         here = (s for n, s in enumerate(self.pipeline.stages) if self.pipeline.here(n))
         where = NamedSharding(next(here).mesh, PartitionSpec())
         return placement.place(known, where if old is None else self.in_shardings[old])
 
-    def _passed(self, flat: Sequence[Any]) -> dict[int, Any]:
+    def _passed_arrays(self, flat: Sequence[Any]) -> dict[int, Any]:
         """The arrays of the batch that the step returns as they are."""
         out: dict[int, Any] = {}
         for k in sorted(self.found.batch):
@@ -282,7 +284,7 @@ class Feed:
         for code in (*self.deal.values(), *self._late.values()):
             code.clear_cache()
 
-    def _given(self, flat: Sequence[Any]) -> dict[int, tuple[int, Any]]:
+    def _whole_batch_inputs(self, flat: Sequence[Any]) -> dict[int, tuple[int, Any]]:
         """What depends on the whole batch: flat input -> its value and the array."""
         if self.ahead is None:
             return {}

@@ -159,7 +159,7 @@ def run_in_threads(
             for reader in turn.tells:
                 inboxes[reader].put(turn.number)
 
-    def guarded(own: Sequence[Turn], inbox: queue.SimpleQueue[int | None]) -> None:
+    def run_guarded(own: Sequence[Turn], inbox: queue.SimpleQueue[int | None]) -> None:
         try:
             work(own, inbox)
         except BaseException:
@@ -169,7 +169,7 @@ def run_in_threads(
             raise
 
     futures = [
-        executor.submit(guarded, own, inbox)
+        executor.submit(run_guarded, own, inbox)
         for own, inbox in zip(by_stage, inboxes, strict=True)
     ]
     join(lambda: wait(futures))

@@ -38,7 +38,7 @@ class Ran:
 
 
 @contextlib.contextmanager
-def told(key: TaskKey, number: int) -> Generator[None]:
+def name_task(key: TaskKey, number: int) -> Generator[None]:
     """Says which task an error came from.
 
     Args:

@@ -152,7 +152,7 @@ class Pipeline:
         self.outputs = frozenset(v for v in leaving if isinstance(v, int))
         self.microbatches = 1 + max(issue.microbatch for issue in order)
         self.given = {v: i for i, v in cut.parts.flow.carried_values.items()}
-        self.restored = {} if codecs is None else self._restored(codecs.state)
+        self.restored = {} if codecs is None else self._restored_state(codecs.state)
         self._calling = frozenset(
             key
             for key, task in cut.tasks.items()
@@ -162,8 +162,8 @@ class Pipeline:
         fails = any(key.phase is Phase.UPDATE for key in self._calling)
         self._donated = self._donations() if donate and not fails else {}
         self.calls = {key: self._call(task) for key, task in cut.tasks.items()}
-        self.sums = self._summed()
-        self.held = {s: self._held(s) for s in self.sums}
+        self.sums = self._summed_values()
+        self.held = {s: self._held_sums(s) for s in self.sums}
         self.finish_sent = {
             s: self._crossing_sends(s, values) for s, values in self.sums.items()
         }
@@ -186,7 +186,9 @@ class Pipeline:
             for s, values in self.sums.items()
             if self.stages[s].sums is not None
         }
-        self.copies = tuple(self._copied(cut.owners.items(), self._input_readers()))
+        self.copies = tuple(
+            self._copies_between(cut.owners.items(), self._input_readers())
+        )
         self.late_copies = self._late_copies()
         self.waits_for = {
             key: tuple({m for _, m in task.inputs if m and m.stage != key.stage})
@@ -201,7 +203,7 @@ class Pipeline:
                 for key, makers in self.waits_for.items()
             },
         )
-        self.unsummed = tuple(self._unsummed())
+        self.unsummed = tuple(self._results_not_summed())
 
     def here(self, stage: int) -> bool:
         """Whether a stage runs in this process."""
@@ -216,9 +218,9 @@ class Pipeline:
             self.stages[key.stage],
             task,
             accumulated=summed,
-            outputs=self._kept(task),
+            outputs=self._kept_outputs(task),
             sent=self._sends(task),
-            received=self._received(task),
+            received=self._received_inputs(task),
             donated=self._donated.get(key, ()),
             noise=None if self.noise is None else self.noise.tasks.get(key),
             restores=self.restored.get(key, ()),
@@ -242,7 +244,7 @@ class Pipeline:
             if maker == task.key
         }
 
-    def _kept(self, task: Task) -> tuple[int, ...]:
+    def _kept_outputs(self, task: Task) -> tuple[int, ...]:
         """The outputs of a task that stay on its stage as they are."""
         read = self._readers(task, task.key.stage)
         if task.key.phase is not Phase.UPDATE:
@@ -258,7 +260,7 @@ class Pipeline:
             read = self._readers(task, stage)
             values = tuple(v for v in task.outputs if v in read)
             if values:
-                out.append(self._sent(task.key.stage, stage, values))
+                out.append(self._make_sent(task.key.stage, stage, values))
         if task.key.phase is Phase.UPDATE:
             out.extend(self._leaving(task.key.stage, task.outputs))
         return tuple(out)
@@ -284,7 +286,7 @@ class Pipeline:
             return home, home
         return self.stages[stage].home(value), home
 
-    def _sent(self, source: int, target: int, values: Sequence[int]) -> Sent:
+    def _make_sent(self, source: int, target: int, values: Sequence[int]) -> Sent:
         here, there = self.stages[source], self.stages[target]
         return Sent(
             target,
@@ -293,7 +295,7 @@ class Pipeline:
             tuple(there.wire(v, here) for v in values),
         )
 
-    def _received(self, task: Task) -> dict[int, Any]:
+    def _received_inputs(self, task: Task) -> dict[int, Any]:
         """Inputs of a task that come from other stages -> where they lie then."""
         here = self.stages[task.key.stage]
         out: dict[int, Any] = {}
@@ -322,7 +324,9 @@ class Pipeline:
         mine = {v for v, maker in task.inputs if maker is not None or v in batch}
         return tuple(v for v in mine if v not in read)
 
-    def _restored(self, state: Iterable[Carried]) -> dict[TaskKey, tuple[Carried, ...]]:
+    def _restored_state(
+        self, state: Iterable[Carried]
+    ) -> dict[TaskKey, tuple[Carried, ...]]:
         """State that an update has before and after it, and restores itself."""
         known = {c.new: c for c in state if c.alone}
         out: dict[TaskKey, tuple[Carried, ...]] = {}
@@ -364,7 +368,7 @@ class Pipeline:
 
     # What goes from the microbatches to what runs once.
 
-    def _summed(self) -> dict[int, tuple[int, ...]]:
+    def _summed_values(self) -> dict[int, tuple[int, ...]]:
         """Stage -> the values that it adds up."""
         out: dict[int, dict[int, None]] = defaultdict(dict)
         for key, call in self.calls.items():
@@ -384,7 +388,7 @@ class Pipeline:
                     out[value].add(task.key.stage)
         return out
 
-    def _held(self, stage: int) -> tuple[int, ...]:
+    def _held_sums(self, stage: int) -> tuple[int, ...]:
         """The sums that updates of the same stage read."""
         readers = self._crossing_readers(stage)
         return tuple(v for v in self.sums[stage] if stage in readers.get(v, ()))
@@ -396,7 +400,7 @@ class Pipeline:
         for target in range(len(self.stages)):
             wanted = [v for v in values if target in readers.get(v, ())]
             if target != stage and wanted:
-                out.append(self._sent(stage, target, wanted))
+                out.append(self._make_sent(stage, target, wanted))
         out.extend(self._leaving(stage, values))
         return tuple(out)
 
@@ -409,7 +413,7 @@ class Pipeline:
                     out[value].add(task.key.stage)
         return out
 
-    def _copied(
+    def _copies_between(
         self, owners: Iterable[tuple[int, int]], readers: Mapping[int, set[int]]
     ) -> list[Copy]:
         """What goes from the stages that have values to others that read them."""
@@ -419,7 +423,7 @@ class Pipeline:
                 wanted[owner, stage].append(value)
         out: list[Copy] = []
         for (owner, stage), values in wanted.items():
-            sent = self._sent(owner, stage, values)
+            sent = self._make_sent(owner, stage, values)
             out.append(Copy(owner, sent, layout_code(sent.source)))
         return out
 
@@ -429,10 +433,10 @@ class Pipeline:
         for stage in range(len(self.stages)):
             readers = self._crossing_readers(stage)
             rest = {v: r for v, r in readers.items() if v not in self.crossed.scales}
-            out.extend(self._copied([(v, stage) for v in rest], rest))
+            out.extend(self._copies_between([(v, stage) for v in rest], rest))
         return tuple(out)
 
-    def _unsummed(self) -> Iterator[tuple[int, int]]:
+    def _results_not_summed(self) -> Iterator[tuple[int, int]]:
         """Results of microbatches that are not summed, each with its stage."""
         found: set[int] = set()
         wanted = self.outputs & {*self.crossed.same, *self.crossed.rows}

@@ -14,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from autopar.errors import PlanError
 from autopar.runtime import agreement, placement
-from autopar.runtime.exchange import by_process, exchanged
+from autopar.runtime.exchange import by_process, exchange_data
 from autopar.runtime.stages.transport import Links
 
 
@@ -27,7 +27,7 @@ class _Lies(enum.StrEnum):
     SPREAD = "spread"  # several processes have parts
 
 
-def placed(
+def place_arrays(
     links: Links,
     leaves: Mapping[str, Any],
     shapes: Sequence[Sequence[int]],
@@ -58,7 +58,7 @@ def placed(
         for (path, x), shape, sharding in wanted
         if np.shape(x) == tuple(shape)
     }
-    found = _placed(links, whole, first=first)
+    found = _place_by_path(links, whole, first=first)
     return [
         found[path] if path in found else _rows(links, k, x, shape, sharding)
         for k, ((path, x), shape, sharding) in enumerate(wanted)
@@ -83,10 +83,10 @@ def moved_between(
         path: (x, sharding)
         for (path, x), sharding in zip(state.items(), shardings, strict=False)
     }
-    return list(_placed(links, wanted, first=True).values())
+    return list(_place_by_path(links, wanted, first=True).values())
 
 
-def _placed(
+def _place_by_path(
     links: Links, wanted: Mapping[str, tuple[Any, NamedSharding]], *, first: bool
 ) -> dict[str, Any]:
     """Arrays where they are wanted, by path; begins a step."""
@@ -111,7 +111,7 @@ def _by_process(links: Links, lies: Mapping[str, _Lies]) -> dict[str, list[_Lies
     """Path -> where an array lies, as each process sees it."""
     what = "comparing where the arguments lie"
     data = msgspec.msgpack.encode({path: str(how) for path, how in lies.items()})
-    told = [msgspec.msgpack.decode(x) for x in exchanged(links.world, what, data)]
+    told = [msgspec.msgpack.decode(x) for x in exchange_data(links.world, what, data)]
     every = {path: [_Lies(had[path]) for had in told] for path in lies}
     for path, had in every.items():
         kinds, holders = set(had), had.count(_Lies.OWN)
@@ -160,7 +160,7 @@ def _put(
         return placement.place(leaf, sharding)
     way = links.route(leaf.shape, leaf.dtype, leaf.sharding, sharding)
     arrays = [leaf] if links.index in way.origins else None
-    return links.moved(("moved", path), arrays, [way])[0]
+    return links.move_arrays(("moved", path), arrays, [way])[0]
 
 
 def _rows(
@@ -188,4 +188,4 @@ def _rows(
         tuple(shape), lies, [jax.device_put(local, own)]
     )
     way = links.route(rows.shape, rows.dtype, lies, sharding)
-    return links.moved(("rows", number), [rows], [way])[0]
+    return links.move_arrays(("rows", number), [rows], [way])[0]

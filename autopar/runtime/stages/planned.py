@@ -104,11 +104,11 @@ def pipelined_step(
         cut.cut,
         stages,
         issue_order(table),
-        _crossed(found),
+        _crossing_rules(found),
         donate=donate,
         wait_s=wait_s,
         links=links,
-        shown=_shown(analysis, cut),
+        shown=_values_of_results(analysis, cut),
         noise=measured,
         codecs=codecs,
     )
@@ -152,7 +152,7 @@ def audited_pipeline(
     """
     stages = _stages(cut, plan, meshes, None)
     table = make_table(schedule_of(plan), len(stages), cut.found.microbatches)
-    return Pipeline(cut.cut, stages, issue_order(table), _crossed(cut.found))
+    return Pipeline(cut.cut, stages, issue_order(table), _crossing_rules(cut.found))
 
 
 def _stages(
@@ -233,7 +233,7 @@ def _as_written(
         shardings[k] = NamedSharding(homes[plan.home(path)], spec)
         arrays[k] = StackedArray(
             places=tuple(places),
-            results=tuple(whole.carried[p] for p in places),
+            results=tuple(whole.carried_arguments[p] for p in places),
             sizes=tuple(whole.pieces[k]),
             shape=tuple(analysis.graph.values[inputs[k].value].shape),
             sharding=shardings[k],
@@ -261,19 +261,19 @@ def _staged_noise(
         return None
     assignments = [stage.assignment for stage in stages]
     rows = batch_rows((analysis.whole or analysis).graph)
-    coded = frozenset[int]().union(*(stage.coded for stage in stages))
+    coded = frozenset[int]().union(*(stage.coded_values for stage in stages))
     device, meshes = _own_device(stages, links), [stage.mesh for stage in stages]
     return staged_noise(cut, assignments, rows, noise, device, meshes, coded)
 
 
-def _shown(analysis: Analysis, cut: CutStep) -> set[int]:
+def _values_of_results(analysis: Analysis, cut: CutStep) -> set[int]:
     """The values of results that are not state."""
-    state = set(analysis.carried.values())
+    state = set(analysis.carried_arguments.values())
     atoms = enumerate(cut.cut.program.body.outputs)
     return {a for k, a in atoms if k not in state and isinstance(a, int)}
 
 
-def _crossed(found: Microbatched) -> Crossed:
+def _crossing_rules(found: Microbatched) -> Crossed:
     """How the values of microbatches are put together."""
     scales: dict[int, float] = {}
     same: set[int] = set()
@@ -289,10 +289,10 @@ def _crossed(found: Microbatched) -> Crossed:
             case Combine.ROWS:
                 assert crossing.rows is not None
                 rows[crossing.value] = jax.jit(
-                    functools.partial(_joined, crossing.rows)
+                    functools.partial(_join_rows, crossing.rows)
                 )
     return Crossed(scales=scales, same=frozenset(same), rows=rows)
 
 
-def _joined(rows: Any, arrays: list[Any]) -> Any:
+def _join_rows(rows: Any, arrays: list[Any]) -> Any:
     return together(jax.numpy.stack(arrays), rows)

@@ -80,7 +80,9 @@ class Route:
         """Shape and dtype of the numbers that are sent."""
         return jax_compat.bits_struct(self.shape, self.dtype)
 
-    def handed(self, origin: int, process: int) -> Iterator[tuple[Landing, Piece]]:
+    def pieces_between(
+        self, origin: int, process: int
+    ) -> Iterator[tuple[Landing, Piece]]:
         """Yields what one process hands to another, or to itself."""
         for landing in self.landings:
             if landing.process == process:
@@ -98,23 +100,23 @@ class Route:
         """The processes of the target."""
         return frozenset(x.process for x in self.landings)
 
-    def sent(self, origin: int, process: int, array: Any) -> list[Any]:
+    def pieces_sent(self, origin: int, process: int, array: Any) -> list[Any]:
         """The pieces that one process sends to another, on devices of the first."""
-        pieces = [piece for _, piece in self.handed(origin, process)]
-        held = _held(array) if pieces else {}
+        pieces = [piece for _, piece in self.pieces_between(origin, process)]
+        held = _own_blocks(array) if pieces else {}
         return [_cut(held[p.device], p, _wide(self.bits[1])) for p in pieces]
 
     def structs(self, origin: int, process: int) -> list[jax.ShapeDtypeStruct]:
-        """The pieces of `sent` as they arrive."""
+        """The pieces of `pieces_sent` as they arrive."""
         dtype = _wide(self.bits[1])
         return [
             jax.ShapeDtypeStruct(
                 piece.shape, dtype, sharding=SingleDeviceSharding(landing.devices[0])
             )
-            for landing, piece in self.handed(origin, process)
+            for landing, piece in self.pieces_between(origin, process)
         ]
 
-    def landed(
+    def blocks_landed(
         self, process: int, arrived: dict[int, Iterator[Any]], array: Any
     ) -> dict[Any, Any]:
         """The blocks of the target that a process has, by device.
@@ -126,7 +128,7 @@ class Route:
         """
         shape, dtype = self.bits
         block, out = self.target.shard_shape(shape), dict[Any, Any]()
-        held = _held(array) if process in self.origins else {}
+        held = _own_blocks(array) if process in self.origins else {}
         for landing in self.landings:
             if landing.process != process:
                 continue
@@ -224,7 +226,7 @@ def _wide(dtype: Any) -> Any:
     return jnp.dtype(jnp.int8) if narrow else dtype
 
 
-def _held(array: Any) -> dict[Any, Any]:
+def _own_blocks(array: Any) -> dict[Any, Any]:
     """The blocks of an array that this process has, by device."""
     bits = jax_compat.key_bits(array)
     return {shard.device: shard.data for shard in bits.addressable_shards}
@@ -257,10 +259,10 @@ def _together(
 def _joining(shape: tuple[int, ...], places: tuple[tuple[int, ...], ...]) -> Any:
     """A jitted function that puts a block together of pieces."""
 
-    def joined(*parts: Any) -> Any:
+    def join_pieces(*parts: Any) -> Any:
         block = jnp.zeros(shape, parts[0].dtype)
         for place, part in zip(places, parts, strict=True):
             block = jax.lax.dynamic_update_slice(block, part, place)
         return block
 
-    return jax.jit(joined)
+    return jax.jit(join_pieces)

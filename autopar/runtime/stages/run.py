@@ -12,7 +12,7 @@ from autopar.errors import StageError
 from autopar.runtime.gradients.sums import State
 from autopar.runtime.stages.codecs import CodecStep
 from autopar.runtime.stages.order import Issue, run_in_threads
-from autopar.runtime.stages.outcome import Ran, failure, told
+from autopar.runtime.stages.outcome import Ran, failure, name_task
 from autopar.runtime.stages.pipeline import Call, Pipeline
 from autopar.runtime.stages.sent import RESULT, Sent
 from autopar.runtime.stages.stage import TaskCode
@@ -143,7 +143,7 @@ class _Run(Transfers):
             work()
             return
         assert pipeline.links is not None
-        pipeline.links.waited(pipeline.threads.submit(work).result)
+        pipeline.links.wait_for(pipeline.threads.submit(work).result)
 
     def issue_all(self) -> None:
         """Issues the tasks of all microbatches of this process's stages."""
@@ -157,7 +157,7 @@ class _Run(Transfers):
         if links is None:
             run_in_threads(pipeline.threads, by_stage, self.issue)
         else:
-            run_in_threads(pipeline.threads, by_stage, self.issue, join=links.waited)
+            run_in_threads(pipeline.threads, by_stage, self.issue, join=links.wait_for)
 
     def settle(self) -> None:
         """Waits for tasks that call functions of the host.
@@ -171,7 +171,7 @@ class _Run(Transfers):
         links = self.pipeline.links
         if not self.watched:
             return
-        self.wait_all() if links is None else links.waited(self.wait_all)
+        self.wait_all() if links is None else links.wait_for(self.wait_all)
 
     def wait_all(self) -> None:
         """Waits for all tasks that are watched."""
@@ -217,9 +217,9 @@ class _Run(Transfers):
                 if self.pipeline.here(maker.stage) or tag in self.asked:
                     continue
                 place = self.micro[stage][issue.microbatch]
-                self.send(tag, maker.stage, self.sent(maker, stage), None, place)
+                self.send(tag, maker.stage, self.sent_to(maker, stage), None, place)
 
-    def sent(self, maker: TaskKey, stage: int) -> Sent:
+    def sent_to(self, maker: TaskKey, stage: int) -> Sent:
         """What a task sends to a stage."""
         sends = self.pipeline.calls[maker].code.sent
         return next(sent for sent in sends if sent.stage == stage)
@@ -228,13 +228,13 @@ class _Run(Transfers):
         """Issues a task of a microbatch, and sends what others wait for."""
         code, key = call.code, call.code.task.key
         micro, begin = self.micro[key.stage][number], time.perf_counter()
-        issued, made = self.now(), self.called(call, number)
+        issued, made = self.now(), self.call_task(call, number)
         if (wait_s := self.pipeline.wait_s) is not None:
             jax.block_until_ready(made)
             rest = begin + wait_s(key) - time.perf_counter()
             time.sleep(max(0.0, rest))
         self.record(code, number, issued, made)
-        made = self.measured(code, made)
+        made = self.keep_measured(code, made)
         rest = self.hand_out(code, made, micro, number)
         if call.calls_back:
             self.watch(call, number, made, rest)
@@ -256,7 +256,7 @@ class _Run(Transfers):
         else:
             self.wait(call, number, made)
 
-    def called(self, call: Call, number: int) -> Sequence[Any]:
+    def call_task(self, call: Call, number: int) -> Sequence[Any]:
         """What a task makes of a microbatch.
 
         Raises:
@@ -288,7 +288,7 @@ class _Run(Transfers):
             makers = {m for _, m in code.task.inputs if m is not None}
             recorder.issued(code.task.key, number, issued_s, made, tuple(makers))
 
-    def measured(self, code: TaskCode, made: Sequence[Any]) -> Sequence[Any]:
+    def keep_measured(self, code: TaskCode, made: Sequence[Any]) -> Sequence[Any]:
         """Keeps what a task measured of gradients; returns its other results."""
         if code.noise is None:
             return made
@@ -336,7 +336,7 @@ class _Run(Transfers):
         except Exception as error:
             raise failure(key, -1, error, self.operators(code)) from error
         self.record(code, -1, issued, made)
-        made = self.measured(code, made)
+        made = self.keep_measured(code, made)
         if call.calls_back:
             self.watch(call, -1, made, len(made))
         for value in code.donated:
@@ -390,8 +390,8 @@ class _Run(Transfers):
         pipeline, held = self.pipeline, self.pipeline.held[stage]
         made: Sequence[Any] | None = None
         if self.makes(stage):
-            with told(TaskKey(Phase.UPDATE, stage, 0), -1):
-                ended = self.ended(stage)
+            with name_task(TaskKey(Phase.UPDATE, stage, 0), -1):
+                ended = self.end_sums(stage)
             self.step[stage].update(zip(held, ended, strict=False))
             made = ended
         count = len(held)
@@ -402,7 +402,7 @@ class _Run(Transfers):
             self.send(tag, stage, sent, arrays, self.place(sent, -1))
             count = end
 
-    def ended(self, stage: int) -> list[Any]:
+    def end_sums(self, stage: int) -> list[Any]:
         """The values that the running sums of a stage are of."""
         finish, totals = self.pipeline.finish[stage], self.sums[stage].values()
         if self.pipeline.stages[stage].sums is None:
@@ -410,9 +410,9 @@ class _Run(Transfers):
         assert self.codecs is not None
         noise = self.pipeline.noise
         measured = noise is not None and stage in noise.sent
-        given = self.codecs.given(stage, measured=measured)
+        given = self.codecs.sum_inputs(stage, measured=measured)
         made, new, rows, levels, *norms = finish(*given, *totals)
-        self.codecs.summed(stage, new, rows, levels)
+        self.codecs.take_sums(stage, new, rows, levels)
         if norms:
             self.noise[stage] += norms
         return made

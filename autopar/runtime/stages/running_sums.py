@@ -62,14 +62,14 @@ class _Ending:
     def structs(self) -> dict[int, jax.ShapeDtypeStruct]:
         return {v: self.stage.struct(v) for v in self.scales}
 
-    def scaled(self, value: int, total: Any) -> Any:
+    def scale_total(self, value: int, total: Any) -> Any:
         factor = jnp.asarray(self.scales[value], total.dtype)
         found = total if self.scales[value] == 1 else total * factor
         return found.astype(self.structs[value].dtype)
 
     def whole(self, value: int, array: Any) -> Any:
         """A value whose sum over devices is taken."""
-        after = self.stage.decoded
+        after = self.stage.behind_codecs
         partial = after.assignment.partial_layout(value)
         if partial is None:
             return array
@@ -88,25 +88,25 @@ class _Ending:
 
     def values(self, totals: Sequence[Any]) -> dict[int, Any]:
         known = dict(zip(self.scales, totals, strict=True))
-        return {v: self.scaled(v, total) for v, total in known.items()}
+        return {v: self.scale_total(v, total) for v, total in known.items()}
 
-    def ended(self, made: Mapping[int, Any]) -> list[Any]:
+    def end_values(self, made: Mapping[int, Any]) -> list[Any]:
         wanted = {v for send in self.sent for v in send.values} | self.stage.early
         whole = {v: self.whole(v, made[v]) for v in made if v in wanted}
         held = [whole[v] if v in self.stage.early else made[v] for v in self.held]
         return [*held, *(whole[v] for send in self.sent for v in send.values)]
 
     def plain(self, *totals: Any) -> list[Any]:
-        return self.ended(self.values(totals))
+        return self.end_values(self.values(totals))
 
-    def coded(self, step: Any, states: Any, *rest: Any) -> Any:
+    def sum_by_codecs(self, step: Any, states: Any, *rest: Any) -> Any:
         assert self.stage.sums is not None
         due, totals = (rest[0], rest[1:]) if self.sparse else (None, rest)
         codecs = CodecSynchroniser(self.stage.sums, {"step": step, "gradients": states})
         made = self.values(totals)
         whole, norms = self.by_codecs(codecs, made, due)
-        ended = self.ended(made | whole)
-        return ended, codecs.new, codecs.telemetry(), codecs.taken(), *norms
+        ended = self.end_values(made | whole)
+        return ended, codecs.new, codecs.telemetry(), codecs.taken_levels(), *norms
 
     def by_codecs(
         self, codecs: CodecSynchroniser, partials: Mapping[int, Any], due: Any
@@ -133,13 +133,13 @@ class _Ending:
         return whole, [jnp.concatenate([norms[v] for v in self.measured], axis=1)]
 
     @property
-    def taken(self) -> list[int]:
+    def taken_places(self) -> list[int]:
         """The running sums whose memory the values take over."""
         return [
             k
             for k, (v, struct) in enumerate(self.structs.items())
             if v in self.held
-            and v not in self.stage.coded | self.stage.early
+            and v not in self.stage.coded_values | self.stage.early
             and sum_dtype(struct.dtype) == struct.dtype
         ]
 
@@ -174,7 +174,7 @@ def finish_code(
     sparse = sparse and bool(measured)
     ending = _Ending(stage, scales, held, sent, measured, sparse)
     leave: Any = [
-        *(stage.settled.sharding(v) for v in held),
+        *(stage.seen_by_updates.sharding(v) for v in held),
         *(where for send in sent for where in send.source),
     ]
     totals = [wide(struct).sharding for struct in ending.structs.values()]
@@ -183,15 +183,15 @@ def finish_code(
             ending.plain,
             in_shardings=tuple(totals),
             out_shardings=leave,
-            donate_argnums=tuple(ending.taken),
+            donate_argnums=tuple(ending.taken_places),
         )
     states = stage.sums.shardings()["gradients"]
     told = stage.everywhere
     return jax.jit(
-        ending.coded,
+        ending.sum_by_codecs,
         in_shardings=(None, states, *[None] * sparse, *totals),
         out_shardings=(leave, states, told, told, *[None] * bool(measured)),
-        donate_argnums=tuple(k + 2 + sparse for k in ending.taken),
+        donate_argnums=tuple(k + 2 + sparse for k in ending.taken_places),
         compiler_options=_with_barriers(stage),
     )
 
@@ -233,7 +233,7 @@ def summed_once(stage: Stage, cut: Cut, crossings: Collection[int]) -> Stage:
         if task.key.phase is Phase.UPDATE
     ]
     readers = Counter(v for task in updates for v, _ in task.inputs)
-    due = stage.settled.assignment.due
+    due = stage.seen_by_updates.assignment.due
     early = frozenset(
         value
         for value, count in readers.items()

@@ -43,7 +43,7 @@ class Sent:
         """Shapes and dtypes of what moves -> copies it."""
         return {}
 
-    def landed(self, arrays: Sequence[Any]) -> list[Any]:
+    def land_arrays(self, arrays: Sequence[Any]) -> list[Any]:
         """The values, which lie as they are sent, on the other stage."""
         out = list(arrays)
         given = [out[k] for k in self.moves]

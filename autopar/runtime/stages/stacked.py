@@ -65,7 +65,7 @@ class StackedArray:
                 x.device: x.data for x in jax_compat.key_bits(array).addressable_shards
             }
             return [
-                self._made(array.dtype, (n, *self.shape[1:]), where, shards)
+                self._make_array(array.dtype, (n, *self.shape[1:]), where, shards)
                 for n, where in zip(self.sizes, self.pieces, strict=True)
             ]
         here = bool(self.sharding.addressable_devices)
@@ -76,9 +76,9 @@ class StackedArray:
             jax.ShapeDtypeStruct((n, *self.shape[1:]), array.dtype) for n in self.sizes
         ]
         routes = self._routes(links, structs, self.cut_pieces, self.pieces)
-        return links.moved(("apart", self.places), cut, routes)
+        return links.move_arrays(("apart", self.places), cut, routes)
 
-    def joined(self, pieces: Sequence[Any], links: Links | None = None) -> Any:
+    def join_pieces(self, pieces: Sequence[Any], links: Links | None = None) -> Any:
         """The array of its pieces; arguments are as of `apart`."""
         dtype = pieces[0].dtype
         if self.spread:
@@ -87,11 +87,11 @@ class StackedArray:
                 for piece in pieces
                 for x in jax_compat.key_bits(piece).addressable_shards
             }
-            return self._made(dtype, self.shape, self.sharding, shards)
+            return self._make_array(dtype, self.shape, self.sharding, shards)
         if links is None:
             return self._put_together(*jax.device_put(list(pieces), self.cut_pieces))
         routes = self._routes(links, pieces, self.pieces, self.cut_pieces)
-        moved = links.moved(("joined", self.places), pieces, routes)
+        moved = links.move_arrays(("joined", self.places), pieces, routes)
         if self.sharding.addressable_devices:
             return self._put_together(*moved)
         return placement.absent(jax.ShapeDtypeStruct(self.shape, dtype), self.sharding)
@@ -109,7 +109,7 @@ class StackedArray:
             for s, a, b in zip(structs, source, target, strict=True)
         ]
 
-    def _made(
+    def _make_array(
         self,
         dtype: Any,
         shape: tuple[int, ...],
@@ -175,7 +175,7 @@ class WithStacked:
         out = list(made[: self.outputs])
         for array in self.arrays.values():
             pieces = [made[r] for r in array.results]
-            out[array.results[0]] = array.joined(pieces, self.links)
+            out[array.results[0]] = array.join_pieces(pieces, self.links)
         return (out, *rest) if behind else out
 
     def gradients(self, *arguments: Any) -> dict[str, Any]:

@@ -55,7 +55,7 @@ class Stage:
     handed: frozenset[int] = frozenset()
 
     @property
-    def coded(self) -> frozenset[int]:
+    def coded_values(self) -> frozenset[int]:
         """The values that it sums by codecs."""
         return frozenset() if self.sums is None else frozenset(self.sums.members)
 
@@ -72,19 +72,23 @@ class Stage:
         return NamedSharding(self.mesh, PartitionSpec())
 
     @functools.cached_property
-    def decoded(self) -> Stage:
+    def behind_codecs(self) -> Stage:
         """The stage behind its codecs: what they sum is whole."""
-        return self._with(self.coded)
+        return self._with(self.coded_values)
 
     @functools.cached_property
-    def settled(self) -> Stage:
+    def seen_by_updates(self) -> Stage:
         """The stage as its updates see it: what is summed at the end is whole."""
-        return self._with(self.coded | self.early)
+        return self._with(self.coded_values | self.early)
 
     def updating(self, task: Task) -> Stage:
         """The stage as one update sees it: what others hand to it is whole, too."""
         mine = self.handed - set(task.outputs)
-        return self._with(self.coded | self.early | mine) if mine else self.settled
+        return (
+            self._with(self.coded_values | self.early | mine)
+            if mine
+            else self.seen_by_updates
+        )
 
     def _with(self, whole: frozenset[int]) -> Stage:
         """The stage with values whose sums over devices are taken."""
@@ -245,27 +249,29 @@ def task_code(
     state = {c.new: c for c in restores}
     restored = {k: state[v] for k, v in enumerate((*outputs, *outside)) if v in state}
 
-    def updated(given: Sequence[Any], finite: Sequence[Any]) -> list[Any]:
+    def run_update(given: Sequence[Any], finite: Sequence[Any]) -> list[Any]:
         if not restores:
             return run(*given, synchroniser=now)
         known = dict(zip(inputs, given, strict=True))
         early = frozenset(c.new for c in restores if c.new is not None)
         restorer = StateRestorer(Verdict(*finite), restored, known, early)
-        return restorer.finish(run(*given, synchroniser=now, made=restorer.made))
+        return restorer.finish(
+            run(*given, synchroniser=now, made=restorer.replace_made)
+        )
 
     def function(*arguments: Any) -> list[Any]:
         given, before = arguments[: len(inputs)], arguments[len(inputs) :]
         if update:
-            made = updated(given, before)
-            return [*leaves(made), *measured(made[kept:])]
+            made = run_update(given, before)
+            return [*leaves(made), *measure_arrays(made[kept:])]
         made = run(*given)
         added = [
             total + value.astype(total.dtype)
             for total, value in zip(before, made[kept:], strict=False)
         ]
-        return [*leaves(made), *added, *measured(made[kept + len(added) :])]
+        return [*leaves(made), *added, *measure_arrays(made[kept + len(added) :])]
 
-    def measured(arrays: Sequence[Any]) -> list[Any]:
+    def measure_arrays(arrays: Sequence[Any]) -> list[Any]:
         if noise is None:
             return []
         return [noise.rows(stage.assignment, stage.mesh, arrays)]
@@ -328,9 +334,11 @@ class _Leaving:
     now: Now
 
     def __call__(self, made: Sequence[Any]) -> list[Any]:
-        return [self._left(*pair) for pair in zip(self.values, made, strict=False)]
+        return [
+            self._leave_value(*pair) for pair in zip(self.values, made, strict=False)
+        ]
 
-    def _left(self, value: int | None, array: Any) -> Any:
+    def _leave_value(self, value: int | None, array: Any) -> Any:
         if value is None or value in self.stage.handed:
             return array
         partial = self.stage.assignment.partial_layout(value)

@@ -112,7 +112,7 @@ class Transfers:
             self.release(tag, stage, sent)
         elif self.alone(stage, sent.stage):
             assert arrays is not None
-            place.update(zip(sent.values, sent.landed(arrays), strict=True))
+            place.update(zip(sent.values, sent.land_arrays(arrays), strict=True))
         elif pipeline.here(stage) or pipeline.here(sent.stage):
             assert links is not None
             routes = self.routes(sent)
@@ -122,7 +122,7 @@ class Transfers:
             if pipeline.here(sent.stage):
                 if tag not in self.asked:
                     self.asked[tag] = links.fetch(tag, routes)
-                moved = links.landed(routes, self.asked[tag], arrays)
+                moved = links.land_pieces(routes, self.asked[tag], arrays)
                 place.update(zip(sent.values, moved, strict=True))
 
     def alone(self, stage: int, other: int) -> bool:
@@ -175,7 +175,7 @@ class Transfers:
         """Hands results of a stage to where they lie between steps."""
         if self.pipeline.links is None:
             assert arrays is not None
-            self.results.update(zip(sent.values, sent.landed(arrays), strict=True))
+            self.results.update(zip(sent.values, sent.land_arrays(arrays), strict=True))
             return
         for k, value in enumerate(sent.values):
             array = None if arrays is None else arrays[k]

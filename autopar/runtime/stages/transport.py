@@ -15,9 +15,9 @@ from jax.sharding import NamedSharding
 
 from autopar.errors import StageError
 from autopar.runtime import ending
-from autopar.runtime.exchange import exchanged, told
+from autopar.runtime.exchange import exchange_data, tell_errors
 from autopar.runtime.stages.routes import Route, on_device, route
-from autopar.runtime.stages.watch import SILENCE_S, LostError, Watch, waited
+from autopar.runtime.stages.watch import SILENCE_S, LostError, Watch, wait_watched
 from autopar.runtime.world import World
 from autopar_passes import jax_compat, jax_processes
 
@@ -63,10 +63,10 @@ class Links:
         Raises:
           PlanError: another process has failed.
         """
-        with told(world, "connecting the stages"):
+        with tell_errors(world, "connecting the stages"):
             self._server = serve()
         own = self._server.address().encode()
-        addresses = exchanged(world, "connecting the stages", own)
+        addresses = exchange_data(world, "connecting the stages", own)
         self.world = world
         self.index = world.process_index
         self.number = 0
@@ -111,7 +111,9 @@ class Links:
                 found = [jnp.zeros(s.shape, s.dtype) for s in structs]
             else:
                 pairs = zip(routes, arrays, strict=True)
-                found = [p for w, x in pairs for p in w.sent(self.index, process, x)]
+                found = [
+                    p for w, x in pairs for p in w.pieces_sent(self.index, process, x)
+                ]
             if found:
                 self._server.await_pull(self._id(tag, self.index, process), found)
 
@@ -133,7 +135,7 @@ class Links:
                 self._ask(tag, process, found[process])
         return found
 
-    def landed(
+    def land_pieces(
         self,
         routes: Sequence[Route],
         fetched: Fetched,
@@ -154,11 +156,11 @@ class Links:
             if mine and given is not None and given.is_fully_addressable:
                 out.append(jax.device_put(given, way.target))
                 continue
-            blocks = way.landed(self.index, arrived, given)
+            blocks = way.blocks_landed(self.index, arrived, given)
             out.append(way.array(blocks))
         return out
 
-    def moved(
+    def move_arrays(
         self, tag: Tag, arrays: Sequence[Any] | None, routes: Sequence[Route]
     ) -> list[Any]:
         """Arrays where they must lie; all processes that have parts of them call this.
@@ -172,7 +174,7 @@ class Links:
         """
         if arrays is not None:
             self.offer(tag, arrays, routes)
-        return self.landed(routes, self.fetch(tag, routes), arrays)
+        return self.land_pieces(routes, self.fetch(tag, routes), arrays)
 
     def _ask(self, tag: Tag, process: int, pulled: list[Any]) -> None:
         """Keeps what was asked for until it is there, and drops what has come."""
@@ -200,7 +202,7 @@ class Links:
                 failed = arrays is None and self.index in way.origins
                 fetched = self.fetch((*tag, process), [way])
                 if not failed:
-                    found = self.landed([way], fetched, arrays)
+                    found = self.land_pieces([way], fetched, arrays)
         return found[0] if found else None
 
     def route(
@@ -233,7 +235,9 @@ class Links:
         """
         own = self.number.to_bytes(8, "little") + digest
         what = "beginning a step"
-        every = exchanged(self.world, what, own) if first else self._gather(own, what)
+        every = (
+            exchange_data(self.world, what, own) if first else self._gather(own, what)
+        )
         self.number = 1 + max(int.from_bytes(x[:8], "little") for x in every)
         return len({x[8:] for x in every}) == 1
 
@@ -269,12 +273,12 @@ class Links:
             raise lost from failed or lost.__cause__
         if not any(map(any, every)):
             return
-        with told(self.world, what):
+        with tell_errors(self.world, what):
             if failed is not None:
                 raise failed
-        exchanged(self.world, what)
+        exchange_data(self.world, what)
 
-    def agreed(self, holds: bool, what: str) -> bool:
+    def agree(self, holds: bool, what: str) -> bool:
         """Whether something holds on all processes.
 
         Raises:
@@ -294,7 +298,7 @@ class Links:
 
     def _gather(self, data: bytes, what: str) -> list[bytes]:
         try:
-            return self.waited(lambda: self.world.channel.gather(data), what)
+            return self.wait_for(lambda: self.world.channel.gather(data), what)
         except jax.errors.JaxRuntimeError as error:
             ending.leave_at_end()
             raise StageError(
@@ -303,7 +307,7 @@ class Links:
                 f"processes: start all of them again from a checkpoint. ({error})"
             ) from error
 
-    def waited(self, work: Callable[[], T], what: str = "running a step") -> T:
+    def wait_for(self, work: Callable[[], T], what: str = "running a step") -> T:
         """The result of what waits for other processes.
 
         Args:
@@ -316,7 +320,7 @@ class Links:
         if self._lost is not None:
             raise self._lost
         try:
-            return waited(self._watch, work)
+            return wait_watched(self._watch, work)
         except LostError as lost:
             ending.leave_at_end()
             numbers = ", ".join(map(str, lost.processes))
@@ -329,13 +333,13 @@ class Links:
                 raise self._lost from lost
             self._lost = StageError(
                 f"process {self.index} has waited {SILENCE_S:g} s for process "
-                f"{numbers} while {what}{self._awaited()}: it does not answer, as if "
-                "it hung. The stages of a pipeline need all processes: start all of "
-                "them again from a checkpoint."
+                f"{numbers} while {what}{self._awaited_tasks()}: it does not answer, "
+                "as if it hung. The stages of a pipeline need all processes: start "
+                "all of them again from a checkpoint."
             )
             raise self._lost from lost
 
-    def _awaited(self) -> str:
+    def _awaited_tasks(self) -> str:
         """Which task's results have not come, of those that were asked for."""
         for (tag, process), arrays in list(self._asked.items()):
             if not _there(arrays):

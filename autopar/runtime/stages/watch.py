@@ -97,7 +97,7 @@ class Watch:
             key = f"{_ROOT}/{process}/failed"
             self.said[process] = str(self._client.key_value_try_get(key))
 
-    def lost(self, since: float) -> tuple[int, ...]:
+    def lost_processes(self, since: float) -> tuple[int, ...]:
         """The processes that are silent; those that may be, where nothing answers.
 
         Args:
@@ -130,7 +130,7 @@ class LostError(Exception):
         self.processes, self.said = processes, said
 
 
-def waited(watch: Watch | None, work: Callable[[], T]) -> T:
+def wait_watched(watch: Watch | None, work: Callable[[], T]) -> T:
     """The result of what waits for other processes, in a thread that may be left.
 
     Args:
@@ -156,7 +156,7 @@ def waited(watch: Watch | None, work: Callable[[], T]) -> T:
     thread = threading.Thread(target=run, name="waits for others", daemon=True)
     thread.start()
     while not done.wait(_POLL_S):
-        if lost := watch.lost(begin):
+        if lost := watch.lost_processes(begin):
             watch.leave(thread)
             raise LostError(lost, "; ".join(watch.said.values()))
     good, value = found[0]

@@ -225,7 +225,7 @@ def _trace_step(step: Callable[..., Any], form: CallForm, inputs: list[Any]) -> 
         flat, results = flat_function(step, form)
         typed = [jax_meshes.on_mesh(x, form.mesh) for x in inputs]
         try:
-            with jax_meshes.entered(form.mesh):
+            with jax_meshes.enter_mesh(form.mesh):
                 traced, replicas = with_one_replica(lambda: _jaxpr(step, flat, typed))
         except (ValueError, NotImplementedError) as error:
             if form.mesh is None and not any(explicit):
@@ -254,7 +254,7 @@ def _trace_step(step: Callable[..., Any], form: CallForm, inputs: list[Any]) -> 
         form, inputs, results[-1], outputs, lambda k, output: read_by(output)[k]
     )
     if form.mesh is not None or any(explicit):
-        jaxpr = jax_meshes.unsharded(jaxpr)
+        jaxpr = jax_meshes.drop_shardings(jaxpr)
     return _Traced(jaxpr, inputs, outputs, results[-1], carried, replicas)
 
 

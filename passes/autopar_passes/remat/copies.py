@@ -13,7 +13,7 @@ from autopar_passes.stages.flow import reads
 _STACK = "transpose(rematted_computation)"
 
 
-def needed(
+def needed_equations(
     equations: Sequence[Equation],
     values: Collection[int],
     kept: Callable[[int], bool],
@@ -80,20 +80,20 @@ class Numbers:
         """
         numbers = dict(known)
         for eqn in equations:
-            for value in _made(eqn):
+            for value in _made_values(eqn):
                 numbers[value] = self.new(self.values[value])
 
         def copy(value: int) -> int:
             return numbers.get(value, value)
 
         made = [
-            _named(renumber_equation(eqn, copy, lambda _: self.index()))
+            _copy_named(renumber_equation(eqn, copy, lambda _: self.index()))
             for eqn in equations
         ]
         return made, copy
 
 
-def _made(eqn: Equation) -> list[int]:
+def _made_values(eqn: Equation) -> list[int]:
     """The values that an equation makes, also within its regions."""
     found = list(eqn.outputs)
     for region in eqn.regions:
@@ -105,11 +105,11 @@ def _made(eqn: Equation) -> list[int]:
     return found
 
 
-def _named(eqn: Equation) -> Equation:
+def _copy_named(eqn: Equation) -> Equation:
     """A copy under the name that JAX gives to what a backward pass computes again."""
     stack = f"{eqn.name_stack}/{_STACK}" if eqn.name_stack else _STACK
     regions = tuple(
-        dataclasses.replace(r, equations=tuple(_named(e) for e in r.equations))
+        dataclasses.replace(r, equations=tuple(_copy_named(e) for e in r.equations))
         for r in eqn.regions
     )
     return dataclasses.replace(eqn, name_stack=stack, regions=regions)

@@ -20,7 +20,7 @@ from autopar_passes.layer_loops.split import Splitter
 from autopar_passes.program.building import next_index, renumber_equation
 from autopar_passes.program.equations import Atom, Equation, Program, Region
 from autopar_passes.program.flatten import barrier_equation
-from autopar_passes.remat.copies import Numbers, needed
+from autopar_passes.remat.copies import Numbers, needed_equations
 from autopar_passes.remat.levels import RematError, keeps, names_of
 from autopar_passes.remat.owners import NEVER
 from autopar_passes.stages.flow import SMALL, reads
@@ -79,7 +79,7 @@ def recomputed_in_loops(
         these.
     """
     pairs = {k: _readers(program, k, backward) for k, n in loops.items() if n}
-    program, pieces = _divided(program, loops, pairs)
+    program, pieces = _divide_loops(program, loops, pairs)
     for loop, readers in pieces.items():
         program = _Loop(program, loop, readers, level).run()
     return program
@@ -118,7 +118,7 @@ def _readers(program: Program, loop: int, backward: Collection[int]) -> tuple[in
     return found
 
 
-def _divided(
+def _divide_loops(
     program: Program,
     loops: Mapping[int, int],
     pairs: Mapping[int, tuple[int, ...]],
@@ -219,7 +219,7 @@ class _Loop:
         )
 
     def run(self) -> Program:
-        dropped = self.dropped()
+        dropped = self.dropped_stacks()
         if not dropped:
             return self.program
         changed = {r.index: self.backward(r, dropped) for r in self.readers}
@@ -231,7 +231,7 @@ class _Loop:
             self.program, values=tuple(self.numbers.values), body=region
         )
 
-    def kept(self, value: int) -> bool:
+    def is_kept(self, value: int) -> bool:
         """Whether an iteration keeps a value, or was given it."""
         maker = self.maker.get(value)
         if maker is None or maker.source.effects or maker.primitive in NEVER:
@@ -241,7 +241,7 @@ class _Loop:
             return True
         return keeps(self.level, maker, like.name, self.names)
 
-    def dropped(self) -> dict[int, int]:
+    def dropped_stacks(self) -> dict[int, int]:
         """Stack that need not be -> the value of an iteration that it is of."""
         first = {r.index: _first_stack(r) for r in self.readers}
         read = {a for a in self.program.body.outputs if isinstance(a, int)}
@@ -257,7 +257,7 @@ class _Loop:
         return {
             stack: value
             for stack, value in self.stacks.items()
-            if isinstance(value, int) and not self.kept(value) and stack not in read
+            if isinstance(value, int) and not self.is_kept(value) and stack not in read
         }
 
     def source(self, value: int) -> tuple[Atom, bool]:
@@ -289,7 +289,9 @@ class _Loop:
         }
         if not gone:
             return eqn
-        equations, given = needed(self.body.equations, gone.values(), self.kept)
+        equations, given = needed_equations(
+            self.body.equations, gone.values(), self.is_kept
+        )
         inside, more = self.operands(eqn, operands, given)
         gates = _gates(body, gone, body.inputs[consts:first])
         again, instead = self.again(eqn, equations, inside, gates)

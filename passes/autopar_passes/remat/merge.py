@@ -33,10 +33,10 @@ def trace_without_checkpoints(step: Callable[..., Any], call: StepCall) -> Trace
       RematError: a checkpoint cannot be dropped, with the place.
     """
     traced = trace_call(step, call, checkpoints=False)
-    return replace(traced, program=merged(traced.program))
+    return replace(traced, program=merge_repeats(traced.program))
 
 
-def merged(program: Program) -> Program:
+def merge_repeats(program: Program) -> Program:
     """Returns the program in which nothing is repeated that is there already.
 
     Args:

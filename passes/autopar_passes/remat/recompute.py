@@ -20,7 +20,7 @@ from autopar_passes.graph.roles import Role
 from autopar_passes.program.building import next_index, renumber_equation
 from autopar_passes.program.equations import Equation, Program, Region
 from autopar_passes.program.flatten import barrier_equation
-from autopar_passes.remat.copies import Numbers, needed
+from autopar_passes.remat.copies import Numbers, needed_equations
 from autopar_passes.remat.levels import (
     FULL,
     RematError,
@@ -54,7 +54,7 @@ class Recomputation:
     level: str = FULL
 
 
-def recomputed(
+def recompute_layers(
     program: Program,
     graph: OperatorGraph,
     wanted: Recomputation,
@@ -144,7 +144,7 @@ class _Rewriter:
     def backward(self, eqn: Equation) -> bool:
         return self.flow.roles[eqn.index] is Role.BACKWARD
 
-    def kept(self, value: int) -> bool:
+    def keeps_value(self, value: int) -> bool:
         """Whether the backward pass reads a value as the forward pass has made it."""
         maker = self.flow.maker.get(value, -1)
         if self.owner.get(maker) not in self.wanted.layers:
@@ -161,7 +161,7 @@ class _Rewriter:
             for index, own in self.owner.items()
             if own == layer
             for v in self.flow.equations[index].outputs
-            if not self.kept(v)
+            if not self.keeps_value(v)
         }
         users = [
             eqn
@@ -178,7 +178,9 @@ class _Rewriter:
             for v in reads(eqn)
             if v in made and self.made_at(v) < place
         }
-        equations, given = needed(self.order[:place], wanted, self.kept)
+        equations, given = needed_equations(
+            self.order[:place], wanted, self.keeps_value
+        )
         return _Again(
             place, frozenset(wanted), equations, given, self.gates(users, place)
         )

@@ -14,7 +14,7 @@ from autopar.cost.brought import Brought
 from autopar.cost.estimate import messages_of
 from autopar.cost.live import each_held_bytes, habits_of, held_bytes
 from autopar.cost.pricer import Pricer
-from autopar.cost.traffic import joined, traffic
+from autopar.cost.traffic import join_messages, traffic
 from autopar.layouts.assignment import Assignment
 from autopar.planner.candidate import Candidate, candidate_of
 from autopar.planner.problem import Formulation, formulate
@@ -100,7 +100,7 @@ def test_every_form_is_made_for_its_first_reader(name: str) -> None:
 def test_collectives_cost_the_same_together_and_alone(name: str) -> None:
     for candidate in candidates(name, "2x4:h100"):
         assignment, pricer = candidate.assignment, candidate.pricer
-        found = joined(pricer, traffic(assignment))
+        found = join_messages(pricer, traffic(assignment))
         sent = messages_of(assignment, pricer, found)
 
         assert sent.planned_s.tolist() == pytest.approx(

@@ -29,7 +29,7 @@ from autopar.cost.collectives import collective_s
 from autopar.cost.combining import FREE, NORMS, Combiner
 from autopar.cost.messages import messages
 from autopar.cost.pricer import Pricer
-from autopar.cost.traffic import Collective, joined
+from autopar.cost.traffic import Collective, join_messages
 from autopar.layouts.layout import ReshardStep
 from autopar.planner.candidate import candidate_of
 from autopar.planner.options import PlanOptions
@@ -104,7 +104,7 @@ class TestPacking:
     def test_messages_are_filled_in_order(
         self, sizes: list[int], most_bytes: int, most_arrays: int
     ) -> None:
-        packed = Combiner(frozenset(), most_bytes, most_arrays).packed(sizes)
+        packed = Combiner(frozenset(), most_bytes, most_arrays).bytes_of_messages(sizes)
 
         assert [p for n, p in zip(sizes, packed, strict=True) if n > most_bytes] == [
             n for n in sizes if n > most_bytes
@@ -207,7 +207,7 @@ class TestGradients:
             for axes in ((0,), (1,))
             for place in places
         ]
-        found = joined(pricer, made)
+        found = join_messages(pricer, made)
         assert [c.message_bytes for c in found] == 2 * [8.0, 8.0, 4.0, 4.0, 4.0, 0.0]
 
 
@@ -296,7 +296,7 @@ class TestWhatNeedsOthers:
             for behind in gradients * [FREE] + 3 * [NORMS]
         ]
 
-        found = joined(pricer, made)
+        found = join_messages(pricer, made)
 
         assert messages(pricer, found) == pytest.approx({"all_reduce": expected})
         # The prices say nothing of it.

@@ -15,7 +15,7 @@ from autopar.cost.breakdown import FIELDS, CostBreakdown, exposed_s, step_s
 from autopar.cost.estimate import estimate
 from autopar.cost.live import live
 from autopar.cost.pricer import Pricer
-from autopar.cost.traffic import joined, traffic
+from autopar.cost.traffic import join_messages, traffic
 from autopar.layouts.copies import Mode
 from autopar.planner.candidate import Candidate, candidate_of
 from autopar.planner.problem import Formulation, formulate, with_joined_bytes
@@ -104,7 +104,7 @@ def test_the_breakdown_adds_up(name: str) -> None:
     formulation = formulate(found, pricer)
     for _, candidate in random_plans(found, formulation, random.Random(name)):
         cost = candidate.cost
-        sent = joined(pricer, traffic(candidate.assignment))
+        sent = join_messages(pricer, traffic(candidate.assignment))
         assert cost.communication_s == pytest.approx(
             sum(c.seconds(pricer) for c in sent)
         )

@@ -14,7 +14,7 @@ from autopar import Cluster
 from autopar.cost.combining import SUMS
 from autopar.cost.reassociation import (
     compiled_traffic,
-    reassociated,
+    reassociate_sums,
     scattered_sums,
     split_sums,
 )
@@ -107,7 +107,7 @@ def test_on_any_plan_only_sums_become_fewer() -> None:
         solution = random_solution(formulation, draw)
         assignment = candidate_of(found, formulation, solution).assignment
         plain, left = traffic(assignment), compiled_traffic(assignment, pricer)
-        joined = reassociated(assignment, *split_sums(assignment, plain))
+        joined = reassociate_sums(assignment, *split_sums(assignment, plain))
         assert left == scattered_sums(assignment, joined)
         moved = [c for c in plain if c.step.kind not in SUMS]
         assert [c for c in left if c.step.kind not in SUMS] == moved

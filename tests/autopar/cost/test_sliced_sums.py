@@ -74,10 +74,10 @@ def plans() -> list[Assignment]:
 def whole(chosen: Assignment) -> Assignment:
     """A plan that sums the product for the table whole, over all devices."""
     found = chosen.analysis
-    (product,) = (v for v, f in found.shaped.items() if len(f.values) > 1)
+    (product,) = (v for v, f in found.summed_shapes.items() if len(f.values) > 1)
     maker = found.contraction.producer[product]
     node = found.contraction.node(maker)
-    (rows,) = node.reduced(maker)
+    (rows,) = node.factors_reduced(maker)
     strategies = list(chosen.strategies)
     strategies[node.index] = tuple(
         (0, 1) if k == rows else () for k in range(len(node.factors))
@@ -184,7 +184,7 @@ def test_a_scatter_into_other_values_is_left_to_the_compiler() -> None:
     strategies: list[Strategy] = [
         tuple(() for _ in n.factors) for n in found.contraction.nodes
     ]
-    reduced = found.contraction.nodes[node].reduced(scatter)
+    reduced = found.contraction.nodes[node].factors_reduced(scatter)
     strategies[node] = tuple(
         (0, 1) if k == reduced[0] else () for k in range(len(strategies[node]))
     )

@@ -21,7 +21,7 @@ from autopar.checkpoint.manifest import Manifest, PlanEntry, decode
 from autopar.cluster import Cluster
 from autopar.cluster.rates import tables
 from autopar.plans import Plan
-from autopar.runtime.exchange import exchanged
+from autopar.runtime.exchange import exchange_data
 from autopar.runtime.state_mover import LeafLayout, StateLayout
 from autopar.runtime.world import World
 
@@ -44,7 +44,7 @@ Cluster.from_data(cluster)
 tables._file()
 decode(manifest, "manifest")
 StateLayout.from_json(layout)
-exchanged(World(devices=(0,)), "planning")
+exchange_data(World(devices=(0,)), "planning")
 sys.setprofile(None)
 print(*asked)
 """

@@ -161,10 +161,10 @@ class TestFailures:
     @pytest.mark.parametrize("failing", [0, 1, 2])
     def test_others_that_wait_are_told(self, failing: int) -> None:
         def run(world: World) -> None:
-            with exchange.told(world, "tracing the step"):
+            with exchange.tell_errors(world, "tracing the step"):
                 if world.process_index == failing:
                     raise ZeroDivisionError("by nothing")
-            exchange.exchanged(world, "planning")
+            exchange.exchange_data(world, "planning")
 
         took, found = memory_channel.seconds_of(lambda: everywhere(run, 3))
         assert took < AT_ONCE_S
@@ -183,13 +183,13 @@ class TestFailures:
         slow = threading.Event()
 
         def run(world: World) -> None:
-            with exchange.told(world, "tracing the step"):
+            with exchange.tell_errors(world, "tracing the step"):
                 if world.process_index == 2:
                     raise ZeroDivisionError("by nothing")
                 if world.process_index == 1:
                     assert slow.wait(AT_ONCE_S)
             try:
-                exchange.exchanged(world, "planning")
+                exchange.exchange_data(world, "planning")
             finally:
                 slow.set()  # by process 0, which has been told already
 
@@ -198,10 +198,10 @@ class TestFailures:
 
     def test_an_error_of_autopar_keeps_its_class(self) -> None:
         def run(world: World) -> None:
-            with exchange.told(world, "planning"):
+            with exchange.tell_errors(world, "planning"):
                 if world.process_index == 0:
                     raise InfeasibleError("nothing fits")
-            exchange.exchanged(world, "planning")
+            exchange.exchange_data(world, "planning")
 
         found = everywhere(run)
         assert [type(error) for error in found] == [InfeasibleError, InfeasibleError]
@@ -214,13 +214,13 @@ class TestFailures:
             seen = []
             for k in range(3):
                 try:
-                    with exchange.told(world, "tracing the step"):
+                    with exchange.tell_errors(world, "tracing the step"):
                         if world.process_index in ((), (0, 2), (0, 1, 2))[k]:
                             raise ZeroDivisionError(k)
-                    seen.append(exchange.exchanged(world, "planning", b"%d" % k))
+                    seen.append(exchange.exchange_data(world, "planning", b"%d" % k))
                 except (PlanError, ZeroDivisionError) as error:
                     seen.append(type(error).__name__)
-            return seen, exchange.exchanged(world, "planning", b"last")
+            return seen, exchange.exchange_data(world, "planning", b"last")
 
         ends = (b"last",) * 3
         told, failed = "PlanError", "ZeroDivisionError"
@@ -244,15 +244,19 @@ class TestFailures:
     def test_a_process_that_ends(self) -> None:
         def run(world: World) -> Any:
             if world.process_index == 1:
-                return world.channel.tell(exchange.ended("it has ended", "", ""))
-            return exchange.exchanged(world, "planning")
+                return world.channel.tell(
+                    exchange.message_of_end("it has ended", "", "")
+                )
+            return exchange.exchange_data(world, "planning")
 
         error, _ = everywhere(run)
         assert "process 1: it has ended, and this one goes on" in str(error)
 
     def test_different_things(self) -> None:
         def run(world: World) -> None:
-            exchange.exchanged(world, ("planning", "compiling")[world.process_index])
+            exchange.exchange_data(
+                world, ("planning", "compiling")[world.process_index]
+            )
 
         for error in everywhere(run):
             assert (
@@ -270,7 +274,7 @@ class TestFailures:
             local.versions = mine
             if world.process_index == 1:
                 local.versions = {**mine, "jax": "0.9.9", "flax": "0.1"}
-            exchange.exchanged(world, "comparing shapes of arguments")
+            exchange.exchange_data(world, "comparing shapes of arguments")
 
         for error in everywhere(run, 3):
             text = f"jax {jax.__version__} on processes 0 and 2, 0.9.9 on process 1"
@@ -286,7 +290,7 @@ class TestFailures:
                 world, channel=memory_channel.MemoryChannel(memory, world.process_index)
             )
             for _ in range(20):
-                exchange.exchanged(world, "planning", b"x" * 1000)
+                exchange.exchange_data(world, "planning", b"x" * 1000)
             return len(memory.store.values)
 
         everywhere(run)

@@ -87,7 +87,7 @@ def test_what_only_this_process_has_is_compiled_here(compiler: Compiler) -> None
 @pytest.mark.parametrize("keeper_dies", [False, True])
 def test_a_process_that_is_gone_is_done_without(keeper_dies: bool) -> None:
     own = Compiler()
-    own._started()
+    own._start_process()
     assert own._process is not None
     os.kill(own._process.pid if keeper_dies else kept(own._process.pid), signal.SIGKILL)
     function = jax.jit(lambda w, x: w * x.sum())
@@ -157,7 +157,7 @@ def test_it_does_not_rest_while_somebody_waits(
     compiler: Compiler, orders: list[bytes]
 ) -> None:
     made, _ = lowered(jax.jit(lambda w, x: (w @ w).sum() + jnp.cos(x)))
-    with compiled_by(compiler), compiler.awaited(), compiler.awaited():
+    with compiled_by(compiler), compiler.hurry(), compiler.hurry():
         compile_lowered(made)
     assert not orders
 
@@ -176,7 +176,7 @@ def test_who_waits_ends_a_rest(
     thread.start()
     while not orders:
         time.sleep(1e-3)
-    with compiler.awaited():
+    with compiler.hurry():
         thread.join()
     assert orders == [keeper.STOP, keeper.CONTINUE]
 

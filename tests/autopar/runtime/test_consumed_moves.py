@@ -104,7 +104,7 @@ def test_blocks_of_every_layout(spec: tuple[Any, ...], dtype: str) -> None:
     grid = Mesh(np.array(jax.devices()[1:5]).reshape(2, 2), ("a", "b"))
     wanted = NamedSharding(grid, PartitionSpec(*spec))
     assert ranges.movable(given, wanted)
-    moved = ranges.moved(given, wanted)
+    moved = ranges.move_array(given, wanted)
     assert moved.sharding.is_equivalent_to(wanted, 2)
     assert moved.dtype == array.dtype
     assert bool(jnp.all(jax.device_put(moved, jax.devices()[0]) == array))

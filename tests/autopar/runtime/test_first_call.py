@@ -73,7 +73,7 @@ def test_a_stage_that_fails_leaves_a_clean_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("AUTOPAR_PROGRESS", "1")
-    with pytest.raises(KeyError), progress.shown(), progress.stage("searching"):
+    with pytest.raises(KeyError), progress.show_progress(), progress.stage("searching"):
         raise KeyError
     assert capsys.readouterr().err.endswith("\r\x1b[K")
 

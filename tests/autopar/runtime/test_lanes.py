@@ -10,7 +10,7 @@ from typing import Any
 import memory_channel
 
 from autopar.runtime import lanes
-from autopar.runtime.exchange import exchanged
+from autopar.runtime.exchange import exchange_data
 from autopar.runtime.world import World
 
 TURNS = 12
@@ -22,7 +22,7 @@ def talk(world: World, name: str, found: list[Any]) -> None:
     for k in range(TURNS):
         time.sleep(draw.uniform(0, 0.01))
         said = f"{name} {k} {world.process_index}".encode()
-        found.append(exchanged(world, "talking", said))
+        found.append(exchange_data(world, "talking", said))
 
 
 def test_a_lane_has_an_order_of_its_own() -> None:

@@ -31,7 +31,7 @@ def test_carried_state_leaves_as_it_came(analysis: Analysis) -> None:
     where = planned.in_shardings
     placed = [jax.device_put(x, s) for x, s in zip(args, where, strict=True)]
     out = planned.function(*placed)
-    assert analysis.carried == {0: 0}
+    assert analysis.carried_arguments == {0: 0}
     assert out[0].sharding.is_equivalent_to(where[0], 2)
 
 

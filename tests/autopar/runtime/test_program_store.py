@@ -28,7 +28,7 @@ CHANGES, SIZES = 30, (8, 4, 6, 2, 3)
 
 @pytest.fixture(scope="module")
 def analysed() -> Analysed:
-    return StepPlanner(small_step.step, PlanOptions()).analysed(
+    return StepPlanner(small_step.step, PlanOptions()).analyse_structs(
         open_arguments(small_step.step, small_step.structs())
     )
 

@@ -20,7 +20,7 @@ from autopar.runtime.state_mover import (
     StateLayout,
     layout_of,
     move,
-    named,
+    name_arrays,
     sharding,
     state_layout,
 )
@@ -196,8 +196,8 @@ class TestOfAStep:
 
     def test_named(self, analysis: Analysis) -> None:
         w = small_step.state()
-        assert named("step", analysis, w) == {"w": w}
-        assert named("step", analysis, (w,)) == {"w": w}
+        assert name_arrays("step", analysis, w) == {"w": w}
+        assert name_arrays("step", analysis, (w,)) == {"w": w}
 
     @pytest.mark.parametrize(
         "state",
@@ -205,10 +205,10 @@ class TestOfAStep:
     )
     def test_of_another_step(self, analysis: Analysis, state: Any) -> None:
         with pytest.raises(PlanError, match="step: the state is not what"):
-            named("step", analysis, state)
+            name_arrays("step", analysis, state)
 
     def test_nnx_objects(self) -> None:
         model, optimizer = forms.create_nnx(jax.random.key(0))
         found = analyse(forms.nnx_step, (model, optimizer, forms.batch_structs()))
-        arrays = named("step", found, (model, optimizer))
+        arrays = name_arrays("step", found, (model, optimizer))
         assert arrays["model/up/kernel/value"].shape == (forms.WIDTH, forms.HIDDEN)

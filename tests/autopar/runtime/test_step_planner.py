@@ -25,7 +25,7 @@ def planner(**options: Any) -> StepPlanner:
 
 
 def analysed(found: StepPlanner, args: tuple[Any, ...]) -> Analysed:
-    return found.analysed(open_arguments(found.step, args))
+    return found.analyse_structs(open_arguments(found.step, args))
 
 
 def test_no_device_and_no_process(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -52,24 +52,24 @@ CHAIN = ((WIDTH, HIDDEN), (HIDDEN,), (HIDDEN, WIDTH), (ROWS, WIDTH))
 def test_what_products_alone_read_is_rounded(precision: Any) -> None:
     """With the product whose kernel adds the bias; inputs lie as they came."""
     found = analysed(chained(precision), *CHAIN)
-    assert kinds(found, found.rounded.stored) == {"dot_general", "add"}
+    assert kinds(found, found.rounded_values.stored) == {"dot_general", "add"}
     (first, _) = [op for op in found.graph.operators if op.kind == "dot_general"]
-    assert first.outputs[0] in found.rounded.stored
+    assert first.outputs[0] in found.rounded_values.stored
 
 
 @pytest.mark.parametrize("precision", ["high", "highest", "float32"])
 def test_other_precisions_take_float32(precision: Any) -> None:
     found = analysed(chained(precision), *CHAIN)
-    assert found.rounded.stored == found.rounded.brought == frozenset()
+    assert found.rounded_values.stored == found.rounded_values.brought == frozenset()
     with jax.default_matmul_precision(precision):
         found = analysed(chained(), *CHAIN)
-    assert found.rounded.stored == found.rounded.brought == frozenset()
+    assert found.rounded_values.stored == found.rounded_values.brought == frozenset()
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_other_types_stay_what_they_are(dtype: Any) -> None:
     found = analysed(chained(), *CHAIN, dtype=dtype)
-    assert found.rounded.stored == found.rounded.brought == frozenset()
+    assert found.rounded_values.stored == found.rounded_values.brought == frozenset()
 
 
 def test_what_others_read_stays_in_float32() -> None:
@@ -84,23 +84,23 @@ def test_what_others_read_stays_in_float32() -> None:
         return y.T @ (x @ v), y.sum(axis=0)
 
     shapes = ((WIDTH, HIDDEN), (HIDDEN, WIDTH), (ROWS, WIDTH))
-    assert not analysed(kept, *shapes).rounded.stored
+    assert not analysed(kept, *shapes).rounded_values.stored
     square = (WIDTH, WIDTH)
     found = analysed(summed, square, square, (ROWS, WIDTH))
-    assert kinds(found, found.rounded.stored) == {"dot_general", "transpose"}
+    assert kinds(found, found.rounded_values.stored) == {"dot_general", "transpose"}
 
 
 def test_parameters_stay_and_their_copies_are_rounded() -> None:
     found = analyse(*training(mlp_loss, mlp_params(), mlp_batch()))
     paths = {i.value: i.path for i in found.graph.inputs}
-    brought = {paths[v] for v in found.rounded.brought if v in paths}
+    brought = {paths[v] for v in found.rounded_values.brought if v in paths}
     weights = {p for p in paths.values() if "up" in p or "down" in p}
     assert weights
     assert weights <= brought
     assert not any("bias" in p for p in brought)
-    assert found.rounded.stored.isdisjoint(paths)
+    assert found.rounded_values.stored.isdisjoint(paths)
     gradients = {v for d in found.deferrals for v in d.gradients}
-    assert gradients.isdisjoint(found.rounded.stored)
+    assert gradients.isdisjoint(found.rounded_values.stored)
 
 
 def test_a_table_that_is_looked_up_is_sent_as_it_is() -> None:
@@ -113,7 +113,7 @@ def test_a_table_that_is_looked_up_is_sent_as_it_is() -> None:
     batch = {"words": jnp.zeros((ROWS,), jnp.int32)}
     found = analyse(*training(loss, params, batch))
     paths = {i.value: i.path for i in found.graph.inputs}
-    brought = {paths[v] for v in found.rounded.brought if v in paths}
+    brought = {paths[v] for v in found.rounded_values.brought if v in paths}
     assert any("up" in p for p in brought)
     assert not any("table" in p for p in brought)
 
@@ -131,7 +131,7 @@ def planned(cluster: str) -> tuple[Assignment, Pricer]:
 def test_half_the_bytes_of_gathered_parameters_are_sent() -> None:
     """Sums of their gradients are sent in float32."""
     assignment, pricer = planned("8:v5e")
-    values, rounded = assignment.graph.values, assignment.analysis.rounded
+    values, rounded = assignment.graph.values, assignment.analysis.rounded_values
     found = compiled_traffic(assignment, pricer)
     gathered = [c for c in found if c.step.kind == "all_gather"]
     summed = [c for c in found if c.step.kind in ("all_reduce", "reduce_scatter")]
@@ -151,7 +151,9 @@ def test_gathered_copies_take_half_the_memory(cluster: str, part: float) -> None
     assignment, pricer = planned(cluster)
     life = assignment.analysis.life(habits_of(pricer.cluster.device))
     graph = assignment.graph
-    parameters = {i.value for i in graph.inputs} & assignment.analysis.rounded.brought
+    parameters = {
+        i.value for i in graph.inputs
+    } & assignment.analysis.rounded_values.brought
     copies = [
         b
         for b in buffers(assignment, life)

@@ -45,7 +45,7 @@ def test_copies_of_whole_and_split_arrays() -> None:
 def planned(spares: Spares, cluster: str, **options: object) -> autopar.Plan:
     planner = StepPlanner(step, PlanOptions(**options))  # type: ignore[arg-type]
     planner.hold(spares)
-    analysed = planner.analysed(open_arguments(step, arguments()))
+    analysed = planner.analyse_structs(open_arguments(step, arguments()))
     return planner.plan(analysed, autopar.Cluster.parse(cluster))
 
 

@@ -10,7 +10,7 @@ import optax
 from planner_steps import mlp_batch, mlp_params, training
 
 from autopar.steps.analysis import Analysis, analyse
-from autopar.steps.widening import NOT_WIDENED, rounded, widened
+from autopar.steps.widening import NOT_WIDENED, find_widened, rounded_results
 from autopar_passes.graph.operators import producers, readers
 from autopar_passes.graph.roles import Role
 
@@ -30,13 +30,13 @@ def analysed(dtype: Any) -> Analysis:
 def test_nothing_is_widened_in_32_bits() -> None:
     analysis = analysed(jnp.float32)
 
-    assert widened(analysis.graph) == NOT_WIDENED
-    assert rounded(analysis.graph, frozenset()) == frozenset()
+    assert find_widened(analysis.graph) == NOT_WIDENED
+    assert rounded_results(analysis.graph, frozenset()) == frozenset()
 
 
 def test_operands_of_products_are_widened() -> None:
     graph = analysed(jnp.bfloat16).graph
-    found = widened(graph)
+    found = find_widened(graph)
     products = [op for op in graph.operators if op.kind == "dot_general"]
 
     assert len(products) > 4
@@ -50,17 +50,17 @@ def test_operands_of_products_are_widened() -> None:
 def test_what_a_sum_reads_is_held_in_32_bits() -> None:
     """The softmax adds its exponentials in float32."""
     graph = analysed(jnp.bfloat16).graph
-    held = widened(graph).held
+    held = find_widened(graph).held
     makers = producers(graph.operators)
 
     assert {makers[v].kind for v in held} >= {"exp"}
-    assert held.isdisjoint(widened(graph).operands)
+    assert held.isdisjoint(find_widened(graph).operands)
 
 
 def test_rounded_results_are_kept_for_the_backward_pass() -> None:
     analysis = analysed(jnp.bfloat16)
     graph, floating = analysis.graph, frozenset(analysis.contraction.floating)
-    found = rounded(graph, floating)
+    found = rounded_results(graph, floating)
     read = readers(graph.operators)
 
     assert found

@@ -34,7 +34,7 @@ from autopar_passes.graph.verify import verify
 from autopar_passes.program.equations import Equation
 from autopar_passes.program.trace import open_arguments
 from autopar_passes.remat.levels import RematError
-from autopar_passes.remat.recompute import Recomputation, recomputed
+from autopar_passes.remat.recompute import Recomputation, recompute_layers
 
 LOOPS = [name for name in CASES if name.startswith("scan")]
 
@@ -296,7 +296,7 @@ def test_wrong_iterations_are_refused() -> None:
     wanted = Recomputation(starts, (0,))
 
     def rewrite(**changes: Any) -> None:
-        recomputed(
+        recompute_layers(
             plain.program, plain.graph, dataclasses.replace(wanted, **changes), ()
         )
 
@@ -316,4 +316,4 @@ def test_names_that_there_are_not_are_listed() -> None:
     wanted = Recomputation(layer_starts(plain), (0,), "names=up,norm")
 
     with pytest.raises(RematError, match=r"'norm' .*; it has act, down, up\."):
-        recomputed(plain.program, plain.graph, wanted, ())
+        recompute_layers(plain.program, plain.graph, wanted, ())

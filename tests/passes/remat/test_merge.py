@@ -13,7 +13,7 @@ from remat_cases import X, block, blocks, checkpointed, descent, mlp
 
 from autopar_passes.program.trace import TracedStep, open_arguments, trace
 from autopar_passes.remat.levels import RematError
-from autopar_passes.remat.merge import merged, trace_without_checkpoints
+from autopar_passes.remat.merge import merge_repeats, trace_without_checkpoints
 
 
 def dropped(loss: Any, *args: Any) -> TracedStep:
@@ -61,7 +61,7 @@ def test_what_layers_have_in_common_does_not_hide_what_is_repeated() -> None:
 def test_a_step_without_checkpoints_stays() -> None:
     program = trace(descent(mlp), (blocks(), X)).program
 
-    assert merged(program) == program
+    assert merge_repeats(program) == program
 
 
 def test_a_checkpoint_in_a_loop_is_refused() -> None:

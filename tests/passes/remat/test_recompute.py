@@ -20,7 +20,7 @@ from autopar_passes.graph.roles import Role
 from autopar_passes.graph.verify import verify
 from autopar_passes.program.equations import Program, Region
 from autopar_passes.remat.levels import LEVELS, RematError
-from autopar_passes.remat.recompute import Recomputation, recomputed
+from autopar_passes.remat.recompute import Recomputation, recompute_layers
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -94,7 +94,7 @@ def test_roles_and_inputs_stay() -> None:
     found = again(plain, None)
 
     assert found.graph.inputs == plain.graph.inputs
-    assert found.carried == plain.carried
+    assert found.carried_arguments == plain.carried_arguments
 
 
 def test_each_layer_waits_for_its_cotangent() -> None:
@@ -152,7 +152,7 @@ def test_wrong_layers_are_refused() -> None:
     wanted = Recomputation(right.starts, right.layers)
 
     def rewrite(**changes: Any) -> None:
-        recomputed(
+        recompute_layers(
             plain.program, plain.graph, dataclasses.replace(wanted, **changes), ()
         )
 

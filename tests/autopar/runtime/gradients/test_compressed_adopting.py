@@ -131,7 +131,7 @@ class TestAdoption:
     """What steps miss is counted from one observation to the next."""
 
     def asked(self, adoption: Adoption, step: int, saved: float = 1.0) -> bool:
-        adoption.done(step)
+        adoption.count_missed(step)
         return adoption.judge({UP: "int4"}, saved, 10, 100.0)
 
     def test_steps_between(self) -> None:
@@ -144,7 +144,7 @@ class TestAdoption:
     def test_nothing_is_missed_while_nothing_is_wanted(self) -> None:
         adoption = Adoption()
         assert not self.asked(adoption, 10)
-        adoption.done(20)
+        adoption.count_missed(20)
         adoption.withdrawn()
         assert adoption.waiting == {}
         assert not self.asked(adoption, 1000)
@@ -154,7 +154,10 @@ class TestAdoption:
         """A policy that picks others each time compiles in the end, too."""
         adoption = Adoption()
         found = [
-            (adoption.done(10 * k), adoption.judge({UP: f"int{k}"}, 1.0, 10, 100.0))[1]
+            (
+                adoption.count_missed(10 * k),
+                adoption.judge({UP: f"int{k}"}, 1.0, 10, 100.0),
+            )[1]
             for k in range(1, 14)
         ]
         assert found.index(True) == 9
@@ -165,7 +168,7 @@ class TestAdoption:
     def test_a_compilation_that_was_asked_for_takes_what_was_missed(self) -> None:
         adoption = Adoption()
         self.asked(adoption, 10)
-        adoption.done(60)
+        adoption.count_missed(60)
         adoption.follow({UP: "bf16"}, compiled=False)
         assert adoption.waiting == {}
         self.asked(adoption, 70)
@@ -174,7 +177,7 @@ class TestAdoption:
     def test_codecs_of_a_program_that_is_there_leave_it(self) -> None:
         adoption = Adoption()
         self.asked(adoption, 10)
-        adoption.done(60)
+        adoption.count_missed(60)
         adoption.follow({UP: "bf16"}, compiled=True)
         self.asked(adoption, 70)
         assert adoption.changes[-1].missed_s == 50.0

@@ -15,7 +15,7 @@ from compressed_cases import case_of, fresh, on_host
 import autopar
 from autopar import PlanError
 from autopar.compression.policies.policy import Observation
-from autopar.runtime.gradients.codec_state import carry_over, restored
+from autopar.runtime.gradients.codec_state import carry_over, place_state
 
 NAME = "data_parallel"
 STEPS = 4
@@ -175,7 +175,7 @@ class TestState:
         other = fresh("powersgd:rank=2", **second)
         other.compression_state = saved
         planned = other.prepare(*state, case.batch(2))
-        found = on_host(restored(saved, planned.sums))
+        found = on_host(place_state(saved, planned.sums))
         old = saved["gradients"]["params/0/up"]["codec"]
         new = found["gradients"]["params/0/up"]["codec"]
         one, other_one = (old, new[0]) if to_levels else (old[0], new)

@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec
 import autopar
 from autopar import Cluster, PlanError
 from autopar.compression.policies.policy import Observation
-from autopar.runtime.gradients.codec_state import restored
+from autopar.runtime.gradients.codec_state import place_state
 
 NAME = "data_parallel"
 
@@ -199,7 +199,7 @@ class TestReplan:
 
         planned = step.prepare(*state, case.batch(2))
         assert planned.sums is not None
-        after = residual_sums(restored(saved, planned.sums))
+        after = residual_sums(place_state(saved, planned.sums))
         assert {g.workers for g in step.plan.gradients} == {devices}
         assert set(after) == set(before)
         for name, residual in before.items():

@@ -13,7 +13,7 @@ from noise_cases import REPLICATED
 
 import autopar
 from autopar.errors import PlanError
-from autopar.runtime.noise.averages import Groups, fresh, noise_scale, updated
+from autopar.runtime.noise.averages import Groups, fresh, noise_scale, update_averages
 from autopar.runtime.noise.options import NoiseOptions
 
 DATA: dict[str, Any] = {"axis_names": ("data",), "pins": REPLICATED}
@@ -123,7 +123,7 @@ def test_averages_forget_by_rows_and_are_corrected() -> None:
     groups = Groups((4,), 64)
     state = {**fresh(16.0)}
     for found in norms:
-        state = updated(state, found, groups, 0.9, jnp.bool_(True))
+        state = update_averages(state, found, groups, 0.9, jnp.bool_(True))
     keep = 0.9**4
     weights = np.array([keep, 1.0])
     local, total = 4 * np.array([2.0, 4.0]), np.array([1.0, 3.0])

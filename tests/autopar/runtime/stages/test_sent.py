@@ -23,7 +23,9 @@ def way(old, new, first=4, sizes=(2, 2)):
 
 
 def landed(array, source, target):
-    out = Sent(1, (0,), (source,), (target,)).landed([jax.device_put(array, source)])
+    out = Sent(1, (0,), (source,), (target,)).land_arrays(
+        [jax.device_put(array, source)]
+    )
     assert len(out) == 1
     return out[0]
 
@@ -60,7 +62,7 @@ def test_equal_parts_are_copied_without_device_put(monkeypatch):
         raise AssertionError("device_put was called")
 
     monkeypatch.setattr(sent_module.jax, "device_put", refuse)
-    moved, kept = sent.landed([array, array])
+    moved, kept = sent.land_arrays([array, array])
     assert moved.sharding == target
     assert kept is array
 
@@ -69,7 +71,7 @@ def test_a_value_that_lies_elsewhere_than_planned_is_moved_all_the_same():
     source, target = way(("a",), ("a",))
     lies = NamedSharding(source.mesh, P("b"))
     array = jax.device_put(np.arange(16, dtype=np.float32), lies)
-    (found,) = Sent(1, (0,), (source,), (target,)).landed([array])
+    (found,) = Sent(1, (0,), (source,), (target,)).land_arrays([array])
     assert found.sharding == target
     np.testing.assert_array_equal(found, np.arange(16))
 
@@ -87,7 +89,7 @@ def test_a_consumed_value_is_an_error():
     array = jax.device_put(jnp.ones(4), source)
     array.delete()
     with pytest.raises((RuntimeError, ValueError), match="deleted"):
-        Sent(1, (0,), (source,), (target,)).landed([array])
+        Sent(1, (0,), (source,), (target,)).land_arrays([array])
 
 
 def test_copies_are_explicit_transfers():
@@ -95,12 +97,12 @@ def test_copies_are_explicit_transfers():
     array = jax.device_put(jnp.ones(4), source)
     sent = Sent(1, (0,), (source,), (target,))
     with jax.transfer_guard("disallow"):
-        assert sent.landed([array])[0].sharding == target
+        assert sent.land_arrays([array])[0].sharding == target
     with (
         jax.transfer_guard("disallow_explicit"),
         pytest.raises(Exception, match="Disallowed device-to-device"),
     ):
-        sent.landed([array])
+        sent.land_arrays([array])
 
 
 def test_stages_of_other_sizes_are_no_equal_parts():

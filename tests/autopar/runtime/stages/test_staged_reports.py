@@ -92,7 +92,7 @@ def sent_by_the_runtime(step, args, plan, monkeypatch):
         for number, stage in enumerate(plan.stages)
         for device in (jax.devices()[d] for d in stage.devices)
     }
-    landed, found = Sent.landed, dict[tuple[int, int], float]()
+    landed, found = Sent.land_arrays, dict[tuple[int, int], float]()
 
     def counted(self, arrays):
         out = landed(self, arrays)
@@ -103,7 +103,7 @@ def sent_by_the_runtime(step, args, plan, monkeypatch):
                 found[tuple(ways)] = found.get(tuple(ways), 0.0) + nbytes
         return out
 
-    monkeypatch.setattr(Sent, "landed", counted)
+    monkeypatch.setattr(Sent, "land_arrays", counted)
     jax.block_until_ready(run(*args))
     return found
 
