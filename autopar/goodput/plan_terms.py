@@ -14,7 +14,7 @@ from autopar.cost.estimate import StepEstimate, estimate
 from autopar.cost.pricer import Pricer
 from autopar.errors import PlanError
 from autopar.goodput.throughput import Terms
-from autopar.layouts.assignment import Assignment
+from autopar.layouts.assignment import Assignment, unsplit
 from autopar.planner.record import restore
 from autopar.planner.search import plan_mesh
 from autopar.plans import Plan
@@ -56,7 +56,9 @@ class PlanCurve:
         """What one device does that does everything; None likewise."""
         if self.estimate is None:
             return None
-        return estimate(self.estimate.assignment.without_splits, self.estimate.pricer)
+        pricer = self.estimate.pricer
+        whole = unsplit(self.estimate.assignment.analysis, pricer.sizes)
+        return estimate(whole, pricer)
 
     def terms(
         self, rows: int | None = None, microbatches: int | None = None

@@ -145,12 +145,6 @@ class Assignment:
         object.__setattr__(self, "graph", self.analysis.graph)
         object.__setattr__(self, "contraction", self.analysis.contraction)
 
-    @property
-    def without_splits(self) -> Assignment:
-        """The step as every device would do it alone."""
-        whole = tuple(((),) * len(node.factors) for node in self.contraction.nodes)
-        return Assignment(self.analysis, self.sizes, whole, {})
-
     def _memo(self, key: tuple[object, ...], make: Callable[[], Any]) -> Any:
         found = self._known.get(key)
         if found is None:
@@ -444,3 +438,10 @@ def assign(
         for c, k in copies
     }
     return Assignment(analysis, sizes, tuple(strategies), chosen, codecs or {})
+
+
+def unsplit(analysis: Analysis, sizes: Sequence[int]) -> Assignment:
+    """A step as every device of a mesh would do it alone."""
+    nodes = analysis.contraction.nodes
+    whole = tuple(((),) * len(node.factors) for node in nodes)
+    return Assignment(analysis, tuple(sizes), whole, {})

@@ -33,7 +33,10 @@ from typing import NamedTuple, Protocol
 import msgspec
 
 from autopar.cluster import Cluster
+from autopar.cost.estimate import work_of
+from autopar.cost.pricer import Pricer
 from autopar.errors import InfeasibleError, PlanError
+from autopar.layouts.assignment import unsplit
 from autopar.planner.codecs.choose import CodecRequest
 from autopar.planner.infeasible import size_text
 from autopar.planner.kept_layouts import priced
@@ -41,6 +44,7 @@ from autopar.planner.options import PlanOptions, decided
 from autopar.planner.proposals import Proposal, of_program, record
 from autopar.planner.remat import as_asked
 from autopar.planner.replicas import plan_replicas
+from autopar.planner.search import candidate_meshes
 from autopar.planner.solving import TimeOutError
 from autopar.planner.stages.entry import (
     Limits,
@@ -111,9 +115,6 @@ _REFINED, _NEAR = 3, 0.03
 _PROGRAMS = 4
 # Bytes of a device that holds whatever is planned for it.
 _UNLIMITED = 10**18
-# The part of the work that is left where nothing is computed again, at least: a
-# backward pass does as much as the forward pass before it, or more.
-_ONCE = 2 / 3
 # The part of the work that stages do at least: a cut leaves some small operators out.
 _CUT = 0.999
 # Least seconds of the solver of stages.
@@ -572,7 +573,8 @@ class _Layers:
             self.search.programs.setdefault(other, options)
             same_s = self.search.priced_s(plain, plain)
             if self.search.priced_s(plain, other) < same_s:
-                self.more(level, numbers[::-1])
+                # Fewer layers save fewer stacks, and memory holds nothing back.
+                self.tried(f"{self.layers}:{level}")
 
     def to_fit(self, levels: Sequence[str]) -> None:
         """Finds the fewest layers with which a plan fits, and tries more."""
@@ -742,15 +744,11 @@ def _limits_of_pipelines(search: _Search, most_s: float) -> Limits | str:
         return "there is one device"
     if best is None or best.worth is None or cluster.groups:
         return Limits()
-    work = [
-        p.worth.one_device_s * (_ONCE if p.remat.layers else 1.0)
-        for p in search.plans.values()
-        if p.worth is not None
-    ]
     every = cluster.num_devices
     sizes = [math.prod(shape) for shape in slice_shapes(cluster)]
     largest = max((n for n in sizes if n < every), default=1)
-    least = functools.partial(least_s, min(work) / every, every / largest)
+    alone_s, starts_s = alone_on(search.analysis, cluster)
+    least = functools.partial(least_s, alone_s / every, starts_s, every / largest)
     rows = max(1, batch_rows(search.analysis.graph))
     asked = search.options.microbatches
     counts = [n for n in divisors(rows) if asked in ("auto", n)] or [1]
@@ -759,29 +757,51 @@ def _limits_of_pipelines(search: _Search, most_s: float) -> Limits | str:
     ]
     if not stages:
         return "the work of two stages, their bubble and their tasks take as long"
-    few = [m for m in counts if least(2, m) < most_s]
+    few = [m for m in counts if any(least(n, m) < most_s for n in stages)]
     return Limits(stages=max(stages), microbatches=max(few), alone=False)
 
 
-def least_s(each_s: float, slices: float, stages: int, microbatches: int) -> float:
+def alone_on(analysis: Analysis, cluster: Cluster) -> tuple[float, float]:
+    """Seconds of a step on one device, and those of starting its kernels.
+
+    Kernels of the update are left out of the second ones.
+    """
+    pricer = Pricer(cluster, candidate_meshes(cluster)[0])
+    work = work_of(unsplit(analysis, pricer.sizes), pricer)
+    starts_s = work.kernel_s[~work.table.update]
+    return float(work.planned_s.sum() + work.kernel_s.sum()), float(starts_s.sum())
+
+
+def least_s(
+    each_s: float, starts_s: float, slices: float, stages: int, microbatches: int
+) -> float:
     """Seconds that a step in stages takes at least, the issue of its tasks included.
 
     The first microbatch goes through all stages before the next ones can keep them
     busy, on no more devices at a time than a stage has. Stages that have several parts
-    in turn wait for as small a part of that.
+    in turn wait for as small a part of that. With one microbatch, weights' gradients of
+    the later stages may be made meanwhile: at most half of the work, as each product
+    of them is as large as one of the forward pass.
 
-    >>> least_s(0.080, 2, stages=2, microbatches=1) > 1.9 * 0.080
+    A stage starts its kernels for each microbatch, however many devices it has. Some
+    stage has as many kernels as the mean. So a step takes that long, too.
+
+    >>> least_s(0.080, 0.0, 2, stages=2, microbatches=1) > 1.4 * 0.080
+    True
+    >>> least_s(0.0, 0.010, 2, stages=2, microbatches=4) > 2 * 0.010
     True
 
     Args:
       each_s: seconds of each device where all do an even part of the work.
+      starts_s: seconds of starting all kernels of a microbatch.
       slices: all devices over those of the largest stage.
       stages: how many there are.
       microbatches: likewise.
     """
-    chunks = max(s.chunks for s in SCHEDULES) if microbatches > 1 else 1
-    waiting = (slices - 1) / (chunks * microbatches)
-    return _CUT * (1 + waiting) * each_s + issue_s(stages, microbatches)
+    chunks = max(s.chunks for s in SCHEDULES) if microbatches > 1 else 2
+    work_s = (1 + (slices - 1) / (chunks * microbatches)) * each_s
+    begun_s = (microbatches + (stages - 1) / chunks) * starts_s / stages
+    return _CUT * max(work_s, begun_s) + issue_s(stages, microbatches)
 
 
 _PROPOSERS: tuple[Callable[[_Search], None], ...] = (_replicas, _rewritten, _pipelines)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from autopar.cost.estimate import StepEstimate, Work, work_of
 from autopar.cost.live import live
-from autopar.layouts.assignment import Assignment
+from autopar.layouts.assignment import Assignment, unsplit
 from autopar.layouts.layout import axes_of
 from autopar.planner.scheme import scheme_of
 from autopar.plans.worth import AxisUse, Worth
@@ -37,7 +37,7 @@ def worth_of(estimate: StepEstimate, step_s: float) -> Worth:
     """
     assignment, pricer = estimate.assignment, estimate.pricer
     analysis, cluster = assignment.analysis, pricer.cluster
-    whole = assignment.without_splits
+    whole = unsplit(analysis, assignment.sizes)
     alone = work_of(whole, pricer)
     one_s = float(alone.planned_s.sum() + alone.kernel_s.sum())
     one_bytes = live(whole, cluster.device).peak_bytes()
