@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -58,9 +59,10 @@ def load_workspace(root: Path) -> Workspace:
     """Executes every BUILD file below a folder."""
     targets: dict[str, Target] = {}
     exported: set[str] = set()
-    for build in sorted(root.rglob("BUILD")):
-        if build.is_file() and not _hidden(build.relative_to(root)):
-            _execute(build, root, targets, exported)
+    for place, folders, names in os.walk(root):
+        folders[:] = sorted(x for x in folders if not x.startswith((".", "__")))
+        if "BUILD" in names:
+            _execute(Path(place) / "BUILD", root, targets, exported)
     return Workspace(root, targets, frozenset(exported))
 
 
@@ -188,28 +190,28 @@ def _glob(folder: Path, include: list[str], exclude: Iterable[str]) -> list[str]
     excluded = [_pattern(pattern) for pattern in exclude]
     found: set[str] = set()
     for pattern in map(_pattern, include):
-        for path in folder.rglob("*"):
-            name = path.relative_to(folder).as_posix()
-            if (
-                path.is_file()
-                and pattern.fullmatch(name)
-                and not any(other.fullmatch(name) for other in excluded)
-                and not _in_other_package(path, folder)
+        for name in _files(folder):
+            if pattern.fullmatch(name) and not any(
+                other.fullmatch(name) for other in excluded
             ):
                 found.add(name)
     return sorted(found)
+
+
+@functools.cache
+def _files(folder: Path) -> tuple[str, ...]:
+    """The files below a folder that no package in it has."""
+    found: list[str] = []
+    for place, folders, names in os.walk(folder):
+        if place != str(folder) and "BUILD" in names:
+            folders.clear()
+            continue
+        within = Path(place).relative_to(folder)
+        found += [(within / name).as_posix() for name in names]
+    return tuple(found)
 
 
 def _pattern(glob: str) -> re.Pattern[str]:
     """``**`` stands for any number of folders, ``*`` for a part of a name."""
     text = re.escape(glob).replace(r"\*\*/", "(?:.*/)?").replace(r"\*\*", ".*")
     return re.compile(text.replace(r"\*", "[^/]*"))
-
-
-def _in_other_package(path: Path, folder: Path) -> bool:
-    between = path.relative_to(folder).parents
-    return any((folder / parent / "BUILD").is_file() for parent in list(between)[:-1])
-
-
-def _hidden(path: Path) -> bool:
-    return any(part.startswith((".", "__")) for part in path.parts[:-1])

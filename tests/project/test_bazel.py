@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import importlib.metadata
 import itertools
 import re
@@ -16,8 +17,6 @@ from packaging.requirements import Requirement
 
 import autopar.version
 
-WORKSPACE = bazel.load_workspace(checkout.ROOT)
-LABELS = sorted(WORKSPACE.targets)
 DISTRIBUTIONS = importlib.metadata.packages_distributions()
 # Import names of our own code, and the target that provides each.
 OURS = {
@@ -26,6 +25,12 @@ OURS = {
     "autopar_passes": "//passes:passes",
     "autopar_solver": "//solver:solver",
 }
+
+
+@pytest.fixture(scope="module")
+def workspace() -> bazel.Workspace:
+    """Executed once, and not by each process that collects tests."""
+    return bazel.load_workspace(checkout.ROOT)
 
 
 def normalised(distribution: str) -> str:
@@ -38,6 +43,7 @@ def locked() -> set[str]:
     return {normalised(name) for name in re.findall(r"^([\w.-]+)==", lock, re.M)}
 
 
+@functools.cache
 def imported(path: Path) -> set[str]:
     """The top-level names of the modules that a file imports."""
     names: set[str] = set()
@@ -57,59 +63,54 @@ def providers(name: str) -> set[str]:
     return {f"@pypi//{normalised(distribution)}" for distribution in found}
 
 
-def test_every_module_is_in_a_target() -> None:
-    covered = {path for label in LABELS for path in WORKSPACE.sources(label)}
+def test_every_module_is_in_a_target(workspace: bazel.Workspace) -> None:
+    covered = {path for label in workspace.targets for path in workspace.sources(label)}
 
     assert set(checkout.files(".py")) - covered == set()
 
 
-@pytest.mark.parametrize("label", LABELS)
-def test_files_exist(label: str) -> None:
-    target = WORKSPACE.targets[label]
-    missing = [x for x in target.srcs + target.data if not WORKSPACE.path(x).is_file()]
+def test_files_exist_and_those_of_other_packages_are_exported(
+    workspace: bazel.Workspace,
+) -> None:
+    for label, target in workspace.targets.items():
+        named = {*target.srcs, *target.data}
+        foreign = {x for x in named if not x.startswith(f"{label.split(':')[0]}:")}
 
-    assert missing == []
-
-
-@pytest.mark.parametrize("label", LABELS)
-def test_files_of_other_packages_are_exported(label: str) -> None:
-    target = WORKSPACE.targets[label]
-    package = label.split(":")[0]
-    foreign = {x for x in target.srcs + target.data if not x.startswith(f"{package}:")}
-
-    assert foreign <= WORKSPACE.exported
+        assert not [x for x in named if not workspace.path(x).is_file()], label
+        assert foreign <= workspace.exported, label
 
 
-@pytest.mark.parametrize("label", LABELS)
-def test_dependencies_resolve(label: str) -> None:
-    package = label.removeprefix("//").split(":")[0]
-    for dependency in WORKSPACE.targets[label].deps:
-        if dependency.startswith("@pypi//"):
-            assert dependency.removeprefix("@pypi//") in locked()
-        else:
-            assert dependency in WORKSPACE.targets
-            assert WORKSPACE.visible(dependency, package), dependency
+def test_dependencies_resolve(workspace: bazel.Workspace) -> None:
+    known = locked()
+    for label, target in workspace.targets.items():
+        package = label.removeprefix("//").split(":")[0]
+        for dependency in target.deps:
+            if dependency.startswith("@pypi//"):
+                assert dependency.removeprefix("@pypi//") in known, label
+            else:
+                assert dependency in workspace.targets, label
+                assert workspace.visible(dependency, package), (label, dependency)
 
 
-@pytest.mark.parametrize("label", LABELS)
-def test_imports_are_dependencies(label: str) -> None:
-    dependencies = {label, *WORKSPACE.targets[label].deps}
-    names = set().union(*map(imported, WORKSPACE.sources(label)))
-    for name in sorted(names - imported_by_file_name(dependencies)):
-        labels = providers(name)
-        assert labels & dependencies, f"{label} lacks {sorted(labels)} for {name}"
+def test_imports_are_dependencies(workspace: bazel.Workspace) -> None:
+    for label, target in workspace.targets.items():
+        dependencies = {label, *target.deps}
+        names = set().union(*map(imported, workspace.sources(label)))
+        for name in sorted(names - imported_by_file_name(dependencies, workspace)):
+            labels = providers(name)
+            assert labels & dependencies, f"{label} lacks {sorted(labels)} for {name}"
 
 
-def imported_by_file_name(labels: set[str]) -> set[str]:
+def imported_by_file_name(labels: set[str], workspace: bazel.Workspace) -> set[str]:
     """Tests and examples import what lies beside them, as scripts do."""
-    internal = labels & WORKSPACE.targets.keys()
-    return {path.stem for label in internal for path in WORKSPACE.sources(label)}
+    internal = labels & workspace.targets.keys()
+    return {path.stem for label in internal for path in workspace.sources(label)}
 
 
-def test_layers_depend_as_drawn() -> None:
+def test_layers_depend_as_drawn(workspace: bazel.Workspace) -> None:
     """Bazel would refuse what import-linter refuses."""
     internal = {
-        label: {d for d in WORKSPACE.targets[label].deps if d.startswith("//")}
+        label: {d for d in workspace.targets[label].deps if d.startswith("//")}
         for label in OURS.values()
     }
     below = OURS["autopar_errors"]
@@ -122,7 +123,7 @@ def test_layers_depend_as_drawn() -> None:
     }
 
 
-def test_runtime_dependencies_are_declared() -> None:
+def test_runtime_dependencies_are_declared(workspace: bazel.Workspace) -> None:
     """What the libraries depend on is what an installation brings.
 
     The compilers of accelerators are looked for at run time and are no dependency.
@@ -135,15 +136,15 @@ def test_runtime_dependencies_are_declared() -> None:
     used = {
         dependency.removeprefix("@pypi//")
         for label in OURS.values()
-        for dependency in WORKSPACE.targets[label].deps
+        for dependency in workspace.targets[label].deps
         if dependency.startswith("@pypi//")
     }
 
     assert used == names
 
 
-def test_binaries_have_their_module() -> None:
-    binaries = [t for t in WORKSPACE.targets.values() if t.rule == "py_binary"]
+def test_binaries_have_their_module(workspace: bazel.Workspace) -> None:
+    binaries = [t for t in workspace.targets.values() if t.rule == "py_binary"]
     mains = {target.attributes["main_module"] for target in binaries}
 
     assert mains == {"autopar", "autopar_solver"}
@@ -151,7 +152,7 @@ def test_binaries_have_their_module() -> None:
         assert (checkout.SOURCES[name] / "__main__.py").is_file()
 
 
-def test_every_test_runs_under_bazel() -> None:
+def test_every_test_runs_under_bazel(workspace: bazel.Workspace) -> None:
     """All but these: they look at the checkout, which the sandbox hides."""
     tests = {
         path
@@ -160,18 +161,18 @@ def test_every_test_runs_under_bazel() -> None:
     }
     run = {
         path
-        for label in LABELS
-        if WORKSPACE.targets[label].rule == "py_test"
-        for path in WORKSPACE.sources(label)
+        for label in workspace.targets
+        if workspace.targets[label].rule == "py_test"
+        for path in workspace.sources(label)
     }
 
     assert run == tests
 
 
-def test_module_agrees_with_pyproject() -> None:
+def test_module_agrees_with_pyproject(workspace: bazel.Workspace) -> None:
     calls = bazel.execute_module(checkout.ROOT / "MODULE.bazel")
     module = dict(calls)["module"]
     locks = {x["requirements_lock"] for name, x in calls if name == "pip.parse"}
 
     assert module == {"name": "autopar", "version": autopar.version.__version__}
-    assert locks <= WORKSPACE.exported
+    assert locks <= workspace.exported
