@@ -113,8 +113,7 @@ def test_options_are_typed_and_have_defaults() -> None:
             assert isinstance(option.default, option.annotation)
 
 
-@pytest.mark.parametrize("name", ["gpt", "gpt_nnx"])
-@pytest.mark.parametrize("scan", [False, True])
+@pytest.mark.parametrize(("name", "scan"), [("gpt", False), ("gpt_nnx", True)])
 def test_gpt3_is_described_without_memory(name: str, scan: bool) -> None:
     layers, d_model, vocab, seq = 96, 12288, 50257, 2048
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from flax import nnx
 
@@ -21,7 +22,9 @@ ROWS, WIDTH, DEPTH = 4, 6, 3
 
 
 def random(seed: int, *shape: int) -> jax.Array:
-    return jax.random.normal(jax.random.key(seed), shape, jnp.float32) / 2.0
+    """Numbers that no program has to be compiled for."""
+    draw = np.random.default_rng(seed)
+    return jnp.asarray(draw.standard_normal(shape) / 2.0, jnp.float32)
 
 
 def descent(loss: Step) -> Step:

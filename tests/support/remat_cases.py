@@ -24,8 +24,9 @@ ROWS, WIDTH, DEPTH, WORDS = 8, 16, 3, 11
 
 
 def drawn(*shape: int, seed: int = 0) -> jax.Array:
-    """Numbers of about the size of weights."""
-    return jax.random.normal(jax.random.key(seed), shape, jnp.float32) / 4
+    """Numbers of about the size of weights, made without compiling a program."""
+    draw = np.random.default_rng(seed)
+    return jnp.asarray(draw.standard_normal(shape) / 4, jnp.float32)
 
 
 def descent(loss: Step, *, aux: bool = False) -> Step:

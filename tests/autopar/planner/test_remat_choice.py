@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import itertools
 import random
 from typing import Any
 
@@ -35,7 +34,11 @@ from autopar.planner.stages.entry import issue_s
 from autopar.plans import AS_WRITTEN
 from autopar.steps.analysis import analyse
 
-SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero-bubble")
+# One microbatch passes the stages in turn, whatever the schedule.
+PIPELINES = (
+    *((2, 1, "gpipe"), (4, 1, "1f1b"), (4, 8, "gpipe"), (2, 8, "1f1b")),
+    *((n, 8, schedule) for n in (2, 4) for schedule in ("interleaved", "zero-bubble")),
+)
 X = drawn(2048, 16, seed=5)
 STEPS: dict[str, tuple[Any, Any]] = {
     "mlp": (descent(mlp), (blocks(4), X)),
@@ -137,7 +140,9 @@ def test_the_first_number_is_found_by_few_questions() -> None:
 def test_layers_that_cannot_be_enough_are_not_planned() -> None:
     """A plan that does not fit says what every plan needs."""
     step = descent(mlp), blocks(8), X
-    needed = autopar.plan(*step, cluster=cluster(), axis_names=("data",))
+    needed = autopar.plan(
+        *step, cluster=cluster(), axis_names=("data",), **AS_WRITTEN_OPTIONS
+    )
     limit = 0.5 * needed.predicted.peak_memory_bytes
     options = PlanOptions(axis_names=("data",), remat="auto", microbatches=1, stages=1)
     with recorded() as proposals:
@@ -172,20 +177,20 @@ def test_what_saves_memory_is_not_tried_where_memory_is_enough() -> None:
 
 @pytest.mark.parametrize("text", ["2x2:cpu", "2x2:h100"])
 def test_no_pipeline_is_faster_than_what_pipelines_take_at_least(text: str) -> None:
-    """Whatever stages, schedule and microbatches: the whole space is planned."""
+    """Whatever stages, schedule and microbatches."""
     cluster = Cluster.parse(text)
     analysis = analyse(descent(mlp), (blocks(8), X))
     alone_s, starts_s = alone_on(analysis, cluster)
     assert starts_s > 0
     planned_ones = 0
-    for stages, count, schedule in itertools.product((2, 4), (1, 8), SCHEDULES):
+    for stages, count, schedule in PIPELINES:
         options = PlanOptions(stages=stages, microbatches=count, schedule=schedule)
         with contextlib.suppress(PlanError):  # interleaved parts may be too many
             found = plan_analysis(analysis, cluster, options)
             took_s = found.predicted.step_s + issue_s(stages, count)
             assert least_s(alone_s / 4, starts_s, 2, stages, count) <= took_s
             planned_ones += 1
-    assert planned_ones >= 12
+    assert planned_ones >= len(PIPELINES) - 1
 
 
 def test_options_of_one_stage_are_said_in_the_plan() -> None:

@@ -120,20 +120,6 @@ def test_a_step_that_does_not_fit_runs_with_layers_computed_again() -> None:
     )
 
 
-def test_no_other_number_of_layers_is_faster() -> None:
-    layers = len(chosen().remat.starts)
-    found: list[float] = []
-    for level in ("full", "dots"):
-        for count in range(1, layers + 1):
-            try:
-                plan = planned(MEMORY, remat=f"{count}:{level}")
-            except InfeasibleError:
-                continue
-            found.append(plan.predicted.step_s)
-
-    assert chosen().predicted.step_s <= min(found) * 1.005
-
-
 def test_nothing_is_computed_again_where_all_fits() -> None:
     found = planned(remat="auto")
 
@@ -141,8 +127,9 @@ def test_nothing_is_computed_again_where_all_fits() -> None:
     assert found.predicted == plain().predicted
 
 
-@pytest.mark.parametrize("remat", [2, "all", "2:dots"])
-@pytest.mark.parametrize("name", ["dropout", "tied", "batch norm"])
+@pytest.mark.parametrize(
+    ("name", "remat"), [("dropout", "2:dots"), ("tied", "all"), ("batch norm", 2)]
+)
 def test_losses_are_those_of_one_device(name: str, remat: int | str) -> None:
     step, given = CASES[name]
     run = autopar.parallelize(

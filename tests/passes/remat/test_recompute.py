@@ -23,14 +23,13 @@ from autopar_passes.remat.levels import LEVELS, RematError
 from autopar_passes.remat.recompute import Recomputation, recompute_layers
 
 
-@pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("name", CASES)
-def test_the_numbers_are_the_same(name: str, level: str) -> None:
+def test_the_numbers_are_the_same(name: str) -> None:
     """Bit for bit, where no compiler fuses them otherwise."""
     plain, arrays = analysed(name), flat(name)
     expected = results_of(plain, arrays)
 
-    for layers in (1, None):
+    for layers, level in ((1, "full"), *((None, level) for level in LEVELS)):
         found = again(plain, layers, level)
 
         verify(found.graph)
