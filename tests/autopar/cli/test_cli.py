@@ -102,8 +102,8 @@ def test_memory_changes_the_cluster(run: Run) -> None:
 
 
 def test_no_plan_fits(run: Run) -> None:
-    words = ("--cluster", "2x4:cpu", "--memory", "10kB", "--seconds", 3)
-    assert_fails(run("plan", TARGET, *words), "no plan fits", code=3)
+    words = ("--cluster", "2:cpu", "--memory", "10kB", "--seconds", 3)
+    assert_fails(run("plan", TARGET, *SMALL, *words), "no plan fits", code=3)
 
 
 def test_local_devices(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

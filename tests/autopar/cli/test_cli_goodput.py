@@ -5,6 +5,7 @@ from __future__ import annotations
 import pathlib
 
 import msgspec
+import pytest
 from command_line import SMALL, TARGET, Run, assert_fails
 
 from autopar.cli import curving
@@ -83,6 +84,7 @@ def test_a_kernel_of_attention_has_a_curve(run: Run, tmp_path: pathlib.Path) -> 
         assert not point.reason
 
 
+@pytest.mark.cluster
 def test_several_processes_find_the_same(tmp_path: pathlib.Path) -> None:
     asked = curving.CurveRequest(
         target=TARGET, words=SMALL, noise_scale=300.0, max_batch=512, anew=True

@@ -180,7 +180,7 @@ def test_progress_takes_any_text(capsys: pytest.CaptureFixture[str]) -> None:
 
 # Demo.
 
-SMALL_GPT: dict[str, Any] = {"layers": 1, "d_model": 32, "seq": 32, "batch": 8}
+SMALL_GPT: dict[str, Any] = {"layers": 1, "d_model": 32, "seq": 16, "batch": 8}
 
 
 @pytest.fixture
@@ -199,7 +199,7 @@ def test_demo_trains_and_compares() -> None:
     found = demonstration.run(
         devices=8,
         steps=12,
-        options=PlanOptions(seconds=3.0),
+        options=PlanOptions(seconds=3.0, stages=1, microbatches=1, remat=0),
         show=shown.append,
         say=silent,
     )
