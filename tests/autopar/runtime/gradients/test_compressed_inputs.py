@@ -67,14 +67,6 @@ CHANGES: dict[str, tuple[Wishes, float]] = {
         [{UP: "topk:ratio=0.1"}, {UP: "topk:ratio=0.2", DOWN: "topk:ratio=0.1"}, None],
         0.0,
     ),
-    "threshold:ratio=0.2,every=2": (
-        [
-            {UP: "threshold:ratio=0.1,every=2"},
-            {UP: "threshold:ratio=0.2,every=3", DOWN: "threshold:ratio=0.1"},
-            None,
-        ],
-        0.0,
-    ),
     "powersgd:rank=4": (
         [{UP: "powersgd:rank=3"}, {UP: "powersgd", DOWN: "powersgd:rank=3"}, None],
         1e-5,
@@ -100,20 +92,19 @@ def test_losses_are_those_of_constants(codec: str, compiled: list[str]) -> None:
 
 
 def test_dct_compiles_the_steps_of_the_ladder(compiled: list[str]) -> None:
-    """Twelve changes of ratio, threefold in all."""
-    ratios = [0.02 * 3 ** (k / 12) for k in range(1, 13)]
+    """Six changes of ratio, by two fifths in all."""
+    ratios = [0.02 * 1.4 ** (k / 6) for k in range(1, 7)]
     wishes = [
         {(UP, DOWN)[k % 2]: f"threshold:ratio={r:.5f}"} for k, r in enumerate(ratios)
     ]
     trained("threshold:ratio=0.02", wishes)
-    # That of the plan; two limits, and at most three rooms in each.
-    assert steps_in(compiled) <= 1 + 2 * 3
+    # That of the plan; one limit, and at most three rooms in it.
+    assert steps_in(compiled) <= 1 + 3
 
 
-@pytest.mark.parametrize("fallback", [None, ("bf16",)])
-def test_a_restored_run_is_the_same(fallback: Any) -> None:
+def test_a_restored_run_is_the_same() -> None:
     wishes: Wishes = [{UP: "topk:ratio=0.1"}, {DOWN: "topk:ratio=0.15"}]
-    case, options = case_of(NAME), {"fallback": fallback} if fallback else {}
+    case, options = case_of(NAME), {"fallback": ("bf16",)}
     step, state, _ = trained("topk:ratio=0.2", wishes, **options)
     saved = jax.tree.map(np.array, step.compression_state)
     state = jax.tree.map(np.array, state)
@@ -143,7 +134,7 @@ def test_programs_and_probes_go(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of many changes of codecs as many programs stay as there is room for."""
     monkeypatch.setattr(probing, "PROGRAMS", 2)
     texts = [f"int8:block={32 * k}" for k in range(1, 4)]
-    probes = ("int8", "int4")
+    probes = ("int8",)
 
     class Probing(Wishing):
         def __init__(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -139,8 +140,9 @@ def decisions(state: Any) -> list[Any]:
 
 
 @pytest.mark.filterwarnings("ignore:step .* not finite:UserWarning")
-@pytest.mark.parametrize("codec", ["int8", "sign"])
-@pytest.mark.parametrize("name", list(STEPS))
+@pytest.mark.parametrize(
+    ("name", "codec"), list(zip(STEPS, itertools.cycle(["int8", "sign"]), strict=False))
+)
 def test_scales_and_counters_are_those_of_one_device(name: str, codec: str) -> None:
     function, start = STEPS[name]
     step = split(function)

@@ -45,12 +45,10 @@ def run(name: str, codec: str, policy: Any, steps: int) -> tuple[Any, list[float
 @pytest.mark.parametrize(
     ("name", "codec"),
     [
-        ("data_parallel", "topk:ratio=0.1"),
         ("sharded_state", "int4:hadamard=false"),
         ("tensor_parallel", "blocktopk"),
         ("scanned_layers", "sign"),
         ("two_levels", "powersgd:rank=2"),
-        ("split_over_levels", "topk:ratio=0.1"),
     ],
 )
 def test_the_codec_in_use_loses_what_the_step_reports(name: str, codec: str) -> None:
@@ -200,7 +198,10 @@ def test_lgreco_waits_where_its_choice_saves_too_little() -> None:
 
 
 def test_across_families_chooses_by_itself() -> None:
-    policy = AcrossFamilies(bandwidth_bytes_per_s=1e6, every=1, budget=0.02)
+    options = ("int8", "int4", "sign", "powersgd:rank=4", "topk:ratio=0.1")
+    policy = AcrossFamilies(
+        bandwidth_bytes_per_s=1e6, every=1, budget=0.02, options=options
+    )
     step, _ = run(NAME, "sign", policy, 2)
 
     codecs = {g.name: g.codec for g in step.plan.gradients}
