@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import json
 import os
@@ -21,8 +22,13 @@ import autopar
 from autopar import CheckpointError, Checkpoints
 
 
+@functools.cache
+def plan() -> autopar.Plan:
+    return autopar.plan(small_step.step, *small_step.structs(), cluster="4:cpu")
+
+
 def small() -> Any:
-    made = autopar.parallelize(small_step.step, cluster="4:cpu")
+    made = autopar.parallelize(small_step.step, plan=plan())
     made.prepare(*small_step.structs())
     return made
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import random
 from collections.abc import Iterator
 
@@ -49,8 +50,9 @@ def candidates(name: str, text: str) -> Iterator[Candidate]:
         yield candidate_of(analysis(name), found, solution)
 
 
-@pytest.mark.parametrize("text", CLUSTERS)
-@pytest.mark.parametrize("name", cases.names())
+@pytest.mark.parametrize(
+    ("name", "text"), list(zip(cases.names(), itertools.cycle(CLUSTERS), strict=False))
+)
 def test_what_operators_read_is_noted_as_one_by_one(name: str, text: str) -> None:
     for candidate in candidates(name, text):
         assignment = candidate.assignment

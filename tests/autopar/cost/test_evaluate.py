@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import random
 
@@ -62,8 +63,9 @@ def random_plans(
     return out
 
 
-@pytest.mark.parametrize("text", CLUSTERS)
-@pytest.mark.parametrize("name", cases.names())
+@pytest.mark.parametrize(
+    ("name", "text"), list(zip(cases.names(), itertools.cycle(CLUSTERS), strict=False))
+)
 def test_the_objective_is_the_cost_less_its_corrections(name: str, text: str) -> None:
     """Equal to 1e-9, with combined messages and without."""
     found = analysis(name)

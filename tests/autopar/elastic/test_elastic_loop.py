@@ -200,8 +200,7 @@ def test_parts_of_the_state_that_are_no_arrays_are_not_given_back() -> None:
     assert float(run.state[1]) == 2
 
 
-@pytest.mark.parametrize("named", [False, True])
-def test_keys_that_follow_the_step(named: bool) -> None:
+def test_keys_that_follow_the_step() -> None:
     """Arguments after the batch, in order or by name, depend on the step alone."""
 
     def step(w: jax.Array, batch: Any, key: jax.Array) -> Any:
@@ -210,11 +209,11 @@ def test_keys_that_follow_the_step(named: bool) -> None:
 
     key = jax.random.key(3)
 
-    def others(k: int) -> Any:
-        own = jax.random.fold_in(key, k)
-        return {"key": own} if named else (own,)
+    def run(changes: Any, named: bool) -> list[float]:
+        def others(k: int) -> Any:
+            own = jax.random.fold_in(key, k)
+            return {"key": own} if named else (own,)
 
-    def run(changes: Any) -> list[float]:
         planned = autopar.parallelize(step, cluster=forms.cheap("8:cpu"))
         made = autopar.elastic(
             planned,
@@ -227,9 +226,9 @@ def test_keys_that_follow_the_step(named: bool) -> None:
         )
         return elastic_runs.losses(made, changes)
 
-    plain = run({})
+    plain = run({}, named=False)
     assert len(set(plain)) == 5
-    changed = run({2: forms.cheap("6:cpu"), 3: forms.cheap("4:cpu")})
+    changed = run({2: forms.cheap("6:cpu"), 3: forms.cheap("4:cpu")}, named=True)
     np.testing.assert_allclose(changed, plain, rtol=1e-5)
 
 
@@ -335,13 +334,13 @@ def held(run: Any) -> np.ndarray:
     return np.stack([np.asarray(w) for w in run.state])
 
 
-@pytest.mark.parametrize("scale", ["loss", "gradient"])
 @pytest.mark.parametrize(
-    "plan",
+    ("scale", "plan"),
     [
-        {},
-        {"microbatches": 2},
-        {"stages": 2, "microbatches": 2},
+        ("loss", {}),
+        ("gradient", {}),
+        ("gradient", {"microbatches": 2}),
+        ("loss", {"stages": 2, "microbatches": 2}),
     ],
 )
 def test_steps_that_are_not_finite_end_a_run(scale: str, plan: Any) -> None:

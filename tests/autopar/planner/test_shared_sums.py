@@ -52,9 +52,7 @@ def attention(widths: Sequence[int]) -> Analysis:
     return analyse(step, (arrays, jax.ShapeDtypeStruct((ROWS, WIDTH), jnp.float32)))
 
 
-@pytest.mark.parametrize(
-    "widths", [(4096, 4096, 4096), (64, 64, 8192), (512, 512, 512)]
-)
+@pytest.mark.parametrize("widths", [(64, 64, 8192), (512, 512, 512)])
 def test_never_slower_than_the_plan_of_a_problem_without(
     widths: Sequence[int],
 ) -> None:

@@ -22,7 +22,7 @@ def mlp() -> Analysis:
 
 def test_work_space_lowers_what_layouts_may_use() -> None:
     """As much memory more as products work in: the same plan, the same bound."""
-    analysis, cluster = mlp(), Cluster.parse("4:h100")
+    analysis, cluster = mlp(), Cluster.parse("2:h100")
     room = 2**25
 
     def of(nbytes: int, workspace: int) -> Cluster:

@@ -72,7 +72,8 @@ def test_four_simulated_devices(tmp_path):
     (tmp_path / "tests_settings.py").write_text(source)
     environment = os.environ | {
         "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=4",
+        "XLA_FLAGS": os.environ["XLA_FLAGS"]
+        + " --xla_force_host_platform_device_count=4",
         "PYTHONPATH": os.pathsep.join([str(ROOT), str(tmp_path)]),
     }
     done = subprocess.run(
@@ -210,6 +211,7 @@ def test_groups_lie_along_their_level():
     assert profile._along(devices, (2, 3), 0) == across
 
 
+@pytest.mark.cluster
 def test_two_processes_of_two_devices(tmp_path):
     """Both get one cluster of two levels, with every collective of both."""
     outs = [tmp_path / f"{k}.toml" for k in range(2)]
