@@ -22,7 +22,7 @@ from autopar.planner.codecs.choose import (
     requested,
     sent_as_asked,
 )
-from autopar.planner.deciding import Planned, decide
+from autopar.planner.deciding import decide
 from autopar.planner.edited import carried_out, check_fits, with_status
 from autopar.planner.hints import (
     Pins,
@@ -34,6 +34,7 @@ from autopar.planner.hints import (
 from autopar.planner.manual import meshes_for_manual
 from autopar.planner.options import DEFAULTS, PlanOptions
 from autopar.planner.problem import Restriction
+from autopar.planner.programs import Planned
 from autopar.planner.rebatch import rebatched
 from autopar.planner.record import make_plan, restore, split_as
 from autopar.planner.remat import wanted

@@ -1,0 +1,353 @@
+"""Programs that a step is rewritten to, their plans, and the fastest of them.
+
+A program computes some layers again and has some number of microbatches. Each is
+planned once quickly, by one problem on each mesh; the fastest ones are then planned in
+full. `autopar.planner.deciding` says which are looked at.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+import time
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol
+
+import msgspec
+
+from autopar.cluster import Cluster
+from autopar.errors import InfeasibleError, PlanError
+from autopar.planner.codecs.choose import CodecRequest
+from autopar.planner.infeasible import size_text
+from autopar.planner.kept_layouts import priced
+from autopar.planner.options import PlanOptions, decided
+from autopar.planner.proposals import Proposal, of_program, record
+from autopar.planner.remat import as_asked
+from autopar.planner.solving import TimeOutError
+from autopar.plans import Plan
+from autopar.progress import say
+from autopar.steps.analysis import Analysis
+from autopar_passes.graph.roles import InputRole
+
+
+class Planned(NamedTuple):
+    """A plan, and how many times as long it takes as with room for everything."""
+
+    plan: Plan
+    slowed: float
+
+
+class Planner(Protocol):
+    """Plans the layouts of a step of one stage."""
+
+    def __call__(
+        self,
+        program: Analysis,
+        on: Cluster,
+        asked: PlanOptions,
+        untried: Sequence[str] | None = None,
+        *,
+        quick: bool = False,
+        most_s: float = math.inf,
+    ) -> Planned:
+        """Finds them.
+
+        Args:
+          program: the step as the options ask for it.
+          on: the cluster.
+          asked: options that decide all but layouts and codecs.
+          untried: where nothing fits, the error says what would be enough, and these
+            options; None: it does not.
+          quick: whether one problem is solved on each mesh, which shows about how fast
+            a plan is.
+          most_s: seconds of a plan that is known; where none can be faster, the search
+            ends.
+        """
+        ...
+
+
+# A plan that needs less than this part of the memory is not held back by it.
+_EASY = 0.5
+# A plan slower by less than this part is as fast: the solver's own gap.
+GAP = 0.005
+# Most seconds of the solver on a mesh for a program that is looked at quickly.
+_QUICK_S = 2.0
+# Programs that are planned in full: so many, within this part of the fastest one.
+_REFINED, _NEAR = 3, 0.03
+# Programs that are kept for a second look.
+_PROGRAMS = 4
+# Bytes of a device that holds whatever is planned for it.
+_UNLIMITED = 10**18
+
+
+class Programs:
+    """The plans that were proposed, and the fastest of them that fits."""
+
+    def __init__(
+        self,
+        analysis: Analysis,
+        cluster: Cluster,
+        options: PlanOptions,
+        plan: Planner,
+        codecs: CodecRequest,
+    ) -> None:
+        """Nothing is planned yet; for the arguments see `autopar.planner.deciding`."""
+        self.analysis, self.cluster, self.options = analysis, cluster, decided(options)
+        self.said, self.plan, self.codecs = options, plan, codecs
+        self.best: Plan | None = None
+        self.plans: dict[str, Plan] = {}
+        self.errors: dict[str, PlanError] = {}
+        # Why something was not tried, by what it is.
+        self.left_out: dict[str, str] = {}
+        self.programs: dict[str, PlanOptions] = {}
+        # The last programs that were looked at.
+        self.analyses: dict[str, Analysis] = {}
+        # Seconds of a step by the plan whose layouts it has, and its program.
+        self.seconds: dict[tuple[str, str], float] = {}
+        # Programs whose layouts are not the best that there are.
+        self.quick: set[str] = set()
+        # How much memory slows plans (`Planned.slowed`).
+        self.slowed: dict[str, float] = {}
+        self.begin_s = time.thread_time()
+
+    def judge(self, name: str, make: Callable[[], Plan | None], gain: float) -> None:
+        """Finds the plan of a proposal, and keeps it where it is the fastest.
+
+        Args:
+          name: of the proposal.
+          make: finds its plan; None: none is as fast as the best one.
+          gain: the part of a step that it must save to be worth it.
+        """
+        if name in self.plans or name in self.errors:
+            return
+        begin = time.thread_time()
+        try:
+            found = make()
+        except TimeOutError as error:  # what is so hard to fit counts as too large
+            self.errors[name] = InfeasibleError(str(error))
+            found = None
+        except PlanError as error:
+            self.errors[name] = error
+            found = None
+        if found is not None:
+            self.plans[name] = found
+            most_s = self.most_s(gain)
+            if found.predicted.step_s < most_s:
+                self.best = found
+        if name not in self.programs:
+            _record(name, found, self.errors.get(name), time.thread_time() - begin)
+
+    def most_s(self, gain: float = 0.0) -> float:
+        """Seconds of a step that a plan may take at most to be kept."""
+        best = self.best
+        return math.inf if best is None else (1 - gain) * best.predicted.step_s
+
+    def leave_out(self, what: str, why: str) -> None:
+        """Records that something is not tried, and why."""
+        say(f"{what}: {why}")
+        self.left_out[what] = why
+        record(Proposal(what, "", note=f"not tried: {why}"))
+
+    def rewritten(self, count: int, remat: str) -> PlanOptions:
+        """The options of a plan of one stage in microbatches, with layers again."""
+        asked = self.options
+        said = asked.remat if asked.remat != "auto" else remat or None
+        return dataclasses.replace(
+            asked, stages=1, schedule=None, microbatches=count, remat=said
+        )
+
+    def program(self, name: str) -> Analysis:
+        """The step as a program's options ask for it; see `as_asked`."""
+        found = self.analyses.pop(name, None)
+        if found is None:
+            found = as_asked(self.analysis, self.programs[name])
+        self.analyses[name] = found
+        for old in list(self.analyses)[:-_PROGRAMS]:
+            del self.analyses[old]
+        return found
+
+    def tried(self, count: int, remat: str = "") -> bool:
+        """Whether a plan in microbatches, with layers computed again, fits.
+
+        Raises:
+          PlanError: the step cannot be planned as it is written.
+        """
+        name = program_name(count, remat)
+        options = self.programs.setdefault(name, self.rewritten(count, remat))
+        quick = bool(self.plans or self.errors)
+        if quick and name not in self.plans and self.codecs.mode == "none":
+            self.quick.add(name)
+            limit_s = min(options.seconds or _QUICK_S, _QUICK_S)
+            options = dataclasses.replace(options, seconds=limit_s)
+
+        def find() -> Plan:
+            with of_program(name):
+                program = self.program(name)
+                found, slowed = self.plan(program, self.cluster, options, quick=quick)
+            self.slowed[name] = slowed
+            return found
+
+        self.judge(name, find, 0.0)
+        error = self.errors.get(name)
+        if error is not None and not isinstance(error, InfeasibleError):
+            raise error
+        return name in self.plans
+
+    def refine(self) -> None:
+        """Plans the fastest programs in full that were looked at quickly.
+
+        One is left out where a bound of all its plans is no less than the best plan.
+        """
+        near_s = (1 + _NEAR) * self.best.predicted.step_s if self.best else 0.0
+        known = self.quick & self.plans.keys()
+        found = {n: self.plans[n].predicted.step_s for n in known}
+        near = [n for n in sorted(found, key=lambda n: found[n]) if found[n] <= near_s]
+        for name in near[:_REFINED]:
+            if self.plans[name].solver.bound >= self.most_s(GAP):
+                continue
+            say(f"planning in full: {name}")
+            options, most_s = self.programs[name], self.most_s()
+            with of_program(name):
+                program = self.program(name)
+                plan, _ = self.plan(program, self.cluster, options, most_s=most_s)
+            self.plans[name] = plan
+            if plan.predicted.step_s < self.most_s():
+                self.best = plan
+
+    def held(self, name: str) -> bool:
+        """Whether memory holds a plan back: with room for everything it is faster."""
+        plan = self.plans[name]
+        easy = plan.predicted.peak_memory_bytes <= _EASY * self.cluster.memory_bytes
+        return not easy and self.slowed[name] > 1 + GAP
+
+    def priced_s(self, name: str, other: str) -> float:
+        """Seconds of a step of another program in the layouts of a plan.
+
+        They are 0 where no layouts of the rest are found in time.
+        """
+        if (name, other) not in self.seconds:
+            before, after = self.program(name), self.program(other)
+            found_s = 0.0
+            with contextlib.suppress(PlanError):
+                roomy = _roomy(self.cluster)
+                found_s = priced(self.plans[name], before, after, roomy).step_s
+            self.seconds[name, other] = found_s
+        return self.seconds[name, other]
+
+    def too_large(self) -> bool:
+        """Whether the state alone does not fit, however it is split."""
+        if self.cluster.groups:
+            return False
+        graph = self.analysis.graph
+        state = sum(
+            graph.values[i.value].nbytes
+            for i in graph.inputs
+            if i.role is not InputRole.BATCH
+        )
+        return state > self.cluster.memory_bytes * self.cluster.num_devices
+
+    def failure(self, *, advise: bool) -> PlanError:
+        """The error where no plan fits, of what needs least memory."""
+        unfit = {n: e for n, e in self.errors.items() if isinstance(e, InfeasibleError)}
+        programs = [name for name in unfit if name in self.programs]
+        others = {n: e for n, e in self.errors.items() if n not in unfit}
+        if not programs:
+            known = {*self.errors, *self.left_out}
+            alone = self.options.stages == "auto" and "stages" not in known
+            if self.cluster.groups and alone:
+                return PlanError(
+                    f"one kind of devices alone trains fastest on {self.cluster}: plan "
+                    "for a part of it, cluster.groups[0] and so on. Not tried: "
+                    f"replicas: {self.errors['replicas']}"
+                )
+            return [*others.values(), *unfit.values()][0]
+        name = programs[-1]
+        error: PlanError = unfit[name]
+        if advise:
+            try:
+                with of_program(name):
+                    program, options = self.program(name), self.programs[name]
+                    self.plan(program, self.cluster, options, self.untried())
+            except PlanError as found:
+                error = found
+        said = {n: str(e).split("\n", 1)[0] for n, e in others.items()}
+        known = {**self.left_out, **said}.items()
+        reasons = [f"\n  not tried: {what}: {why}" for what, why in known]
+        if reasons and isinstance(error, InfeasibleError):
+            made = InfeasibleError(f"{error}{''.join(reasons)}")
+            made.least_bytes, made.enough_bytes = error.least_bytes, error.enough_bytes
+            return made
+        return error
+
+    def untried(self) -> tuple[str, ...]:
+        """Options with which less is kept for the backward pass, not in use."""
+        asked = self.options
+        said = {
+            "remat='auto'": asked.remat in (None, 0, "none"),
+            "microbatches='auto'": asked.microbatches in (None, 1),
+            "stages='auto'": asked.stages in (None, 1),
+        }
+        return tuple(text for text, is_off in said.items() if is_off)
+
+    def written(self) -> Plan:
+        """The best plan, with what was decided and what it gained."""
+        best = self.best
+        assert best is not None
+        count, plain = best.microbatches, self.plans.get(program_name(1, ""))
+        narrowed = self.options.one_stage
+        lines = [f"one stage: {narrowed}"] if narrowed else []
+        if len(best.stages) > 1 and self.options.stages == "auto":
+            ones = [self.plans[n] for n in self.programs if n in self.plans]
+            one = min(ones, key=lambda p: p.predicted.step_s, default=None)
+            lines.append(self.gained(f"{len(best.stages)} stages", best, one, "one"))
+        if len(best.stages) == 1 and self.options.microbatches == "auto" and count > 1:
+            lines.append(self.gained(f"{count} microbatches", best, plain, "one"))
+        if best.remat.layers and self.options.remat == "auto":
+            without = self.plans.get(program_name(count, ""))
+            what = f"{len(best.remat.layers)} of {len(best.remat.starts)} layers again"
+            lines.append(self.gained(what, best, without, "none"))
+        return msgspec.structs.replace(best, decided=tuple(lines)) if lines else best
+
+    def gained(self, what: str, best: Plan, other: Plan | None, than: str) -> str:
+        """What a decision gains over the best plan without it."""
+        if other is not None:
+            times = other.predicted.step_s / best.predicted.step_s
+            return f"{what}: {times:.3g} times as fast as {than}"
+        fits = f"{what}: fits in {size_text(best.predicted.peak_memory_bytes, ' ')}"
+        bytes_ = [
+            e.least_bytes
+            for n, e in self.errors.items()
+            if isinstance(e, InfeasibleError) and n in self.programs and e.least_bytes
+        ]
+        least = min(bytes_, default=0.0)
+        if least <= best.predicted.peak_memory_bytes:
+            return f"{fits}, none was found to fit without"
+        return f"{fits}, {size_text(least, ' ')} without"
+
+
+def program_name(count: int, remat: str) -> str:
+    """What a program computes again, and in how many microbatches."""
+    parts = [f"{count} microbatches"] if count > 1 else []
+    parts += [f"remat {remat}"] if remat else []
+    return ", ".join(parts) or "as written"
+
+
+def _record(
+    name: str, found: Plan | None, error: PlanError | None, cpu_s: float
+) -> None:
+    if found is None:
+        note = "none is faster" if error is None else str(error).split("\n", 1)[0]
+        record(Proposal(name, "", note=note, cpu_s=cpu_s))
+        return
+    expected = found.predicted
+    what = f"{len(found.stages)} stages, {found.microbatches} microbatches"
+    name = f"{name}: {what}" if len(found.stages) > 1 else name
+    made = expected.step_s, expected.peak_memory_bytes
+    record(Proposal(name, "", *made, cpu_s=cpu_s))
+
+
+def _roomy(cluster: Cluster) -> Cluster:
+    """A cluster whose devices hold whatever is planned for them."""
+    device = dataclasses.replace(cluster.device, memory_bytes=_UNLIMITED)
+    return dataclasses.replace(cluster, device=device)
