@@ -327,17 +327,14 @@ def _step_table(
     for row, column in zip(*np.divmod(first, len(targets)), strict=True):
         (start, partial), target = starts[row], targets[column]
         moved = [d for d, same in enumerate(stays[row, column]) if not same]
-        steps = reshard_steps(
+        own = _sent_steps(
             tuple(start[d] for d in moved),
             tuple(target[d] for d in moved),
             partial,
             reduction,
             sizes,
         )
-        own = [(s.kind, s.axes, s.fraction) for s in steps if s.kind != "slice"]
-        paths.append(
-            [(numbers.setdefault((k, a), len(numbers)), part) for k, a, part in own]
-        )
+        paths.append([(numbers.setdefault(k, len(numbers)), part) for k, part in own])
     longest = max((1, *map(len, paths)))
     index = np.full((len(paths), longest), -1)
     fractions = np.zeros(index.shape)
@@ -349,6 +346,16 @@ def _step_table(
     shape = (len(starts), len(targets), longest)
     every = fractions[pair].reshape(shape) / kept[..., None]
     return list(numbers), index[pair].reshape(shape), every
+
+
+# A GPT of 12 layers on 2x4x4 has some thousand different moves, in 65 tables.
+@functools.lru_cache(maxsize=1 << 14)
+def _sent_steps(
+    start: Layout, target: Layout, partial: Axes, reduction: str, sizes: tuple[int, ...]
+) -> tuple[tuple[tuple[str, Axes], float], ...]:
+    """The kind, axes and fraction of each step of a move that sends something."""
+    steps = reshard_steps(start, target, partial, reduction, sizes)
+    return tuple(((s.kind, s.axes), s.fraction) for s in steps if s.kind != "slice")
 
 
 def _unique(items: Sequence[object]) -> tuple[list[int], list[object]]:
