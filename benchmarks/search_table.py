@@ -1,4 +1,4 @@
-"""Plans some thirty cases by one checkout, or compares two.
+"""Plans some fifty cases by one checkout, or compares two.
 
     python benchmarks/search_table.py run [--checkout DIR] [--only TEXT] [--decide]
         --out FILE
@@ -38,7 +38,8 @@ GPT13B = {
 # Name -> (example, options, cluster); an example named `large:` is of `large.py`.
 CASES: dict[str, tuple[str, dict[str, Any], str]] = {
     **{
-        f"{name} 4x8": (name, {"batch": 32}, "4x8:h100")
+        f"{name} {shape}": (name, {"batch": rows}, f"{shape}:h100")
+        for shape, rows in (("2x4", 32), ("4x8", 32), ("8x8", 64))
         for name in (
             "gpt", "gpt-scan", "gpt-nnx", "llama", "vit", "resnet", "moe", "lstm",
             "recommendation",
@@ -55,6 +56,7 @@ CASES: dict[str, tuple[str, dict[str, Any], str]] = {
     "llama4 v5p": ("llama", LLAMA4, "4x4x4:v5p"),
     "llama4 a100 10": ("llama", LLAMA4, "8x8:a100,network=10Gb/s"),
     "1.3b 8x8": ("large:gpt-1.3b", {}, "8x8:h100"),
+    "1.3b tight": ("large:gpt-1.3b", {}, "8x8:h100,memory=9GB"),
     "1.3b a100 50": ("large:gpt-1.3b", {}, "8x8:a100,network=50Gb/s"),
     "1.3b v5e": ("large:gpt-1.3b", {}, "16x16:v5e"),
     "8b 8x8": ("large:llama-8b", {}, "8x8:h100"),

@@ -5,12 +5,11 @@ proposal: it drops what cannot be faster, finds the best layouts of the rest, ke
 fastest plan that fits, and records all of it.
 
 *Bounds.* More microbatches and layers that compute again do more work with less memory.
-So they are faster only where memory holds a plan back: where a plan for devices with
-room for everything is faster. A plan that needs less than half of the memory is not
-held back. Layers of a loop may be faster with room for all, too, because what they keep
-is written to stacks and read again; they are priced in the layouts of the plan. A
-pipeline takes no less than the work of one device divided by all, its bubble, and the
-issue of its tasks.
+So they are faster only where memory holds a plan back: where a plan that was seen on
+the way and does not fit is faster. A plan that needs less than half of the memory is
+not held back. Layers of a loop may be faster with room for all, too, because what they
+keep is written to stacks and read again; they are priced in the layouts of the plan. A
+pipeline takes no less than `least_s`.
 
 *Layers.* The first layers compute again: what they keep is needed longest. The more of
 them do, the less memory a plan needs. So the fewest layers with which a plan fits are
