@@ -19,6 +19,7 @@ from autopar.planner.options import (
 )
 from autopar.planner.plan import plan_analysis
 from autopar.plans import Plan
+from autopar.progress import show_progress
 from autopar.reports.audit import Audit
 from autopar.runtime.compile_check import plan_that_fits
 from autopar.steps.analysis import analyse, analyse_call
@@ -143,13 +144,14 @@ def plan(
     )
     made_for = as_cluster(cluster)
     roles = NamedRoles.of(batch_argnames, frozen_argnames)
-    call = open_arguments(step, args, kwargs, static_argnames, roles)
-    analysis = analyse_call(step, call)
-    warn_of_state(step, analysis)
-    hints = with_logical_pins(options, call)
-    return plan_that_fits(
-        analysis, made_for, hints, lambda on: plan_analysis(analysis, on, hints)
-    )
+    with show_progress("tracing the step"):
+        call = open_arguments(step, args, kwargs, static_argnames, roles)
+        analysis = analyse_call(step, call)
+        warn_of_state(step, analysis)
+        hints = with_logical_pins(options, call)
+        return plan_that_fits(
+            analysis, made_for, hints, lambda on: plan_analysis(analysis, on, hints)
+        )
 
 
 @without_mesh()

@@ -9,7 +9,7 @@ from collections.abc import Callable, Generator
 import jax
 import msgspec
 
-from autopar.cli.target import Workload, load, parse_words
+from autopar.cli.target import Workload, find, load, parse_words
 from autopar.cluster import Cluster, ClusterError
 from autopar.cluster.text import parse_quantity
 from autopar.errors import PlanError, TargetError
@@ -30,6 +30,18 @@ def progress() -> Generator[Say]:
     """Shows what is being done, on stderr; see `autopar.progress`."""
     with show_progress("starting"):
         yield say
+
+
+def import_target(source: str) -> None:
+    """Imports the file of a target before anything asks JAX for its devices.
+
+    The file may say how many there are to be, which ``--cluster local`` counts.
+
+    Raises:
+      TargetError: it cannot be imported, or has no such function.
+    """
+    if not is_plan_file(source):
+        find(source)
 
 
 def read_cluster(text: str | None, memory: str | None = None) -> Cluster:

@@ -21,6 +21,7 @@ plans get faster: with memory to spare layouts may be faster, too.
 from __future__ import annotations
 
 import dataclasses
+import contextlib
 import functools
 import math
 import time
@@ -146,6 +147,7 @@ def _in_microbatches(search: Programs) -> None:
             search.leave_out(f"{count} microbatches", str(error).split("\n", 1)[0])
             return
         if search.best is None and search.too_large():
+            _least_memory(search)
             return
         if asked.remat == "auto":
             _again(search, count)
@@ -181,6 +183,29 @@ def _counts(search: Programs) -> Iterator[int]:
                 )
                 return
             yield count
+
+
+def _least_memory(search: Programs) -> None:
+    """Tries the most microbatches with all layers again, for what is to be said.
+
+    Where the state alone does not fit, neither is enough. But what every plan needs,
+    and the memory that is enough, are those of a plan with both.
+    """
+    asked = search.options
+    counts = [asked.count]
+    if asked.microbatches == "auto":
+        counts = list(numbers_of_microbatches(search.analysis))
+    for count in reversed(counts):
+        with contextlib.suppress(PlanError):
+            if count > 1 and asked.microbatches == "auto" and _local(search, count):
+                continue
+            remat = ""
+            if asked.remat == "auto":
+                couple = asked.coupled == "microbatch"
+                layers = layer_starts(search.analysis, count, couple=couple)
+                remat = f"{len(layers)}:{FULL}" if layers else ""
+            search.tried(count, remat)
+            return
 
 
 def _local(search: Programs, count: int) -> tuple[str, ...]:

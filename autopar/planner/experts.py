@@ -12,11 +12,16 @@ import dataclasses
 from autopar.cluster import Cluster
 from autopar.cost.pricer import Pricer
 from autopar.errors import PlanError
+from autopar.layouts.strategies import Strategy
 from autopar.planner.candidate import Candidate
-from autopar.planner.recipes import recipes, restriction_of
+from autopar.planner.problem import Restriction
+from autopar.planner.recipes import Recipe, recipes, restriction_of
 from autopar.planner.search import candidate_meshes
 from autopar.planner.solving import solve_mesh
 from autopar.steps.analysis import Analysis
+from autopar.steps.labels import BATCH, SEQUENCE
+from autopar.steps.nodes import Node
+from autopar_passes.graph.roles import Role
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -29,10 +34,45 @@ class Expert:
     reason: str = ""
 
 
+def _with_rows_split(analysis: Analysis, recipe: Recipe, pricer: Pricer) -> Restriction:
+    """A recipe whose data axes split the rows wherever they can.
+
+    A search may leave axes out. Plans that people write do not: data parallelism whose
+    devices all do everything is none.
+    """
+    within = restriction_of(analysis, recipe, pricer)
+    labels, sizes = analysis.node_labels, pricer.sizes
+    updates = {
+        node.index
+        for node in analysis.contraction.nodes
+        if analysis.graph.operators[node.root].role is Role.UPDATE
+    }
+
+    def allowed(node: Node, strategy: Strategy) -> bool:
+        if not within(node, strategy):
+            return False
+        if node.index in updates:
+            return True
+        for factor, name in labels.get(node.index, {}).items():
+            size, may_split = node.factors[factor]
+            if name != BATCH or not may_split:
+                continue
+            for axis in recipe.data:
+                if size % sizes[axis] == 0:
+                    size //= sizes[axis]
+                    if axis not in strategy[factor]:
+                        return False
+        return True
+
+    return allowed
+
+
 def expert_plans(
     analysis: Analysis, cluster: Cluster, *, seconds: float | None = None
 ) -> list[Expert]:
     """Solves every expert plan on every mesh of the search.
+
+    Those that split sequences are left out where the step has none.
 
     Args:
       analysis: the step.
@@ -40,10 +80,13 @@ def expert_plans(
       seconds: time limit of the solver for each.
     """
     out: list[Expert] = []
+    sequences = any(SEQUENCE in x.values() for x in analysis.node_labels.values())
     for mesh in candidate_meshes(cluster):
         pricer = Pricer(cluster, mesh)
         for recipe in recipes(len(mesh.axes)):
-            limit = restriction_of(analysis, recipe, pricer)
+            if recipe.sequence and not sequences:
+                continue
+            limit = _with_rows_split(analysis, recipe, pricer)
             try:
                 candidate = solve_mesh(analysis, pricer, limit, seconds)
                 out.append(Expert(recipe.name, str(candidate.mesh), candidate))

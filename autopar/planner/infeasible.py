@@ -114,7 +114,7 @@ def _unchecked(
         if i.role is not InputRole.BATCH
     )
     factor = max(2, -(-int(need) // max(1, limit)))
-    fixes = [f"{factor * cluster.num_devices} or more devices"]
+    fixes = [f"more devices, at least {factor * cluster.num_devices}"]
     if need > 1.5 * inputs / cluster.num_devices:
         options = f"{', '.join(untried)} or " if untried else ""
         fixes.append(f"{options}a smaller batch")

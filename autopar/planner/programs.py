@@ -75,6 +75,8 @@ GAP = 0.005
 _QUICK_S = 2.0
 # Programs that are planned in full: so many, within this part of the fastest one.
 _REFINED, _NEAR = 3, 0.03
+# Programs whose steps differ by a smaller part count as equally fast.
+_TOLD = 1e-3
 # Programs that are kept for a second look.
 _PROGRAMS = 4
 # Bytes of a device that holds whatever is planned for it.
@@ -132,11 +134,18 @@ class Programs:
             found = None
         if found is not None:
             self.plans[name] = found
-            most_s = self.most_s(gain)
-            if found.predicted.step_s < most_s:
-                self.best = found
+            self.keep(found, gain)
         if name not in self.programs:
             _record(name, found, self.errors.get(name), time.thread_time() - begin)
+
+    def keep(self, plan: Plan, gain: float = 0.0) -> None:
+        """Keeps a plan that is faster; of those as fast, that which changes less."""
+        best = self.best
+        if best is not None:
+            more, less = _changes(plan), _changes(best)
+            gain += _TOLD * ((more > less) - (more < less))
+        if plan.predicted.step_s < self.most_s(gain):
+            self.best = plan
 
     def most_s(self, gain: float = 0.0) -> float:
         """Seconds of a step that a plan may take at most to be kept."""
@@ -212,8 +221,7 @@ class Programs:
                 program = self.program(name)
                 plan, _ = self.plan(program, self.cluster, options, most_s=most_s)
             self.plans[name] = plan
-            if plan.predicted.step_s < self.most_s():
-                self.best = plan
+            self.keep(plan)
 
     def held(self, name: str) -> bool:
         """Whether memory holds a plan back: with room for everything it is faster."""
@@ -262,7 +270,7 @@ class Programs:
                     f"replicas: {self.errors['replicas']}"
                 )
             return [*others.values(), *unfit.values()][0]
-        name = programs[-1]
+        name = min(reversed(programs), key=lambda n: unfit[n].least_bytes or math.inf)
         error: PlanError = unfit[name]
         if advise:
             try:
@@ -274,6 +282,8 @@ class Programs:
         said = {n: str(e).split("\n", 1)[0] for n, e in others.items()}
         known = {**self.left_out, **said}.items()
         reasons = [f"\n  not tried: {what}: {why}" for what, why in known]
+        if name != program_name(1, ""):
+            reasons.insert(0, f"\n  this is with what needs least memory: {name}")
         if reasons and isinstance(error, InfeasibleError):
             made = InfeasibleError(f"{error}{''.join(reasons)}")
             made.least_bytes, made.enough_bytes = error.least_bytes, error.enough_bytes
@@ -313,6 +323,8 @@ class Programs:
         """What a decision gains over the best plan without it."""
         if other is not None:
             times = other.predicted.step_s / best.predicted.step_s
+            if times < 1.1:
+                return f"{what}: {times - 1:.1%} faster than {than}"
             return f"{what}: {times:.3g} times as fast as {than}"
         fits = f"{what}: fits in {size_text(best.predicted.peak_memory_bytes, ' ')}"
         bytes_ = [
@@ -324,6 +336,11 @@ class Programs:
         if least <= best.predicted.peak_memory_bytes:
             return f"{fits}, none was found to fit without"
         return f"{fits}, {size_text(least, ' ')} without"
+
+
+def _changes(plan: Plan) -> tuple[int, int]:
+    """How much a plan changes of the step as it is written."""
+    return len(plan.remat.layers), plan.microbatches
 
 
 def program_name(count: int, remat: str) -> str:

@@ -49,6 +49,7 @@ def compare(
 
     if devices is not None:
         common.simulate_devices(devices)
+    common.import_target(target)
     return comparing.compare(
         target,
         words or [],

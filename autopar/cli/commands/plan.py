@@ -47,6 +47,7 @@ def plan(
 
     for path in (out, html, trace):
         common.check_folder(path)
+    common.import_target(target)
     return planning.plan(
         target,
         words or [],
