@@ -53,6 +53,15 @@ def test_compare_prints_a_table(run: Run) -> None:
     assert "measured" not in result.out
 
 
+def test_data_parallel_plans_split_the_rows_on_any_link(run: Run) -> None:
+    """Though on a slow one it is faster that every device does everything."""
+    words = ("--cluster", "8x1:cpu,network=1Mb/s", "--json")
+    rows = {r["name"]: r for r in run("compare", TARGET, *SMALL, *words).json["plans"]}
+    assert rows["autopar"]["step_s"] < rows["data parallel"]["step_s"]
+    assert rows["data parallel"]["communication_bytes"] > 0
+    assert "tensor + sequence parallel" not in rows  # rows have no sequence
+
+
 def test_compare_measures_what_fits(
     run: Run, monkeypatch: pytest.MonkeyPatch, candidate: Candidate
 ) -> None:

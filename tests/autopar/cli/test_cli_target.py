@@ -1,4 +1,5 @@
 import pathlib
+import subprocess
 import sys
 import textwrap
 from collections.abc import Callable, Iterator
@@ -233,3 +234,20 @@ def test_trace_errors_are_passed_on(write: Write) -> None:
 def test_targets_that_cannot_be_found(target: str, message: str) -> None:
     with pytest.raises(TargetError, match=message):
         find(target)
+
+
+def test_a_target_may_say_how_many_devices_there_are(write: Write) -> None:
+    """Before ``--cluster local`` counts them; in a process that has not begun JAX."""
+    text = """
+        import jax
+        import jax.numpy as jnp
+
+        jax.config.update("jax_num_cpu_devices", 3)
+
+        def workload():
+            return lambda w, x: w - x.sum(0), jnp.ones(4), jnp.ones((6, 4))
+    """
+    target = f"{write('devices.py', text)}:workload"
+    words = [sys.executable, "-m", "autopar", "plan", target, "--cluster", "local"]
+    found = subprocess.run(words, capture_output=True, text=True, check=False)
+    assert found.stdout.startswith("plan     3:cpu"), found.stderr

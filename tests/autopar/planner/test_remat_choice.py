@@ -8,6 +8,7 @@ import functools
 import random
 from typing import Any
 
+import jax
 import pytest
 from remat_cases import (
     again,
@@ -152,6 +153,21 @@ def test_layers_that_cannot_be_enough_are_not_planned() -> None:
     assert found.remat.layers
     assert min(numbers) >= 3
     assert len(again) <= 8
+
+
+def test_far_too_little_memory_is_told_what_all_that_saves_it_needs() -> None:
+    """Where the state alone is too large, nothing is tried that could be enough."""
+    step, args = STEPS["mlp"]
+    state = sum(x.nbytes for x in jax.tree.leaves(args[0]))
+    plan = functools.partial(autopar.plan, step, *args)
+    with pytest.raises(InfeasibleError) as caught:
+        plan(cluster=f"1:cpu,memory={state // 2}B")
+    enough, least = caught.value.enough_bytes, caught.value.least_bytes
+    found = plan(cluster=f"1:cpu,memory={enough}B")
+    assert least <= found.predicted.peak_memory_bytes <= enough
+    assert found.remat.layers
+    assert found.microbatches > 1
+    assert "this is with what needs least memory: " in str(caught.value)
 
 
 def test_a_plan_says_what_layers_again_gain() -> None:
