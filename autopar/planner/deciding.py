@@ -20,8 +20,8 @@ plans get faster: with memory to spare layouts may be faster, too.
 
 from __future__ import annotations
 
-import dataclasses
 import contextlib
+import dataclasses
 import functools
 import math
 import time
