@@ -120,14 +120,14 @@ def _run_as_written(request: pytest.FixtureRequest) -> Iterator[None]:
     if not str(request.node.nodeid).startswith(RUN_AS_WRITTEN):
         yield
         return
-    from autopar.planner import deciding, options
+    from autopar.planner import options, programs
 
     def asked(given: options.PlanOptions) -> options.PlanOptions:
         return given if given.schedule else options.as_written(given)
 
     decided = options.decided
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(deciding, "decided", lambda given: decided(asked(given)))
+        patch.setattr(programs, "decided", lambda given: decided(asked(given)))
         yield
 
 
