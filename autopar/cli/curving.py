@@ -26,8 +26,8 @@ from autopar.goodput.curves import CurvePoint, CurveTable
 from autopar.planner.cache import PlanCache
 from autopar.planner.options import DEFAULTS, PlanOptions
 from autopar.reports.style import STYLE, VIEWPORT
-from autopar.reports.units import bytes_text, count_text, seconds_text, share_text
 from autopar.terminal import columns
+from autopar.units import bytes_text, count_text, seconds_text, share_text
 from autopar.whole_files import export_whole
 
 # A page with the goodput of a program by number of devices, as a picture and a table.

@@ -9,13 +9,17 @@ from typing import Any
 from autopar.cli.output import Result
 from autopar.elastic.ledger import read_ledger
 from autopar.errors import PlanError
-from autopar.reports.units import bytes_text, seconds_text
 from autopar.terminal import columns
+from autopar.units import bytes_text, seconds_text
 
 _Line = Mapping[str, Any]
 _HEADING = (
     "step", "event", "from", "to", "chosen", "of", "moved", "pause", "plan", "compile",
     "move", "step before", "after",
+)  # fmt: skip
+_WORLDS = (
+    "step", "what happened", "processes from", "to", "pause", "plan", "compile",
+    "place", "moved", "step before",
 )  # fmt: skip
 # Values that are missing, of another type, or numbers of no size.
 _WRONG = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
@@ -27,7 +31,7 @@ _BATCHES = (
 
 
 def ledger(file: pathlib.Path, as_json: bool) -> Result:
-    """Shows a ledger as a table of re-plans, and below it what changed nothing.
+    """Shows a ledger as tables of worlds and re-plans, then what changed nothing.
 
     Raises:
       PlanError: the file is no ledger.
@@ -35,11 +39,11 @@ def ledger(file: pathlib.Path, as_json: bool) -> Result:
     lines = read_ledger(file)
     if as_json:
         return Result.of({"lines": [dict(line) for line in lines]})
-    if not lines:
-        return Result("no event and no re-plan is written down yet")
     later = {(x["kind"], str(x.get("number"))): x for x in lines}
     replans: list[Sequence[str]] = [_HEADING]
     batches: list[Sequence[str]] = [_BATCHES]
+    worlds: list[Sequence[str]] = [_WORLDS]
+    processes = ""
     others: list[Sequence[str]] = [("what", "from", "why")]
     for number, line in enumerate(lines, 1):
         kind, name = line["kind"], str(line.get("number"))
@@ -49,6 +53,9 @@ def ledger(file: pathlib.Path, as_json: bool) -> Result:
             elif kind == "batch":
                 measured = later.get(("batch measured", name), {})
                 batches.append(_batch_row(line, measured))
+            elif kind == "world":
+                worlds.append(_world_row(line, processes))
+                processes = str(line["processes"])
             elif other := _other(line):
                 others.append(tuple(map(str, other)))
         except _WRONG as error:
@@ -57,12 +64,14 @@ def ledger(file: pathlib.Path, as_json: bool) -> Result:
                 f"{kind[:40]!r} line."
             ) from error
     tables = (
+        (worlds, (0, *range(2, len(_WORLDS)))),
         (replans, _NUMBERS),
         (batches, (0, *range(3, len(_BATCHES)))),
         (others, ()),
     )
     parts = [columns(rows, right=right) for rows, right in tables if len(rows) > 1]
-    return Result("\n\n".join("\n".join(part) for part in parts))
+    text = "\n\n".join("\n".join(part) for part in parts)
+    return Result(text or "no event and no re-plan is written down yet")
 
 
 def _row(line: _Line, after: _Line) -> tuple[str, ...]:
@@ -80,6 +89,22 @@ def _row(line: _Line, after: _Line) -> tuple[str, ...]:
         ", ".join(x.get("name", "") for x in compared),
         bytes_text(predicted.get("move_bytes") or 0.0),
         *("" if t is None else seconds_text(t) for t in times),
+    )
+
+
+def _world_row(line: _Line, before: str) -> tuple[str, ...]:
+    """A world of processes that formed; before: how many the last one had."""
+    measured = line["measured"]
+    times = [measured.get(x) for x in ("pause_s", "plan_s", "compile_s", "place_s")]
+    step_s = measured.get("step_before_s")
+    return (
+        str(line["step"]),
+        str(line.get("why") or ("the run begins" if not before else "")),
+        before,
+        str(line["processes"]),
+        *("" if t is None else seconds_text(t) for t in times),
+        bytes_text(measured.get("moved_bytes") or 0.0),
+        "" if step_s is None else seconds_text(step_s),
     )
 
 

@@ -17,8 +17,8 @@ from autopar.dispatch.specs import JobSpec, check, read_jobs
 from autopar.dispatch.store import DONE, ENDED, JobRecord, Store
 from autopar.dispatch.supervising import FileLock, holder
 from autopar.errors import ScheduleError
-from autopar.reports.units import seconds_text
 from autopar.terminal import columns
+from autopar.units import seconds_text
 
 STATE_FILE = "state.sqlite"
 _HEADING = (

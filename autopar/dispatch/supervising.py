@@ -11,6 +11,7 @@ import fcntl
 import json
 import os
 import pathlib
+import re
 import sys
 import traceback
 from collections.abc import Mapping
@@ -28,6 +29,8 @@ from autopar.errors import PlanError
 
 # So much of the end of an output is read for its last line.
 _TAIL_BYTES = 4096
+# What stands before the line of a worker among several.
+_NUMBER = re.compile(r"^\[\d+\] ")
 
 
 class FileLock:
@@ -133,7 +136,8 @@ def _last_line(path: pathlib.Path) -> str:
         text = path.read_bytes()[-_TAIL_BYTES:].decode(errors="replace")
     except OSError:
         return ""
-    own = [x for x in text.splitlines() if x.strip() and not x.startswith("autopar")]
+    lines = [(x, _NUMBER.sub("", x)) for x in text.splitlines()]
+    own = [x for x, said in lines if said.strip() and not said.startswith("autopar")]
     shown = "/".join(path.parts[-2:])
     return f"Last line of {shown}: {own[-1].strip()}" if own else ""
 
@@ -142,7 +146,7 @@ def _launcher(given: Mapping[str, Any], slots: Slots) -> Launcher:
     words, processes = given["words"], sum(given["places"].values())
     if given["backend"].get("name") == "ray":
         return RayLauncher(words, processes, given["backend"]["address"], slots)
-    return LocalLauncher(python_command(words))
+    return LocalLauncher(python_command(words), names=processes > 1)
 
 
 if __name__ == "__main__":

@@ -9,6 +9,8 @@ Kinds of lines:
   compared, and what the choice was predicted to be worth;
 * ``batch measured``: what a step took and was worth before and after it;
 * ``batch refused``: a way to go on that could not be planned;
+* ``world``: a world of processes that formed in a run of `autopar run`: what led to it,
+  and how long its pause was;
 * ``refused``: a change that could not be planned;
 * ``event``: an event that changed nothing, and why;
 * ``wrong``: a message that is no event;
@@ -30,6 +32,11 @@ from autopar.elastic.resolve import Resolved
 from autopar.errors import PlanError
 from autopar.whole_files import WaitingLines
 
+# Said of the log that `autopar run` keeps in its folder.
+_OF_RUN = (
+    " It is the log of `autopar run`; the ledger is the file that the script names by "
+    "autopar.elastic(..., ledger=) or autopar.train(..., ledger=)."
+)
 # Lines that a run keeps in memory.
 _KEPT = 1000
 
@@ -127,8 +134,12 @@ def read_ledger(path: str | os.PathLike[str]) -> list[Mapping[str, Any]]:
         except (ValueError, RecursionError):
             line, good = {}, False
         if not good:
-            if number == len(texts):
+            of_run = isinstance(line, dict) and isinstance(line.get("event"), str)
+            if number == len(texts) and not of_run:
                 break
-            raise PlanError(f"{os.fspath(path)}: line {number} is none of a ledger.")
+            hint = _OF_RUN if of_run else ""
+            raise PlanError(
+                f"{os.fspath(path)}: line {number} is none of a ledger.{hint}"
+            )
         found.append(line)
     return found

@@ -178,11 +178,12 @@ class Step:
     """A step that has run.
 
     Attributes:
-      step: its number; the first is 0.
+      step: its number; the first of a run is 0.
       position: number of its first sample.
       result: what the step returned besides the state.
       seconds: how long it took, with its batch and without a change before it.
-      plan: the new plan, where the step is the first under it; else None.
+      plan: the plan, where the step is the first under it that this process runs, as
+        step 0 is; else None. `ElasticRun.plan` is always the plan in use.
       finite: whether its loss and gradients were finite (``on_nan=``).
     """
 
@@ -244,7 +245,7 @@ class ElasticRun:
         self.step = 0
         self.notes: Any = None
         self._saves = Saves(checkpoints, every, step, ledger)
-        self._stopped = False
+        self._stopped, self._begun = False, False
         self._cluster = step.cluster
         self._visited: tuple[Cluster, ...] = ()
         self._replanner = Replanner(step, samples.batch)
@@ -408,6 +409,7 @@ class ElasticRun:
             self.close()
             raise error
         self._take_seconds(seconds)
+        plan, self._begun = plan if self._begun else self.plan, True
         self._saves.after(self.state, self.step, self.position)
         self._display.show(step + 1, seconds, self.plan)
         return Step(

@@ -12,9 +12,9 @@ from autopar.cost.estimate import StepEstimate, estimate
 from autopar.planner.worth import is_repeated
 from autopar.reports.explain import BoundPlan
 from autopar.reports.table import collapse, template
-from autopar.reports.units import seconds_text, share_text
 from autopar.steps.names import array_name, operator_name
 from autopar.terminal import columns
+from autopar.units import seconds_text, share_text
 from autopar_passes.graph.operators import Operator
 
 OPERATOR, LAYER = "operator", "layer"

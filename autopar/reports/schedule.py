@@ -11,7 +11,7 @@ import numpy as np
 
 from autopar.planner.stages.staged import schedule_of
 from autopar.plans import PipelineData, Plan
-from autopar.reports.units import bytes_text, seconds_text
+from autopar.units import bytes_text, seconds_text
 from autopar_solver import (
     Schedule,
     ScheduleTable,

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from autopar.planner.proposals import Proposal
-from autopar.reports.units import bytes_text, seconds_text
 from autopar.terminal import columns
+from autopar.units import bytes_text, seconds_text
 
 _HEADING: tuple[str, ...] = (
     "",

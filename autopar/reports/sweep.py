@@ -8,8 +8,8 @@ from typing import Any
 
 from autopar.plans import Plan, Worth
 from autopar.plans.schema import Predicted
-from autopar.reports.units import bytes_text, count_text, seconds_text, share_text
 from autopar.terminal import columns, shorten
+from autopar.units import bytes_text, count_text, seconds_text, share_text
 
 _FIGURES = ("step", "rows/s", "MFU", "efficiency", "memory", "fits")
 

@@ -16,9 +16,9 @@ from autopar.plans import GradientDecision, Plan, StagePlan
 from autopar.plans.schema import NEAR_LIMIT, Predicted, set_renderer
 from autopar.plans.specs import spec_text
 from autopar.reports.schedule import STAGE_HEADING, bubble, drawing, stage_rows
-from autopar.reports.units import bytes_text, seconds_text, three_digits
 from autopar.reports.worth import worth_lines
 from autopar.terminal import columns
+from autopar.units import bytes_text, seconds_text, three_digits
 from autopar_passes.remat.levels import DOTS, names_of
 
 # Seconds of planning that are told of what is neither traced nor solved.

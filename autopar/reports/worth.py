@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from autopar.plans.worth import AxisUse, Worth
-from autopar.reports.units import (
+from autopar.units import (
     bytes_text,
     count_text,
     seconds_text,

@@ -23,10 +23,10 @@ from autopar.errors import CompileError, InfeasibleError, PlanError
 from autopar.planner.options import PlanOptions
 from autopar.plans import Plan
 from autopar.plans.schema import NEAR_LIMIT
-from autopar.reports.units import bytes_text
 from autopar.runtime.meshes import abstract_mesh
 from autopar.runtime.planned import planned_step
 from autopar.steps.analysis import Analysis
+from autopar.units import bytes_text
 
 # Plans that are tried, each with less memory than the one before.
 _MOST_PLANS = 3

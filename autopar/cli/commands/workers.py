@@ -9,6 +9,8 @@ import typer
 from autopar.cli import options
 from autopar.cli.output import Result
 
+_STOPS = "the run is asked to end: its workers end after the step that they are in"
+
 
 def workers(
     folder: Annotated[
@@ -26,12 +28,20 @@ def workers(
 ) -> Result:
     """Shows the processes of a run, and adds or removes some."""
     # They import NumPy, which help must not.
-    from autopar.elastic.processes.records import command
+    from autopar.elastic.processes.records import (
+        command,
+        ending_text,
+        read_ending,
+    )
     from autopar.errors import PlanError  # as it does
+    from autopar.units import numbered  # as it does
 
     asked = [processes is not None, remove is not None, stop]
     if sum(asked) > 1:
         raise typer.BadParameter("give one of --processes, --remove and --stop.")
+    if not any(asked) and (ended := read_ending(folder)) is not None:
+        found = json.dumps({"ended": ended}, indent=1)
+        return Result(found if as_json else f"{folder}: {ending_text(ended)}")
     try:
         if processes is not None:
             answer = command(folder, command="resize", processes=processes)
@@ -41,7 +51,7 @@ def workers(
             told = [f"worker {remove} is asked to go"]
         else:
             answer = command(folder, command="stop" if stop else "status")
-            told = ["the run is asked to end"] if stop else []
+            told = [_STOPS] if stop else []
     except (OSError, ValueError) as error:
         raise PlanError(f"no run in {folder}: {error}") from error
     if answer["wrong"]:
@@ -54,5 +64,5 @@ def workers(
         + (f", step {found['step']}" if found["step"] >= 0 else "")
         for name, found in status["workers"].items()
     ]
-    world = f"world of {len(status['world'])} processes"
+    world = f"world of {numbered(len(status['world']), 'process')}"
     return Result("\n".join([*told, world, *lines]))

@@ -8,10 +8,11 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Generator, Mapping, Sequence
 from typing import Protocol, runtime_checkable
 
-from autopar.elastic.processes import identity
+from autopar.elastic.processes import identity, output
 from autopar.elastic.processes.identity import ProcessId
 
 # Linux sends this process a signal as the thread ends that started it, and changes the
@@ -23,6 +24,10 @@ os.getppid() == int(sys.argv[1]) or sys.exit()
 os.nice(19)
 os.execvp(sys.argv[2], sys.argv[2:])
 """
+
+
+# How long what workers have printed may take to be shown after their end.
+_SHOWN_S = 2.0
 
 
 class Reports(Protocol):
@@ -103,14 +108,17 @@ class Placing(Protocol):
 class LocalLauncher:
     """Starts workers as processes of this machine."""
 
-    def __init__(self, command: Sequence[str]) -> None:
+    def __init__(self, command: Sequence[str], *, names: bool = False) -> None:
         """Has started none.
 
         Args:
           command: of a worker.
+          names: whether the number of a worker stands before each line that it prints;
+            the first one prints as it is where a run begins with it alone.
         """
-        self._command = tuple(command)
+        self._command, self._names = tuple(command), names
         self._lock = threading.Lock()
+        self._printing: list[subprocess.Popen[bytes]] = []
         self._descriptors: dict[int, int] = {}
         self._reports: Reports | None = None
 
@@ -121,16 +129,40 @@ class LocalLauncher:
 
     def start(self, worker: int, environment: Mapping[str, str]) -> ProcessId | None:
         """See `Launcher`."""
-        child = subprocess.Popen(
-            self._command,
-            env=dict(environment),
-            stdin=subprocess.DEVNULL,
-            start_new_session=True,
-        )
+        with self._printed(worker) as (stdout, stderr):
+            child = subprocess.Popen(
+                self._command,
+                # What goes to a pipe would wait for more of it.
+                env={"PYTHONUNBUFFERED": "1", **environment},
+                stdin=subprocess.DEVNULL,
+                stdout=stdout,
+                stderr=stderr,
+                start_new_session=True,
+            )
         # Nobody has waited for it yet, so the number is its own.
         process = ProcessId.of(child.pid)
         self._watch(worker, os.pidfd_open(child.pid), child)
         return process
+
+    @contextlib.contextmanager
+    def _printed(self, worker: int) -> Generator[tuple[int | None, int | None]]:
+        """Where a worker prints to: a process that prints its lines with its number."""
+        if worker == 0 and not self._names:
+            yield None, None
+            return
+        with contextlib.ExitStack() as opened:
+            (out, stdout), (err, stderr) = os.pipe(), os.pipe()
+            for descriptor in (out, stdout, err, stderr):
+                opened.callback(os.close, descriptor)
+            command = [sys.executable, "-I", "-S", output.__file__]
+            printing = subprocess.Popen(
+                [*command, f"[{worker}] ", str(err)],
+                stdin=out,
+                pass_fds=(err,),
+                start_new_session=True,
+            )
+            self._printing.append(printing)
+            yield stdout, stderr
 
     def watch(self, worker: int, process: ProcessId | None) -> bool:
         """See `Launcher`."""
@@ -163,6 +195,10 @@ class LocalLauncher:
 
     def close(self) -> None:
         """See `Launcher`."""
+        end = time.monotonic() + _SHOWN_S
+        for printing in self._printing:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                printing.wait(max(0.0, end - time.monotonic()))
 
 
 def start_helper(

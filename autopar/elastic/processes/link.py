@@ -101,7 +101,9 @@ class Link:
         self._generation = self._aborted = self._own = -1
         self._started = -1
         self._limit: int | None = None
-        self._paused = self._saves = False
+        self._paused = False
+        # How the run ends after the last step that may start: "suspend" or "stop".
+        self._ending = ""
         self._phase = "starting"
         self._lost_s: float | None = None
         self._says = True
@@ -125,7 +127,13 @@ class Link:
     def is_suspended(self) -> bool:
         """Whether the run ends after the last step that may start, to go on later."""
         with self._changed:
-            return self._saves
+            return self._ending == "suspend"
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether the loop ends with the last step that may start."""
+        with self._changed:
+            return self._ending == "stop" and not self.must_leave
 
     def leave(self) -> None:
         """Says that the main thread belongs to no world any more."""
@@ -173,7 +181,9 @@ class Link:
         self.say("finished", step=step)
         with self._changed:
             self._phase = "finished"
-            while not self._orders and not self.must_leave and self._limit is None:
+            while not self._orders and not self.must_leave:
+                if self._limit is not None and self._ending != "stop":
+                    break
                 if self.is_lost:
                     return True
                 self._wait()
@@ -325,7 +335,7 @@ class Link:
             elif kind == "pause":
                 answer = self.pause(generation)
             elif kind == "limit":
-                self._saves = bool(message.get("saves"))
+                self._ending = message.get("ending", "")
                 self.limit(generation, message["step"])
             self._changed.notify_all()
         if answer is not None:

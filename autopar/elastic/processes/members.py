@@ -188,11 +188,21 @@ def never_starts(member: Member, code: int | None, restarts: int) -> bool:
     return member.phase == "starting" and not killed
 
 
+def end_text(code: int | None) -> str:
+    """How a worker's process ended.
+
+    >>> end_text(1), end_text(-9), end_text(None)
+    ('ended with code 1', 'died by signal 9', 'is gone')
+    """
+    if code is None:
+        return "is gone"
+    return f"ended with code {code}" if code >= 0 else f"died by signal {-code}"
+
+
 def never_started(worker: int, code: int) -> str:
     """Why a run ends whose worker ended before it joined."""
-    how = f"with code {code}" if code >= 0 else "by a signal"
     return (
-        f"worker {worker} ended {how} before it joined the run: its script must "
+        f"worker {worker} {end_text(code)} before it joined the run: its script must "
         "call autopar.elastic(...) and take its steps; see its output."
     )
 

@@ -17,6 +17,7 @@ import msgspec
 
 from autopar.elastic.processes.messages import Message, connect
 from autopar.errors import PlanError
+from autopar.units import numbered
 from autopar.whole_files import WaitingLines, write_whole
 
 # Lines that wait for room at most; older ones are given up.
@@ -67,6 +68,34 @@ def read_state(folder: pathlib.Path) -> Message | None:
         ) from error
 
 
+def read_ending(folder: pathlib.Path) -> Mapping[str, Any] | None:
+    """How the last run of a folder has ended; None: it runs, or nobody knows.
+
+    Returns:
+      The steps that were done, the exit code and the reason.
+    """
+    if (folder / "run.json").exists():
+        return None
+    try:
+        lines = (folder / "log.jsonl").read_text().splitlines()
+        found = next(x for x in reversed(lines) if '"event": "end"' in x)
+        ended = json.loads(found)
+        return {
+            "steps": int(ended["step"]),
+            "code": int(ended["code"]),
+            "reason": ended["reason"] or "the script has ended in all processes.",
+        }
+    except (OSError, ValueError, KeyError, TypeError, StopIteration):
+        return None
+
+
+def ending_text(ended: Mapping[str, Any]) -> str:
+    """How a run has ended, in a sentence."""
+    steps = numbered(ended["steps"], "step")
+    code, reason = ended["code"], ended["reason"]
+    return f"the run has ended after {steps} with exit code {code}: {reason}"
+
+
 class Records:
     """Writes the log and the state of a run."""
 
@@ -76,7 +105,6 @@ class Records:
         self._log = WaitingLines(folder / "log.jsonl", _WAITING)
         self._kept: bytes | None = None
         self._failed = False
-        self._awaited: frozenset[int] = frozenset()
 
     def log(self, line: Mapping[str, Any]) -> None:
         """Adds a line to the log, behind those that wait."""
@@ -113,19 +141,6 @@ class Records:
         except OSError as error:
             self._say(f"cannot be written: {error.strerror}. Remove {self._state.name}")
 
-    def say_awaited(self, late: frozenset[int]) -> None:
-        """Says once of each worker that the run waits for it."""
-        if new := sorted(late - self._awaited):
-            names = ", ".join(map(str, new))
-            print(
-                f"autopar run: waits for worker {names}, whose script has not called "
-                "autopar.elastic or autopar.train yet; see its output, or end the run "
-                "with `autopar workers --stop`.",
-                file=sys.stderr,
-                flush=True,
-            )
-        self._awaited |= late
-
     def _say(self, what: str) -> None:
         text = f"autopar run: {self._folder} {what}."
         print(text, file=sys.stderr, flush=True)
@@ -140,6 +155,8 @@ def command(folder: pathlib.Path, **words: Any) -> Message:
     """
     state = read_state(folder)
     if state is None:
+        if (ended := read_ending(folder)) is not None:
+            raise FileNotFoundError(ending_text(ended).rstrip("."))
         raise FileNotFoundError(
             f"there is no run.json. Start one: autopar run --folder {folder} SCRIPT.py"
         )

@@ -20,6 +20,7 @@ from subprocess import Popen
 from typing import Any
 
 from autopar.elastic.ledger import event_data
+from autopar.elastic.processes.console import Console
 from autopar.elastic.processes.coordination import ServiceProcess
 from autopar.elastic.processes.identity import ProcessId
 from autopar.elastic.processes.launching import (
@@ -55,6 +56,7 @@ _COLLECTIVE = "xla_cpu_collective_timeout_seconds"
 _PLAIN = ("status", "stop", "suspend")
 # How long workers may take to end when told to.
 _END_S = 10.0
+_LATE = f"it has not ended within {_END_S:g} s"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,7 +105,9 @@ class Runner:
         self._job = job
         self._records = Records(job.folder)
         self._events: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._launcher = launcher or LocalLauncher(job.command)
+        self._console = Console()
+        several = job.limits.processes > 1
+        self._launcher = launcher or LocalLauncher(job.command, names=several)
         self._key = key_to_share()
         before = read_state(job.folder) or {}
         known = self._taken_up(before)
@@ -217,7 +221,7 @@ class Runner:
             while True:
                 self._events.get_nowait()()
         self._records.flush()
-        self._records.say_awaited(late(self.supervisor.members, time.monotonic()))
+        self._console.say_awaited(late(self.supervisor.members, time.monotonic()))
         away, self._turned_s = time.monotonic() - self._turned_s, time.monotonic()
         if away > _AWAY_S:
             self.supervisor.excuse(away)
@@ -316,6 +320,7 @@ class Runner:
     def log(self, event: str, **data: Any) -> None:
         """See `Actions`."""
         self._records.log({"time_s": round(time.time(), 4), "event": event, **data})
+        self._console.say(event, data)
         if event in ("form", "start"):
             self._write()
         if event == "formed" and self._job.ahead and self._ahead is None:
@@ -349,9 +354,14 @@ class Runner:
         self._listening.stop()
         end = time.monotonic() + _END_S
         code = self.supervisor.result
+        if not code:  # an order to end does not reach those who never connected
+            for worker in self._processes.keys() - self._connections.keys():
+                self._launcher.signal(worker, signal.SIGTERM)
         for how in (signal.SIGTERM if code else None, signal.SIGKILL):
             if how is not None:
                 for worker in list(self._processes):
+                    if how == signal.SIGKILL:
+                        self.log("kill", worker=worker, reason=_LATE)
                     self._launcher.signal(worker, how)
             while self._processes and (time.monotonic() < end or how == signal.SIGKILL):
                 with contextlib.suppress(queue.Empty):
@@ -423,7 +433,7 @@ class Runner:
         if command == "suspend":
             self.supervisor.suspend()
         elif command == "stop":
-            self.supervisor.stop("stopped", 0)
+            self.supervisor.end_training()
         return "" if command in _PLAIN else f"no such command: {command}"
 
     def _place(self, places: Mapping[str, int]) -> str:

@@ -15,6 +15,7 @@ from autopar.elastic.processes import members, tiles
 from autopar.elastic.processes.identity import ProcessId
 from autopar.elastic.processes.members import Actions, Limits, Member
 from autopar.elastic.processes.messages import SUSPENDED, Message
+from autopar.units import numbered
 
 # Who belongs to the next world, and with which state it goes on.
 
@@ -179,6 +180,8 @@ class Breaks:
 
 # How long a world may take to save its state.
 _SAVE_S = 300.0
+# What is said of a run that was asked to end after a step.
+_ENDED = {"suspend": "suspended", "stop": "stopped"}
 # How long the others may go on after a worker's script has ended without an error.
 _EARLY_S = 5.0
 
@@ -206,7 +209,15 @@ class Supervisor:
         self.reason = ""
         self._planned_for: Any = None
         self._leaving: frozenset[int] = frozenset()
-        self._suspends = self.lost = False
+        self.lost = False
+        # How the run is to end after a step: "suspend", "stop", or not yet.
+        self._ending = ""
+        # Who did not end by itself then, as the end of a sentence.
+        self._undone = ""
+        # Why the next world forms, for the ledger of the run.
+        self._causes: list[str] = []
+        # Longest pause that a worker of the world has measured; None: none has.
+        self._pause_s: float | None = None
         self._restarts = limits.restarts
         # Steps done when a world formed, and that anybody is known to have done.
         self._done = self.reached = -1
@@ -250,6 +261,7 @@ class Supervisor:
     def renew(self) -> None:
         """Forms a world of the same workers again, with another service."""
         self._do.log("renew", generation=self.generation)
+        self._causes.append("the supervisor or the coordination service was replaced")
         if self.forms:
             self._abort("its coordination service or supervisor died as it formed")
         self._renews = self.state == "run"
@@ -285,7 +297,7 @@ class Supervisor:
         if not self.limits.least <= processes <= self.limits.most:
             within = f"{self.limits.least} to {self.limits.most}"
             return f"{processes} processes: expected {within} (--min, --max)."
-        if self.state in ("suspend", "end") or self.result is not None:
+        if self.state in ("suspend", "stop", "end") or self.result is not None:
             return "the run is ending."
         self.wanted = processes
         self._leaving = leaving & self.members.keys()
@@ -298,17 +310,26 @@ class Supervisor:
 
     def suspend(self) -> None:
         """Makes all save the state after the same step, and ends the run."""
-        self._do.log("suspend")
-        self._suspends = True
-        if not self._ever and self.result is None:
-            self.stop("suspended before its first step", SUSPENDED)
+        self._end_after_step("suspend", SUSPENDED)
+
+    def end_training(self) -> None:
+        """Makes the loop of all workers' scripts end after the same step."""
+        self._end_after_step("stop", 0)
+
+    def _end_after_step(self, how: str, code: int) -> None:
+        if self.result is not None or self.state in ("suspend", "stop", "end"):
+            return
+        self._do.log(how)
+        self._ending = how
+        if not self._ever:
+            self.stop(f"{_ENDED[how]} before its first step.", code)
         self._advance()
 
     def stop(self, reason: str, code: int) -> None:
         """Ends the run."""
         if self.result is None:
             self.result, self.reason = code, reason
-            self._do.log("end", code=code, reason=reason)
+            self._do.log("end", code=code, reason=reason, step=max(0, self.reached))
             for worker in self.members:
                 self._do.send(worker, "end", code=code, reason="")
 
@@ -335,18 +356,19 @@ class Supervisor:
         if member is None:
             return
         self._do.log("gone", worker=worker, code=code, phase=member.phase)
+        if worker in self.world and worker not in self._leaving:
+            self._causes.append(f"worker {worker} {members.end_text(code)}")
         if self.result is not None:
             return
-        if self.state == "suspend":
-            if not self.members:
-                self.stop("suspended", SUSPENDED)
+        if self.state in ("suspend", "stop"):
+            self._on_early_end(worker, code, member)
             return
         left = worker in self._leaving or member.dismissed
         self._leaving -= {worker}
         if code == 0 and member.phase == "in" and not left:
             self._early_s = min(self._early_s, self._clock())
             if not self.members:
-                self.stop("", 0)
+                self._stop_ended()
         elif members.never_starts(member, code, self._restarts) and not self._ever:
             self.stop(members.never_started(worker, code or 0), code or 1)
         elif (code or 0) > 0 and not left and not members.is_new(member, self.members):
@@ -363,6 +385,27 @@ class Supervisor:
                 self._breaks.on_kill()
             self._lose(worker, replace=died, spare=spare)
         self._advance()
+
+    def _on_early_end(self, worker: int, code: int | None, member: Member) -> None:
+        """A worker has ended in a run that was asked to end."""
+        if self.state == "stop" and worker in self.world and not member.finished:
+            how = members.end_text(code)
+            self._undone = self._undone or f"; worker {worker} {how} before that"
+            self._do.fill(self.generation, [self.world.index(worker)])
+            self._leave_at_once()  # what waits for it would wait on
+        if not self.members:
+            self._stop_ended()
+
+    def _stop_ended(self) -> None:
+        """Ends the run: all workers have ended, by themselves or as they were asked."""
+        if self._ending == "suspend" and self.state == "suspend":
+            self.stop("suspended", SUSPENDED)
+        elif self._ending == "stop":
+            steps = numbered(max(0, self.reached), "step")
+            code = 1 if self._undone else 0
+            self.stop(f"stopped after {steps}{self._undone}.", code)
+        else:
+            self.stop("", 0)
 
     def excuse(self, away_s: float) -> None:
         """Judges nobody by a time in which this process did nothing."""
@@ -389,7 +432,9 @@ class Supervisor:
         """Tells a worker that connects again what it missed, and that all is well."""
         member.formed = member.formed or message.get("phase") == "step"
         self._do.send(worker, "welcome", generation=self.generation)
-        if member.leave_by_s < math.inf and self.state != "suspend":
+        if self.result is not None:
+            self._do.send(worker, "end", code=self.result, reason="")
+        elif member.leave_by_s < math.inf and self.state not in ("suspend", "stop"):
             self._do.send(worker, "abort", generation=self.generation)
         elif worker in self.world and self.state == "pause" and member.started is None:
             self._do.send(worker, "pause", generation=self.generation)
@@ -408,7 +453,9 @@ class Supervisor:
         member.ready, member.started, member.formed = message, None, False
         member.finished, member.broken = False, ""
         self._do.log("ready", worker=worker)
-        if worker in self.world and self.state in ("run", "pause"):
+        if self.state == "stop":
+            self._do.send(worker, "end", code=0, reason="")
+        elif worker in self.world and self.state in ("run", "pause"):
             self._abort("a worker has left")  # while there was no supervisor
 
     def _take_beat(self, worker: int, member: Member, message: Message) -> None:
@@ -424,17 +471,21 @@ class Supervisor:
             return
         limit = max(k for k in current if k is not None)
         self._do.log("pause", step=limit)
-        self._to_world("limit", step=limit, saves=self._suspends)
-        self.state = "suspend" if self._suspends else "gather"
-        if self._suspends:
-            self._end_after_saving()
+        self._to_world("limit", step=limit, ending=self._ending)
+        self.state = self._ending or "gather"
+        if self._ending:
+            self._end_outside()
 
     def _take_formed(self, worker: int, member: Member, message: Message) -> None:
         member.formed = True
+        pauses = [x for x in (self._pause_s, message.get("pause_s")) if x is not None]
+        self._pause_s = max(pauses, default=None)
         self._progress_s = self._clock()
         if members.all_formed(self.members, self.world):
             members.mark_trained(self.members, self.world)
-            self._do.log("formed", generation=self.generation, step=message["step"])
+            self._causes = []
+            known = {"step": message["step"], "pause_s": self._pause_s}
+            self._do.log("formed", generation=self.generation, **known)
             if message["step"] > self._done:
                 self._done = message["step"]
                 self._breaks.on_progress()
@@ -477,6 +528,8 @@ class Supervisor:
 
     def _take_finished(self, worker: int, member: Member, message: Message) -> None:
         member.finished = True
+        member.leave_by_s = math.inf
+        self.reached = max(self.reached, message["step"])
         if all(w in self.members and self.members[w].finished for w in self.world):
             self._do.log("finished", step=message["step"])
             self._to_world("end", code=0)
@@ -486,6 +539,10 @@ class Supervisor:
                 if state.phase == "starting":
                     self._do.kill(other)
 
+    def _take_saving(self, worker: int, member: Member, message: Message) -> None:
+        """A worker has done its last step, and saves the state."""
+        member.leave_by_s = self._clock() + _SAVE_S
+
     def _take_resize(self, worker: int, member: Member, message: Message) -> None:
         del worker, member
         self.resize(int(message["processes"]))
@@ -494,19 +551,23 @@ class Supervisor:
         """Does what the state of the workers asks for now."""
         if self.result is not None or self.state == "end":
             if self.state == "end" and not self.members:
-                self.stop("", 0)
+                self._stop_ended()
             return
         if self.state == "run" and self._all_train() and self._change_wanted():
             self.state = "pause"
             self._to_world("pause")
+            for worker in self.world if self._ending == "stop" else ():
+                by = self._clock() + self.limits.leave_s
+                self.members[worker].leave_by_s = by
         if self.state == "gather":
             self._form_if_ready()
 
-    def _end_after_saving(self) -> None:
-        """The world ends by itself once it has saved; those outside end at once."""
+    def _end_outside(self) -> None:
+        """The world ends by itself after a step; those outside end at once."""
+        limit_s = self.limits.leave_s if self._ending == "stop" else _SAVE_S
         for worker, member in self.members.items():
             if worker in self.world:
-                member.leave_by_s = self._clock() + _SAVE_S
+                member.leave_by_s = self._clock() + limit_s
             elif member.phase == "ready":
                 self._do.send(worker, "end", code=SUSPENDED, reason="")
             else:
@@ -521,7 +582,7 @@ class Supervisor:
         rows = members.rows_of(self.members)
         new = choose_workers(workers, self.wanted, self._leaving, rows)
         changed = new != sorted(self.world) or self.cluster != self._planned_for
-        return changed or self._renews or self._suspends
+        return changed or self._renews or bool(self._ending)
 
     def _form_if_ready(self) -> None:
         waiting = [m for m in self.members.values() if m.phase != "ready"]
@@ -545,9 +606,10 @@ class Supervisor:
         if self.generation:
             self._do.close(self.generation - 1)
         self.generation += 1
+        self._causes += self._changes(workers)
         self.world, self.state, self._ever = tuple(workers), "run", True
         self._planned_for = self.cluster
-        self._renews = False
+        self._renews, self._pause_s = False, None
         readies = {w: m.ready for w, m in self.members.items() if m.ready}
         state = latest_state({r["port"]: r["holds"] for r in readies.values()})
         address = ""
@@ -563,6 +625,7 @@ class Supervisor:
             "state": state,
             "lost": self.reached if state is None and self.reached >= 0 else None,
             "cluster": self.cluster,
+            "why": "; ".join(dict.fromkeys(self._causes)),
         }
         for rank, worker in enumerate(workers):
             member = self.members[worker]
@@ -572,11 +635,22 @@ class Supervisor:
             self._do.send(worker, "form", rank=rank, **same)
         self._progress_s = self._clock()
 
+    def _changes(self, workers: list[int]) -> list[str]:
+        """What is different in the next world, besides deaths."""
+        if not self._ever:
+            return []
+        left = [w for w in self.world if w not in workers and w in self.members]
+        new = [w for w in workers if w not in self.world]
+        found = [f"worker {w} left" for w in left] + [f"worker {w} joined" for w in new]
+        planned = ["another cluster"] if self.cluster != self._planned_for else []
+        return found + planned
+
     def _abort(self, why: str) -> None:
         """Makes a world be left at once."""
         if self.state not in ("run", "pause"):
             return
         self._do.log("abort", generation=self.generation, reason=why)
+        self._causes = self._causes or [why]
         missing = [k for k, w in enumerate(self.world) if w not in self.members]
         if missing and len(self.world) > 1:
             self._do.fill(self.generation, missing)

@@ -174,6 +174,7 @@ class Joined:
       lost_step: number of steps done when the state was lost; None: it was not.
       cluster: what is planned for, as data, since an event said so; None: what the
         script says.
+      why: what led to the world, such as who joined; '' for the first one.
     """
 
     world: World
@@ -183,6 +184,7 @@ class Joined:
     fetch: Fetcher | None
     lost_step: int | None
     cluster: Mapping[str, Any] | None
+    why: str = ""
 
 
 class Team:
@@ -252,6 +254,15 @@ class Team:
     def is_suspended(self) -> bool:
         """Whether the run is to save its state at this step, and to go on later."""
         return self._link.is_suspended
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether the loop of the script is to end at this step."""
+        return self._link.is_stopped
+
+    def say_saving(self) -> None:
+        """Says that this process has done its last step, and saves the state."""
+        self._link.say("saving")
 
     def lost_error(self, saved: str) -> RunError:
         """The error of a run without a supervisor; says what was saved."""
@@ -368,6 +379,7 @@ class Team:
             fetch=fetch,
             lost_step=form.get("lost"),
             cluster=form.get("cluster"),
+            why=form.get("why", ""),
         )
 
     def _check_alive(self) -> None:
@@ -375,8 +387,13 @@ class Team:
             raise WorldBroken("the world is left")
 
     def say_placed(
-        self, step: int, arrays: dict[str, Any], extra: Any, cluster: Any
-    ) -> None:
+        self,
+        step: int,
+        arrays: dict[str, Any],
+        extra: Any,
+        cluster: Any,
+        broke_s: float | None,
+    ) -> float | None:
         """Says that this process has the state of its new world.
 
         Args:
@@ -384,18 +401,25 @@ class Team:
           arrays: path -> global array.
           extra: plain data that goes with them.
           cluster: that is planned for, as data.
+          broke_s: when this process trained last (`time.perf_counter`).
+
+        Returns:
+          The seconds since then; None: it has not trained yet.
         """
         self._recent = []
         self.keep_state(step, arrays, extra)
         self._trains = False
         self._copier.wait()
+        pause_s = None if broke_s is None else time.perf_counter() - broke_s
         self._link.say(
             "formed",
             step=step,
             cluster=cluster,
             devices=local_devices(),
             events=self._events,
+            pause_s=pause_s,
         )
+        return pause_s
 
     def keep_state(self, step: int, arrays: dict[str, Any], extra: Any) -> None:
         """Keeps the state after a step until a later one is safe.

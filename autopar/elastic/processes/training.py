@@ -100,6 +100,8 @@ class TeamRun:
         # Of the run, whoever runs it: a scheduler reads it.
         self._pace = Pace(Ledger(team.folder / "progress.jsonl"))
         self._yielded = -1
+        # What ran the step that was yielded last.
+        self._before: Any = None
         self._stopped = self._finished = False
         self._seconds: list[float] = []
         self._display = display.Display(steps, shows)
@@ -173,7 +175,6 @@ class TeamRun:
           StopIteration: all steps have run, or the run was stopped.
           RunError: the state was lost, or saved as the supervisor is gone.
         """
-        before = self._train_step.running.planned
         while True:
             if self._stopped:
                 self.close()
@@ -186,7 +187,10 @@ class TeamRun:
                     raise self._end_orphaned()
                 if self._team.is_suspended:
                     self._suspend()
-                self._reform()
+                if self._team.is_stopped:
+                    self._steps = self.step
+                else:
+                    self._reform()
                 continue
             done = self._try_step()
             if done is not None and done.step > self._yielded:
@@ -197,8 +201,11 @@ class TeamRun:
                 self._display.show(done.step + 1, done.seconds, self.plan)
                 if self._follow is not None and (until := self._follow.ends.until):
                     self._steps = self.step if until(done) else self._steps
-                changed = self._train_step.running.planned is not before
-                return dataclasses.replace(done, plan=self.plan) if changed else done
+                planned, before = self._train_step.running.planned, self._before
+                self._before = planned
+                if planned is before:
+                    return done
+                return dataclasses.replace(done, plan=self.plan)
 
     def _give_up(self, error: NotFiniteError) -> NoReturn:
         """Saves the last good state, with all other processes, and ends the run."""
@@ -229,11 +236,13 @@ class TeamRun:
     def _suspend(self) -> None:
         """Saves, with all other processes, and exits; the run goes on later."""
         self._display.close()
+        self._team.say_saving()
         self._saves.end(self.state, self.step, self.position)
         sys.exit(SUSPENDED)
 
     def _end(self) -> None:
         """Saves the last state, and waits for the others."""
+        self._team.say_saving()
         try:
             self._saves.end(self.state, self.step, self.position)
         except Exception as error:
@@ -310,13 +319,18 @@ class TeamRun:
         splits = self._train_step.preparation.planner.options.split_batch
         return samples.batch if splits else 0
 
-    def _keep(self, state: Any, step: int, *, placed: Cluster | None = None) -> None:
+    def _keep(
+        self, state: Any, step: int, *, placed: Cluster | None = None
+    ) -> float | None:
         """Keeps the state after a step for a world to come.
 
         Args:
           state: the carried state.
           step: number of steps done.
           placed: the cluster of a world that begins with it; None: the world goes on.
+
+        Returns:
+          Seconds of the pause before a world that begins; None: there was none.
         """
         arrays, trees = beside.state_beside(self._train_step)
         arrays |= self._by_path(state)
@@ -325,8 +339,9 @@ class TeamRun:
             extra["follow"] = self._follow.notes()
         if placed is None:
             self._team.keep_state(step, arrays, extra)
-        else:
-            self._team.say_placed(step, arrays, extra, placed.to_data())
+            return None
+        data = placed.to_data()
+        return self._team.say_placed(step, arrays, extra, data, self._broke_s)
 
     def _by_path(self, state: Any) -> dict[str, Any]:
         """The arrays of a state by path."""
@@ -387,8 +402,10 @@ class TeamRun:
         else:
             self._take_up(joined)
         placed_s = time.perf_counter() - begin - planned_s - program.seconds
-        self._keep(self.state, self.step, placed=cluster)
+        pause_s = self._keep(self.state, self.step, placed=cluster)
+        self._broke_s = None
         seconds = {
+            "pause_s": pause_s,
             "plan_s": planned_s,
             "compile_s": program.seconds,
             "place_s": placed_s,
@@ -466,10 +483,10 @@ class TeamRun:
         structs = (*self._shapes.arguments(), *self._rest(0))
         changing_worlds.study(self._train_step, *structs)
 
-    def _write(self, joined: Joined, how: str, seconds: dict[str, float]) -> None:
+    def _write(
+        self, joined: Joined, how: str, seconds: Mapping[str, float | None]
+    ) -> None:
         """Writes a world down, and how long its forming took."""
-        broke, self._broke_s = self._broke_s, None
-        pause = None if broke is None else time.perf_counter() - broke
         fetch, before = joined.fetch, self._seconds
         if joined.world.process_index:
             return  # one process writes for all
@@ -480,9 +497,9 @@ class TeamRun:
             processes=joined.world.process_count,
             step=self.step,
             position=self.position,
+            why=joined.why,
             program=how,
             measured={
-                "pause_s": pause,
                 **seconds,
                 "moved_bytes": fetch.remote_bytes if fetch else 0,
                 "kept_bytes": fetch.local_bytes if fetch else 0,

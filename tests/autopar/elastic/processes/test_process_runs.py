@@ -6,6 +6,7 @@ import json
 import os
 import pathlib
 import pickle
+import re
 import signal
 import subprocess
 import sys
@@ -18,6 +19,7 @@ import jax
 import numpy as np
 import pytest
 import step_forms as forms
+from command_line import exit_code
 from elastic_processes import LIMIT_S, Run
 
 import autopar
@@ -86,6 +88,44 @@ def test_processes_are_killed_and_stopped(start: Start) -> None:
     assert run.wait() == 0, run.output()
     assert "finished 120 steps" in run.output()
     check_losses(run, 120)
+
+
+def test_what_a_run_prints_and_how_it_is_stopped(
+    start: Start, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A death, a join, and a stop: each is said, and all loops end at one step."""
+    run = start(1000, 1, 0.03, processes=2)
+    run.wait_for_world([0, 1])
+    run.kill(1)
+    run.wait_for_world([0])
+    assert run.ask(command="resize", processes=2)["wrong"] == ""
+    run.wait_for_world([0, 2])
+    assert exit_code("workers", run.folder, "--stop") == 0
+    assert run.wait() == 0, run.output()
+    done, lines = run.last_step() + 1, run.output().splitlines()
+    assert f"autopar run: stopped after {done} steps." in lines
+    assert {f"[{k}] finished {done} steps" for k in (0, 2)} < set(lines)
+    said = [x.removeprefix("autopar run: ") for x in lines if x.startswith("autopar r")]
+    assert [x.partition(" step ")[0] for x in said[:6]] == [
+        "a world of 2 processes (workers 0, 1) trains from",
+        "worker 1 died by signal 9",
+        "a world of 1 process (worker 0) trains from",
+        "asked for 2 processes",
+        "worker 2 joined",
+        "a world of 2 processes (workers 0, 2) trains from",
+    ]
+    assert all("after a pause of" in said[k] for k in (2, 5))
+    assert "signal" not in "".join(said[6:])
+    capsys.readouterr()
+    assert exit_code("workers", run.folder) == 0
+    assert f"the run has ended after {done} steps" in capsys.readouterr().out
+    assert exit_code("workers", run.folder, "--stop") == 2
+    assert exit_code("ledger", run.folder / "losses.ledger") == 0
+    rows = capsys.readouterr().out.splitlines()
+    assert ["the run begins" in rows[1], "died by signal 9" in rows[2]] == [True, True]
+    assert re.search(r"worker 2 joined +1 +2 +\S+ m?s", rows[3])
+    assert exit_code("ledger", run.folder / "log.jsonl") == 2
+    assert "the log of `autopar run`" in capsys.readouterr().err
 
 
 def test_a_process_is_killed_as_its_world_forms(start: Start) -> None:

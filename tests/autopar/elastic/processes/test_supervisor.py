@@ -413,6 +413,35 @@ class TestPlaces:
         assert fake.started == [0, 1]
 
 
+class TestStopping:
+    def test_a_worker_that_does_not_answer_is_killed(self) -> None:
+        """The others do not wait for it, and the run says that it was not whole."""
+        fake = running(2)
+        fake.supervisor.end_training()
+        for worker in (0, 1):
+            fake.tell(worker, "started", generation=1, step=7)
+        fake.now = 59.0
+        fake.tell(0, "saving", generation=1)
+        fake.tell(0, "finished", generation=1, step=8)
+        fake.now = 61.0
+        for worker in (0, 1):
+            fake.tell(worker, "beat", generation=1, step=7)
+        fake.supervisor.tick()
+        assert fake.killed == [1]
+        fake.supervisor.on_end(1, -9)
+        assert [w for w, _ in fake.of("abort")] == [0]
+        fake.ready(0, holds=holding(8, 1, WHOLE))
+        assert [w for w, _ in fake.of("end")] == [0]
+        fake.supervisor.on_end(0, 0)
+        assert fake.supervisor.result == 1
+        assert "after 8 steps; worker 1 died by signal 9" in fake.supervisor.reason
+
+    def test_a_run_that_never_trained_ends_at_once(self) -> None:
+        fake = Fake(processes=2)
+        fake.supervisor.end_training()
+        assert fake.supervisor.result == 0
+
+
 class TestSuspending:
     def suspended(self, count: int = 2, **limits: Any) -> Fake:
         fake = running(count, **limits)
@@ -424,7 +453,8 @@ class TestSuspending:
         assert [w for w, _ in fake.of("pause")] == [0, 1]
         fake.tell(0, "started", generation=1, step=7)
         fake.tell(1, "started", generation=1, step=8)
-        assert [(d["step"], d["saves"]) for _, d in fake.of("limit")] == [(8, True)] * 2
+        limits = [(d["step"], d["ending"]) for _, d in fake.of("limit")]
+        assert limits == [(8, "suspend")] * 2
         fake.supervisor.on_end(0, SUSPENDED)
         assert fake.supervisor.result is None
         fake.supervisor.on_end(1, SUSPENDED)
@@ -435,7 +465,7 @@ class TestSuspending:
         fake.supervisor.resize(1)
         for worker in (0, 1):
             fake.tell(worker, "started", generation=1, step=2)
-        assert not any(d["saves"] for _, d in fake.of("limit"))
+        assert not any(d["ending"] for _, d in fake.of("limit"))
 
     def test_a_death_before_saving_forms_a_world_that_saves(self) -> None:
         fake = self.suspended(3)

@@ -62,6 +62,16 @@ def count_text(number: float) -> str:
     return f"{three_digits(value)} P"
 
 
+def numbered(count: int, noun: str) -> str:
+    """A number of things, with the noun in its form.
+
+    >>> numbered(1, "process"), numbered(2, "process"), numbered(3, "step")
+    ('1 process', '2 processes', '3 steps')
+    """
+    ending = "es" if noun.endswith("s") else "s"
+    return f"{count} {noun}" + ("" if count == 1 else ending)
+
+
 def share_text(part: float) -> str:
     """A part of 1 in percent, with the digits that tell it from 0 and 100.
 

@@ -1,0 +1,102 @@
+"""What `autopar run` says on standard error: one line for each thing that happens."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from autopar.elastic.processes.members import end_text
+from autopar.elastic.processes.messages import SUSPENDED
+from autopar.units import numbered, seconds_text
+
+
+class Console:
+    """Makes lines of what a supervisor writes to its log."""
+
+    def __init__(self) -> None:
+        """No world has formed yet."""
+        self._world: frozenset[int] | None = None
+        self._forming: Sequence[int] = ()
+        self._awaited: frozenset[int] = frozenset()
+        # Whether a line has said why the next world forms.
+        self._explained = self._ends = False
+
+    def say(self, event: str, data: Mapping[str, Any]) -> None:
+        """Prints what has happened, if it is of use to a user."""
+        for line in self.lines(event, data):
+            _print(line)
+
+    def lines(self, event: str, data: Mapping[str, Any]) -> list[str]:
+        """What is said of an event of the log.
+
+        >>> Console().lines("gone", {"worker": 1, "code": -9})
+        ['worker 1 died by signal 9']
+        """
+        found = self._lines(event, data)
+        self._explained = (self._explained or bool(found)) and event != "formed"
+        return found
+
+    def _lines(self, event: str, data: Mapping[str, Any]) -> list[str]:
+        match event:
+            case "gone":
+                ends = self._ends and data["code"] in (0, SUSPENDED)
+                return [] if ends else [f"worker {data['worker']} {_left(data)}"]
+            case "remove":
+                return [f"worker {data['worker']} is asked to leave"]
+            case "resize":
+                named = [f"worker {w} is asked to leave" for w in data["leaving"]]
+                return [*named, f"asked for {numbered(data['processes'], 'process')}"]
+            case "form":
+                self._forming = data["workers"]
+            case "formed":
+                return self._world_lines(data["step"], data["pause_s"])
+            case "kill":
+                return [f"worker {data['worker']} is killed: {data['reason']}"]
+            case "abort" if not self._explained:
+                return [f"the world is left: {data['reason']}"]
+            case "refused" if "reason" in data:
+                return [f"refused: {data['reason']}"]
+            case "service gone":
+                return ["the coordination service died; another one starts"]
+            case "stop":
+                self._ends = True
+                return ["asked to stop: workers end after the step that they are in"]
+            case "suspend" | "finished" | "end":
+                self._ends = True
+            case _:
+                pass
+        return []
+
+    def _world_lines(self, step: int, pause_s: float | None) -> list[str]:
+        """Who joined, and the world that trains on."""
+        before, self._world = self._world, frozenset(self._forming)
+        new = sorted(self._world - before) if before is not None else []
+        plural = "" if len(self._forming) == 1 else "s"
+        names = f"worker{plural} " + ", ".join(map(str, self._forming))
+        pause = "" if pause_s is None else f", after a pause of {seconds_text(pause_s)}"
+        return [
+            *(f"worker {w} joined" for w in new),
+            f"a world of {numbered(len(self._forming), 'process')} ({names}) "
+            f"trains from step {step} on{pause}",
+        ]
+
+    def say_awaited(self, late: frozenset[int]) -> None:
+        """Says once of each worker that the run waits for it."""
+        if new := sorted(late - self._awaited):
+            names = ", ".join(map(str, new))
+            _print(
+                f"waits for worker {names}, whose script has not called "
+                "autopar.elastic or autopar.train yet; see its output, or end the run "
+                "with `autopar workers --stop`."
+            )
+        self._awaited |= late
+
+
+def _print(text: str) -> None:
+    sys.stderr.write(f"autopar run: {text}\n")
+    sys.stderr.flush()
+
+
+def _left(data: Mapping[str, Any]) -> str:
+    return "has left" if data["code"] == 0 else end_text(data["code"])
