@@ -19,8 +19,9 @@ class Console:
         self._world: frozenset[int] | None = None
         self._forming: Sequence[int] = ()
         self._awaited: frozenset[int] = frozenset()
-        # Whether a line has said why the next world forms.
-        self._explained = self._ends = False
+        # Whether a line has said why the next world forms, and what is said otherwise.
+        self._explained, self._reason = False, ""
+        self._ends = False
 
     def say(self, event: str, data: Mapping[str, Any]) -> None:
         """Prints what has happened, if it is of use to a user."""
@@ -53,8 +54,10 @@ class Console:
                 return self._world_lines(data["step"], data["pause_s"])
             case "kill":
                 return [f"worker {data['worker']} is killed: {data['reason']}"]
-            case "abort" if not self._explained:
-                return [f"the world is left: {data['reason']}"]
+            case "broken":
+                self._reason = f"{data['error']}".partition("\n")[0]
+            case "abort":
+                self._reason = self._reason or data["reason"]
             case "refused" if "reason" in data:
                 return [f"refused: {data['reason']}"]
             case "service gone":
@@ -75,7 +78,10 @@ class Console:
         plural = "" if len(self._forming) == 1 else "s"
         names = f"worker{plural} " + ", ".join(map(str, self._forming))
         pause = "" if pause_s is None else f", after a pause of {seconds_text(pause_s)}"
+        why = "" if self._explained or new else self._reason
+        self._reason = ""
         return [
+            *([f"the last world broke: {why}"] if why else []),
             *(f"worker {w} joined" for w in new),
             f"a world of {numbered(len(self._forming), 'process')} ({names}) "
             f"trains from step {step} on{pause}",
