@@ -118,7 +118,7 @@ class TestPacking:
             left = left[count:]
 
     def test_examples_in_docstrings_run(self) -> None:
-        assert doctest.testmod(combining) == (0, 2)
+        assert doctest.testmod(combining) == (0, 3)
 
 
 class TestGradients:
