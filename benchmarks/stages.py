@@ -37,6 +37,8 @@ import numpy as np
 import autopar
 from autopar.cluster import DeviceSpec, MeshShape
 from autopar.cost.pricer import Pricer
+from autopar.planner.candidate import assignment_of
+from autopar.planner.problem import formulate
 from autopar.planner.recipes import Recipe, restriction_of
 from autopar.planner.stages.costs import Priced, priced, stage_problem
 from autopar.planner.stages.layer_map import LayerMap
@@ -47,12 +49,8 @@ from autopar.planner.stages.plan import (
     layers_of,
     plan_stages,
 )
-from autopar.planner.stages.submeshes import (
-    Submesh,
-    Weights,
-    layouts_within,
-    submeshes,
-)
+from autopar.planner.stages.submeshes import Submesh, submeshes
+from autopar.planner.weights import partly
 from autopar.steps.analysis import Analysis, analyse
 from autopar_solver import (
     Pipeline,
@@ -61,6 +59,7 @@ from autopar_solver import (
     ScheduleKind,
     StageProblem,
     evaluate_pipeline,
+    solve,
 )
 
 ROOT = pathlib.Path(__file__).resolve().parent
@@ -175,7 +174,7 @@ def mixed(seconds: float) -> None:
     layers = layers_of(analysis, cluster)
     counts = divisors(batch)
     scales = np.array([1 / count for count in counts])
-    prices = priced(layers, submeshes(analysis, cluster, Weights(16.0)), scales)
+    prices = priced(layers, submeshes(analysis, cluster, partly(16.0, 1.0)), scales)
     problem = stage_problem(layers, cluster, prices, counts, SCHEDULES)
     even_s = min(even_split_s(problem, prices, stages) for stages in (2, 4, 8))
     row = {
@@ -277,8 +276,10 @@ def run_layouts(
         pricer = Pricer(part, mesh)
         for recipe in _recipes(mesh, row["tensor"]):
             rule = restriction_of(analysis, recipe, pricer)
-            made = layouts_within(analysis, pricer, rule, Weights(gathers=64.0))
-            if made is not None:
+            problem = formulate(analysis, pricer, rule, weights=partly(64.0, 1.0))
+            solution = solve(problem.problem, gap=5e-3)
+            if solution.choices:
+                made = assignment_of(analysis, problem, solution)
                 out.append(Submesh(0, shape, pricer, made, recipe.name))
     return out
 

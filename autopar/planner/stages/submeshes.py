@@ -388,31 +388,6 @@ def layouts_on(
     return found
 
 
-def layouts_within(
-    analysis: Analysis,
-    pricer: Pricer,
-    restriction: Restriction,
-    weights: Weights,
-    seconds: float | None = None,
-) -> Assignment | None:
-    """The fastest layouts that a restriction allows, whatever memory they need.
-
-    Args:
-      analysis: the program.
-      pricer: the mesh.
-      restriction: says which strategies are allowed.
-      weights: of communication.
-      seconds: time limit of the solver.
-
-    Returns:
-      None where none is possible, or none was found in time.
-    """
-    small = _small(analysis, pricer)
-    formulation = formulate(analysis, pricer, restriction, weights=weights, small=small)
-    every = Limit(seconds)
-    return _solved(formulation, analysis, lambda node, strategy: True, every)
-
-
 def _small(analysis: Analysis, pricer: Pricer) -> frozenset[int]:
     """The nodes of state that stays whole."""
     memory = float(pricer.cluster.memory_bytes)
