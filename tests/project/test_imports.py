@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import ast
+import functools
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Mapping, Set
 from pathlib import Path
 
 import checkout
@@ -31,8 +32,9 @@ LATE = {
 }
 
 
-def unusual(source: str) -> Iterator[tuple[int, bool]]:
-    """Yields the line of each import below the top level, and whether it says why.
+@functools.cache  # two tests look at each module
+def unusual(source: str) -> list[tuple[int, bool]]:
+    """The line of each import below the top level, and whether it says why.
 
     The top level is what every importer runs: not a function, and not a block of
     ``if TYPE_CHECKING``. A reason is a comment on the line or in the line above.
@@ -45,9 +47,11 @@ def unusual(source: str) -> Iterator[tuple[int, bool]]:
         for inner in ast.walk(node)
         if _is_import(inner)
     }
+    out: list[tuple[int, bool]] = []
     for number in sorted(found):
         above, line = lines[number - 2 : number]
-        yield number, above.strip().startswith("#") or "#" in line
+        out.append((number, above.strip().startswith("#") or "#" in line))
+    return out
 
 
 def _is_late(node: ast.AST) -> bool:
@@ -59,9 +63,10 @@ def _is_late(node: ast.AST) -> bool:
 def _is_import(node: ast.AST) -> bool:
     """Whether it is an import, or a call that imports a module by a fixed name."""
     if isinstance(node, ast.Call) and node.args:
+        if not isinstance(node.args[0], ast.Constant):
+            return False
         called = ast.unparse(node.func).rpartition(".")[2]
-        fixed = isinstance(node.args[0], ast.Constant)
-        return fixed and called in {"import_module", "__import__"}
+        return called in {"import_module", "__import__"}
     return isinstance(node, ast.Import | ast.ImportFrom)
 
 
