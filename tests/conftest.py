@@ -95,9 +95,9 @@ def pytest_collection_finish() -> None:
     gc.set_threshold(10_000, 20, 50)
 
 
-# Tests of these are about running: their steps are planned as they are written, and
-# what says no number of stages, microbatches or layers decides none. The planner's own
-# tests and those of the command line plan as a user does.
+# Tests of these are about running a plan: their steps are planned as they are written,
+# and where no number of stages, microbatches or layers is asked for none is looked for.
+# All others plan as a user does.
 RUN_AS_WRITTEN = (
     "tests/autopar/runtime/",
     "tests/autopar/compression/",
@@ -116,14 +116,16 @@ RUN_AS_WRITTEN = (
 
 @pytest.fixture(scope="module", autouse=True)
 def _run_as_written(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Lets tests about running decide only layouts, where they say nothing else."""
+    """Lets the tests of a module decide only layouts, where they say nothing else."""
     if not str(request.node.nodeid).startswith(RUN_AS_WRITTEN):
         yield
         return
+    # Late: doctests and the tests of the solver need no planner.
     from autopar.planner import options, programs
 
     def asked(given: options.PlanOptions) -> options.PlanOptions:
-        return given if given.schedule else options.as_written(given)
+        chooses = given.schedule is not None or given.stages == "auto"
+        return given if chooses else options.as_written(given)
 
     decided = options.decided
     with pytest.MonkeyPatch.context() as patch:
