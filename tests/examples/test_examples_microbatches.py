@@ -21,7 +21,6 @@ TEXT = {"layers": 1, "d_model": 32, "seq": 16, "batch": 4, "dtype": "float64"}
 IMAGES = {"size": 16, "classes": 4, "batch": 4, "dtype": "float64"}
 EXACT: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt_scan": ("gpt", TEXT | {"scan": True, "remat": True, "clip": 1.0}),
-    "vit": ("vit", IMAGES | {"layers": 1, "d_model": 32}),
 }
 LOCAL: dict[str, tuple[str, dict[str, Any]]] = {
     "resnet": ("resnet", IMAGES | {"stages": 1, "blocks": 1, "width": 8}),

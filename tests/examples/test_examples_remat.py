@@ -79,7 +79,7 @@ def test_losses_are_those_of_one_device(name: str) -> None:
     step, (state, batch) = made(name)
     run = autopar.parallelize(
         step,
-        cluster="4:cpu",
+        cluster="2:cpu",
         donate=False,
         axis_names=("data",),
         **{**ONE_PROGRAM, "remat": "all"},
@@ -110,7 +110,7 @@ def test_layers_in_a_loop_are_computed_again() -> None:
 
     def planned(**asked: Any) -> autopar.Plan:
         options = {**ONE_PROGRAM, "axis_names": ("data",), **asked}
-        return autopar.plan(step, *args, cluster="8:cpu", **options)
+        return autopar.plan(step, *args, cluster="2:cpu", **options)
 
     again = planned(remat="all")
     assert again.remat.layers

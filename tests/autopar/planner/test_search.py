@@ -369,8 +369,7 @@ def all_choices(formulation: Formulation) -> Sequence[tuple[int, ...]]:
     return [tuple(draw.randrange(n) for n in counts) for _ in range(SAMPLES)]
 
 
-@pytest.mark.parametrize("text", ["4:cpu", "2x2:cpu"])
-@pytest.mark.parametrize("cheap", [False, True])
+@pytest.mark.parametrize(("text", "cheap"), [("4:cpu", False), ("2x2:cpu", True)])
 @pytest.mark.parametrize("name", sorted(TINY))
 def test_nothing_is_cheaper_than_what_the_solver_finds(
     name: str, cheap: bool, text: str

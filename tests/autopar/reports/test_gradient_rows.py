@@ -55,11 +55,9 @@ def pricer_of(plan: Plan, cluster: Cluster) -> Pricer:
 @pytest.mark.parametrize(
     ("codec", "pins"),
     [
-        ("int8", WHOLE),
         ("int8", SPLIT),
         ("powersgd:rank=2", WHOLE),
         ("topk", WHOLE),
-        ("topk", SPLIT),
         ("predicted", WHOLE),
     ],
 )

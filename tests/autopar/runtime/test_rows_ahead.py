@@ -75,7 +75,6 @@ def of_each_row(x: Any, h: Any, key: Any) -> Any:
     keys = jax.vmap(R.fold_in, (None, 0))(key, jnp.arange(len(x)))
     kept = jax.vmap(lambda k, row: row * R.bernoulli(k, 0.5, row.shape))(keys, h)
     weights = jax.vmap(R.gamma)(R.split(key, len(x)), size)
-    weights += jax.vmap(lambda k, a: R.poisson(k, 4 * a))(keys, size)
     until = jax.vmap(lambda a: jax.lax.while_loop(lambda b: b < 9, lambda b: b + a, a))
     labels = jax.vmap(lambda label: R.normal(R.key(label)))(jnp.argmax(h, 1))
     return kept, weights + jax.lax.stop_gradient(until(size)) + labels
