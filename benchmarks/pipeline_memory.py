@@ -27,7 +27,7 @@ import workloads
 
 import autopar
 from autopar.errors import InfeasibleError
-from autopar.runtime.stages.pipeline import Pipeline
+from autopar.runtime.stages.pipeline import StagePipeline
 
 _OPTIONS = {"layers": 8, "d_model": 128, "seq": 128, "batch": 32}
 
@@ -99,7 +99,7 @@ def with_memory(cluster: autopar.Cluster, nbytes: int) -> autopar.Cluster:
     return dataclasses.replace(cluster, device=device)
 
 
-def measured(pipeline: Pipeline, run, out: dict[str, object]):
+def measured(pipeline: StagePipeline, run, out: dict[str, object]):
     """Runs a step, and looks at what is alive after each task."""
     temporaries = {
         key: call.code.function.lower(*call.code.in_structs)

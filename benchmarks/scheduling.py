@@ -26,11 +26,11 @@ import typer
 from autopar.scheduler.models import corrected_form, pollux_form, power_form
 from autopar.scheduler.models.corrected_form import CorrectedTimes
 from autopar.scheduler.models.goodput import StepModel
-from autopar.scheduler.models.pollux_form import Samples
+from autopar.scheduler.models.pollux_form import StepSamples
 from autopar.scheduler.nodes import Nodes
 from autopar.scheduler.policies.named import policy_of
 from autopar.scheduler.simulator.engine import Options, simulate
-from autopar.scheduler.simulator.interpolation import StepTimes
+from autopar.scheduler.simulator.interpolation import PlacementTimes
 from autopar.scheduler.simulator.metrics import Metrics, metrics
 from autopar.scheduler.simulator.tables import read_rows
 from autopar.scheduler.simulator.traces.detect import jobs_of
@@ -246,7 +246,7 @@ def measured(folder: pathlib.Path) -> np.ndarray:
     """Rows of nodes, devices, local batch, seconds of a microbatch, and of a step."""
     found: list[tuple[float, ...]] = [
         (len(placement), sum(placement), local, step - sync, step)
-        for placement, local, step, sync in StepTimes(folder).rows()
+        for placement, local, step, sync in PlacementTimes(folder).rows()
     ]
     columns = ("num_nodes", "num_replicas", "local_bsz", "step_time", "sync_time")
     for row in read_rows(folder / "scalability.csv", columns):
@@ -255,8 +255,8 @@ def measured(folder: pathlib.Path) -> np.ndarray:
     return np.array(found)
 
 
-def _samples(rows: np.ndarray) -> Samples:
-    return Samples(*rows.T)
+def _samples(rows: np.ndarray) -> StepSamples:
+    return StepSamples(*rows.T)
 
 
 def _error(model: StepModel, rows: np.ndarray) -> float:

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from autopar.backends.ray_nodes import Node, Placer, Places, alive
+from autopar.backends.ray_nodes import LiveNode, Placer, Places, alive
 from autopar.backends.ray_worker import ScriptActor
 from autopar.elastic.processes.identity import ProcessId
 from autopar.elastic.processes.launching import Reports
@@ -174,7 +174,7 @@ class RayLauncher:
             if new:
                 watched.call(functools.partial(self._reports.on_join, new))
 
-    def _nodes(self) -> tuple[list[Node], int]:
+    def _nodes(self) -> tuple[list[LiveNode], int]:
         return nodes_here(self._ray)
 
     def _begin_with(self, processes: int) -> None:
@@ -209,7 +209,7 @@ def connect(address: str) -> Any:
     return ray
 
 
-def nodes_here(ray: Any) -> tuple[list[Node], int]:
+def nodes_here(ray: Any) -> tuple[list[LiveNode], int]:
     """The nodes that can take workers, and how many there are on other machines."""
     return alive(ray.nodes(), _CPUS, ray.util.get_node_ip_address())
 

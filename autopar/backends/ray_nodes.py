@@ -12,7 +12,7 @@ _SHUNNED_S = 30.0
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Node:
+class LiveNode:
     """A node that is alive.
 
     Attributes:
@@ -28,7 +28,7 @@ class Node:
 
 def alive(
     listed: Sequence[Mapping[str, Any]], cpus: float, address: str
-) -> tuple[list[Node], int]:
+) -> tuple[list[LiveNode], int]:
     """The nodes that can take workers.
 
     Args:
@@ -41,7 +41,7 @@ def alive(
       The nodes, and how many there are besides on other machines.
     """
     nodes = [
-        Node(
+        LiveNode(
             name=x["NodeID"],
             address=x["NodeManagerAddress"],
             room=int(x["Resources"].get("CPU", 0) // cpus),
@@ -57,11 +57,11 @@ def alive(
 class Placer(Protocol):
     """Says which node takes a worker."""
 
-    def update(self, nodes: Sequence[Node]) -> int:
+    def update(self, nodes: Sequence[LiveNode]) -> int:
         """Takes the nodes that are alive; returns how many workers more to take."""
         ...
 
-    def place(self, worker: int) -> Node | None:
+    def place(self, worker: int) -> LiveNode | None:
         """Gives a worker a node; None: no room anywhere."""
         ...
 
@@ -76,20 +76,20 @@ class Places:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         """Knows no nodes yet."""
         self._clock = clock
-        self._nodes: dict[str, Node] = {}
+        self._nodes: dict[str, LiveNode] = {}
         self._seen: set[str] = set()
         self._used: set[str] = set()
         self._lost_s: dict[str, float] = {}
         self._of: dict[int, str] = {}
 
-    def update(self, nodes: Sequence[Node]) -> int:
+    def update(self, nodes: Sequence[LiveNode]) -> int:
         """Takes the nodes that are alive now; returns how many were never seen."""
         self._nodes = {x.name: x for x in nodes}
         new = self._nodes.keys() - self._seen
         self._seen |= new
         return len(new)
 
-    def place(self, worker: int) -> Node | None:
+    def place(self, worker: int) -> LiveNode | None:
         """Gives a worker a node: that with fewest workers; None: no room anywhere."""
         counts = self._counts()
         free = [x for x in self._open() if counts.get(x.name, 0) < x.room]
@@ -117,7 +117,7 @@ class Places:
             self._lost_s[name] = self._clock()
         return any(x.name not in self._used for x in self._open())
 
-    def _open(self) -> list[Node]:
+    def _open(self) -> list[LiveNode]:
         now = self._clock()
         return [
             x

@@ -8,7 +8,7 @@ import pathlib
 import threading
 from collections.abc import Mapping, Sequence
 
-from autopar.backends.ray_nodes import Node
+from autopar.backends.ray_nodes import LiveNode
 from autopar.elastic.processes.identity import ProcessId
 from autopar.elastic.processes.launching import Launcher, Reports
 
@@ -35,12 +35,12 @@ class Slots:
             with contextlib.suppress(OSError, ValueError):
                 self._of = {int(k): v for k, v in json.loads(file.read_text()).items()}
 
-    def update(self, nodes: Sequence[Node]) -> int:
+    def update(self, nodes: Sequence[LiveNode]) -> int:
         """No node is taken because it is there."""
         del nodes
         return 0
 
-    def place(self, worker: int) -> Node | None:
+    def place(self, worker: int) -> LiveNode | None:
         """The place of a worker, which it keeps; None: all places are taken."""
         with self._lock:
             if worker not in self._of:
@@ -50,7 +50,7 @@ class Slots:
                     return None
                 self._of[worker] = free[0]
                 self._write()
-            return Node(name=self._of[worker], address="", room=1)
+            return LiveNode(name=self._of[worker], address="", room=1)
 
     def on_end(self, worker: int, *, lost: bool = False) -> bool:
         """A worker has ended; returns False: nobody takes its place unasked."""

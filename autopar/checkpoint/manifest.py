@@ -111,12 +111,12 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
         return msgspec.json.format(msgspec.json.encode(stamped), indent=1) + b"\n"
 
 
-class _Header(msgspec.Struct):
+class _ManifestHeader(msgspec.Struct):
     schema: int
 
 
 # Made at import: msgspec crashes where two threads find out about one type at once.
-_HEADER = msgspec.json.Decoder(_Header)
+_HEADER = msgspec.json.Decoder(_ManifestHeader)
 _MANIFEST = msgspec.json.Decoder(Manifest)
 
 

@@ -54,7 +54,7 @@ def save(path: pathlib.Path, value: Any) -> None:
     Raises:
       CheckpointError: PyTorch has no such tensor.
     """
-    writer = _Writer()
+    writer = _PickleWriter()
     data = b"\x80\x02" + writer.encode(value) + b"."
     with zipfile.ZipFile(path, "w", zipfile.ZIP_STORED) as file:
         file.writestr("archive/data.pkl", data)
@@ -64,7 +64,7 @@ def save(path: pathlib.Path, value: Any) -> None:
         file.writestr("archive/version", "3\n")
 
 
-class _Writer:
+class _PickleWriter:
     """Encodes values as a pickle of protocol 2, without importing what it names."""
 
     def __init__(self) -> None:

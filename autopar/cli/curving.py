@@ -20,8 +20,8 @@ from autopar.cli.spelling import spell_options
 from autopar.cli.target import load, parse_words
 from autopar.cluster import Cluster
 from autopar.errors import PlanError
-from autopar.goodput.batched import Batches, Program
-from autopar.goodput.configurations import Wanted, chain
+from autopar.goodput.batched import Batches, ProgramAtBatches
+from autopar.goodput.configurations import WantedCurve, chain
 from autopar.goodput.curves import CurvePoint, CurveTable
 from autopar.planner.cache import PlanCache
 from autopar.planner.options import DEFAULTS, PlanOptions
@@ -268,11 +268,11 @@ def _check_shapes(clusters: Sequence[Cluster]) -> None:
         known[shape] = cluster
 
 
-def _read_wanted(asked: CurveRequest) -> tuple[Wanted, dict[str, str]]:
+def _read_wanted(asked: CurveRequest) -> tuple[WantedCurve, dict[str, str]]:
     workload = load(asked.target, parse_words(asked.words))
-    program = Program(workload.analyse_step())
+    program = ProgramAtBatches(workload.analyse_step())
     base = asked.base_batch or program.rows
-    wanted = Wanted(
+    wanted = WantedCurve(
         program=program,
         batches=Batches(
             base=base, most=asked.max_batch or base, noise_scale=asked.noise_scale
@@ -285,7 +285,7 @@ def _read_wanted(asked: CurveRequest) -> tuple[Wanted, dict[str, str]]:
 
 
 def _points(
-    wanted: Wanted, clusters: Sequence[Cluster], say: common.Say
+    wanted: WantedCurve, clusters: Sequence[Cluster], say: common.Say
 ) -> list[CurvePoint]:
     found: list[CurvePoint] = []
     for item in chain(wanted, _sort_clusters(clusters)):

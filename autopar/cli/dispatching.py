@@ -17,10 +17,10 @@ from autopar.cli.curving import curve_of
 from autopar.cli.output import Result
 from autopar.cli.owning import STATE_FILE, job_lines
 from autopar.cluster import Cluster
-from autopar.dispatch.backend import Backend, Place
+from autopar.dispatch.backend import Backend, ClusterNode
 from autopar.dispatch.clusters import LocalCluster, RayCluster
 from autopar.dispatch.running import ProcessRuns
-from autopar.dispatch.scheduler import Scheduler, Settings
+from autopar.dispatch.scheduler import Scheduler, SchedulerSettings
 from autopar.dispatch.specs import Handed, read_jobs
 from autopar.dispatch.store import FAILED, RUNNING, STOPPING, JobRecord, Store
 from autopar.dispatch.supervising import FileLock
@@ -61,7 +61,7 @@ def schedule(asked: DispatchRequest) -> Result:
     policy = _policy(asked.policy)
     jobs = () if asked.jobs is None else read_jobs(asked.jobs)
     moves = MoveTimes(start_s=asked.start_s, change_s=asked.change_s)
-    settings = Settings(
+    settings = SchedulerSettings(
         interval_s=asked.interval_s,
         react_s=asked.react_s,
         moves=moves,
@@ -167,7 +167,9 @@ def _add(
     store.add_jobs(planned, at_s)
 
 
-def _add_curve(job: Handed, places: Sequence[Place], asked: DispatchRequest) -> Handed:
+def _add_curve(
+    job: Handed, places: Sequence[ClusterNode], asked: DispatchRequest
+) -> Handed:
     """A job with the curve of its target, if it names one."""
     spec = job.spec
     if not spec.target:
@@ -191,7 +193,7 @@ def _add_curve(job: Handed, places: Sequence[Place], asked: DispatchRequest) -> 
     return msgspec.structs.replace(job, curve=curve)
 
 
-def configurations(places: Sequence[Place], most: float) -> list[Cluster]:
+def configurations(places: Sequence[ClusterNode], most: float) -> list[Cluster]:
     """The clusters that a job may get: powers of two of a node, and whole nodes."""
     found: list[Cluster] = []
     for kind in dict.fromkeys(place.kind for place in places):

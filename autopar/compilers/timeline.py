@@ -20,12 +20,12 @@ from autopar.cost.compute import in_table_s, roofline_s
 from autopar.cost.pricer import Pricer
 from autopar.cost.products import rates_of
 from autopar_passes.audit.collectives import AuditedCollective
-from autopar_passes.audit.events import Done, Event, Loop, Start
+from autopar_passes.audit.events import Done, Event, EventLoop, Start
 from autopar_passes.audit.kernels import Kernel, Product
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Timeline:
+class DeviceTimeline:
     """Seconds of one step on one device.
 
     Attributes:
@@ -60,9 +60,9 @@ class Timeline:
         return self.kernel_s + self.exposed_s
 
 
-def timeline(events: Iterable[Event], pricer: Pricer) -> Timeline:
+def timeline(events: Iterable[Event], pricer: Pricer) -> DeviceTimeline:
     """Prices the events of a program; a loop begins and ends with both queues empty."""
-    total = Timeline()
+    total = DeviceTimeline()
     free_s = 0.0
     ends: dict[str, tuple[float, float]] = {}
     for event in events:
@@ -75,16 +75,18 @@ def timeline(events: Iterable[Event], pricer: Pricer) -> Timeline:
                 free_s = max(now_s, free_s) + seconds
                 ends[event.name] = free_s, total.kernel_s
                 wait_s = free_s - now_s if event.waits else 0.0
-                total += Timeline(
+                total += DeviceTimeline(
                     communication_s=seconds, exposed_s=wait_s, messages=1.0
                 )
             case Done() if event.name in ends:
                 end_s, before_s = ends[event.name]
                 hidden = float(total.kernel_s > before_s)
-                total += Timeline(exposed_s=max(0.0, end_s - now_s), hidden=hidden)
+                total += DeviceTimeline(
+                    exposed_s=max(0.0, end_s - now_s), hidden=hidden
+                )
             case Done():
                 pass
-            case Loop():
+            case EventLoop():
                 total += timeline(event.body, pricer) * event.trips
     return total
 
@@ -104,8 +106,8 @@ def message_s(collectives: Iterable[AuditedCollective], pricer: Pricer) -> float
     return pricer.skew(axes) * collective_s(found[0].kind, nbytes, axes)
 
 
-def _kernel(kernel: Kernel, device: DeviceSpec) -> Timeline:
-    return Timeline(
+def _kernel(kernel: Kernel, device: DeviceSpec) -> DeviceTimeline:
+    return DeviceTimeline(
         kernel_s=kernel_s(kernel, device) + device.kernel_latency_s,
         cycles=kernel.cycles,
     )

@@ -32,7 +32,7 @@ from autopar.plans import GradientDecision
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Route:
+class GradientRoute:
     """The mesh axes over which one gradient is sent.
 
     Attributes:
@@ -84,14 +84,14 @@ class Route:
         )
 
 
-def route_of(summation: Summation, mesh: Sequence[MeshAxis]) -> Route:
+def route_of(summation: Summation, mesh: Sequence[MeshAxis]) -> GradientRoute:
     """The route of one way to sum a gradient.
 
     Args:
       summation: how the devices share the work.
       mesh: the axes of the mesh.
     """
-    return Route(
+    return GradientRoute(
         axes=tuple(mesh[a] for a in summation.axes),
         within=tuple(mesh[a] for a in summation.within),
         workers=summation.workers,
@@ -101,14 +101,16 @@ def route_of(summation: Summation, mesh: Sequence[MeshAxis]) -> Route:
     )
 
 
-def planned_route(gradient: GradientDecision, mesh: Sequence[MeshAxis]) -> Route:
+def planned_route(
+    gradient: GradientDecision, mesh: Sequence[MeshAxis]
+) -> GradientRoute:
     """The route that a plan gives a gradient.
 
     Args:
       gradient: the plan's decision.
       mesh: the axes of the mesh.
     """
-    return Route(
+    return GradientRoute(
         axes=tuple(axis for axis in mesh if axis.name in gradient.axes),
         within=tuple(axis for axis in mesh if axis.name in gradient.within),
         workers=gradient.workers,
@@ -236,7 +238,7 @@ class CodecPrice:
 
 
 def codec_price(
-    pricer: Pricer, route: Route, text: str, error: float | None = None
+    pricer: Pricer, route: GradientRoute, text: str, error: float | None = None
 ) -> CodecPrice:
     """Prices a codec for a gradient.
 
@@ -265,7 +267,7 @@ def codec_price(
     )
 
 
-def compiler_price(pricer: Pricer, route: Route, itemsize: int) -> CodecPrice:
+def compiler_price(pricer: Pricer, route: GradientRoute, itemsize: int) -> CodecPrice:
     """Prices the compiler's sum of a gradient, without a codec.
 
     Args:
@@ -277,7 +279,7 @@ def compiler_price(pricer: Pricer, route: Route, itemsize: int) -> CodecPrice:
     return CodecPrice(codec="", wire_s=_plain_s(pricer, route, nbytes))
 
 
-def with_wire_bytes(price: CodecPrice, route: Route) -> CodecPrice:
+def with_wire_bytes(price: CodecPrice, route: GradientRoute) -> CodecPrice:
     """The price with the bytes that the codec sends; its rounds are run for it."""
     if price.refused:
         return dataclasses.replace(price, wire_bytes=0.0)
@@ -286,12 +288,12 @@ def with_wire_bytes(price: CodecPrice, route: Route) -> CodecPrice:
     return dataclasses.replace(price, wire_bytes=nbytes)
 
 
-def within_s(route: Route) -> float:
+def within_s(route: GradientRoute) -> float:
     """Seconds that a gradient adds to the messages over the fast links."""
     return sum(added_s(m.kind, m.nbytes, route.within) for m in route.within_messages)
 
 
-def _plain_s(pricer: Pricer, route: Route, nbytes: float) -> float:
+def _plain_s(pricer: Pricer, route: GradientRoute, nbytes: float) -> float:
     """Seconds that a gradient of so many bytes adds to the compiler's sums."""
     slow, within = route.axes, route.within
     if within and route.keeps and not route.scatter:

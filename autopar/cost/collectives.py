@@ -30,7 +30,7 @@ from autopar.cluster.rates import (
     partner_rates,
 )
 from autopar.cluster.specs import KINDS, LinkSpec
-from autopar.cost.curves import Curve, Line, highest, line, lowest, through, total
+from autopar.cost.curves import Line, TimeCurve, highest, line, lowest, through, total
 from autopar_errors import InputError
 from autopar_passes.audit.collectives import sent_ratio
 
@@ -137,7 +137,7 @@ def beside(nbytes: Array, size: int, rates: PartnerRates) -> Array:
     return each[below] + (place - below) * (each[above] - each[below])
 
 
-def partner_curve(kind: str, size: int, rates: PartnerRates) -> Curve:
+def partner_curve(kind: str, size: int, rates: PartnerRates) -> TimeCurve:
     """The time of a permutation or an all-to-all, by its size.
 
     Args:
@@ -160,7 +160,7 @@ def partner_curve(kind: str, size: int, rates: PartnerRates) -> Curve:
             starts.append(float(inside[k]) * whole)
             lines.append((float(seconds[k] - slope * whole * sizes[k]), float(slope)))
     first = lines[0][0] + lines[0][1] * starts[0]
-    return Curve((0.0, *starts), ((first, 0.0), *lines))
+    return TimeCurve((0.0, *starts), ((first, 0.0), *lines))
 
 
 def _spans(size: int, rates: PartnerRates) -> Iterator[tuple[float, float, int]]:
@@ -258,7 +258,7 @@ def _class_of(link: LinkSpec) -> str:
     return link.rates if link.rates in ("pcie", "network") else "nvlink"
 
 
-def inside(kind: str, size: int, link: LinkSpec) -> Curve:
+def inside(kind: str, size: int, link: LinkSpec) -> TimeCurve:
     """The time among `size` devices of one host, or of one domain of NVLink."""
     knots = collective_knots(link.rates, kind)
     if knots is not None:
@@ -273,7 +273,7 @@ def inside(kind: str, size: int, link: LinkSpec) -> Curve:
     if kind == "all_to_all":
         start = _LL.ring_start_s + _SIMPLE.ring_step_s[of]
         return line(start + (size - 1) * _PARTNER_S, sent)
-    ways: list[Curve] = []
+    ways: list[TimeCurve] = []
     steps = (2 if kind == "all_reduce" else 1) * (size - 1)
     for p in _protocols(link):
         ways.append(
@@ -285,7 +285,7 @@ def inside(kind: str, size: int, link: LinkSpec) -> Curve:
     return lowest(ways)
 
 
-def _curve_as_measured(kind: str, size: int, knots: CollectiveKnots) -> Curve:
+def _curve_as_measured(kind: str, size: int, knots: CollectiveKnots) -> TimeCurve:
     """The measured times of this group, or those of its neighbours.
 
     Groups are compared where a device sends as many bytes. Between two measured
@@ -318,7 +318,7 @@ def _at(kind: str, size: int, knots: CollectiveKnots, group: int) -> list[float]
     return [of.seconds(nbytes * more) for nbytes in knots.nbytes]
 
 
-def across(kind: str, groups: Sequence[tuple[int, LinkSpec]]) -> Curve:
+def across(kind: str, groups: Sequence[tuple[int, LinkSpec]]) -> TimeCurve:
     """The time over several levels, outermost first; the innermost may be a host's.
 
     Args:
@@ -344,7 +344,7 @@ def _over_network(
     size: int,
     groups: Sequence[tuple[int, LinkSpec]],
     of: str,
-) -> Curve:
+) -> TimeCurve:
     """What the network takes, with `size` devices in each host, joined by `of`."""
     links = [link for _, link in groups]
     per_byte = 1 / min(link.bandwidth_bytes_per_s for link in links)
@@ -356,7 +356,7 @@ def _over_network(
         start = _SIMPLE.ring_start_s + slower * _step("network")
         return line(start + (hosts * size - 1) * _PARTNER_S, share)
     rounds = 2 if kind == "all_reduce" else 1
-    ways: list[Curve] = []
+    ways: list[TimeCurve] = []
     for p in (_LL, _LL128, _SIMPLE):
         near = hosts * (size - 1) * p.ring_step_s[of] if of else 0.0
         far = (hosts - 1) * slower * p.ring_step_s["network"]
@@ -469,7 +469,7 @@ def _line_lines(kind: str, k: int, link: LinkSpec) -> list[Line]:
 _MODELS = {"switch": _switch_lines, "ring": _ring_lines, "line": _line_lines}
 
 
-def _measured_curve(kind: str, k: int, link: LinkSpec) -> Curve | None:
+def _measured_curve(kind: str, k: int, link: LinkSpec) -> TimeCurve | None:
     """The measured curve for `k` devices, or None.
 
     Between measured group sizes, the latency and the time of a byte sent are linear
@@ -493,7 +493,7 @@ def _measured_curve(kind: str, k: int, link: LinkSpec) -> Curve | None:
     return highest([line(latency_s, slope), line(0.0, large)])
 
 
-def _one_level(kind: str, k: int, link: LinkSpec) -> Curve:
+def _one_level(kind: str, k: int, link: LinkSpec) -> TimeCurve:
     measured = _measured_curve(kind, k, link)
     if measured is not None:
         return measured
@@ -502,7 +502,7 @@ def _one_level(kind: str, k: int, link: LinkSpec) -> Curve:
     return lowest([line(a, b) for a, b in _MODELS[link.topology](kind, k, link)])
 
 
-def _route(kind: str, groups: tuple[tuple[int, LinkSpec], ...]) -> Curve:
+def _route(kind: str, groups: tuple[tuple[int, LinkSpec], ...]) -> TimeCurve:
     """The time of a collective over several levels, outermost first in `groups`.
 
     all_gather: outer levels first, while there is least to send, then the inner;
@@ -549,7 +549,7 @@ def _groups(axes: Iterable[MeshAxis]) -> tuple[tuple[int, LinkSpec], ...]:
 # A cluster has about 30 kinds over groups of axes; an entry takes about 2 kB. This
 # holds a hundred clusters in 6 MB.
 @functools.lru_cache(maxsize=1 << 12)
-def collective_curve(kind: str, axes: tuple[MeshAxis, ...]) -> Curve:
+def collective_curve(kind: str, axes: tuple[MeshAxis, ...]) -> TimeCurve:
     """The time of a collective over these mesh axes, as a function of its size."""
     _check_kind(kind)
     groups = _groups(axes)

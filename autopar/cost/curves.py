@@ -20,7 +20,7 @@ Piece = tuple[float, float, float]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Curve:
+class TimeCurve:
     """Seconds by size in bytes, in straight pieces.
 
     Attributes:
@@ -63,29 +63,29 @@ class Curve:
         last = self.seconds(high) / high if high < math.inf else self.lines[-1][1]
         return min(last, *found)
 
-    def seeing(self, part: float) -> Curve:
+    def seeing(self, part: float) -> TimeCurve:
         """The curve of a phase that handles this part of the bytes.
 
         >>> line(1.0, 2.0).seeing(0.25).seconds(8.0)
         5.0
         """
-        return Curve(
+        return TimeCurve(
             tuple(start / part for start in self.starts),
             tuple((latency, slope * part) for latency, slope in self.lines),
         )
 
-    def scale_times(self, factor: float) -> Curve:
+    def scale_times(self, factor: float) -> TimeCurve:
         """All times multiplied."""
         lines = tuple((factor * a, factor * b) for a, b in self.lines)
-        return Curve(self.starts, lines)
+        return TimeCurve(self.starts, lines)
 
 
-def line(latency_s: float, s_per_byte: float) -> Curve:
+def line(latency_s: float, s_per_byte: float) -> TimeCurve:
     """One straight line."""
-    return Curve((0.0,), ((latency_s, s_per_byte),))
+    return TimeCurve((0.0,), ((latency_s, s_per_byte),))
 
 
-def through(sizes: Sequence[float], seconds: Sequence[float]) -> Curve:
+def through(sizes: Sequence[float], seconds: Sequence[float]) -> TimeCurve:
     """The curve through knots: constant before the first, straight after the last.
 
     >>> curve = through([10.0, 20.0, 40.0], [1.0, 1.0, 3.0])
@@ -102,20 +102,20 @@ def through(sizes: Sequence[float], seconds: Sequence[float]) -> Curve:
         slope = (seconds[k + 1] - seconds[k]) / (sizes[k + 1] - sizes[k])
         starts.append(sizes[k])
         lines.append((seconds[k] - slope * sizes[k], slope))
-    return Curve(tuple(starts), tuple(lines))
+    return TimeCurve(tuple(starts), tuple(lines))
 
 
-def lowest(curves: Sequence[Curve]) -> Curve:
+def lowest(curves: Sequence[TimeCurve]) -> TimeCurve:
     """The least of some curves at every size: the fastest of several ways."""
     return _combine_curves(curves, _lowest)
 
 
-def highest(curves: Sequence[Curve]) -> Curve:
+def highest(curves: Sequence[TimeCurve]) -> TimeCurve:
     """The largest of some curves at every size: what goes on at the same time."""
     return _combine_curves(curves, _highest)
 
 
-def total(curves: Sequence[Curve]) -> Curve:
+def total(curves: Sequence[TimeCurve]) -> TimeCurve:
     """The sum of some curves: one phase after the other."""
     return _combine_curves(curves, _sum)
 
@@ -124,7 +124,7 @@ _ROUNDING = 1e-9
 Combine = Callable[[Sequence[Line], float, float], list[Piece]]
 
 
-def _combine_curves(curves: Sequence[Curve], combine: Combine) -> Curve:
+def _combine_curves(curves: Sequence[TimeCurve], combine: Combine) -> TimeCurve:
     if len(curves) == 1:
         return curves[0]
     starts = sorted({start for curve in curves for start in curve.starts})
@@ -139,7 +139,7 @@ def _combine_curves(curves: Sequence[Curve], combine: Combine) -> Curve:
     for piece in pieces[1:]:
         if not np.allclose(piece[1:], kept[-1][1:], rtol=1e-12, atol=0.0):
             kept.append(piece)
-    return Curve(tuple(p[0] for p in kept), tuple((p[1], p[2]) for p in kept))
+    return TimeCurve(tuple(p[0] for p in kept), tuple((p[1], p[2]) for p in kept))
 
 
 def _sum(lines: Sequence[Line], start: float, end: float) -> list[Piece]:

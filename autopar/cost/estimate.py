@@ -24,7 +24,7 @@ from autopar.cost.combining import SUMS
 from autopar.cost.compute import roofline_s, shard_s
 from autopar.cost.live import Live, each_held_bytes, live
 from autopar.cost.overlap import Timeline
-from autopar.cost.parts import Cut, Key, Part
+from autopar.cost.parts import Key, Part, PartCut
 from autopar.cost.pricer import Pricer
 from autopar.cost.replicas import all_collectives
 from autopar.cost.traffic import Collective
@@ -59,14 +59,14 @@ class Slot:
     sums: bool
     position: int
 
-    def within(self, cut: Cut) -> bool:
+    def within(self, cut: PartCut) -> bool:
         """Whether the message is one of a stretch of its part."""
         first, last = cut.moved
         return self.sums is not cut.gathers and first <= self.position < last
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Placing:
+class MessagePlaces:
     """The parts of a planned step, whatever its seconds are.
 
     Attributes:
@@ -110,7 +110,7 @@ class Placing:
             for key, inside in self.inside.items()
         ]
 
-    def covering(self, key: Key, cut: Cut) -> np.ndarray:
+    def covering(self, key: Key, cut: PartCut) -> np.ndarray:
         """Whether the work of each operator covers messages of a stretch of a part."""
         analysis = self.assignment.analysis
         count = len(self.needs)
@@ -126,7 +126,7 @@ class Placing:
         return key == (Role.BACKWARD, len(self.assignment.graph.operators))
 
 
-def placing(assignment: Assignment, collectives: Sequence[Collective]) -> Placing:
+def placing(assignment: Assignment, collectives: Sequence[Collective]) -> MessagePlaces:
     """Finds the parts of a planned step.
 
     Args:
@@ -134,7 +134,7 @@ def placing(assignment: Assignment, collectives: Sequence[Collective]) -> Placin
       collectives: those of one step, with their messages.
     """
     slots = tuple(_slots(assignment, collectives))
-    return Placing(
+    return MessagePlaces(
         assignment,
         slots,
         _inside(assignment, collectives, slots),
@@ -532,7 +532,7 @@ class StepEstimate:
         return live(self.assignment, self.pricer.cluster.device)
 
     @functools.cached_property
-    def message_places(self) -> Placing:
+    def message_places(self) -> MessagePlaces:
         """The parts of the step in which messages run."""
         return placing(self.assignment, self.messages.collectives)
 

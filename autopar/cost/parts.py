@@ -28,7 +28,7 @@ Key = tuple[Role, int]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Cut:
+class PartCut:
     """A stretch of a part, as ranges of positions of operators, their ends excluded.
 
     Attributes:
@@ -75,7 +75,7 @@ class Part:
         cuts = [*self.waits(), *([last] if last else [])]
         return sum(max(0.0, self.excess_s(cut, share)) for cut in cuts)
 
-    def excess_s(self, cut: Cut, share: float) -> float:
+    def excess_s(self, cut: PartCut, share: float) -> float:
         """Seconds of messages in a stretch beyond the work that covers them."""
         messages = self.gathers if cut.gathers else self.sums
         work = self.work if cut.gathers else self.late_work
@@ -84,16 +84,16 @@ class Part:
             done += self.update[self.needs < cut.needs].sum()
         return float(messages[slice(*cut.moved)].sum() - share * done)
 
-    def waits(self) -> list[Cut]:
+    def waits(self) -> list[PartCut]:
         """The stretch of each message of gathers."""
-        found: list[Cut] = []
+        found: list[PartCut] = []
         last = 0
         for reader in np.flatnonzero(self.gathers).tolist():
-            found.append(Cut(True, (reader, reader + 1), (last, reader)))
+            found.append(PartCut(True, (reader, reader + 1), (last, reader)))
             last = reader
         return found
 
-    def last_sums(self, share: float) -> Cut | None:
+    def last_sums(self, share: float) -> PartCut | None:
         """The stretch whose sums expose most; None: the part has none.
 
         Args:
@@ -108,7 +108,7 @@ class Part:
         starts = summed[:-1] + share * (done[-1] - done[1:])
         last = int(np.argmax(ends - np.minimum.accumulate(starts)))
         first = int(np.argmin(starts[: last + 1]))
-        return Cut(False, (first, last + 1), (first + 1, len(done) - 1), last)
+        return PartCut(False, (first, last + 1), (first + 1, len(done) - 1), last)
 
     def _update_seconds_below(self) -> np.ndarray:
         """Of each position, seconds of the update that need sums below it alone."""

@@ -10,7 +10,7 @@ from autopar.dispatch.store import JobRecord
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Place:
+class ClusterNode:
     """A node of a cluster.
 
     Attributes:
@@ -32,7 +32,7 @@ class Backend(Protocol):
         """How a job's own process reaches the cluster, as plain data."""
         ...
 
-    def places(self) -> Sequence[Place]:
+    def places(self) -> Sequence[ClusterNode]:
         """The nodes that are there now."""
         ...
 

@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping, Sequence
 
 from autopar.backends import ray as ray_backend
-from autopar.dispatch.backend import Place
+from autopar.dispatch.backend import ClusterNode
 from autopar.scheduler.nodes import Nodes
 
 
@@ -25,7 +25,7 @@ class LocalCluster:
         nodes = Nodes.parse(text)
         found = zip(nodes.devices, nodes.kinds, strict=True)
         self._places = tuple(
-            Place(f"node{k}", devices, kind or "cpu")
+            ClusterNode(f"node{k}", devices, kind or "cpu")
             for k, (devices, kind) in enumerate(found)
         )
 
@@ -34,7 +34,7 @@ class LocalCluster:
         """See `Backend`."""
         return {"name": "local"}
 
-    def places(self) -> Sequence[Place]:
+    def places(self) -> Sequence[ClusterNode]:
         """See `Backend`."""
         return self._places
 
@@ -57,20 +57,20 @@ class RayCluster:
         self._ray = ray_backend.connect(address)
         # What a job's process connects to; '' would be looked for anew.
         self._address = address or os.environ.get("RAY_ADDRESS") or "auto"
-        self._last: tuple[Place, ...] = ()
+        self._last: tuple[ClusterNode, ...] = ()
 
     @property
     def words(self) -> Mapping[str, str]:
         """See `Backend`."""
         return {"name": "ray", "address": self._address}
 
-    def places(self) -> Sequence[Place]:
+    def places(self) -> Sequence[ClusterNode]:
         """See `Backend`; those seen last while the head does not answer."""
         try:
             nodes, _ = ray_backend.nodes_here(self._ray)
         except self._ray.exceptions.RayError:
             return self._last
-        self._last = tuple(Place(node.name, node.room) for node in nodes)
+        self._last = tuple(ClusterNode(node.name, node.room) for node in nodes)
         return self._last
 
     def close(self) -> None:

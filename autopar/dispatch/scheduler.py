@@ -37,7 +37,7 @@ _LINES = 200
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
+class SchedulerSettings:
     """How a scheduler runs.
 
     Attributes:
@@ -75,7 +75,7 @@ class Scheduler:
         backend: Backend,
         runs: Runs,
         policy: SchedulingPolicy,
-        settings: Settings | None = None,
+        settings: SchedulerSettings | None = None,
         clock: Callable[[], float] = time.time,
         sleep: Callable[[float], None] = time.sleep,
         say: Callable[[str], None] = lambda _: None,
@@ -93,7 +93,7 @@ class Scheduler:
           say: is told what happens, a line each.
         """
         self._store, self._backend, self._runs = store, backend, runs
-        self._policy, self._set = policy, settings or Settings()
+        self._policy, self._set = policy, settings or SchedulerSettings()
         self._clock, self._sleep, self._say = clock, sleep, say
         self._jobs = store.jobs()
         self._lines: dict[str, list[Mapping[str, Any]]] = {}

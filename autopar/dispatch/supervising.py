@@ -23,8 +23,8 @@ from autopar.checkpoint.folders import put
 from autopar.dispatch.backend import Ending
 from autopar.elastic.processes.launching import Launcher, LocalLauncher
 from autopar.elastic.processes.link import CHECKPOINT_VARIABLE, EVERY_VARIABLE
-from autopar.elastic.processes.members import Limits
-from autopar.elastic.processes.runner import Job, Runner, python_command
+from autopar.elastic.processes.members import MemberLimits
+from autopar.elastic.processes.runner import RunJob, Runner, python_command
 from autopar.errors import PlanError
 
 # So much of the end of an output is read for its last line.
@@ -112,9 +112,9 @@ def _run(folder: pathlib.Path, given: Mapping[str, Any]) -> Ending:
     if not (folder / "run.json").exists():
         slots.forget()
     processes = sum(given["places"].values())
-    job = Job(
+    job = RunJob(
         command=python_command(given["words"]),
-        limits=Limits(
+        limits=MemberLimits(
             processes=processes,
             least=min(given["least"], processes),
             most=max(processes, given["most"]),

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from autopar.dispatch.backend import Place
+from autopar.dispatch.backend import ClusterNode
 from autopar.dispatch.store import JobRecord, Store
 from autopar.goodput.curves import corrected
 from autopar.scheduler.jobs import Allocation, Curve, JobView, Linear, Shape
@@ -43,7 +43,7 @@ MOVES = MoveTimes()
 class Numbering:
     """The numbers by which policies know nodes; a node keeps its number."""
 
-    def __init__(self, store: Store, places: Sequence[Place]) -> None:
+    def __init__(self, store: Store, places: Sequence[ClusterNode]) -> None:
         """Numbers the nodes that are there, and remembers those that were."""
         there = {
             store.number(place.name, place.devices, place.kind) for place in places

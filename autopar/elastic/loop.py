@@ -61,7 +61,7 @@ class Change:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Piece:
+class HostPiece:
     """A part of an array, on the host.
 
     Attributes:
@@ -88,7 +88,7 @@ class HeldState:
     step: int
     position: int
     layout: StateLayout
-    pieces: Mapping[str, tuple[Piece, ...]]
+    pieces: Mapping[str, tuple[HostPiece, ...]]
     compression: Any = None
 
 

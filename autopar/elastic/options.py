@@ -17,7 +17,7 @@ from autopar.plans import Plan
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Option:
+class ReplanOption:
     """A plan that a run may go on under.
 
     Attributes:
@@ -68,8 +68,8 @@ class Option:
 
 
 def best_option(
-    found: Sequence[Option], horizon_s: float, left_s: float = math.inf
-) -> Option:
+    found: Sequence[ReplanOption], horizon_s: float, left_s: float = math.inf
+) -> ReplanOption:
     """Returns the option that finishes most steps.
 
     Where time is short before devices go, an option that is ready in time comes before

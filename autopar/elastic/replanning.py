@@ -20,7 +20,7 @@ from autopar.cluster import Cluster
 from autopar.elastic.beside import Beside, switching_often
 from autopar.elastic.options import (
     Horizon,
-    Option,
+    ReplanOption,
     best_option,
     dividing_part,
 )
@@ -228,8 +228,8 @@ class Outcome:
     """
 
     state: Any
-    chosen: Option
-    compared: tuple[Option, ...]
+    chosen: ReplanOption
+    compared: tuple[ReplanOption, ...]
     horizon_s: float
     plan_s: float
     compile_s: float
@@ -317,7 +317,7 @@ class Replanner:
             return 1.0
         return measured_s / predicted_s
 
-    def _expected_s(self, found: list[Option], rest_steps: int | None) -> float:
+    def _expected_s(self, found: list[ReplanOption], rest_steps: int | None) -> float:
         """Seconds until the next change, or the end of the run."""
         rest_s = math.inf
         if rest_steps is not None:
@@ -330,20 +330,22 @@ class Replanner:
         seen_s = self._clock() - self._begin_s
         return dataclasses.replace(self._horizon, seen_s=seen_s).expected_s(rest_s)
 
-    def _learn(self, chosen: Option, move_s: float) -> None:
+    def _learn(self, chosen: ReplanOption, move_s: float) -> None:
         """Takes what a change took."""
         horizon = self._horizon
         self._horizon = dataclasses.replace(horizon, changes=horizon.changes + 1)
         if chosen.move_bytes >= _LARGE_BYTES and move_s > 0:
             self._bytes_per_s = chosen.move_bytes / move_s
 
-    def _options(self, cluster: Cluster, state: Any, correction: float) -> list[Option]:
+    def _options(
+        self, cluster: Cluster, state: Any, correction: float
+    ) -> list[ReplanOption]:
         """The plans to compare; the first error, where there is none.
 
         Raises:
           AutoparError: no plan can be made.
         """
-        found: list[Option] = []
+        found: list[ReplanOption] = []
         failure: Exception | None = None
         for name, part, plan in self._ways(cluster):
             try:
@@ -399,7 +401,7 @@ class Replanner:
 
     def _price(
         self, name: str, part: Cluster, plan: Plan, state: Any, correction: float
-    ) -> Option:
+    ) -> ReplanOption:
         """An option with what it costs."""
         step = self._step
         stays = name == "stay"
@@ -409,7 +411,7 @@ class Replanner:
         compiled = stays or step.preparation.has_program(
             step.running.analysed, plan, devices
         )
-        return Option(
+        return ReplanOption(
             name=name,
             cluster=part,
             plan=plan,

@@ -88,7 +88,7 @@ class Batches:
         return efficiency(self.noise_scale, rows, self.base, error)
 
 
-class Program:
+class ProgramAtBatches:
     """A step that can be analysed at any batch."""
 
     def __init__(self, analysis: Analysis) -> None:
@@ -155,7 +155,7 @@ def _with_rows(analysis: Analysis, before: int, rows: int) -> Analysis:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Planned:
+class PlanAtBatches:
     """A plan at one batch, and what it takes at others.
 
     Attributes:
@@ -196,7 +196,9 @@ class Planned:
             count *= 2
 
 
-def prepare(program: Program, rows: int, cluster: Cluster, plan: Plan) -> Planned:
+def prepare(
+    program: ProgramAtBatches, rows: int, cluster: Cluster, plan: Plan
+) -> PlanAtBatches:
     """A plan of a program at a batch, ready to be asked for other batches."""
     analysis = program.at(rows)
     assignment = restore(analysis, plan)
@@ -206,7 +208,7 @@ def prepare(program: Program, rows: int, cluster: Cluster, plan: Plan) -> Planne
         math.prod(sizes[name] for name in axes)
         for axes in rows_axes(analysis.graph, plan.inputs)
     ]
-    return Planned(
+    return PlanAtBatches(
         plan,
         rows,
         estimate(assignment, pricer),

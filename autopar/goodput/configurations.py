@@ -18,7 +18,7 @@ import msgspec
 
 from autopar.cluster import Cluster
 from autopar.errors import AutoparError, InfeasibleError, PlanError, ScheduleError
-from autopar.goodput.batched import Batches, Planned, Program, prepare
+from autopar.goodput.batched import Batches, PlanAtBatches, ProgramAtBatches, prepare
 from autopar.goodput.curves import CurvePoint
 from autopar.planner.cache import PlanCache
 from autopar.planner.codecs.sites import unasked
@@ -35,7 +35,7 @@ _HALVINGS = 20
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Wanted:
+class WantedCurve:
     """What a curve is made of.
 
     Attributes:
@@ -47,7 +47,7 @@ class Wanted:
         its plan is, and not from the plan of the one before.
     """
 
-    program: Program
+    program: ProgramAtBatches
     batches: Batches
     options: PlanOptions
     cache: PlanCache | None = None
@@ -55,14 +55,14 @@ class Wanted:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Found:
+class FoundPoint:
     """A configuration's point, and its plan, if there is one."""
 
     point: CurvePoint
     plan: Plan | None = None
 
 
-def chain(wanted: Wanted, clusters: list[Cluster]) -> Iterator[Found]:
+def chain(wanted: WantedCurve, clusters: list[Cluster]) -> Iterator[FoundPoint]:
     """Plans configurations, each from the plan of the one before.
 
     Yields:
@@ -75,7 +75,9 @@ def chain(wanted: Wanted, clusters: list[Cluster]) -> Iterator[Found]:
         yield found
 
 
-def configuration(wanted: Wanted, cluster: Cluster, running: Plan | None) -> Found:
+def configuration(
+    wanted: WantedCurve, cluster: Cluster, running: Plan | None
+) -> FoundPoint:
     """The best of one configuration.
 
     Args:
@@ -92,12 +94,12 @@ def configuration(wanted: Wanted, cluster: Cluster, running: Plan | None) -> Fou
     try:
         return _best_found(wanted, cluster, running, blank)
     except AutoparError as error:
-        return Found(_change(blank, reason=str(error).split("\n", 1)[0]))
+        return FoundPoint(_change(blank, reason=str(error).split("\n", 1)[0]))
 
 
 def _best_found(
-    wanted: Wanted, cluster: Cluster, running: Plan | None, blank: CurvePoint
-) -> Found:
+    wanted: WantedCurve, cluster: Cluster, running: Plan | None, blank: CurvePoint
+) -> FoundPoint:
     if cluster.groups:
         raise ScheduleError(
             f"{cluster} has several kinds of devices; a configuration has one."
@@ -116,10 +118,12 @@ def _best_found(
             again = _planned_at(wanted, cluster, rows, plan.plan)
             found.append((_best_batch(wanted, again, cluster, blank), again))
     point, plan = max(found, key=lambda each: each[0].goodput)
-    return Found(point, plan.plan)
+    return FoundPoint(point, plan.plan)
 
 
-def _first(wanted: Wanted, cluster: Cluster, running: Plan | None) -> Planned:
+def _first(
+    wanted: WantedCurve, cluster: Cluster, running: Plan | None
+) -> PlanAtBatches:
     """A plan at the program's batch, or as near to it as one can be made.
 
     A batch that does not fit is halved: it is cut into microbatches. One that the
@@ -149,8 +153,8 @@ def _first(wanted: Wanted, cluster: Cluster, running: Plan | None) -> Planned:
 
 
 def _planned_at(
-    wanted: Wanted, cluster: Cluster, rows: int, running: Plan | None
-) -> Planned:
+    wanted: WantedCurve, cluster: Cluster, rows: int, running: Plan | None
+) -> PlanAtBatches:
     analysis, options = wanted.program.at(rows), as_written(wanted.options)
     warm = (
         not wanted.anew
@@ -179,7 +183,7 @@ def _planned_at(
 
 
 def _best_batch(
-    wanted: Wanted, made: Planned, cluster: Cluster, blank: CurvePoint
+    wanted: WantedCurve, made: PlanAtBatches, cluster: Cluster, blank: CurvePoint
 ) -> CurvePoint:
     """The batch and accumulation with the most goodput of those that fit.
 
@@ -229,7 +233,7 @@ def _best_batch(
     )
 
 
-def _may_accumulate(wanted: Wanted, rows: int) -> bool:
+def _may_accumulate(wanted: WantedCurve, rows: int) -> bool:
     """Whether the batch may be cut into microbatches."""
     count = next((n for n in range(2, rows + 1) if rows % n == 0), 1)
     couple = wanted.options.coupled == "microbatch"

@@ -222,7 +222,7 @@ class CurveTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             reason = getattr(error, "strerror", None) or error
             raise ScheduleError(f"{name}: {reason}.") from error
         try:
-            schema = msgspec.json.decode(data, type=_Header).schema
+            schema = msgspec.json.decode(data, type=_CurveHeader).schema
             if schema != SCHEMA:
                 raise ScheduleError(
                     f"{name}: it is a curve of schema {schema}, and this version reads "
@@ -233,7 +233,7 @@ class CurveTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             raise ScheduleError(f"{name}: it is no goodput curve: {error}.") from error
 
 
-class _Header(msgspec.Struct):
+class _CurveHeader(msgspec.Struct):
     schema: int
 
 

@@ -24,7 +24,7 @@ from autopar.goodput.now import Now, now_of
 from autopar.goodput.rates import gain_told, told
 from autopar.goodput.studies import worth_now, worth_studying
 from autopar.goodput.throughput import Throughput
-from autopar.goodput.ways import Key, Made, Ways
+from autopar.goodput.ways import Key, PlannedWay, Ways
 from autopar.progress import LOGGER
 from autopar.runtime import changing_batches, lanes
 from autopar.runtime.noise.averages import NoiseScale
@@ -35,7 +35,7 @@ from autopar.runtime.world import World
 # What a loop whose batch follows writes into a ledger.
 
 
-def way_data(made: Made) -> dict[str, Any]:
+def way_data(made: PlannedWay) -> dict[str, Any]:
     """A way as a line of a ledger has it."""
     return {
         **dataclasses.asdict(made.key),
@@ -46,7 +46,7 @@ def way_data(made: Made) -> dict[str, Any]:
 
 
 def stay_line(
-    made: Made, decision: Decision, phi: PhiRange | None
+    made: PlannedWay, decision: Decision, phi: PhiRange | None
 ) -> dict[str, Any] | None:
     """Why a way stays; None: there is no other.
 
@@ -70,7 +70,11 @@ def stay_line(
 
 
 def change_line(
-    old: Made, new: Made, phi: PhiRange | None, decision: Decision, pause_s: float
+    old: PlannedWay,
+    new: PlannedWay,
+    phi: PhiRange | None,
+    decision: Decision,
+    pause_s: float,
 ) -> dict[str, Any]:
     """How a way was changed, and why.
 
@@ -380,7 +384,7 @@ class Loop:
             state = self._begin(state, rest, named)
         return told(state, batch=self.batch_size, phi=self._sure_phi())
 
-    def _now(self, made: Made, state: Any, rest: Any, named: Any) -> Now:
+    def _now(self, made: PlannedWay, state: Any, rest: Any, named: Any) -> Now:
         way = self._ways.way(made, runs=True)
         return now_of(self.step, made, way, state, rest, named)
 
@@ -495,7 +499,7 @@ class Loop:
         """Whether the gain is written into the state: not each step, as it waits."""
         return self._since <= 1 or self._steps % self.following.every == 0
 
-    def _at(self) -> Made:
+    def _at(self) -> PlannedWay:
         """The way that runs; where it was changed from outside, all begins anew."""
         planned, before = self.step.running.planned, self._running
         if before is not planned:
@@ -550,7 +554,11 @@ class Loop:
         return None if phi is None else phi.low
 
     def _follow(
-        self, state: Any, rest: Sequence[Any], named: Mapping[str, Any], made: Made
+        self,
+        state: Any,
+        rest: Sequence[Any],
+        named: Mapping[str, Any],
+        made: PlannedWay,
     ) -> Any:
         """Decides, prepares, and changes the way where that pays."""
         if not self.step.world.process_index:
@@ -597,7 +605,7 @@ class Loop:
             self._prepare(key, now)
             said = self._say(now, asked=False)
 
-    def _prepare(self, key: Key, now: Now) -> Made | None:
+    def _prepare(self, key: Key, now: Now) -> PlannedWay | None:
         """Plans and compiles a way; None where it cannot be, which is written down."""
         made = self._ways.make(key, now.call_of(key.rows), now.made)
         if made is None:
@@ -669,7 +677,7 @@ class Loop:
         best = max(decision.compared[1:], key=lambda x: x.goodput)
         return dataclasses.replace(decision, chosen=best)
 
-    def _rows_by_rule(self, made: Made, ways: Sequence[Way]) -> int | None:
+    def _rows_by_rule(self, made: PlannedWay, ways: Sequence[Way]) -> int | None:
         """The rows that Accordion's rule wants; None: there is no such rule."""
         if self._rule is None:
             return None
@@ -677,7 +685,7 @@ class Loop:
             return self.following.base_batch
         return max([made.key.rows, *(way.rows for way in ways)])
 
-    def _tell_kept(self, made: Made, decision: Decision | None) -> None:
+    def _tell_kept(self, made: PlannedWay, decision: Decision | None) -> None:
         """Writes down why the way stays: at decisions 1, 2, 4, 8 and so on."""
         line = None if decision is None else stay_line(made, decision, self.phi())
         if line is not None:
@@ -685,7 +693,9 @@ class Loop:
             if self._kept.bit_count() == 1:
                 self._record("batch kept", **line)
 
-    def _change(self, state: Any, old: Made, new: Made, decision: Decision) -> Any:
+    def _change(
+        self, state: Any, old: PlannedWay, new: PlannedWay, decision: Decision
+    ) -> Any:
         """Goes on by another way."""
         begin = time.perf_counter()
         state = changing_batches.go_on(self.step, new.shape, new.plan, state)

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 
 from autopar.goodput.choice import Way
-from autopar.goodput.ways import Made
+from autopar.goodput.ways import PlannedWay
 from autopar.runtime import changing_batches
 from autopar.runtime.creation import flat_state
 from autopar.runtime.parallel_step import ParallelStep
@@ -30,7 +30,7 @@ class Now:
       batch: position of the batch among them.
     """
 
-    made: Made
+    made: PlannedWay
     way: Way
     held: tuple[Any, ...]
     call: StepCall
@@ -48,7 +48,7 @@ class Now:
 
 def now_of(
     step: ParallelStep[..., Any],
-    made: Made,
+    made: PlannedWay,
     way: Way,
     state: Any,
     rest: Sequence[Any],

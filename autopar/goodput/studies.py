@@ -13,12 +13,12 @@ import dataclasses
 from autopar.goodput.agreeing import Said
 from autopar.goodput.choice import Decision
 from autopar.goodput.throughput import Throughput
-from autopar.goodput.ways import Made, Ways
+from autopar.goodput.ways import PlannedWay, Ways
 
 
 def worth_now(
     ways: Ways,
-    made: Made,
+    made: PlannedWay,
     times: Throughput,
     decision: Decision | None,
     *,
@@ -56,7 +56,7 @@ def worth_now(
 
 def worth_studying(
     ways: Ways,
-    made: Made,
+    made: PlannedWay,
     sync_part: float,
     *,
     spare_s: float,

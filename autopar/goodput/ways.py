@@ -26,7 +26,7 @@ from autopar.goodput.throughput import Terms
 from autopar.planner.codecs.sites import unasked
 from autopar.plans import Plan
 from autopar.runtime import agreement, changing_batches
-from autopar.runtime.changing_batches import Shape
+from autopar.runtime.changing_batches import CallShape
 from autopar.runtime.moving import move_of, slowest_bytes_per_s
 from autopar.runtime.parallel_step import ParallelStep
 from autopar.runtime.recent import Recent
@@ -178,7 +178,7 @@ class Anchors:
         self._searched.discard(lambda _: True)
 
 
-def plan_for_all(step: ParallelStep[..., object], shape: Shape) -> Plan:
+def plan_for_all(step: ParallelStep[..., object], shape: CallShape) -> Plan:
     """A plan, the same on all processes.
 
     Args:
@@ -226,7 +226,7 @@ class Key:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Made:
+class PlannedWay:
     """A way that is planned.
 
     Attributes:
@@ -239,7 +239,7 @@ class Made:
     key: Key
     plan: Plan
     curve: PlanCurve
-    shape: Shape
+    shape: CallShape
 
 
 class Ways:
@@ -271,11 +271,11 @@ class Ways:
         """
         self.step = step
         self._base, self.most, self._codecs = base_batch, max_batch, codecs
-        self._made: Recent[Hashable, Made] = Recent(_PLANS)
+        self._made: Recent[Hashable, PlannedWay] = Recent(_PLANS)
         self.anchors = Anchors(step, codecs)
         self.refused: dict[Hashable, str] = {}
 
-    def running(self, rows: int) -> Made:
+    def running(self, rows: int) -> PlannedWay:
         """The way that runs, with a batch of so many rows."""
         running, setting = self.step.running, self.step.setting
         plan = running.planned.plan
@@ -290,9 +290,9 @@ class Ways:
             self.step, analysed, codecs=codecs, microbatches=plan.microbatches
         )
         curve = plan_curve(analysed.analysis, plan, rows)
-        return self._made.put(self._place(key), Made(key, plan, curve, shape))
+        return self._made.put(self._place(key), PlannedWay(key, plan, curve, shape))
 
-    def find(self, key: Key) -> Made | None:
+    def find(self, key: Key) -> PlannedWay | None:
         """A way that is planned and compiled, or None."""
         return self._made.get(self._place(key))
 
@@ -301,7 +301,7 @@ class Ways:
 
     def study(
         self,
-        running: Made,
+        running: PlannedWay,
         *,
         layouts: bool = False,
         call_of: CallOf | None = None,
@@ -318,17 +318,17 @@ class Ways:
         key = running.key
         self.anchors.study(running.curve, key.codecs, layouts=layouts, largest=largest)
 
-    def count_unstudied(self, running: Made) -> int:
+    def count_unstudied(self, running: PlannedWay) -> int:
         """For how many codecs `study` is not done with the layouts that run."""
         return self.anchors.count_unstudied(running.curve, running.key.codecs)
 
-    def searches(self, running: Made) -> int:
+    def searches(self, running: PlannedWay) -> int:
         """How many searches `study` makes to find other layouts; 0: none any more."""
         return self.anchors.searches(running.curve)
 
     def others(
         self,
-        running: Made,
+        running: PlannedWay,
         held: Sequence[Any],
         parts: int | None,
         *,
@@ -380,7 +380,7 @@ class Ways:
     def _way(
         self,
         key: Key,
-        running: Made,
+        running: PlannedWay,
         held: Sequence[Any],
         curves: Sequence[PlanCurve],
         moves: Mapping[str, float],
@@ -422,7 +422,7 @@ class Ways:
             found.append((curve, terms))
         return fastest(found, lambda x: x[1].predicted_s) if found else None
 
-    def way(self, made: Made, cost_s: float = 0.0, *, runs: bool = False) -> Way:
+    def way(self, made: PlannedWay, cost_s: float = 0.0, *, runs: bool = False) -> Way:
         """A planned way.
 
         Args:
@@ -464,7 +464,7 @@ class Ways:
         return None
 
     def _move_s(
-        self, plan: Plan, setting: Setting, running: Made, held: Sequence[Any]
+        self, plan: Plan, setting: Setting, running: PlannedWay, held: Sequence[Any]
     ) -> float:
         """Seconds of moving the state to a plan."""
         if len(plan.stages) > 1 and plan.stages == running.plan.stages:
@@ -473,7 +473,7 @@ class Ways:
         move = move_of([x.sharding for x in held], held, plan, devices)
         return move.most_bytes / slowest_bytes_per_s(plan.cluster.read())
 
-    def make(self, key: Key, call: StepCall, running: Made) -> Made | None:
+    def make(self, key: Key, call: StepCall, running: PlannedWay) -> PlannedWay | None:
         """Plans and compiles a way; None where it cannot be, which is noted.
 
         Args:
@@ -495,7 +495,7 @@ class Ways:
         """Why a way cannot be; '' where it can, or was not tried."""
         return self.refused.get(self._place(key), "")
 
-    def _best(self, key: Key, call: StepCall, running: Made) -> Made:
+    def _best(self, key: Key, call: StepCall, running: PlannedWay) -> PlannedWay:
         """The fastest of the layouts that run, of those studied and of new ones.
 
         It is compiled.
@@ -508,7 +508,7 @@ class Ways:
             codecs=key.codecs,
             microbatches=key.microbatches,
         )
-        found: list[tuple[Plan, Shape]] = []
+        found: list[tuple[Plan, CallShape]] = []
         failure: Exception | None = None
         fixed = changing_batches.fixed_layouts(step)
         known, anew = self._known_layouts(key, running)
@@ -531,9 +531,9 @@ class Ways:
         plan, shape = fastest(found, lambda x: x[0].predicted.step_s)
         changing_batches.program(step, shape, plan)
         curve = plan_curve(shape.analysed.analysis, plan, key.rows)
-        return Made(key, plan, curve, shape)
+        return PlannedWay(key, plan, curve, shape)
 
-    def _known_layouts(self, key: Key, running: Made) -> tuple[list[Plan], bool]:
+    def _known_layouts(self, key: Key, running: PlannedWay) -> tuple[list[Plan], bool]:
         """Plans that have layouts for a way, and whether others must be searched for.
 
         They are the plan that runs, and the one that the way was judged by. That one
@@ -549,7 +549,7 @@ class Ways:
         anew = len(plans) > 1 and plans[-1].microbatches != key.microbatches
         return kept, anew
 
-    def _warm(self, shape: Shape) -> Plan:
+    def _warm(self, shape: CallShape) -> Plan:
         preparation, plan = self.step.preparation, self.step.plan
         with unasked():
             return preparation.warm(shape.analysed, shape.setting, plan)

@@ -18,7 +18,7 @@ from autopar.steps.nodes import Contraction
 from autopar.steps.uses import ValueClass, node_dims, required_values, value_class
 from autopar_passes.graph.operators import Operator, OperatorGraph
 from autopar_passes.graph.roles import Role
-from autopar_passes.replay.layout_plan import Route
+from autopar_passes.replay.layout_plan import LayoutRoute
 from autopar_passes.rules.factor_rule import Dims
 from autopar_passes.sums.finish import Sum
 
@@ -358,13 +358,13 @@ class Assignment:
         """See `LayoutPlan`."""
         return op.role is not Role.FORWARD or op.kind == "return"
 
-    def route(self, value: int, layout: Layout, backward: bool) -> Route:
+    def route(self, value: int, layout: Layout, backward: bool) -> LayoutRoute:
         """See `LayoutPlan`."""
         steps, fresh = self.fetch_steps(value, layout, backward)
         # Unstated, what starts anew could take any layout in between.
         home = self.home_layout(value)
         start = (home,) if fresh else ()
-        return Route((*start, *self._stated_layouts(value, home, steps)), fresh)
+        return LayoutRoute((*start, *self._stated_layouts(value, home, steps)), fresh)
 
     def _stated_layouts(
         self, value: int, start: Layout, steps: tuple[ReshardStep, ...]

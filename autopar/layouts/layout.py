@@ -78,7 +78,7 @@ def reshard_steps(
     middle of a dimension takes the ones behind it along. Reduction comes first
     because a partial value has no layout that a program could state.
     """
-    path = _Path(start, target, sizes)
+    path = _LayoutPath(start, target, sizes)
     path.reduce(partial, scatter=reduction == "sum")
     while path.layout != target:
         if not (path.slice() or path.move() or path.gather()):
@@ -86,7 +86,7 @@ def reshard_steps(
     return tuple(path.steps)
 
 
-class _Path:
+class _LayoutPath:
     """The steps so far and the layout after them."""
 
     def __init__(self, start: Layout, target: Layout, sizes: tuple[int, ...]) -> None:

@@ -22,7 +22,7 @@ from autopar.layouts.strategies import Space, partial_axes
 from autopar.steps.analysis import Analysis
 from autopar.steps.lifetimes import kept_times
 from autopar.steps.nodes import Home
-from autopar.steps.uses import Source
+from autopar.steps.uses import HomeValue
 from autopar.steps.widening import WIDER
 from autopar_passes.graph.operators import Operator
 from autopar_passes.rules.factor_rule import Dims
@@ -163,7 +163,7 @@ class _Writer:
             usage=np.where(partial, usage, 0.0),
         )
 
-    def arrivals(self, sources: Iterable[Source]) -> Iterator[MemoryTerm]:
+    def arrivals(self, sources: Iterable[HomeValue]) -> Iterator[MemoryTerm]:
         """The array that a reader's resharding fills while it arrives."""
         for source in sources:
             for use in source.foreign:

@@ -26,7 +26,7 @@ from autopar.planner.memory_terms import memory_terms
 from autopar.planner.weights import WHOLE, Weights, in_kinds, lowered
 from autopar.steps.analysis import Analysis
 from autopar.steps.nodes import Contraction, Node
-from autopar.steps.uses import Source, Use, times_made
+from autopar.steps.uses import HomeValue, Use, times_made
 from autopar_passes.graph.operators import OperatorGraph
 from autopar_solver import MemoryTerm, ShardingProblem
 
@@ -452,7 +452,7 @@ def _result_matrix(
 
 
 def make_copies(
-    analysis: Analysis, source: Source, start: int, pricer: Pricer, *, memory: bool
+    analysis: Analysis, source: HomeValue, start: int, pricer: Pricer, *, memory: bool
 ) -> list[Copy]:
     """Returns the copies of one value, numbered from ``start``."""
     foreign = source.foreign
@@ -484,7 +484,7 @@ def make_copies(
 
 def _source_edges(
     analysis: Analysis,
-    source: Source,
+    source: HomeValue,
     copies: Sequence[Copy],
     spaces: Sequence[Space],
     pricer: Pricer,

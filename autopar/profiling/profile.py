@@ -38,7 +38,7 @@ Progress = Callable[[str], None]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
+class ProfileSizes:
     """The sizes to measure. Those in `check_*` are held out from every fit."""
 
     dtypes: tuple[str, ...]
@@ -55,7 +55,7 @@ class Settings:
     rounds: int = 5
 
 
-CPU_SETTINGS = Settings(
+CPU_SETTINGS = ProfileSizes(
     dtypes=("float32", "bfloat16", "float16"),
     matmul_sizes=(96, 192, 384, 640),
     stream_bytes=1 << 29,
@@ -64,7 +64,7 @@ CPU_SETTINGS = Settings(
     check_bytes=(1 << 18, 1 << 22),
     codec_elements=1 << 20,
 )
-ACCELERATOR_SETTINGS = Settings(
+ACCELERATOR_SETTINGS = ProfileSizes(
     dtypes=("float32", "bfloat16", "float16", "float8_e4m3fn", "int8"),
     matmul_sizes=(512, 1024, 2048, 4096, 8192),
     stream_bytes=1 << 32,
@@ -153,7 +153,7 @@ def divisors(number: int) -> tuple[int, ...]:
 
 
 def _matmuls(
-    devices: Sequence[Any], settings: Settings, dtype: str, progress: Progress
+    devices: Sequence[Any], settings: ProfileSizes, dtype: str, progress: Progress
 ) -> dict[Key, kernels.TimedLoop]:
     """The products of a dtype, or none where the backend has none."""
     sizes = settings.matmul_sizes
@@ -169,7 +169,7 @@ def _matmuls(
 
 
 def _programs(
-    devices: Sequence[Any], settings: Settings, neighbours: int, progress: Progress
+    devices: Sequence[Any], settings: ProfileSizes, neighbours: int, progress: Progress
 ) -> dict[Key, kernels.TimedLoop]:
     """Compiles all that is timed, the held-out checks included.
 
@@ -210,7 +210,7 @@ def _along(devices: Sequence[Any], sizes: Sequence[int], level: int) -> list[Any
     return list(np.moveaxis(grid, level, -1).reshape(-1))
 
 
-def _stream_bytes(neighbours: int, settings: Settings) -> int:
+def _stream_bytes(neighbours: int, settings: ProfileSizes) -> int:
     """Bytes of one array of one device, of so many that share a memory."""
     return settings.stream_bytes // neighbours // kernels.STREAM_ARRAYS // 4 * 4
 
@@ -220,7 +220,7 @@ class _Times:
     """The median time of a trip of each program, on all of the devices."""
 
     devices: Sequence[Any]
-    settings: Settings
+    settings: ProfileSizes
     neighbours: int
     seconds: dict[Key, float]
     # Of an array that each device gets of the process before its own, by its bytes.
@@ -315,7 +315,7 @@ def _plain(
     return whole.latency_s / (count - 1), slope / bytes_ratio("all_gather", count)
 
 
-def _predictions(cluster: Cluster, settings: Settings) -> dict[Key, float]:
+def _predictions(cluster: Cluster, settings: ProfileSizes) -> dict[Key, float]:
     """The times that the cost model gives the held-out programs."""
     axes = cluster.default_mesh().axes
     size = settings.check_matmul_size
@@ -364,7 +364,7 @@ def _known_parts(
 def run(
     devices: int | None = None,
     progress: Progress | None = None,
-    settings: Settings | None = None,
+    settings: ProfileSizes | None = None,
 ) -> Profile:
     """Measures the devices, and checks the result on new programs.
 
@@ -410,7 +410,7 @@ def run(
     return Profile(cluster=cluster, checks=tuple(checks), elapsed_s=elapsed_s)
 
 
-def _transfers(settings: Settings, say: Progress) -> dict[int, float]:
+def _transfers(settings: ProfileSizes, say: Progress) -> dict[int, float]:
     """Times what the stages of a pipeline send from process to process."""
     if jax.process_count() == 1:
         return {}

@@ -17,7 +17,7 @@ from autopar.cost.codecs import (
     SQUARES_BYTES,
     TELEMETRY_BYTES,
     CodecPrice,
-    Route,
+    GradientRoute,
     codec_price,
     compiler_price,
     local_s,
@@ -73,7 +73,7 @@ def codec_rows(
     return (*rows, _telemetry_row(pricer, len(coded), len(often)))
 
 
-def _rounds(gradient: GradientDecision, route: Route) -> tuple[Message, ...]:
+def _rounds(gradient: GradientDecision, route: GradientRoute) -> tuple[Message, ...]:
     """The codec's collectives, and the average of the residuals if there is one."""
     found = route.rounds(codec_of(gradient))
     if not gradient.average_every:

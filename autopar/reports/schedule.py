@@ -17,7 +17,7 @@ from autopar_solver import (
     ScheduleTable,
     TaskKind,
     TaskSeconds,
-    Timeline,
+    TaskTimes,
     make_table,
     play,
 )
@@ -43,7 +43,7 @@ _NAMES = {
 }
 
 
-def play_plan(plan: Plan) -> tuple[ScheduleTable, TaskSeconds, Timeline]:
+def play_plan(plan: Plan) -> tuple[ScheduleTable, TaskSeconds, TaskTimes]:
     """The schedule of a plan of several stages, its seconds, and when each task runs.
 
     Args:
@@ -163,7 +163,7 @@ _Task = tuple[TaskKind, int, int] | None
 
 
 def _tasks(
-    table: ScheduleTable, timeline: Timeline, stage: int, seconds: TaskSeconds
+    table: ScheduleTable, timeline: TaskTimes, stage: int, seconds: TaskSeconds
 ) -> Iterator[tuple[_Task, float, float]]:
     """The tasks of a stage with when they begin and end; None is what runs once."""
     starts, ends = timeline.starts_s[stage], timeline.ends_s[stage]

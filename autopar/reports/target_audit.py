@@ -9,14 +9,14 @@ from typing import Any
 
 from autopar.compilers.compiled import CompiledProgram, Memory
 from autopar.compilers.targets import Target
-from autopar.compilers.timeline import Timeline, timeline
+from autopar.compilers.timeline import DeviceTimeline, timeline
 from autopar.cost.messages import messages
 from autopar.reports.explain import BoundPlan
 from autopar.reports.gradients import codec_rows
 from autopar.reports.table import bytes_text, seconds_text
 from autopar.terminal import columns
 from autopar_passes.audit.compiled import hlo_collectives
-from autopar_passes.audit.events import Event, Loop, Start, events
+from autopar_passes.audit.events import Event, EventLoop, Start, events
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +41,7 @@ class TargetAudit:
     bytes_by_kind: Mapping[str, float]
     messages: Mapping[str, float]
     predicted_messages: Mapping[str, float]
-    timeline: Timeline
+    timeline: DeviceTimeline
     predicted_compute_s: float
     predicted_exposed_s: float
 
@@ -163,7 +163,7 @@ def _messages(found: Sequence[Event], trips: float = 1.0) -> dict[str, float]:
 
 def _count(found: Iterable[Event], trips: float) -> Iterable[tuple[str, float]]:
     for event in found:
-        if isinstance(event, Loop):
+        if isinstance(event, EventLoop):
             yield from _count(event.body, trips * event.trips)
         elif isinstance(event, Start):
             yield event.collectives[0].kind, trips

@@ -27,7 +27,7 @@ from autopar_passes.program.trace import opened_within
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Shape:
+class CallShape:
     """A step on arguments of some shapes, and what it is to be planned for.
 
     Attributes:
@@ -60,7 +60,7 @@ def shape_for_call(
     codecs: str,
     microbatches: int,
     layouts: Plan | None = None,
-) -> Shape:
+) -> CallShape:
     """The step on arguments of other shapes, where it runs now.
 
     Args:
@@ -86,7 +86,7 @@ def shape_of(
     codecs: str,
     microbatches: int | None = None,
     layouts: Plan | None = None,
-) -> Shape:
+) -> CallShape:
     """A step that is analysed, with other codecs and microbatches.
 
     Args:
@@ -107,7 +107,7 @@ def shape_of(
         layouts=layouts,
     )
     made = Setting(cluster=cluster, devices=setting.devices, codecs=asked)
-    return Shape(dataclasses.replace(analysed, hints=hints), made)
+    return CallShape(dataclasses.replace(analysed, hints=hints), made)
 
 
 def fixed_layouts(step: ParallelStep[..., Any]) -> bool:
@@ -123,7 +123,7 @@ def _budget(setting: Setting, options: Any, codecs: str) -> float | None:
     return (given or options.error_budget) if codecs == "auto" else None
 
 
-def program(step: ParallelStep[..., Any], shape: Shape, plan: Plan) -> PlannedStep:
+def program(step: ParallelStep[..., Any], shape: CallShape, plan: Plan) -> PlannedStep:
     """The compiled program of a plan; all processes must call it together.
 
     Raises:
@@ -136,7 +136,9 @@ def program(step: ParallelStep[..., Any], shape: Shape, plan: Plan) -> PlannedSt
     return made
 
 
-def go_on(step: ParallelStep[..., Any], shape: Shape, plan: Plan, state: Any) -> Any:
+def go_on(
+    step: ParallelStep[..., Any], shape: CallShape, plan: Plan, state: Any
+) -> Any:
     """Moves a state to another plan of a step, which runs from the next call on.
 
     Where this raises before the state is moved, nothing has changed. The old arrays

@@ -21,7 +21,7 @@ LastBatch = Literal["run", "drop", "pad"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Rows:
+class BatchRows:
     """The rows of a call and of the step that runs.
 
     Attributes:
@@ -35,7 +35,9 @@ class Rows:
     dims: dict[int, int]
 
 
-def fewer_rows(call: StepCall, running: PlannedStep, process_count: int) -> Rows | None:
+def fewer_rows(
+    call: StepCall, running: PlannedStep, process_count: int
+) -> BatchRows | None:
     """The rows of a call that has fewer than the running step; None: it has not.
 
     Nothing but the rows of the batch's arrays may differ, by the same ratio.
@@ -64,7 +66,7 @@ def fewer_rows(call: StepCall, running: PlannedStep, process_count: int) -> Rows
     if not alike or not 0 < given < planned:
         return None
     dims = {k: analysis.graph.inputs[k].rows for k in differ}
-    return Rows(given, planned, dims)
+    return BatchRows(given, planned, dims)
 
 
 def fit_rows(
@@ -108,7 +110,7 @@ def fit_rows(
     return dataclasses.replace(call, arrays=arrays)
 
 
-def _split(call: StepCall, rows: Rows, plan: Plan) -> int:
+def _split(call: StepCall, rows: BatchRows, plan: Plan) -> int:
     """The number of parts into which the plan splits the rows of the batch."""
     paths = call.form.paths(call.arrays)
     axes = plan.mesh["axes"]

@@ -34,7 +34,7 @@ from autopar.runtime.noise.averages import NoiseSpec
 from autopar.runtime.noise.meter import NoiseMeter, WholeNoise, whole_noise
 from autopar.runtime.noise.options import NoiseOptions
 from autopar.runtime.noise.sources import with_waiting
-from autopar.runtime.stages.pipeline import Pipeline
+from autopar.runtime.stages.pipeline import StagePipeline
 from autopar.runtime.stages.transport import Links
 from autopar.steps.analysis import Analysis
 from autopar_passes.jax_compat import lowered_without_devices
@@ -81,7 +81,7 @@ class PlannedStep:
     gradients: Any = None
     noise: NoiseSpec | None = None
     guard: bool = False
-    pipeline: Pipeline | None = None
+    pipeline: StagePipeline | None = None
 
     @property
     def links(self) -> Links | None:

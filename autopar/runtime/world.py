@@ -59,7 +59,7 @@ class Channel(Protocol):
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Alone:
+class LoneChannel:
     """The channel of a world of one process."""
 
     def broadcast(self, data: bytes) -> bytes:
@@ -172,7 +172,7 @@ class World:
     devices: tuple[Any, ...]
     process_index: int = 0
     process_count: int = 1
-    channel: Channel = Alone()
+    channel: Channel = LoneChannel()
 
     def __post_init__(self) -> None:
         """Checks devices and processes."""
@@ -187,7 +187,7 @@ class World:
                 f"World: process_index {self.process_index} is not among "
                 f"{self.process_count} processes."
             )
-        if self.process_count > 1 and isinstance(self.channel, Alone):
+        if self.process_count > 1 and isinstance(self.channel, LoneChannel):
             raise InputError(
                 f"World: {self.process_count} processes need a channel= between them."
             )
@@ -206,7 +206,7 @@ class World:
                 "multiprocessing.get_context('spawn'), or fork before JAX is used."
             )
         count = jax.process_count()
-        channel = JaxChannel() if count > 1 else Alone()
+        channel = JaxChannel() if count > 1 else LoneChannel()
         return cls(tuple(jax.devices()), jax.process_index(), count, channel)
 
     @property

@@ -41,7 +41,7 @@ from autopar.steps.spares import Spares
 from autopar.steps.sums import (
     CodedSums,
     PartialRuns,
-    Shared,
+    SharedSums,
     Sums,
     coded_sums,
     find_shared_sums,
@@ -49,7 +49,7 @@ from autopar.steps.sums import (
     shares,
     sums_due,
 )
-from autopar.steps.uses import Source, ValueClass, collect
+from autopar.steps.uses import HomeValue, ValueClass, collect
 from autopar.steps.widening import find_widened, rounded_results
 from autopar.steps.work import (
     OperatorWork,
@@ -126,7 +126,7 @@ class Analysis:
     program: Program
     graph: OperatorGraph
     contraction: Contraction
-    sources: dict[ValueClass, Source]
+    sources: dict[ValueClass, HomeValue]
     deferrals: tuple[Deferral, ...]
     output_paths: tuple[str, ...]
     traced: TracedStep | None = None
@@ -449,7 +449,7 @@ class Analysis:
         return sums_due(self.graph, self.contraction, hoisted)
 
     @functools.cached_property
-    def shared_sums(self) -> Shared:
+    def shared_sums(self) -> SharedSums:
         """The sums that may be one, but for those that wait in loops."""
         waiting = set[int]().union(*(d.members for d in self.deferrals if d.hoisted))
         found = [r for r in self.reassociations if waiting.isdisjoint(r.between)]

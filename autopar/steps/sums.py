@@ -71,7 +71,7 @@ def sums_due(
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Shared:
+class SharedSums:
     """The sums over devices that may be one sum, where they are added up.
 
     Attributes:
@@ -89,7 +89,7 @@ class Shared:
 
 def find_shared_sums(
     graph: OperatorGraph, reassociations: Sequence[Reassociation]
-) -> Shared:
+) -> SharedSums:
     """Returns the sums that may be one.
 
     Args:
@@ -107,10 +107,10 @@ def find_shared_sums(
         summed[made] = one + other
         count.update(dict.fromkeys(summed[made], len(summed[made])))
         additions.append((found.operator, made))
-    return Shared(summed, count, tuple(additions))
+    return SharedSums(summed, count, tuple(additions))
 
 
-def shares(graph: OperatorGraph, known: Shared) -> dict[int, float]:
+def shares(graph: OperatorGraph, known: SharedSums) -> dict[int, float]:
     """Returns the part of a sum that each operator of a class pays, if it is shared.
 
     Classes that share none are left out. Operators of one class pay alike.

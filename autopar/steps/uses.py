@@ -46,7 +46,7 @@ class Use:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Source:
+class HomeValue:
     """A class of values with a home, and everything that reads it."""
 
     value_class: ValueClass
@@ -107,7 +107,9 @@ def required_values(
     return out
 
 
-def collect(graph: OperatorGraph, contraction: Contraction) -> dict[ValueClass, Source]:
+def collect(
+    graph: OperatorGraph, contraction: Contraction
+) -> dict[ValueClass, HomeValue]:
     """Collects the uses of every value class that has a home."""
     uses: dict[ValueClass, dict[tuple[int, Dims, bool], Use]] = {}
     example: dict[ValueClass, int] = {}
@@ -135,7 +137,7 @@ def collect(graph: OperatorGraph, contraction: Contraction) -> dict[ValueClass, 
             last = graph.operators[-1]
             _read(graph, contraction, uses, last, value, home.dims, home.node, 1.0)
     return {
-        key: Source(
+        key: HomeValue(
             key, example[key], contraction.homes[example[key]], tuple(u.values())
         )
         for key, u in uses.items()

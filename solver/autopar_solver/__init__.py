@@ -36,7 +36,7 @@ from autopar_solver.selection.relaxation import SelectionRelaxation, solve_relax
 from autopar_solver.selection.solution import SelectionCost, SelectionResult
 from autopar_solver.selection.solve import solve_selection
 from autopar_solver.sharding.check import (
-    Evaluation,
+    ChoiceEvaluation,
     check_solution,
     evaluate_choices,
     memory_profile,
@@ -67,7 +67,7 @@ from autopar_solver.stages.schedules.check import alive, check_table
 from autopar_solver.stages.schedules.order import make_table
 from autopar_solver.stages.schedules.play import (
     TaskSeconds,
-    Timeline,
+    TaskTimes,
     equal_parts,
     play,
 )
@@ -75,7 +75,7 @@ from autopar_solver.stages.schedules.tasks import (
     Schedule,
     ScheduleKind,
     ScheduleTable,
-    Task,
+    ScheduleTask,
     TaskKind,
 )
 from autopar_solver.stages.solution import (
@@ -91,9 +91,9 @@ __all__ = [
     "Allocated",
     "AllocationProblem",
     "BindingMemory",
+    "ChoiceEvaluation",
     "CodecSelection",
     "DeviceGroup",
-    "Evaluation",
     "InfeasibilityExplanation",
     "LGreCoProblem",
     "LGreCoResult",
@@ -106,6 +106,7 @@ __all__ = [
     "Schedule",
     "ScheduleKind",
     "ScheduleTable",
+    "ScheduleTask",
     "SelectionCost",
     "SelectionRelaxation",
     "SelectionResult",
@@ -116,10 +117,9 @@ __all__ = [
     "StageSolution",
     "Status",
     "SubmeshOption",
-    "Task",
     "TaskKind",
     "TaskSeconds",
-    "Timeline",
+    "TaskTimes",
     "alive",
     "check_allocation",
     "check_selection",
@@ -151,3 +151,7 @@ __all__ = [
     "write_contest_instance",
     "write_contest_solution",
 ]
+
+# Their names of the release before.
+Evaluation = ChoiceEvaluation
+Task = ScheduleTask

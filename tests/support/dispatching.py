@@ -7,8 +7,8 @@ import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from autopar.dispatch.backend import Ending, Look, Place
-from autopar.dispatch.scheduler import Scheduler, Settings
+from autopar.dispatch.backend import ClusterNode, Ending, Look
+from autopar.dispatch.scheduler import Scheduler, SchedulerSettings
 from autopar.dispatch.specs import Handed, JobSpec
 from autopar.dispatch.store import JobRecord, Store
 from autopar.dispatch.views import MoveTimes
@@ -163,10 +163,10 @@ class Cluster:
     """Nodes of one device each."""
 
     def __init__(self, count: int) -> None:
-        self.found = [Place(f"n{k}", 1) for k in range(count)]
+        self.found = [ClusterNode(f"n{k}", 1) for k in range(count)]
         self.words: Mapping[str, str] = {}
 
-    def places(self) -> Sequence[Place]:
+    def places(self) -> Sequence[ClusterNode]:
         return tuple(self.found)
 
     def close(self) -> None:
@@ -201,7 +201,9 @@ class World:
             self.cluster,
             self.trainings,
             policy_of(self.policy),
-            Settings(interval_s=10.0, moves=MoveTimes(start_s=5.0, change_s=1.0)),
+            SchedulerSettings(
+                interval_s=10.0, moves=MoveTimes(start_s=5.0, change_s=1.0)
+            ),
             clock=self.clock,
             sleep=self.clock.sleep,
             say=self.said.append,

@@ -30,7 +30,7 @@ from autopar.layouts.assignment import Assignment
 from autopar.layouts.layout import Layout
 from autopar.layouts.strategies import layout_of
 from autopar.steps.nodes import Node
-from autopar.steps.uses import Source, Use, times_made
+from autopar.steps.uses import HomeValue, Use, times_made
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -141,7 +141,7 @@ def _results_s(assignment: Assignment, pricer: Pricer, node: Node) -> float:
     return out
 
 
-def _source_s(assignment: Assignment, pricer: Pricer, source: Source) -> float:
+def _source_s(assignment: Assignment, pricer: Pricer, source: HomeValue) -> float:
     """Seconds of bringing a value to its readers, by its copies if it has any."""
     known = assignment.analysis.independent.gathered
     together = GATHERS if source.value_class[0] in known else ALONE

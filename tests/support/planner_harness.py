@@ -23,7 +23,7 @@ from autopar.layouts.strategies import Strategy, layout_of, strategy_space
 from autopar.planner.problem import make_copies
 from autopar.steps.analysis import Analysis, analyse_program
 from autopar.steps.nodes import Contraction
-from autopar.steps.uses import Source, ValueClass
+from autopar.steps.uses import HomeValue, ValueClass
 from autopar_passes.audit.partitioned import shardy_collectives
 from autopar_passes.graph.build import step_graph
 from autopar_passes.graph.operators import OperatorGraph
@@ -74,7 +74,7 @@ class Case:
         return self.analysis.contraction
 
     @property
-    def sources(self) -> dict[ValueClass, Source]:
+    def sources(self) -> dict[ValueClass, HomeValue]:
         """Who reads what."""
         return self.analysis.sources
 

@@ -23,7 +23,7 @@ def main() -> None:
     from autopar.profiling import kernels, profile
 
     kernels.LONG_RUN_S = 0.002
-    settings = profile.Settings(
+    settings = profile.ProfileSizes(
         dtypes=("float32",),
         matmul_sizes=(32, 64),
         stream_bytes=1 << 16,

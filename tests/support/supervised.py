@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from autopar.elastic.processes.members import Limits
+from autopar.elastic.processes.members import MemberLimits
 from autopar.elastic.processes.supervisor import Supervisor
 
 
@@ -19,7 +19,7 @@ class Fake:
         self.started: list[int] = []
         self.said: list[Any] = []
         self.filled: list[tuple[int, list[int]]] = []
-        self.supervisor = Supervisor(Limits(**limits), self, lambda: self.now)
+        self.supervisor = Supervisor(MemberLimits(**limits), self, lambda: self.now)
         self.supervisor.begin()
 
     def spawn(self, worker: int) -> None:

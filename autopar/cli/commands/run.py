@@ -80,7 +80,7 @@ def run(
     # They import JAX, which help must not.
     from autopar.backends.ray import RayLauncher  # as they do
     from autopar.elastic.processes import runner  # as they do
-    from autopar.elastic.processes.members import Limits  # as they do
+    from autopar.elastic.processes.members import MemberLimits  # as they do
 
     if not least <= processes <= most:
         raise typer.BadParameter(
@@ -88,9 +88,9 @@ def run(
         )
     if not pathlib.Path(script[0]).is_file():
         raise typer.BadParameter(f"there is no script {script[0]}.")
-    job = runner.Job(
+    job = runner.RunJob(
         command=runner.python_command(script),
-        limits=Limits(
+        limits=MemberLimits(
             processes=processes,
             least=least,
             most=most,

@@ -17,7 +17,7 @@ from autopar.errors import PlanError
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Source:
+class StateSource:
     """One state that processes hold together.
 
     Attributes:
@@ -31,7 +31,7 @@ class Source:
     holders: Mapping[int, Mapping[str, frozenset[Tile]]]
 
     @classmethod
-    def from_data(cls, data: Mapping[str, Any]) -> Source:
+    def from_data(cls, data: Mapping[str, Any]) -> StateSource:
         """Reads the supervisor's message."""
         holders = {
             int(port): {
@@ -52,7 +52,7 @@ class Fetcher:
       remote_bytes: that came from other processes.
     """
 
-    def __init__(self, source: Source, offers: Offers, token: str) -> None:
+    def __init__(self, source: StateSource, offers: Offers, token: str) -> None:
         """Connects to nobody yet."""
         self.local_bytes = self.remote_bytes = 0
         self._source, self._token = source, token

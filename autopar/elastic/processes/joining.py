@@ -20,7 +20,7 @@ from autopar.elastic.nans import OnNan
 from autopar.elastic.processes.beside import rest_structs
 from autopar.elastic.processes.following import TeamFollowing
 from autopar.elastic.processes.link import AHEAD_VARIABLE, VARIABLE
-from autopar.elastic.processes.programs import Programs
+from autopar.elastic.processes.programs import StoredPrograms
 from autopar.elastic.processes.sizing import cluster_of
 from autopar.elastic.processes.team import Team, local_devices, run_folder
 from autopar.elastic.processes.training import TeamRun
@@ -37,7 +37,7 @@ from autopar.planner.cache import PlanCache
 from autopar.runtime import changing_worlds
 from autopar.runtime.creation import state_shapes
 from autopar.runtime.parallel_step import ParallelStep
-from autopar.runtime.world import Alone, World
+from autopar.runtime.world import LoneChannel, World
 from autopar.steps.spares import Spares
 from autopar.whole_files import append_lines
 from autopar_passes import jax_processes
@@ -83,7 +83,7 @@ def imitated_world(processes: int, local_devices: int) -> World:
     address, service = jax_processes.open_service(processes)
     backend = jax_processes.imitated_backend(address, processes, local_devices)
     service.shutdown()
-    channel = Echo(processes) if processes > 1 else Alone()
+    channel = Echo(processes) if processes > 1 else LoneChannel()
     return World(tuple(backend.devices()), 0, processes, channel)
 
 
@@ -98,7 +98,7 @@ def likely(processes: int, least: int, most: int) -> list[int]:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Ahead:
+class PreparedJoin:
     """What is prepared.
 
     Attributes:
@@ -128,7 +128,7 @@ class Ahead:
         )
         self.step.prepare(*self.structs)
         planned_s = time.perf_counter() - begin
-        programs = Programs(self.folder / "programs")
+        programs = StoredPrograms(self.folder / "programs")
         made = programs.prepare(self.step.running.planned, donate=self.donate)
         return {
             "processes": processes,
@@ -170,7 +170,7 @@ def _write(folder: pathlib.Path, line: dict[str, Any]) -> None:
         append_lines(folder / "ahead.jsonl", text.encode() + b"\n")
 
 
-def prepare_and_exit(ahead: Ahead, text: str) -> NoReturn:
+def prepare_and_exit(ahead: PreparedJoin, text: str) -> NoReturn:
     """What the process does that prepares programs, in the place of training."""
     least, most = map(int, text.split(":"))
     ahead.follow(least, most)
@@ -302,9 +302,9 @@ def _is_count(given: Any) -> bool:
 
 def _ahead(
     step: ParallelStep[..., Any], structs: Sequence[Any], *, donate: bool
-) -> Ahead:
+) -> PreparedJoin:
     """What the process needs that prepares programs for other worlds."""
-    return Ahead(
+    return PreparedJoin(
         step=step,
         base=step.setting.cluster,
         structs=structs,

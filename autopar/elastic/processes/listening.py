@@ -17,7 +17,7 @@ from typing import Any
 from autopar.cluster import Cluster
 from autopar.elastic.events import Event
 from autopar.elastic.inbox import Inbox, Notes
-from autopar.elastic.processes.members import Limits
+from autopar.elastic.processes.members import MemberLimits
 from autopar.elastic.processes.sizing import cluster_of
 from autopar.elastic.resolve import Resolved, ids_there
 from autopar.elastic.sources.http import Http
@@ -27,7 +27,7 @@ from autopar.errors import EventError, PlanError
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Wanted:
+class WantedAction:
     """What comes of an event.
 
     Attributes:
@@ -45,7 +45,7 @@ class Listening:
     """The sources that a script names, and the cluster that its world has."""
 
     def __init__(
-        self, limits: Limits, notes: Notes, follow: Callable[[Wanted], None]
+        self, limits: MemberLimits, notes: Notes, follow: Callable[[WantedAction], None]
     ) -> None:
         """Hears nothing before the first world has formed.
 
@@ -160,7 +160,7 @@ class Listening:
                 "(--min, --max)."
             )
 
-    def _wanted_from(self, world: Cluster, target: Cluster) -> Wanted:
+    def _wanted_from(self, world: Cluster, target: Cluster) -> WantedAction:
         """What makes a cluster of the world's."""
         there = ids_there(target)
         count = len(ids_there(world)) // self._devices
@@ -170,7 +170,7 @@ class Listening:
         changed = True
         with contextlib.suppress(PlanError):
             changed = cluster_of(whole, count, self._devices) != world
-        return Wanted(
+        return WantedAction(
             processes=len(there) // self._devices,
             gone=tuple(gone) if target.members is not None else (),
             cluster=whole if changed else None,

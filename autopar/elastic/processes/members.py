@@ -60,7 +60,7 @@ class Actions(Protocol):
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
+class MemberLimits:
     """Numbers of processes and times.
 
     Attributes:
@@ -85,7 +85,7 @@ class Limits:
 
 
 @dataclasses.dataclass(slots=True)
-class Member:
+class WorkerMember:
     """What the supervisor knows of a worker.
 
     Attributes:
@@ -119,7 +119,7 @@ class Member:
     trained: bool = False
 
 
-def late(members: Mapping[int, Member], now: float) -> frozenset[int]:
+def late(members: Mapping[int, WorkerMember], now: float) -> frozenset[int]:
     """The workers whose scripts have not joined the run for a while."""
     return frozenset(
         worker
@@ -128,7 +128,7 @@ def late(members: Mapping[int, Member], now: float) -> frozenset[int]:
     )
 
 
-def overdue(member: Member, limits: Limits, now: float) -> str:
+def overdue(member: WorkerMember, limits: MemberLimits, now: float) -> str:
     """Why a worker is given up; '' otherwise.
 
     Args:
@@ -146,7 +146,7 @@ def overdue(member: Member, limits: Limits, now: float) -> str:
     return ""
 
 
-def excuse(members: Mapping[int, Member], away_s: float) -> None:
+def excuse(members: Mapping[int, WorkerMember], away_s: float) -> None:
     """Lets no worker be overdue for what it did while nobody looked.
 
     Args:
@@ -159,24 +159,24 @@ def excuse(members: Mapping[int, Member], away_s: float) -> None:
         member.leave_by_s += away_s
 
 
-def all_formed(members: Mapping[int, Member], world: Sequence[int]) -> bool:
+def all_formed(members: Mapping[int, WorkerMember], world: Sequence[int]) -> bool:
     """Whether all workers of a world are there, and have its state."""
     return all(w in members and members[w].formed for w in world)
 
 
-def mark_trained(members: Mapping[int, Member], world: Sequence[int]) -> None:
+def mark_trained(members: Mapping[int, WorkerMember], world: Sequence[int]) -> None:
     """Remembers of the workers of a world that they have had its state."""
     for worker in world:
         members[worker].trained = True
 
 
-def last_error(members: Mapping[int, Member]) -> str:
+def last_error(members: Mapping[int, WorkerMember]) -> str:
     """The last error that a worker told of."""
     errors = [m.broken for m in members.values() if m.broken]
     return errors[-1] if errors else "none"
 
 
-def never_starts(member: Member, code: int | None, restarts: int) -> bool:
+def never_starts(member: WorkerMember, code: int | None, restarts: int) -> bool:
     """Whether a worker ended before it joined, and another one would do so, too.
 
     Args:
@@ -207,7 +207,7 @@ def never_started(worker: int, code: int) -> str:
     )
 
 
-def adopt(now: float, *, inside: bool, formed: bool = False) -> Member:
+def adopt(now: float, *, inside: bool, formed: bool = False) -> WorkerMember:
     """A worker of an earlier supervisor, which will connect again.
 
     Args:
@@ -215,7 +215,7 @@ def adopt(now: float, *, inside: bool, formed: bool = False) -> Member:
       inside: whether it is in the world.
       formed: whether the world had its state.
     """
-    return Member(
+    return WorkerMember(
         phase="in" if inside else "starting",
         since_s=now,
         heard_s=now,
@@ -225,35 +225,39 @@ def adopt(now: float, *, inside: bool, formed: bool = False) -> Member:
     )
 
 
-def ready_of(members: Mapping[int, Member]) -> list[int]:
+def ready_of(members: Mapping[int, WorkerMember]) -> list[int]:
     """The workers that wait for a world."""
     return [w for w, m in members.items() if m.phase == "ready" and not m.dismissed]
 
 
-def rows_of(members: Mapping[int, Member]) -> float:
+def rows_of(members: Mapping[int, WorkerMember]) -> float:
     """Rows of a batch for each device of a process; 0: it need not be divided."""
     told = [m.ready for m in members.values() if m.ready]
     return told[-1]["rows"] / told[-1]["devices"] if told else 0
 
 
-def describe(members: Mapping[int, Member]) -> dict[str, Any]:
+def describe(members: Mapping[int, WorkerMember]) -> dict[str, Any]:
     """The workers in a few words, as plain data."""
     return {
         str(w): {"phase": m.phase, "step": m.step} for w, m in sorted(members.items())
     }
 
 
-def staying_of(members: Mapping[int, Member], leaving: Collection[int]) -> list[int]:
+def staying_of(
+    members: Mapping[int, WorkerMember], leaving: Collection[int]
+) -> list[int]:
     """The workers that were not asked to go."""
     return [w for w, m in members.items() if w not in leaving and not m.dismissed]
 
 
-def is_new(member: Member, members: Mapping[int, Member]) -> bool:
+def is_new(member: WorkerMember, members: Mapping[int, WorkerMember]) -> bool:
     """Whether a worker has never trained, and others have."""
     return not member.trained and any(m.trained for m in members.values())
 
 
-def newcomers_of(members: Mapping[int, Member], world: Sequence[int]) -> list[int]:
+def newcomers_of(
+    members: Mapping[int, WorkerMember], world: Sequence[int]
+) -> list[int]:
     """The workers of a world that forms who have never trained."""
     current = [(w, members[w]) for w in world if w in members]
     if all(m.formed for _, m in current):

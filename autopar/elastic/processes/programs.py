@@ -51,7 +51,7 @@ class LoadedProgram:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Found:
+class ReadyProgram:
     """A program that is ready.
 
     Attributes:
@@ -66,7 +66,7 @@ class Found:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Programs:
+class StoredPrograms:
     """The programs in a folder.
 
     Attributes:
@@ -79,7 +79,9 @@ class Programs:
     def _files(self) -> SealedFolder:
         return SealedFolder(self.folder, "program")
 
-    def ready(self, planned: PlannedStep, world: World, *, donate: bool) -> Found:
+    def ready(
+        self, planned: PlannedStep, world: World, *, donate: bool
+    ) -> ReadyProgram:
         """The compiled program of a planned step, in every process of a world.
 
         Args:
@@ -92,7 +94,7 @@ class Programs:
         """
         begin = time.perf_counter()
         if planned.pipeline is not None:
-            return Found(None, "compiled", 0.0)
+            return ReadyProgram(None, "compiled", 0.0)
         name = _name(planned, donate)
         found, how = None, "loaded"
         with exchange.tell_errors(world, "compiling"):
@@ -107,7 +109,7 @@ class Programs:
                         found, how = planned.lower().compile(), "compiled"
             exchange.exchange_data(world, "loading the program")
         made = LoadedProgram(found, planned.function)
-        return Found(made, how, time.perf_counter() - begin)
+        return ReadyProgram(made, how, time.perf_counter() - begin)
 
     def prepare(self, planned: PlannedStep, *, donate: bool) -> bool:
         """Compiles a program for a world that is not there; False: it was kept."""

@@ -27,7 +27,7 @@ _ANSWER_S = 10.0
 _Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 30)]
 
 
-class _State(msgspec.Struct):
+class _StateFields(msgspec.Struct):
     """The fields of a state that must be there, and the types of all that are used."""
 
     workers: dict[int, Any]
@@ -44,7 +44,7 @@ class _State(msgspec.Struct):
 
 
 # Made at import: msgspec crashes where two threads find out about one type at once.
-_STATE = msgspec.json.Decoder(_State)
+_STATE = msgspec.json.Decoder(_StateFields)
 
 
 def read_state(folder: pathlib.Path) -> Message | None:

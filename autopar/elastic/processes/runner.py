@@ -35,8 +35,8 @@ from autopar.elastic.processes.link import (
     VARIABLE,
     Address,
 )
-from autopar.elastic.processes.listening import Listening, Wanted
-from autopar.elastic.processes.members import Limits, late
+from autopar.elastic.processes.listening import Listening, WantedAction
+from autopar.elastic.processes.members import MemberLimits, late
 from autopar.elastic.processes.messages import (
     Connection,
     Message,
@@ -60,7 +60,7 @@ _LATE = f"it has not ended within {_END_S:g} s"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
+class RunJob:
     """What is run.
 
     Attributes:
@@ -74,7 +74,7 @@ class Job:
     """
 
     command: tuple[str, ...]
-    limits: Limits
+    limits: MemberLimits
     folder: pathlib.Path
     devices: int | None = None
     grace_s: float = 60.0
@@ -85,7 +85,7 @@ class Job:
 class Runner:
     """Starts and ends processes, and brings messages to the supervisor."""
 
-    def __init__(self, job: Job, launcher: Launcher | None = None) -> None:
+    def __init__(self, job: RunJob, launcher: Launcher | None = None) -> None:
         """Listens; a run whose supervisor died is taken up again.
 
         Args:
@@ -303,7 +303,7 @@ class Runner:
         """See `Actions`."""
         self._listening.heard(event)
 
-    def _follow(self, wanted: Wanted) -> None:
+    def _follow(self, wanted: WantedAction) -> None:
         cluster = None if wanted.cluster is None else wanted.cluster.to_data()
         self._events.put(
             lambda: self.supervisor.follow(wanted.processes, wanted.gone, cluster)

@@ -13,7 +13,7 @@ from typing import Any
 
 from autopar.elastic.processes import members, tiles
 from autopar.elastic.processes.identity import ProcessId
-from autopar.elastic.processes.members import Actions, Limits, Member
+from autopar.elastic.processes.members import Actions, MemberLimits, WorkerMember
 from autopar.elastic.processes.messages import SUSPENDED, Message
 from autopar.units import numbered
 
@@ -191,13 +191,13 @@ class Supervisor:
 
     def __init__(
         self,
-        limits: Limits,
+        limits: MemberLimits,
         actions: Actions,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Has no workers yet; see `begin`. The clock says seconds now."""
         self.limits, self._do, self._clock = limits, actions, clock
-        self.members: dict[int, Member] = {}
+        self.members: dict[int, WorkerMember] = {}
         self.generation = self.numbers = 0
         self.wanted = limits.processes
         self.world: tuple[int, ...] = ()
@@ -386,7 +386,9 @@ class Supervisor:
             self._lose(worker, replace=died, spare=spare)
         self._advance()
 
-    def _on_early_end(self, worker: int, code: int | None, member: Member) -> None:
+    def _on_early_end(
+        self, worker: int, code: int | None, member: WorkerMember
+    ) -> None:
         """A worker has ended in a run that was asked to end."""
         if self.state == "stop" and worker in self.world and not member.finished:
             how = members.end_text(code)
@@ -428,7 +430,7 @@ class Supervisor:
         if self.state == "run" and now - self._progress_s > self.limits.stuck_s:
             self._abort("no progress")
 
-    def _take_hello(self, worker: int, member: Member, message: Message) -> None:
+    def _take_hello(self, worker: int, member: WorkerMember, message: Message) -> None:
         """Tells a worker that connects again what it missed, and that all is well."""
         member.formed = member.formed or message.get("phase") == "step"
         self._do.send(worker, "welcome", generation=self.generation)
@@ -439,7 +441,7 @@ class Supervisor:
         elif worker in self.world and self.state == "pause" and member.started is None:
             self._do.send(worker, "pause", generation=self.generation)
 
-    def _lead_out(self, worker: int, member: Member, generation: int) -> None:
+    def _lead_out(self, worker: int, member: WorkerMember, generation: int) -> None:
         """Makes a worker leave a world that this supervisor knows nothing of."""
         self.generation = max(self.generation, generation)
         if self.state in ("run", "pause"):
@@ -448,7 +450,7 @@ class Supervisor:
         member.leave_by_s = self._clock() + self.limits.leave_s
         self._do.send(worker, "abort", generation=generation)
 
-    def _take_ready(self, worker: int, member: Member, message: Message) -> None:
+    def _take_ready(self, worker: int, member: WorkerMember, message: Message) -> None:
         self._phase(member, "ready")
         member.ready, member.started, member.formed = message, None, False
         member.finished, member.broken = False, ""
@@ -458,13 +460,15 @@ class Supervisor:
         elif worker in self.world and self.state in ("run", "pause"):
             self._abort("a worker has left")  # while there was no supervisor
 
-    def _take_beat(self, worker: int, member: Member, message: Message) -> None:
+    def _take_beat(self, worker: int, member: WorkerMember, message: Message) -> None:
         del worker
         if message["step"] > member.step:
             member.step = message["step"]
             self._progress_s = self._clock()
 
-    def _take_started(self, worker: int, member: Member, message: Message) -> None:
+    def _take_started(
+        self, worker: int, member: WorkerMember, message: Message
+    ) -> None:
         member.started = message["step"]
         current = [self.members[w].started for w in self.world if w in self.members]
         if self.state != "pause" or None in current:
@@ -476,7 +480,7 @@ class Supervisor:
         if self._ending:
             self._end_outside()
 
-    def _take_formed(self, worker: int, member: Member, message: Message) -> None:
+    def _take_formed(self, worker: int, member: WorkerMember, message: Message) -> None:
         member.formed = True
         pauses = [x for x in (self._pause_s, message.get("pause_s")) if x is not None]
         self._pause_s = max(pauses, default=None)
@@ -494,15 +498,15 @@ class Supervisor:
             self._dismiss()
             self._do.formed_world(message)
 
-    def _take_event(self, worker: int, member: Member, message: Message) -> None:
+    def _take_event(self, worker: int, member: WorkerMember, message: Message) -> None:
         self._do.heard(message["event"])
 
-    def _take_leave(self, worker: int, member: Member, message: Message) -> None:
+    def _take_leave(self, worker: int, member: WorkerMember, message: Message) -> None:
         """A worker that is about to be killed asks to go before."""
         if worker not in self._leaving and (wrong := self.remove(worker)):
             self._do.log("refused", worker=worker, reason=wrong)
 
-    def _take_broken(self, worker: int, member: Member, message: Message) -> None:
+    def _take_broken(self, worker: int, member: WorkerMember, message: Message) -> None:
         member.broken = message["error"]
         self._do.log("broken", worker=worker, error=message["error"])
         caused = self._breaks.of_others(member.broken)
@@ -522,11 +526,13 @@ class Supervisor:
         else:
             self._breaks.wait(worker)
 
-    def _take_lost(self, worker: int, member: Member, message: Message) -> None:
+    def _take_lost(self, worker: int, member: WorkerMember, message: Message) -> None:
         del worker, member
         self.stop(message["reason"], 1)
 
-    def _take_finished(self, worker: int, member: Member, message: Message) -> None:
+    def _take_finished(
+        self, worker: int, member: WorkerMember, message: Message
+    ) -> None:
         member.finished = True
         member.leave_by_s = math.inf
         self.reached = max(self.reached, message["step"])
@@ -539,11 +545,11 @@ class Supervisor:
                 if state.phase == "starting":
                     self._do.kill(other)
 
-    def _take_saving(self, worker: int, member: Member, message: Message) -> None:
+    def _take_saving(self, worker: int, member: WorkerMember, message: Message) -> None:
         """A worker has done its last step, and saves the state."""
         member.leave_by_s = self._clock() + _SAVE_S
 
-    def _take_resize(self, worker: int, member: Member, message: Message) -> None:
+    def _take_resize(self, worker: int, member: WorkerMember, message: Message) -> None:
         del worker, member
         self.resize(int(message["processes"]))
 
@@ -699,11 +705,11 @@ class Supervisor:
 
     def _spawn(self) -> None:
         now = self._clock()
-        self.members[self.numbers] = Member(since_s=now, heard_s=now)
+        self.members[self.numbers] = WorkerMember(since_s=now, heard_s=now)
         self.numbers += 1
         self._do.spawn(self.numbers - 1)
 
-    def _phase(self, member: Member, phase: str) -> None:
+    def _phase(self, member: WorkerMember, phase: str) -> None:
         member.phase, member.since_s = phase, self._clock()
         member.leave_by_s = math.inf
 

@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 import jax
 
 from autopar.elastic.processes import holding
-from autopar.elastic.processes.fetching import Fetcher, Source
+from autopar.elastic.processes.fetching import Fetcher, StateSource
 from autopar.elastic.processes.holding import Holding
 from autopar.elastic.processes.identity import ProcessId
 from autopar.elastic.processes.link import (
@@ -43,7 +43,7 @@ from autopar.elastic.processes.relay import (
 from autopar.errors import PlanError, RunError
 from autopar.runtime.key_values import KeyValueExchange
 from autopar.runtime.threads import Threads
-from autopar.runtime.world import Alone, JaxChannel, World
+from autopar.runtime.world import JaxChannel, LoneChannel, World
 from autopar_passes import jax_processes
 
 # Copies of what lies on this process alone, sent to others while it trains.
@@ -362,12 +362,12 @@ class Team:
         devices = tuple(jax.devices())
         self._check_alive()
         channel = WorldChannel(self._client, index, count, self._check_alive)
-        world = World(devices, index, count, channel if count > 1 else Alone())
+        world = World(devices, index, count, channel if count > 1 else LoneChannel())
         source = form.get("state")
         fetch = None
         if source is not None:
             token = self._link.address.token
-            fetch = Fetcher(Source.from_data(source), self._offers, token)
+            fetch = Fetcher(StateSource.from_data(source), self._offers, token)
         members = form["members"]
         ring = [members[(index + k) % count] for k in range(1, count)]
         self._copier.aim([m["port"] for m in ring[: self._survive]])

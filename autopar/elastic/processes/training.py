@@ -24,7 +24,7 @@ from autopar.elastic.processes import beside, hosting
 from autopar.elastic.processes.following import TeamFollowing
 from autopar.elastic.processes.holding import place
 from autopar.elastic.processes.messages import SUSPENDED
-from autopar.elastic.processes.programs import Programs
+from autopar.elastic.processes.programs import StoredPrograms
 from autopar.elastic.processes.sizing import cluster_of
 from autopar.elastic.processes.team import Joined, Team, WorldBroken
 from autopar.elastic.samples import Samples, placed_rest, planned_batch
@@ -390,7 +390,7 @@ class TeamRun:
             self._follow_on(joined)
         self._train_step.prepare(*self._shapes.arguments(), *self._rest(joined.step))
         planned_s = time.perf_counter() - begin
-        program = Programs(self._folder / "programs").ready(
+        program = StoredPrograms(self._folder / "programs").ready(
             self._train_step.running.planned,
             world,
             donate=self._donate,

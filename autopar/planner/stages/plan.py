@@ -33,7 +33,7 @@ from autopar_solver import (
     StageSolution,
     Status,
     TaskSeconds,
-    Timeline,
+    TaskTimes,
     make_table,
     play,
     solve_stages,
@@ -113,7 +113,7 @@ class PipelineChoice:
     cuts: tuple[int, ...]
     stages: tuple[StageChoice, ...]
     tasks: TaskSeconds
-    timeline: Timeline
+    timeline: TaskTimes
     step_s: float
     bound_s: float
     gap: float

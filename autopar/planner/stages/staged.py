@@ -24,7 +24,7 @@ from autopar_solver import (
     Schedule,
     ScheduleKind,
     ScheduleTable,
-    Timeline,
+    TaskTimes,
     make_table,
     play,
 )
@@ -332,7 +332,7 @@ def _written(
     found: Sequence[Candidate],
     costs: StageCosts,
     memory: Sequence[float],
-    timeline: Timeline,
+    timeline: TaskTimes,
     seconds: float,
 ) -> Plan:
     """The plan as data: that of the first stage, with all stages in it."""

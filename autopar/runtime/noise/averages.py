@@ -28,7 +28,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from autopar.runtime.noise.options import EARLY, SPARSE, NoiseOptions
-from autopar.runtime.noise.sources import Source, Sources
+from autopar.runtime.noise.sources import GradientSource, Sources
 
 State = dict[str, Any]
 
@@ -228,7 +228,7 @@ class NoiseSpec:
         return Groups(counts, self.sources.rows)
 
     @property
-    def alone(self) -> tuple[Source, ...]:
+    def alone(self) -> tuple[GradientSource, ...]:
         """The gradients that are compared with those of the step before."""
         return tuple(s for s in self.sources.found if s.groups == 1)
 

@@ -23,7 +23,7 @@ from autopar.runtime.gradients.synchroniser import CodecSynchroniser
 from autopar.runtime.noise.averages import NoiseSpec, State, update_averages
 from autopar.runtime.noise.norms import Norm, device_norms, take_with_norms
 from autopar.runtime.noise.options import NoiseOptions
-from autopar.runtime.noise.sources import Source, Sources, find_sources, turn_of
+from autopar.runtime.noise.sources import GradientSource, Sources, find_sources, turn_of
 from autopar.steps.moments import second_moments
 from autopar_passes.layouts import constrain, partition_spec
 from autopar_passes.replay.layout_plan import Read
@@ -207,20 +207,20 @@ class NoiseMeter:
         self._sent.update(rows)
         return made
 
-    def _as_kept(self, source: Source, array: Any) -> Norm:
+    def _as_kept(self, source: GradientSource, array: Any) -> Norm:
         """A gradient in the layout in which it is kept."""
         layout = self.noise.assignment.home_layout(source.value)
         array = constrain(array, self.noise.mesh, layout)
         return Norm(array, layout, (), self._moment(source))
 
-    def _parts_of(self, source: Source, partial: Stacked) -> Norm:
+    def _parts_of(self, source: GradientSource, partial: Stacked) -> Norm:
         """The partial gradients of the replicas."""
         summed = tuple(a for a in partial.axes if a not in source.replicas)
         return Norm(
             partial.array, (partial.axes, *partial.layout), summed, self._moment(source)
         )
 
-    def _moment(self, source: Source) -> Any:
+    def _moment(self, source: GradientSource) -> Any:
         position = self.noise.moments.get(source.value)
         return None if position is None else self._arguments[position]
 
@@ -234,7 +234,7 @@ class NoiseMeter:
         wanted = [self._read(source, read) for source in sources]
         return device_norms(self.noise.mesh, wanted)
 
-    def _read(self, source: Source, read: Read) -> Norm:
+    def _read(self, source: GradientSource, read: Read) -> Norm:
         """The parts of a gradient's groups."""
         moment = self._moment(source)
         value = source.bare if moment is None else source.parts
@@ -250,7 +250,7 @@ class NoiseMeter:
         for k, source in enumerate(self._of_loop(equation)):
             self._micro[source.value] = source.share**2 * seen[:, :, k]
 
-    def _of_loop(self, equation: int) -> list[Source]:
+    def _of_loop(self, equation: int) -> list[GradientSource]:
         return [s for s in self.spec.sources.found if s.loop == equation]
 
     def end(self, read: Read) -> None:
@@ -305,7 +305,7 @@ class NoiseMeter:
         found = jnp.sum(jnp.stack(columns, axis=1), axis=0)
         return found.reshape(-1, 3)
 
-    def _norms_to_take(self, source: Source) -> list[Norm]:
+    def _norms_to_take(self, source: GradientSource) -> list[Norm]:
         """The norms that are still to be taken of a gradient."""
         value = source.value
         if value in self._sent:
@@ -317,7 +317,7 @@ class NoiseMeter:
             return [whole]
         return [self._parts[value], whole]
 
-    def _halves_and_sum(self, source: Source, whole: Norm) -> list[Norm]:
+    def _halves_and_sum(self, source: GradientSource, whole: Norm) -> list[Norm]:
         """The halves of two steps' gradients, and their sum."""
         before = self.state["previous"][source.name]
         both = 0.5 * (whole.array.astype(jnp.float32) + before.astype(jnp.float32))
@@ -327,7 +327,9 @@ class NoiseMeter:
             dataclasses.replace(whole, array=both),
         ]
 
-    def _columns(self, source: Source, rows: Any, place: int) -> list[jax.Array]:
+    def _columns(
+        self, source: GradientSource, rows: Any, place: int
+    ) -> list[jax.Array]:
         """A gradient's columns of device norms, each (devices,)."""
         value = source.value
         if value in self._sent:

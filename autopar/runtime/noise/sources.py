@@ -25,7 +25,7 @@ from autopar_passes.program.equations import walk
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Source:
+class GradientSource:
     """The gradient of one parameter, and the groups whose parts are seen.
 
     Attributes:
@@ -60,7 +60,7 @@ class Sources:
       rows: number of rows in the batch, M.
     """
 
-    found: tuple[Source, ...]
+    found: tuple[GradientSource, ...]
     left_out: tuple[str, ...]
     rows: int
 
@@ -169,7 +169,7 @@ def _source(
     name: str,
     micro: dict[int, tuple[int, int, float]],
     rows: int,
-) -> Source:
+) -> GradientSource:
     replicas = replicas_of(assignment, value)
     workers = math.prod(assignment.sizes[a] for a in replicas)
     count = assignment.analysis.microbatches if value in micro else 1
@@ -178,7 +178,9 @@ def _source(
         replicas, workers = (), 1
     parts, loop, share = micro.get(value, (value, -1, 1.0))
     bare = bare_of(assignment, parts)
-    return Source(name, value, replicas, workers * count, parts, bare, loop, share)
+    return GradientSource(
+        name, value, replicas, workers * count, parts, bare, loop, share
+    )
 
 
 # Operators that only lay elements out anew.

@@ -26,7 +26,7 @@ from autopar.runtime.noise.averages import NoiseSpec, State, update_averages
 from autopar.runtime.noise.norms import NORMS, Norm, device_norms
 from autopar.runtime.noise.options import NoiseOptions
 from autopar.runtime.noise.sources import (
-    Source,
+    GradientSource,
     Sources,
     alone_in,
     bare_of,
@@ -189,7 +189,7 @@ def staged_noise(
         if key.phase is not Phase.UPDATE
         for value in task.outputs
     }
-    found: list[Source] = []
+    found: list[GradientSource] = []
     for value, name in _gradients(cut).items():
         task = makers.get(value)
         if task is None or _reader(cut, value) is None:
@@ -219,7 +219,7 @@ def _gradients(cut: CutStep) -> dict[int, str]:
 _SHARES = (Combine.SUM, Combine.MEAN)
 
 
-def _left_out(cut: CutStep, found: Sequence[Source]) -> tuple[str, ...]:
+def _left_out(cut: CutStep, found: Sequence[GradientSource]) -> tuple[str, ...]:
     known = {source.name for source in found}
     return tuple(
         path for path in trained_paths(cut.analysis.graph) if path not in known
@@ -241,7 +241,7 @@ def _source(
     value: int,
     name: str,
     rows: int,
-) -> Source:
+) -> GradientSource:
     """A gradient that one task makes, microbatch by microbatch."""
     count = cut.found.microbatches
     replicas = replicas_of(assignment, value)
@@ -253,7 +253,9 @@ def _source(
         bare = value
     means = {c.value for c in cut.found.crossings if c.combine is Combine.MEAN}
     share = 1.0 / count if value in means else 1.0
-    return Source(name, value, replicas, workers * count, value, bare, -1, share)
+    return GradientSource(
+        name, value, replicas, workers * count, value, bare, -1, share
+    )
 
 
 def _noise_of_tasks(

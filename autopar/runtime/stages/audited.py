@@ -13,7 +13,7 @@ from jax.sharding import AbstractMesh
 
 from autopar.plans import Plan
 from autopar.runtime.kernels import lowering_platform
-from autopar.runtime.stages.pipeline import Copy, Pipeline
+from autopar.runtime.stages.pipeline import StageCopy, StagePipeline
 from autopar.runtime.stages.sent import RESULT, Sent
 from autopar.runtime.stages.stage import Stage, wide
 from autopar_passes.jax_compat import itemsize, lowered_without_devices
@@ -35,7 +35,7 @@ class AuditedProgram:
     times: int
 
 
-def programs(pipeline: Pipeline, plan: Plan) -> Iterator[AuditedProgram]:
+def programs(pipeline: StagePipeline, plan: Plan) -> Iterator[AuditedProgram]:
     """The programs that communicate within a stage, lowered.
 
     They are its tasks, the ends of its running sums, and what lays values as they are
@@ -74,7 +74,7 @@ def programs(pipeline: Pipeline, plan: Plan) -> Iterator[AuditedProgram]:
         yield lower_times(copy.stage, _lay_copy(own, copy), _read(own, copy), times)
 
 
-def _end_structs(pipeline: Pipeline, stage: int) -> list[Any]:
+def _end_structs(pipeline: StagePipeline, stage: int) -> list[Any]:
     """What the end of a stage's running sums takes."""
     own = pipeline.stages[stage]
     totals: list[Any] = [wide(own.struct(v)) for v in pipeline.sums[stage]]
@@ -89,7 +89,7 @@ def _end_structs(pipeline: Pipeline, stage: int) -> list[Any]:
     return [state["step"], placed, *totals]
 
 
-def _lay_copy(stage: Stage, copy: Copy) -> Any:
+def _lay_copy(stage: Stage, copy: StageCopy) -> Any:
     """Lays values as they are sent, from where they lie on their stage."""
     values = copy.sent.values
     return jax.jit(
@@ -99,7 +99,7 @@ def _lay_copy(stage: Stage, copy: Copy) -> Any:
     )
 
 
-def _read(stage: Stage, copy: Copy) -> list[Any]:
+def _read(stage: Stage, copy: StageCopy) -> list[Any]:
     return [stage.struct(v) for v in copy.sent.values]
 
 
@@ -113,7 +113,7 @@ def _lower_function(stage: Stage, function: Any, structs: Any, kind: str) -> Any
 
 
 def sent_between(
-    pipeline: Pipeline, names: Mapping[Phase | None, str], batch: str
+    pipeline: StagePipeline, names: Mapping[Phase | None, str], batch: str
 ) -> dict[tuple[int, int, str], float]:
     """Bytes that one device of a stage sends to other stages in a step.
 
@@ -151,7 +151,7 @@ def sent_between(
     return dict(out)
 
 
-def _receiver(pipeline: Pipeline, stage: int, sent: Sent, value: int) -> int:
+def _receiver(pipeline: StagePipeline, stage: int, sent: Sent, value: int) -> int:
     """The stage that a value goes to; its own where it stays."""
     if sent.stage != RESULT:
         return sent.stage
@@ -159,7 +159,7 @@ def _receiver(pipeline: Pipeline, stage: int, sent: Sent, value: int) -> int:
     return stage if given is None else pipeline.cut.owners[given]
 
 
-def _shard_bytes(pipeline: Pipeline, value: int, sharding: Any) -> float:
+def _shard_bytes(pipeline: StagePipeline, value: int, sharding: Any) -> float:
     """Bytes of a value on one device."""
     known = pipeline.cut.program.values[value]
     size = math.prod(sharding.shard_shape(tuple(known.shape)))

@@ -74,7 +74,7 @@ class StagedCodecs:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Sent:
+class CodecOutcome:
     """What the codecs of a step leave behind.
 
     Attributes:
@@ -184,7 +184,7 @@ class CodecStep:
         )
         return rows, levels
 
-    def finish(self) -> Sent:
+    def finish(self) -> CodecOutcome:
         """The state for the next step, and what was sent."""
         gradients = dict(self.state["gradients"])
         for stage, new in self.new.items():
@@ -193,4 +193,4 @@ class CodecStep:
             gradients.update(settled)
         telemetry, levels, step, skipped = self.counted
         state = {"step": step, "skipped": skipped, "gradients": gradients}
-        return Sent(state, telemetry, levels)
+        return CodecOutcome(state, telemetry, levels)

@@ -16,7 +16,7 @@ from autopar.runtime.gradients.state_restorer import Carried, kept_or_restored
 from autopar.runtime.gradients.sums import State
 from autopar.runtime.noise.staged import Place, StagedNoise
 from autopar.runtime.stages.codecs import CodecStep
-from autopar.runtime.stages.pipeline import Pipeline
+from autopar.runtime.stages.pipeline import StagePipeline
 from autopar.runtime.stages.run import Ran, partial_gradients, run_step
 from autopar.steps.analysis import Analysis
 from autopar.steps.stages import CutStep
@@ -33,7 +33,7 @@ class Feed:
         self,
         analysis: Analysis,
         cut: CutStep,
-        pipeline: Pipeline,
+        pipeline: StagePipeline,
         noise: StagedNoise | None = None,
     ) -> None:
         """Resolves where each argument goes.

@@ -75,7 +75,7 @@ class Call:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Copy:
+class StageCopy:
     """What a stage sends of what it has: inputs of the step, or crossings.
 
     Attributes:
@@ -89,7 +89,7 @@ class Copy:
     layout: Any
 
 
-class Pipeline:
+class StagePipeline:
     """The tasks of a cut on stages; `run.run_step` runs a step of them."""
 
     def __init__(
@@ -415,21 +415,21 @@ class Pipeline:
 
     def _copies_between(
         self, owners: Iterable[tuple[int, int]], readers: Mapping[int, set[int]]
-    ) -> list[Copy]:
+    ) -> list[StageCopy]:
         """What goes from the stages that have values to others that read them."""
         wanted: dict[tuple[int, int], list[int]] = defaultdict(list)
         for value, owner in owners:
             for stage in sorted(readers.get(value, set()) - {owner}):
                 wanted[owner, stage].append(value)
-        out: list[Copy] = []
+        out: list[StageCopy] = []
         for (owner, stage), values in wanted.items():
             sent = self._make_sent(owner, stage, values)
-            out.append(Copy(owner, sent, layout_code(sent.source)))
+            out.append(StageCopy(owner, sent, layout_code(sent.source)))
         return out
 
-    def _late_copies(self) -> tuple[Copy, ...]:
+    def _late_copies(self) -> tuple[StageCopy, ...]:
         """Crossings that are not summed and that updates of other stages read."""
-        out: list[Copy] = []
+        out: list[StageCopy] = []
         for stage in range(len(self.stages)):
             readers = self._crossing_readers(stage)
             rest = {v: r for v, r in readers.items() if v not in self.crossed.scales}

@@ -26,7 +26,7 @@ from autopar.runtime.planned import PlannedStep
 from autopar.runtime.stages.codecs import StagedCodecs
 from autopar.runtime.stages.feed import Feed
 from autopar.runtime.stages.order import issue_order
-from autopar.runtime.stages.pipeline import Crossed, Pipeline
+from autopar.runtime.stages.pipeline import Crossed, StagePipeline
 from autopar.runtime.stages.stacked import StackedArray, WithStacked
 from autopar.runtime.stages.stage import Stage
 from autopar.runtime.stages.transport import Links
@@ -100,7 +100,7 @@ def pipelined_step(
     found = cut.found
     table = make_table(schedule_of(plan), len(stages), found.microbatches)
     measured = _staged_noise(analysis, cut, stages, noise, links)
-    pipeline = Pipeline(
+    pipeline = StagePipeline(
         cut.cut,
         stages,
         issue_order(table),
@@ -142,7 +142,7 @@ def pipelined_step(
 
 def audited_pipeline(
     cut: CutStep, plan: Plan, meshes: Sequence[Mesh | AbstractMesh]
-) -> Pipeline:
+) -> StagePipeline:
     """The tasks of a plan of several stages, to be looked at and not run.
 
     Args:
@@ -152,7 +152,9 @@ def audited_pipeline(
     """
     stages = _stages(cut, plan, meshes, None)
     table = make_table(schedule_of(plan), len(stages), cut.found.microbatches)
-    return Pipeline(cut.cut, stages, issue_order(table), _crossing_rules(cut.found))
+    return StagePipeline(
+        cut.cut, stages, issue_order(table), _crossing_rules(cut.found)
+    )
 
 
 def _stages(

@@ -13,7 +13,7 @@ from autopar.runtime.gradients.sums import State
 from autopar.runtime.stages.codecs import CodecStep
 from autopar.runtime.stages.order import Issue, run_in_threads
 from autopar.runtime.stages.outcome import Ran, failure, name_task
-from autopar.runtime.stages.pipeline import Call, Pipeline
+from autopar.runtime.stages.pipeline import Call, StagePipeline
 from autopar.runtime.stages.sent import RESULT, Sent
 from autopar.runtime.stages.stage import TaskCode
 from autopar.runtime.stages.transfers import Transfers
@@ -27,7 +27,7 @@ _AHEAD = 2
 
 
 def run_step(
-    pipeline: Pipeline,
+    pipeline: StagePipeline,
     step: Mapping[int, Any],
     microbatches: Sequence[Mapping[int, Any]],
     codecs: State | None = None,
@@ -62,7 +62,7 @@ def run_step(
 
 
 def partial_gradients(
-    pipeline: Pipeline,
+    pipeline: StagePipeline,
     step: Mapping[int, Any],
     microbatches: Sequence[Mapping[int, Any]],
 ) -> dict[str, Any]:

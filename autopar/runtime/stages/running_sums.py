@@ -24,7 +24,7 @@ from autopar.runtime.noise.norms import take_with_norms
 from autopar.runtime.stages.sent import Sent
 from autopar.runtime.stages.stage import Stage, sum_dtype, wide
 from autopar.steps.sums import worth_a_codec
-from autopar_passes.replay.segments import Now
+from autopar_passes.replay.segments import PlainSums
 from autopar_passes.stages.cut import Cut, Phase
 from autopar_passes.sums.stacked import Stacked, stack
 
@@ -74,7 +74,7 @@ class _Ending:
         if partial is None:
             return array
         waiting = stack(array, *partial, after.mesh)
-        return Now(after.assignment, after.mesh).take({value: waiting})[value]
+        return PlainSums(after.assignment, after.mesh).take({value: waiting})[value]
 
     def partials(self, *totals: Any) -> dict[str, Any]:
         """The partial gradients that are worth a codec, by name."""

@@ -25,7 +25,7 @@ from autopar.runtime.gradients.sums import GradientSums
 from autopar.runtime.noise.staged import TaskNoise
 from autopar.runtime.stages.sent import Sent
 from autopar_passes.layouts import Layout, partition_spec
-from autopar_passes.replay.segments import Now, replay_segment
+from autopar_passes.replay.segments import PlainSums, replay_segment
 from autopar_passes.stages.cut import Phase, StageProgram, Task, equations_of
 from autopar_passes.sums import stacked
 
@@ -243,7 +243,7 @@ def task_code(
         outputs=(*outputs, *outside, *accumulated, *seen),
         whole=stage.handed,
     )
-    now, kept = Now(stage.assignment, stage.mesh), len(outputs) + len(outside)
+    now, kept = PlainSums(stage.assignment, stage.mesh), len(outputs) + len(outside)
     leaves = _Leaving(stage, (None,) * len(outputs) + tuple(outside), now)
 
     state = {c.new: c for c in restores}
@@ -331,7 +331,7 @@ class _Leaving:
 
     stage: Stage
     values: tuple[int | None, ...]
-    now: Now
+    now: PlainSums
 
     def __call__(self, made: Sequence[Any]) -> list[Any]:
         return [

@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from autopar.runtime import placement
 from autopar.runtime.noise.staged import Place
 from autopar.runtime.stages.codecs import CodecStep
-from autopar.runtime.stages.pipeline import Call, Copy, Pipeline
+from autopar.runtime.stages.pipeline import Call, StageCopy, StagePipeline
 from autopar.runtime.stages.routes import Route
 from autopar.runtime.stages.sent import RESULT, Sent
 from autopar.runtime.stages.transport import Fetched, Tag
@@ -20,7 +20,7 @@ from autopar.runtime.stages.transport import Fetched, Tag
 class Transfers:
     """One step: the arrays of each stage by microbatch, and how they move."""
 
-    def __init__(self, pipeline: Pipeline, microbatches: int) -> None:
+    def __init__(self, pipeline: StagePipeline, microbatches: int) -> None:
         """Starts without any.
 
         Args:
@@ -56,7 +56,7 @@ class Transfers:
     def copy(
         self,
         tag: Tag,
-        copy: Copy,
+        copy: StageCopy,
         places: Sequence[dict[int, Any]],
         present: Collection[int],
     ) -> None:

@@ -17,7 +17,12 @@ from autopar.errors import StageError
 from autopar.runtime import ending
 from autopar.runtime.exchange import exchange_data, tell_errors
 from autopar.runtime.stages.routes import Route, on_device, route
-from autopar.runtime.stages.watch import SILENCE_S, LostError, Watch, wait_watched
+from autopar.runtime.stages.watch import (
+    SILENCE_S,
+    LostError,
+    ProgressWatch,
+    wait_watched,
+)
 from autopar.runtime.world import World
 from autopar_passes import jax_compat, jax_processes
 
@@ -77,7 +82,9 @@ class Links:
         self._process_of = process_of
         found = jax_compat.coordination()
         self._watch = (
-            None if found is None else Watch(found.client, found.index, found.count)
+            None
+            if found is None
+            else ProgressWatch(found.client, found.index, found.count)
         )
         # What a step has asked for and has not got, by tag and process.
         self._asked: dict[tuple[Tag, int], list[Any]] = {}

@@ -28,7 +28,7 @@ _END_S = 5.0
 _ROOT = "autopar/beats"
 
 
-class Watch:
+class ProgressWatch:
     """Counts in this process, and looks at the counts of the others."""
 
     def __init__(
@@ -130,7 +130,7 @@ class LostError(Exception):
         self.processes, self.said = processes, said
 
 
-def wait_watched(watch: Watch | None, work: Callable[[], T]) -> T:
+def wait_watched(watch: ProgressWatch | None, work: Callable[[], T]) -> T:
     """The result of what waits for other processes, in a thread that may be left.
 
     Args:

@@ -13,7 +13,7 @@ import numpy as np
 
 from autopar.scheduler.models import gaussian_process, power_form
 from autopar.scheduler.models.gaussian_process import Prior, Process
-from autopar.scheduler.models.pollux_form import Samples
+from autopar.scheduler.models.pollux_form import StepSamples
 from autopar.scheduler.models.power_form import PowerTimes
 
 # Lengths of nodes, devices and samples of a device, of their logarithms: of the ones
@@ -48,7 +48,7 @@ class CorrectedTimes:
         return seconds * np.exp(self.missed.mean(places)).reshape(shape)
 
 
-def fit(samples: Samples) -> CorrectedTimes:
+def fit(samples: StepSamples) -> CorrectedTimes:
     """Fits the form, and a process to what it misses.
 
     Args:

@@ -20,7 +20,7 @@ _START = np.array([1e-1, 1e-2] * 3 + [1.0 + 1e-3])
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Samples:
+class StepSamples:
     """Measured steps; arrays of one length.
 
     Attributes:
@@ -57,7 +57,7 @@ class PolluxTimes:
         return (self.grad_s(local) ** g + sync**g) ** (1 / g)
 
 
-def fit(samples: Samples) -> PolluxTimes:
+def fit(samples: StepSamples) -> PolluxTimes:
     """The constants that fit measured steps, optimistic about what was not seen."""
     low, high, start = _box(samples)
     bounds: Any = Bounds
@@ -70,7 +70,7 @@ def fit(samples: Samples) -> PolluxTimes:
     return PolluxTimes(tuple(found.tolist()))
 
 
-def _box(samples: Samples) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _box(samples: StepSamples) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Lower bounds, upper bounds and start; what was not seen is held at the least."""
     low = np.array([_TINY] * 6 + [1.0])
     high = np.array([np.inf] * 6 + [10.0])
@@ -95,7 +95,7 @@ def _sync(c: np.ndarray, nodes: np.ndarray, devices: np.ndarray) -> np.ndarray:
     return first + more * np.maximum(devices - 2, _TINY)
 
 
-def _loss(c: np.ndarray, samples: Samples) -> tuple[float, np.ndarray]:
+def _loss(c: np.ndarray, samples: StepSamples) -> tuple[float, np.ndarray]:
     """Root mean squared errors of logarithms plus penalties, and their gradient."""
     g = c[6]
     grad = c[0] + c[1] * samples.local

@@ -16,7 +16,7 @@ import dataclasses
 
 import numpy as np
 
-from autopar.scheduler.models.pollux_form import Samples
+from autopar.scheduler.models.pollux_form import StepSamples
 
 _STEPS = 12
 _NOISE = 0.05  # of one measurement, relative
@@ -48,7 +48,7 @@ class PowerTimes:
         return np.exp(np.logaddexp(g * log_grad, g * log_sync) / g)
 
 
-def fit(samples: Samples, start: PowerTimes | None = None) -> PowerTimes:
+def fit(samples: StepSamples, start: PowerTimes | None = None) -> PowerTimes:
     """The constants of highest posterior probability for measured steps.
 
     Args:
@@ -102,7 +102,7 @@ def _sync_rows(nodes: np.ndarray, devices: np.ndarray) -> np.ndarray:
 
 def _errors(
     theta: np.ndarray,
-    samples: Samples,
+    samples: StepSamples,
     rows: np.ndarray,
     alone: np.ndarray,
     mean: np.ndarray,

@@ -15,7 +15,7 @@ import re
 import numpy as np
 
 from autopar.errors import ScheduleError
-from autopar.scheduler.simulator.interpolation import StepTimes
+from autopar.scheduler.simulator.interpolation import PlacementTimes
 from autopar.scheduler.simulator.tables import read_rows
 
 # The columns, and the least that can stand there: what is divided by is above zero.
@@ -53,7 +53,7 @@ class Application:
     ) -> None:
         """Reads the tables of a folder."""
         self.name = folder.name
-        self.times = StepTimes(folder)
+        self.times = PlacementTimes(folder)
         self._tables = _validations(folder)
         self._batches = sorted(self._tables)
         self.base_batch, self.largest_batch = self._batches[0], self._batches[-1]

@@ -13,7 +13,7 @@ from autopar.scheduler.models.goodput import GoodputCurve, Limits, StepModel
 from autopar.scheduler.nodes import Nodes, spread_nodes
 from autopar.scheduler.policies.base import Adapts
 from autopar.scheduler.simulator.application import Application
-from autopar.scheduler.simulator.measured import Measured
+from autopar.scheduler.simulator.measured import MeasuredSteps
 
 _MOST_DEVICES = 64  # the published tables end there
 
@@ -32,7 +32,7 @@ class EpochJob:
         adapts: Adapts,
         restart_s: float,
         nodes: Nodes,
-        measured: Measured | None = None,
+        measured: MeasuredSteps | None = None,
     ) -> None:
         """Nothing has run.
 
@@ -45,7 +45,7 @@ class EpochJob:
           measured: what is known of the program's steps; None: nothing yet, and only
             the job itself adds to it.
         """
-        self._measured = measured or Measured(pollux_form.fit)
+        self._measured = measured or MeasuredSteps(pollux_form.fit)
         self.job, self.application = job, application
         self.completed_s: float | None = None
         self.placement: tuple[int, ...] = ()

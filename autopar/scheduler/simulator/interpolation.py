@@ -31,7 +31,7 @@ def linear_between(points: np.ndarray, values: np.ndarray) -> Callable[..., Any]
         return lambda _: np.full((1, *values.shape[1:]), np.nan)
 
 
-class StepTimes:
+class PlacementTimes:
     """Seconds of a step and of its synchronisation, by placement and local batch.
 
     A measured placement is interpolated between its local batches; any other between

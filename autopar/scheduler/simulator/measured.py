@@ -7,13 +7,13 @@ from collections.abc import Callable
 import numpy as np
 
 from autopar.scheduler.models.goodput import StepModel
-from autopar.scheduler.models.pollux_form import Samples
+from autopar.scheduler.models.pollux_form import StepSamples
 
-Fit = Callable[[Samples], StepModel]
+Fit = Callable[[StepSamples], StepModel]
 """Makes a model of a step's seconds from measured steps."""
 
 
-class Measured:
+class MeasuredSteps:
     """Measured steps, the model that is fitted to them, and the gradients' noise."""
 
     def __init__(self, fit: Fit) -> None:
@@ -76,6 +76,6 @@ class Measured:
         if self._model is None:
             nodes, devices, local = np.array(list(self._steps), float).T
             step_s, sync_s = np.array(list(self._steps.values())).T
-            samples = Samples(nodes, devices, local, step_s - sync_s, step_s)
+            samples = StepSamples(nodes, devices, local, step_s - sync_s, step_s)
             self._model = self._fit(samples)
         return self._model

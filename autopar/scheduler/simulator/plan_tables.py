@@ -21,7 +21,7 @@ PLAIN = "ga"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class PlanCurve:
+class MeasuredPlanCurve:
     """Steps per second with the best plan that was measured, by configuration.
 
     Attributes:
@@ -61,7 +61,7 @@ class PlanTimes:
             raise ScheduleError(f"{folder}: its placements.csv has no rows.")
         self._between: Any = None
         self._best = self._best_by_placement()
-        self.curve = PlanCurve(self.configurations)
+        self.curve = MeasuredPlanCurve(self.configurations)
         self.most = max(devices for _, devices in self.curve.best)
 
     def seconds(self, plan: str, placement: Placement) -> float:

@@ -24,8 +24,8 @@ from autopar_passes.audit.hlo_text import (
 from autopar_passes.audit.hlo_values import (
     LAYOUT_OPCODES,
     WHOLE,
-    Follower,
     Scope,
+    ValueFollower,
     element_index,
     split_groups,
 )
@@ -148,7 +148,7 @@ class Reader:
     def __init__(self, text: str, mesh: MeshAxes, as_run: bool) -> None:
         """Parses the text of a module; see the attributes."""
         self.module: HloModule = parse_module(text)
-        self.follow = Follower(self.module)
+        self.follow = ValueFollower(self.module)
         self.mesh = tuple(mesh)
         self.as_run = as_run
         self.unknown: set[str] = set()

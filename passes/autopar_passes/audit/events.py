@@ -56,14 +56,14 @@ class Done:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Loop:
+class EventLoop:
     """Events that run several times; of a branch, once."""
 
     trips: float
     body: tuple[Event, ...]
 
 
-Event = Kernel | Start | Done | Loop
+Event = Kernel | Start | Done | EventLoop
 
 
 def events(text: str, mesh: MeshAxes = ()) -> tuple[Event, ...]:
@@ -86,7 +86,7 @@ def _events(reader: Reader, scope: Scope) -> Iterator[Event]:
             yield from _communication(reader, scope, op, kind)
         elif op.opcode == "while":
             body = reader.inside(scope, op, op.callee("body"))
-            yield Loop(reader.loop_count(op), tuple(_events(reader, body)))
+            yield EventLoop(reader.loop_count(op), tuple(_events(reader, body)))
         elif op.opcode in ("call", "conditional"):
             for name in op.called_names:
                 yield from _events(reader, reader.inside(scope, op, name))

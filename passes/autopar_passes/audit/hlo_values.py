@@ -92,7 +92,7 @@ WHOLE: Final = Need()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Reading:
+class ValueReading:
     """One reader of a value, layout operations and fusions looked through."""
 
     scope: Scope
@@ -101,14 +101,14 @@ class Reading:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Follower:
+class ValueFollower:
     """Follows values of one module."""
 
     module: HloModule
 
     def readings(
         self, scope: Scope, name: str, index: int | None, through: frozenset[str]
-    ) -> Iterator[Reading]:
+    ) -> Iterator[ValueReading]:
         """Yields the readers of a value.
 
         Args:
@@ -134,14 +134,14 @@ class Follower:
                     case opcode if opcode in through or opcode.endswith("-done"):
                         yield from self.readings(scope, user.name, index, through)
                     case _:
-                        yield Reading(scope, user, position)
+                        yield ValueReading(scope, user, position)
 
     def readings_outside(
         self, scope: Scope, index: int | None, through: frozenset[str]
-    ) -> Iterator[Reading]:
+    ) -> Iterator[ValueReading]:
         """Yields the readers of a fusion's result; other results are used wholly."""
         if scope.call is None or scope.call.opcode != "fusion" or scope.outer is None:
-            yield Reading(scope, None, 0)
+            yield ValueReading(scope, None, 0)
         else:
             yield from self.readings(scope.outer, scope.call.name, index, through)
 
@@ -167,7 +167,7 @@ class Follower:
         per_device = zip(*(n.slices for n in needs), strict=True)
         return Need(largest, tuple(frozenset().union(*slices) for slices in per_device))
 
-    def need_of(self, reading: Reading) -> Need:
+    def need_of(self, reading: ValueReading) -> Need:
         """Returns the part of a value that each device uses for one reader."""
         reader = reading.reader
         if reader is None:

@@ -67,10 +67,10 @@ def rewritten(pair: Pair, edits: Edits, once: Collection[int]) -> Rewritten:
       edits: what was found out.
       once: indices of the equations that run once, with the rows of the whole batch.
     """
-    return _Writer(pair, edits, once).run()
+    return _WriterOfRows(pair, edits, once).run()
 
 
-class _Writer:
+class _WriterOfRows:
     def __init__(self, pair: Pair, edits: Edits, once: Collection[int]) -> None:
         self.pair = pair
         self.edits = edits

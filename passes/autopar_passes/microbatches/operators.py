@@ -69,7 +69,7 @@ def is_zero(made_by: Mapping[int, Equation], atom: Atom) -> bool:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Linear:
+class Linearity:
     """How an operator is linear in sums.
 
     Attributes:
@@ -81,7 +81,7 @@ class Linear:
     parts: tuple[int, ...] = ()
 
 
-def linear_in(pair: Pair, eqn: Equation, sums: Sequence[int]) -> Linear | None:
+def linear_in(pair: Pair, eqn: Equation, sums: Sequence[int]) -> Linearity | None:
     """How an operator is linear in those of its operands that are sums; None: not.
 
     Args:
@@ -97,19 +97,19 @@ def linear_in(pair: Pair, eqn: Equation, sums: Sequence[int]) -> Linear | None:
         if not whole or not exact or kind == "div":
             return None
     if kind == "select_n":
-        return Linear(tuple(range(1, count)), tuple(range(1, count)))
+        return Linearity(tuple(range(1, count)), tuple(range(1, count)))
     if kind == "scatter-add":
-        return Linear((0, 2), (0, 2))
+        return Linearity((0, 2), (0, 2))
     if kind == "dynamic_update_slice":
-        return Linear((0, 1), (0, 1))
+        return Linearity((0, 1), (0, 1))
     if kind == "pad":
-        return Linear((0, 1), (0, 1))
+        return Linearity((0, 1), (0, 1))
     if kind in _ADDING:
-        return Linear(tuple(range(count)), tuple(range(count)))
+        return Linearity(tuple(range(count)), tuple(range(count)))
     if kind in _PASSING:
-        return Linear((0,)) if 0 in sums else None
+        return Linearity((0,)) if 0 in sums else None
     if kind in _PRODUCTS and len(sums) == 1:
-        return Linear((sums[0],))
+        return Linearity((sums[0],))
     return None
 
 

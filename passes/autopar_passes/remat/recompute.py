@@ -96,7 +96,7 @@ def _check(flow: Flow, wanted: Recomputation) -> None:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class _Again:
+class _LayerAgain:
     """What is computed again of one layer.
 
     Attributes:
@@ -127,7 +127,7 @@ class _Rewriter:
 
     def run(self) -> Program:
         found = {k: self.again(k) for k in sorted(set(self.wanted.layers))}
-        before: dict[int, list[_Again]] = {}
+        before: dict[int, list[_LayerAgain]] = {}
         for one in found.values():
             if one is not None:
                 before.setdefault(one.place, []).append(one)
@@ -154,7 +154,7 @@ class _Rewriter:
         eqn, name = self.flow.equations[maker], self.flow.value(value).name
         return keeps(self.wanted.level, eqn, name, self.names)
 
-    def again(self, layer: int) -> _Again | None:
+    def again(self, layer: int) -> _LayerAgain | None:
         """What is computed again of a layer; None: its backward pass needs nothing."""
         made = {
             v
@@ -181,7 +181,7 @@ class _Rewriter:
         equations, given = needed_equations(
             self.order[:place], wanted, self.keeps_value
         )
-        return _Again(
+        return _LayerAgain(
             place, frozenset(wanted), equations, given, self.gates(users, place)
         )
 
@@ -203,7 +203,7 @@ class _Rewriter:
                 return tuple(dict.fromkeys(found))
         return ()
 
-    def copies(self, one: _Again, renamed: dict[int, int]) -> list[Equation]:
+    def copies(self, one: _LayerAgain, renamed: dict[int, int]) -> list[Equation]:
         """The barrier and the equations behind it.
 
         Args:

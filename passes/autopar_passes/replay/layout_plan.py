@@ -13,7 +13,7 @@ from autopar_passes.sums.stacked import Stacked
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Route:
+class LayoutRoute:
     """The layouts that a value takes from its home to a reader.
 
     Attributes:
@@ -42,7 +42,7 @@ class LayoutPlan(Protocol):
         """Returns whether each reader makes the value itself, in its own layout."""
         ...
 
-    def route(self, value: int, layout: Layout, backward: bool) -> Route:
+    def route(self, value: int, layout: Layout, backward: bool) -> LayoutRoute:
         """Returns the layouts from a value's home to a reader."""
         ...
 

@@ -13,7 +13,7 @@ from typing import Any
 from autopar_passes.graph.operators import Operator, OperatorGraph, producers
 from autopar_passes.layouts import Layout
 from autopar_passes.program.equations import Equation, Program
-from autopar_passes.replay.layout_plan import LayoutPlan, Route, Synchroniser
+from autopar_passes.replay.layout_plan import LayoutPlan, LayoutRoute, Synchroniser
 from autopar_passes.replay.run import Made, Replayer, as_it_is, operators_of
 from autopar_passes.replay.values import Values
 from autopar_passes.sums import stacked
@@ -21,7 +21,7 @@ from autopar_passes.sums.finish import Sum
 from autopar_passes.sums.stacked import Stacked
 
 
-class Now:
+class PlainSums:
     """Takes the sums of partial values by plain reductions."""
 
     def __init__(self, plan: LayoutPlan, mesh: Any) -> None:
@@ -44,7 +44,7 @@ class Now:
         return array
 
 
-class Later(Now):
+class Later(PlainSums):
     """Leaves the sums of partial values to a later segment.
 
     Where the segment itself reads a sum, it is taken for this reader. The partial
@@ -81,7 +81,7 @@ class _Within:
     def results(self, op: Operator, slot: int) -> tuple[Layout, ...]:
         return self._plan.results(op, slot)
 
-    def route(self, value: int, layout: Layout, backward: bool) -> Route:
+    def route(self, value: int, layout: Layout, backward: bool) -> LayoutRoute:
         return self._plan.route(value, layout, backward)
 
     def is_backward(self, op: Operator) -> bool:

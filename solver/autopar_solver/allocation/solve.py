@@ -30,7 +30,7 @@ _NEAR = 2e-6
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class Priced:
+class PricedJobs:
     """Prices and what they prove.
 
     Attributes:
@@ -55,7 +55,7 @@ class Segments:
         self.problem = problem
         self.present, self.starts = np.unique(problem.jobs, return_index=True)
 
-    def at_prices(self, prices: np.ndarray) -> tuple[Priced, np.ndarray]:
+    def at_prices(self, prices: np.ndarray) -> tuple[PricedJobs, np.ndarray]:
         """What is left at given prices, and the devices of each kind that are taken."""
         problem = self.problem
         left = problem.values - prices[problem.kinds] * problem.counts
@@ -72,10 +72,10 @@ class Segments:
             counts = problem.counts[chosen]
             taken = np.bincount(problem.kinds[chosen], counts, len(prices))
         bound = float(problem.budgets @ prices + best.sum())
-        return Priced(prices, bound, left, best), taken
+        return PricedJobs(prices, bound, left, best), taken
 
 
-def relax(segments: Segments) -> Priced:
+def relax(segments: Segments) -> PricedJobs:
     """The prices with the least bound, to a relative accuracy of 2e-6."""
     problem = segments.problem
     kinds = len(problem.budgets)
@@ -289,7 +289,7 @@ class _Rounds:
     """
 
     problem: AllocationProblem
-    priced: Priced
+    priced: PricedJobs
     backend: Backend
     gap: float
     seconds: float | None

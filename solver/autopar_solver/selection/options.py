@@ -14,7 +14,7 @@ from autopar_solver.selection.problem import BUDGET_TOLERANCE, CodecSelection
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class Options:
+class OptionTable:
     """What can be chosen: options in one row, by gradient in the link's order.
 
     Attributes:
@@ -61,10 +61,10 @@ class Options:
         priced = weights[self.gradient] * self.wire + self.local
         return priced + error_price * self.error + memory_price * self.memory
 
-    def keep(self, kept: np.ndarray) -> "Options":
+    def keep(self, kept: np.ndarray) -> "OptionTable":
         """The options that are marked."""
         counts = np.bincount(self.gradient[kept], minlength=self.num_gradients)
-        return Options(
+        return OptionTable(
             starts=np.concatenate([[0], np.cumsum(counts)]),
             gradient=self.gradient[kept],
             codec=self.codec[kept],
@@ -75,7 +75,7 @@ class Options:
         )
 
 
-def options_of(problem: CodecSelection) -> Options | None:
+def options_of(problem: CodecSelection) -> OptionTable | None:
     """All options worth a choice, or None if no choice is within the budgets."""
     order = problem.order
     sizes = [problem.num_options[index] for index in order]
@@ -86,7 +86,7 @@ def options_of(problem: CodecSelection) -> Options | None:
         "memory": problem.memory,
     }
     flat = {name: np.concatenate([c[i] for i in order]) for name, c in columns.items()}
-    options = Options(
+    options = OptionTable(
         starts=np.concatenate([[0], np.cumsum(sizes)]),
         gradient=np.repeat(np.arange(len(order)), sizes),
         codec=np.concatenate([np.arange(size) for size in sizes]),
@@ -104,7 +104,7 @@ def options_of(problem: CodecSelection) -> Options | None:
     return options.keep(_drop_dominated(problem, options))
 
 
-def _affordable(options: Options, values: np.ndarray, budget: float) -> np.ndarray:
+def _affordable(options: OptionTable, values: np.ndarray, budget: float) -> np.ndarray:
     """Options that fit if all other gradients take their least."""
     if budget == math.inf:
         return np.ones(len(values), bool)
@@ -112,7 +112,7 @@ def _affordable(options: Options, values: np.ndarray, budget: float) -> np.ndarr
     return options.above(values) <= room + BUDGET_TOLERANCE * budget
 
 
-def _drop_dominated(problem: CodecSelection, options: Options) -> np.ndarray:
+def _drop_dominated(problem: CodecSelection, options: OptionTable) -> np.ndarray:
     """Options that no other of the same gradient replaces at no loss.
 
     A second more on the link is at most a second more of exposed time, so ``a``

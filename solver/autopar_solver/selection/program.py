@@ -24,7 +24,7 @@ import math
 import numpy as np
 
 from autopar_solver.ilp.program import IntegerProgram
-from autopar_solver.selection.options import Options
+from autopar_solver.selection.options import OptionTable
 from autopar_solver.selection.problem import CodecSelection
 
 ROUNDING = 1e-12
@@ -53,7 +53,7 @@ class Blocks:
     least: np.ndarray
 
 
-def blocks_of(problem: CodecSelection, options: Options) -> Blocks:
+def blocks_of(problem: CodecSelection, options: OptionTable) -> Blocks:
     """Finds the blocks."""
     ready = np.array(sorted(problem.ready_s))
     fastest, slowest = options.least(options.wire), options.most(options.wire)
@@ -97,7 +97,7 @@ class SelectionProgram:
     """
 
     program: IntegerProgram
-    options: Options
+    options: OptionTable
     blocks: Blocks
     unit_s: float
     constant_s: float
@@ -122,7 +122,7 @@ class _Rows:
         self.upper.append(upper)
 
 
-def build_program(problem: CodecSelection, options: Options) -> SelectionProgram:
+def build_program(problem: CodecSelection, options: OptionTable) -> SelectionProgram:
     """Builds the program of a selection over these options."""
     blocks = blocks_of(problem, options)
     span = options.above(options.wire).sum() + options.above(options.local).sum()
@@ -151,7 +151,7 @@ def build_program(problem: CodecSelection, options: Options) -> SelectionProgram
 def _link_rows(
     rows: _Rows,
     problem: CodecSelection,
-    options: Options,
+    options: OptionTable,
     blocks: Blocks,
     unit: float,
 ) -> None:
@@ -179,7 +179,7 @@ def _entry(column: int, value: float) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _budget_rows(
-    rows: _Rows, problem: CodecSelection, options: Options
+    rows: _Rows, problem: CodecSelection, options: OptionTable
 ) -> dict[str, float]:
     """``error`` and ``memory``, each in units of the room above its least."""
     scales: dict[str, float] = {}
@@ -198,7 +198,7 @@ def _budget_rows(
 
 
 def _program(
-    options: Options, costs: np.ndarray, most: np.ndarray, rows: _Rows
+    options: OptionTable, costs: np.ndarray, most: np.ndarray, rows: _Rows
 ) -> IntegerProgram:
     """``one_codec_l`` first, then the rows."""
     size, count = len(options.gradient), options.num_gradients

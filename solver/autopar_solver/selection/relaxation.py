@@ -19,7 +19,7 @@ import math
 import numpy as np
 
 from autopar_solver.ilp.highs import solve_without_integrality
-from autopar_solver.selection.options import Options, options_of
+from autopar_solver.selection.options import OptionTable, options_of
 from autopar_solver.selection.problem import CodecSelection
 from autopar_solver.selection.program import SelectionProgram, build_program
 from autopar_solver.status import Status
@@ -166,7 +166,7 @@ def relax(problem: CodecSelection, built: SelectionProgram) -> Relaxed | None:
 
 def _lower_bound(
     problem: CodecSelection,
-    options: Options,
+    options: OptionTable,
     priced: np.ndarray,
     weights: np.ndarray,
     error_price: float,

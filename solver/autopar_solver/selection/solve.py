@@ -19,7 +19,7 @@ from autopar_solver.clock import Clock
 from autopar_solver.ilp.backends import BackendName, backend_of
 from autopar_solver.ilp.program import Backend, IntegerProgram, StopCriteria
 from autopar_solver.selection.check import fits_budgets, recompute
-from autopar_solver.selection.options import Options, options_of
+from autopar_solver.selection.options import OptionTable, options_of
 from autopar_solver.selection.problem import BUDGET_TOLERANCE, CodecSelection
 from autopar_solver.selection.program import (
     SelectionProgram,
@@ -119,7 +119,7 @@ class _Outlook:
 
 def search_labels(
     problem: CodecSelection,
-    options: Options,
+    options: OptionTable,
     relaxed: Relaxed,
     *,
     cutoff_s: float,
@@ -159,7 +159,9 @@ def search_labels(
     return LabelAnswer(_backtrack(stages, end), bound)
 
 
-def _outlook(problem: CodecSelection, options: Options, relaxed: Relaxed) -> _Outlook:
+def _outlook(
+    problem: CodecSelection, options: OptionTable, relaxed: Relaxed
+) -> _Outlook:
     count = options.num_gradients
     ready = np.array(sorted(problem.ready_s))
     fastest, slowest = options.least(options.wire), options.most(options.wire)
@@ -195,7 +197,7 @@ def _after(values: np.ndarray) -> np.ndarray:
 
 
 def _extend(
-    labels: _Labels, options: Options, outlook: _Outlook, place: int
+    labels: _Labels, options: OptionTable, outlook: _Outlook, place: int
 ) -> _Labels:
     """Every label with every option of the next gradient."""
     own = np.arange(options.starts[place], options.starts[place + 1])
@@ -293,23 +295,25 @@ def _backtrack(stages: list[_Labels], end: int) -> np.ndarray:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Incumbent:
+class SelectionIncumbent:
     """The best choices so far, if any, and a bound of every choice's cost."""
 
     choices: tuple[int, ...] | None
     cost_s: float
     bound_s: float
 
-    def offer(self, problem: CodecSelection, choices: tuple[int, ...]) -> Incumbent:
+    def offer(
+        self, problem: CodecSelection, choices: tuple[int, ...]
+    ) -> SelectionIncumbent:
         """These choices if they fit and are better, else the known ones."""
         cost = recompute(problem, choices)
         if cost.cost_s >= self.cost_s or not fits_budgets(problem, cost):
             return self
-        return Incumbent(choices, cost.cost_s, self.bound_s)
+        return SelectionIncumbent(choices, cost.cost_s, self.bound_s)
 
-    def prove(self, bound: float) -> Incumbent:
+    def prove(self, bound: float) -> SelectionIncumbent:
         """Raises the bound; it never claims more than the cost."""
-        return Incumbent(
+        return SelectionIncumbent(
             self.choices, self.cost_s, min(max(self.bound_s, bound), self.cost_s)
         )
 
@@ -329,7 +333,7 @@ PAIRED = 24
 
 
 def descend(
-    problem: CodecSelection, options: Options, chosen: np.ndarray
+    problem: CodecSelection, options: OptionTable, chosen: np.ndarray
 ) -> np.ndarray:
     """Makes the change that saves most, alone or with another, until none does.
 
@@ -356,7 +360,7 @@ def descend(
 
 
 def _changes(
-    problem: CodecSelection, options: Options, ready: np.ndarray, chosen: np.ndarray
+    problem: CodecSelection, options: OptionTable, ready: np.ndarray, chosen: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
     """By option: what choosing it adds to the cost, and whether it fits the budgets."""
     wire = options.wire[chosen]
@@ -382,7 +386,7 @@ def _changes(
 
 def _pair(
     problem: CodecSelection,
-    options: Options,
+    options: OptionTable,
     ready: np.ndarray,
     chosen: np.ndarray,
     added: np.ndarray,
@@ -450,12 +454,14 @@ def solve_selection(
     clock = Clock(time.monotonic(), seconds)
     solver = backend_of(backend)
     if not problem.wire_s:
-        return _result(problem, clock, Incumbent((), 0.0, 0.0), True)
+        return _result(problem, clock, SelectionIncumbent((), 0.0, 0.0), True)
     options = options_of(problem)
     built = None if options is None else build_program(problem, options)
     relaxed = None if built is None else relax(problem, built)
     if built is None or relaxed is None:
-        return _result(problem, clock, Incumbent(None, math.inf, math.inf), True)
+        return _result(
+            problem, clock, SelectionIncumbent(None, math.inf, math.inf), True
+        )
     incumbent = _round(problem, built.options, relaxed)
     for width in (*widths, None):
         allowed = _allowance_s(problem, built, gap, incumbent)
@@ -471,7 +477,9 @@ def solve_selection(
     return _result(problem, clock, incumbent, True)
 
 
-def _round(problem: CodecSelection, options: Options, relaxed: Relaxed) -> Incumbent:
+def _round(
+    problem: CodecSelection, options: OptionTable, relaxed: Relaxed
+) -> SelectionIncumbent:
     """The option of least error that has a share of each gradient, if that fits.
 
     Without a memory budget it always does: no share has a smaller error. Changes that
@@ -480,7 +488,7 @@ def _round(problem: CodecSelection, options: Options, relaxed: Relaxed) -> Incum
     shared = relaxed.shares > 1e-9
     error = np.where(shared, options.error, np.inf)
     chosen = options.first(error == options.least(error)[options.gradient])
-    incumbent = Incumbent(None, math.inf, relaxed.bound_s)
+    incumbent = SelectionIncumbent(None, math.inf, relaxed.bound_s)
     incumbent = incumbent.offer(problem, _choices(problem, options, chosen))
     if incumbent.choices is None:
         return incumbent
@@ -489,7 +497,10 @@ def _round(problem: CodecSelection, options: Options, relaxed: Relaxed) -> Incum
 
 
 def _allowance_s(
-    problem: CodecSelection, built: SelectionProgram, gap: float, incumbent: Incumbent
+    problem: CodecSelection,
+    built: SelectionProgram,
+    gap: float,
+    incumbent: SelectionIncumbent,
 ) -> float:
     """By how many seconds an optimal cost may be above the bound."""
     step = problem.backward_s + max(0.0, incumbent.bound_s)
@@ -500,7 +511,7 @@ def _worthwhile(
     problem: CodecSelection,
     built: SelectionProgram,
     relaxed: Relaxed,
-    incumbent: Incumbent,
+    incumbent: SelectionIncumbent,
 ) -> np.ndarray:
     """Marks the options of the incumbent, and those that better ones could have."""
     room = incumbent.cost_s - relaxed.bound_s + ROUNDING_UNITS * built.unit_s
@@ -514,12 +525,12 @@ def _worthwhile(
 def _search(
     problem: CodecSelection,
     clock: Clock,
-    options: Options,
+    options: OptionTable,
     relaxed: Relaxed,
-    incumbent: Incumbent,
+    incumbent: SelectionIncumbent,
     allowed: float,
     width: int,
-) -> Incumbent:
+) -> SelectionIncumbent:
     """Searches with labels for what is better by more than is allowed."""
     # Less than is allowed, so that rounding cannot leave the gap open.
     cutoff = incumbent.cost_s - 0.9 * allowed
@@ -534,7 +545,7 @@ def _search(
 
 
 def _choices(
-    problem: CodecSelection, options: Options, chosen: np.ndarray
+    problem: CodecSelection, options: OptionTable, chosen: np.ndarray
 ) -> tuple[int, ...]:
     """From options by the link's order to the problem's numbering."""
     choices = np.empty(len(chosen), np.int64)
@@ -546,8 +557,8 @@ def _solve_program(
     problem: CodecSelection,
     clock: Clock,
     solver: Backend,
-    options: Options,
-    incumbent: Incumbent,
+    options: OptionTable,
+    incumbent: SelectionIncumbent,
     gap: float,
 ) -> SelectionResult:
     """Solves the integer program, from the incumbent if there is one."""
@@ -605,7 +616,7 @@ def _without(program: IntegerProgram, chosen: np.ndarray) -> IntegerProgram:
 
 
 def _result(
-    problem: CodecSelection, clock: Clock, incumbent: Incumbent, proved: bool
+    problem: CodecSelection, clock: Clock, incumbent: SelectionIncumbent, proved: bool
 ) -> SelectionResult:
     if incumbent.choices is None:
         cost = SelectionCost(

@@ -13,7 +13,7 @@ from autopar_solver.status import Status
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Evaluation:
+class ChoiceEvaluation:
     """Cost, peak memory and the first time of the peak of some choices."""
 
     cost: float
@@ -21,7 +21,9 @@ class Evaluation:
     peak_time: int
 
 
-def evaluate_choices(problem: ShardingProblem, choices: Sequence[int]) -> Evaluation:
+def evaluate_choices(
+    problem: ShardingProblem, choices: Sequence[int]
+) -> ChoiceEvaluation:
     """Adds up costs and memory; the cost is infinite if a choice is forbidden.
 
     Raises:
@@ -35,7 +37,7 @@ def evaluate_choices(problem: ShardingProblem, choices: Sequence[int]) -> Evalua
     ]
     times, usage = memory_profile(problem, choices)
     at = int(np.argmax(usage)) if len(usage) else 0
-    return Evaluation(
+    return ChoiceEvaluation(
         cost=math.fsum(costs),
         peak=float(usage[at]) if len(usage) else 0.0,
         peak_time=int(times[at]) if len(times) else 0,

@@ -8,7 +8,7 @@ import numpy as np
 from autopar_solver.ilp.program import Backend, IntegerProgram, StopCriteria
 from autopar_solver.sharding.field import Field
 from autopar_solver.sharding.program import (
-    Cut,
+    CutRow,
     build_program,
     exclusion_cut,
     memory_cut,
@@ -56,7 +56,7 @@ def solve_field(
     deadline = _deadline(stop)
     scale = _scale(field)
     cuts = {row: memory_cut(field, row) for row in rows}
-    extra: list[Cut] = []
+    extra: list[CutRow] = []
     bound = -np.inf
     while True:
         program = build_program(field, scale, [*cuts.values(), *extra])

@@ -13,7 +13,7 @@ import numpy as np
 from autopar_solver.sharding.memory import NodeMemory
 
 
-class Step(Protocol):
+class GraphChange(Protocol):
     """One recorded change. Choices hold a strategy for every node of the problem."""
 
     def undo(self, choices: np.ndarray) -> None:
@@ -107,7 +107,7 @@ class Graph:
         self.rows = np.zeros(0, np.int64)
         self.room = np.zeros(0)
         self.slack = 0.0
-        self.trail: list[Step] = []
+        self.trail: list[GraphChange] = []
 
     def copy(self) -> "Graph":
         """A graph that can change on its own, with the same trail so far."""
@@ -139,7 +139,7 @@ class Graph:
         del self.links[i][j]
         del self.links[j][i]
 
-    def drop_node(self, node: int, step: Step) -> None:
+    def drop_node(self, node: int, step: GraphChange) -> None:
         """Removes a node; the step says how its choice is found again."""
         for j in self.links.pop(node):
             del self.links[j][node]

@@ -61,7 +61,7 @@ def sum_memories(parts: Sequence[NodeMemory]) -> NodeMemory:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class Rows:
+class LimitRows:
     """The times that can break the limit, and what is left there for choices.
 
     Attributes:
@@ -106,7 +106,7 @@ class _Memory:
         return hash((id(self.problem.memory), self.problem.memory_limit))
 
 
-def find_rows(problem: ShardingProblem) -> tuple[Rows, dict[int, NodeMemory]]:
+def find_rows(problem: ShardingProblem) -> tuple[LimitRows, dict[int, NodeMemory]]:
     """Finds the rows of a problem and every node's memory on them."""
     possible = np.isfinite(np.concatenate(problem.node_costs or [np.zeros(0)]))
     rows, memory = _find_rows(_Memory(problem, possible.tobytes()))
@@ -115,13 +115,13 @@ def find_rows(problem: ShardingProblem) -> tuple[Rows, dict[int, NodeMemory]]:
 
 # A problem is solved at several costs, one after the other.
 @functools.lru_cache(maxsize=1)
-def _find_rows(known: _Memory) -> tuple[Rows, dict[int, NodeMemory]]:
+def _find_rows(known: _Memory) -> tuple[LimitRows, dict[int, NodeMemory]]:
     problem = known.problem
     limit = problem.memory_limit
     terms = [t for t in problem.memory if t.start < t.end] if limit is not None else []
     fixed = [f for f in problem.fixed_memory if f[0] < f[1]]
     if limit is None or not (terms or fixed):
-        return Rows(np.zeros(0, np.int64), np.zeros(0)), {}
+        return LimitRows(np.zeros(0, np.int64), np.zeros(0)), {}
     bounds = _spreads(problem, terms)
     starts = np.array([t.start for t in terms] + [f[0] for f in fixed], np.int64)
     ends = np.array([t.end for t in terms] + [f[1] for f in fixed], np.int64)
@@ -142,7 +142,7 @@ def _find_rows(known: _Memory) -> tuple[Rows, dict[int, NodeMemory]]:
     live = np.flatnonzero(choice & (first < last))
     at = np.flatnonzero(kept)
     at = at[~implied_rows(kinds[live], first[live], last[live], low[at])]
-    rows = Rows(times[at], limit - low[at], slack)
+    rows = LimitRows(times[at], limit - low[at], slack)
     first, last = (np.searchsorted(rows.times, at) for at in (starts, ends))
     live = np.flatnonzero(choice & (first < last))
     return rows, _by_node(terms, live, least, first, last)

@@ -23,7 +23,7 @@ from autopar_solver.sharding.field import Field
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class Cut:
+class CutRow:
     """One row ``sum values x[columns] <= upper`` over flat strategies."""
 
     name: str
@@ -32,7 +32,7 @@ class Cut:
     upper: float
 
 
-def build_program(field: Field, scale: float, cuts: Sequence[Cut]) -> IntegerProgram:
+def build_program(field: Field, scale: float, cuts: Sequence[CutRow]) -> IntegerProgram:
     """Builds the program with costs divided by ``scale`` and these cuts."""
     blocks = [_one_strategy(field), *_edges(field)]
     counts = [counts for counts, _, _, _ in blocks]
@@ -63,7 +63,7 @@ def build_program(field: Field, scale: float, cuts: Sequence[Cut]) -> IntegerPro
     )
 
 
-def memory_cut(field: Field, row: int) -> Cut:
+def memory_cut(field: Field, row: int) -> CutRow:
     """The memory row at one time."""
     memory = field.memory
     live = (memory.starts <= row) & (row < memory.ends)
@@ -72,17 +72,19 @@ def memory_cut(field: Field, row: int) -> Cut:
         memory.strategy[entries], memory.usage[entries], field.num_strategies
     )
     columns = np.flatnonzero(total)
-    return Cut(f"memory_{row}", columns, total[columns], float(memory.room[row]))
+    return CutRow(f"memory_{row}", columns, total[columns], float(memory.room[row]))
 
 
-def exclusion_cut(field: Field, row: int, choices: np.ndarray) -> Cut:
+def exclusion_cut(field: Field, row: int, choices: np.ndarray) -> CutRow:
     """Not all of these choices at once: they are over the limit at a row.
 
     Needed only where a solver's tolerance lets a memory row be broken slightly.
     """
     columns = memory_cut(field, row).columns
     chosen = np.intersect1d(columns, field.offsets[:-1] + choices)
-    return Cut(f"exclusion_{row}", chosen, np.ones(len(chosen)), float(len(chosen) - 1))
+    return CutRow(
+        f"exclusion_{row}", chosen, np.ones(len(chosen)), float(len(chosen) - 1)
+    )
 
 
 _Block = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]

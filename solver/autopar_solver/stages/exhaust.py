@@ -8,7 +8,7 @@ import numpy as np
 
 from autopar_solver.clock import Clock
 from autopar_solver.stages.completion import complete
-from autopar_solver.stages.incumbent import Incumbent
+from autopar_solver.stages.incumbent import PipelineIncumbent
 from autopar_solver.stages.relaxation import cheapest
 from autopar_solver.stages.search import Bounded, fixed_space
 from autopar_solver.stages.solution import Pipeline
@@ -29,7 +29,7 @@ class Allowance:
 
 def exhaust_space(
     bounded: Bounded,
-    incumbent: Incumbent,
+    incumbent: PipelineIncumbent,
     gap: float,
     allowance: Allowance,
     clock: Clock,
@@ -52,7 +52,7 @@ class _Chains:
     def __init__(
         self,
         bounded: Bounded,
-        incumbent: Incumbent,
+        incumbent: PipelineIncumbent,
         gap: float,
         allowance: Allowance,
         clock: Clock,

@@ -12,7 +12,7 @@ from autopar_solver.stages.problem import StageProblem
 from autopar_solver.stages.solution import Pipeline, PipelineCost
 
 
-class Incumbent:
+class PipelineIncumbent:
     """Keeps the shortest step of the pipelines that it was offered."""
 
     def __init__(self, problem: StageProblem, below_s: float = math.inf) -> None:

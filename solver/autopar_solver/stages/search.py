@@ -20,7 +20,7 @@ import numpy as np
 from autopar_solver.clock import Clock
 from autopar_solver.stages.completion import complete
 from autopar_solver.stages.entries import Entries, build_entries, kept_microbatches
-from autopar_solver.stages.incumbent import Incumbent
+from autopar_solver.stages.incumbent import PipelineIncumbent
 from autopar_solver.stages.problem import LayerCosts, StageProblem
 from autopar_solver.stages.recompute import (
     RecomputePrices,
@@ -40,9 +40,9 @@ from autopar_solver.stages.relaxation import (
 from autopar_solver.stages.schedules.tasks import Schedule
 from autopar_solver.stages.solution import Pipeline
 from autopar_solver.stages.terms import (
-    Crossings,
-    Place,
-    Terms,
+    CutTerms,
+    StagePlace,
+    StageTerms,
     crossings_of,
     device_table,
     least_add_s,
@@ -68,7 +68,7 @@ class Answer(NamedTuple):
     peak: float
 
 
-class Interval(NamedTuple):
+class BoundInterval(NamedTuple):
     """Choices whose maximum is above ``low`` and at most ``high`` are bounded."""
 
     bound: float
@@ -84,7 +84,7 @@ def cut_intervals(
     cutoff: Callable[[], float],
     most: int,
     beside: int = 0,
-) -> tuple[float, list[Interval]]:
+) -> tuple[float, list[BoundInterval]]:
     """Bounds all choices with a maximum above ``low``.
 
     Args:
@@ -100,7 +100,7 @@ def cut_intervals(
         A bound of the sum and the maximum, and the intervals that are still below the
         cutoff. The bound is at most the cutoff, where nothing is below it.
     """
-    open_ = list[Interval]()
+    open_ = list[BoundInterval]()
     closed = math.inf
 
     def add(answer: Answer, low: float, high: float) -> None:
@@ -112,7 +112,7 @@ def cut_intervals(
             closed = min(closed, answer.value + max(answer.peak, low))
         top = min(answer.peak, high)
         if top > low:
-            interval = Interval(answer.value + low, low, top, answer.value)
+            interval = BoundInterval(answer.value + low, low, top, answer.value)
             heapq.heappush(open_, interval)
 
     add(least(high), low, high)
@@ -128,7 +128,7 @@ def cut_intervals(
         if not low < middle < high:
             closed = min(closed, bound)
             continue
-        heapq.heappush(open_, Interval(value + middle, middle, high, value))
+        heapq.heappush(open_, BoundInterval(value + middle, middle, high, value))
         add(least(middle), low, middle)
     left = [interval for interval in open_ if interval.bound < cutoff()]
     bound = min([closed, cutoff(), *(interval.bound for interval in left)])
@@ -217,7 +217,7 @@ class Tables:
 
     chain: Chain
     budgets: Budgets
-    terms: list[Terms]
+    terms: list[StageTerms]
     usable: list[np.ndarray]
     behind: list[np.ndarray]
     values: list[float]
@@ -242,7 +242,7 @@ class Tables:
 def solve_tables(
     chain: Chain,
     budgets: Budgets,
-    terms: list[Terms],
+    terms: list[StageTerms],
     link: np.ndarray,
     peak: float,
     room: np.ndarray,
@@ -360,7 +360,7 @@ ROUNDS = 10
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Space:
+class PipelineSpace:
     """The pipelines of one schedule and one number of microbatches.
 
     Attributes:
@@ -381,7 +381,7 @@ class Space:
     entries: Entries
     prices: RecomputePrices
     chain: Chain
-    crossings: Crossings
+    crossings: CutTerms
     most_stages: int
     low: float
 
@@ -398,10 +398,10 @@ class Bounded:
         price: ``[groups]``, seconds per device.
     """
 
-    space: Space
+    space: PipelineSpace
     bound_s: float
-    loosest: Terms
-    intervals: list[Interval]
+    loosest: StageTerms
+    intervals: list[BoundInterval]
     price: np.ndarray
 
 
@@ -433,7 +433,7 @@ def bound_space(
     loosest = loosest_terms(entries, prices, schedule, count, layers, stages)
     fits = np.isfinite(loosest.add)
     entries = entries.keep(fits)
-    loosest = Terms(add=loosest.add[fits], peak=loosest.peak[fits])
+    loosest = StageTerms(add=loosest.add[fits], peak=loosest.peak[fits])
     crossings = crossings_of(problem, costs, schedule)
     taken = device_table(problem, range(len(problem.options)))
     devices = np.array([group.devices for group in problem.groups])
@@ -441,7 +441,7 @@ def bound_space(
     low = _least_peak(chain, loosest)
     if low == math.inf:
         return None
-    space = Space(
+    space = PipelineSpace(
         problem=problem,
         costs=costs,
         schedule=schedule,
@@ -455,7 +455,7 @@ def bound_space(
     return _priced_space(space, loosest, cutoff_s)
 
 
-def _least_peak(chain: Chain, terms: Terms) -> float:
+def _least_peak(chain: Chain, terms: StageTerms) -> float:
     """A bound of every pipeline's maximum; ``inf`` if no stages fit together."""
     low, high = 0.0, float(terms.peak.max(initial=0.0))
     if not len(terms.peak) or not fits_devices(chain, terms.peak <= high):
@@ -471,7 +471,9 @@ def _least_peak(chain: Chain, terms: Terms) -> float:
     return low
 
 
-def _priced_space(space: Space, loosest: Terms, cutoff_s: float) -> Bounded | None:
+def _priced_space(
+    space: PipelineSpace, loosest: StageTerms, cutoff_s: float
+) -> Bounded | None:
     chain, high = space.chain, float(loosest.peak.max())
     total = cheapest(chain, loosest.add).least
     if total == math.inf:
@@ -489,7 +491,7 @@ def _priced_space(space: Space, loosest: Terms, cutoff_s: float) -> Bounded | No
     bound, intervals = cut_intervals(least, space.low, top, lambda: cutoff_s, 10)
     if bound >= cutoff_s:
         return None
-    intervals = intervals or [Interval(bound, space.low, top, first)]
+    intervals = intervals or [BoundInterval(bound, space.low, top, first)]
     return Bounded(
         space=space, bound_s=bound, loosest=loosest, intervals=intervals, price=price
     )
@@ -500,7 +502,7 @@ def _finite(array: np.ndarray) -> np.ndarray:
 
 
 def search_space(
-    bounded: Bounded, incumbent: Incumbent, gap: float, clock: Clock
+    bounded: Bounded, incumbent: PipelineIncumbent, gap: float, clock: Clock
 ) -> float:
     """Looks for better pipelines; returns a bound of all of them.
 
@@ -525,7 +527,7 @@ def search_space(
     return max(bounded.bound_s, min(programme.lower_bound(low), incumbent.step_s))
 
 
-def fixed_space(bounded: Bounded, cutoff: float) -> tuple[Space, Terms]:
+def fixed_space(bounded: Bounded, cutoff: float) -> tuple[PipelineSpace, StageTerms]:
     """Without stages whose cheapest pipeline is not below the cutoff."""
     space, loosest = bounded.space, bounded.loosest
     if cutoff == math.inf:
@@ -542,7 +544,7 @@ def fixed_space(bounded: Bounded, cutoff: float) -> tuple[Space, Terms]:
     entries = space.entries.keep(kept)
     taken = device_table(space.problem, range(len(space.problem.options)))
     chain = chain_of(entries, taken, space.chain.devices, space.chain.cross)
-    terms = Terms(add=loosest.add[kept], peak=loosest.peak[kept])
+    terms = StageTerms(add=loosest.add[kept], peak=loosest.peak[kept])
     return dataclasses.replace(space, entries=entries, chain=chain), terms
 
 
@@ -550,7 +552,11 @@ class _Programme:
     """The dynamic programme of a space, with costs that grow exact where it matters."""
 
     def __init__(
-        self, space: Space, incumbent: Incumbent, gap: float, clock: Clock
+        self,
+        space: PipelineSpace,
+        incumbent: PipelineIncumbent,
+        gap: float,
+        clock: Clock,
     ) -> None:
         """Nothing is solved yet."""
         self.space = space
@@ -596,7 +602,7 @@ class _Places:
         self.programme = programme
         self.space = programme.space
         self.stages = stages
-        self.terms = list[Terms]()
+        self.terms = list[StageTerms]()
         self.solved = list[tuple[float, list[float]]]()
         most = self.space.most_stages if stages is None else stages
         for later in range(1, most + 1):
@@ -607,7 +613,7 @@ class _Places:
         count = self.space.costs.microbatches
         return kept_microbatches(self.space.schedule, count, later, stages)
 
-    def _terms(self, later: int) -> Terms:
+    def _terms(self, later: int) -> StageTerms:
         space, count = self.space, self.space.costs.microbatches
         before: int | np.ndarray
         if self.stages is None:
@@ -616,7 +622,7 @@ class _Places:
             before = self.stages - later
         if later > count and not space.schedule.splits_backward:
             return self.terms[-1]
-        place, kept = Place(later, before), self._later_kept(later)
+        place, kept = StagePlace(later, before), self._later_kept(later)
         return terms_at(space.entries, space.prices, space.schedule, count, place, kept)
 
     def bound_at(self, counts: range, low: float) -> float:

@@ -20,7 +20,7 @@ from autopar_solver.stages.entries import (
     kept_microbatches,
 )
 from autopar_solver.stages.exhaust import Allowance, exhaust_space
-from autopar_solver.stages.incumbent import Incumbent
+from autopar_solver.stages.incumbent import PipelineIncumbent
 from autopar_solver.stages.problem import LayerCosts, StageProblem
 from autopar_solver.stages.relaxation import Chain, chain_of, fits_devices
 from autopar_solver.stages.schedules.tasks import Schedule, ScheduleKind
@@ -87,7 +87,7 @@ def uniform_pipelines(
 
 def offer_uniform(
     problem: StageProblem,
-    incumbent: Incumbent,
+    incumbent: PipelineIncumbent,
     candidates: list[UniformPipeline],
     clock: Clock,
 ) -> float:
@@ -233,7 +233,7 @@ TURNS = 4
 """How often all moves of the best pipeline are tried."""
 
 
-def polish(problem: StageProblem, incumbent: Incumbent, clock: Clock) -> None:
+def polish(problem: StageProblem, incumbent: PipelineIncumbent, clock: Clock) -> None:
     """Offers the neighbours of the best pipeline until none of them is better.
 
     Args:
@@ -280,7 +280,9 @@ FASTEST = 4
 MOST_GROUPS = 4
 
 
-def offer_mixed(problem: StageProblem, incumbent: Incumbent, clock: Clock) -> None:
+def offer_mixed(
+    problem: StageProblem, incumbent: PipelineIncumbent, clock: Clock
+) -> None:
     """Plays pipelines with one stage on each device group, the fastest options first.
 
     Args:
@@ -451,7 +453,7 @@ def solve_stages(
             status is unknown, and the bound about as high.
     """
     clock = Clock(time.monotonic(), seconds)
-    incumbent = Incumbent(problem, below_s)
+    incumbent = PipelineIncumbent(problem, below_s)
     candidates = uniform_pipelines(problem, most_stages(problem), below_s)
     bound = offer_uniform(problem, incumbent, candidates, clock)
     offer_mixed(problem, incumbent, clock)
@@ -478,7 +480,7 @@ def solve_stages(
 
 
 def _search(
-    problem: StageProblem, incumbent: Incumbent, gap: float, clock: Clock
+    problem: StageProblem, incumbent: PipelineIncumbent, gap: float, clock: Clock
 ) -> float:
     """Searches all schedules but the interleaved ones; returns a bound of them."""
     spaces = list[Bounded]()

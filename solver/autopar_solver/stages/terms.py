@@ -30,7 +30,7 @@ from autopar_solver.stages.schedules.tasks import Schedule, ScheduleKind
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Terms:
+class StageTerms:
     """What stages add to the bound, at one place in the pipeline.
 
     Attributes:
@@ -42,7 +42,7 @@ class Terms:
     peak: np.ndarray
 
 
-class Place(NamedTuple):
+class StagePlace(NamedTuple):
     """Where stages stand in a pipeline; each number, or one for each stage.
 
     ``later`` counts stages from this one to the last, ``before`` those before it, or
@@ -54,7 +54,7 @@ class Place(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Crossings:
+class CutTerms:
     """What cuts add to the bound.
 
     Attributes:
@@ -68,7 +68,7 @@ class Crossings:
 
 def crossings_of(
     problem: StageProblem, costs: LayerCosts, schedule: Schedule
-) -> Crossings:
+) -> CutTerms:
     """The crossings of a chain under a schedule."""
     links = problem.num_links
     both = costs.forward_link_s + costs.backward_link_s
@@ -82,7 +82,7 @@ def crossings_of(
     # Zero times infinity is not a number: where no link is, none is.
     link[1:-1] = np.where(np.isfinite(slowest), slowest, 0.0) * (count - 1)
     link[1:-1][~np.isfinite(slowest)] = np.inf
-    return Crossings(cross=cross, link=link)
+    return CutTerms(cross=cross, link=link)
 
 
 def terms_at(
@@ -90,9 +90,9 @@ def terms_at(
     prices: RecomputePrices,
     schedule: Schedule,
     microbatches: int,
-    place: Place,
+    place: StagePlace,
     kept: Sequence[tuple[int, int]],
-) -> Terms:
+) -> StageTerms:
     """What stages add when they stand at one place of the pipeline.
 
     Args:
@@ -104,7 +104,7 @@ def terms_at(
         kept: microbatches that they hold and that are pending, in pairs.
     """
     again = least_recompute_s(entries, prices, kept)
-    return Terms(
+    return StageTerms(
         add=least_add_s(entries, schedule) + again,
         peak=_peak_s(entries, again, schedule, microbatches, place),
     )
@@ -125,7 +125,7 @@ def _peak_s(
     again: np.ndarray,
     schedule: Schedule,
     microbatches: int,
-    place: Place,
+    place: StagePlace,
 ) -> np.ndarray:
     """The maximum's term of each stage."""
     others = microbatches - 1
@@ -147,21 +147,21 @@ def loosest_terms(
     microbatches: int,
     layers: int,
     most_stages: int,
-) -> Terms:
+) -> StageTerms:
     """Terms that no place in a pipeline of up to ``most_stages`` stages undercuts.
 
     Memory is counted as at the end of the pipeline, where least is alive. Every stage
     before and behind has a layer, which bounds how many there are.
     """
     kept = kept_microbatches(schedule, microbatches, 1, 1)
-    loose = terms_at(entries, prices, schedule, microbatches, Place(1, 0), kept)
-    place = Place(
+    loose = terms_at(entries, prices, schedule, microbatches, StagePlace(1, 0), kept)
+    place = StagePlace(
         later=np.minimum(1 + layers - entries.end, most_stages),
         before=np.minimum(entries.first, most_stages - 1),
     )
     nothing = np.zeros(len(entries))
     peak = _peak_s(entries, nothing, schedule, microbatches, place)
-    return Terms(add=loose.add, peak=peak)
+    return StageTerms(add=loose.add, peak=peak)
 
 
 def device_table(problem: StageProblem, options: Sequence[int]) -> np.ndarray:

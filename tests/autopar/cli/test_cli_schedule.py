@@ -11,7 +11,7 @@ from command_line import Run, assert_fails
 from dispatching import HALVES, World, handed
 
 from autopar.cli.dispatching import configurations
-from autopar.dispatch.backend import Place
+from autopar.dispatch.backend import ClusterNode
 from autopar.dispatch.store import Store
 from autopar.dispatch.supervising import FileLock, holder
 
@@ -183,6 +183,6 @@ def test_another_job_of_a_name_is_refused(
 
 
 def test_a_curve_is_planned_for_what_a_job_may_get() -> None:
-    places = [Place("a", 4), Place("b", 4), Place("c", 2)]
+    places = [ClusterNode("a", 4), ClusterNode("b", 4), ClusterNode("c", 2)]
     found = [str(cluster) for cluster in configurations(places, 8)]
     assert found == ["1x1:cpu", "1x2:cpu", "1x4:cpu", "2x4:cpu"]

@@ -10,7 +10,7 @@ from autopar.compilers.timeline import kernel_s, message_s, timeline
 from autopar.cost.pricer import Pricer
 from autopar.cost.products import product_s
 from autopar_passes.audit.collectives import AuditedCollective
-from autopar_passes.audit.events import Done, Kernel, Loop, Start
+from autopar_passes.audit.events import Done, EventLoop, Kernel, Start
 from autopar_passes.audit.kernels import Product
 
 CLUSTER = Cluster.parse("2x4:h100")
@@ -62,7 +62,7 @@ def test_messages_wait_for_each_other() -> None:
 
 def test_a_loop_multiplies() -> None:
     body = (start(), kernel(0.5 * WIRE_S), Done("a"))
-    once, found = timeline(body, PRICER), timeline([Loop(3.0, body)], PRICER)
+    once, found = timeline(body, PRICER), timeline([EventLoop(3.0, body)], PRICER)
 
     assert math.isclose(found.exposed_s, 3 * once.exposed_s)
     assert found.messages == 3

@@ -12,7 +12,7 @@ import pytest
 
 from autopar.cluster import Cluster
 from autopar.cost.combining import SUMS
-from autopar.cost.estimate import Placing, placing
+from autopar.cost.estimate import MessagePlaces, placing
 from autopar.cost.pricer import Pricer
 from autopar.planner.candidate import Candidate
 from autopar.planner.recipes import recipes, restriction_of
@@ -58,7 +58,7 @@ def fsdp(scan: bool) -> Candidate:
     return solve_mesh(found, pricer, restriction_of(found, recipe, pricer))
 
 
-def placed(plan: Candidate) -> Placing:
+def placed(plan: Candidate) -> MessagePlaces:
     return placing(plan.assignment, plan.collectives)
 
 

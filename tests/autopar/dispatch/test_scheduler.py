@@ -8,8 +8,8 @@ import sqlite3
 import pytest
 from dispatching import BATCH, World, curve, handed
 
-from autopar.dispatch.backend import Ending, Place
-from autopar.dispatch.scheduler import Settings
+from autopar.dispatch.backend import ClusterNode, Ending
+from autopar.dispatch.scheduler import SchedulerSettings
 from autopar.dispatch.store import Store
 from autopar.errors import ScheduleError
 from autopar.scheduler.rounds import Rounds
@@ -68,7 +68,7 @@ def test_a_node_that_leaves_between_two_intervals_calls_for_a_decision(
     gone = world.cluster.found.pop()
     world.scheduler.round(times)
     assert gone.name not in world.scheduler.jobs["one"].places
-    world.cluster.found.append(Place("n9", 1))
+    world.cluster.found.append(ClusterNode("n9", 1))
     world.clock.sleep(2.0)
     world.scheduler.round(times)
     assert "n9" in world.scheduler.jobs["one"].places
@@ -205,7 +205,7 @@ class TestNodes:
         assert gone.name not in world.scheduler.jobs["one"].places
         assert world.given() == {"one": 3}
         assert world.trainings.started == [("one", 1)]
-        world.cluster.found.append(Place("n9", 1))
+        world.cluster.found.append(ClusterNode("n9", 1))
         world.rounds(1)
         assert world.given() == {"one": 4}
 
@@ -285,7 +285,7 @@ def test_a_store_of_another_version_is_refused(tmp_path: pathlib.Path) -> None:
 @pytest.mark.parametrize("seconds", [0.0, -1.0, float("nan")])
 def test_an_interval_that_cannot_be(seconds: float) -> None:
     with pytest.raises(ScheduleError, match="the interval is"):
-        Settings(interval_s=seconds)
+        SchedulerSettings(interval_s=seconds)
 
 
 def test_a_job_waits_rather_than_run_on_too_few(tmp_path: pathlib.Path) -> None:
@@ -317,7 +317,7 @@ def test_a_job_larger_than_the_cluster_waits_for_nodes(
     reason = world.scheduler.jobs["wide"].reason
     assert reason.startswith(f"it needs {needs} devices and the cluster has 4")
     assert sum(reason in line for line in world.said) == 1
-    world.cluster.found += [Place(f"new{k}", 1) for k in range(4)]
+    world.cluster.found += [ClusterNode(f"new{k}", 1) for k in range(4)]
     world.scheduler.run()
     assert world.states()["wide"] == "done"
     assert world.scheduler.jobs["wide"].reason == ""
@@ -325,7 +325,7 @@ def test_a_job_larger_than_the_cluster_waits_for_nodes(
 
 def test_a_job_that_runs_on_other_kinds_waits(tmp_path: pathlib.Path) -> None:
     world = World(tmp_path, [handed("one")], {"one": 5})
-    world.cluster.found = [Place("a", 2, kind="h100")]
+    world.cluster.found = [ClusterNode("a", 2, kind="h100")]
     world.rounds(2)
     assert world.states() == {"one": "waiting"}
     assert "it runs on cpu and the cluster has h100" in world.said[0]

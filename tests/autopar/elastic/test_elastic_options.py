@@ -17,7 +17,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import autopar
 from autopar import Cluster
-from autopar.elastic.options import Horizon, Option, best_option, dividing_part
+from autopar.elastic.options import Horizon, ReplanOption, best_option, dividing_part
 from autopar.elastic.replanning import likely_next
 from autopar.errors import ClusterError
 from autopar.runtime.moving import _lacking, move_of
@@ -27,8 +27,8 @@ CLUSTER = Cluster.parse("4:cpu")
 
 def option(
     name: str, step_s: float, move_s: float = 0.0, compile_s: float = 0.0
-) -> Option:
-    return Option(
+) -> ReplanOption:
+    return ReplanOption(
         name=name,
         cluster=CLUSTER,
         plan=small_step.plan("4:cpu"),

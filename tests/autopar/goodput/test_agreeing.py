@@ -10,7 +10,7 @@ from autopar.goodput.agreeing import Said, agree, key_of, with_key
 from autopar.goodput.choice import Decision, Judged, Way
 from autopar.goodput.throughput import Terms
 from autopar.goodput.ways import Key
-from autopar.runtime.world import Alone, World
+from autopar.runtime.world import LoneChannel, World
 
 ONE, OTHER = Key(64, 1, "int8"), Key(32, 2, "none")
 
@@ -34,7 +34,7 @@ def test_all_wait_for_one_that_is_busy() -> None:
 
 def test_one_process_says_all_itself() -> None:
     own = Said(busy=False, studies=True, key=ONE)
-    assert agree(World((0,), channel=Alone()), own) is own
+    assert agree(World((0,), channel=LoneChannel()), own) is own
 
 
 def judged(key: Key) -> Judged:

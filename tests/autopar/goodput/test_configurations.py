@@ -14,8 +14,8 @@ import pytest
 from autopar.cluster import Cluster
 from autopar.cost.live import habits_of
 from autopar.errors import PlanError, ScheduleError
-from autopar.goodput.batched import Batches, Planned, Program, prepare
-from autopar.goodput.configurations import Wanted, chain, configuration
+from autopar.goodput.batched import Batches, PlanAtBatches, ProgramAtBatches, prepare
+from autopar.goodput.configurations import WantedCurve, chain, configuration
 from autopar.planner.cache import PlanCache
 from autopar.planner.options import PlanOptions
 from autopar.planner.plan import plan_analysis
@@ -46,7 +46,7 @@ def normalised(params: Any, batch: Any) -> Any:
 
 
 @functools.cache
-def program(function: Any = step, width: int = 256) -> Program:
+def program(function: Any = step, width: int = 256) -> ProgramAtBatches:
     struct = jax.ShapeDtypeStruct
     params = {
         "up": struct((width, 4 * width), jnp.float32),
@@ -55,17 +55,17 @@ def program(function: Any = step, width: int = 256) -> Program:
     if function is normalised:
         params.pop("down")
     rows = {"x": struct((ROWS, width), jnp.float32)}
-    return Program(analyse(function, (params, rows)))
+    return ProgramAtBatches(analyse(function, (params, rows)))
 
 
-def wanted(**fields: Any) -> Wanted:
+def wanted(**fields: Any) -> WantedCurve:
     batches = Batches(base=ROWS, most=8 * ROWS, noise_scale=500.0)
     given = {"program": program(), "batches": batches, "options": OPTIONS}
-    return Wanted(**{**given, **fields})
+    return WantedCurve(**{**given, **fields})
 
 
 @functools.cache
-def two_devices() -> Planned:
+def two_devices() -> PlanAtBatches:
     cluster = Cluster.parse("2:h100")
     plan = plan_analysis(program().at(ROWS), cluster, OPTIONS)
     return prepare(program(), ROWS, cluster, plan)
@@ -185,7 +185,7 @@ def test_a_step_that_states_its_number_of_rows_is_told_so() -> None:
 
     params = {"up": jax.ShapeDtypeStruct((8, 8), jnp.float32)}
     rows = {"x": jax.ShapeDtypeStruct((ROWS, 8), jnp.float32)}
-    own = Program(analyse(stated, (params, rows)))
+    own = ProgramAtBatches(analyse(stated, (params, rows)))
 
     assert own.at(ROWS) is not None
     with pytest.raises(

@@ -15,7 +15,7 @@ import autopar
 from autopar.goodput import Following, Loop, scaled
 from autopar.goodput.following import codecs_of
 from autopar.goodput.studies import worth_studying
-from autopar.goodput.ways import Key, Made, Ways
+from autopar.goodput.ways import Key, PlannedWay, Ways
 from autopar.runtime import changing_batches
 
 CODEC = "int8:rounding=stochastic"
@@ -46,7 +46,7 @@ BATCH = {"x": struct(ROWS, WIDTH), "y": struct(ROWS, WIDTH)}
 
 def ways_of(
     base: int = ROWS, most: int = 2 * ROWS, codecs: Any = (CODEC,), **options: Any
-) -> tuple[Ways, Made]:
+) -> tuple[Ways, PlannedWay]:
     """Two layers; with `ROWS` all activations are smaller than all gradients."""
     kept: dict[str, Any] = {"pins": {}, "noise_scale": True, "cluster": ONE_GBIT}
     given = kept | options
@@ -58,7 +58,7 @@ def ways_of(
 
 
 @pytest.fixture(scope="module")
-def split() -> tuple[Ways, Made]:
+def split() -> tuple[Ways, PlannedWay]:
     return ways_of()
 
 
@@ -74,7 +74,7 @@ def calls(ways: Ways, rows: int) -> Any:
     return changing_batches.call_of(ways.step, (jax.eval_shape(created), batch), {})
 
 
-def test_layouts_that_suit_a_codec_are_found(split: tuple[Ways, Made]) -> None:
+def test_layouts_that_suit_a_codec_are_found(split: tuple[Ways, PlannedWay]) -> None:
     ways, made = split
     assert weights(made.plan) != WHOLE  # activations travel, not gradients
     ways.study(made, layouts=True)
@@ -116,7 +116,7 @@ def test_layouts_that_suit_a_larger_batch_are_found() -> None:
     assert planned.plan.predicted.step_s == expected
 
 
-def test_what_is_searched_for_pays(split: tuple[Ways, Made]) -> None:
+def test_what_is_searched_for_pays(split: tuple[Ways, PlannedWay]) -> None:
     ways, made = ways_of()
     spare_s = 1000 * made.plan.seconds.total
     assert made.curve.lost_part(ROWS) > 0.5
@@ -129,7 +129,7 @@ def test_what_is_searched_for_pays(split: tuple[Ways, Made]) -> None:
     assert max(made.curve.lost_part(rows) for rows in (ROWS, 8 * ROWS)) < 0.02
 
 
-def test_given_layouts_stay(split: tuple[Ways, Made]) -> None:
+def test_given_layouts_stay(split: tuple[Ways, PlannedWay]) -> None:
     ways, made = ways_of(layouts=split[1].plan)
     said = worth_studying(ways, made, 1.0, spare_s=1e6, each_s=0.0)
     assert (said.studies, said.layouts) == (True, False)

@@ -16,7 +16,7 @@ from autopar.cluster.mesh import MeshAxis
 from autopar.compression.codecs.registry import parse_codec
 from autopar.compression.feedback import Feedback
 from autopar.compression.gradient import Gradient
-from autopar.cost.codecs import Route, added_s, route_of, within_s
+from autopar.cost.codecs import GradientRoute, added_s, route_of, within_s
 from autopar.cost.collectives import collective_bytes
 from autopar.layouts.layout import Axes, Layout
 from autopar.layouts.summation import (
@@ -106,7 +106,7 @@ def test_what_crosses_the_fast_links(axes: tuple[MeshAxis, ...]) -> None:
     nbytes = 4.0 * 64 * 64
     both = (("reduce_scatter", nbytes), ("all_gather", nbytes))
 
-    def sent(route: Route) -> tuple[tuple[str, float], ...]:
+    def sent(route: GradientRoute) -> tuple[tuple[str, float], ...]:
         return tuple((m.kind, m.nbytes) for m in route.within_messages)
 
     assert sent(route_of(gathered, axes)) == both

@@ -13,7 +13,7 @@ from autopar.cluster import Cluster, ClusterError, local
 from autopar.cluster.specs import KINDS
 from autopar.profiling import kernels, profile
 
-QUICK = profile.Settings(
+QUICK = profile.ProfileSizes(
     dtypes=("float32",),
     matmul_sizes=(32, 64),
     stream_bytes=1 << 16,

@@ -10,7 +10,7 @@ from property_tests import examples
 
 from autopar.scheduler.models import corrected_form, gaussian_process, power_form
 from autopar.scheduler.models.gaussian_process import Prior
-from autopar.scheduler.models.pollux_form import Samples
+from autopar.scheduler.models.pollux_form import StepSamples
 from autopar.scheduler.models.power_form import PowerTimes
 
 LENGTHS = (0.5, 0.8)
@@ -105,14 +105,14 @@ def test_what_is_smooth_is_found_and_what_is_noise_is_left() -> None:
 TRUE = PowerTimes((-1.0, -3.0, -3.0, -1.0, 0.5, 0.5, -0.3, 0.1, 0.0))
 
 
-def samples(wrong: float) -> Samples:
+def samples(wrong: float) -> StepSamples:
     """Steps of a program that the form does not know on 8 devices of 2 nodes."""
     counts = ((1, 1), (1, 2), (1, 4), (2, 8), (3, 12), (4, 16))
     places = [(n, k, m) for n, k in counts for m in (4, 8, 16, 32, 64)]
     nodes, devices, local = np.array(places, float).T
     step = TRUE.step_s(nodes, devices, local)
     step[devices == 8] *= wrong
-    return Samples(nodes, devices, local, TRUE.grad_s(local), step)
+    return StepSamples(nodes, devices, local, TRUE.grad_s(local), step)
 
 
 def test_what_was_measured_is_predicted_though_the_form_misses_it() -> None:
@@ -139,6 +139,6 @@ def test_shapes_are_kept() -> None:
 
 
 def test_one_measurement_is_enough() -> None:
-    one = Samples(*(np.array([x]) for x in (1.0, 1.0, 32.0, 0.5, 0.5)))
+    one = StepSamples(*(np.array([x]) for x in (1.0, 1.0, 32.0, 0.5, 0.5)))
     found = corrected_form.fit(one).step_s(*(np.array([x]) for x in (1.0, 1.0, 32.0)))
     assert found == pytest.approx(0.5, rel=0.05)

@@ -1,7 +1,7 @@
 """Schedules of accelerators' programs, from texts written here."""
 
 from autopar_passes.audit.compiled import hlo_collectives
-from autopar_passes.audit.events import Done, Kernel, Loop, Start, events
+from autopar_passes.audit.events import Done, EventLoop, Kernel, Start, events
 
 AXES = (("data", 4), ("tensor", 2))
 HEAD = """HloModule m, is_scheduled=true, num_partitions=8
@@ -89,7 +89,7 @@ ROOT %r = f32[16]{0} get-tuple-element(%loop), index=1
 """
     (loop,) = events(program(body))
 
-    assert isinstance(loop, Loop)
+    assert isinstance(loop, EventLoop)
     assert loop.trips == 5
     assert [e.name for e in loop.body if isinstance(e, Kernel)] == ["scaled"]
 

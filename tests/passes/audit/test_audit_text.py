@@ -19,9 +19,9 @@ from autopar_passes.audit.hlo_text import (
 )
 from autopar_passes.audit.hlo_values import (
     WHOLE,
-    Follower,
     Need,
     Scope,
+    ValueFollower,
     element_index,
     split_groups,
 )
@@ -183,7 +183,7 @@ def test_bytes_that_a_device_sends(kind: str, sent: float) -> None:
 
 def test_the_slice_of_each_device_is_found_through_fusions() -> None:
     module = parse_module(MODULE)
-    follower = Follower(module)
+    follower = ValueFollower(module)
     scope = Scope(module.computations[module.entry])
 
     need = follower.need(scope, "sum", None)
@@ -197,7 +197,7 @@ def test_the_slice_of_each_device_is_found_through_fusions() -> None:
 
 def test_numbers_of_devices_are_computed() -> None:
     module = parse_module(MODULE)
-    follower = Follower(module)
+    follower = ValueFollower(module)
     inner = follower.inside(
         Scope(module.computations["main"]),
         module.computations["main"].instructions["out"],

@@ -17,7 +17,7 @@ from autopar_passes.graph.build import step_graph
 from autopar_passes.graph.operators import Operator, OperatorGraph
 from autopar_passes.layouts import Layout
 from autopar_passes.program.trace import TracedStep, trace
-from autopar_passes.replay.layout_plan import Route
+from autopar_passes.replay.layout_plan import LayoutRoute
 from autopar_passes.replay.run import replay
 from autopar_passes.rules.factor_rule import Dims, FactorKind
 
@@ -63,8 +63,8 @@ class FactorPlan:
     def floating(self, value: int) -> bool:
         return value in self.floats
 
-    def route(self, value: int, layout: Layout, backward: bool) -> Route:
-        return Route((layout,), self.fresh)
+    def route(self, value: int, layout: Layout, backward: bool) -> LayoutRoute:
+        return LayoutRoute((layout,), self.fresh)
 
     def is_backward(self, op: Operator) -> bool:
         return False

@@ -23,7 +23,7 @@ from autopar_solver.selection.check import fits_budgets
 from autopar_solver.selection.options import options_of
 from autopar_solver.selection.program import blocks_of, build_program, link_finishes
 from autopar_solver.selection.relaxation import relax
-from autopar_solver.selection.solve import Incumbent
+from autopar_solver.selection.solve import SelectionIncumbent
 
 few = settings(max_examples=examples(100), deadline=None, derandomize=True)
 
@@ -191,7 +191,7 @@ def two():
 
 
 def test_the_incumbent_takes_what_fits_and_is_better():
-    incumbent = Incumbent(None, math.inf, 0.0)
+    incumbent = SelectionIncumbent(None, math.inf, 0.0)
     assert incumbent.offer(two(), (1,)) is incumbent, "over the budget"
     taken = incumbent.offer(two(), (0,))
     assert (taken.choices, taken.cost_s) == ((0,), 4.0)

@@ -15,7 +15,7 @@ from autopar_solver import (
     SubmeshOption,
 )
 from autopar_solver.clock import Clock
-from autopar_solver.stages.incumbent import Incumbent
+from autopar_solver.stages.incumbent import PipelineIncumbent
 from autopar_solver.stages.solve import offer_mixed
 
 
@@ -48,8 +48,8 @@ def problem(speeds: list[float], layers: int = 12) -> StageProblem:
     )
 
 
-def offered(problem: StageProblem) -> Incumbent:
-    incumbent = Incumbent(problem)
+def offered(problem: StageProblem) -> PipelineIncumbent:
+    incumbent = PipelineIncumbent(problem)
     offer_mixed(problem, incumbent, Clock(time.monotonic(), None))
     return incumbent
 

@@ -31,7 +31,7 @@ from autopar_solver.stages.search import (
     num_states,
     solve_tables,
 )
-from autopar_solver.stages.terms import Terms, crossings_of, device_table
+from autopar_solver.stages.terms import StageTerms, crossings_of, device_table
 
 seeds = st.integers(0, 10**6)
 
@@ -124,7 +124,7 @@ def test_programme_finds_the_cheapest_chain(problem):
     random = np.random.default_rng(len(entries))
     layers = problem.num_layers
     terms = [
-        Terms(
+        StageTerms(
             add=random.integers(0, 20, len(entries)).astype(float),
             peak=random.integers(0, 20, len(entries)).astype(float),
         )

@@ -12,7 +12,7 @@ from autopar.scheduler.nodes import Nodes
 from autopar.scheduler.policies.base import Adapts
 from autopar.scheduler.simulator.application import Application
 from autopar.scheduler.simulator.epoch_job import EpochJob
-from autopar.scheduler.simulator.measured import Fit, Measured
+from autopar.scheduler.simulator.measured import Fit, MeasuredSteps
 from autopar.scheduler.simulator.tables import read_rows
 
 COLUMNS = ("name", "time", "application", "num_replicas", "batch_size")
@@ -102,7 +102,7 @@ def running(
       ScheduleError: an application is not in the tables, or a batch was not measured.
     """
     made: list[EpochJob] = []
-    pool: dict[str, Measured] = {}
+    pool: dict[str, MeasuredSteps] = {}
     for where, job in jobs:
         application = applications.get(job.application)
         if application is None:
@@ -115,7 +115,7 @@ def running(
                 application.completion_epoch(job.batch)
             except ScheduleError as error:
                 raise ScheduleError(f"{where}: {error}") from None
-        own = Measured(fit)
+        own = MeasuredSteps(fit)
         known = pool.setdefault(job.application, own) if pools else own
         made.append(EpochJob(job, application, adapts, restart_s, nodes, known))
     return made

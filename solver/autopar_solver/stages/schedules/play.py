@@ -46,7 +46,7 @@ class TaskSeconds:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Timeline:
+class TaskTimes:
     """When each task of a table runs.
 
     Attributes:
@@ -101,7 +101,7 @@ def equal_parts(
     )
 
 
-def play(table: ScheduleTable, seconds: TaskSeconds) -> Timeline:
+def play(table: ScheduleTable, seconds: TaskSeconds) -> TaskTimes:
     """Runs a table on device groups and links.
 
     Raises:
@@ -118,7 +118,7 @@ def play(table: ScheduleTable, seconds: TaskSeconds) -> Timeline:
     player = _Player(table, seconds)
     pairs = [np.array(times).reshape(-1, 2) for times in player.run()]
     stages = range(table.stages)
-    return Timeline(
+    return TaskTimes(
         starts_s=tuple(pair[:, 0] for pair in pairs),
         ends_s=tuple(pair[:, 1] for pair in pairs),
         makespan_s=float((np.array(player.clock) + seconds.step_s).max()),

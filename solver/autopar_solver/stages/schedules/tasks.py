@@ -69,7 +69,7 @@ class Schedule:
         return self.kind is ScheduleKind.ZERO_BUBBLE
 
 
-class Task(NamedTuple):
+class ScheduleTask(NamedTuple):
     """One computation of one microbatch on one chunk of a device group."""
 
     kind: TaskKind
@@ -98,10 +98,10 @@ class ScheduleTable:
         """The number of parts of the model."""
         return self.stages * self.chunks
 
-    def tasks(self, stage: int) -> tuple[Task, ...]:
+    def tasks(self, stage: int) -> tuple[ScheduleTask, ...]:
         """The tasks of one device group, in order."""
         rows = self.orders[stage].tolist()
-        return tuple(Task(TaskKind(kind), m, chunk) for kind, m, chunk in rows)
+        return tuple(ScheduleTask(TaskKind(kind), m, chunk) for kind, m, chunk in rows)
 
     def part(self, stage: int, chunk: int) -> int:
         """The part of the model that a group's chunk is."""

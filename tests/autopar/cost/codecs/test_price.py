@@ -16,8 +16,8 @@ from autopar.compression.feedback import effective_error
 from autopar.cost.codecs import (
     SQUARES_BYTES,
     TELEMETRY_BYTES,
+    GradientRoute,
     Prices,
-    Route,
     added_s,
     codec_price,
     coded_matrix,
@@ -50,7 +50,7 @@ texts = st.sampled_from(TEXTS)
 ways = st.sampled_from([w for h in HOMES for w in summations(SHAPE, h, (0, 1), MESH)])
 # Their routes, with the shape from which wire times are estimated.
 routes = ways.map(
-    lambda way: Route(
+    lambda way: GradientRoute(
         axes=tuple(MESH[a] for a in way.axes),
         within=tuple(MESH[a] for a in way.within),
         workers=way.workers,
@@ -63,7 +63,7 @@ routes = ways.map(
 
 @TRACED
 @given(routes, texts)
-def test_a_price_is_the_sum_of_its_messages(route: Route, text: str) -> None:
+def test_a_price_is_the_sum_of_its_messages(route: GradientRoute, text: str) -> None:
     price = codec_price(PRICER, route, text)
     if price.refused:
         return
@@ -83,7 +83,7 @@ def test_a_price_is_the_sum_of_its_messages(route: Route, text: str) -> None:
 @TRACED
 @given(routes, texts)
 def test_a_refused_codec_takes_forever_and_sends_nothing(
-    route: Route, text: str
+    route: GradientRoute, text: str
 ) -> None:
     price = codec_price(PRICER, route, text)
     why = parse_codec(text).check(route.local_shape, scatter=route.scatter)
@@ -96,7 +96,7 @@ def test_a_refused_codec_takes_forever_and_sends_nothing(
 @TRACED
 @given(routes, texts, st.floats(0.0, 0.9))
 def test_a_measured_error_replaces_the_expected_one(
-    route: Route, text: str, error: float
+    route: GradientRoute, text: str, error: float
 ) -> None:
     expected = codec_price(PRICER, route, text)
     measured = codec_price(PRICER, route, text, error)
@@ -106,7 +106,7 @@ def test_a_measured_error_replaces_the_expected_one(
 
 @TRACED
 @given(routes, st.sampled_from([2, 4]))
-def test_the_compiler_sums_without_error(route: Route, itemsize: int) -> None:
+def test_the_compiler_sums_without_error(route: GradientRoute, itemsize: int) -> None:
     price = compiler_price(PRICER, route, itemsize)
     assert (price.codec, price.local_s, price.error) == ("", 0.0, 0.0)
     if not (route.within and route.keeps):

@@ -14,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from autopar import PlanError
 from autopar.elastic.processes import holding, hosting, tiles
-from autopar.elastic.processes.fetching import Fetcher, Source
+from autopar.elastic.processes.fetching import Fetcher, StateSource
 from autopar.elastic.processes.offers import Offers, Peer
 from autopar.elastic.processes.supervisor import latest_state
 from autopar.elastic.processes.team import Copier
@@ -70,11 +70,11 @@ def two() -> tuple[Offers, Offers]:
     return offers
 
 
-def source_of(offers: tuple[Offers, ...]) -> Source:
+def source_of(offers: tuple[Offers, ...]) -> StateSource:
     found = latest_state({x.port: x.describe() for x in offers})
     assert found is not None
     assert (found["step"], found["extra"]) == (3, {"position": 24})
-    return Source.from_data(found)
+    return StateSource.from_data(found)
 
 
 def test_another_layout_is_put_together_from_two_processes(

@@ -10,8 +10,8 @@ import pytest
 
 from autopar import Cluster
 from autopar.elastic.events import Event
-from autopar.elastic.processes.listening import Listening, Wanted
-from autopar.elastic.processes.members import Limits
+from autopar.elastic.processes.listening import Listening, WantedAction
+from autopar.elastic.processes.members import MemberLimits
 
 
 class Notes:
@@ -29,9 +29,9 @@ class Heard:
     """Four processes of two devices."""
 
     def __init__(self, cluster: str = "4x2:h100", events: Any = ()) -> None:
-        self.wanted: list[Wanted] = []
+        self.wanted: list[WantedAction] = []
         self.notes = Notes()
-        limits = Limits(processes=4, least=1, most=6)
+        limits = MemberLimits(processes=4, least=1, most=6)
         self.listening = Listening(limits, self.notes, self.wanted.append)
         self.form(cluster, events)
 
@@ -56,7 +56,7 @@ class Heard:
 def test_what_comes_of_an_event(data: Any, processes: int, gone: Any) -> None:
     heard = Heard()
     assert heard.put(data).status == "accepted"
-    assert heard.wanted == [Wanted(processes, gone, None)]
+    assert heard.wanted == [WantedAction(processes, gone, None)]
 
 
 def test_a_flat_cluster() -> None:
@@ -120,7 +120,7 @@ def test_files_are_watched(tmp_path: pathlib.Path) -> None:
     while not heard.wanted and time.monotonic() < end:
         time.sleep(0.02)
     heard.listening.stop()
-    assert heard.wanted == [Wanted(2, (), None)]
+    assert heard.wanted == [WantedAction(2, (), None)]
 
 
 def test_an_address_that_cannot_be_had_is_noted() -> None:
@@ -134,6 +134,6 @@ def test_what_a_script_sends() -> None:
     heard.listening.heard("2x2:h100")
     heard.listening.heard({"kind": "gone", "hosts": ["nobody"]})
     heard.listening.heard({"kind": "none"})
-    assert heard.wanted == [Wanted(2, (), None)]
+    assert heard.wanted == [WantedAction(2, (), None)]
     assert heard.notes.notes[0] == "refused"
     assert "'none' is not known" in heard.notes.notes[1]

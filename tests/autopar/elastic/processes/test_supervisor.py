@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from supervised import LEFT, RIGHT, WHOLE, Fake, holding, running
 
-from autopar.elastic.processes.members import Limits
+from autopar.elastic.processes.members import MemberLimits
 from autopar.elastic.processes.messages import SUSPENDED
 from autopar.elastic.processes.supervisor import Supervisor
 
@@ -365,7 +365,7 @@ class TestWorkersThatConnectAgain:
 
     def adopted(self) -> Fake:
         fake = Fake(processes=2)
-        fake.supervisor = Supervisor(Limits(processes=2), fake, lambda: fake.now)
+        fake.supervisor = Supervisor(MemberLimits(processes=2), fake, lambda: fake.now)
         known = {"generation": 1, "numbers": 2, "wanted": 2, "world": [0, 1]}
         fake.supervisor.adopt({**known, "workers": {"0": 100, "1": 101}})
         return fake
