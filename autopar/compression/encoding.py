@@ -34,6 +34,7 @@ from autopar.compression.codecs.codec import (
     CodecContext,
     Reduced,
     Rounds,
+    begin_rounds,
 )
 from autopar.compression.exchange import WorkerLinks, exchange
 from autopar.compression.gradient import Gradient, State
@@ -363,7 +364,8 @@ def _rounds(
         scatter=one.scatter,
     )
     state = join_states([state["codec"] for _, _, state in group])
-    return one.codec.reduce(values, state, context)
+    names = ", ".join(gradient.name for gradient, _, _ in group)
+    return begin_rounds(one.codec, values, state, context, names)
 
 
 def _piece(entry: Entry, workers: int) -> CodecInput:

@@ -1,17 +1,14 @@
-"""Runs a codec on simulated workers: `jax.vmap` with a named axis of workers."""
+"""What tests ask of a codec on simulated workers."""
 
 from __future__ import annotations
 
-import functools
-import math
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
-from autopar.compression.codecs.codec import Codec, CodecContext, chunk_elements
-from autopar.compression.exchange import MeshLinks, exchange
+from autopar.compression.codecs.codec import Codec
+from autopar.compression.codecs.trial import as_chunks, initial_states, simulated_step
 
 EPSILON = float(np.finfo(np.float32).eps)
 
@@ -31,37 +28,6 @@ class Result(NamedTuple):
     states: Any
 
 
-@functools.lru_cache(maxsize=64)
-def _compiled(codec: Codec, shape, n, seed, scatter):
-    size = math.prod(shape)
-
-    links = MeshLinks(("workers",), n)
-
-    def run(chunks, state, worker, step):
-        context = CodecContext(n, worker, step, seed, shape, size, scatter)
-        (end,) = exchange([codec.reduce(chunks, state, context)], links)
-        return end.total, end.sent_array, end.state
-
-    mapped = jax.vmap(run, in_axes=(0, 0, 0, None), axis_name="workers")
-    return jax.jit(mapped)
-
-
-def initial(codec: Codec, shape, n, scatter=False):
-    """The states of all workers before the first step."""
-    c = chunk_elements(codec, math.prod(shape), n, scatter=scatter)
-    state = codec.init(tuple(shape), n * c, n)
-    return jax.tree.map(lambda leaf: jnp.stack([jnp.asarray(leaf)] * n), state)
-
-
-def chunked(codec: Codec, gradients, scatter=False) -> np.ndarray:
-    """The workers' gradients, (n, *shape), as chunks (n, n, c)."""
-    gradients = np.asarray(gradients, np.float32)
-    n = gradients.shape[0]
-    flat = gradients.reshape(n, -1)
-    c = chunk_elements(codec, flat.shape[1], n, scatter=scatter)
-    return np.pad(flat, ((0, 0), (0, n * c - flat.shape[1]))).reshape(n, n, c)
-
-
 def simulate(
     codec: Codec, gradients, states=None, *, step=0, seed=7, scatter=False, chunks=None
 ) -> Result:
@@ -70,7 +36,8 @@ def simulate(
     Args:
       codec: the codec.
       gradients: float32 (n, *shape).
-      states: of `initial` or of the step before; default: `initial`.
+      states: of `initial_states` or of the step before; default: those of the
+        first step.
       step: number of the step.
       seed: the gradient's.
       scatter: whether each worker gets its own chunk of the sum.
@@ -79,10 +46,10 @@ def simulate(
     gradients = np.asarray(gradients, np.float32)
     n, *shape = gradients.shape
     if states is None:
-        states = initial(codec, tuple(shape), n, scatter)
+        states = initial_states(codec, tuple(shape), n, scatter)
     if chunks is None:
-        chunks = chunked(codec, gradients, scatter)
-    run = _compiled(codec, tuple(shape), n, seed, scatter)
+        chunks = as_chunks(codec, gradients, scatter)
+    run = simulated_step(codec, tuple(shape), n, seed, scatter)
     total, sent, states = run(
         jnp.asarray(chunks), states, jnp.arange(n, dtype=jnp.int32), jnp.int32(step)
     )

@@ -25,6 +25,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from autopar.compression.codecs.rounds import checked_rounds
 from autopar.compression.exchange import (
     AllGather,
     AllReduce,
@@ -54,6 +55,8 @@ __all__ = [
     "Rounds",
     "State",
     "UsedPart",
+    "begin_rounds",
+    "check_codec",
     "chunk_elements",
     "example_messages",
     "sample_encoder",
@@ -278,6 +281,54 @@ _SENDS_AS_BEFORE = frozenset(
 )  # fmt: skip
 
 
+def begin_rounds(
+    codec: Codec,
+    chunks: jax.Array,
+    state: State,
+    context: CodecContext,
+    name: str = "",
+) -> Rounds:
+    """Begins to sum a gradient; what does not fit is refused as it comes.
+
+    Args:
+      codec: the codec.
+      chunks: this worker's partial gradient, float32 (n, c).
+      state: of `Codec.init` or of the step before.
+      context: the step.
+      name: of the gradient, for errors; '': not known.
+    """
+    which = f"gradient {name!r}" if name else "a gradient"
+    return checked_rounds(
+        lambda: codec.reduce(chunks, state, context),
+        chunks,
+        state,
+        scatter=context.scatter,
+        where=f"codec {codec.name!r}, {which} of shape {context.shape}",
+    )
+
+
+def check_codec(
+    codec: Codec, shape: tuple[int, ...], workers: int, *, scatter: bool, name: str
+) -> None:
+    """Checks a codec on abstract values, once for each shape.
+
+    Args:
+      codec: the codec.
+      shape: of the gradient on one device.
+      workers: number of workers.
+      scatter: whether each worker needs only its part of the sum.
+      name: of the gradient.
+
+    Raises:
+      InputError: what it asks for, or returns, does not fit.
+    """
+    try:
+        codec.messages(shape, workers, scatter=scatter)
+    except InputError:
+        _worker_jaxpr(codec, shape, RecordingLinks(workers), scatter=scatter, name=name)
+        raise
+
+
 def chunk_elements(codec: Codec, size: int, workers: int, *, scatter: bool) -> int:
     """Elements of one of the chunks that a gradient is cut into."""
     if scatter:
@@ -303,6 +354,7 @@ def _worker_jaxpr(
     links: RecordingLinks,
     *,
     scatter: bool = False,
+    name: str = "",
 ) -> Any:
     """The jaxpr of what one worker does for a gradient: total, error and state."""
     size, n = math.prod(shape), links.workers
@@ -310,7 +362,7 @@ def _worker_jaxpr(
 
     def run(chunks: jax.Array, state: State, number: jax.Array) -> Any:
         context = CodecContext(n, number, number, 0, shape, size, scatter)
-        made = exchange([codec.reduce(chunks, state, context)], links)[0]
+        made = exchange([begin_rounds(codec, chunks, state, context, name)], links)[0]
         return made.total, chunks - made.sent_array, made.state
 
     return jax.make_jaxpr(run)(
@@ -402,7 +454,8 @@ def sample_encoder(codec: Codec, shape: tuple[int, ...], seed: int) -> tuple[Any
     def encode(values: jax.Array, state: State, step: jax.Array) -> Any:
         chunks = jnp.pad(values.reshape(-1), (0, chunk - size)).reshape(1, chunk)
         context = CodecContext(1, jnp.int32(0), step, seed, shape, size, False)
-        made = exchange([codec.reduce(chunks, state, context)], RecordingLinks(1))[0]
+        rounds = [begin_rounds(codec, chunks, state, context)]
+        made = exchange(rounds, RecordingLinks(1))[0]
         left = jnp.linalg.norm(chunks - made.sent_array)
         return left, jnp.linalg.norm(chunks - made.total), made.state
 

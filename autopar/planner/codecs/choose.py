@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -20,7 +21,7 @@ import jax
 import msgspec
 import numpy as np
 
-from autopar.compression.codecs.codec import Codec
+from autopar.compression.codecs.codec import Codec, check_codec
 from autopar.compression.codecs.registry import (
     format_codec,
     offered_codecs,
@@ -136,8 +137,10 @@ def sent_as_asked(
 
     Raises:
       PlanError: the codec that was asked for can be used for no gradient.
+      InputError: a codec does not keep to what is asked of its class.
     """
     found = sites(analysis, candidate.assignment, candidate.pricer.mesh.axes)
+    _check_codecs(found, request)
     if request.sent is not None:
         given = {g.name: g for g in request.sent.gradients}
         sending = judged(candidate, found, codecs_of(given, found), request.errors)
@@ -146,6 +149,25 @@ def sent_as_asked(
     else:
         sending = _chosen(candidate, found, request)
     return dataclasses.replace(candidate, sending=sending)
+
+
+def _check_codecs(found: Sequence[Site], request: CodecRequest) -> None:
+    """Checks codecs of classes outside of the package on the first gradient of each."""
+    asked = request.codec
+    texts = offered_codecs() if asked is None else [format_codec(asked)]
+    for codec in map(parse_codec, texts):
+        if type(codec).__module__.startswith("autopar."):
+            continue  # they are tested
+        taken = (s for s in found if s.compressible and not s.refuses(codec))
+        for site in itertools.islice(taken, 1):
+            way = site.flat
+            check_codec(
+                codec,
+                way.local_shape,
+                way.workers,
+                scatter=way.scatter,
+                name=site.name,
+            )
 
 
 def _uniform(candidate: Candidate, found: Sequence[Site], codec: Codec) -> Sending:

@@ -8,7 +8,7 @@ from compression_workers import (
     assert_conserved,
     assert_same_everywhere,
     flat_total,
-    initial,
+    initial_states,
     relative_error,
     simulate,
     wire_cost,
@@ -123,7 +123,7 @@ def test_the_scale_of_the_gradient_does_not_matter(scale):
 
 
 def test_a_rank_above_that_of_the_matrix_is_cut():
-    assert initial(PowerSGD(rank=9), (6, 4), 2).shape == (2, 4, 4)
+    assert initial_states(PowerSGD(rank=9), (6, 4), 2).shape == (2, 4, 4)
     g = noise((6, 4), workers=2)
     assert relative_error(simulate(PowerSGD(rank=9), g), g) < 1e-5
 

@@ -5,11 +5,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from compression_workers import (
+    as_chunks,
     assert_conserved,
     assert_same_everywhere,
-    chunked,
     flat_total,
-    initial,
+    initial_states,
     relative_error,
     simulate,
     wire_cost,
@@ -41,7 +41,7 @@ def train(codec, steps, make, *, state=None, start=0):
     result = None
     for step in range(start, start + steps):
         g = make(step)
-        chunks = chunked(codec, g) + error
+        chunks = as_chunks(codec, g) + error
         result = simulate(codec, g, state, step=step, chunks=chunks)
         error = result.chunks - result.sent
         state = result.states
@@ -123,7 +123,7 @@ def test_without_the_slice_what_became_large_stays_unknown():
     ids=format_codec,
 )
 def test_without_a_second_shot_contributions_add_up(codec, scatter):
-    states = initial(codec, SHAPE, WORKERS)
+    states = initial_states(codec, SHAPE, WORKERS)
     for step in range(3):
         g = gradients(step, PLANTED)
         result = simulate(codec, g, states, step=step, scatter=scatter)

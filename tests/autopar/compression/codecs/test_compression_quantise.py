@@ -10,7 +10,7 @@ import pytest
 from compression_workers import (
     assert_conserved,
     assert_same_everywhere,
-    initial,
+    initial_states,
     relative_error,
     simulate,
     wire_cost,
@@ -366,7 +366,7 @@ def test_total_error_of_both_shots(codec):
 def test_server_feedback_keeps_what_the_second_shot_dropped(codec):
     """The totals of all steps and the errors left make the sums of what was sent."""
     gradients = samples("normal", 2, 999)
-    states = initial(codec, (999,), 2)
+    states = initial_states(codec, (999,), 2)
     assert states["server"].shape == (2, codec.chunk(500))
     totals, sums = np.zeros(1000), np.zeros(1000)
     for step in range(4):
@@ -381,7 +381,7 @@ def test_server_feedback_keeps_what_the_second_shot_dropped(codec):
 
 
 def test_no_server_state_without_feedback():
-    assert initial(Int8(), (64,), 2) == ()
+    assert initial_states(Int8(), (64,), 2) == ()
     assert Sign().for_scattered_sum() == Sign(server_feedback=False)
     assert Int8().for_scattered_sum() == Int8()
 

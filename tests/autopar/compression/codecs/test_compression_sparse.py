@@ -6,9 +6,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 from compression_workers import (
+    as_chunks,
     assert_conserved,
     assert_same_everywhere,
-    chunked,
     flat_total,
     simulate,
     wire_cost,
@@ -103,7 +103,7 @@ def test_block_top_k_keeps_the_largest_of_each_block(k, block):
     g = gradients((37, 19), seed=1)
     result = simulate(codec, g)
 
-    chunks = chunked(codec, g)
+    chunks = as_chunks(codec, g)
     columns = chunks.reshape(WORKERS, WORKERS, block, -1)
     sent = result.sent.reshape(columns.shape)
     for worker, chunk, column in np.ndindex(*columns.shape[:2], columns.shape[3]):

@@ -4,9 +4,9 @@ import jax
 import numpy as np
 import pytest
 from compression_workers import (
+    as_chunks,
     assert_conserved,
     assert_same_everywhere,
-    chunked,
     flat_total,
     simulate,
     wire_cost,
@@ -92,7 +92,7 @@ def test_a_refresh_sends_the_largest(scatter, values):
     result = simulate(codec, g, scatter=scatter)
 
     assert_conserved(result)
-    for sent, own in zip(result.sent, chunked(codec, g, scatter), strict=True):
+    for sent, own in zip(result.sent, as_chunks(codec, g, scatter), strict=True):
         floor = np.sort(np.abs(own.reshape(-1)))[::-1][99]
         above = np.abs(own) >= floor
         if not scatter:

@@ -27,6 +27,7 @@ from autopar.compression.codecs.registry import (
     parse_codec,
     register_codec,
 )
+from autopar.compression.codecs.trial import try_codec
 
 SHAPE = (2048, 2048)
 
@@ -207,3 +208,75 @@ def test_a_codec_that_makes_infinities_is_an_error() -> None:
     register_codec(Broken)
     with pytest.raises(autopar.AutoparError, match=r"Broken: .* is not finite; state"):
         planned("broken")
+
+
+@dataclasses.dataclass(frozen=True)
+class Mistaken(Codec):
+    """One mistake of many, by its name; without a name there is none."""
+
+    name: ClassVar[str] = "mistaken"
+    what: str = ""
+
+    def reduce(self, chunks: Any, state: Any, context: Any) -> Any:
+        flat = chunks.reshape(-1)
+        if self.what == "no_yield":
+            return Reduced(chunks, chunks, state)
+        return self.rounds(chunks, flat, state, context)
+
+    def rounds(self, chunks: Any, flat: Any, state: Any, context: Any) -> Any:
+        if self.what == "rank":
+            flat = (yield AllReduce(chunks)).reshape(-1)
+        elif self.what == "yielded":
+            flat = yield flat
+        elif self.what == "branch":
+            flat = flat if context.step > 3 else -flat
+        elif context.scatter:
+            total = yield ReduceScatter(chunks)
+            return Reduced(total, chunks, state)
+        total = (yield AllReduce(flat)).reshape(chunks.shape)
+        if self.what == "returned":
+            return total
+        if self.what == "flat":
+            return Reduced(total.reshape(-1), chunks, state)
+        if self.what == "short":
+            return Reduced(total, chunks[:, 1:], state)
+        if self.what == "state":
+            return Reduced(total, chunks, context.step)
+        if self.what == "differs":
+            return Reduced(total + context.worker, chunks, state)
+        return Reduced(total, chunks, state)
+
+
+@pytest.mark.parametrize(
+    ("what", "says"),
+    [
+        ("no_yield", "has no `yield`, and returns a Reduced"),
+        ("rank", "AllReduce(values) takes float32 of shape (k,), got float32 of shape"),
+        ("yielded", "yields float32 of shape"),
+        ("returned", "returns float32 of shape"),
+        ("flat", "Reduced.total must have the shape"),
+        ("short", "Reduced.sent must have the shape"),
+        ("state", "Reduced.state is int32 of shape ()"),
+        ("branch", "reduce fails at"),
+    ],
+)
+def test_a_mistake_is_found_as_a_step_is_planned(what: str, says: str) -> None:
+    """One line, which names the codec and the gradient."""
+    register_codec(Mistaken)
+    with pytest.raises(autopar.AutoparError) as raised:
+        planned(f"mistaken:what={what}")
+    (line,) = str(raised.value).splitlines()
+    assert "codec 'mistaken', gradient 'p' of shape" in line
+    assert says in line
+
+
+def test_a_total_that_differs_between_workers_is_found() -> None:
+    register_codec(Mistaken)
+    with pytest.raises(autopar.AutoparError, match="worker 1 differs .* drift apart"):
+        try_codec("mistaken:what=differs", (8, 8))
+    good = try_codec("mistaken", (8, 8))
+    assert good.error == 0
+    assert good.wire_bytes == good.dense_bytes
+    turns = try_codec("alternate", (8, 8), steps=20)
+    assert turns.error > 0.5
+    assert turns.sum_error < turns.error
