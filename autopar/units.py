@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import math
+import re
 
 _BYTES = ("B", "kB", "MB", "GB", "TB", "PB")
+# So many bytes as nobody writes them.
+_EXACT_BYTES = re.compile(r"(?<==)(\d{5,}(?:\.\d+)?)B\b")
 _SECONDS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"))
 
 
@@ -46,6 +49,17 @@ def three_digits(value: float) -> str:
     digits = 2 - math.floor(math.log10(abs(value)))
     text = f"{value:.{max(digits, 0)}f}"
     return text.rstrip("0").rstrip(".") if "." in text and digits > 2 else text
+
+
+def rounded_cluster(cluster: object) -> str:
+    """A cluster's text with bytes as people write them, to be read by people alone.
+
+    >>> rounded_cluster("2:cpu,memory=11374425907B")
+    '2:cpu,memory=11.4GB'
+    """
+    return _EXACT_BYTES.sub(
+        lambda m: bytes_text(float(m[1])).replace(" ", ""), str(cluster)
+    )
 
 
 def count_text(number: float) -> str:

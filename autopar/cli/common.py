@@ -21,6 +21,7 @@ from autopar.plans import Plan
 from autopar.progress import say, show_progress
 from autopar.runtime.compile_check import plan_that_fits
 from autopar.steps.analysis import Analysis
+from autopar.units import rounded_cluster
 
 Say = Callable[[str], None]
 
@@ -67,7 +68,7 @@ def plan_workload(
     say(f"tracing {workload.target}")
     analysis = workload.analyse_step()
     count = len(analysis.contraction.nodes)
-    say(f"planning for {cluster}: {count} decisions")
+    say(f"planning for {rounded_cluster(cluster)}: {count} decisions")
     plan = plan_that_fits(
         analysis, cluster, limits, lambda on: plan_analysis(analysis, on, limits)
     )

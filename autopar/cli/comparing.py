@@ -22,6 +22,7 @@ from autopar.reports.table import bytes_text, mesh_text, remat_text, seconds_tex
 from autopar.runtime.timing import measure_plans
 from autopar.steps.analysis import Analysis
 from autopar.terminal import columns, shorten
+from autopar.units import rounded_cluster
 
 OURS = "autopar"
 
@@ -69,7 +70,11 @@ def compare(
         return Result.of({"cluster": str(cluster), "plans": rows})
     made = ours | {p.name: p.plan for p in piped if p.plan is not None}
     notes = program_notes(made, len(experts))
-    return Result("\n".join([f"cluster  {cluster}", "", *table_lines(rows), *notes]))
+    return Result(
+        "\n".join(
+            [f"cluster  {rounded_cluster(cluster)}", "", *table_lines(rows), *notes]
+        )
+    )
 
 
 def program_notes(plans: Mapping[str, Plan], experts: int) -> list[str]:

@@ -9,6 +9,7 @@ from typing import Any
 
 from autopar.cli import common
 from autopar.cli.output import Result
+from autopar.compression.codecs.registry import parse_codec
 from autopar.cost.codecs import CodecPrice
 from autopar.cost.live import Live, live
 from autopar.errors import PlanError
@@ -104,19 +105,28 @@ def gradient_lines(bound: BoundPlan, paths: Sequence[str], limit: int) -> list[s
         if not worth_a_codec(first.shape):
             lines.append("    vectors and what is small have no codec")
             continue
-        options = _options_to_show(options_of(bound, first), first.codec, limit)
+        usable = [o for o in options_of(bound, first) if not o.refused]
+        options = _options_to_show(usable, first.codec, limit)
         rows = [_HEADING, *(_cells(first, option) for option in options)]
         lines += [f"    {row}" for row in columns(rows, right=range(1, 7))]
+        if left := len(usable) - len(options):
+            every = f"--alternatives {len(usable)}"
+            lines.append(f"    {left} more codecs are slower; {every} shows them")
     return lines
 
 
 def _options_to_show(
     options: Sequence[CodecPrice], chosen: str, limit: int
 ) -> list[CodecPrice]:
-    """The fastest others, the chosen one and what the compiler does."""
-    usable = [o for o in options if not o.refused]
-    others = [o for o in usable if o.codec not in (chosen, "")][:limit]
-    return [o for o in usable if o in others or o.codec in (chosen, "")]
+    """The fastest others, the chosen one and what the compiler does.
+
+    Of a codec from outside of the package its best form is shown, however slow.
+    """
+    others = [o.codec for o in options if o.codec not in (chosen, "")]
+    best = {parse_codec(text).name: text for text in reversed(others)}
+    own = [t for t in best.values() if not type(parse_codec(t)).is_of_package()]
+    shown = {chosen, "", *others[:limit], *own}
+    return [o for o in options if o.codec in shown]
 
 
 def _cells(gradient: GradientDecision, option: CodecPrice) -> tuple[str, ...]:

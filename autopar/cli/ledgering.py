@@ -10,7 +10,7 @@ from autopar.cli.output import Result
 from autopar.elastic.ledger import read_ledger
 from autopar.errors import PlanError
 from autopar.terminal import columns
-from autopar.units import bytes_text, seconds_text
+from autopar.units import bytes_text, rounded_cluster, seconds_text
 
 _Line = Mapping[str, Any]
 _HEADING = (
@@ -144,7 +144,7 @@ def _plan_text(plan: _Line) -> str:
     """A plan's cluster and meshes, as ``8:cpu data=4 tensor=2``."""
     meshes: Sequence[Mapping[str, int]] = plan.get("meshes", ())
     axes = (" ".join(f"{k}={v}" for k, v in mesh.items()) for mesh in meshes)
-    return " ".join((str(plan.get("cluster", "")), " | ".join(axes)))
+    return " ".join((rounded_cluster(plan.get("cluster", "")), " | ".join(axes)))
 
 
 def _other(line: _Line) -> tuple[str, str, str] | None:

@@ -7,6 +7,7 @@ import time
 
 from autopar import progress
 from autopar.plans import Plan
+from autopar.units import rounded_cluster, seconds_text
 
 # Least seconds between two messages.
 _EVERY_S = 0.1
@@ -50,4 +51,5 @@ def progress_text(step: int, steps: float, seconds: float, plan: Plan) -> str:
       plan: in use.
     """
     of = f" of {steps}" if math.isfinite(steps) else ""
-    return f"step {step}{of}, {seconds * 1e3:.3g} ms a step on {plan.cluster.text}"
+    where = rounded_cluster(plan.cluster)
+    return f"step {step}{of}, {seconds_text(seconds)} a step on {where}"

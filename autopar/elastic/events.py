@@ -17,6 +17,7 @@ from autopar.cluster import Cluster
 from autopar.cluster.members import list_names
 from autopar.cluster.specs import MOST_DEVICES, show
 from autopar.errors import EventError
+from autopar.units import seconds_text
 
 # What an event may say.
 KINDS = ("gone", "added", "cluster", "link")
@@ -177,7 +178,7 @@ def _check_link(event: Event) -> None:
 def _rate(event: Event) -> str:
     rate, latency = event.bandwidth_bytes_per_s, event.latency_s
     parts = [] if rate is None else [f"{rate / 1e9:.4g} GB/s"]
-    parts += [] if latency is None else [f"{latency * 1e6:.4g} us"]
+    parts += [] if latency is None else [f"{seconds_text(latency)}"]
     return ", ".join(parts)
 
 

@@ -59,17 +59,18 @@ def elastic(
       others: what the step takes after the batch, in order or by name; or a function
         from the number of the step to it.
       events: where events come from besides `ElasticRun.change`: ``file:PATH``,
-        ``http:PORT``, ``signal``, or a source of one's own (docs/elastic.md).
+        ``http:PORT``, ``signal``, or a source of one's own (page 'Elastic training' of
+        the documentation).
       checkpoint: the directory of the run's checkpoints, or `autopar.Checkpoints`. The
         last one there is gone on with. The end of the run is saved.
       every: after how many steps the run is saved besides.
       ledger: path of the file in which events and re-plans are written down.
       ahead: whether plans and programs of likely next clusters are prepared in the
         background, with low priority.
-      survive: how many processes may die at once without loss of state, where
-        `autopar run` started several (docs/elastic_processes.md). The state before a
-        step is kept as long as the step runs, and what lies on one process alone is
-        copied to others.
+      survive: how many processes may die at once without loss of state, where `autopar
+        run` started several (page 'Processes that come and go' of the documentation).
+        The state before a step is kept as long as the step runs, and what lies on one
+        process alone is copied to others.
       on_nan: what is done where a loss or a gradient is not finite, which is always
         said and written to the ledger: ``stop`` ends the run behind the third such step
         in a row with `autopar.NotFiniteError`, the state that of the last good step;

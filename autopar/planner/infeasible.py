@@ -12,6 +12,7 @@ from autopar.planner.memory_terms import fixed_bytes, least_terms
 from autopar.planner.problem import Formulation
 from autopar.steps.analysis import Analysis
 from autopar.steps.names import operator_name, operator_place
+from autopar.units import rounded_cluster
 from autopar_passes.graph.roles import InputRole
 from autopar_solver import ShardingProblem, explain_infeasibility
 
@@ -40,7 +41,8 @@ def infeasible(
             f"{has}; {there}, and no choice of layouts was found that stays below that "
             "limit at every moment"
         )
-    lines = [f"no plan fits on {pricer.cluster} (mesh {pricer.mesh.label}): {reason}."]
+    where = f"{rounded_cluster(pricer.cluster)} (mesh {pricer.mesh.label})"
+    lines = [f"no plan fits on {where}: {reason}."]
     largest: dict[int, float] = {}
     for term in found.terms:
         largest[term.node] = largest.get(term.node, 0.0) + term.least

@@ -125,7 +125,7 @@ OPTIONS: Mapping[str, Option] = {
         default=True,
         text="whether plans that need over three quarters of the memory are compiled "
         "for the cluster's devices, which need not be there, and dropped where they do "
-        "not fit (docs/howto/compile-without-devices.md)",
+        "not fit (page 'Compilers without devices' of the documentation)",
         expected="True or False",
         effect=EXCLUDES,
         flag="--compile-check",
@@ -152,7 +152,8 @@ OPTIONS: Mapping[str, Option] = {
     "layouts": Option(
         default=None,
         text="a plan whose layouts are kept, or its JSON file; only the codecs "
-        "are chosen. It may be of another batch size, and edited (docs/plans.md)",
+        "are chosen. It may be of another batch size, and edited "
+        "(page 'Plan files' of the documentation)",
         effect=PINS,
         metavar="PLAN",
         flag="--layouts",
@@ -164,7 +165,7 @@ OPTIONS: Mapping[str, Option] = {
         "the other before the update; ``auto``: as is fastest of what fits. On "
         "groups of unequal devices also how many each replica runs, such as ``[8, "
         "4]``. None: as the plan given as ``layouts`` says, else ``auto`` "
-        "(docs/microbatches.md)",
+        "(page 'Microbatches' of the documentation)",
         expected="into how many microbatches the batch is split, a whole number "
         "such as 4, or 'auto'; for replicas of unequal devices, how many each "
         "runs, such as [8, 4]",
@@ -189,7 +190,7 @@ OPTIONS: Mapping[str, Option] = {
         default=None,
         text="into how many pipeline stages the step is cut; ``auto``: as is "
         "fastest of what fits. None: ``auto``, or one where other options need one "
-        "stage (docs/pipelines.md)",
+        "stage (page 'Pipeline stages' of the documentation)",
         expected="into how many pipeline stages the step is cut, a whole number "
         "such as 4, or 'auto'",
         effect=PINS,
@@ -215,7 +216,7 @@ OPTIONS: Mapping[str, Option] = {
         "what fits; 0: as the step says; ``none`` drops the step's own "
         "``jax.checkpoint``. None: as the plan given as ``layouts`` says, else "
         "``auto``, or 0 where the number of stages is given "
-        "(docs/rematerialisation.md)",
+        "(page 'Rematerialisation' of the documentation)",
         expected="how many layers compute their activations again, a whole number "
         "such as 4, 'all', '4:dots' or 'all:dots' to keep their matrix products, "
         "'4:names=a,b' to keep what checkpoint_name calls so, 'auto', or 'none' "
@@ -322,5 +323,6 @@ def reference_lines(group: str) -> list[str]:
             option.effect,
             option.text.replace("``", "`"),
         )
-        rows.append(f"| {' | '.join(c.replace('|', '&#124;') for c in cells)} |")
+        escaped = [cell.replace("|", r"\|") for cell in cells]
+        rows.append(f"| {' | '.join(escaped)} |")
     return rows

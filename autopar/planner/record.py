@@ -42,6 +42,7 @@ from autopar.plans.specs import spec_text
 from autopar.steps.analysis import Analysis
 from autopar.steps.names import node_name, operator_name
 from autopar.steps.remat import modules_again, rematerialise
+from autopar.units import seconds_text
 from autopar.version import __version__
 from autopar_passes.graph.roles import InputRole
 
@@ -126,9 +127,9 @@ def _described(
     """Says why gradients are sent so, and what it gains."""
     best, more = result.best, ""
     if codecs.chooses and best.sending is not None and best.sending.sites:
-        more = f" ({1e3 * gradients_s(best):.3g} ms of it gradients"
+        more = f" ({seconds_text(gradients_s(best))} of it gradients"
         if result.before_s < (1 - 1e-6) * best.plain_s:
-            before = f"{1e3 * result.before_s:.3g} ms"
+            before = seconds_text(result.before_s)
             more += f"; without codecs other layouts take {before}"
         more += ")"
     parts = [(analysis, best)]

@@ -27,6 +27,7 @@ from autopar.plans.optimality import optimality_text
 from autopar.progress import say
 from autopar.steps.analysis import Analysis
 from autopar.steps.nodes import Node
+from autopar.units import seconds_text
 from autopar_solver import Solution, Status, evaluate_choices
 
 
@@ -177,7 +178,7 @@ def _best(tried: Sequence[tuple[MeshShape, Candidate | None]]) -> str:
         return ""
     best = min(solved, key=lambda c: c.step_s)
     near = optimality_text(best.report.status.value, best.report.gap)
-    return f"; best so far {best.step_s * 1e3:.3g} ms, on its mesh {near}"
+    return f"; best so far {seconds_text(best.step_s)}, on its mesh {near}"
 
 
 # Most seconds in which a size of memory is checked.

@@ -32,6 +32,7 @@ from autopar.cluster.specs import KINDS
 from autopar.cost.collectives import bytes_ratio, collective_s
 from autopar.cost.compute import roofline_s
 from autopar.profiling import codecs, fit, kernels, processes, transfers
+from autopar.units import seconds_text
 from autopar.whole_files import export_whole
 
 Progress = Callable[[str], None]
@@ -121,7 +122,7 @@ def _device_lines(device: DeviceSpec) -> list[str]:
         f"  matrix products: {', '.join(peaks)}",
         f"  vector operators: {device.vector_peak / 1e9:.4g} GFLOP/s",
         f"  memory: {device.memory_bandwidth_bytes_per_s / 1e9:.4g} GB/s",
-        f"  smallest operator: {device.kernel_latency_s * 1e6:.3g} us",
+        f"  smallest operator: {seconds_text(device.kernel_latency_s)}",
         *(
             f"  codec {text}: {1e9 * s:.3g} ns an element"
             for text, s in device.codec_s_per_element

@@ -18,7 +18,7 @@ from autopar.plans.specs import spec_text
 from autopar.reports.schedule import STAGE_HEADING, bubble, drawing, stage_rows
 from autopar.reports.worth import worth_lines
 from autopar.terminal import columns
-from autopar.units import bytes_text, seconds_text, three_digits
+from autopar.units import bytes_text, rounded_cluster, seconds_text, three_digits
 from autopar_passes.remat.levels import DOTS, names_of
 
 # Seconds of planning that are told of what is neither traced nor solved.
@@ -55,7 +55,7 @@ def summary_lines(plan: Plan) -> list[str]:
     """The cluster, the mesh, how the plan was found, and the predictions."""
     expected = plan.predicted
     return [
-        f"plan     {plan.cluster}, {shape_of_plan(plan)}",
+        f"plan     {rounded_cluster(plan.cluster)}, {shape_of_plan(plan)}",
         f"solver   {plan.solver.text}",
         f"step     {seconds_text(expected.step_s)}: "
         f"compute {seconds_text(expected.compute_s)}, "

@@ -243,8 +243,9 @@ class ParallelStep(HasNoise, Generic[P, R]):
             used before are not compiled again while their programs are kept. Or
             ``auto``: they are chosen anew for the layouts in use, by the errors that
             were measured while training where there are any.
-          often: whether parameters will change again: those that can be inputs of
-            the program become so, for up to 41 % more bytes (docs/compression.md).
+          often: whether parameters will change again: those that can be inputs of the
+            program become so, for up to 41 % more bytes (page 'Gradient compression' of
+            the documentation).
 
         Raises:
           PlanError: a parameter has no compressed gradient, or a codec is not known

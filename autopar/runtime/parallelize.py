@@ -194,7 +194,7 @@ def parallelize(
         else the plan does without data parallelism.
       compile_check: whether plans that need over three quarters of the memory are
         compiled for the cluster's devices, which need not be there, and dropped where
-        they do not fit (docs/howto/compile-without-devices.md).
+        they do not fit (page 'Compilers without devices' of the documentation).
       compression: how gradients are sent between devices: ``none`` as they are;
         ``auto`` each as trains fastest within the error budget, chosen together with
         the layouts; or the text of a codec for all of them, such as ``int8`` or
@@ -202,16 +202,18 @@ def parallelize(
       error_budget: for ``compression='auto'``, the largest relative error of the
         gradients, in the optimizer's metric; None: that of int4 codes.
       layouts: a plan whose layouts are kept, or its JSON file; only the codecs are
-        chosen. It may be of another batch size, and edited (docs/plans.md).
+        chosen. It may be of another batch size, and edited (page 'Plan files' of the
+        documentation).
       microbatches: into how many microbatches the batch is split, which run one after
         the other before the update; ``auto``: as is fastest of what fits. On groups of
         unequal devices also how many each replica runs, such as ``[8, 4]``. None: as
-        the plan given as ``layouts`` says, else ``auto`` (docs/microbatches.md).
+        the plan given as ``layouts`` says, else ``auto`` (page 'Microbatches' of the
+        documentation).
       coupled: what is done where the loss of a row depends on the other rows:
         ``refuse`` to split the batch, or take each ``microbatch`` for the batch.
       stages: into how many pipeline stages the step is cut; ``auto``: as is fastest of
-        what fits. None: ``auto``, or one where other options need one stage
-        (docs/pipelines.md).
+        what fits. None: ``auto``, or one where other options need one stage (page
+        'Pipeline stages' of the documentation).
       schedule: in which order stages run their microbatches: ``gpipe``, ``1f1b``,
         ``interleaved`` or ``zero-bubble``; None: as is fastest, or ``1f1b`` where the
         number of stages is given.
@@ -220,8 +222,8 @@ def parallelize(
         matrix products, ``4:names=a,b`` what `jax.ad_checkpoint.checkpoint_name` calls
         so; ``auto``: as is fastest of what fits; 0: as the step says; ``none`` drops
         the step's own ``jax.checkpoint``. None: as the plan given as ``layouts`` says,
-        else ``auto``, or 0 where the number of stages is given
-        (docs/rematerialisation.md).
+        else ``auto``, or 0 where the number of stages is given (page
+        'Rematerialisation' of the documentation).
       static_argnames: names of arguments that are part of the program, as for
         ``jax.jit``; flags (``bool``), texts and members of enumerations always are.
       batch_argnames: names of the arguments that hold the batch, or patterns of paths

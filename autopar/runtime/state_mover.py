@@ -157,7 +157,8 @@ def _check_reachable(array: Any, wanted: NamedSharding) -> None:
         f"processes, and the new plan is for {len(wanted.device_set)}: JAX moves it "
         "between the same devices only. Start the script with `autopar run` and train "
         "with autopar.elastic, which form a world of other processes; or save a "
-        "checkpoint and restore it (docs/checkpoints.md)."
+        "checkpoint and restore it (page 'What a checkpoint holds' of the "
+        "documentation)."
     )
 
 

@@ -47,6 +47,7 @@ def test_functions_spell_every_option_out(
         assert signature[name].annotation == kind
         assert signature[name].default == option.default
         assert f" {name}: {option.text}. " in f"{text} ", name
+        assert "docs/" not in option.text, "users of the wheel do not have the files"
 
 
 def test_overloads_take_the_same_options() -> None:

@@ -141,6 +141,11 @@ class Codec(abc.ABC):
                     break
 
     @classmethod
+    def is_of_package(cls) -> bool:
+        """Whether autopar has the class, which is tested with it."""
+        return cls.__module__.startswith("autopar.")
+
+    @classmethod
     def choices(cls) -> tuple[Self, ...]:
         """The parameters that ``compression="auto"`` chooses from.
 

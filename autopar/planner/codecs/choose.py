@@ -55,6 +55,7 @@ from autopar.planner.codecs.sites import (
 from autopar.planner.options import PlanOptions, parsed_codec
 from autopar.plans import Compression, GradientDecision, Plan
 from autopar.steps.analysis import Analysis
+from autopar.units import seconds_text
 from autopar_passes.graph.roles import Role
 from autopar_solver import (
     CodecSelection,
@@ -156,8 +157,8 @@ def _check_codecs(found: Sequence[Site], request: CodecRequest) -> None:
     asked = request.codec
     texts = offered_codecs() if asked is None else [format_codec(asked)]
     for codec in map(parse_codec, texts):
-        if type(codec).__module__.startswith("autopar."):
-            continue  # they are tested
+        if type(codec).is_of_package():
+            continue
         taken = (s for s in found if s.compressible and not s.refuses(codec))
         for site in itertools.islice(taken, 1):
             way = site.flat
@@ -502,15 +503,15 @@ def described(
     left = [left_to_compiler(a, layouts, s.sites) for a, layouts, s in rows]
     early = sum(len(groups.get(EARLY, ())) for groups in left) if coded else 0
     text = None if request.codec is None else format_codec(request.codec)
-    step = f"a step of {_ms(before_s)}{more}"
-    saved = f"{_ms(before_s - after_s)} of {step}"
+    step = f"a step of {seconds_text(before_s)}{more}"
+    saved = f"{seconds_text(before_s - after_s)} of {step}"
     if not any(s.sites for _, _, s in rows):
         reason = "no gradient is summed over devices in a form that codecs could send"
     elif request.sent is not None:
         reason = GIVEN_CODECS
     elif text is not None:
         verb = "saves" if after_s <= before_s else "costs"
-        reason = f"asked for; {verb} {_ms(abs(before_s - after_s))} of {step}"
+        reason = f"asked for; {verb} {seconds_text(abs(before_s - after_s))} of {step}"
     elif not coded:
         reason = (
             "dense: no codecs within the error budget save "
@@ -557,7 +558,3 @@ def gradients_s(candidate: Candidate) -> float:
     rest = _waiting_cost(candidate, texts)
     longer_s = rest.work_s - candidate.estimate.cost.work_s
     return candidate.plain_s - (step_s(rest) - longer_s)
-
-
-def _ms(seconds: float) -> str:
-    return f"{1e3 * seconds:.3g} ms"

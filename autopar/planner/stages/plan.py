@@ -23,6 +23,7 @@ from autopar.planner.stages.submeshes import (
 from autopar.planner.weights import partly
 from autopar.steps.analysis import Analysis
 from autopar.steps.batch import batch_rows
+from autopar.units import seconds_text
 from autopar_passes.stages.layers import cluster_layers
 from autopar_solver import (
     Pipeline,
@@ -183,7 +184,7 @@ def plan_stages(
     spent.on("costs")
     solution = solve_stages(problem, seconds=seconds, gap=gap, below_s=below_s)
     if solution.pipeline is None and below_s < math.inf:
-        raise NotFasterError(f"no pipeline was found below {below_s * 1e3:.3g} ms.")
+        raise NotFasterError(f"no pipeline was found below {seconds_text(below_s)}.")
     one_s = solution.step_s if alone else math.inf
     if alone and solution.pipeline is not None and solution.pipeline.stages > 1:
         one = dataclasses.replace(problem, max_stages=1)

@@ -23,6 +23,7 @@ from autopar.cost.pricer import Pricer
 from autopar.planner.stages.placement import stage_pricers
 from autopar.plans import Plan
 from autopar.reports.gradients import codec_rows
+from autopar.units import seconds_text
 
 # Most changes that are remembered.
 CHANGES = 64
@@ -148,9 +149,9 @@ def _why_not(asked: CodecChange) -> str:
     if asked.saved_s <= 0:
         return "put off: no step is predicted to be faster"
     return (
-        f"put off: saves {1e3 * asked.saved_s:.3g} ms in each of {asked.steps} steps, "
-        f"{asked.missed_s:.3g} s in those before, and compiles for "
-        f"{asked.compile_s:.3g} s"
+        f"put off: saves {seconds_text(asked.saved_s)} in each of {asked.steps} steps, "
+        f"{seconds_text(asked.missed_s)} in those before, and compiles for "
+        f"{seconds_text(asked.compile_s)}"
     )
 
 

@@ -272,7 +272,7 @@ def test_a_mistake_is_found_as_a_step_is_planned(what: str, says: str) -> None:
 
 def test_a_total_that_differs_between_workers_is_found() -> None:
     register_codec(Mistaken)
-    with pytest.raises(autopar.AutoparError, match="worker 1 differs .* drift apart"):
+    with pytest.raises(autopar.AutoparError, match="worker 1 differs from"):
         try_codec("mistaken:what=differs", (8, 8))
     good = try_codec("mistaken", (8, 8))
     assert good.error == 0
