@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from autopar.backends.ray_nodes import Node, Places, alive
+from autopar.backends.ray_nodes import LiveNode, Places, alive
 
 
-def nodes(*names: str, room: int = 1) -> list[Node]:
-    return [Node(name=name, address="10.0.0.1", room=room) for name in names]
+def nodes(*names: str, room: int = 1) -> list[LiveNode]:
+    return [LiveNode(name=name, address="10.0.0.1", room=room) for name in names]
 
 
 class Clock:
@@ -46,7 +46,7 @@ def test_dead_nodes_and_those_without_cpus_take_none() -> None:
         cpus=2.0,
         address="10.0.0.1",
     )
-    assert found == ([Node(name="large", address="10.0.0.1", room=2)], 1)
+    assert found == ([LiveNode(name="large", address="10.0.0.1", room=2)], 1)
 
 
 def test_workers_spread_over_nodes_until_there_is_no_room() -> None:

@@ -252,7 +252,7 @@ def test_a_choice_over_a_budget_by_tolerance_is_excluded(monkeypatch):
         return ProgramAnswer(values, -math.inf, True)
 
     monkeypatch.setattr(selection_solve, "backend_of", lambda _: sloppy)
-    nothing = selection_solve.Incumbent(None, math.inf, 0.0)
+    nothing = selection_solve.SelectionIncumbent(None, math.inf, 0.0)
     monkeypatch.setattr(selection_solve, "_round", lambda *_: nothing)
     result = solve_selection(problem, gap=0.0, widths=())
     check_selection(problem, result)
