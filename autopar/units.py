@@ -76,7 +76,7 @@ def count_text(number: float) -> str:
     return f"{three_digits(value)} P"
 
 
-def numbered(count: int, noun: str) -> str:
+def number_of(count: int, noun: str) -> str:
     """A number of things, with the noun in its form.
 
     >>> numbered(1, "process"), numbered(2, "process"), numbered(3, "step")

@@ -25,9 +25,9 @@ import workloads
 
 import autopar
 from autopar.planner.options import PlanOptions
-from autopar.planner.stages.entry import cut_as, planned
+from autopar.planner.stages.entry import cut_as, plan_wanted
 from autopar.planner.stages.plan import SCHEDULES, layers_of
-from autopar.planner.stages.staged import StageSite, Wanted
+from autopar.planner.stages.staged import StageSite, WantedPipeline
 from autopar.plans import PipelineData, Plan
 from autopar.runtime.planned import PlannedStep
 from autopar.runtime.stages.planned import pipelined_step
@@ -117,7 +117,7 @@ def even(
     parts = 2 * schedule.chunks
     cuts = tuple(round(k * layers.count / parts) for k in range(parts))
     first, second = cluster.groups
-    wanted = Wanted(
+    wanted = WantedPipeline(
         layers=tuple(layers.starts),
         parts=cuts,
         schedule=schedule,
@@ -126,7 +126,7 @@ def even(
             StageSite(devices=(4, 5, 6, 7), cluster=second),
         ),
     )
-    return planned(analysis, cluster, options, wanted, microbatches)
+    return plan_wanted(analysis, cluster, options, wanted, microbatches)
 
 
 def described(plan: Plan) -> str:

@@ -40,7 +40,7 @@ from autopar.cost.pricer import Pricer
 from autopar.planner.candidate import assignment_of
 from autopar.planner.problem import formulate
 from autopar.planner.recipes import Recipe, restriction_of
-from autopar.planner.stages.costs import Priced, priced, stage_problem
+from autopar.planner.stages.costs import Priced, price_layers, stage_problem
 from autopar.planner.stages.layer_map import LayerMap
 from autopar.planner.stages.plan import (
     SCHEDULES,
@@ -174,7 +174,9 @@ def mixed(seconds: float) -> None:
     layers = layers_of(analysis, cluster)
     counts = divisors(batch)
     scales = np.array([1 / count for count in counts])
-    prices = priced(layers, submeshes(analysis, cluster, partly(16.0, 1.0)), scales)
+    prices = price_layers(
+        layers, submeshes(analysis, cluster, partly(16.0, 1.0)), scales
+    )
     problem = stage_problem(layers, cluster, prices, counts, SCHEDULES)
     even_s = min(even_split_s(problem, prices, stages) for stages in (2, 4, 8))
     row = {
@@ -255,7 +257,7 @@ def priced_run(
     scales = np.array([1 / count for count in counts])
     found: list[tuple[Pipeline, PipelineCost, Submesh]] = []
     for submesh in run_layouts(analysis, cluster, row):
-        prices = priced(layers, [submesh], scales)
+        prices = price_layers(layers, [submesh], scales)
         found.extend(_pipelines(layers, cluster, row, prices, counts))
     return min(found, key=lambda f: f[1].step_s, default=None)
 

@@ -127,9 +127,9 @@ def _run_as_written(request: pytest.FixtureRequest) -> Iterator[None]:
         chooses = given.schedule is not None or given.stages == "auto"
         return given if chooses else options.as_written(given)
 
-    decided = options.decided
+    decide = options.decide_open
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(programs, "decided", lambda given: decided(asked(given)))
+        patch.setattr(programs, "decide_open", lambda given: decide(asked(given)))
         yield
 
 

@@ -15,7 +15,7 @@ from autopar.cluster.text import parse_quantity
 from autopar.errors import PlanError, TargetError
 from autopar.planner.edited import carried_out
 from autopar.planner.option_texts import OPTIONS
-from autopar.planner.options import PlanOptions, as_cluster, changed
+from autopar.planner.options import PlanOptions, as_cluster, changed_options
 from autopar.planner.plan import plan_analysis
 from autopar.plans import Plan
 from autopar.progress import say, show_progress
@@ -108,7 +108,7 @@ def subject(
         made_for = read_cluster(cluster)
         analysis, plan = plan_workload(workload, made_for, limits, say)
         return Subject(plan, analysis, made_for)
-    if ignored := [name for name in changed(limits) if name != "seconds"]:
+    if ignored := [name for name in changed_options(limits) if name != "seconds"]:
         raise PlanError(
             f"{source} is a plan already, so {OPTIONS[ignored[0]].flag} has no effect: "
             "plan again with it, and with autopar plan --layouts where only codecs are "

@@ -14,7 +14,7 @@ from autopar.cost.codecs import CodecPrice
 from autopar.cost.live import Live, live
 from autopar.errors import PlanError
 from autopar.planner.options import PlanOptions
-from autopar.planner.search import given as layouts_alone
+from autopar.planner.search import search_of_one as layouts_alone
 from autopar.plans import GradientDecision
 from autopar.plans.specs import spec_text
 from autopar.reports.attribution import (

@@ -14,7 +14,7 @@ from autopar.cli.target import load, parse_words
 from autopar.cluster import Cluster
 from autopar.errors import PlanError
 from autopar.planner.options import PlanOptions
-from autopar.planner.proposals import recorded
+from autopar.planner.proposals import recorded_proposals
 from autopar.plans import Plan
 from autopar.reports.attribution import LAYER, attribute
 from autopar.reports.explain import bind_plan, group_collectives
@@ -41,7 +41,7 @@ def plan(
 ) -> Result:
     """Plans a target's step; writes the files that are asked for."""
     begin = time.perf_counter()
-    with common.progress() as say, recorded() as proposals:
+    with common.progress() as say, recorded_proposals() as proposals:
         workload = load(target, parse_words(words))
         analysis, found = common.plan_workload(workload, cluster, limits, say)
         total_s = time.perf_counter() - begin

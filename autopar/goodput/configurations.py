@@ -21,7 +21,7 @@ from autopar.errors import AutoparError, InfeasibleError, PlanError, ScheduleErr
 from autopar.goodput.batched import Batches, PlanAtBatches, ProgramAtBatches, prepare
 from autopar.goodput.curves import CurvePoint
 from autopar.planner.cache import PlanCache
-from autopar.planner.codecs.sites import unasked
+from autopar.planner.codecs.sites import without_warnings
 from autopar.planner.options import PlanOptions, as_written
 from autopar.planner.plan import plan_analysis
 from autopar.planner.warm import can_be_warm, warm_plan
@@ -164,7 +164,9 @@ def _planned_at(
     )
 
     def make() -> Plan:
-        with unasked():  # the point says which codecs are used; on one device none is
+        with (
+            without_warnings()
+        ):  # the point says which codecs are used; on one device none is
             return search()
 
     def search() -> Plan:

@@ -23,7 +23,7 @@ from autopar.goodput.choice import Ratio, Way, batches
 from autopar.goodput.efficiency import EXACT, CodecError, codec_error
 from autopar.goodput.plan_terms import PlanCurve, plan_curve
 from autopar.goodput.throughput import Terms
-from autopar.planner.codecs.sites import unasked
+from autopar.planner.codecs.sites import without_warnings
 from autopar.plans import Plan
 from autopar.runtime import agreement, changing_batches
 from autopar.runtime.changing_batches import CallShape
@@ -187,7 +187,7 @@ def plan_for_all(step: ParallelStep[..., object], shape: CallShape) -> Plan:
     """
     setting, planner = shape.setting, step.preparation.planner
     cluster = setting.cluster or step.cluster
-    with unasked():
+    with without_warnings():
         return agreement.agree(
             step.world, lambda: planner.plan(shape.analysed, cluster, setting.codecs)
         )
@@ -551,7 +551,7 @@ class Ways:
 
     def _warm(self, shape: CallShape) -> Plan:
         preparation, plan = self.step.preparation, self.step.plan
-        with unasked():
+        with without_warnings():
             return preparation.warm(shape.analysed, shape.setting, plan)
 
     def forget(self) -> None:

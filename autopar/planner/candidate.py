@@ -166,7 +166,7 @@ class SearchResult:
     short: bool = False
 
     @property
-    def slowed(self) -> float:
+    def slowdown(self) -> float:
         """How many times as long a step takes as with room for everything."""
         known = [
             c.plain_s if c.free_s is None else c.free_s for _, c in self.tried if c
@@ -184,10 +184,10 @@ class SearchResult:
     @property
     def report(self) -> Solution:
         """What is known of the best candidate beside the plans of all meshes."""
-        return bounded(self.best.report, self.floor_s)
+        return with_bound(self.best.report, self.floor_s)
 
 
-def bounded(known: Solution, floor_s: float) -> Solution:
+def with_bound(known: Solution, floor_s: float) -> Solution:
     """Returns what is known of a plan where others may take as little as a bound.
 
     Args:
@@ -235,7 +235,7 @@ def candidate_of(
     """Turns a solution into layouts and prices what they really do."""
     assignment = assignment_of(analysis, formulation, solution)
     peak_bytes = peak_of(assignment, formulation.pricer)
-    return priced(formulation, solution, assignment, peak_bytes)
+    return price_solution(formulation, solution, assignment, peak_bytes)
 
 
 def assignment_of(
@@ -255,7 +255,7 @@ def peak_of(assignment: Assignment, pricer: Pricer) -> float:
     return live(assignment, pricer.cluster.device).peak_bytes()
 
 
-def priced(
+def price_solution(
     formulation: Formulation,
     solution: Solution,
     assignment: Assignment,

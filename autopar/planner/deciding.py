@@ -39,7 +39,7 @@ from autopar.planner.programs import GAP, Planner, Programs, program_name
 from autopar.planner.replicas import plan_replicas
 from autopar.planner.search import candidate_meshes
 from autopar.planner.stages.entry import (
-    Limits,
+    PipelineLimits,
     best_pipeline,
     issue_s,
     plan_pipeline,
@@ -105,7 +105,7 @@ def decide(
             )
     if search.best is None:
         raise search.failure(advise=advise)
-    return search.written()
+    return search.write_plan()
 
 
 def _replicas(search: Programs) -> None:
@@ -139,7 +139,7 @@ def _in_microbatches(search: Programs) -> None:
     for count in _counts(search):
         before = search.best
         try:
-            search.tried(count)
+            search.fits_in(count)
         except PlanError as error:
             if before is None and not search.errors.keys() - {program_name(count, "")}:
                 raise
@@ -156,7 +156,7 @@ def _in_microbatches(search: Programs) -> None:
         if asked.microbatches != "auto":
             return
         plain = program_name(count, "")
-        if plain in search.plans and not search.held(plain):
+        if plain in search.plans and not search.is_held_back(plain):
             why = "they need less memory, which does not hold the plan back"
             search.leave_out("more microbatches", why)
             return
@@ -204,7 +204,7 @@ def _least_memory(search: Programs) -> None:
                 couple = asked.coupled == "microbatch"
                 layers = layer_starts(search.analysis, count, couple=couple)
                 remat = f"{len(layers)}:{FULL}" if layers else ""
-            search.tried(count, remat)
+            search.fits_in(count, remat)
             return
 
 
@@ -224,7 +224,7 @@ def _local(search: Programs, count: int) -> tuple[str, ...]:
 def _again(search: Programs, count: int) -> None:
     """Proposes layers that compute again, in a number of microbatches."""
     plain = program_name(count, "")
-    held = plain not in search.plans or search.held(plain)
+    held = plain not in search.plans or search.is_held_back(plain)
     equations = search.analysis.program.body.equations
     loops = any(e.primitive == "scan" and e.params["length"] > 1 for e in equations)
     if not held and not loops:
@@ -255,10 +255,10 @@ class _Layers:
     def __init__(self, search: Programs, count: int, layers: int) -> None:
         self.search, self.count, self.layers = search, count, layers
 
-    def tried(self, remat: str) -> bool:
-        return self.search.tried(self.count, remat)
+    def fits_with(self, remat: str) -> bool:
+        return self.search.fits_in(self.count, remat)
 
-    def known(self, remat: str) -> Plan | None:
+    def plan_with(self, remat: str) -> Plan | None:
         return self.search.plans.get(program_name(self.count, remat))
 
     def beside(self, plain: str, levels: Sequence[str], *, held: bool) -> None:
@@ -275,7 +275,7 @@ class _Layers:
             same_s = self.search.priced_s(plain, plain)
             if self.search.priced_s(plain, other) < same_s:
                 # Fewer layers save fewer stacks, and memory holds nothing back.
-                self.tried(f"{self.layers}:{level}")
+                self.fits_with(f"{self.layers}:{level}")
 
     def to_fit(self, levels: Sequence[str]) -> None:
         """Finds the fewest layers with which a plan fits, and tries more."""
@@ -291,7 +291,7 @@ class _Layers:
             above = [k for k in _numbers(self.layers) if k > first]
             if self.may_gain(level, first):
                 self.more(level, above)
-            if self.search.best is self.known(f"{self.layers - 1}:{level}"):
+            if self.search.best is self.plan_with(f"{self.layers - 1}:{level}"):
                 self.more(level, above[::-1])
 
     def may_gain(self, level: str, first: int) -> bool:
@@ -301,7 +301,7 @@ class _Layers:
         with the fewest layers, more of them only compute more.
         """
         numbers = range(1, self.layers + 1)
-        most = max(n for n in numbers if self.known(f"{n}:{level}") is not None)
+        most = max(n for n in numbers if self.plan_with(f"{n}:{level}") is not None)
         if first == most:
             return False
         few, many = (program_name(self.count, f"{n}:{level}") for n in (first, most))
@@ -315,14 +315,14 @@ class _Layers:
         activations are needed as soon as they are made.
         """
         top = max(self.layers - 1, least)
-        if not self.tried(f"{top}:{level}"):
+        if not self.fits_with(f"{top}:{level}"):
             if top == self.layers or self.last_too_few(f"{top}:{level}", top):
                 return None
             top = self.layers
-            if not self.tried(f"{top}:{level}"):
+            if not self.fits_with(f"{top}:{level}"):
                 return None
         few = self.too_few(top)
-        return first_that(lambda n: self.tried(f"{n}:{level}"), least - 1, top, few)
+        return first_that(lambda n: self.fits_with(f"{n}:{level}"), least - 1, top, few)
 
     def last_too_few(self, remat: str, layers: int) -> bool:
         """Whether one more layer is not enough, if it saves what the others do.
@@ -351,9 +351,9 @@ class _Layers:
         """Tries numbers of layers as long as plans get faster."""
         for number in numbers:
             remat, before = f"{number}:{level}", self.search.best
-            fits = self.tried(remat)
+            fits = self.fits_with(remat)
             best = self.search.best
-            if best is before and (not fits or best is not self.known(remat)):
+            if best is before and (not fits or best is not self.plan_with(remat)):
                 return
 
 
@@ -373,13 +373,13 @@ def first_that(holds: Callable[[int], bool], low: int, high: int, few: int = 0) 
       few: it is not likely to hold for this one.
     """
     begin = min(max(few, low), high - 1)
-    first = _bisected(holds, begin, high)
+    first = _bisect(holds, begin, high)
     if first > begin + 1 or begin == low or not holds(begin):
         return first
-    return _bisected(holds, low, begin)
+    return _bisect(holds, low, begin)
 
 
-def _bisected(holds: Callable[[int], bool], low: int, high: int) -> int:
+def _bisect(holds: Callable[[int], bool], low: int, high: int) -> int:
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (low, middle) if holds(middle) else (middle, high)
@@ -424,7 +424,7 @@ def _pipelines(search: Programs) -> None:
     search.judge("stages", make, _STAGED)
 
 
-def _limits_of_pipelines(search: Programs, most_s: float) -> Limits | str:
+def _limits_of_pipelines(search: Programs, most_s: float) -> PipelineLimits | str:
     """The pipelines that may be better than the best plan of one stage.
 
     Args:
@@ -438,7 +438,7 @@ def _limits_of_pipelines(search: Programs, most_s: float) -> Limits | str:
     if cluster.num_devices == 1:
         return "there is one device"
     if best is None or best.worth is None or cluster.groups:
-        return Limits()
+        return PipelineLimits()
     every = cluster.num_devices
     sizes = [math.prod(shape) for shape in slice_shapes(cluster)]
     largest = max((n for n in sizes if n < every), default=1)
@@ -453,7 +453,7 @@ def _limits_of_pipelines(search: Programs, most_s: float) -> Limits | str:
     if not stages:
         return "the work of two stages, their bubble and their tasks take as long"
     few = [m for m in counts if any(least(n, m) < most_s for n in stages)]
-    return Limits(stages=max(stages), microbatches=max(few), alone=False)
+    return PipelineLimits(stages=max(stages), microbatches=max(few), alone=False)
 
 
 def alone_on(analysis: Analysis, cluster: Cluster) -> tuple[float, float]:

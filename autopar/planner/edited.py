@@ -32,7 +32,7 @@ from autopar.planner.record import (
     restore,
     split_as,
 )
-from autopar.planner.search import given, plan_mesh, search
+from autopar.planner.search import plan_mesh, search, search_of_one
 from autopar.plans import Plan
 from autopar.plans.specs import spec_of, spec_text
 from autopar.steps.analysis import Analysis
@@ -150,7 +150,7 @@ def _with_inputs(
 ) -> tuple[SearchResult, str]:
     """Plans again with the inputs' layouts; says what of them was edited."""
     stated = assignment_of(analysis, plan)
-    wanted = _wanted(analysis, plan)
+    wanted = _wanted_layouts(analysis, plan)
     edited = {v: w for v, w in wanted.items() if stated.home_layout(v) != w}
     _check_possible(analysis, plan, edited)
     homes = analysis.contraction.homes
@@ -161,9 +161,11 @@ def _with_inputs(
     if follow := len(touched) - len(edited):
         said += f", {follow} that share a decision follow"
     try:
-        return _pinned(analysis, plan, cluster, {**kept, **edited}, seconds), said
+        return _best_with_pins(
+            analysis, plan, cluster, {**kept, **edited}, seconds
+        ), said
     except InfeasibleError:
-        result = _pinned(analysis, plan, cluster, edited, seconds)
+        result = _best_with_pins(analysis, plan, cluster, edited, seconds)
         return result, f"{said}, others move to fit the memory"
 
 
@@ -171,7 +173,7 @@ def _count(number: int) -> str:
     return "1 input" if number == 1 else f"{number} inputs"
 
 
-def _pinned(
+def _best_with_pins(
     analysis: Analysis,
     plan: Plan,
     cluster: Cluster,
@@ -186,7 +188,7 @@ def _pinned(
     )
 
 
-def _wanted(analysis: Analysis, plan: Plan) -> dict[int, Layout]:
+def _wanted_layouts(analysis: Analysis, plan: Plan) -> dict[int, Layout]:
     """Value of each input -> the layout that the plan's inputs say."""
     out: dict[int, Layout] = {}
     for given_input in analysis.graph.inputs:
@@ -243,7 +245,7 @@ def _as_stated(analysis: Analysis, plan: Plan, cluster: Cluster) -> SearchResult
     """Prices the plan's decisions as they are."""
     assignment = restore(analysis, plan)
     _check_nodes(analysis, plan, assignment)
-    result = given(analysis, cluster, assignment, plan.axis_names)
+    result = search_of_one(analysis, cluster, assignment, plan.axis_names)
     if not math.isfinite(result.best.solution.cost):
         raise _impossible(plan, result.best)
     check_fits(result.best)

@@ -48,7 +48,7 @@ def _with_rows_split(analysis: Analysis, recipe: Recipe, pricer: Pricer) -> Rest
         if analysis.graph.operators[node.root].role is Role.UPDATE
     }
 
-    def allowed(node: Node, strategy: Strategy) -> bool:
+    def is_allowed(node: Node, strategy: Strategy) -> bool:
         if not within(node, strategy):
             return False
         if node.index in updates:
@@ -64,7 +64,7 @@ def _with_rows_split(analysis: Analysis, recipe: Recipe, pricer: Pricer) -> Rest
                         return False
         return True
 
-    return allowed
+    return is_allowed
 
 
 def expert_plans(

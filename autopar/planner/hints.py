@@ -76,7 +76,7 @@ def fitting_meshes(
     """
     out: list[MeshShape] = []
     failure: PlanError | None = None
-    for mesh in itertools.chain.from_iterable(_named(m, pins) for m in meshes):
+    for mesh in itertools.chain.from_iterable(_named_meshes(m, pins) for m in meshes):
         try:
             pinned_layouts(analysis, pins, mesh)
             out.append(mesh)
@@ -87,7 +87,7 @@ def fitting_meshes(
     return out
 
 
-def _named(mesh: MeshShape, pins: Pins) -> Iterator[MeshShape]:
+def _named_meshes(mesh: MeshShape, pins: Pins) -> Iterator[MeshShape]:
     """Yields a mesh with the names of pins on its axes, in every way that there is.
 
     Axes are named by their position, where pins have no names beside these that plans
@@ -170,10 +170,10 @@ def pin_restriction(analysis: Analysis, layouts: Mapping[int, Layout]) -> Restri
             home = homes[value]
             wanted.setdefault(home.node, []).append((home.dims, layout))
 
-    def allowed(node: Node, strategy: Strategy) -> bool:
+    def is_allowed(node: Node, strategy: Strategy) -> bool:
         return all(
             layout_of(strategy, dims) == layout
             for dims, layout in wanted.get(node.index, [])
         )
 
-    return allowed
+    return is_allowed

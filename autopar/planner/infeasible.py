@@ -26,7 +26,7 @@ def infeasible(
     analysis: Analysis, pricer: Pricer, formulation: Formulation
 ) -> InfeasibleError:
     """Makes the error of one mesh, which names the binding memory."""
-    found = explain_infeasibility(_relaxed(analysis, pricer, formulation))
+    found = explain_infeasibility(_relaxed_problem(analysis, pricer, formulation))
     op = analysis.graph.operators[min(found.time, len(analysis.graph.operators) - 1)]
     limit = pricer.cluster.memory_bytes
     fixed = fixed_bytes(analysis, pricer)
@@ -56,7 +56,7 @@ def infeasible(
     return error
 
 
-def _relaxed(
+def _relaxed_problem(
     analysis: Analysis, pricer: Pricer, formulation: Formulation
 ) -> ShardingProblem:
     """The problem with what is held under every choice alone: its peak is a bound."""
@@ -64,7 +64,7 @@ def _relaxed(
     return dataclasses.replace(formulation.problem, memory=terms)
 
 
-def advised(
+def advise(
     analysis: Analysis,
     pricer: Pricer,
     failure: InfeasibleError,
@@ -88,7 +88,7 @@ def advised(
         memory = f"more memory than {_down(least)} per device, which is a lower bound"
     else:
         memory = f"memory={size_text(enough)}, for which a plan was found"
-    fixes = [memory, *_unchecked(analysis, pricer, least, untried)]
+    fixes = [memory, *_unchecked_fixes(analysis, pricer, least, untried)]
     error = InfeasibleError(f"{failure}\n  try: {'; or '.join(fixes)}")
     error.least_bytes, error.enough_bytes = least, enough
     return error
@@ -103,7 +103,7 @@ def _sizes(start: float) -> Iterator[int]:
         yield round(math.ceil(wanted / unit / digits) * digits * unit)
 
 
-def _unchecked(
+def _unchecked_fixes(
     analysis: Analysis, pricer: Pricer, need: float, untried: Sequence[str]
 ) -> list[str]:
     """What lowers the memory that is needed; nobody has tried it."""

@@ -17,7 +17,7 @@ from autopar.steps.nodes import Node
 _MOST_S = 5.0
 
 
-def priced(
+def price_in_layouts(
     plan: Plan, planned: Analysis, other: Analysis, cluster: Cluster
 ) -> Candidate:
     """The step with other layers computed again, in the layouts of a plan.
@@ -35,7 +35,7 @@ def priced(
       PlanError: the cluster has no such mesh, or the solver found nothing in time.
     """
     pricer = Pricer(cluster, plan_mesh(cluster, plan.axis_names, plan.axis_sizes))
-    kept = _kept(plan, planned, other)
+    kept = _kept_strategies(plan, planned, other)
 
     def same(node: Node, strategy: Strategy) -> bool:
         return strategy == kept.get(node.index, strategy)
@@ -43,7 +43,9 @@ def priced(
     return solve_mesh(other, pricer, same, _MOST_S, weights=(HIDDEN,))
 
 
-def _kept(plan: Plan, planned: Analysis, other: Analysis) -> dict[int, Strategy]:
+def _kept_strategies(
+    plan: Plan, planned: Analysis, other: Analysis
+) -> dict[int, Strategy]:
     """Node of the other step -> its strategy in the plan, if both have its operators.
 
     Values keep their numbers where layers are computed again.

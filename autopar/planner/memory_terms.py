@@ -49,7 +49,7 @@ def memory_terms(
       spaces: the strategies of each node.
       copies: of arrays with several readers.
     """
-    writer = _Writer(analysis, pricer, spaces)
+    writer = _TermWriter(analysis, pricer, spaces)
     terms = [*writer.inputs(), *writer.homes(), *writer.partials(), *writer.orders()]
     terms.extend(writer.arrivals(analysis.sources.values()))
     for copy in copies:
@@ -66,11 +66,11 @@ def least_terms(
     last reader has run, though it may have been resharded for it before. Here it stays
     until that reader starts, and forms between two layouts are left out.
     """
-    writer = _Writer(analysis, pricer, spaces)
+    writer = _TermWriter(analysis, pricer, spaces)
     return (*writer.inputs(), *writer.homes(least=True), *writer.orders())
 
 
-class _Writer:
+class _TermWriter:
     def __init__(
         self, analysis: Analysis, pricer: Pricer, spaces: Sequence[Space]
     ) -> None:

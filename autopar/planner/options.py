@@ -84,7 +84,7 @@ def _names(least: int = 1) -> Callable[[Any], bool]:
     return valid
 
 
-def _pinned(given: Any) -> bool:
+def _has_pins(given: Any) -> bool:
     return isinstance(given, Mapping) and all(
         isinstance(spec, PartitionSpec)
         for spec in cast(Mapping[str, Any], given).values()
@@ -133,7 +133,7 @@ def _read_seconds(text: str) -> float | None:
 _COUNT = _whole(1)
 # By name; an option without one takes whatever its text says.
 _CHECKS: Mapping[str, Check] = {
-    "pins": _any(None, _pinned),
+    "pins": _any(None, _has_pins),
     "logical_axis_rules": _any(None, _pairs),
     "axis_names": _any(None, _names()),
     "max_axes": _any(None, lambda x: isinstance(x, int) and not isinstance(x, bool)),
@@ -221,7 +221,7 @@ class PlanOptions:
         for name, option in OPTIONS.items():
             value = getattr(self, name)
             if not _valid(name, value):
-                raise _refused(f"{name}={_short(value)}", option)
+                raise _refusal(f"{name}={_short(value)}", option)
         _check_together(self)
 
     @property
@@ -288,7 +288,7 @@ def _is_of_one_stage(asked: PlanOptions) -> str:
 DEFAULTS = PlanOptions()
 
 
-def decided(asked: PlanOptions) -> PlanOptions:
+def decide_open(asked: PlanOptions) -> PlanOptions:
     """The options with ``auto`` for what nobody said and other options leave open.
 
     >>> found = decided(PlanOptions(remat=4))
@@ -348,7 +348,7 @@ def read_options(given: Mapping[str, Any]) -> PlanOptions:
     return PlanOptions(**values)
 
 
-def changed(asked: PlanOptions, group: str = PLANNING) -> dict[str, Any]:
+def changed_options(asked: PlanOptions, group: str = PLANNING) -> dict[str, Any]:
     """The options of a group that are not as where nothing is said, by name."""
     return {
         name: getattr(asked, name)
@@ -437,7 +437,7 @@ def as_plan(given: Plan | str | os.PathLike[str], option: str = "plan") -> Plan:
     return Plan.load(os.fspath(given))
 
 
-def _refused(said: str, option: Option) -> PlanError:
+def _refusal(said: str, option: Option) -> PlanError:
     return PlanError(f"{said}: expected {option.expected}.")
 
 

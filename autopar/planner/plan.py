@@ -19,7 +19,7 @@ from autopar.errors import PlanError
 from autopar.planner.codecs.choose import (
     CodecRequest,
     Errors,
-    requested,
+    request_of,
     sent_as_asked,
 )
 from autopar.planner.deciding import decide
@@ -35,11 +35,11 @@ from autopar.planner.manual import meshes_for_manual
 from autopar.planner.options import DEFAULTS, PlanOptions
 from autopar.planner.problem import Restriction
 from autopar.planner.programs import Planned
-from autopar.planner.rebatch import rebatched
+from autopar.planner.rebatch import rebatch_plan
 from autopar.planner.record import make_plan, restore, split_as
-from autopar.planner.remat import wanted
+from autopar.planner.remat import remat_wanted
 from autopar.planner.replicas import plan_replicas
-from autopar.planner.search import candidate_meshes, given, search
+from autopar.planner.search import candidate_meshes, search, search_of_one
 from autopar.planner.solving import HIDDEN
 from autopar.planner.stages.kept import kept_pipeline
 from autopar.planner.weights import Weights
@@ -57,7 +57,9 @@ def _with_seconds(
     """Writes into a plan how long all of its search took."""
 
     @functools.wraps(plan)
-    def timed(analysis: Analysis, /, *args: P.args, **kwargs: P.kwargs) -> Plan:
+    def plan_with_time(
+        analysis: Analysis, /, *args: P.args, **kwargs: P.kwargs
+    ) -> Plan:
         begin = time.perf_counter()
         found = plan(analysis, *args, **kwargs)
         trace_s, graph_s = analysis.trace_s, analysis.graph_s
@@ -66,7 +68,7 @@ def _with_seconds(
         spent = Seconds(trace=trace_s, graph=graph_s, solve=solve_s, total=total_s)
         return msgspec.structs.replace(found, seconds=spent)
 
-    return timed
+    return plan_with_time
 
 
 @_with_seconds
@@ -106,14 +108,14 @@ def plan_analysis(
     kept = options.layouts
     if kept is not None and len(kept.stages) > 1:
         _check_no_remat(options, kept)
-        asked = requested(options, sent, errors)
+        asked = request_of(options, sent, errors)
         return kept_pipeline(analysis, cluster, options, kept, asked)
     if isinstance(options.microbatches, tuple) and not cluster.groups:
         raise PlanError(
             f"microbatches={list(options.microbatches)} are those of replicas of "
             f"unequal devices, and {cluster} has equal ones. Give one number."
         )
-    codecs = requested(options, sent, errors)
+    codecs = request_of(options, sent, errors)
     if kept is not None:
         return _with_layouts(analysis, cluster, kept, options, codecs)
 
@@ -126,7 +128,7 @@ def plan_analysis(
         quick: bool = False,
         most_s: float = math.inf,
     ) -> Planned:
-        return _searched(
+        return _search_layouts(
             program,
             on,
             meshes_of(program, on, asked),
@@ -187,7 +189,7 @@ def _check_program(analysis: Analysis, kept: Plan, options: PlanOptions) -> None
     if options.remat in (None, "auto"):
         return
     whole = dataclasses.replace(options, microbatches=kept.microbatches)
-    said, has = wanted(analysis, whole), kept.remat
+    said, has = remat_wanted(analysis, whole), kept.remat
     if (said.layers, said.level, said.checkpoints) != (
         has.layers,
         has.level,
@@ -237,8 +239,10 @@ def plan_beside(
         if not meshes:
             raise
     pins = _state_pins(analysis, running)
-    codecs = requested(options, sent)
-    return _searched(analysis, cluster, meshes, pins, codecs, options.seconds).plan
+    codecs = request_of(options, sent)
+    return _search_layouts(
+        analysis, cluster, meshes, pins, codecs, options.seconds
+    ).plan
 
 
 def _replicas_beside(
@@ -291,7 +295,7 @@ def _check_axes_of(layouts: Plan, options: PlanOptions) -> None:
         )
 
 
-def _searched(
+def _search_layouts(
     analysis: Analysis,
     cluster: Cluster,
     meshes: Sequence[MeshShape],
@@ -321,7 +325,7 @@ def _searched(
         most_s=most_s,
     )
     check_pinned(pins, analysis, result.best.assignment, result.best.pricer.mesh)
-    return Planned(make_plan(analysis, result, asked), result.slowed)
+    return Planned(make_plan(analysis, result, asked), result.slowdown)
 
 
 def _with_layouts(
@@ -342,8 +346,10 @@ def _with_layouts(
     analysis = split_as(analysis, layouts)
     pins, seconds = options.pins or {}, options.seconds
     started = time.perf_counter()
-    kept = carried_out(analysis, rebatched(analysis, layouts), cluster, seconds=seconds)
-    result = given(analysis, cluster, restore(analysis, kept), kept.axis_names)
+    kept = carried_out(
+        analysis, rebatch_plan(analysis, layouts), cluster, seconds=seconds
+    )
+    result = search_of_one(analysis, cluster, restore(analysis, kept), kept.axis_names)
     best = result.best
     check_fits(best)
     check_pinned(pins, analysis, best.assignment, best.pricer.mesh)

@@ -23,7 +23,7 @@ from autopar.layouts.strategies import (
     strategy_space,
 )
 from autopar.planner.memory_terms import memory_terms
-from autopar.planner.weights import WHOLE, Weights, in_kinds, lowered
+from autopar.planner.weights import WHOLE, Weights, in_kinds, lower_seconds
 from autopar.steps.analysis import Analysis
 from autopar.steps.nodes import Contraction, Node
 from autopar.steps.uses import HomeValue, Use, times_made
@@ -124,11 +124,11 @@ class Formulation:
                 *_weighted_nodes(weights, self.own),
                 *self.problem.node_costs[len(self.own) :],
             ),
-            edge_costs=_weighted(weights, self.whole, self.parts),
+            edge_costs=_weigh(weights, self.whole, self.parts),
         )
         return dataclasses.replace(self, problem=problem, weights=weights)
 
-    def limited(self, memory_limit: float | None) -> Formulation:
+    def with_limit(self, memory_limit: float | None) -> Formulation:
         """The same where terms of memory may use so many bytes."""
         problem = dataclasses.replace(self.problem, memory_limit=memory_limit)
         return dataclasses.replace(self, problem=problem)
@@ -186,10 +186,12 @@ class Formulation:
         )
 
 
-def _weighted(
+def _weigh(
     weights: Weights, costs: Sequence[np.ndarray], parts: Sequence[np.ndarray]
 ) -> tuple[np.ndarray, ...]:
-    return tuple(lowered(weights, c, p) for c, p in zip(costs, parts, strict=True))
+    return tuple(
+        lower_seconds(weights, c, p) for c, p in zip(costs, parts, strict=True)
+    )
 
 
 def _weighted_nodes(
@@ -297,7 +299,7 @@ def formulate(
             *(np.zeros(len(c.space.strategies)) for c in copies),
         ),
         edges=tuple(edges),
-        edge_costs=_weighted(weights, matrices, parts),
+        edge_costs=_weigh(weights, matrices, parts),
         memory=terms,
         memory_limit=memory_limit,
     )
@@ -447,7 +449,7 @@ def _result_matrix(
         for shape, weight in coded
     ]
     return prices.choose_seconds(
-        lowered(weights, matrix, parts), np.sum(sent, axis=0)
+        lower_seconds(weights, matrix, parts), np.sum(sent, axis=0)
     ), _NO_PARTS
 
 

@@ -20,8 +20,8 @@ from autopar.cluster import Cluster
 from autopar.errors import InfeasibleError, PlanError
 from autopar.planner.codecs.choose import CodecRequest
 from autopar.planner.infeasible import size_text
-from autopar.planner.kept_layouts import priced
-from autopar.planner.options import PlanOptions, decided
+from autopar.planner.kept_layouts import price_in_layouts
+from autopar.planner.options import PlanOptions, decide_open
 from autopar.planner.proposals import Proposal, of_program, record
 from autopar.planner.remat import as_asked
 from autopar.planner.solving import TimeOutError
@@ -95,7 +95,11 @@ class Programs:
         codecs: CodecRequest,
     ) -> None:
         """Nothing is planned yet; for the arguments see `autopar.planner.deciding`."""
-        self.analysis, self.cluster, self.options = analysis, cluster, decided(options)
+        self.analysis, self.cluster, self.options = (
+            analysis,
+            cluster,
+            decide_open(options),
+        )
         self.said, self.plan, self.codecs = options, plan, codecs
         self.best: Plan | None = None
         self.plans: dict[str, Plan] = {}
@@ -176,7 +180,7 @@ class Programs:
             del self.analyses[old]
         return found
 
-    def tried(self, count: int, remat: str = "") -> bool:
+    def fits_in(self, count: int, remat: str = "") -> bool:
         """Whether a plan in microbatches, with layers computed again, fits.
 
         Raises:
@@ -223,7 +227,7 @@ class Programs:
             self.plans[name] = plan
             self.keep(plan)
 
-    def held(self, name: str) -> bool:
+    def is_held_back(self, name: str) -> bool:
         """Whether memory holds a plan back: with room for everything it is faster."""
         plan = self.plans[name]
         easy = plan.predicted.peak_memory_bytes <= _EASY * self.cluster.memory_bytes
@@ -239,7 +243,9 @@ class Programs:
             found_s = 0.0
             with contextlib.suppress(PlanError):
                 roomy = _roomy(self.cluster)
-                found_s = priced(self.plans[name], before, after, roomy).step_s
+                found_s = price_in_layouts(
+                    self.plans[name], before, after, roomy
+                ).step_s
             self.seconds[name, other] = found_s
         return self.seconds[name, other]
 
@@ -276,7 +282,7 @@ class Programs:
             try:
                 with of_program(name):
                     program, options = self.program(name), self.programs[name]
-                    self.plan(program, self.cluster, options, self.untried())
+                    self.plan(program, self.cluster, options, self.untried_options())
             except PlanError as found:
                 error = found
         said = {n: str(e).split("\n", 1)[0] for n, e in others.items()}
@@ -290,7 +296,7 @@ class Programs:
             return made
         return error
 
-    def untried(self) -> tuple[str, ...]:
+    def untried_options(self) -> tuple[str, ...]:
         """Options with which less is kept for the backward pass, not in use."""
         asked = self.options
         said = {
@@ -300,7 +306,7 @@ class Programs:
         }
         return tuple(text for text, is_off in said.items() if is_off)
 
-    def written(self) -> Plan:
+    def write_plan(self) -> Plan:
         """The best plan, with what was decided and what it gained."""
         best = self.best
         assert best is not None
@@ -310,16 +316,22 @@ class Programs:
         if len(best.stages) > 1 and self.options.stages == "auto":
             ones = [self.plans[n] for n in self.programs if n in self.plans]
             one = min(ones, key=lambda p: p.predicted.step_s, default=None)
-            lines.append(self.gained(f"{len(best.stages)} stages", best, one, "one"))
+            lines.append(
+                self.describe_gain(f"{len(best.stages)} stages", best, one, "one")
+            )
         if len(best.stages) == 1 and self.options.microbatches == "auto" and count > 1:
-            lines.append(self.gained(f"{count} microbatches", best, plain, "one"))
+            lines.append(
+                self.describe_gain(f"{count} microbatches", best, plain, "one")
+            )
         if best.remat.layers and self.options.remat == "auto":
             without = self.plans.get(program_name(count, ""))
             what = f"{len(best.remat.layers)} of {len(best.remat.starts)} layers again"
-            lines.append(self.gained(what, best, without, "none"))
+            lines.append(self.describe_gain(what, best, without, "none"))
         return msgspec.structs.replace(best, decided=tuple(lines)) if lines else best
 
-    def gained(self, what: str, best: Plan, other: Plan | None, than: str) -> str:
+    def describe_gain(
+        self, what: str, best: Plan, other: Plan | None, than: str
+    ) -> str:
         """What a decision gains over the best plan without it."""
         if other is not None:
             times = other.predicted.step_s / best.predicted.step_s

@@ -39,7 +39,7 @@ class Proposal:
 
 
 @contextlib.contextmanager
-def recorded() -> Generator[list[Proposal]]:
+def recorded_proposals() -> Generator[list[Proposal]]:
     """A list to which all proposals are added that are made within."""
     found: list[Proposal] = []
     token = _RECORD.set(found)

@@ -13,7 +13,7 @@ from autopar.plans.specs import check_divides, spec_of
 from autopar.steps.analysis import Analysis
 
 
-def rebatched(analysis: Analysis, plan: Plan) -> Plan:
+def rebatch_plan(analysis: Analysis, plan: Plan) -> Plan:
     """Returns a plan with the shapes of a step that differs in its batch alone.
 
     Layouts stay; what they cost there is not known yet. Edits stay edits.

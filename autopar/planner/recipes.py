@@ -76,7 +76,7 @@ def restriction_of(analysis: Analysis, recipe: Recipe, pricer: Pricer) -> Restri
         for node in analysis.contraction.nodes
     }
 
-    def allowed(node: Node, strategy: Strategy) -> bool:
+    def is_allowed(node: Node, strategy: Strategy) -> bool:
         named = labels.get(node.index, {})
         role = roles.get(node.index)
         has_batch = BATCH in named.values()
@@ -94,7 +94,7 @@ def restriction_of(analysis: Analysis, recipe: Recipe, pricer: Pricer) -> Restri
             return split >= full[node.index]
         return True
 
-    return allowed
+    return is_allowed
 
 
 def _may_shard(
@@ -151,14 +151,16 @@ def least_bytes(analysis: Analysis, rule: Restriction, pricer: Pricer) -> float:
         if home is not None and home not in most:
             number = home.node
             if number not in kept:
-                kept[number] = _kept(analysis, rule, number, pricer, number in small)
+                kept[number] = _strategies_left(
+                    analysis, rule, number, pricer, number in small
+                )
             layouts = (layout_of(strategy, home.dims) for strategy in kept[number])
             most[home] = max(shards(layout, pricer.sizes) for layout in layouts)
         out += graph.values[given.value].nbytes / most[home]
     return out
 
 
-def _kept(
+def _strategies_left(
     analysis: Analysis, rule: Restriction, number: int, pricer: Pricer, small: bool
 ) -> tuple[Strategy, ...]:
     """The strategies of a node that a rule leaves."""

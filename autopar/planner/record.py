@@ -18,9 +18,9 @@ from autopar.layouts.whole_gathers import apart_bytes
 from autopar.planner.candidate import Candidate, SearchResult
 from autopar.planner.codecs.choose import (
     CodecRequest,
-    described,
+    describe_compression,
     gradients_s,
-    recorded,
+    record_decisions,
     warn_if_unused,
 )
 from autopar.planner.consistent import check_consistent
@@ -115,13 +115,13 @@ def make_plan(
     )
     if codecs is not None:
         made = msgspec.structs.replace(
-            made.with_stage(gradients=recorded(best, codecs)),
-            compression=_described(analysis, result, codecs),
+            made.with_stage(gradients=record_decisions(best, codecs)),
+            compression=_describe_compression(analysis, result, codecs),
         )
     return made.stamped()
 
 
-def _described(
+def _describe_compression(
     analysis: Analysis, result: SearchResult, codecs: CodecRequest
 ) -> Compression:
     """Says why gradients are sent so, and what it gains."""
@@ -134,7 +134,7 @@ def _described(
         more += ")"
     parts = [(analysis, best)]
     warn_if_unused(parts, codecs)
-    return described(parts, codecs, best.plain_s, best.step_s, more)
+    return describe_compression(parts, codecs, best.plain_s, best.step_s, more)
 
 
 def _stage(analysis: Analysis, best: Candidate) -> StagePlan:

@@ -9,7 +9,7 @@ from autopar.steps.analysis import Analysis
 from autopar.steps.remat import layer_starts, rematerialise
 
 
-def wanted(analysis: Analysis, options: PlanOptions) -> Rematerialisation:
+def remat_wanted(analysis: Analysis, options: PlanOptions) -> Rematerialisation:
     """What the options say to compute again; for ``auto``, what the step says alone.
 
     Args:
@@ -45,7 +45,7 @@ def as_asked(analysis: Analysis, options: PlanOptions) -> Analysis:
     """
     return rematerialise(
         analysis,
-        wanted(analysis, options),
+        remat_wanted(analysis, options),
         options.count,
         couple=options.coupled == "microbatch",
     )

@@ -53,7 +53,7 @@ _NAMES = ("replica", "replicas", "replica_group")
 
 
 @dataclasses.dataclass(frozen=True)
-class Site:
+class ReplicaDevices:
     """The devices of one replica.
 
     Attributes:
@@ -92,7 +92,7 @@ def axis_name(names: Sequence[str]) -> str:
     return next(n for n in _NAMES if n not in names)
 
 
-def sites_of(cluster: Cluster) -> tuple[Site, ...]:
+def sites_of(cluster: Cluster) -> tuple[ReplicaDevices, ...]:
     """The replicas of a cluster of groups, in the order of its devices.
 
     Groups of equal levels are a replica each. Groups that differ in their outermost
@@ -119,10 +119,10 @@ def sites_of(cluster: Cluster) -> tuple[Site, ...]:
         for group, shape in zip(cluster.groups, shapes, strict=True)
         for part in group.partition([each] * (shape[0] // each[0]))
     ]
-    return tuple(Site(part, len(parts), cluster.between) for part in parts)
+    return tuple(ReplicaDevices(part, len(parts), cluster.between) for part in parts)
 
 
-def priced(view: Analysis, found: Candidate, site: Site) -> Candidate:
+def price_replica(view: Analysis, found: Candidate, site: ReplicaDevices) -> Candidate:
     """The layouts of a candidate as one replica runs them.
 
     Args:
@@ -132,11 +132,11 @@ def priced(view: Analysis, found: Candidate, site: Site) -> Candidate:
     """
     own = found.assignment
     copies = {
-        key: CopyChoice(_shifted(choice.layout), choice.reuse)
+        key: CopyChoice(_shift_axes(choice.layout), choice.reuse)
         for key, choice in own.copies.items()
     }
     assignment = Assignment(
-        view, (site.count, *own.sizes), tuple(map(_shifted, own.strategies)), copies
+        view, (site.count, *own.sizes), tuple(map(_shift_axes, own.strategies)), copies
     )
     pricer = Pricer(site.whole, site.mesh(_mesh_on(site, found)))
     return dataclasses.replace(
@@ -150,7 +150,7 @@ def priced(view: Analysis, found: Candidate, site: Site) -> Candidate:
     )
 
 
-def _mesh_on(site: Site, found: Candidate) -> MeshShape:
+def _mesh_on(site: ReplicaDevices, found: Candidate) -> MeshShape:
     """A candidate's mesh with the links of a replica."""
     mesh = found.mesh
     levels = site.part.levels
@@ -159,7 +159,7 @@ def _mesh_on(site: Site, found: Candidate) -> MeshShape:
     )
 
 
-def _shifted(layout: Layout) -> Layout:
+def _shift_axes(layout: Layout) -> Layout:
     """A layout on a mesh with one more axis before its own."""
     return tuple(tuple(axis + 1 for axis in axes) for axes in layout)
 
@@ -265,7 +265,7 @@ def plan_replicas(analysis: Analysis, cluster: Cluster, options: PlanOptions) ->
             continue
         say(f"dealing {count} microbatches out to {len(sites)} replicas")
         try:
-            found = _dealt(whole, options, sites, count)
+            found = _deal_best(whole, options, sites, count)
         except InfeasibleError as error:
             failed = error
             continue
@@ -281,7 +281,7 @@ def plan_replicas(analysis: Analysis, cluster: Cluster, options: PlanOptions) ->
     if best is None:
         assert failed is not None
         raise failed
-    return _written(best, cluster, sites, time.perf_counter() - started)
+    return _write_plan(best, cluster, sites, time.perf_counter() - started)
 
 
 def _check_options(options: PlanOptions) -> None:
@@ -336,8 +336,8 @@ def _promises(best: Dealt, count: int) -> bool:
     return best.expected_s(count) < (1 - _WORTHWHILE) * best.step_s
 
 
-def _dealt(
-    whole: Analysis, options: PlanOptions, sites: Sequence[Site], count: int
+def _deal_best(
+    whole: Analysis, options: PlanOptions, sites: Sequence[ReplicaDevices], count: int
 ) -> Dealt:
     """The best layouts and shares for a number of microbatches.
 
@@ -351,8 +351,10 @@ def _dealt(
     failed: InfeasibleError | None = None
     for site in {site.kind: site for site in sites}.values():
         try:
-            layouts = _searched(with_turns(base, count // len(sites)), options, site)
-            found.append(_shared(base, layouts, sites, options))
+            layouts = _search_alone(
+                with_turns(base, count // len(sites)), options, site
+            )
+            found.append(_best_shares(base, layouts, sites, options))
         except InfeasibleError as error:
             failed = error
     if not found:
@@ -361,7 +363,9 @@ def _dealt(
     return min(found, key=lambda dealt: dealt.step_s)
 
 
-def _searched(view: Analysis, options: PlanOptions, site: Site) -> Candidate:
+def _search_alone(
+    view: Analysis, options: PlanOptions, site: ReplicaDevices
+) -> Candidate:
     """The best layouts on the devices of one replica alone."""
     pins = options.pins or {}
     meshes = candidate_meshes(site.part, options.max_axes, options.axis_names)
@@ -384,8 +388,11 @@ def _searched(view: Analysis, options: PlanOptions, site: Site) -> Candidate:
     return result.best
 
 
-def _shared(
-    base: Analysis, layouts: Candidate, sites: Sequence[Site], options: PlanOptions
+def _best_shares(
+    base: Analysis,
+    layouts: Candidate,
+    sites: Sequence[ReplicaDevices],
+    options: PlanOptions,
 ) -> Dealt:
     """The best shares for given layouts.
 
@@ -395,25 +402,25 @@ def _shared(
     count, views = base.microbatches, dict[int, Analysis]()
     known: dict[tuple[object, int], Candidate] = {}
 
-    def at(site: Site, turns: int) -> Candidate:
+    def at(site: ReplicaDevices, turns: int) -> Candidate:
         key = site.kind, turns
         if key not in known:
             view = views.setdefault(turns, with_turns(base, turns))
-            known[key] = priced(view, layouts, site)
+            known[key] = price_replica(view, layouts, site)
             _check_fits(known[key], site)
         return known[key]
 
-    def dealt(counts: tuple[int, ...]) -> Dealt:
+    def deal_counts(counts: tuple[int, ...]) -> Dealt:
         pairs = zip(sites, counts, strict=True)
         return Dealt(base, counts, tuple(at(site, n) for site, n in pairs))
 
     if isinstance(options.microbatches, tuple):
-        return dealt(options.microbatches)
+        return deal_counts(options.microbatches)
     even = tuple(
         count // len(sites) + (k < count % len(sites)) for k in range(len(sites))
     )
     shares = best_shares(lambda k, n: at(sites[k], n).step_s, even)
-    return dealt(tuple(shares))
+    return deal_counts(tuple(shares))
 
 
 def best_shares(price: Callable[[int, int], float], even: Counts) -> Counts:
@@ -451,7 +458,7 @@ def _between(known: dict[int, float], most: int) -> list[float]:
     return [float(s) for s in np.interp(range(1, most + 1), at, values)]
 
 
-def _check_fits(found: Candidate, site: Site) -> None:
+def _check_fits(found: Candidate, site: ReplicaDevices) -> None:
     """Raises `InfeasibleError` where a replica does not fit its devices."""
     need, have = found.peak_memory_bytes, site.part.memory_bytes
     if need > have:
@@ -462,8 +469,8 @@ def _check_fits(found: Candidate, site: Site) -> None:
         )
 
 
-def _written(
-    dealt: Dealt, cluster: Cluster, sites: Sequence[Site], seconds: float
+def _write_plan(
+    dealt: Dealt, cluster: Cluster, sites: Sequence[ReplicaDevices], seconds: float
 ) -> Plan:
     """The plan: that of the last replica, with what all of them run."""
     last = max(dealt.replicas, key=lambda c: c.step_s)

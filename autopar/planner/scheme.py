@@ -36,7 +36,7 @@ _EXPERT = "expert"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Split:
+class AxisSplit:
     """What one mesh axis splits.
 
     Attributes:
@@ -97,13 +97,13 @@ def with_axis_names(
         name = axis.name  # of one device: nothing is split, whatever its name
         if axis.size > 1:
             name = axis_name_of(split_of(assignment, works, position))
-        name = next(n for n in _numbered(name) if n not in taken)
+        name = next(n for n in _numbered_names(name) if n not in taken)
         taken.add(name)
         made[position] = dataclasses.replace(axis, name=name, named=True)
     return MeshShape(axes=tuple(made))
 
 
-def _numbered(name: str) -> Iterator[str]:
+def _numbered_names(name: str) -> Iterator[str]:
     yield name
     yield from (f"{name}_{number}" for number in itertools.count(2))
 
@@ -115,7 +115,7 @@ def is_axis_name(name: str) -> bool:
     return known and (kind == name or number.isdecimal())
 
 
-def axis_name_of(split: Split) -> str:
+def axis_name_of(split: AxisSplit) -> str:
     """The name of an axis: what it splits most, before all experts."""
     if split.work.get(EXPERTS, 0.0) >= _NAMED:
         return _EXPERT
@@ -123,7 +123,7 @@ def axis_name_of(split: Split) -> str:
     return _EXPERT if kind == EXPERTS else _AXES.get(kind, _OTHER)
 
 
-def name_of(split: Split) -> str:
+def name_of(split: AxisSplit) -> str:
     """The name of what one axis does."""
     ranked = sorted(split.work.items(), key=lambda item: -item[1])
     kinds = [kind for kind, part in ranked if part >= _NAMED]
@@ -136,7 +136,7 @@ def name_of(split: Split) -> str:
     return "nothing"
 
 
-def _name(kind: str, split: Split) -> str:
+def _name(kind: str, split: AxisSplit) -> str:
     if kind == DATA:
         if split.parameters >= _MOST:
             return "FSDP (ZeRO-3)"
@@ -150,7 +150,9 @@ def _name(kind: str, split: Split) -> str:
     return text
 
 
-def split_of(assignment: Assignment, works: Sequence[OperatorWork], axis: int) -> Split:
+def split_of(
+    assignment: Assignment, works: Sequence[OperatorWork], axis: int
+) -> AxisSplit:
     """Finds what a mesh axis splits."""
     products = [work for work in works if work.is_matrix]
     # The forward pass says best what is split: a product of the backward pass may have
@@ -161,13 +163,13 @@ def split_of(assignment: Assignment, works: Sequence[OperatorWork], axis: int) -
         parts, _ = _of_products(assignment, products, axis)
     if not parts:
         parts = _of_others(assignment, works, axis)
-    return Split(
+    return AxisSplit(
         parts,
         False in sides,
         True in sides,
         _between(assignment, works, axis),
-        _held(assignment, InputRole.PARAMETER, axis),
-        _held(assignment, InputRole.OPTIMIZER_STATE, axis),
+        _split_share(assignment, InputRole.PARAMETER, axis),
+        _split_share(assignment, InputRole.OPTIMIZER_STATE, axis),
     )
 
 
@@ -269,7 +271,7 @@ def _is_parameter(assignment: Assignment, value: int | None) -> bool:
     return made.kind == "input" and roles.get(made.outputs[0]) is InputRole.PARAMETER
 
 
-def _held(assignment: Assignment, role: InputRole, axis: int) -> float:
+def _split_share(assignment: Assignment, role: InputRole, axis: int) -> float:
     """Part of the bytes of a kind of input that an axis splits; 0 without any."""
     total = split = 0.0
     for given in assignment.graph.inputs:

@@ -19,7 +19,7 @@ from autopar.planner.candidate import (
     choices_of,
 )
 from autopar.planner.codecs.choose import CodecRequest
-from autopar.planner.infeasible import advised
+from autopar.planner.infeasible import advise
 from autopar.planner.problem import Restriction, formulate
 from autopar.planner.solving import TimeOutError, has_plan, solve_mesh
 from autopar.planner.weights import Weights
@@ -158,7 +158,7 @@ def search(
     best = min(solved, key=lambda c: c.step_s)
     late = any(isinstance(error, TimeOutError) for _, error in failures)
     # The bounds are those of plans without codecs.
-    coded = best.sending is not None and best.sending.coded
+    coded = best.sending is not None and best.sending.has_codecs
     floor_s = 0.0 if late or coded else min(c.bound_s for c in solved)
     spent_s = time.perf_counter() - start
     short = any(isinstance(error, InfeasibleError) for _, error in failures)
@@ -212,7 +212,7 @@ def _no_mesh(
         allowed = restriction(roomy) if restriction is not None else None
         return has_plan(analysis, roomy, allowed, limit)
 
-    return advised(analysis, pricer, failure, failure.least_bytes, plans, untried)
+    return advise(analysis, pricer, failure, failure.least_bytes, plans, untried)
 
 
 def plan_mesh(
@@ -232,7 +232,7 @@ def plan_mesh(
     raise PlanError(f"the plan's mesh {axes} does not fit the cluster {cluster}.")
 
 
-def given(
+def search_of_one(
     analysis: Analysis, cluster: Cluster, assignment: Assignment, names: Sequence[str]
 ) -> SearchResult:
     """A search that tries one assignment only, on another cluster perhaps.
@@ -250,10 +250,10 @@ def given(
     start = time.perf_counter()
     pricer = Pricer(cluster, mesh)
 
-    def stated(node: Node, strategy: Strategy) -> bool:
+    def is_stated(node: Node, strategy: Strategy) -> bool:
         return strategy == assignment.strategies[node.index]
 
-    formulation = formulate(analysis, pricer, stated, float("inf"))
+    formulation = formulate(analysis, pricer, is_stated, float("inf"))
     choices = choices_of(formulation, assignment)
     if choices is None:
         raise PlanError(

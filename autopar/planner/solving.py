@@ -34,7 +34,7 @@ from autopar.planner.candidate import (
     WORTHWHILE,
     Candidate,
     choices_of,
-    priced,
+    price_solution,
 )
 from autopar.planner.codecs.choose import CodecRequest, prices_of, sent_as_asked
 from autopar.planner.infeasible import infeasible
@@ -53,9 +53,9 @@ from autopar.planner.ties import laid_out, tie_broken
 from autopar.planner.weights import (
     HIDDEN,
     WHOLE,
+    CommunicationWay,
     Messages,
     Plane,
-    Way,
     Weights,
     highest,
     nowhere,
@@ -126,26 +126,26 @@ def solve_mesh(
     mesh = _Mesh(analysis, pricer, restriction, Limit(seconds), codecs, fitting)
     if weights is not None:
         for one in weights:
-            mesh.solve(Way(one))
+            mesh.solve(CommunicationWay(one))
         if not weights:
-            mesh.solve(Way(HIDDEN, mesh.messages()))
+            mesh.solve(CommunicationWay(HIDDEN, mesh.messages()))
         mesh.send(seconds)
-        return mesh.found()
+        return mesh.fastest_plan()
     try:
-        mesh.bound(most_s)
+        mesh.raise_bound(most_s)
     except TimeOutError:
         if experts:
             mesh.ask_experts()
         if mesh.best is None:
             raise
     mesh.propose(most_s)
-    if mesh.small and not mesh.settled(most_s):
+    if mesh.small and not mesh.is_settled(most_s):
         mesh.solve(dataclasses.replace(mesh.way, small=not mesh.way.small))
-    if experts and not mesh.settled(most_s):
+    if experts and not mesh.is_settled(most_s):
         mesh.ask_experts()
         mesh.improve(most_s)
     mesh.send(seconds)
-    return mesh.found()
+    return mesh.fastest_plan()
 
 
 class TimeOutError(PlanError):
@@ -161,7 +161,7 @@ def has_plan(
     """Whether a plan that fits is found on a mesh in one problem."""
     mesh = _Mesh(analysis, pricer, restriction, Limit(seconds), None, ())
     try:
-        mesh.solve(Way(HIDDEN))
+        mesh.solve(CommunicationWay(HIDDEN))
     except PlanError:
         return False
     return True
@@ -198,9 +198,13 @@ class _Mesh:
         self.free_s = math.inf
         # The way that gave the fastest plan of those in which all work counts, the
         # plan's seconds, and the least cost of the problem.
-        self.way, self._way_s, self.least_s = Way(HIDDEN), math.inf, math.inf
+        self.way, self._way_s, self.least_s = (
+            CommunicationWay(HIDDEN),
+            math.inf,
+            math.inf,
+        )
         self._planes: list[Plane] = []
-        self._tried: set[Way] = set()
+        self._tried: set[CommunicationWay] = set()
         self._problems: dict[object, Formulation] = {}
         memory = float(pricer.cluster.memory_bytes)
         self.small = small_state(analysis.graph, analysis.contraction, memory)
@@ -213,21 +217,21 @@ class _Mesh:
         """Whether communication may run beside work."""
         return bool(self.pricer.cluster.device.corrections.overlap)
 
-    def settled(self, most_s: float) -> bool:
+    def is_settled(self, most_s: float) -> bool:
         """Whether no plan can be faster by what is worth the time."""
         if self.best is None:
             return False
         least_s = (1 - WORTHWHILE) * self.best.step_s
         return self.bound_s >= min(most_s, least_s)
 
-    def felt(self, weights: Weights) -> Weights:
+    def felt_weights(self, weights: Weights) -> Weights:
         """The weights of a problem: what is hidden slows the work beside it."""
         if not self.hides:
             return WHOLE
         least = self.pricer.cluster.device.corrections.contention
         return weights.with_least(least)
 
-    def solve(self, way: Way) -> Candidate | None:
+    def solve(self, way: CommunicationWay) -> Candidate | None:
         """Solves the problem in a way; None where it was, or there is no time.
 
         Raises:
@@ -236,7 +240,7 @@ class _Mesh:
         if way in self._tried or (self.best is not None and self.limit.over):
             return None
         self._tried.add(way)
-        found = self.solved(way, self.best)
+        found = self.solve_way(way, self.best)
         if found is None:
             return None
         if way.bounds:
@@ -248,7 +252,7 @@ class _Mesh:
         self.take(found)
         return found
 
-    def bound(self, most_s: float) -> None:
+    def raise_bound(self, most_s: float) -> None:
         """Bounds the time of every plan, and finds plans on the way.
 
         Raises:
@@ -259,13 +263,13 @@ class _Mesh:
         part = 0.25
         for _ in range(_ROUNDS + 1):
             before_s = self.bound_s
-            if self.solve(Way(weights_of(tried, known))) is None:
+            if self.solve(CommunicationWay(weights_of(tried, known))) is None:
                 return
             if self.bound_s > before_s:
                 best, part = tried, min(1.0, 2.0 * part)
             else:
                 part *= 0.5
-            if not self.hides or self.settled(most_s):
+            if not self.hides or self.is_settled(most_s):
                 return
             # Few plans are no guide far off: half of the way at first.
             goal, most_bound_s = highest(self._planes, known.overlap)
@@ -277,14 +281,14 @@ class _Mesh:
         """Makes plans at other prices of communication."""
         small = bool(self.small)
         for weights in PARTLY if self.hides else ():
-            if not self.settled(most_s):
-                self.solve(Way(weights, small=small))
+            if not self.is_settled(most_s):
+                self.solve(CommunicationWay(weights, small=small))
         for messages in (None, ()):
             before = None
-            while before is not self.best and not self.settled(most_s):
+            while before is not self.best and not self.is_settled(most_s):
                 before = self.best
                 known = self.messages() if messages is None else messages
-                self.solve(Way(self.way.weights, known, small))
+                self.solve(CommunicationWay(self.way.weights, known, small))
 
     def messages(self) -> Messages:
         """The largest message of each group in the fastest plan."""
@@ -302,7 +306,7 @@ class _Mesh:
         """
         assert self.best is not None
         moved = self.hides and self._way_s <= self.best.step_s
-        while moved and not self.settled(most_s):
+        while moved and not self.is_settled(most_s):
             before = self.way
             known = before.weights
             for gathers, sums in ((_STEP, 0), (-_STEP, 0), (0, _STEP), (0, -_STEP)):
@@ -347,11 +351,11 @@ class _Mesh:
             self.limit = Limit(seconds)
             prices = prices_of(known, self.codecs)
             weights = self.best.weights if self.best else HIDDEN
-            self.solve(Way(weights, prices=prices))
+            self.solve(CommunicationWay(weights, prices=prices))
             if self.sent is before or not self.codecs.chooses:
                 return
 
-    def found(self) -> Candidate:
+    def fastest_plan(self) -> Candidate:
         """The fastest plan, with the bound of those without codecs.
 
         Raises:
@@ -385,7 +389,7 @@ class _Mesh:
                 self.record(f"rule: {name}", None, _TOO_LARGE)
                 continue
             with contextlib.suppress(PlanError):
-                found = self.solved(way, None, inner, name)
+                found = self.solve_way(way, None, inner, name)
                 if found is not None:
                     self.take(found)
 
@@ -395,9 +399,9 @@ class _Mesh:
         known = self.best.step_s if self.best is not None else math.inf
         return max(_FAR * self.least_s, known)
 
-    def solved(
+    def solve_way(
         self,
-        way: Way,
+        way: CommunicationWay,
         start: Candidate | None,
         inner: Restriction | None = None,
         name: str = "",
@@ -431,7 +435,7 @@ class _Mesh:
         while True:
             # Priced once, with terms of memory and without.
             key = tight is not None, way.messages, way.prices, way.small
-            known, weights = self._problems.get(key), self.felt(way.weights)
+            known, weights = self._problems.get(key), self.felt_weights(way.weights)
             whole = self._problems.get((*key[:3], False))
             if known is None and whole is not None:
                 known = whole.within(self.analysis, None, self.small)
@@ -451,7 +455,7 @@ class _Mesh:
                 # Plans are judged by the whole model, whatever proposed them.
                 known = dataclasses.replace(known, pricer=self.pricer)
                 self._problems[key] = known
-            formulation = known.at(weights).limited(tight)
+            formulation = known.at(weights).with_limit(tight)
             if inner is not None:
                 formulation = formulation.within(self.analysis, Within(None, inner))
             choices = None
@@ -468,7 +472,7 @@ class _Mesh:
             self.limit.spend(solution.seconds)
             if solution.status in (Status.INFEASIBLE, Status.UNKNOWN):
                 break
-            found = self.judged((key, inner), formulation, solution)
+            found = self.judge_solution((key, inner), formulation, solution)
             peak_bytes = found.peak_memory_bytes
             if peak_bytes <= memory:
                 self.record(proposer, found, "", time.thread_time() - begin)
@@ -498,7 +502,7 @@ class _Mesh:
         self.record(proposer, None, note, time.thread_time() - begin)
         if self.best is not None:
             return None
-        raise _failed(self, formulation, solution.status, tight)
+        raise _failure(self, formulation, solution.status, tight)
 
     def record(
         self, proposer: str, found: Candidate | None, note: str, cpu_s: float = 0.0
@@ -508,7 +512,7 @@ class _Mesh:
         label = self.pricer.mesh.label
         record(Proposal(proposer, label, *made, note=note, cpu_s=cpu_s))
 
-    def judged(
+    def judge_solution(
         self, kind: object, formulation: Formulation, solution: Solution
     ) -> Candidate:
         """A plan with its price; one that is known has it already.
@@ -525,7 +529,7 @@ class _Mesh:
             same = layouts.strategies, frozenset(layouts.copies.items())
             known = self._known.get(same)
             if known is None:
-                known = priced(formulation, fitted, layouts, peak_bytes)
+                known = price_solution(formulation, fitted, layouts, peak_bytes)
                 if peak_bytes <= self.pricer.cluster.memory_bytes:
                     known = tie_broken(self.analysis, known)
             known = dataclasses.replace(known, solution=fitted)
@@ -540,7 +544,7 @@ def _splits_nothing(node: Node, strategy: Strategy) -> bool:
     return not any(strategy)
 
 
-def _failed(
+def _failure(
     mesh: _Mesh, formulation: Formulation, status: Status, tight: float | None
 ) -> PlanError:
     """The error where the solver found no plan that fits."""

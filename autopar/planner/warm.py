@@ -17,7 +17,7 @@ from autopar.cost.pricer import Pricer
 from autopar.errors import PlanError
 from autopar.layouts.strategies import Strategy
 from autopar.planner.candidate import Candidate, SearchResult
-from autopar.planner.codecs.choose import CodecRequest, Errors, requested
+from autopar.planner.codecs.choose import CodecRequest, Errors, request_of
 from autopar.planner.hints import (
     check_pinned,
     pin_restriction,
@@ -74,10 +74,10 @@ def warm_plan(
       PlanError: a pin does not fit, or the batch cannot be split.
     """
     split = _split(analysis, options, running)
-    meshes = _ordered(meshes_of(split, cluster, options), running)
-    asked = requested(options, sent, errors)
+    meshes = _order_meshes(meshes_of(split, cluster, options), running)
+    asked = request_of(options, sent, errors)
     codecs = None if asked.mode == "none" else asked
-    result = _searched(split, cluster, meshes, options, running, codecs)
+    result = _search_in_time(split, cluster, meshes, options, running, codecs)
     if result is None:  # the search says why, or takes its time and finds one
         return plan_analysis(analysis, cluster, options, sent, errors)
     best = result.best
@@ -96,7 +96,7 @@ def _split(analysis: Analysis, options: PlanOptions, running: Plan) -> Analysis:
     return as_asked(analysis, dataclasses.replace(options, microbatches=count))
 
 
-def _ordered(meshes: Sequence[MeshShape], running: Plan) -> list[MeshShape]:
+def _order_meshes(meshes: Sequence[MeshShape], running: Plan) -> list[MeshShape]:
     """The meshes, those most like the running plan's first."""
     sizes = running.axis_sizes
 
@@ -107,7 +107,7 @@ def _ordered(meshes: Sequence[MeshShape], running: Plan) -> list[MeshShape]:
     return sorted(meshes, key=unlike)
 
 
-def _searched(
+def _search_in_time(
     analysis: Analysis,
     cluster: Cluster,
     meshes: Sequence[MeshShape],
@@ -127,15 +127,15 @@ def _searched(
     solved = [found for _, found in tried if found is not None]
     if not solved:
         return None
-    best = _refined(analysis, solved, options, start, codecs)
-    coded = best.sending is not None and best.sending.coded
+    best = _refine(analysis, solved, options, start, codecs)
+    coded = best.sending is not None and best.sending.has_codecs
     every = len(tried) == len(meshes) and not coded
     floor_s = min(c.bound_s for c in solved) if every else 0.0
     spent_s = time.perf_counter() - start
     return SearchResult(best, tuple(tried), spent_s, floor_s=floor_s)
 
 
-def _refined(
+def _refine(
     analysis: Analysis,
     solved: Sequence[Candidate],
     options: PlanOptions,

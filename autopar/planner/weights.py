@@ -81,7 +81,7 @@ WHOLE, HIDDEN = partly(1.0, 1.0), partly(0.0, 0.0)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Way:
+class CommunicationWay:
     """How the communication of a problem counts.
 
     Attributes:
@@ -141,7 +141,9 @@ def in_kinds(
     )
 
 
-def lowered(weights: Weights, seconds: np.ndarray, parts: np.ndarray) -> np.ndarray:
+def lower_seconds(
+    weights: Weights, seconds: np.ndarray, parts: np.ndarray
+) -> np.ndarray:
     """Seconds of which parts are of some kinds; what is infinite stays so."""
     factor = 1.0 - float((1.0 - weights.kinds) @ parts)
     if factor == 1.0:

@@ -27,7 +27,7 @@ from autopar.planner.options import (
     PlanOptions,
     as_cluster,
     as_plan,
-    changed,
+    changed_options,
 )
 from autopar.plans import Plan
 from autopar.runtime.codec_run import CodecRun
@@ -384,7 +384,9 @@ def _check_given(cluster: Cluster | None, options: PlanOptions) -> None:
     """Checks that nothing is said beside a plan that it would have to overrule."""
     if cluster is not None:
         raise PlanError("parallelize: give cluster= or plan=, not both.")
-    if ignored := [f"{name}=" for name in changed(options) if name not in _REPLANS]:
+    if ignored := [
+        f"{name}=" for name in changed_options(options) if name not in _REPLANS
+    ]:
         raise PlanError(
             f"parallelize: {', '.join(ignored)} has no effect with plan=, which has "
             "its own codecs and microbatches. For others, leave plan= out and "

@@ -34,7 +34,7 @@ def workers(
         read_ending,
     )
     from autopar.errors import PlanError  # as it does
-    from autopar.units import numbered  # as it does
+    from autopar.units import number_of  # as it does
 
     asked = [processes is not None, remove is not None, stop]
     if sum(asked) > 1:
@@ -64,5 +64,5 @@ def workers(
         + (f", step {found['step']}" if found["step"] >= 0 else "")
         for name, found in status["workers"].items()
     ]
-    world = f"world of {numbered(len(status['world']), 'process')}"
+    world = f"world of {number_of(len(status['world']), 'process')}"
     return Result("\n".join([*told, world, *lines]))

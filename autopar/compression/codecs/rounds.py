@@ -132,7 +132,7 @@ def _checked_result(
                 f"{where}: Reduced.{name} must have the shape {shape}{when}, got "
                 f"{_kind(given)}."
             )
-    before, after = _described(state), _described(made.state)
+    before, after = _describe_state(state), _describe_state(made.state)
     if before != after:
         raise InputError(
             f"{where}: Reduced.state is {after}, and init or the step before gave "
@@ -141,7 +141,7 @@ def _checked_result(
     return made
 
 
-def _described(state: State) -> str:
+def _describe_state(state: State) -> str:
     return str(jax.tree.map(_kind, state))
 
 

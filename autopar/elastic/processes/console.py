@@ -8,7 +8,7 @@ from typing import Any
 
 from autopar.elastic.processes.members import end_text
 from autopar.elastic.processes.messages import SUSPENDED
-from autopar.units import numbered, seconds_text
+from autopar.units import number_of, seconds_text
 
 
 class Console:
@@ -42,12 +42,16 @@ class Console:
         match event:
             case "gone":
                 ends = self._ends and data["code"] in (0, SUSPENDED)
-                return [] if ends else [f"worker {data['worker']} {_left(data)}"]
+                return (
+                    []
+                    if ends
+                    else [f"worker {data['worker']} {_describe_leaving(data)}"]
+                )
             case "remove":
                 return [f"worker {data['worker']} is asked to leave"]
             case "resize":
                 named = [f"worker {w} is asked to leave" for w in data["leaving"]]
-                return [*named, f"asked for {numbered(data['processes'], 'process')}"]
+                return [*named, f"asked for {number_of(data['processes'], 'process')}"]
             case "form":
                 self._forming = data["workers"]
             case "formed":
@@ -83,7 +87,7 @@ class Console:
         return [
             *([f"the last world broke: {why}"] if why else []),
             *(f"worker {w} joined" for w in new),
-            f"a world of {numbered(len(self._forming), 'process')} ({names}) "
+            f"a world of {number_of(len(self._forming), 'process')} ({names}) "
             f"trains from step {step} on{pause}",
         ]
 
@@ -104,5 +108,5 @@ def _print(text: str) -> None:
     sys.stderr.flush()
 
 
-def _left(data: Mapping[str, Any]) -> str:
+def _describe_leaving(data: Mapping[str, Any]) -> str:
     return "has left" if data["code"] == 0 else end_text(data["code"])

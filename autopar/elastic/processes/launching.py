@@ -129,7 +129,7 @@ class LocalLauncher:
 
     def start(self, worker: int, environment: Mapping[str, str]) -> ProcessId | None:
         """See `Launcher`."""
-        with self._printed(worker) as (stdout, stderr):
+        with self._printing_of(worker) as (stdout, stderr):
             child = subprocess.Popen(
                 self._command,
                 # What goes to a pipe would wait for more of it.
@@ -145,7 +145,7 @@ class LocalLauncher:
         return process
 
     @contextlib.contextmanager
-    def _printed(self, worker: int) -> Generator[tuple[int | None, int | None]]:
+    def _printing_of(self, worker: int) -> Generator[tuple[int | None, int | None]]:
         """Where a worker prints to: a process that prints its lines with its number."""
         if worker == 0 and not self._names:
             yield None, None

@@ -17,7 +17,7 @@ import msgspec
 
 from autopar.elastic.processes.messages import Message, connect
 from autopar.errors import PlanError
-from autopar.units import numbered
+from autopar.units import number_of
 from autopar.whole_files import WaitingLines, write_whole
 
 # Lines that wait for room at most; older ones are given up.
@@ -91,7 +91,7 @@ def read_ending(folder: pathlib.Path) -> Mapping[str, Any] | None:
 
 def ending_text(ended: Mapping[str, Any]) -> str:
     """How a run has ended, in a sentence."""
-    steps = numbered(ended["steps"], "step")
+    steps = number_of(ended["steps"], "step")
     code, reason = ended["code"], ended["reason"]
     return f"the run has ended after {steps} with exit code {code}: {reason}"
 

@@ -15,7 +15,7 @@ from autopar.elastic.processes import members, tiles
 from autopar.elastic.processes.identity import ProcessId
 from autopar.elastic.processes.members import Actions, MemberLimits, WorkerMember
 from autopar.elastic.processes.messages import SUSPENDED, Message
-from autopar.units import numbered
+from autopar.units import number_of
 
 # Who belongs to the next world, and with which state it goes on.
 
@@ -403,7 +403,7 @@ class Supervisor:
         if self._ending == "suspend" and self.state == "suspend":
             self.stop("suspended", SUSPENDED)
         elif self._ending == "stop":
-            steps = numbered(max(0, self.reached), "step")
+            steps = number_of(max(0, self.reached), "step")
             code = 1 if self._undone else 0
             self.stop(f"stopped after {steps}{self._undone}.", code)
         else:

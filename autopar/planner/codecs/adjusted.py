@@ -20,7 +20,7 @@ from autopar.compression.adjusting import (
 from autopar.compression.codecs.codec import Codec
 from autopar.compression.codecs.registry import format_codec, parse_codec
 from autopar.errors import PlanError
-from autopar.planner.codecs.sites import repriced
+from autopar.planner.codecs.sites import reprice_bytes
 from autopar.plans import GradientDecision, Plan
 
 Decisions = Sequence[GradientDecision]
@@ -51,7 +51,7 @@ def changed_families(before: Decisions, after: Decisions) -> set[Codec]:
     return out
 
 
-def adjusted(
+def adjust_inputs(
     decisions: Decisions, wanted: Iterable[Codec]
 ) -> tuple[GradientDecision, ...]:
     """Decisions of which those of some families have inputs, and no others.
@@ -75,8 +75,8 @@ def adjusted(
 
 
 def adjusted_plan(plan: Plan, wanted: Collection[Codec]) -> Plan:
-    """A plan whose decisions are `adjusted`, each stage's by themselves."""
-    made = [adjusted(stage.gradients, wanted) for stage in plan.stages]
+    """A plan whose decisions are `adjust_inputs`, each stage's by themselves."""
+    made = [adjust_inputs(stage.gradients, wanted) for stage in plan.stages]
     return plan.with_gradients([g for stage in made for g in stage])
 
 
@@ -117,7 +117,7 @@ def program_plan(plan: Plan) -> Plan:
 def _constant(decision: GradientDecision) -> GradientDecision:
     if not decision.limit:
         return decision
-    return repriced(msgspec.structs.replace(decision, limit="", room=1.0))
+    return reprice_bytes(msgspec.structs.replace(decision, limit="", room=1.0))
 
 
 def _with_limit(group: Decisions, limit: Codec) -> list[GradientDecision]:

@@ -115,7 +115,7 @@ class CodecRequest:
         return self.sent is None and self.codec is None
 
 
-def requested(
+def request_of(
     options: PlanOptions, sent: Plan | None = None, errors: Errors | None = None
 ) -> CodecRequest:
     """Reads the options.
@@ -144,11 +144,13 @@ def sent_as_asked(
     _check_codecs(found, request)
     if request.sent is not None:
         given = {g.name: g for g in request.sent.gradients}
-        sending = judged(candidate, found, codecs_of(given, found), request.errors)
+        sending = judge_codecs(
+            candidate, found, codecs_of(given, found), request.errors
+        )
     elif request.codec is not None:
         sending = _uniform(candidate, found, request.codec)
     else:
-        sending = _chosen(candidate, found, request)
+        sending = _choose_sending(candidate, found, request)
     return dataclasses.replace(candidate, sending=sending)
 
 
@@ -187,7 +189,7 @@ def _uniform(candidate: Candidate, found: Sequence[Site], codec: Codec) -> Sendi
             f"{why} Try another codec, or compression='auto'."
         )
     codecs = ["dense" if refusals.get(s.value, "small") else text for s in found]
-    return judged(candidate, found, codecs, {})
+    return judge_codecs(candidate, found, codecs, {})
 
 
 def codecs_of(given: dict[str, GradientDecision], found: Sequence[Site]) -> list[str]:
@@ -206,23 +208,23 @@ def _sends(site: Site, text: str, given: dict[str, GradientDecision]) -> bool:
     return not site.refuses(parse_codec(text)) if text else site.name in given
 
 
-def _chosen(
+def _choose_sending(
     candidate: Candidate, found: Sequence[Site], request: CodecRequest
 ) -> Sending:
     """The codecs that make the step fastest, within the budget."""
     errors = request.errors
     large = [s for s in found if s.compressible]
-    nothing = judged(candidate, found, [""] * len(found), errors)
+    nothing = judge_codecs(candidate, found, [""] * len(found), errors)
     if not large:
         return nothing
-    known: dict[object, list[tuple[str, Option]]] = {}
-    rows: list[list[tuple[str, Option]]] = []
+    known: dict[object, list[tuple[str, CodecOption]]] = {}
+    rows: list[list[tuple[str, CodecOption]]] = []
     for site in large:
         # Gradients of one shape and place have the same prices.
         own = errors.get(site.name)
         key = site.name if own else (site.shape, site.summations, site.itemsize)
         if key not in known:
-            known[key] = _allowed(candidate.pricer, site, request)
+            known[key] = _allowed_codecs(candidate.pricer, site, request)
         rows.append(known[key])
     problem = _selection(candidate, found, large, rows, request.budget)
     answer = solve_selection(problem, seconds=2.0, gap=GAP)
@@ -235,13 +237,13 @@ def _chosen(
     }
     rest = "dense" if any(chosen.values()) else ""
     codecs = [chosen.get(s.value, "") or rest for s in found]
-    made = judged(candidate, found, codecs, errors)
+    made = judge_codecs(candidate, found, codecs, errors)
     if candidate.plain_s - step_s(made.cost) < WORTHWHILE * candidate.plain_s:
         made = nothing
     return dataclasses.replace(made, problem=problem)
 
 
-def judged(
+def judge_codecs(
     candidate: Candidate, found: Sequence[Site], codecs: Sequence[str], errors: Errors
 ) -> Sending:
     """Returns what given codecs cost.
@@ -294,7 +296,7 @@ def _waiting_cost(candidate: Candidate, texts: Mapping[int, str]) -> CostBreakdo
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Option:
+class CodecOption:
     """One codec for one gradient, as the program that chooses sees it.
 
     Attributes:
@@ -310,13 +312,13 @@ class Option:
     summation: Summation
 
 
-def _option(pricer: Pricer, site: Site, text: str, errors: Errors) -> Option:
+def _option(pricer: Pricer, site: Site, text: str, errors: Errors) -> CodecOption:
     """Prices a codec for a gradient, the fastest way; '' is what the compiler does."""
     mesh = pricer.mesh.axes
     if not text:
         route = route_of(site.summations[-1], mesh)
         price = compiler_price(pricer, route, site.itemsize)
-        return Option(price, 0.0, 0.0, site.flat)
+        return CodecOption(price, 0.0, 0.0, site.flat)
     error = errors.get(site.name, {}).get(text)
     prices = [
         (codec_price(pricer, route_of(summation, mesh), text, error), summation)
@@ -326,7 +328,7 @@ def _option(pricer: Pricer, site: Site, text: str, errors: Errors) -> Option:
     assert not price.refused, price.refused
     weighted = math.prod(site.shape) * price.counted_error**2
     kept = _state_bytes(summation, parse_codec(text))
-    return Option(price, weighted, kept, summation)
+    return CodecOption(price, weighted, kept, summation)
 
 
 @functools.lru_cache(maxsize=1 << 14)
@@ -338,9 +340,9 @@ def _state_bytes(summation: Summation, codec: Codec) -> float:
     return float(sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state)))
 
 
-def _allowed(
+def _allowed_codecs(
     pricer: Pricer, site: Site, request: CodecRequest
-) -> list[tuple[str, Option]]:
+) -> list[tuple[str, CodecOption]]:
     """Returns the codecs that a gradient may be sent by, and their effects."""
     known = [t for t in offered_codecs() if not site.refuses(parse_codec(t))]
     options = [
@@ -354,7 +356,7 @@ def _selection(
     candidate: Candidate,
     found: Sequence[Site],
     large: Sequence[Site],
-    rows: Sequence[Sequence[tuple[str, Option]]],
+    rows: Sequence[Sequence[tuple[str, CodecOption]]],
     budget: float,
 ) -> CodecSelection:
     pricer = candidate.pricer
@@ -362,7 +364,7 @@ def _selection(
     left = pricer.cluster.memory_bytes - candidate.peak_memory_bytes
     felt = _felt_part(candidate)
 
-    def column(of: Callable[[Option], float]) -> tuple[np.ndarray, ...]:
+    def column(of: Callable[[CodecOption], float]) -> tuple[np.ndarray, ...]:
         return tuple(np.array([of(option) for _, option in row]) for row in rows)
 
     wire_s = column(lambda o: o.price.wire_s)
@@ -446,7 +448,7 @@ def prices_of(best: Candidate, request: CodecRequest) -> Prices:
     return Prices(weight, dual.seconds_per_error, codecs, known, request.most)
 
 
-def recorded(
+def record_decisions(
     candidate: Candidate, request: CodecRequest
 ) -> tuple[GradientDecision, ...]:
     """Writes down how each gradient is sent.
@@ -480,7 +482,7 @@ def _as_before(given: GradientDecision, made: GradientDecision) -> GradientDecis
     )
 
 
-def described(
+def describe_compression(
     parts: Sequence[tuple[Analysis, Candidate]],
     request: CodecRequest,
     before_s: float,
@@ -499,7 +501,7 @@ def described(
     rows = [(a, c.assignment, c.sending) for a, c in parts if c.sending is not None]
     squares = sum(s.error**2 * elements_of(s) for _, _, s in rows)
     total = sum(elements_of(s) for _, _, s in rows)
-    coded = any(s.coded for _, _, s in rows)
+    coded = any(s.has_codecs for _, _, s in rows)
     left = [left_to_compiler(a, layouts, s.sites) for a, layouts, s in rows]
     early = sum(len(groups.get(EARLY, ())) for groups in left) if coded else 0
     text = None if request.codec is None else format_codec(request.codec)

@@ -98,7 +98,7 @@ class Sending:
     problem: CodecSelection | None = None
 
     @property
-    def coded(self) -> bool:
+    def has_codecs(self) -> bool:
         """Whether any gradient has a codec."""
         return any(self.codecs)
 
@@ -206,10 +206,10 @@ def updated_parameters(graph: OperatorGraph, values: Sequence[int]) -> dict[int,
         for i in graph.inputs
         if i.output >= 0 and i.role is InputRole.PARAMETER
     }
-    return {value: _reached(graph, readers, targets, value) for value in values}
+    return {value: _reached_path(graph, readers, targets, value) for value in values}
 
 
-def _reached(
+def _reached_path(
     graph: OperatorGraph,
     readers: dict[int, list[Operator]],
     targets: dict[int | None, str],
@@ -260,10 +260,10 @@ def decision(
         ),
         within_bytes=sum((m.sent for m in route.within_messages), 0.0),
     )
-    return repriced(made)
+    return reprice_bytes(made)
 
 
-def repriced(made: GradientDecision) -> GradientDecision:
+def reprice_bytes(made: GradientDecision) -> GradientDecision:
     """A decision with the bytes that its codec sends."""
     if not made.codec:
         return msgspec.structs.replace(made, wire_bytes=made.dense_bytes)
@@ -283,7 +283,7 @@ _TOLD = contextvars.ContextVar("told", default=True)
 
 
 @contextlib.contextmanager
-def unasked() -> Generator[None]:
+def without_warnings() -> Generator[None]:
     """Within it codecs are tried that nobody has asked for: no use is no warning."""
     token = _TOLD.set(False)
     try:

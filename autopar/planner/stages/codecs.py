@@ -21,9 +21,9 @@ from autopar.planner.candidate import Candidate
 from autopar.planner.codecs.choose import (
     WORTHWHILE,
     CodecRequest,
-    described,
+    describe_compression,
     elements_of,
-    judged,
+    judge_codecs,
     sent_as_asked,
 )
 from autopar.planner.codecs.sites import Sending, sites, updated_parameters
@@ -127,7 +127,7 @@ def choose_staged(
     else:
         choices = _as_asked(once, nothing, request)
     parts = list(zip(once, choices, strict=True))
-    why = described(parts, request, seconds(nothing), seconds(choices))
+    why = describe_compression(parts, request, seconds(nothing), seconds(choices))
     return StagedChoice(choices, with_codecs(costs, choices), why)
 
 
@@ -157,7 +157,7 @@ def summed_once(analysis: Analysis) -> Analysis:
 def _nothing(analysis: Analysis, candidate: Candidate) -> Candidate:
     """A stage whose gradients the compiler sums."""
     found = sites(analysis, candidate.assignment, candidate.pricer.mesh.axes)
-    sending = judged(candidate, found, [""] * len(found), {})
+    sending = judge_codecs(candidate, found, [""] * len(found), {})
     return dataclasses.replace(candidate, sending=sending)
 
 

@@ -80,7 +80,7 @@ class SecondsPricer:
         self._add_work(submesh, work)
         self._add_communication(submesh, waiting, free)
         known = submesh.pricer.cluster.device.corrections
-        return _overlapped(work, waiting, free, known.overlap, known.contention)
+        return _overlap(work, waiting, free, known.overlap, known.contention)
 
     def _add_work(self, submesh: Submesh, out: np.ndarray) -> None:
         work = work_of(submesh.assignment, submesh.pricer)
@@ -164,7 +164,7 @@ class SecondsPricer:
         ]
 
 
-def _overlapped(
+def _overlap(
     work: np.ndarray,
     waiting: np.ndarray,
     free: np.ndarray,
@@ -282,7 +282,7 @@ def between(cluster: Cluster, first: Submesh, second: Submesh) -> LinkSpec:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Shared:
+class SharedLayerParameter:
     """A parameter that several layers read in their forward pass.
 
     Attributes:
@@ -296,7 +296,7 @@ class Shared:
     target: int
 
 
-def shared_parameters(layers: LayerMap) -> Iterator[Shared]:
+def shared_parameters(layers: LayerMap) -> Iterator[SharedLayerParameter]:
     """The parameters that forward passes of several layers read, cast or not.
 
     Small ones are sent to whoever reads them without a thought.
@@ -313,7 +313,7 @@ def shared_parameters(layers: LayerMap) -> Iterator[Shared]:
         found = sorted(read.get(given.value, ()))
         if given.role is InputRole.PARAMETER and len(found) > 1:
             for target in found[1:]:
-                yield Shared(given.value, found[0], target)
+                yield SharedLayerParameter(given.value, found[0], target)
 
 
 # A submesh is left out where another one of its size costs no more than this in
@@ -358,7 +358,7 @@ class Priced:
         return np.concatenate([table.ravel() for table in found])
 
 
-def priced(
+def price_layers(
     layers: LayerMap, found: Sequence[Submesh], scales: np.ndarray
 ) -> list[Priced]:
     """Prices the layers on submeshes; those that others dominate are left out.
@@ -370,11 +370,11 @@ def priced(
     """
     seconds, nbytes = SecondsPricer(layers, scales), BytesPricer(layers, scales)
     across = crossings(layers)
-    out = [_priced(layers, s, scales, seconds, nbytes, across) for s in found]
-    return [one for k, one in enumerate(out) if not _dominated(out, k)]
+    out = [_price_submesh(layers, s, scales, seconds, nbytes, across) for s in found]
+    return [one for k, one in enumerate(out) if not _is_dominated(out, k)]
 
 
-def _priced(
+def _price_submesh(
     layers: LayerMap,
     submesh: Submesh,
     scales: np.ndarray,
@@ -401,7 +401,7 @@ def _priced(
     )
 
 
-def _dominated(found: Sequence[Priced], number: int) -> bool:
+def _is_dominated(found: Sequence[Priced], number: int) -> bool:
     """Whether another submesh of the same devices is as good in everything."""
     mine = found[number]
     key = (mine.submesh.group, mine.submesh.devices)
@@ -463,7 +463,7 @@ def stage_problem(
             for k, count in enumerate(microbatches)
         ),
         schedules=tuple(schedules),
-        shared=_shared(layers, cluster, found),
+        shared=_shared_parameters(layers, cluster, found),
         max_stages=max_stages,
     )
 
@@ -557,7 +557,7 @@ def _layer_costs(
     )
 
 
-def _shared(
+def _shared_parameters(
     layers: LayerMap, cluster: Cluster, found: Sequence[Priced]
 ) -> tuple[SharedParameter, ...]:
     """The parameters that several layers read, such as tied embeddings."""

@@ -14,7 +14,7 @@ import numpy as np
 from autopar.cluster import Cluster
 from autopar.cluster.slices import shapes
 from autopar.errors import PlanError
-from autopar.planner.codecs.choose import CodecRequest, requested
+from autopar.planner.codecs.choose import CodecRequest, request_of
 from autopar.planner.options import PlanOptions
 from autopar.planner.record import another_step
 from autopar.planner.stages.layer_map import LayerMap, batch_inputs
@@ -29,7 +29,7 @@ from autopar.planner.stages.plan import (
 )
 from autopar.planner.stages.stage_search import StageSite, hints_of
 from autopar.planner.stages.staged import (
-    Wanted,
+    WantedPipeline,
     schedule_of,
     staged_plan,
 )
@@ -141,12 +141,12 @@ def plan_pipeline(
       PlanError: the step cannot be cut or split so.
     """
     whole, wanted, count = even_pipeline(analysis, cluster, options, stages)
-    return planned(whole, cluster, options, wanted, count, codecs)
+    return plan_wanted(whole, cluster, options, wanted, count, codecs)
 
 
 def even_pipeline(
     analysis: Analysis, cluster: Cluster, options: PlanOptions, stages: int
-) -> tuple[Analysis, Wanted, int]:
+) -> tuple[Analysis, WantedPipeline, int]:
     """A pipeline of equal slices and about equal layers.
 
     Args:
@@ -178,14 +178,14 @@ def even_pipeline(
             f"fewer stages{_loops_text(whole)}."
         )
     else:
-        starts, cuts = tuple(layers.starts), _balanced(_weights(layers), parts)
+        starts, cuts = tuple(layers.starts), _balance(_weights(layers), parts)
     sites = _sites(cluster, stages)
-    wanted = Wanted(layers=starts, parts=cuts, schedule=schedule, sites=sites)
+    wanted = WantedPipeline(layers=starts, parts=cuts, schedule=schedule, sites=sites)
     return whole, wanted, count
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Limits:
+class PipelineLimits:
     """What pipelines are worth a look.
 
     Attributes:
@@ -206,7 +206,7 @@ def best_pipeline(
     codecs: CodecRequest | None = None,
     *,
     most_s: float = math.inf,
-    limits: Limits = Limits(),
+    limits: PipelineLimits = PipelineLimits(),
 ) -> Plan | None:
     """Finds the best pipeline of a step; None: one stage is better, or needed.
 
@@ -230,7 +230,7 @@ def best_pipeline(
     pieces = whole if most is None else with_pieces(whole, even_pieces(whole, most))
     asked = options.microbatches
 
-    def chosen(counts: list[int] | None) -> PipelineChoice:
+    def choose_counts(counts: list[int] | None) -> PipelineChoice:
         return plan_stages(
             pieces,
             cluster,
@@ -252,11 +252,11 @@ def best_pipeline(
         return stages == 1 or is_slow(stages, found.microbatches, found.step_s)
 
     try:
-        choice = chosen([asked] if isinstance(asked, int) else None)
+        choice = choose_counts([asked] if isinstance(asked, int) else None)
         if is_worse(choice):  # then with fewer numbers to choose from, too
             return None
         if not isinstance(asked, int) and not _is_exact(whole, options, choice):
-            choice = chosen([1])
+            choice = choose_counts([1])
     except NotFasterError:
         return None
     if is_worse(choice):
@@ -265,8 +265,8 @@ def best_pipeline(
         made = _of_loops(whole, cluster, options, choice, codecs)
     else:
         wanted, count = wanted_of(choice), choice.microbatches
-        made = planned(whole, cluster, options, wanted, count, codecs)
-        made = _reported(made, choice)
+        made = plan_wanted(whole, cluster, options, wanted, count, codecs)
+        made = _with_report(made, choice)
     if made is None:
         return None
     slow = is_slow(len(made.stages), made.microbatches, made.predicted.step_s)
@@ -359,7 +359,7 @@ def _loops_text(whole: Analysis) -> str:
     return f": its loops have at most {max(whole.stacked_inputs.values())} layers"
 
 
-def _reported(plan: Plan, choice: PipelineChoice) -> Plan:
+def _with_report(plan: Plan, choice: PipelineChoice) -> Plan:
     """The plan with what is known of other pipelines.
 
     Stages are planned anew, so that the step differs a little from the choice's.
@@ -375,11 +375,11 @@ def _reported(plan: Plan, choice: PipelineChoice) -> Plan:
     return msgspec.structs.replace(plan, solver=solver)
 
 
-def planned(
+def plan_wanted(
     whole: Analysis,
     cluster: Cluster,
     options: PlanOptions,
-    wanted: Wanted,
+    wanted: WantedPipeline,
     count: int,
     codecs: CodecRequest | None = None,
 ) -> Plan:
@@ -398,12 +398,12 @@ def planned(
       PlanError: the step cannot be cut or split so.
     """
     cut = cut_for(whole, options, wanted, count)
-    asked = codecs or requested(options)
+    asked = codecs or request_of(options)
     return staged_plan(cut, cluster, wanted, asked, hints_of(options))
 
 
 def cut_for(
-    whole: Analysis, options: PlanOptions, wanted: Wanted, count: int
+    whole: Analysis, options: PlanOptions, wanted: WantedPipeline, count: int
 ) -> CutStep:
     """The step, cut into the stages that are wanted.
 
@@ -516,9 +516,9 @@ def _sites(cluster: Cluster, stages: int) -> tuple[StageSite, ...]:
     )
 
 
-def wanted_of(choice: PipelineChoice) -> Wanted:
+def wanted_of(choice: PipelineChoice) -> WantedPipeline:
     """What a choice of the planner of stages asks for."""
-    return Wanted(
+    return WantedPipeline(
         layers=choice.layer_starts,
         parts=choice.cuts[:-1],
         recomputed=tuple(sorted(k for s in choice.stages for k in s.recomputed)),
@@ -544,7 +544,7 @@ def _weights(layers: LayerMap) -> list[float]:
     return out
 
 
-def _balanced(weights: Sequence[float], parts: int) -> tuple[int, ...]:
+def _balance(weights: Sequence[float], parts: int) -> tuple[int, ...]:
     """The layers at which parts begin, the heaviest as light as can be.
 
     >>> _balanced([1, 1, 1, 3], 2)

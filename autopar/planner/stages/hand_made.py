@@ -12,14 +12,14 @@ from collections.abc import Iterator
 
 from autopar.cluster import Cluster, MeshShape
 from autopar.errors import PlanError
-from autopar.planner.codecs.choose import requested
+from autopar.planner.codecs.choose import request_of
 from autopar.planner.options import PlanOptions
 from autopar.planner.recipes import Recipe
 from autopar.planner.search import candidate_meshes
 from autopar.planner.stages.entry import cut_for, even_pipeline
 from autopar.planner.stages.plan import divisors, rows_to_split
 from autopar.planner.stages.stage_search import StageHints
-from autopar.planner.stages.staged import Wanted, staged_plan
+from autopar.planner.stages.staged import WantedPipeline, staged_plan
 from autopar.plans import Plan
 from autopar.progress import say
 from autopar.steps.analysis import Analysis
@@ -86,7 +86,7 @@ def _of(
       PlanError: the step cannot be cut into so many.
     """
     cut, wanted = _cut(analysis, cluster, options, stages)
-    dense = requested(dataclasses.replace(options, compression="none"))
+    dense = request_of(dataclasses.replace(options, compression="none"))
     for mesh in candidate_meshes(wanted.sites[0].cluster):
         sites = tuple(dataclasses.replace(site, mesh=mesh) for site in wanted.sites)
         placed = dataclasses.replace(wanted, sites=sites)
@@ -101,7 +101,7 @@ def _of(
 
 def _cut(
     analysis: Analysis, cluster: Cluster, options: PlanOptions, stages: int
-) -> tuple[CutStep, Wanted]:
+) -> tuple[CutStep, WantedPipeline]:
     """The stages, with as many microbatches for each as the batch can be split into.
 
     Raises:

@@ -11,11 +11,11 @@ from autopar.planner.codecs.choose import CodecRequest
 from autopar.planner.hints import check_pinned
 from autopar.planner.options import PlanOptions
 from autopar.planner.record import GIVEN, assignment_of
-from autopar.planner.search import given
+from autopar.planner.search import search_of_one
 from autopar.planner.stages.entry import cut_as
 from autopar.planner.stages.placement import one_stage, stage_pricers
 from autopar.planner.stages.stage_search import StageSite, check_matches, own_pins
-from autopar.planner.stages.staged import Wanted, kept_plan, schedule_of
+from autopar.planner.stages.staged import WantedPipeline, kept_plan, schedule_of
 from autopar.plans import Plan
 from autopar.steps.analysis import Analysis
 from autopar.steps.stages import CutStep
@@ -50,7 +50,7 @@ def kept_pipeline(
         StageSite(devices=stage.devices, cluster=pricer.cluster, mesh=pricer.mesh)
         for stage, pricer in zip(kept.stages, pricers, strict=True)
     )
-    wanted = Wanted(
+    wanted = WantedPipeline(
         layers=kept.pipeline.layers,
         parts=kept.pipeline.parts,
         schedule=schedule_of(kept),
@@ -69,7 +69,7 @@ def _candidate(cut: CutStep, kept: Plan, number: int, site: StageSite) -> Candid
     alone = one_stage(kept, number).with_gradients(())
     analysis = cut.stages[number]
     assignment = assignment_of(analysis, alone)
-    return given(analysis, site.cluster, assignment, alone.axis_names).best
+    return search_of_one(analysis, site.cluster, assignment, alone.axis_names).best
 
 
 def _check(options: PlanOptions, kept: Plan) -> None:

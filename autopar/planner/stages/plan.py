@@ -11,7 +11,7 @@ import numpy as np
 
 from autopar.cluster import Cluster
 from autopar.errors import InfeasibleError, PlanError
-from autopar.planner.stages.costs import Priced, priced, stage_problem
+from autopar.planner.stages.costs import Priced, price_layers, stage_problem
 from autopar.planner.stages.layer_map import LayerMap, batch_inputs, layer_map
 from autopar.planner.stages.placement import place
 from autopar.planner.stages.submeshes import (
@@ -177,7 +177,7 @@ def plan_stages(
     spent.on("layouts")
     counts = list(microbatches or covering(every, found, analysed))
     scales = np.array([analysed / count for count in counts])
-    prices = priced(layers, found, scales)
+    prices = price_layers(layers, found, scales)
     problem = stage_problem(
         layers, cluster, prices, counts, schedules, stages, alone_again=alone_again
     )

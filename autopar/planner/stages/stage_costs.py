@@ -162,13 +162,13 @@ def _tasks_of(cut: CutStep, stage: int) -> dict[int, list[TaskKey]]:
     """Equation, also one of a region -> the tasks of the stage that run it."""
     out: dict[int, list[TaskKey]] = defaultdict(list)
     for task in cut.cut.of_stage(stage):
-        for index in _needed(cut, task):
+        for index in _needed_equations(cut, task):
             for inner in (index, *_inside(cut, index)):
                 out[inner].append(task.key)
     return dict(out)
 
 
-def _needed(cut: CutStep, task: Task) -> list[int]:
+def _needed_equations(cut: CutStep, task: Task) -> list[int]:
     """The equations of a task whose results somebody needs; compilers drop others.
 
     What computes activations again has some that only the next part reads.
@@ -213,7 +213,7 @@ def _activation_bytes(cut: CutStep, part: int, found: Sequence[Candidate]) -> fl
     return _device_bytes(cut, kept, found[stage].assignment)
 
 
-def _sent(cut: CutStep, part: int, other: int, *, forward: bool) -> set[int]:
+def _sent_values(cut: CutStep, part: int, other: int, *, forward: bool) -> set[int]:
     """The values that tasks of a part send to another part."""
     source, target = _of_part(cut, part, forward), _of_part(cut, other, None)
     keys = {t.key for t in source}
@@ -266,8 +266,8 @@ def link_bytes(
     ahead: set[int] = set()
     back: set[int] = set()
     for k in range(part + 1):
-        ahead |= _sent(cut, k, part + 1, forward=True)
-        back |= _sent(cut, part + 1, k, forward=False)
+        ahead |= _sent_values(cut, k, part + 1, forward=True)
+        back |= _sent_values(cut, part + 1, k, forward=False)
     return (
         _device_bytes(cut, ahead, assignments[one]),
         _device_bytes(cut, back, assignments[two]),

@@ -159,12 +159,12 @@ class StageSearch:
         restriction = self._restriction(analysis, pins, lies)
         device = dataclasses.replace(site.cluster.device, memory_bytes=math.floor(room))
         limited = dataclasses.replace(site.cluster, device=device)
-        best = self._searched(analysis, limited, meshes, restriction)
+        best = self._search_stage(analysis, limited, meshes, restriction)
         check_pinned(pins, analysis, best.assignment, best.pricer.mesh)
         pricer = dataclasses.replace(best.pricer, cluster=site.cluster)
         return dataclasses.replace(best, pricer=pricer, sending=None)
 
-    def _searched(
+    def _search_stage(
         self,
         analysis: Analysis,
         cluster: Cluster,
@@ -173,7 +173,7 @@ class StageSearch:
     ) -> Candidate:
         """The best layouts of a stage, where gradients are sent as is asked for."""
 
-        def found(codecs: CodecRequest | None) -> Candidate:
+        def find_layouts(codecs: CodecRequest | None) -> Candidate:
             return search(
                 analysis if codecs is None else summed_once(analysis),
                 cluster,
@@ -184,13 +184,13 @@ class StageSearch:
             ).best
 
         if self.codecs is None or self.codecs.chooses:
-            return found(self.codecs)
+            return find_layouts(self.codecs)
         try:
-            return found(self.codecs)
+            return find_layouts(self.codecs)
         except InfeasibleError:
             raise
         except PlanError:  # no gradient here can be sent by it
-            return found(None)
+            return find_layouts(None)
 
     def _restriction(
         self, analysis: Analysis, pins: Pins, lies: Mapping[int, Layout]
@@ -198,15 +198,15 @@ class StageSearch:
         """What pins, pieces on other stages and a recipe leave; None: everything."""
         recipe = self.hints.recipe
 
-        def held(pricer: Pricer) -> Restriction:
+        def keep_homes(pricer: Pricer) -> Restriction:
             given = pinned_layouts(analysis, pins, pricer.mesh)
             return pin_restriction(analysis, {**lies, **given})
 
         if recipe is None:
-            return held if lies or pins else None
+            return keep_homes if lies or pins else None
 
         def both(pricer: Pricer) -> Restriction:
-            rules = held(pricer), restriction_of(analysis, recipe, pricer)
+            rules = keep_homes(pricer), restriction_of(analysis, recipe, pricer)
             return lambda node, strategy: all(rule(node, strategy) for rule in rules)
 
         return both
@@ -231,11 +231,11 @@ def own_pins(analysis: Analysis, pins: Pins) -> dict[str, PartitionSpec]:
     for given in analysis.graph.inputs:
         for pattern, spec in pins.items():
             if fnmatch.fnmatchcase(whole_path(given.path) or given.path, pattern):
-                out[_escaped(given.path)] = spec
+                out[_escape(given.path)] = spec
     return out
 
 
-def _escaped(path: str) -> str:
+def _escape(path: str) -> str:
     """A pattern that matches this path alone."""
     return "".join(f"[{c}]" if c in "*?[" else c for c in path)
 

@@ -34,7 +34,7 @@ _ROUNDS = 4
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Wanted:
+class WantedPipeline:
     """The pipeline that is wanted.
 
     Attributes:
@@ -84,7 +84,7 @@ class _Laid:
 def staged_plan(
     cut: CutStep,
     cluster: Cluster,
-    wanted: Wanted,
+    wanted: WantedPipeline,
     codecs: CodecRequest,
     hints: StageHints,
 ) -> Plan:
@@ -105,22 +105,22 @@ def staged_plan(
     start = time.perf_counter()
     table = make_table(wanted.schedule, len(wanted.sites), cut.found.microbatches)
     search = StageSearch(cut=cut, sites=wanted.sites, hints=hints)
-    laid = _laid(cut, cluster, wanted, table, search)
+    laid = _lay_stages(cut, cluster, wanted, table, search)
     if codecs.mode != "none":
         own = dataclasses.replace(search, codecs=codecs, known={})
-        every = (laid, _laid(cut, cluster, wanted, table, own))
-        sent = [_sent(cut, table, x, codecs) for x in every]
+        every = (laid, _lay_stages(cut, cluster, wanted, table, own))
+        sent = [_send_by_codecs(cut, table, x, codecs) for x in every]
         laid = min(sent, key=lambda x: play(table, x.costs.tasks).makespan_s)
         assert laid.choice is not None
         parts = zip(cut.stages, laid.choice.choices, strict=True)
         warn_if_unused(list(parts), codecs)
-    return _finished(cut, cluster, wanted, laid, table, time.perf_counter() - start)
+    return _finish_plan(cut, cluster, wanted, laid, table, time.perf_counter() - start)
 
 
-def _laid(
+def _lay_stages(
     cut: CutStep,
     cluster: Cluster,
-    wanted: Wanted,
+    wanted: WantedPipeline,
     table: ScheduleTable,
     search: StageSearch,
 ) -> _Laid:
@@ -136,7 +136,7 @@ def _laid(
     found = search.all(rooms)
     for _ in range(_ROUNDS):
         costs = stage_costs(cut, cluster, devices, found)
-        saved = _saved(cut, wanted, again, found)
+        saved = _saved_by_remat(cut, wanted, again, found)
         memory = _memory_bytes(table, costs, saved)
         if not (over := _over(wanted, memory)):
             break
@@ -147,7 +147,7 @@ def _laid(
         except InfeasibleError:
             break  # what does not fit is said where the plan is written
     costs = stage_costs(cut, cluster, devices, found)
-    memory = _memory_bytes(table, costs, _saved(cut, wanted, again, found))
+    memory = _memory_bytes(table, costs, _saved_by_remat(cut, wanted, again, found))
     return _Laid(_with_equal_names(cut, found), costs, memory)
 
 
@@ -167,7 +167,7 @@ def _with_equal_names(cut: CutStep, found: list[Candidate]) -> list[Candidate]:
     ]
 
 
-def _sent(
+def _send_by_codecs(
     cut: CutStep, table: ScheduleTable, laid: _Laid, codecs: CodecRequest
 ) -> _Laid:
     """The layouts with codecs for them."""
@@ -182,7 +182,7 @@ def _sent(
 def kept_plan(
     cut: CutStep,
     cluster: Cluster,
-    wanted: Wanted,
+    wanted: WantedPipeline,
     codecs: CodecRequest,
     found: Sequence[Candidate],
 ) -> Plan:
@@ -203,17 +203,17 @@ def kept_plan(
     devices = [site.devices for site in wanted.sites]
     again = [_again(cut, wanted, k) for k in range(len(wanted.sites))]
     costs = stage_costs(cut, cluster, devices, found)
-    memory = _memory_bytes(table, costs, _saved(cut, wanted, again, found))
+    memory = _memory_bytes(table, costs, _saved_by_remat(cut, wanted, again, found))
     laid = _Laid(list(found), costs, memory)
     if codecs.mode != "none":
-        laid = _sent(cut, table, laid, codecs)
-    return _finished(cut, cluster, wanted, laid, table, time.perf_counter() - start)
+        laid = _send_by_codecs(cut, table, laid, codecs)
+    return _finish_plan(cut, cluster, wanted, laid, table, time.perf_counter() - start)
 
 
-def _finished(
+def _finish_plan(
     cut: CutStep,
     cluster: Cluster,
-    wanted: Wanted,
+    wanted: WantedPipeline,
     laid: _Laid,
     table: ScheduleTable,
     seconds: float,
@@ -233,7 +233,7 @@ def _finished(
     """
     _check_memory(wanted, laid.found, laid.memory)
     timeline = play(table, laid.costs.tasks)
-    made = _written(
+    made = _write_stages(
         cut, cluster, wanted, laid.found, laid.costs, laid.memory, timeline, seconds
     )
     return made if laid.choice is None else _with_codecs(cut, made, laid.choice)
@@ -248,7 +248,7 @@ def _with_codecs(cut: CutStep, plan: Plan, choice: StagedChoice) -> Plan:
     ).stamped()
 
 
-def _over(wanted: Wanted, memory: Sequence[float]) -> list[int]:
+def _over(wanted: WantedPipeline, memory: Sequence[float]) -> list[int]:
     """The stages that hold more than their devices can."""
     return [
         k
@@ -257,7 +257,9 @@ def _over(wanted: Wanted, memory: Sequence[float]) -> list[int]:
     ]
 
 
-def _rooms(wanted: Wanted, costs: StageCosts, memory: Sequence[float]) -> list[float]:
+def _rooms(
+    wanted: WantedPipeline, costs: StageCosts, memory: Sequence[float]
+) -> list[float]:
     """By stage, what is left for one microbatch beside what the schedule keeps."""
     return [
         max(1.0, site.cluster.device.memory_bytes - (nbytes - once))
@@ -267,7 +269,7 @@ def _rooms(wanted: Wanted, costs: StageCosts, memory: Sequence[float]) -> list[f
     ]
 
 
-def _again(cut: CutStep, wanted: Wanted, stage: int) -> frozenset[int]:
+def _again(cut: CutStep, wanted: WantedPipeline, stage: int) -> frozenset[int]:
     """The layers of a stage whose activations are computed again."""
     ends = (*wanted.parts[1:], len(wanted.layers))
     own = {
@@ -279,9 +281,9 @@ def _again(cut: CutStep, wanted: Wanted, stage: int) -> frozenset[int]:
     return frozenset(own.intersection(wanted.recomputed))
 
 
-def _saved(
+def _saved_by_remat(
     cut: CutStep,
-    wanted: Wanted,
+    wanted: WantedPipeline,
     again: Sequence[frozenset[int]],
     found: Sequence[Candidate],
 ) -> list[float]:
@@ -311,7 +313,7 @@ def _memory_bytes(
 
 
 def _check_memory(
-    wanted: Wanted, found: Sequence[Candidate], memory: Sequence[float]
+    wanted: WantedPipeline, found: Sequence[Candidate], memory: Sequence[float]
 ) -> None:
     for number, (site, nbytes) in enumerate(zip(wanted.sites, memory, strict=True)):
         limit = site.cluster.device.memory_bytes
@@ -325,10 +327,10 @@ def _check_memory(
             )
 
 
-def _written(
+def _write_stages(
     cut: CutStep,
     cluster: Cluster,
-    wanted: Wanted,
+    wanted: WantedPipeline,
     found: Sequence[Candidate],
     costs: StageCosts,
     memory: Sequence[float],
@@ -371,7 +373,7 @@ def _written(
         first,
         cluster=type(first.cluster).of(cluster),
         stages=tuple(
-            _named(p.stage, number, site)
+            _name_stage(p.stage, number, site)
             for number, (p, site) in enumerate(zip(plans, wanted.sites, strict=True))
         ),
         predicted=predicted,
@@ -398,12 +400,12 @@ def _written(
     ).stamped()
 
 
-def _named(stage: StagePlan, number: int, site: StageSite) -> StagePlan:
+def _name_stage(stage: StagePlan, number: int, site: StageSite) -> StagePlan:
     return msgspec.structs.replace(stage, name=f"stage {number}", devices=site.devices)
 
 
 def _pipeline(
-    cut: CutStep, wanted: Wanted, costs: StageCosts, memory: Sequence[float]
+    cut: CutStep, wanted: WantedPipeline, costs: StageCosts, memory: Sequence[float]
 ) -> PipelineData:
     tasks = costs.tasks
     split = wanted.schedule.kind is ScheduleKind.ZERO_BUBBLE

@@ -166,7 +166,7 @@ def submeshes(
             alike = [s for s in shapes if _levels(s) == _levels(base)]
             for mesh in candidate_meshes(part.slice(base)):
                 pricer = Pricer(part.slice(base), mesh)
-                resized = functools.partial(_resized, number, part, alike, pricer)
+                resized = functools.partial(_resize_group, number, part, alike, pricer)
                 suffice = functools.partial(_suffice, resized, len(alike), scales)
                 largest = _largest(part, alike, mesh)
                 found = layouts_on(analysis, pricer, weights, largest, limit, suffice)
@@ -250,7 +250,7 @@ def _largest(
     return mesh.sizes
 
 
-def _resized(
+def _resize_group(
     group: int,
     cluster: Cluster,
     shapes: Sequence[Shape],
@@ -380,7 +380,7 @@ def layouts_on(
     found: list[tuple[str, Assignment]] = []
     for rule in rules(pricer.mesh):
         allowed = _keeping(analysis, pricer, rule, sizes)
-        made = _solved(formulation, analysis, allowed, limit or Limit(None))
+        made = _solve_by_rule(formulation, analysis, allowed, limit or Limit(None))
         if made is not None:
             found.append((rule.name, made))
             if rule.name == "fastest" and suffice(made):
@@ -394,7 +394,7 @@ def _small(analysis: Analysis, pricer: Pricer) -> frozenset[int]:
     return small_state(analysis.graph, analysis.contraction, memory)
 
 
-def _solved(
+def _solve_by_rule(
     formulation: Formulation,
     analysis: Analysis,
     allowed: Restriction,
@@ -423,7 +423,7 @@ def _growing(analysis: Analysis, largest: Sequence[int]) -> Restriction:
     """
     labels = analysis.node_labels
 
-    def allowed(node: Node, strategy: Strategy) -> bool:
+    def is_allowed(node: Node, strategy: Strategy) -> bool:
         named = labels.get(node.index, {})
         for factor, axes in enumerate(strategy):
             parts = math.prod(largest[a] for a in axes)
@@ -431,7 +431,7 @@ def _growing(analysis: Analysis, largest: Sequence[int]) -> Restriction:
                 return False
         return True
 
-    return allowed
+    return is_allowed
 
 
 def _keeping(

@@ -16,7 +16,7 @@ from autopar.compression.codecs.codec import Codec
 from autopar.compression.codecs.registry import format_codec, parse_codec
 from autopar.errors import PlanError
 from autopar.planner.codecs.adjusted import adjusted_plan, changed_families, families
-from autopar.planner.codecs.sites import repriced
+from autopar.planner.codecs.sites import reprice_bytes
 from autopar.plans import GradientDecision, Plan
 from autopar.runtime.agreement import content_digest
 from autopar.runtime.recent import Recent
@@ -185,7 +185,7 @@ def with_codec(
         room=1.0,
         feedback=decision.feedback or codec.feedback or feedback,
     )
-    return repriced(changed)
+    return reprice_bytes(changed)
 
 
 def _parse_codec(where: str, text: str) -> Codec:

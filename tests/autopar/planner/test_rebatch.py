@@ -18,7 +18,7 @@ import autopar
 from autopar import Plan, PlanError
 from autopar.planner.options import PlanOptions
 from autopar.planner.plan import plan_analysis
-from autopar.planner.rebatch import rebatched
+from autopar.planner.rebatch import rebatch_plan
 from autopar.steps.analysis import Analysis, analyse
 
 CLUSTER = forms.cheap("2x4:cpu")
@@ -100,12 +100,12 @@ def test_a_plan_is_used_for_another_batch_only_when_asked() -> None:
 
 
 def test_nothing_changes_at_the_same_batch() -> None:
-    assert rebatched(analysed(16), planned()) is planned()
+    assert rebatch_plan(analysed(16), planned()) is planned()
 
 
 def test_edits_are_still_edits() -> None:
     edited = planned().edit({"params/up": P("tensor")})
-    carried = rebatched(analysed(32), edited)
+    carried = rebatch_plan(analysed(32), edited)
     assert carried.edited == ("inputs",)
     plan = plan_analysis(analysed(32), CLUSTER, PlanOptions(layouts=edited))
     assert plan.inputs["params/up"] == (("tensor",), ())

@@ -27,10 +27,10 @@ from autopar.cluster import Cluster
 from autopar.errors import InfeasibleError, PlanError
 from autopar.planner import deciding
 from autopar.planner.deciding import alone_on, first_that, least_s
-from autopar.planner.kept_layouts import priced
+from autopar.planner.kept_layouts import price_in_layouts
 from autopar.planner.options import PlanOptions
 from autopar.planner.plan import plan_analysis
-from autopar.planner.proposals import recorded
+from autopar.planner.proposals import recorded_proposals
 from autopar.planner.stages.entry import issue_s
 from autopar.plans import AS_WRITTEN
 from autopar.steps.analysis import analyse
@@ -110,8 +110,8 @@ def test_a_plans_layouts_bound_the_plan_with_layers_computed_again(name: str) ->
     analysis = analyse(step, args)
     roomy = cluster(1e18)
 
-    same = priced(plain(name), analysis, analysis, roomy)
-    more = priced(plain(name), analysis, again(analysis, None), roomy)
+    same = price_in_layouts(plain(name), analysis, analysis, roomy)
+    more = price_in_layouts(plain(name), analysis, again(analysis, None), roomy)
 
     assert same.step_s == pytest.approx(plain(name).predicted.step_s, rel=1e-6)
     best = planned(name, remat="all").predicted
@@ -146,7 +146,7 @@ def test_layers_that_cannot_be_enough_are_not_planned() -> None:
     )
     limit = 0.5 * needed.predicted.peak_memory_bytes
     options = PlanOptions(axis_names=("data",), remat="auto", microbatches=1, stages=1)
-    with recorded() as proposals:
+    with recorded_proposals() as proposals:
         found = plan_analysis(analyse(step[0], step[1:]), cluster(limit), options)
     again = {p.program for p in proposals if p.program.startswith("remat ")}
     numbers = [int(p[6:].partition(":")[0]) for p in again if p.endswith(":full")]
@@ -182,7 +182,7 @@ def test_a_plan_says_what_layers_again_gain() -> None:
 
 def test_what_saves_memory_is_not_tried_where_memory_is_enough() -> None:
     options = PlanOptions(remat="auto", microbatches="auto", stages="auto")
-    with recorded() as proposals:
+    with recorded_proposals() as proposals:
         found = plan_analysis(analyse(descent(mlp), (blocks(4), X)), cluster(), options)
     notes = {p.proposer: p.note for p in proposals if p.note.startswith("not tried: ")}
     assert notes.keys() == {"layers again", "more microbatches", "stages"}

@@ -28,9 +28,9 @@ from autopar.planner.candidate import (
     WORTHWHILE,
     Candidate,
     SearchResult,
-    bounded,
     candidate_of,
     choices_of,
+    with_bound,
 )
 from autopar.planner.experts import expert_plans
 from autopar.planner.hints import pin_restriction, pinned_layouts
@@ -130,7 +130,7 @@ class TestWhatIsProved:
         known = Solution(
             choices=(0,), cost=1.0, bound=1.0, status=Status.OPTIMAL, seconds=0.0
         )
-        found = bounded(known, floor_s)
+        found = with_bound(known, floor_s)
         assert found.status is status
         assert found.gap == pytest.approx(gap)
         assert found.bound == min(1.0, floor_s)
@@ -139,7 +139,7 @@ class TestWhatIsProved:
         known = Solution(
             choices=(0,), cost=1.0, bound=0.98, status=Status.FEASIBLE, seconds=0.0
         )
-        assert bounded(known, 0.97).status is Status.FEASIBLE
+        assert with_bound(known, 0.97).status is Status.FEASIBLE
 
     def test_a_mesh_without_time_proves_nothing(
         self, monkeypatch: pytest.MonkeyPatch

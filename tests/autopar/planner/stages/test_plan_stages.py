@@ -19,7 +19,7 @@ from autopar.planner.plan import plan_analysis
 from autopar.planner.stages.entry import (
     best_pipeline,
     plan_pipeline,
-    planned,
+    plan_wanted,
     wanted_of,
 )
 from autopar.planner.stages.plan import (
@@ -131,7 +131,7 @@ def test_layers_predict_what_planning_each_stage_comes_to() -> None:
     wide = analysed(residual, blocks(6, 512), struct(ROWS, 512))
     cluster = Cluster.parse(SLOW)
     found = plan_stages(wide, cluster, microbatches=[4])
-    plan = planned(wide, cluster, PlanOptions(), wanted_of(found), 4)
+    plan = plan_wanted(wide, cluster, PlanOptions(), wanted_of(found), 4)
     assert len(plan.stages) == len(found.stages) > 1
     assert plan.predicted.step_s == pytest.approx(found.step_s, rel=0.03)
     most = max(stage.memory_bytes for stage in found.stages)
@@ -206,7 +206,8 @@ def test_computing_again_costs_what_the_backward_pass_needs() -> None:
     wanted = dataclasses.replace(wanted_of(found), schedule=whole, recomputed=())
     again = dataclasses.replace(wanted, recomputed=tuple(range(len(wanted.layers))))
     kept, anew = (
-        planned(wide, cluster, PlanOptions(), w, 4).pipeline for w in (wanted, again)
+        plan_wanted(wide, cluster, PlanOptions(), w, 4).pipeline
+        for w in (wanted, again)
     )
     assert kept is not None
     assert anew is not None
