@@ -68,7 +68,7 @@ print("checks", [check.name for check in found.checks])
 
 def test_four_simulated_devices(tmp_path):
     """Every collective in groups of 2 and 4, saved where `Cluster.local` looks."""
-    source = f"from autopar.profiling.profile import Settings\nQUICK = {QUICK!r}\n"
+    source = f"from autopar.profiling.profile import ProfileSizes\nQUICK = {QUICK!r}\n"
     (tmp_path / "tests_settings.py").write_text(source)
     environment = os.environ | {
         "JAX_PLATFORMS": "cpu",

@@ -186,7 +186,7 @@ import os, signal
 from autopar.runtime import keeper
 from autopar.runtime.compiler import Compiler
 compiler = Compiler()
-process = compiler._started()
+process = compiler._start_process()
 name = f"/proc/{process.pid}/task/{process.pid}/children"
 while not (pids := open(name).read().split()):
     pass

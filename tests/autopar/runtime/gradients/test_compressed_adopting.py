@@ -53,7 +53,7 @@ class Run:
         self.policy = Asking(wishes, horizon)
         self.step = SLOW.parallel("int8", policy=self.policy)
         planned = self.step.prepare(*SLOW.state(), SLOW.batch(0))
-        recoded = self.step._codecs.recoding.changed(planned.plan, {UP: "int4"})
+        recoded = self.step._codecs.recoding.change_codecs(planned.plan, {UP: "int4"})
         self.saved_s = saved_s(planned.plan, recoded)
         clock = ticking(compile_in_savings * self.saved_s)
         self.step._store._clock = lambda: next(clock)

@@ -72,7 +72,7 @@ def moved(links, array, target, tag=("a",)):
     for link in links:
         pulled = link.fetch(tag, [way])
         arrived = {process: iter(pieces) for process, pieces in pulled.items()}
-        blocks |= way.landed(link.index, arrived, array)
+        blocks |= way.blocks_landed(link.index, arrived, array)
     return way.array(blocks)
 
 
@@ -151,7 +151,7 @@ def test_what_a_process_failed_to_make_has_the_shapes_that_others_wait_for(links
     source, target = LAYOUTS["other parts"]
     way = links[0].route((8, 4), jnp.int4, source, target)
     links[0].offer(("a",), None, [way])
-    (found,) = links[1].landed([way], links[1].fetch(("a",), [way]))
+    (found,) = links[1].land_pieces([way], links[1].fetch(("a",), [way]))
     assert (found.shape, found.dtype) == ((8, 4), jnp.int4)
 
 
@@ -162,5 +162,5 @@ def test_transfers_of_two_steps_are_not_mistaken_for_each_other(links):
         array = jax.device_put(jnp.full(2, value), source)
         way = links[0].route((2,), jnp.float32, source, target)
         links[0].offer(("a",), [array], [way])
-    (found,) = links[1].landed([way], links[1].fetch(("a",), [way]))
+    (found,) = links[1].land_pieces([way], links[1].fetch(("a",), [way]))
     assert float(found[0]) == 2.0
