@@ -106,6 +106,7 @@ def test_what_a_run_prints_and_how_it_is_stopped(
     assert f"autopar run: stopped after {done} steps." in lines
     assert {f"[{k}] finished {done} steps" for k in (0, 2)} < set(lines)
     said = [x.removeprefix("autopar run: ") for x in lines if x.startswith("autopar r")]
+    said = [x for x in said if not x.startswith("waits for ")]  # a slow start
     assert [x.partition(" step ")[0] for x in said[:6]] == [
         "a world of 2 processes (workers 0, 1) trains from",
         "worker 1 died by signal 9",
