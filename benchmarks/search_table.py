@@ -92,7 +92,9 @@ found = {
     "stages": len(plan.stages), "microbatches": plan.microbatches,
     "cpu_s": time.process_time() - begin, "wall_s": time.perf_counter() - wall,
     "scheme": plan.worth.scheme if plan.worth else "",
-    "mesh": dict(zip(plan.axis_names, plan.axis_sizes)),
+    "mesh": {
+        k: dict(zip(s.axis_names, s.axis_sizes)) for k, s in enumerate(plan.stages)
+    },
 }
 print("FOUND" + json.dumps(found), flush=True)
 """
