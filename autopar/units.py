@@ -79,7 +79,7 @@ def count_text(number: float) -> str:
 def number_of(count: int, noun: str) -> str:
     """A number of things, with the noun in its form.
 
-    >>> numbered(1, "process"), numbered(2, "process"), numbered(3, "step")
+    >>> number_of(1, "process"), number_of(2, "process"), number_of(3, "step")
     ('1 process', '2 processes', '3 steps')
     """
     ending = "es" if noun.endswith("s") else "s"

@@ -291,7 +291,7 @@ DEFAULTS = PlanOptions()
 def decide_open(asked: PlanOptions) -> PlanOptions:
     """The options with ``auto`` for what nobody said and other options leave open.
 
-    >>> found = decided(PlanOptions(remat=4))
+    >>> found = decide_open(PlanOptions(remat=4))
     >>> found.stages, found.microbatches, found.one_stage
     (1, 'auto', 'remat=4 is for plans of one stage')
     """

@@ -547,7 +547,7 @@ def _weights(layers: LayerMap) -> list[float]:
 def _balance(weights: Sequence[float], parts: int) -> tuple[int, ...]:
     """The layers at which parts begin, the heaviest as light as can be.
 
-    >>> _balanced([1, 1, 1, 3], 2)
+    >>> _balance([1, 1, 1, 3], 2)
     (0, 3)
     """
     count = len(weights)
