@@ -161,6 +161,8 @@ class LocalLauncher:
                 pass_fds=(err,),
                 start_new_session=True,
             )
+            # Asking reaps those that have ended with their workers.
+            self._printing = [p for p in self._printing if p.poll() is None]
             self._printing.append(printing)
             yield stdout, stderr
 
