@@ -95,11 +95,8 @@ class Programs:
         codecs: CodecRequest,
     ) -> None:
         """Nothing is planned yet; for the arguments see `autopar.planner.deciding`."""
-        self.analysis, self.cluster, self.options = (
-            analysis,
-            cluster,
-            decide_open(options),
-        )
+        self.analysis, self.cluster = analysis, cluster
+        self.options = decide_open(options)
         self.said, self.plan, self.codecs = options, plan, codecs
         self.best: Plan | None = None
         self.plans: dict[str, Plan] = {}

@@ -198,11 +198,8 @@ class _Mesh:
         self.free_s = math.inf
         # The way that gave the fastest plan of those in which all work counts, the
         # plan's seconds, and the least cost of the problem.
-        self.way, self._way_s, self.least_s = (
-            CommunicationWay(HIDDEN),
-            math.inf,
-            math.inf,
-        )
+        self.way = CommunicationWay(HIDDEN)
+        self._way_s = self.least_s = math.inf
         self._planes: list[Plane] = []
         self._tried: set[CommunicationWay] = set()
         self._problems: dict[object, Formulation] = {}
@@ -489,8 +486,9 @@ class _Mesh:
                 ):
                     self.record(proposer, None, "no faster", time.thread_time() - begin)
                     return None
-                known = self.tight if inner is None else None
-                tight = memory - fixed if known is None else known
+                tight = memory - fixed
+                if inner is None and self.tight is not None:
+                    tight = self.tight
             if inner is None:
                 self.tight = tight
             left -= 1

@@ -41,12 +41,9 @@ class Console:
     def _lines(self, event: str, data: Mapping[str, Any]) -> list[str]:
         match event:
             case "gone":
-                ends = self._ends and data["code"] in (0, SUSPENDED)
-                return (
-                    []
-                    if ends
-                    else [f"worker {data['worker']} {_describe_leaving(data)}"]
-                )
+                if self._ends and data["code"] in (0, SUSPENDED):
+                    return []
+                return [f"worker {data['worker']} {_describe_leaving(data)}"]
             case "remove":
                 return [f"worker {data['worker']} is asked to leave"]
             case "resize":
