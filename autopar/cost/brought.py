@@ -31,7 +31,7 @@ class Brought:
       assignment: strategies as layouts.
       life: when values are made and last needed.
       messages: the gradients whose sums travel together, as bits
-        (`autopar.steps.replacing`).
+        (`autopar.steps.lifetimes.Replacing`).
       ends: when each value is last read in its own layout and type.
       widened: when each value is last read in a wider type.
       copied: when each parameter is last read that is copied because its update may

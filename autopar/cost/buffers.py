@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 
 from autopar.cost.brought import Brought
-from autopar.cost.joined_sums import sending_times
+from autopar.cost.combining import SUMS
 from autopar.cost.local import Buffer, local_bytes
 from autopar.layouts.assignment import Assignment
 from autopar.layouts.layout import shards
@@ -14,6 +14,9 @@ from autopar.steps.lifetimes import Lifetimes
 from autopar.steps.widening import WIDER, is_narrow
 from autopar_passes.graph.operators import Operator
 from autopar_passes.graph.roles import Role
+
+# Mesh axes, computation and element type: such sums share a message.
+_Alike = tuple[tuple[int, ...], int, str]
 
 
 def buffers(
@@ -47,7 +50,7 @@ class _Homes:
       assignment: strategies as layouts.
       life: when values are made and last needed.
       ends: when each value is last read.
-      sent: when the message runs that carries a sum (`autopar.cost.joined_sums`).
+      sent: when the message runs that carries a sum (`sending_times`).
       replaced: results that take the place of inputs.
       kept: results of the step.
       known: bytes of results, by class and what else decides them.
@@ -172,3 +175,51 @@ class _Homes:
 def held_until(op: Operator, life: Lifetimes) -> int:
     """The end of the region whose carry or stacked result an operator makes."""
     return -1 if op.kind == "slice_step" else life.until[op.index]
+
+
+def sending_times(
+    assignment: Assignment, life: Lifetimes, among: Sequence[Operator]
+) -> Mapping[int, int]:
+    """When the message runs that carries the sum of a gradient, by the gradient.
+
+    A combiner makes one message of the sums over the same devices, of one element type
+    and in one computation (`autopar.cost.combining`). It is sent when the last of them
+    is there. The others wait, whole as their makers left them; then the results wait
+    for their updates, which run one after the other. So at the message all of it is
+    there twice. Compilers that hide messages limit their size; XLA's for CPUs does not.
+
+    Args:
+      assignment: strategies as layouts.
+      life: when values are made; says how many sums travel together.
+      among: the operators that count.
+    """
+    if not life.joined_sums:
+        return {}
+    alike: dict[_Alike, list[tuple[int, int]]] = {}
+    for op in among:
+        for value, axes in _sums_for_update(assignment, op):
+            where = assignment.independent.computations[op.index]
+            key = axes, where, str(assignment.graph.values[value].dtype)
+            alike.setdefault(key, []).append((life.time[op.index], value))
+    out: dict[int, int] = {}
+    for sums in alike.values():
+        for first in range(0, len(sums), life.joined_sums):
+            together = sums[first : first + life.joined_sums]
+            sent = max(time for time, _ in together)
+            out.update((value, sent) for _, value in together)
+    return out
+
+
+def _sums_for_update(
+    assignment: Assignment, op: Operator
+) -> Iterator[tuple[int, tuple[int, ...]]]:
+    """The results of an operator that only the update reads and devices sum up."""
+    if op.kind == "return" or op.class_index not in assignment.independent.summing:
+        return
+    if op.class_index not in assignment.contraction.node_of:
+        return
+    for slot, value in enumerate(op.outputs):
+        steps = assignment.result_steps(op, slot)
+        axes = next((s.axes for s in steps if s.kind in SUMS), None)
+        if axes is not None:
+            yield value, axes

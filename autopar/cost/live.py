@@ -19,13 +19,13 @@ gradients behind others of the backward pass, where they hide messages; what the
 lives until then, also where a checkpoint was to save it. Its products have work space.
 
 XLA's CPU compiler runs operators as soon as it can (`autopar.steps.breadth`), sends
-sums of gradients together (`autopar.cost.joined_sums`), copies parameters that their
-updates might overwrite too early (`autopar.steps.replacing`) and computes types of 16
+sums of gradients together (`autopar.cost.buffers`), copies parameters that their
+updates might overwrite too early (`autopar.steps.lifetimes`) and computes types of 16
 bits in 32 (`autopar.steps.widening`).
 
 XLA's compiler for TPUs of one core fuses element-wise results into products, too. It
-keeps short-lived buffers in the memory of the chip (`autopar.cost.on_chip`) and stores
-arrays in tiles (`autopar.cost.tiles`). What products of float32 read lies in bfloat16
+keeps short-lived buffers in the memory of the chip (`on_chip`) and stores
+arrays in tiles (`autopar.cost.local`). What products of float32 read lies in bfloat16
 on all TPUs (`autopar.steps.rounding`).
 """
 
@@ -40,9 +40,7 @@ import numpy as np
 from autopar.cluster.presets import USABLE_MEMORY
 from autopar.cluster.specs import DeviceSpec
 from autopar.cost.buffers import buffers
-from autopar.cost.heap import lost_bytes
 from autopar.cost.local import BUFFER_KINDS, Buffer, local_bytes
-from autopar.cost.on_chip import on_chip, room_bytes
 from autopar.layouts.assignment import Assignment
 from autopar.layouts.layout import shards
 from autopar.steps.lifetimes import PLAIN, Habits, Lifetimes
@@ -52,6 +50,16 @@ OVERHEAD = "compiler's overhead"
 LOST = "between arrays"
 WORK_SPACE = "products' work space"
 SUMS = "sums over microbatches"
+
+# Of buffers that are placed, smaller ones fill holes; leaving them out bounds the work.
+_LEAST_PART = 0.005
+# Of the chip's memory, what the compiler gives to one kernel to work in
+# (``xla_tpu_scoped_vmem_limit_kib``, 16384).
+_KERNEL_BYTES = 2**24
+# Of the rest, what buffers take. A GPT and a Llama of two layers on 64 v5e, whose
+# buffers would fill the chip once, leave 98 to 105 of 117 MB of them on it
+# (libtpu 0.0.42).
+_BUFFERS = (5, 6)
 
 # Read from the schedules and buffer assignments of XLA's compilers (jax 0.10.2): GPTs
 # of 6 and 16 layers make the gradients of no layer until 2.5 and 7 have been passed.
@@ -131,7 +139,7 @@ class Live:
         it up where memory is short.
       room_bytes: bytes beside the inputs beyond which it does that, before these are
         taken off.
-      placed: whether what is lost between arrays counts (`autopar.cost.heap`).
+      placed: whether what is lost between arrays counts (`lost_bytes`).
     """
 
     values: np.ndarray
@@ -363,3 +371,107 @@ def each_held_bytes(assignment: Assignment, *, tiled: bool = False) -> list[floa
             known[key] = held_bytes(assignment, given, tiled=tiled)
         out.append(known[key])
     return out
+
+
+def lost_bytes(first: np.ndarray, last: np.ndarray, nbytes: np.ndarray) -> float:
+    """Bytes of a block of memory beyond the most that is live at once.
+
+    XLA places the buffers of a program at fixed addresses, the largest first, each in
+    the smallest hole that it fits among those that are there at some time of its own
+    (openxla/xla, ``GlobalDecreasingSizeBestFitHeap`` in
+    ``xla/service/heap_simulator/heap_simulator.cc``).
+
+    >>> first, last = np.array([0, 1, 2]), np.array([0, 1, 2])
+    >>> lost_bytes(first, last, np.array([4.0, 6.0, 5.0]))
+    0.0
+
+    Args:
+      first: int ``[buffers]``, the first time of each buffer.
+      last: int ``[buffers]``, the last one.
+      nbytes: float64 ``[buffers]``.
+    """
+    if not len(nbytes):
+        return 0.0
+    times = int(last.max()) + 2
+    whole = _most(first, last, nbytes, times)
+    large = np.flatnonzero(nbytes > _LEAST_PART * whole)
+    first, last, nbytes = first[large], last[large], nbytes[large]
+    # Of one size, those that are there longest come first.
+    order = np.lexsort((first - last, -nbytes))
+    first, last, nbytes = first[order], last[order], nbytes[order]
+    begins, ends = np.zeros(len(nbytes)), np.zeros(len(nbytes))
+    for k, size in enumerate(nbytes):
+        beside = np.flatnonzero((first[:k] <= last[k]) & (last[:k] >= first[k]))
+        begins[k] = _hole(begins[beside], ends[beside], float(size))
+        ends[k] = begins[k] + size
+    top = float(ends.max(initial=0.0))
+    return max(0.0, top - _most(first, last, nbytes, times))
+
+
+def _hole(begins: np.ndarray, ends: np.ndarray, size: float) -> float:
+    """Where the smallest hole of a size begins, or else what is there ends."""
+    if not len(begins):
+        return 0.0
+    order = np.argsort(begins)
+    free = np.concatenate(([0.0], np.maximum.accumulate(ends[order])))
+    room = begins[order] - free[:-1]
+    fits = np.flatnonzero(room >= size)
+    if len(fits):
+        return float(free[fits[np.argmin(room[fits])]])
+    return float(free[-1])
+
+
+def _most(first: np.ndarray, last: np.ndarray, nbytes: np.ndarray, times: int) -> float:
+    """Most bytes live at once."""
+    change = np.zeros(times)
+    np.add.at(change, first, nbytes)
+    np.add.at(change, last + 1, -nbytes)
+    return float(np.cumsum(change).max(initial=0.0))
+
+
+def room_bytes(chip_bytes: int) -> int:
+    """What a chip's memory holds of buffers, in bytes.
+
+    A TPU's vector memory is under the compiler's control. XLA's memory space assignment
+    places a buffer there where there is room for it, and such a buffer takes no memory
+    of the device (openxla/xla, ``xla/service/memory_space_assignment``). What waits
+    long is moved out, and then the device's memory holds it.
+
+    Kernels have a part to work in. A sixth of the rest holds what arrives for the next
+    kernel while one runs, and what is lost between buffers.
+    """
+    part, whole = _BUFFERS
+    return max(0, chip_bytes - _KERNEL_BYTES) * part // whole
+
+
+def on_chip(
+    starts: np.ndarray, ends: np.ndarray, sizes: np.ndarray, room: float
+) -> np.ndarray:
+    """Which buffers lie on the chip, for their whole life.
+
+    Where more is live than the chip holds, the buffer that lives longest goes first,
+    until the rest fits at every time: it takes the room that many others could use one
+    after the other (Belady, IBM Systems Journal 5(2), 1966).
+
+    Args:
+      starts: the first time of each buffer.
+      ends: the last.
+      sizes: bytes.
+      room: bytes that the chip holds.
+
+    Returns:
+      One truth value for each buffer.
+    """
+    held = np.full(len(sizes), room > 0)
+    if not held.any():
+        return held
+    change = np.zeros(int(ends.max()) + 2)
+    np.add.at(change, starts, sizes)
+    np.add.at(change, ends + 1, -sizes)
+    live = np.cumsum(change)
+    for index in np.argsort(starts - ends, kind="stable"):
+        span = live[starts[index] : ends[index] + 1]
+        if span.max() > room:
+            span -= sizes[index]
+            held[index] = False
+    return held

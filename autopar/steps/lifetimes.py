@@ -7,15 +7,44 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from autopar.steps.breadth import region_ends
 from autopar.steps.fusion import is_cloned, is_elementwise, spread
-from autopar.steps.replacing import NONE, Replacing, replacing
 from autopar.steps.rounded import NOT_ROUNDED, Rounded
 from autopar.steps.widening import NOT_WIDENED, Widened
-from autopar_passes.graph.operators import Operator, OperatorGraph
+from autopar_passes.graph.operators import Operator, OperatorGraph, readers
 from autopar_passes.graph.roles import Role
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Replacing:
+    """Which readings an update must not overtake: sets of gradients, as bits.
+
+    A step writes its new parameters in the place of the old ones. What still reads the
+    old ones then would read the new. Where the program itself does not order the two,
+    XLA's CPU compiler copies the old ones first (``CopyInsertion``). An update is
+    behind a reading if a gradient that it waits for is made of what is read.
+
+    Attributes:
+      bits: of each gradient that the update reads.
+      made_of: by operator, the gradients that are made of its results.
+      waits_for: by input that is replaced, the gradients that its update waits for.
+    """
+
+    bits: dict[int, int]
+    made_of: tuple[int, ...]
+    waits_for: dict[int, int]
+
+    def together(self, gradients: Iterable[int]) -> int:
+        """The bits of some gradients."""
+        out = 0
+        for value in gradients:
+            out |= self.bits.get(value, 0)
+        return out
+
+
+REPLACES_NONE = Replacing({}, (), {})
 
 # The last time at which a result is there before it is given up, and the first behind.
 Gap = tuple[int, int]
@@ -70,7 +99,7 @@ class Lifetimes:
     early: Mapping[int, int] = dataclasses.field(default_factory=dict)
     zeros: frozenset[int] = frozenset()
     spread: Mapping[int, tuple[int, ...]] = dataclasses.field(default_factory=dict)
-    replacing: Replacing = NONE
+    replacing: Replacing = REPLACES_NONE
     gaps: Mapping[int, tuple[Gap, ...]] = dataclasses.field(default_factory=dict)
     room: tuple[float, float] = (0.0, 0.0)
     placed: bool = False
@@ -113,17 +142,18 @@ class Habits:
       late_until_barrier: whether these products run before the next barrier of a layer
         that is computed again, where they hide its gathers.
       on_chip_bytes: memory of the chip itself that holds buffers instead of the
-        device's (`autopar.cost.on_chip`).
-      tiled: whether arrays lie in tiles (`autopar.cost.tiles`).
+        device's (`autopar.cost.live.on_chip`).
+      tiled: whether arrays lie in tiles (`autopar.cost.local`).
       breadth_first: whether operators run as soon as they can
         (`autopar.steps.breadth`).
       joined_sums: how many sums of gradients one message carries, whatever their size
-        (`autopar.cost.joined_sums`); 0: each is sent when it is there.
+        (`autopar.cost.buffers`); 0: each is sent when it is there.
       widens: whether types of 16 bits are computed in 32 (`autopar.steps.widening`).
       rounds: whether products of float32 read bfloat16 (`autopar.steps.rounding`).
       room: the part of a device's memory, and of what the inputs leave of that, beyond
         which results are given up for a while (`gaps`); 0: they never are.
-      placed: whether what is lost between buffers counts (`autopar.cost.heap`).
+      placed: whether what is lost between buffers counts
+        (`autopar.cost.live.lost_bytes`).
     """
 
     breadth_first: bool = False
@@ -169,11 +199,11 @@ def lifetimes(
       times: when each operator runs; None: in the order of the program, but for
         updates.
     """
-    readers: dict[int, list[int]] = {}
+    read_by: dict[int, list[int]] = {}
     for op in graph.operators:
         for v in set(op.inputs):
             if v is not None:
-                readers.setdefault(v, []).append(op.index)
+                read_by.setdefault(v, []).append(op.index)
     time = list(times) if times is not None else _schedule(graph)
     reads = list(time)
     for index, until in _late(graph, late or {}, part).items():
@@ -187,7 +217,7 @@ def lifetimes(
             reads[op.index] = max(reads[op.index], when)
     for op in reversed(graph.operators):
         if op.kind != "return" and written.isdisjoint(op.outputs):
-            ends = [reads[r] for v in op.outputs for r in readers.get(v, [])]
+            ends = [reads[r] for v in op.outputs for r in read_by.get(v, [])]
             reads[op.index] = max([time[op.index], *ends])
     until = tuple(op.until for op in graph.operators)
     order = tuple(range(len(time)))
@@ -245,15 +275,15 @@ def gaps(
       prompt: the same where no product waits.
       where: of each operator, the last operator of its computation.
     """
-    readers: dict[int, list[Operator]] = {}
+    read_by: dict[int, list[Operator]] = {}
     for op in graph.operators:
         for v in set(op.inputs):
             if v in life.written:
-                readers.setdefault(v, []).append(op)
+                read_by.setdefault(v, []).append(op)
     out: dict[int, tuple[Gap, ...]] = {}
     for op in graph.operators:
         for value in life.written.intersection(op.outputs):
-            read = readers.get(value, [])
+            read = read_by.get(value, [])
             found: list[Gap] = []
             needed = max((prompt.needs(r) for r in read), default=-1)
             if max((life.needs(r) for r in read), default=-1) > needed:
@@ -359,3 +389,37 @@ def _schedule(graph: OperatorGraph) -> list[int]:
         time.append(when)
         made.update((v, when) for v in op.outputs)
     return time
+
+
+def replacing(graph: OperatorGraph) -> Replacing:
+    """Finds the gradients that updates wait for, and what these are made of."""
+    read = readers(graph.operators)
+    bits: dict[int, int] = {}
+    for op in graph.operators:
+        for value in op.outputs:
+            roles = {r.role for r, _ in read.get(value, []) if r.kind != "return"}
+            if op.role is Role.BACKWARD and Role.UPDATE in roles:
+                bits[value] = 1 << len(bits)
+    behind = [0] * len(graph.operators)
+    for op in reversed(graph.operators):
+        for value in op.outputs:
+            behind[op.index] |= bits.get(value, 0)
+            for reader, _ in read.get(value, []):
+                if reader.role is not Role.UPDATE:
+                    behind[op.index] |= behind[reader.index]
+    return Replacing(bits, tuple(behind), _waits(graph, bits))
+
+
+def _waits(graph: OperatorGraph, bits: dict[int, int]) -> dict[int, int]:
+    """The gradients that the update of each replaced input waits for."""
+    made = dict(bits)
+    for op in graph.operators:
+        if op.role is Role.UPDATE:
+            needed = 0
+            for value in op.inputs:
+                needed |= made.get(value, 0) if value is not None else 0
+            made.update((v, needed) for v in op.outputs)
+    ends = [(i.value, graph.outputs[i.output]) for i in graph.inputs if i.output >= 0]
+    return {
+        old: made.get(new, 0) for old, new in ends if new is not None and new != old
+    }

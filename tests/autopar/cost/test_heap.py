@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from property_tests import examples
 
-from autopar.cost.heap import lost_bytes
+from autopar.cost.live import lost_bytes
 
 SPANS = st.lists(
     st.tuples(st.integers(0, 9), st.integers(0, 9), st.integers(1, 12)),

@@ -10,8 +10,7 @@ import pytest
 from planner_steps import mlp_batch, mlp_loss, mlp_params, training
 
 import autopar
-from autopar.cost.buffers import buffers
-from autopar.cost.joined_sums import sending_times
+from autopar.cost.buffers import buffers, sending_times
 from autopar.cost.live import habits_of
 from autopar.layouts.assignment import Assignment
 from autopar.planner.options import PlanOptions

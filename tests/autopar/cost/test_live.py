@@ -21,9 +21,17 @@ from planner_steps import mlp_batch, mlp_loss, mlp_params, training
 from property_tests import examples
 
 import autopar
-from autopar.cost.live import LOST, OVERHEAD, SUMS, WORK_SPACE, Live, habits_of, live
+from autopar.cost.live import (
+    LOST,
+    OVERHEAD,
+    SUMS,
+    WORK_SPACE,
+    Live,
+    habits_of,
+    live,
+    on_chip,
+)
 from autopar.cost.local import BUFFER_KINDS, local_bytes
-from autopar.cost.on_chip import on_chip
 from autopar.layouts.assignment import Assignment
 from autopar.steps.analysis import analyse
 from autopar.steps.lifetimes import PLAIN

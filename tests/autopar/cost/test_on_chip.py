@@ -9,8 +9,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autopar.cost.on_chip import on_chip, room_bytes
-from autopar.cost.tiles import tiled_bytes
+from autopar.cost.live import on_chip, room_bytes
+from autopar.cost.local import tiled_bytes
 
 SPANS = st.lists(
     st.tuples(st.integers(0, 12), st.integers(0, 12), st.integers(1, 50)), max_size=9

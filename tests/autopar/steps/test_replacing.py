@@ -7,7 +7,7 @@ import pytest
 from planner_steps import mlp_batch, mlp_loss, mlp_params, training
 
 from autopar.steps.analysis import Analysis, analyse
-from autopar.steps.replacing import replacing
+from autopar.steps.lifetimes import replacing
 from autopar_passes.graph.operators import readers
 from autopar_passes.graph.roles import Role
 

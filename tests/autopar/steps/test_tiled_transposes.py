@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from autopar.steps.tiled_transposes import runs_in_tiles
+from autopar.steps.orders import runs_in_tiles
 
 # Weights of attention in groups: batch, keys, queries, heads of a group.
 LIES = (0, 1, 2, 3)
