@@ -6,9 +6,9 @@ Events kill workers, the coordination service and the supervisor, one or two at 
 rest, as a world forms, as it compiles and as it saves; they stop processes, fill the
 disk, flip bytes of stored programs, add workers and take some away; and they kill all
 that hold the state. After each event the run has to train on, or, where the state is
-gone for good, to end with the error that says so. Losses must be those of a run in one
-process without events. Writes its figures to a file, and exits with 1 where an event
-went wrong.
+gone for good, to end with the error that says so. A run that is asked to stop has to
+end without an error. Losses must be those of a run in one process without events.
+Writes its figures to a file, and exits with 1 where an event went wrong.
 """
 
 from __future__ import annotations
@@ -58,6 +58,8 @@ class Soak:
         self.events: list[dict[str, Any]] = []
         # What is checked in the end: each run's folder, and where steps may go back.
         self.runs: list[pathlib.Path] = []
+        # Whether each run that was asked to stop did.
+        self.stops: list[bool] = []
         self.disk = Disk(folder / "disk")
         self.begin()
 
@@ -356,9 +358,12 @@ class Soak:
 
     def finish(self) -> None:
         """Ends the run, and all that is left of it."""
-        with contextlib.suppress(OSError, ValueError):
+        asked, code = self.process.poll() is None, None
+        with contextlib.suppress(OSError, ValueError, subprocess.TimeoutExpired):
             command(self.run_folder, command="stop")
-            self.process.wait(30)
+            code = self.process.wait(60)
+        if asked:
+            self.stops.append(code == 0)
         known = self.notes()
         left = [*known.get("workers", {}).values(), known.get("service")]
         for process in map(ProcessId.from_data, left):
@@ -437,6 +442,7 @@ def data_of(given: Any, found: list[dict[str, Any]]) -> dict[str, Any]:
     """The data file of all seeds so far."""
     seeds = " ".join(str(x["seed"]) for x in found)
     names = ("events", "right", "recovered", "ended_as_promised", "began_again")
+    names += ("asked_to_stop", "stopped")
     return {
         "command": " ".join(
             ["python benchmarks/soak.py --seed", seeds, "--events", str(given.events)]
@@ -500,6 +506,7 @@ def main() -> None:
     good = all(
         figures["worst_relative_difference_of_losses"] < 1e-5
         and figures["right"] == figures["events"]
+        and figures["stopped"] == figures["asked_to_stop"]
         and not figures["began_again"]
         and not figures["missing_steps"]
         for figures in found.values()

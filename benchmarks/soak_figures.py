@@ -77,6 +77,8 @@ def report(soak: Any, seed: int, kinds_of: Iterable[str]) -> dict[str, Any]:
         ),
         "wrong": [x for x in soak.events if not _right(x)],
         "began_again": began_again(soak, runs),
+        "asked_to_stop": len(soak.stops),
+        "stopped": sum(soak.stops),
         "runs": len(runs),
         "steps": sum(max((x[0] for x in steps), default=-1) + 1 for steps in runs),
         "missing_steps": missing,

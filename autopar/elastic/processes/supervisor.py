@@ -363,6 +363,13 @@ class Supervisor:
         if self.state in ("suspend", "stop"):
             self._on_early_end(worker, code, member)
             return
+        if self.state == "end":
+            # Nobody takes its place. The code of another supervisor's child is unknown.
+            if code and member.finished:
+                how = members.end_text(code)
+                self.stop(f"worker {worker} {how} after training.", 1)
+            self._advance()
+            return
         left = worker in self._leaving or member.dismissed
         self._leaving -= {worker}
         if code == 0 and member.phase == "in" and not left:

@@ -254,6 +254,32 @@ class TestEnds:
         fake.supervisor.on_end(1, 0)
         assert (fake.supervisor.result, fake.supervisor.reason) == (0, "")
 
+    @pytest.mark.parametrize("asked", [False, True])
+    def test_nobody_takes_the_place_of_who_has_finished(self, asked: bool) -> None:
+        """A supervisor that took over cannot know the code of a worker's end."""
+        fake = running(2, restarts=2)
+        if asked:
+            fake.formed(0, 1, step=1)
+            fake.supervisor.end_training()
+            for worker in (0, 1):
+                fake.tell(worker, "started", generation=1, step=2)
+        for worker in (0, 1):
+            fake.tell(worker, "finished", generation=1, step=3)
+        for worker in (0, 1):
+            fake.supervisor.on_end(worker, None)
+        assert fake.started == [0, 1]
+        assert fake.supervisor.result == 0
+
+    def test_a_death_behind_the_last_step_is_told(self) -> None:
+        fake = running(2, restarts=2)
+        for worker in (0, 1):
+            fake.tell(worker, "finished", generation=1, step=9)
+        fake.supervisor.on_end(0, 0)
+        fake.supervisor.on_end(1, -9)
+        assert fake.started == [0, 1]
+        assert fake.supervisor.result == 1
+        assert "worker 1 died by signal 9 after training" in fake.supervisor.reason
+
     def test_a_death_before_all_have_finished(self) -> None:
         fake = running(2)
         fake.tell(0, "finished", generation=1, step=9)
