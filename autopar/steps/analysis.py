@@ -32,7 +32,7 @@ from autopar.steps.lifetimes import (
     until_barriers,
 )
 from autopar.steps.nodes import Contraction, contract
-from autopar.steps.orders import NO_ORDERS, orders
+from autopar.steps.orders import copies_in_orders
 from autopar.steps.positions import Positions, behind, followers, positions
 from autopar.steps.readings import Readings, readings
 from autopar.steps.rounded import NOT_ROUNDED, Rounded
@@ -313,9 +313,8 @@ class Analysis:
             late = self._summing if habits.late_gradients else {}
             if habits.late_until_barrier:
                 late = until_barriers(self.graph, late)
-            ordered = orders(self.graph) if habits.keeps_orders else NO_ORDERS
-            written = fused.buffers | (ordered.rewritten - floating)
-            copies = dict(ordered.copies)
+            written = fused.buffers
+            copies = copies_in_orders(self.graph) if habits.keeps_orders else {}
             if habits.into_products:
                 copies |= looked_up(self.graph, floating, fused)
             if habits.widens:

@@ -184,7 +184,7 @@ def looked_up(
 
     Returns:
       The values, each with its gather: False, for it is made when that reads it (as in
-      `autopar.steps.orders.Orders`).
+      `autopar.steps.orders.copies_in_orders`).
     """
     maker = {v: op for op in graph.operators for v in op.outputs}
     arrays = ((op.inputs[0], op) for op in graph.operators if op.kind == "gather")

@@ -194,8 +194,8 @@ def lifetimes(
       late: operators that run late, each with the last operator of its loop, or of the
         program.
       part: as in `Habits.late_gradients`.
-      copies: as in `autopar.steps.orders.Orders`. What an element-wise operator makes
-        is made again for them, so what it reads lives until then.
+      copies: `autopar.steps.orders.copies_in_orders`. What an element-wise operator
+        makes is made again for them, so what it reads lives until then.
       times: when each operator runs; None: in the order of the program, but for
         updates.
     """

@@ -10,38 +10,29 @@ XLA's GPU compiler fixes the order around batched products (openxla/xla,
   right); other products read their operands as they lie;
 * a transposition moves nothing by itself: the order goes with the array, through
   element-wise operators too;
-* where two arrays of different orders meet, what the later one is made of is written in
-  the order of the earlier, once for all its readers: a product's result, or what it is
-  converted to;
+* where two arrays of different orders meet, the result lies as the earlier;
 * a product with one dimension of batches reads an operand's free and contracted
   dimensions in either order;
 * an array that products want in several orders is made once for each: the order in
   which it lies and one other at once, by one kernel. Where none wants the first, two
   others are made at once if neither is transposed in tiles; further ones are made when
-  they are read. Which transpositions run in tiles is said in
-  `runs_in_tiles`.
+  they are read (`runs_in_tiles`).
 
 So the weights of grouped attention in bfloat16 are made again for the backward pass if
 2, 4 or 8 heads are a group. In float32 they are kept. The gradient of the scores is
-written in float32 in the order of the scores, and then once for each of the two
-products that read it. Sizes are those of whole arrays: what a plan leaves of them on
-one device is not known here.
+written once for each of the two products that read it. Sizes are those of whole arrays:
+what a plan leaves of them on one device is not known here.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
 from autopar.steps.fusion import is_elementwise, side_factors
 from autopar_passes.graph.operators import Operator, OperatorGraph
 from autopar_passes.rules.factor_rule import Dims, FactorRule
-
-# Orders that are forced change others behind them; few passes settle them.
-_MOST_PASSES = 4
-_CONVERSIONS = frozenset({"convert_element_type", "transpose"})
 
 # Shared memory has so many banks of so many bits; packed tiles fill some of them.
 _BANK_BITS, _BANKS, _FILLED_BANKS = 32, 32, 10
@@ -53,53 +44,27 @@ _MOST_MINOR_BITS = 64
 Order = tuple[int, ...]
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Orders:
-    """What is written for the order of its dimensions alone.
+def copies_in_orders(graph: OperatorGraph) -> dict[tuple[int, int], bool]:
+    """Values that an operator reads in another order than others do.
 
-    Attributes:
-      rewritten: results that are written in another order than they are made in.
-      copies: values that an operator reads in another order than others do, with that
-        operator: whether they are made at once, or when it reads them.
+    Args:
+      graph: the operator graph.
+
+    Returns:
+      The values, each with that operator: whether they are made at once, or when it
+      reads them.
     """
-
-    rewritten: frozenset[int]
-    copies: Mapping[tuple[int, int], bool]
-
-
-NO_ORDERS = Orders(frozenset(), {})
-
-
-def orders(graph: OperatorGraph) -> Orders:
-    """Finds what is written for the order of its dimensions alone."""
-    found = _pass(graph, {})
-    # What is forced changes the orders behind it, which may force no more.
-    for _ in range(_MOST_PASSES):
-        if not found.new:
-            break
-        found = _pass(graph, {**found.forced, **found.new})
-    copies = {
-        (value, reader): at_once
-        for value, wants in found.wants.items()
-        for reader, at_once in _copied_for(graph, value, wants, found.order.get(value))
-    }
-    rewritten = frozenset(v for v in found.forced if is_elementwise(found.maker[v]))
-    return Orders(rewritten, copies)
-
-
-def _pass(graph: OperatorGraph, forced: dict[int, _Fixed]) -> _Found:
-    """Follows the orders through the program once."""
-    maker = {v: op for op in graph.operators for v in op.outputs}
-    readers = Counter(
-        v for op in graph.operators for v in set(op.inputs) if v is not None
-    )
-    found = _Found(graph, maker, readers, forced, {}, {}, {})
+    found = _Found(graph, {}, {})
     for op in graph.operators:
         if op.kind == "dot_general":
             _note_product(op, found)
         elif op.outputs and is_elementwise(op):
             _note_elementwise(op, found)
-    return found
+    return {
+        (value, reader): at_once
+        for value, wants in found.wants.items()
+        for reader, at_once in _copied_for(graph, value, wants, found.order.get(value))
+    }
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -120,20 +85,12 @@ class _Found:
 
     Attributes:
       graph: the operator graph.
-      maker: the operator that makes each value.
-      readers: how many operators read each value.
-      forced: the orders in which values are written for others that they meet.
-      new: the same, found in this pass.
       order: of values whose order is fixed.
       wants: of values that batched products read, the products and the orders that
         suit each of them; none: as the value lies.
     """
 
     graph: OperatorGraph
-    maker: dict[int, Operator]
-    readers: Counter[int]
-    forced: dict[int, _Fixed]
-    new: dict[int, _Fixed]
     order: dict[int, _Fixed]
     wants: dict[int, list[_Want]]
 
@@ -149,8 +106,7 @@ def _note_product(op: Operator, found: _Found) -> None:
             wanted = (op.index, _wanted_orders(rule, slot, batch))
             found.wants.setdefault(value, []).append(wanted)
     for value in op.outputs:
-        lies = _Fixed(op.index, _plain(found.graph, value))
-        found.order[value] = found.forced.get(value, lies)
+        found.order[value] = _Fixed(op.index, _plain(found.graph, value))
 
 
 def _wanted_orders(
@@ -176,59 +132,18 @@ def _note_elementwise(op: Operator, found: _Found) -> None:
     rule = op.rule
     full = _large(rule, rule.factors_of(rule.results[0]))
     operands = [
-        (found.order[value], value, dims)
+        (found.order[value], dims)
         for value, dims in zip(op.inputs, rule.operands, strict=True)
         if value in found.order and _large(rule, rule.factors_of(dims)) == full
     ]
     if not operands:
         return
-    first, _, dims = min(operands, key=lambda x: x[0].origin)
+    first, dims = min(operands, key=lambda x: x[0].origin)
     sequence = _sequence(rule, dims, first.order)
-    for fixed, value, dims in operands:
-        order = _in_dims(rule, dims, sequence)
-        if order is not None and order != fixed.order:
-            _force(value, _Fixed(first.origin, order), found)
     for value, dims in zip(op.outputs, rule.results, strict=True):
         order = _in_dims(rule, dims, sequence)
         if order is not None:
-            made = _Fixed(first.origin, order)
-            found.order[value] = found.forced.get(value, made)
-
-
-def _force(value: int, fixed: _Fixed, found: _Found) -> None:
-    """Has an array written in another order, as near to its product as that goes."""
-    path = [(value, fixed)]
-    while is_elementwise(maker := found.maker[value]):
-        above = _above(maker, value, path[-1][1], found)
-        if above is None:
-            break
-        path.append(above)
-        value = above[0]
-    # A product's result that is only converted is written behind the conversion.
-    while len(path) > 1 and found.readers[path[-1][0]] == 1:
-        if found.maker[path[-2][0]].kind not in _CONVERSIONS:
-            break
-        path.pop()
-    found.new[path[-1][0]] = path[-1][1]
-
-
-def _above(
-    maker: Operator, value: int, fixed: _Fixed, found: _Found
-) -> tuple[int, _Fixed] | None:
-    """The only array that a value is made of, with its order; None: there are more."""
-    rule = maker.rule
-    made = rule.results[maker.outputs.index(value)]
-    full = _large(rule, rule.factors_of(made))
-    operands = [
-        (v, dims)
-        for v, dims in zip(maker.inputs, rule.operands, strict=True)
-        if v in found.order and _large(rule, rule.factors_of(dims)) == full
-    ]
-    if len(operands) != 1:
-        return None
-    (operand, dims), *_ = operands
-    order = _in_dims(rule, dims, _sequence(rule, made, fixed.order))
-    return None if order is None else (operand, _Fixed(fixed.origin, order))
+            found.order[value] = _Fixed(first.origin, order)
 
 
 def _copied_for(
