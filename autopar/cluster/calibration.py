@@ -37,8 +37,6 @@ class Calibration:
       copies_pieces: whether what a collective leaves in pieces is copied into its
         place, or what it sends is packed.
       reassociates: whether the compiler takes the sum of two sums over devices as one.
-      scatters_slices: whether the compiler makes reduce-scatters of sums of which a
-        slice is read behind a change of shape (`autopar.cost.reassociation`).
       overlap: part of the work beside which communication may run; 0 where a device
         does one after the other.
       contention: seconds of work lost for each second of communication beside it.
@@ -58,7 +56,6 @@ class Calibration:
     forms_reduce_scatter: bool = True
     copies_pieces: bool = True
     reassociates: bool = False
-    scatters_slices: bool = False
     overlap: float = 0.0
     contention: float = 0.0
     whole_messages: bool = False
@@ -140,8 +137,6 @@ CALIBRATIONS = {
         copies_pieces=False,
         # Both kinds of sums (autopar_passes.sums.reassociated).
         reassociates=True,
-        # Passes of the GPU's compiler alone; the TPU's was not asked.
-        scatters_slices=True,
         overlap=1.0,
         # Collectives take streaming multiprocessors and bandwidth from the work beside
         # them: work is 18.9 % slower on average meanwhile (arXiv 2507.03114).

@@ -46,7 +46,6 @@ class _Calibration(msgspec.Struct, forbid_unknown_fields=True):
     forms_reduce_scatter: bool | None = None
     copies_pieces: bool | None = None
     reassociates: bool | None = None
-    scatters_slices: bool | None = None
     overlap: float | None = None
     contention: float | None = None
     whole_messages: bool | None = None

@@ -85,11 +85,6 @@ class Pricer:
         """Whether the compiler takes the sum of two sums over devices as one."""
         return self.cluster.device.corrections.reassociates
 
-    @property
-    def scatters_slices(self) -> bool:
-        """Whether the compiler takes less of a sum where a slice of it is read."""
-        return self.cluster.device.corrections.scatters_slices
-
     def collective_s(
         self, step: ReshardStep, nbytes: float, message_bytes: float = 0.0
     ) -> float:

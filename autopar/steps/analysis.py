@@ -79,8 +79,6 @@ from autopar_passes.sums.find import find_deferrals
 from autopar_passes.sums.poisoned import Poisoned, find_poisoned
 from autopar_passes.sums.reassociated import (
     Reassociation,
-    Shaped,
-    forms_of,
     reassociations,
 )
 
@@ -463,11 +461,6 @@ class Analysis:
     def reassociations(self) -> tuple[Reassociation, ...]:
         """The additions of two sums that a compiler may take as one."""
         return reassociations(self.graph)
-
-    @functools.cached_property
-    def summed_shapes(self) -> dict[int, Shaped]:
-        """The forms of values that may be summed over devices."""
-        return forms_of(self.graph, self.reassociations)
 
     @functools.cached_property
     def coded_gradients(self) -> CodedSums:

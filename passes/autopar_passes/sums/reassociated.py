@@ -9,7 +9,6 @@ them. What only changes a shape between a sum and the addition is moved out of t
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import NamedTuple
 
 from autopar_passes.graph.operators import OperatorGraph, producers, readers
@@ -65,44 +64,3 @@ def reassociations(graph: OperatorGraph) -> tuple[Reassociation, ...]:
             summed = one[-1], other[-1]
             found.append(Reassociation(op.index, summed, (*one, *other)))
     return tuple(found)
-
-
-class Shaped(NamedTuple):
-    """What only changes the shape of a value, one operator after the other.
-
-    Attributes:
-      values: the value and its forms, each read by the maker of the next alone.
-      readers: the operators that read the last form.
-    """
-
-    values: tuple[int, ...]
-    readers: tuple[int, ...]
-
-
-def forms_of(
-    graph: OperatorGraph, additions: Iterable[Reassociation]
-) -> dict[int, Shaped]:
-    """Returns the forms of each value that may be summed over devices.
-
-    Args:
-      graph: the operators.
-      additions: whose results may be such values, beside results of contractions.
-    """
-    read_by, outputs = readers(graph.operators), frozenset(graph.outputs)
-    summed = [
-        op.outputs[0]
-        for op in graph.operators
-        if op.kind in CONTRACTIONS and len(op.outputs) == 1
-    ]
-    summed += [graph.operators[a.operator].outputs[0] for a in additions]
-    out: dict[int, Shaped] = {}
-    for value in summed:
-        forms = [value]
-        while outputs.isdisjoint(forms):
-            found = [op for op, _ in read_by.get(forms[-1], ())]
-            if len(found) == 1 and found[0].kind in _SHAPING:
-                forms.append(found[0].outputs[0])
-                continue
-            out[value] = Shaped(tuple(forms), tuple(op.index for op in found))
-            break
-    return out

@@ -16,7 +16,6 @@ from autopar_passes.graph.operators import OperatorGraph
 from autopar_passes.program.trace import trace
 from autopar_passes.sums.reassociated import (
     Reassociation,
-    forms_of,
     reassociations,
 )
 
@@ -117,24 +116,3 @@ def test_trees_of_additions(tree: Any) -> None:
 
     left, own = sums_left(tree)
     assert products(tree) - len(taken) == left + own
-
-
-def test_the_forms_of_a_sum_end_where_more_than_a_shape_changes() -> None:
-    def step(x: jax.Array, w: jax.Array) -> jax.Array:
-        product = (x @ w).T.reshape(4, 32)
-        return jnp.tanh(product) + jnp.sin(product)
-
-    graph, additions = found(step)
-    (forms,) = forms_of(graph, additions).values()
-
-    made_by = {v: op.kind for op in graph.operators for v in op.outputs}
-    assert [made_by[v] for v in forms.values] == ["dot_general", "transpose", "reshape"]
-    readers = [graph.operators[index].kind for index in forms.readers]
-    assert sorted(readers) == ["sin", "tanh"]
-
-
-def test_what_leaves_the_step_has_no_forms() -> None:
-    """It leaves in its own layout, of which nobody keeps a slice."""
-    graph, additions = found(lambda x, w: (x @ w).T)
-
-    assert forms_of(graph, additions) == {}
