@@ -30,8 +30,6 @@ class Brought:
     Attributes:
       assignment: strategies as layouts.
       life: when values are made and last needed.
-      messages: the gradients whose sums travel together, as bits
-        (`autopar.steps.lifetimes.Replacing`).
       ends: when each value is last read in its own layout and type.
       widened: when each value is last read in a wider type.
       copied: when each parameter is last read that is copied because its update may
@@ -43,7 +41,6 @@ class Brought:
 
     assignment: Assignment
     life: Lifetimes
-    messages: Sequence[int]
     ends: dict[int, int] = dataclasses.field(default_factory=dict[int, int])
     widened: dict[int, int] = dataclasses.field(default_factory=dict[int, int])
     copied: dict[int, int] = dataclasses.field(default_factory=dict[int, int])
@@ -121,15 +118,12 @@ class Brought:
     def _overtaken(self, op: Operator, source: int) -> bool:
         """Whether the update of a parameter may run before an operator that reads it.
 
-        It waits for the gradients that it needs, and for those that travel with them.
+        It waits for the gradients that it needs.
         """
         known = self.life.replacing
         waits = known.waits_for.get(source)
         if waits is None or op.role is not Role.BACKWARD:
             return False
-        for message in self.messages:
-            if message & waits:
-                waits |= message
         return not waits & known.made_of[op.index]
 
     def _move(self, op: Operator, reading: Reading) -> None:

@@ -32,11 +32,7 @@ def buffers(
     graph = assignment.graph
     among = graph.operators if only is None else [graph.operators[k] for k in only]
     sent = sending_times(assignment, life, among)
-    together: dict[int, list[int]] = {}
-    for value, time in sent.items():
-        together.setdefault(time, []).append(value)
-    messages = tuple(map(life.replacing.together, together.values()))
-    brought = Brought(assignment, life, messages)
+    brought = Brought(assignment, life)
     brought.read_all(among)
     homes = _Homes(assignment, life, brought.ends, sent)
     return [*brought.buffers(), *homes.of(among)]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from autopar.steps.breadth import region_ends
 from autopar.steps.fusion import is_cloned, is_elementwise, spread
@@ -27,24 +27,15 @@ class Replacing:
     behind a reading if a gradient that it waits for is made of what is read.
 
     Attributes:
-      bits: of each gradient that the update reads.
       made_of: by operator, the gradients that are made of its results.
       waits_for: by input that is replaced, the gradients that its update waits for.
     """
 
-    bits: dict[int, int]
     made_of: tuple[int, ...]
     waits_for: dict[int, int]
 
-    def together(self, gradients: Iterable[int]) -> int:
-        """The bits of some gradients."""
-        out = 0
-        for value in gradients:
-            out |= self.bits.get(value, 0)
-        return out
 
-
-REPLACES_NONE = Replacing({}, (), {})
+REPLACES_NONE = Replacing((), {})
 
 # The last time at which a result is there before it is given up, and the first behind.
 Gap = tuple[int, int]
@@ -407,7 +398,7 @@ def replacing(graph: OperatorGraph) -> Replacing:
             for reader, _ in read.get(value, []):
                 if reader.role is not Role.UPDATE:
                     behind[op.index] |= behind[reader.index]
-    return Replacing(bits, tuple(behind), _waits(graph, bits))
+    return Replacing(tuple(behind), _waits(graph, bits))
 
 
 def _waits(graph: OperatorGraph, bits: dict[int, int]) -> dict[int, int]:

@@ -57,7 +57,7 @@ def test_what_operators_read_is_noted_as_one_by_one(name: str, text: str) -> Non
     for candidate in candidates(name, text):
         assignment = candidate.assignment
         life = analysis(name).life(habits_of(candidate.pricer.cluster.device))
-        together, one_by_one = (Brought(assignment, life, ()) for _ in range(2))
+        together, one_by_one = (Brought(assignment, life) for _ in range(2))
         operators = assignment.graph.operators
         together.read_all(operators)
         for op in operators:
