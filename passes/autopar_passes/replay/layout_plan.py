@@ -65,15 +65,10 @@ class LayoutPlan(Protocol):
         """
         ...
 
-    def sums(self, value: int, *, handed: bool = False) -> tuple[Sum, ...]:
+    def sums(self, value: int) -> tuple[Sum, ...]:
         """Returns the collectives that end a partial value, where they are written.
 
-        The last one's layout may be that of the slices that its readers keep. Empty:
-        the compiler finds the collectives from the layouts that are stated.
-
-        Args:
-          value: the value.
-          handed: whether others read it, too, in the layout of its home.
+        Empty: the compiler finds the collectives from the layouts that are stated.
         """
         ...
 

@@ -65,12 +65,9 @@ class Later(PlainSums):
 class _Within:
     """A plan within a segment: what comes in is an array, not made anew."""
 
-    def __init__(
-        self, plan: LayoutPlan, inputs: Collection[int], outputs: Collection[int]
-    ) -> None:
+    def __init__(self, plan: LayoutPlan, inputs: Collection[int]) -> None:
         self._plan = plan
         self._inputs = frozenset(inputs)
-        self._outputs = frozenset(outputs)
 
     def floating(self, value: int) -> bool:
         return value not in self._inputs and self._plan.floating(value)
@@ -96,8 +93,8 @@ class _Within:
     def due(self, value: int) -> tuple[Layout, ...] | None:
         return self._plan.due(value)
 
-    def sums(self, value: int, *, handed: bool = False) -> tuple[Sum, ...]:
-        return self._plan.sums(value, handed=handed or value in self._outputs)
+    def sums(self, value: int) -> tuple[Sum, ...]:
+        return self._plan.sums(value)
 
 
 def _constants(program: Program) -> dict[int, Any]:
@@ -133,7 +130,7 @@ def replay_segment(
     ``synchroniser`` takes sums, else they stay partial; ``made`` is as of `replay`.
     """
     operators, made_by = operators_of(graph), producers(graph.operators)
-    sources, within = program.by_index(), _Within(plan, inputs, outputs)
+    sources, within = program.by_index(), _Within(plan, inputs)
     constants = _constants(program)
 
     def run(
