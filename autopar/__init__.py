@@ -66,7 +66,7 @@ _HOMES = {
     "audit": "autopar.api",
     "parallelize": "autopar.runtime.parallelize",
     "plan": "autopar.api",
-    "register_rule": "autopar_passes.rules.registry",
+    "register_rule": "autopar_passes.rules.factor_rule",
     "train": "autopar.elastic.train",
 }
 

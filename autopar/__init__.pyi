@@ -4,7 +4,7 @@ from autopar.api import audit as audit
 from autopar.api import plan as plan
 from autopar.checkpoint.checkpoints import Checkpoints as Checkpoints
 from autopar.cluster import Cluster as Cluster
-from autopar.elastic.start import elastic as elastic
+from autopar.elastic.train import elastic as elastic
 from autopar.elastic.train import train as train
 from autopar.errors import AutoparError as AutoparError
 from autopar.errors import CheckpointError as CheckpointError
@@ -24,7 +24,7 @@ from autopar.runtime.parallelize import parallelize as parallelize
 from autopar.version import __version__ as __version__
 from autopar_passes.rules.factor_rule import FactorKind as FactorKind
 from autopar_passes.rules.factor_rule import FactorRule as FactorRule
-from autopar_passes.rules.registry import register_rule as register_rule
+from autopar_passes.rules.factor_rule import register_rule as register_rule
 
 __all__ = [
     "AutoparError",

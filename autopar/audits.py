@@ -23,13 +23,13 @@ from autopar.reports.audit import (
     StageAudit,
     bytes_by_kind,
     predicted_by_kind,
+    target_audit,
     transfers_of,
     without_rounding,
 )
 from autopar.reports.explain import BoundPlan, bind_plan
 from autopar.reports.staged import bind_stages, links
-from autopar.reports.target_audit import target_audit
-from autopar.runtime.meshes import abstract_mesh, device_mesh, stage_meshes
+from autopar.runtime.placement import abstract_mesh, device_mesh, stage_meshes
 from autopar.runtime.planned import planned_step
 from autopar.runtime.stages.audited import AuditedProgram, programs, sent_between
 from autopar.runtime.stages.planned import audited_pipeline

@@ -25,7 +25,7 @@ The four that all packages share are in ``autopar_errors``, below them all.
 
 from __future__ import annotations
 
-from autopar.cluster.errors import ClusterError
+from autopar.cluster.specs import ClusterError
 from autopar_errors import (
     AutoparError,
     InputError,

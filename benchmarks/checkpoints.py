@@ -32,7 +32,7 @@ import jax.numpy as jnp
 import numpy as np
 import workloads
 
-from autopar.runtime import ranges
+from autopar.runtime import state_mover
 
 MIB = 1 << 20
 COUNT, SIDE = 64, 1024  # arrays of 4 MiB
@@ -61,8 +61,8 @@ class Peak:
 
     def __enter__(self) -> Peak:
         """Starts to look, every millisecond, with no memory that is merely kept."""
-        ranges.return_memory()
-        self.begin = self.most = ranges.resident_bytes()
+        state_mover.return_memory()
+        self.begin = self.most = state_mover.resident_bytes()
         self._ends = threading.Event()
         self._thread = threading.Thread(target=self._look)
         self._thread.start()
@@ -70,13 +70,13 @@ class Peak:
 
     def _look(self) -> None:
         while not self._ends.wait(0.001):
-            self.most = max(self.most, ranges.resident_bytes())
+            self.most = max(self.most, state_mover.resident_bytes())
 
     def __exit__(self, *_: object) -> None:
         """Stops to look."""
         self._ends.set()
         self._thread.join()
-        self.most = max(self.most, ranges.resident_bytes())
+        self.most = max(self.most, state_mover.resident_bytes())
 
     @property
     def more(self) -> str:
@@ -228,16 +228,14 @@ def _kills(folder: pathlib.Path) -> int:
     draw = random.Random(0)
     waits = [f"{draw.uniform(0, 0.06):.4f}" for _ in range(KILLS)]
     subprocess.run([sys.executable, WORKER, folder, *waits], check=True)
-    from autopar.checkpoint import folders, host, manifest
+    from autopar.checkpoint import folders, manifest
 
     torn = damaged = whole = lost = 0
     for k in range(KILLS):
         complete = folders.complete(folder / str(k))
         torn += len(folders.incomplete(folder / str(k)))
         whole += len(complete)
-        damaged += sum(
-            bool(_array_problems(host, manifest.read(x), x)) for x in complete
-        )
+        damaged += sum(bool(_array_problems(manifest.read(x), x)) for x in complete)
         lost += not complete
     workloads.row("kills", "complete", "of them damaged", "torn and named", "lost")
     workloads.row(*["---"] * 5)
@@ -245,9 +243,11 @@ def _kills(folder: pathlib.Path) -> int:
     return int(damaged + lost > 0)
 
 
-def _array_problems(host: Any, held: Any, folder: pathlib.Path) -> list[str]:
+def _array_problems(held: Any, folder: pathlib.Path) -> list[str]:
     """What is wrong with the arrays; the worker's plan is none."""
-    return [x for x in host.problems(folder, held) if "plan" not in x]
+    from autopar.checkpoint import restoring
+
+    return [x for x in restoring.find_problems(folder, held) if "plan" not in x]
 
 
 @contextlib.contextmanager

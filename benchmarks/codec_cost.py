@@ -55,8 +55,7 @@ class Loopback:
 def main() -> None:
     """Prints the table."""
     from autopar.compression.codecs.registry import parse_codec
-    from autopar.compression.feedback import Feedback
-    from autopar.compression.gradient import Gradient, init_state
+    from autopar.compression.gradient import Feedback, Gradient, init_state
     from autopar.compression.synchronise import (
         NON_FINITE,
         restore_unless_finite,

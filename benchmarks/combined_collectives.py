@@ -27,7 +27,7 @@ from autopar.cost.messages import messages
 from autopar.planner.candidate import Candidate, SearchResult
 from autopar.planner.experts import expert_plans
 from autopar.planner.record import make_plan
-from autopar.runtime.meshes import device_mesh
+from autopar.runtime.placement import device_mesh
 from autopar.runtime.planned import planned_step
 from autopar.steps.analysis import analyse
 

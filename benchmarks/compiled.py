@@ -40,9 +40,8 @@ from autopar.planner.options import PlanOptions
 from autopar.planner.plan import plan_analysis
 from autopar.planner.record import restore
 from autopar.plans import Plan
-from autopar.reports.audit import bytes_by_kind
+from autopar.reports.audit import bytes_by_kind, predicted_messages
 from autopar.reports.explain import bind_plan
-from autopar.reports.target_audit import predicted_messages
 from autopar.steps.analysis import Analysis, analyse
 
 MOST_CPUS = 32

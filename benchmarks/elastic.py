@@ -25,7 +25,7 @@ import jax
 import numpy as np
 import workloads
 
-from autopar.runtime import ranges
+from autopar.runtime import state_mover
 
 BATCH, STEPS = 24, 16
 CHANGES = {4: "6:cpu", 8: "4:cpu", 12: "8:cpu"}
@@ -184,7 +184,7 @@ def memory(names: list[str]) -> bool:
         next(run)
         gc.collect()
         live = sum(x.nbytes for x in jax.live_arrays())
-        seen.append((live, ranges.resident_bytes() / 1e6, len(jax.live_arrays())))
+        seen.append((live, state_mover.resident_bytes() / 1e6, len(jax.live_arrays())))
         run.change(f"{next(sizes)}:cpu")
         if number % 10 == 0:
             print(number, run.plan.cluster.text, *seen[-1], flush=True)

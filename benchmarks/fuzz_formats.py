@@ -19,17 +19,15 @@ import numpy as np
 from fuzz_mutations import Format, zip_parts
 
 import autopar
-from autopar.checkpoint import folders, manifest, names, torch_files, trees
+from autopar.checkpoint import folders, manifest, torch_files, trees
 from autopar.cli import owning
 from autopar.cli.ledgering import ledger
 from autopar.dispatch import specs
 from autopar.dispatch.store import Store
-from autopar.elastic.events import Event
-from autopar.elastic.inbox import Inbox
+from autopar.elastic.events import Event, Inbox, Resolved
 from autopar.elastic.ledger import Ledger
-from autopar.elastic.resolve import Resolved
 from autopar.elastic.sources.http import Http
-from autopar.elastic.sources.messages import read_events
+from autopar.elastic.sources.source import read_events
 from autopar.goodput.curves import CurvePoint, CurveTable
 from autopar.planner.cache import PlanCache
 from autopar.planner.options import PlanOptions
@@ -184,7 +182,7 @@ def _manifests(place: pathlib.Path) -> Format:
     notes = {"a": [1, 2.5, None, "x"]}
     with autopar.Checkpoints(place / "saved") as made:
         made.save(step, state, step=1, position=4, notes=notes)
-    folder = names.find(place / "saved")
+    folder = folders.find_checkpoint(place / "saved")
     held = manifest.read(folder)
     codecs = {"codecs/w": next(iter(held.state.values()))}
     tree = {
@@ -199,7 +197,7 @@ def _manifests(place: pathlib.Path) -> Format:
     def read(data: bytes) -> None:
         (path / manifest.MANIFEST).write_bytes(data)
         found = manifest.read(path)
-        names.parameters(path, found)
+        folders.parameter_paths(path, found)
         if found.codec_tree is not None:
             trees.join(found.codec_tree, dict.fromkeys(found.codecs, 0))
 

@@ -23,8 +23,8 @@ from autopar.goodput import (
     CodecError,
     NoiseOptions,
     codec_error,
+    following,
     gain,
-    progress_ratio,
     scaled,
     told,
 )
@@ -251,7 +251,7 @@ def _known(trainer: Trainer, codec: str, level: float) -> tuple[CodecError, floa
     exact, pilots = CodecError(), (901, 902, 903)
     one = [trainer.train("dense", BASE, s, exact, level).losses for s in pilots]
     other = [trainer.train(codec, BASE, s, exact, level).losses for s in pilots]
-    found = progress_ratio(one, other)
+    found = following(one, other)
     return CodecError(), found.value
 
 

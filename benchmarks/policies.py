@@ -50,8 +50,7 @@ import language_model
 
 from autopar.compression.codecs.registry import parse_codec
 from autopar.compression.exchange import MeshLinks
-from autopar.compression.feedback import Feedback
-from autopar.compression.gradient import Gradient, init_state
+from autopar.compression.gradient import Feedback, Gradient, init_state
 from autopar.compression.policies import Accordion, GraVAC, topk_levels
 from autopar.compression.policies.gravac import GainOf
 from autopar.compression.policies.policy import (

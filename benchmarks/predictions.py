@@ -19,7 +19,7 @@ import workloads
 from autopar.cluster import Cluster
 from autopar.planner.options import PlanOptions
 from autopar.planner.plan import plan_analysis
-from autopar.runtime.meshes import abstract_mesh, device_mesh
+from autopar.runtime.placement import abstract_mesh, device_mesh
 from autopar.runtime.planned import planned_step
 from autopar.steps.analysis import analyse
 from autopar_passes.audit.compiled import compiled_audit

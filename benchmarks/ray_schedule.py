@@ -30,7 +30,7 @@ import raylets
 from ray import cluster_utils
 from ray_pace import seconds_of
 
-from autopar.dispatch.clusters import RayCluster
+from autopar.dispatch.backend import RayCluster
 from autopar.dispatch.running import ProcessRuns
 from autopar.dispatch.specs import Handed, JobSpec
 from autopar.dispatch.store import JobRecord, Store
@@ -39,8 +39,8 @@ from autopar.goodput.curves import CurvePoint, CurveTable
 from autopar.scheduler.jobs import Job
 from autopar.scheduler.nodes import Nodes
 from autopar.scheduler.policies.named import policy_of
-from autopar.scheduler.simulator.curve_job import CurveJob, Moves
 from autopar.scheduler.simulator.engine import NodeEvent, Options, simulate
+from autopar.scheduler.simulator.jobs import CurveJob, Moves
 from autopar.scheduler.simulator.metrics import metrics
 
 HERE = pathlib.Path(__file__).parent

@@ -25,7 +25,7 @@ import workloads
 
 import autopar
 from autopar.cluster import Cluster
-from autopar.runtime.meshes import device_mesh
+from autopar.runtime.placement import device_mesh
 from autopar.runtime.planned import planned_step
 from autopar.steps.analysis import analyse
 

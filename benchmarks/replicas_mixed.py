@@ -32,7 +32,7 @@ import autopar
 from autopar.errors import PlanError
 from autopar.planner.options import PlanOptions
 from autopar.planner.plan import plan_analysis
-from autopar.runtime.meshes import device_mesh
+from autopar.runtime.placement import device_mesh
 from autopar.runtime.planned import planned_step
 from autopar.steps.analysis import Analysis, analyse
 from autopar_passes.layouts import automatic_axes

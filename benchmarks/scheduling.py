@@ -30,9 +30,8 @@ from autopar.scheduler.models.pollux_form import StepSamples
 from autopar.scheduler.nodes import Nodes
 from autopar.scheduler.policies.named import policy_of
 from autopar.scheduler.simulator.engine import Options, simulate
-from autopar.scheduler.simulator.interpolation import PlacementTimes
 from autopar.scheduler.simulator.metrics import Metrics, metrics
-from autopar.scheduler.simulator.tables import read_rows
+from autopar.scheduler.simulator.tables import PlacementTimes, read_rows
 from autopar.scheduler.simulator.traces.detect import jobs_of
 
 ROOT = pathlib.Path(__file__).resolve().parent

@@ -28,8 +28,7 @@ import typer
 from autopar.scheduler.nodes import Nodes
 from autopar.scheduler.policies.named import policy_of
 from autopar.scheduler.simulator.engine import Options, simulate
-from autopar.scheduler.simulator.fairness import finish_time_ratios
-from autopar.scheduler.simulator.metrics import metrics
+from autopar.scheduler.simulator.metrics import finish_time_ratios, metrics
 from autopar.scheduler.simulator.traces.detect import jobs_of
 
 # Sia's cluster: 64 devices of three kinds.

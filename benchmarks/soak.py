@@ -32,7 +32,7 @@ from typing import Any
 
 from soak_figures import SCRIPT, report
 
-from autopar.elastic.processes.identity import ProcessId
+from autopar.elastic.processes.members import ProcessId
 from autopar.elastic.processes.records import command
 
 HERE = pathlib.Path(__file__).parent

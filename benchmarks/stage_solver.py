@@ -18,7 +18,7 @@ from autopar_solver.stages.problem import (
     StageProblem,
     SubmeshOption,
 )
-from autopar_solver.stages.schedules.tasks import Schedule, ScheduleKind
+from autopar_solver.stages.schedules.order import Schedule, ScheduleKind
 from autopar_solver.stages.solve import solve_stages
 
 SCHEDULES = (

@@ -19,8 +19,8 @@ import numpy as np
 from autopar.goodput.curves import CurvePoint, CurveTable
 from autopar.goodput.efficiency import CodecError, efficiency
 from autopar.scheduler.jobs import Job, Shape
-from autopar.scheduler.packing import sizes_of
-from autopar.scheduler.simulator.curve_job import CurveJob, Moves
+from autopar.scheduler.nodes import sizes_of
+from autopar.scheduler.simulator.jobs import CurveJob, Moves
 
 # Bytes per second between nodes, and inside one.
 FAR, NEAR = 1.25e9, 1.0e10

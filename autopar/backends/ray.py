@@ -12,11 +12,11 @@ import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from autopar.backends.ray_nodes import LiveNode, Placer, Places, alive
 from autopar.backends.ray_worker import ScriptActor
-from autopar.elastic.processes.identity import ProcessId
+from autopar.backends.slots import LiveNode, Placer, Places, live_nodes
 from autopar.elastic.processes.launching import Reports
-from autopar.elastic.sources.watching import Watched
+from autopar.elastic.processes.members import ProcessId
+from autopar.elastic.sources.source import Watched
 from autopar.errors import PlanError
 
 _NAMESPACE = "autopar"
@@ -211,7 +211,7 @@ def connect(address: str) -> Any:
 
 def nodes_here(ray: Any) -> tuple[list[LiveNode], int]:
     """The nodes that can take workers, and how many there are on other machines."""
-    return alive(ray.nodes(), _CPUS, ray.util.get_node_ip_address())
+    return live_nodes(ray.nodes(), _CPUS, ray.util.get_node_ip_address())
 
 
 def _ray() -> Any:

@@ -23,7 +23,7 @@ from collections.abc import Iterator, Mapping
 
 import numpy as np
 
-from autopar.checkpoint import folders, host, names, torch_files
+from autopar.checkpoint import folders, restoring, torch_files
 from autopar.checkpoint.manifest import Manifest
 from autopar.errors import CheckpointError
 from autopar_passes.jax_compat import dtype_of
@@ -46,20 +46,20 @@ def export(folder: pathlib.Path, held: Manifest, target: pathlib.Path) -> list[s
     Raises:
       CheckpointError: the checkpoint is damaged, or the target cannot be written.
     """
-    found = names.parameters(folder, held)
+    found = folders.parameter_paths(folder, held)
     with folders.telling(target, "written"):
         for one in found:
             place = target / ZERO / one.name
             place.mkdir(parents=True)
             for path, file in _files(one).items():
-                array = np.asarray(host.read(folder, held, path))
+                array = np.asarray(restoring.read_array(folder, held, path))
                 atom = {"cat_dim": 0, "param": array.astype(np.float32)}
                 torch_files.save(place / f"{file}.pt", atom)
             torch_files.save(place / f"{STEP}.pt", held.step)
     return [one.name for one in found]
 
 
-def _files(one: names.Parameter) -> dict[str, str]:
+def _files(one: folders.Parameter) -> dict[str, str]:
     """Path of each array of a parameter -> its file in the atom."""
     pairs = {WEIGHT: one.path, "exp_avg": one.first, "exp_avg_sq": one.second}
     return {path: file for file, path in pairs.items() if path}
@@ -87,7 +87,7 @@ def read(
     """
     if not (source / ZERO).is_dir():
         raise CheckpointError(f"{source}: no atoms: it has no folder '{ZERO}'.")
-    found = names.parameters(folder, held)
+    found = folders.parameter_paths(folder, held)
     _check_names(source, [(called or {}).get(x.name, x.name) for x in found])
     out: dict[str, np.ndarray] = {}
     step = held.step
@@ -97,7 +97,7 @@ def read(
             out[path] = _array(place / f"{file}.pt", held, path)
         if (place / f"{STEP}.pt").is_file():
             step = _step(place / f"{STEP}.pt")
-    for path in names.counts(held):
+    for path in folders.count_paths(held):
         entry = held.state[path]
         out[path] = np.full(entry.shape, step, dtype_of(entry.dtype))
     return out, step

@@ -22,9 +22,9 @@ import jax
 from autopar.checkpoint import folders, manifest, restoring, store, trees
 from autopar.checkpoint.manifest import ArrayEntry, Manifest, NewerSchema, PlanEntry
 from autopar.checkpoint.saving import Background, Save, wait_at_end
-from autopar.checkpoint.snapshot import num_bytes, snapshot
+from autopar.checkpoint.store import copy_arrays, num_bytes
 from autopar.errors import CheckpointError
-from autopar.runtime import creation, exchange
+from autopar.runtime import agreement, creation
 from autopar.runtime.parallel_step import ParallelStep
 from autopar.runtime.planned import PlannedStep
 from autopar.runtime.state_mover import name_arrays
@@ -243,7 +243,7 @@ class Checkpoints:
           PlanError: the step has not been planned, or the state is of another step.
         """
         world = train_step.world
-        with exchange.tell_errors(world, "saving a checkpoint"):
+        with agreement.tell_errors(world, "saving a checkpoint"):
             self.wait()
             if step < 0 or position < 0:
                 raise CheckpointError(
@@ -251,7 +251,7 @@ class Checkpoints:
                 )
             arrays, made = _arrays_to_save(train_step, state, step, position, notes)
             alone = world.process_count == 1
-            copies = snapshot(arrays, alone=alone)
+            copies = copy_arrays(arrays, alone=alone)
             folder = self.directory / folders.folder_name(step, time.time_ns())
             if world.process_index == 0:
                 with folders.telling(self.directory, "written"):
@@ -261,7 +261,7 @@ class Checkpoints:
             wait_at_end(self.wait)
             self._waits_at_end = True
         name = folder.name.encode()
-        told = exchange.exchange_data(world, "saving a checkpoint", name)
+        told = agreement.exchange_data(world, "saving a checkpoint", name)
         self._running = Background(
             Save(
                 folder=self.directory / told[0].decode(),
@@ -287,12 +287,12 @@ class Checkpoints:
         """
         world = train_step.world
         with (
-            exchange.tell_errors(world, "opening the checkpoints"),
+            agreement.tell_errors(world, "opening the checkpoints"),
             contextlib.suppress(OSError),
         ):
             if world.process_index == 0:
                 claim(self.directory)
-        exchange.exchange_data(world, "opening the checkpoints")
+        agreement.exchange_data(world, "opening the checkpoints")
 
     def release(self) -> None:
         """Lets other runs save into the directory."""

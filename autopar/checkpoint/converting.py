@@ -14,7 +14,7 @@ import jax
 import msgspec
 import numpy as np
 
-from autopar.checkpoint import atoms, folders, host, manifest, names
+from autopar.checkpoint import atoms, folders, manifest, restoring
 from autopar.checkpoint.manifest import Manifest
 from autopar.checkpoint.saving import Save
 from autopar.errors import CheckpointError
@@ -60,7 +60,7 @@ def export(folder: pathlib.Path, held: Manifest, target: pathlib.Path) -> list[s
       CheckpointError: the checkpoint is damaged, the format has no such dtype, or the
         file is there already or cannot be written.
     """
-    found = names.parameters(folder, held)
+    found = folders.parameter_paths(folder, held)
     header = _header(held, found)
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # the numbers begin at a multiple of 8
@@ -69,12 +69,14 @@ def export(folder: pathlib.Path, held: Manifest, target: pathlib.Path) -> list[s
         with part.open("wb") as file:
             file.write(struct.pack("<Q", len(text)) + text)
             for one in found:
-                file.write(np.asarray(host.read(folder, held, one.path)).tobytes())
+                file.write(
+                    np.asarray(restoring.read_array(folder, held, one.path)).tobytes()
+                )
         part.replace(target)
     return [one.name for one in found]
 
 
-def _header(held: Manifest, found: list[names.Parameter]) -> dict[str, Any]:
+def _header(held: Manifest, found: list[folders.Parameter]) -> dict[str, Any]:
     metadata = {"format": "jax", "step": str(held.step)}
     header: dict[str, Any] = {"__metadata__": metadata}
     begin = 0
@@ -130,7 +132,7 @@ def convert(
         return _import(source, target, like, called, position)
     if target.exists():
         raise CheckpointError(f"{target}: is there already; say another place.")
-    folder = names.find(source, step)
+    folder = folders.find_checkpoint(source, step)
     held = manifest.read(folder)
     write = export if to == "safetensors" else atoms.export
     return write(folder, held, target)
@@ -149,22 +151,22 @@ def _import(
             "converting atoms needs a checkpoint of the model: give it with --like. It "
             "says what the state holds besides parameters and moments."
         )
-    folder = names.find(like)
+    folder = folders.find_checkpoint(like)
     held = manifest.read(folder)
     new, step = atoms.read(source, folder, held, called)
     state = {
         path: jax.numpy.asarray(new[path])
         if path in new
-        else host.read(folder, held, path)
+        else restoring.read_array(folder, held, path)
         for path in held.state
     }
-    plan = names.plan_of(folder, held)
+    plan = folders.plan_of(folder, held)
     made = _with_step(held, step, position)
     place = target / folders.folder_name(step, time.time_ns())
     folders.begin(place)
     save = Save(folder=place, manifest=made, plan=plan, arrays=state)
     save.write(threading.Event())
-    return [one.name for one in names.parameters(folder, held)]
+    return [one.name for one in folders.parameter_paths(folder, held)]
 
 
 def _with_step(held: Manifest, step: int, position: int | None) -> Manifest:

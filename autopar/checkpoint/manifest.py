@@ -28,7 +28,7 @@ class ArrayEntry(msgspec.Struct, frozen=True, kw_only=True):
       shape: of the whole array.
       dtype: its name, such as ``bfloat16`` or ``key<fry>``.
       file: name of its folder of ``arrays``; '' for an array without elements.
-      digest: its checksum (`autopar.checkpoint.digests`).
+      digest: its checksum (`autopar.checkpoint.store`).
       num_bytes: of its elements, before compression.
     """
 

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import pathlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import msgspec
+import numpy as np
+from jax.sharding import SingleDeviceSharding
 
 from autopar.checkpoint import folders, store, trees
-from autopar.checkpoint.digests import Digest, digest_of
 from autopar.checkpoint.manifest import ArrayEntry, Manifest
+from autopar.checkpoint.store import Digest, digest_of
 from autopar.errors import CheckpointError
 from autopar.runtime import placement
-from autopar.runtime.exchange import exchange_data
+from autopar.runtime.agreement import exchange_data
 from autopar.runtime.world import World
 from autopar_passes import jax_compat
+from autopar_passes.jax_compat import dtype_of
 
 # Differences that an error names.
 _MOST = 4
@@ -174,3 +177,41 @@ def _beside(
     dtypes = {p: jax_compat.dtype_of(entry.dtype) for p, entry in entries.items()}
     arrays = read_arrays(folder, entries, shardings, dtypes, world)
     return trees.join(tree, arrays)
+
+
+def read_array(folder: pathlib.Path, held: Manifest, path: str) -> jax.Array:
+    """The numbers of one array; those of keys are whole numbers.
+
+    Raises:
+      CheckpointError: it is damaged.
+    """
+    entry = held.arrays[path]
+    sharding = SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
+    struct = store.struct_of(entry.shape, dtype_of(entry.dtype), sharding)
+    arrays = folder / folders.ARRAYS
+    found = store.read(arrays, {path: struct}, {path: entry.file})[path]
+    check_digests(folder, {path: entry}, {path: digest_of(found)})
+    return found
+
+
+def iterate_arrays(
+    folder: pathlib.Path, held: Manifest, paths: Iterable[str]
+) -> Iterator[tuple[str, np.ndarray]]:
+    """Path and numbers of arrays, each read when it is asked for."""
+    for path in paths:
+        yield path, np.asarray(read_array(folder, held, path))
+
+
+def find_problems(folder: pathlib.Path, held: Manifest) -> list[str]:
+    """What is wrong with a checkpoint: every array is read; nothing: it is whole."""
+    found: list[str] = []
+    try:
+        folders.plan_of(folder, held)
+    except CheckpointError as error:
+        found.append(str(error))
+    for path in held.arrays:
+        try:
+            read_array(folder, held, path)
+        except CheckpointError as error:
+            found.append(str(error))
+    return found

@@ -20,8 +20,8 @@ import jax
 import msgspec
 
 from autopar.checkpoint import folders, store
-from autopar.checkpoint.digests import Digest, digest_of
 from autopar.checkpoint.manifest import MANIFEST, Manifest
+from autopar.checkpoint.store import Digest, digest_of
 from autopar.errors import CheckpointError
 from autopar.plans import Plan
 

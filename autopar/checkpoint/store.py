@@ -6,6 +6,21 @@ that it needs. Nothing here waits for other processes: what they agree on is in
 TensorStore, in the format of Orbax: Orbax itself takes no array that lies in one
 process, as the stages of a pipeline do, and lets processes wait for each other by
 counters that are lost when one of them is replaced.
+
+Checksums of arrays that do not depend on how an array is split.
+
+A checksum has two sums over the words of an array, of one word for each element::
+
+    total    = sum_i w_i        mod 2^64
+    weighted = sum_i i * w_i    mod 2^64
+
+with ``i`` the place of the element in the whole array, in row-major order. They are
+Fletcher's two sums [1], on words of 8 to 64 bits. Both add up over the blocks of an
+array, so each device's block is summed where it lies, and no array is gathered. One
+changed word changes the first sum; two that swapped places change the second.
+
+[1] J. Fletcher, "An arithmetic checksum for serial transmissions", IEEE Transactions on
+Communications 30 (1982).
 """
 
 from __future__ import annotations
@@ -13,22 +28,120 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
+import dataclasses
 import logging
+import math
 import pathlib
 import re
-from collections.abc import Generator, Iterable, Mapping
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 import tensorstore
 from etils import epath
+from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 
-from autopar.checkpoint.snapshot import without_replicas
 from autopar.errors import CheckpointError
 from autopar.runtime import placement
+from autopar_errors import InputError
 from autopar_passes import jax_compat
+
+# Where accelerators have it, the copy lies in memory of the host.
+_HOST_MEMORY = "pinned_host"
+
+
+def copy_arrays(
+    arrays: Mapping[str, Any], *, alone: bool = True
+) -> dict[str, jax.Array]:
+    """Copies arrays, each element once, whatever the number of its replicas.
+
+    The copies are issued, and not waited for: what runs later on the same devices,
+    such as a step that consumes the arrays, comes after them.
+
+    Args:
+      arrays: path -> array. Keys are copied as their numbers.
+      alone: whether there is one process.
+
+    Raises:
+      CheckpointError: an array was consumed by a step, or a process of several holds
+        one on its own.
+    """
+    return {path: _copy(path, array, alone) for path, array in arrays.items()}
+
+
+def _copy(path: str, array: Any, alone: bool) -> jax.Array:
+    if not isinstance(array, jax.Array):
+        return jax.device_put(np.asarray(array, jax.typeof(array).dtype))
+    if array.is_deleted():
+        raise CheckpointError(
+            f"'{path}' was consumed by a step. Save the state that the last step "
+            "returned."
+        )
+    bits = jax_compat.key_bits(array)
+    if not isinstance(bits.sharding, NamedSharding):
+        if alone:
+            return jax.device_put(bits, bits.sharding, may_alias=False)
+        raise CheckpointError(
+            f"'{path}' lies on one process alone. Save the state that a step or init "
+            "returned."
+        )
+    return _copied_once(bits)
+
+
+def _copied_once(bits: jax.Array) -> jax.Array:
+    """A copy on the first of the devices that hold the same part."""
+    target = host_memory(without_replicas(bits.sharding))
+    chosen = target.addressable_devices
+    parts = [
+        jax.device_put(
+            shard.data,
+            SingleDeviceSharding(shard.device, memory_kind=target.memory_kind),
+            may_alias=False,
+        )
+        for shard in bits.addressable_shards
+        if shard.device in chosen
+    ]
+    return jax.make_array_from_single_device_arrays(
+        bits.shape, target, parts, dtype=bits.dtype
+    )
+
+
+def without_replicas(sharding: Any) -> NamedSharding:
+    """The sharding on the first devices along the axes that split no dim."""
+    mesh, spec = sharding.mesh, sharding.spec
+    used = {a for axes in spec if axes is not None for a in _names(axes)}
+    keep = [name for name in mesh.axis_names if name in used]
+    where = tuple(slice(None) if n in used else 0 for n in mesh.axis_names)
+    devices = np.asarray(mesh.devices[where], dtype=object)
+    if not keep:
+        keep, devices = list(mesh.axis_names[:1]), devices.reshape(1)
+    types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    smaller = Mesh(devices, tuple(keep), axis_types=tuple(types[n] for n in keep))
+    return NamedSharding(smaller, spec)
+
+
+def _names(axes: Any) -> tuple[str, ...]:
+    return axes if isinstance(axes, tuple) else (axes,)
+
+
+def host_memory(sharding: NamedSharding) -> NamedSharding:
+    """The sharding in memory of the host, where devices have memory of their own."""
+    device = next(iter(sharding.device_set))
+    if device.platform == "cpu":
+        return sharding
+    kinds = {memory.kind for memory in device.addressable_memories()}
+    return (
+        sharding.with_memory_kind(_HOST_MEMORY) if _HOST_MEMORY in kinds else sharding
+    )
+
+
+def num_bytes(array: Any) -> int:
+    """Bytes of the elements of an array."""
+    return math.prod(array.shape) * array.dtype.itemsize
+
 
 # Names that Orbax writes beside the arrays.
 _TAKEN = ("_METADATA", "_sharding", "array_metadatas")
@@ -88,7 +201,7 @@ def write_blocks(folder: pathlib.Path, arrays: Mapping[str, jax.Array]) -> None:
 
     Args:
       folder: every process writes to the same.
-      arrays: by name, without replicas (`autopar.checkpoint.snapshot`).
+      arrays: by name, without replicas (`autopar.checkpoint.store`).
 
     Raises:
       CheckpointError: they cannot be written.
@@ -248,3 +361,125 @@ def _reason(error: BaseException) -> str:
     text = " ".join(str(error).split())
     text = re.sub(r" ?(See full TensorStore details|\[source locations=).*", "", text)
     return text[:300].rstrip(".: ") + "."
+
+
+_MASK = (1 << 64) - 1
+# Elements that are summed at a time: the block that is read twice stays in the cache.
+_CHUNK = 1 << 18
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Digest:
+    """The checksum of an array, or of a part of it.
+
+    >>> Digest(3, 5) + Digest(1, 1)
+    Digest(total=4, weighted=6)
+    >>> str(Digest(4, 6))
+    '00000000000000040000000000000006'
+    """
+
+    total: int = 0
+    weighted: int = 0
+
+    def __add__(self, other: Digest) -> Digest:
+        """The checksum of two parts together."""
+        return Digest(
+            (self.total + other.total) & _MASK,
+            (self.weighted + other.weighted) & _MASK,
+        )
+
+    def __str__(self) -> str:
+        """Returns 32 hex digits."""
+        return f"{self.total:016x}{self.weighted:016x}"
+
+    @classmethod
+    def parse(cls, text: str) -> Digest:
+        """Reads what ``str`` wrote.
+
+        Raises:
+          InputError: the text is no checksum.
+        """
+        if len(text) != 32:
+            raise InputError(f"Digest: expected 32 hex digits, got '{text}'.")
+        return cls(int(text[:16], 16), int(text[16:], 16))
+
+
+def digest_of(array: Any) -> Digest:
+    """The checksum of what this process holds of an array; a replica counts once.
+
+    Args:
+      array: a ``jax.Array`` without extended dtype. Over all processes the parts add
+        up to the checksum of the whole array.
+    """
+    found = Digest()
+    for shard in array.addressable_shards:
+        if shard.replica_id == 0:
+            begin = [s.start or 0 for s in shard.index]
+            found += block_digest(np.asarray(shard.data), begin, array.shape)
+    return found
+
+
+def block_digest(
+    block: np.ndarray, begin: Sequence[int], shape: Sequence[int]
+) -> Digest:
+    """The checksum of a block of an array.
+
+    Args:
+      block: the elements.
+      begin: of each dim, the first index of the block.
+      shape: of the whole array.
+    """
+    if not block.size:
+        return Digest()
+    words, wide = _words(block)
+    columns = words.shape[-1] if words.ndim else 1
+    flat = words.reshape(-1, columns)
+    rows = _row_places(block.shape, begin, shape, wide)
+    first = (begin[-1] if len(begin) else 0) * wide
+    places = np.arange(first, first + columns, dtype=np.uint64)
+    found = Digest()
+    step = max(1, _CHUNK // columns)
+    for k in range(0, len(flat), step):
+        found += _sum_rows(flat[k : k + step], rows[k : k + step], places)
+    return found
+
+
+def _sum_rows(words: np.ndarray, rows: np.ndarray, columns: np.ndarray) -> Digest:
+    """The checksum of some rows; a word's place is that of its row and its column."""
+    by_row = words.sum(axis=1, dtype=np.uint64)
+    by_column = words.sum(axis=0, dtype=np.uint64)
+    weighted = int(np.dot(by_row, rows)) + int(np.dot(by_column, columns))
+    return Digest(int(by_row.sum(dtype=np.uint64)), weighted & _MASK)
+
+
+def _row_places(
+    block: Sequence[int], begin: Sequence[int], shape: Sequence[int], wide: int
+) -> np.ndarray:
+    """The place in the whole array at which the row of each row of a block begins."""
+    places = np.zeros((), np.uint64)
+    for k in range(len(block) - 1):
+        stride = math.prod(shape[k + 1 :]) * wide
+        along = np.arange(begin[k], begin[k] + block[k], dtype=np.uint64)
+        places = places[..., None] + along * np.uint64(stride)
+    return places.reshape(-1)
+
+
+def _words(block: np.ndarray) -> tuple[np.ndarray, int]:
+    """The elements as whole numbers, and how many of them an element is."""
+    block = np.ascontiguousarray(block)
+    size = block.dtype.itemsize
+    if size <= 8:
+        words = block.view(f"u{size}")
+        bits = _bits(block.dtype)
+        return (words & np.uint8((1 << bits) - 1) if bits < 8 else words), 1
+    wide = size // 8
+    pairs = block.reshape(-1).view("u8")
+    return pairs.reshape(*block.shape[:-1], -1), wide
+
+
+def _bits(dtype: np.dtype) -> int:
+    """Bits of an element; of one smaller than a byte, the rest is not defined."""
+    if dtype == np.bool_ or dtype.itemsize > 1:
+        return 8 * dtype.itemsize
+    kind = jnp.finfo if jnp.issubdtype(dtype, jnp.floating) else jnp.iinfo
+    return int(kind(dtype).bits)

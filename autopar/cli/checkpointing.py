@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from autopar.checkpoint import converting, folders, host, manifest, names
+from autopar.checkpoint import converting, folders, manifest, restoring
 from autopar.checkpoint.manifest import Manifest
 from autopar.cli.failures import DIFFERENT
 from autopar.cli.output import Result
@@ -24,7 +24,7 @@ def show(directory: pathlib.Path, step: int | None, as_json: bool) -> Result:
     Raises:
       CheckpointError: there is none, or it cannot be read.
     """
-    chosen = names.find(directory, step)
+    chosen = folders.find_checkpoint(directory, step)
     whole, begun = _all(directory, chosen)
     held = manifest.read(chosen)
     if as_json:
@@ -97,7 +97,7 @@ def verify(directory: pathlib.Path, step: int | None, as_json: bool) -> Result:
     Raises:
       CheckpointError: there is none.
     """
-    chosen = names.find(directory, step)
+    chosen = folders.find_checkpoint(directory, step)
     whole, begun = _all(directory, chosen)
     found = {
         folder: _problems(folder)
@@ -117,7 +117,7 @@ def verify(directory: pathlib.Path, step: int | None, as_json: bool) -> Result:
 
 def _problems(folder: pathlib.Path) -> list[str]:
     try:
-        return host.problems(folder, manifest.read(folder))
+        return restoring.find_problems(folder, manifest.read(folder))
     except CheckpointError as error:
         return [str(error)]
 

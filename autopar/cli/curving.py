@@ -20,12 +20,11 @@ from autopar.cli.spelling import spell_options
 from autopar.cli.target import load, parse_words
 from autopar.cluster import Cluster
 from autopar.errors import PlanError
-from autopar.goodput.batched import Batches, ProgramAtBatches
-from autopar.goodput.configurations import WantedCurve, chain
+from autopar.goodput.configurations import Batches, ProgramAtBatches, WantedCurve, chain
 from autopar.goodput.curves import CurvePoint, CurveTable
 from autopar.planner.cache import PlanCache
 from autopar.planner.options import DEFAULTS, PlanOptions
-from autopar.reports.style import STYLE, VIEWPORT
+from autopar.reports.html import STYLE, VIEWPORT
 from autopar.terminal import columns
 from autopar.units import bytes_text, count_text, seconds_text, share_text
 from autopar.whole_files import export_whole

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping
 from autopar.cli.failures import DIFFERENT
 from autopar.cli.output import Result
 from autopar.plans import Plan
-from autopar.plans.differences import differences
+from autopar.plans.schema import differences
 from autopar.plans.specs import spec_text
 from autopar.reports.table import (
     bytes_text,

@@ -17,8 +17,7 @@ from autopar.cli.curving import curve_of
 from autopar.cli.output import Result
 from autopar.cli.owning import STATE_FILE, job_lines
 from autopar.cluster import Cluster
-from autopar.dispatch.backend import Backend, ClusterNode
-from autopar.dispatch.clusters import LocalCluster, RayCluster
+from autopar.dispatch.backend import Backend, ClusterNode, LocalCluster, RayCluster
 from autopar.dispatch.running import ProcessRuns
 from autopar.dispatch.scheduler import Scheduler, SchedulerSettings
 from autopar.dispatch.specs import Handed, read_jobs
@@ -27,7 +26,7 @@ from autopar.dispatch.supervising import FileLock
 from autopar.dispatch.views import MoveTimes
 from autopar.errors import AutoparError, ScheduleError
 from autopar.planner.options import DEFAULTS
-from autopar.scheduler.packing import sizes_of
+from autopar.scheduler.nodes import sizes_of
 from autopar.scheduler.policies.base import SchedulingPolicy
 from autopar.scheduler.policies.named import policy_of
 

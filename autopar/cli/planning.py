@@ -17,11 +17,10 @@ from autopar.planner.options import PlanOptions
 from autopar.planner.proposals import recorded_proposals
 from autopar.plans import Plan
 from autopar.reports.attribution import LAYER, attribute
-from autopar.reports.explain import bind_plan, group_collectives
+from autopar.reports.explain import bind_plan, group_collectives, proposal_lines
 from autopar.reports.gradients import codec_rows
 from autopar.reports.html import render_html
 from autopar.reports.schedule import trace_text
-from autopar.reports.search import proposal_lines
 from autopar.reports.table import planning_times, render
 from autopar.steps.analysis import Analysis
 from autopar.whole_files import export_whole

@@ -12,8 +12,7 @@ from autopar.errors import ScheduleError
 from autopar.scheduler.nodes import Nodes
 from autopar.scheduler.policies.named import policy_of
 from autopar.scheduler.simulator.engine import History, Options, simulate
-from autopar.scheduler.simulator.metrics import Metrics, metrics
-from autopar.scheduler.simulator.timeline import timeline_page
+from autopar.scheduler.simulator.metrics import Metrics, metrics, timeline_page
 from autopar.scheduler.simulator.traces.detect import Trace, read_trace
 from autopar.scheduler.simulator.traces.spot import read_events
 from autopar.whole_files import export_whole

@@ -94,7 +94,7 @@ def load(target: str, options: dict[str, str]) -> Workload:
     except Exception as error:  # whatever the user's function raises
         raise TargetError(f"{target} raised {describe_error(error)}") from error
     if isinstance(made, dict):
-        return _from_dictionary(target, typing.cast(dict[str, Any], made), options)
+        return _from_dictionary(target, typing.cast("dict[str, Any]", made), options)
     if not isinstance(made, tuple) or len(made) < 3 or not callable(made[0]):
         raise TargetError(
             f"{target} must return (train_step, state, batch), with any further "

@@ -5,10 +5,15 @@ backend.
 """
 
 from autopar.cluster.cluster import Cluster
-from autopar.cluster.errors import ClusterError
 from autopar.cluster.members import Members
 from autopar.cluster.mesh import MeshAxis, MeshShape
-from autopar.cluster.specs import CollectiveFit, DeviceSpec, Level, LinkSpec
+from autopar.cluster.specs import (
+    ClusterError,
+    CollectiveFit,
+    DeviceSpec,
+    Level,
+    LinkSpec,
+)
 
 __all__ = [
     "Cluster",

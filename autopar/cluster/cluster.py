@@ -14,13 +14,18 @@ from types import NoneType
 from typing import Any, Self, final
 
 from autopar.cluster import data, local, membership, mesh, slices, text, toml
-from autopar.cluster import groups as groups_of
-from autopar.cluster.errors import ClusterError
-from autopar.cluster.fields import ClusterFields
-from autopar.cluster.members import Members, checked_size, list_names, settle, size_of
+from autopar.cluster import data as groups_of
+from autopar.cluster.members import (
+    ClusterFields,
+    Members,
+    checked_size,
+    list_names,
+    settle,
+    size_of,
+)
+from autopar.cluster.membership import Prefer
 from autopar.cluster.mesh import MeshShape
-from autopar.cluster.regular import Prefer
-from autopar.cluster.specs import DeviceSpec, Level, LinkSpec
+from autopar.cluster.specs import ClusterError, DeviceSpec, Level, LinkSpec
 from autopar_errors import check_path, check_type
 
 # What a cluster is called in one line.
@@ -127,9 +132,9 @@ class Cluster:
             raise ClusterError(
                 "Cluster: give device= and levels=, or groups= of such clusters."
             )
-        placed = groups_of.place(self.groups)
+        placed = groups_of.place_groups(self.groups)
         between = self.between or groups_of.default_between(placed)
-        groups_of.check(placed, between)
+        groups_of.check_groups(placed, between)
         given.update(groups=placed, between=between)
 
     @classmethod

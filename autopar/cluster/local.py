@@ -9,9 +9,8 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from autopar.cluster import data, toml
-from autopar.cluster.errors import ClusterError
 from autopar.cluster.presets import PRESETS, USABLE_MEMORY, Preset
-from autopar.cluster.specs import DeviceSpec, Level
+from autopar.cluster.specs import ClusterError, DeviceSpec, Level
 
 PROFILE_VARIABLE = "AUTOPAR_PROFILE"
 

@@ -6,8 +6,7 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 
-from autopar.cluster.errors import ClusterError
-from autopar.cluster.specs import Level, LinkSpec
+from autopar.cluster.specs import ClusterError, Level, LinkSpec
 
 _NAMES = {
     1: ("data",),

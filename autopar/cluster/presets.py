@@ -11,9 +11,13 @@ how much. `autopar profile` replaces all of it by measurement.
 import dataclasses
 from collections.abc import Callable
 
-from autopar.cluster.calibration import CALIBRATIONS
-from autopar.cluster.errors import ClusterError
-from autopar.cluster.specs import DeviceSpec, Level, LinkSpec
+from autopar.cluster.specs import (
+    CALIBRATIONS,
+    ClusterError,
+    DeviceSpec,
+    Level,
+    LinkSpec,
+)
 
 # Assumption: NCCL's buffers, the compiler's scratch space and fragmentation take a
 # tenth of a GPU. JAX itself reserves 75 % of it unless XLA_PYTHON_CLIENT_MEM_FRACTION

@@ -4,9 +4,8 @@ import dataclasses
 import re
 from collections.abc import Callable, Sequence
 
-from autopar.cluster.errors import ClusterError
 from autopar.cluster.presets import DEFAULT_PRESET, Preset, preset
-from autopar.cluster.specs import DeviceSpec, Level, show
+from autopar.cluster.specs import ClusterError, DeviceSpec, Level, show
 
 EXAMPLE = "Example: Cluster.parse('8x8:h100,memory=40GB')."
 

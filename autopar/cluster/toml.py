@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from autopar.cluster import data
-from autopar.cluster.errors import ClusterError
+from autopar.cluster.specs import ClusterError
 
 _HELP = "docs/cost-model.md has a complete example."
 # The keys of these tables are names of dtypes and codecs, which are quoted as data are.

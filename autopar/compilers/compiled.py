@@ -14,8 +14,7 @@ import tempfile
 from typing import Any
 
 from autopar.cluster import Cluster
-from autopar.compilers.targets import Target
-from autopar.compilers.topology import topology
+from autopar.compilers.targets import Target, topology
 from autopar.errors import CompileError, PlanError
 
 # Without a device nothing can be tuned by running it, and products that Triton makes

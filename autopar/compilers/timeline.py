@@ -20,7 +20,7 @@ from autopar.cost.compute import in_table_s, roofline_s
 from autopar.cost.pricer import Pricer
 from autopar.cost.products import rates_of
 from autopar_passes.audit.collectives import AuditedCollective
-from autopar_passes.audit.events import Done, Event, EventLoop, Start
+from autopar_passes.audit.compiled import Done, Event, EventLoop, Start
 from autopar_passes.audit.kernels import Kernel, Product
 
 

@@ -19,16 +19,24 @@ import numpy as np
 
 from autopar.compression.codecs.blocks import add_barrier
 from autopar.compression.encoding import (
+    AllWorkers,
     EncodedGroup,
     Entry,
+    TelemetryGroup,
     encode_gradients,
     own_part,
     own_shape,
+    summed_rows,
+    telemetry_rows,
 )
 from autopar.compression.exchange import WorkerLinks
-from autopar.compression.feedback import next_residuals, with_residual
-from autopar.compression.gradient import Gradient, State, check_gradient
-from autopar.compression.norms import AllWorkers, TelemetryGroup, rows, summed_rows
+from autopar.compression.gradient import (
+    Gradient,
+    State,
+    check_gradient,
+    next_residuals,
+    with_residual,
+)
 from autopar.compression.signal import COLUMNS, signal_rows
 from autopar_errors import InputError
 
@@ -227,7 +235,7 @@ def _synchronise_some(
     ]
     order = np.argsort([k for group in groups for k in group.members])
     workers = None if squares is None else AllWorkers(links, squares)
-    sums = rows(found, measured, workers)[order]
+    sums = telemetry_rows(found, measured, workers)[order]
     if signals:
         coded = {
             k: gradient.seed

@@ -21,7 +21,7 @@ from autopar.cluster.mesh import MeshAxis
 from autopar.compression.codecs.codec import Codec, example_messages
 from autopar.compression.codecs.registry import parse_codec
 from autopar.compression.exchange import Message
-from autopar.compression.feedback import effective_error
+from autopar.compression.gradient import effective_error
 from autopar.compression.synchronise import NON_FINITE
 from autopar.cost.collectives import collective_bytes, collective_s
 from autopar.cost.pricer import Pricer

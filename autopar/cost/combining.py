@@ -15,7 +15,7 @@ import dataclasses
 import functools
 from collections.abc import Iterable, Sequence
 
-from autopar.cluster.calibration import Calibration
+from autopar.cluster.specs import Calibration
 
 SUMS = frozenset({"all_reduce", "reduce_scatter"})
 GATHERS = frozenset({"all_gather"})
@@ -55,7 +55,7 @@ class Combiner:
         Arrays are taken in order; one that would make a message too large begins
         the next (``CombineInstructionsByKey`` in the first of the files above).
 
-        >>> from autopar.cluster.calibration import CALIBRATIONS
+        >>> from autopar.cluster.specs import CALIBRATIONS
         >>> combiner = combiner_of(CALIBRATIONS["gpu"])
         >>> combiner.bytes_of_messages([10e6, 20e6, 10e6, 40e6, 5e6])
         [30000000.0, 30000000.0, 15000000.0, 40000000.0, 15000000.0]

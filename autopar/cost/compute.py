@@ -14,8 +14,7 @@ from autopar.cluster.specs import DeviceSpec
 from autopar.cost.products import products_s, rates_of
 from autopar.steps.fusion import side_factors
 from autopar.steps.work import OperatorWork
-from autopar_passes.rules.factor_rule import FactorRule
-from autopar_passes.rules.kernel import KernelWork
+from autopar_passes.rules.factor_rule import FactorRule, KernelWork
 
 
 @functools.lru_cache(maxsize=1024)

@@ -13,9 +13,8 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from autopar.cluster.calibration import CALIBRATIONS
 from autopar.cluster.rates import ProductRates, product_rates
-from autopar.cluster.specs import DeviceSpec
+from autopar.cluster.specs import CALIBRATIONS, DeviceSpec
 from autopar_errors import InputError
 
 Array = npt.NDArray[np.float64]

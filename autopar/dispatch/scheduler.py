@@ -16,11 +16,9 @@ from autopar.dispatch.backend import Backend, Ending, Look, Runs
 from autopar.dispatch.specs import obstacle
 from autopar.dispatch.store import JobRecord, Store
 from autopar.dispatch.views import MOVES, MoveTimes, Numbering, view_of
-from autopar.elastic.processes.messages import SUSPENDED
-from autopar.scheduler.decisions import Decisions
-from autopar.scheduler.jobs import Allocation, JobView
+from autopar.elastic.processes.members import SUSPENDED
+from autopar.scheduler.jobs import Allocation, Decisions, JobView, Rounds, check_times
 from autopar.scheduler.policies.base import SchedulingPolicy
-from autopar.scheduler.rounds import Rounds, check_times
 
 # The exit status of a run that was told to end.
 _INTERRUPTED = 130

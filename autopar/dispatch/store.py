@@ -16,7 +16,7 @@ import msgspec
 
 from autopar.dispatch.specs import Handed
 from autopar.errors import ScheduleError
-from autopar.scheduler.decisions import Decisions
+from autopar.scheduler.jobs import Decisions
 
 _SCHEMA = 2
 # What a job is: not handed in yet; without devices; with some; giving them back; and

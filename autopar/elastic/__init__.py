@@ -1,7 +1,7 @@
 """Training loops that go on when devices go and come.
 
 The package itself can be called: ``autopar.elastic(...)`` is
-`autopar.elastic.start.elastic`. A function of this name in ``autopar`` would hide the
+`autopar.elastic.train.elastic`. A function of this name in ``autopar`` would hide the
 package, and importing the package would hide the function.
 """
 
@@ -15,9 +15,9 @@ class _Callable(types.ModuleType):
     """This package, as something that can be called."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """See `autopar.elastic.start.elastic`."""
+        """See `autopar.elastic.train.elastic`."""
         # It imports JAX, which the package must not: the command line reads ledgers.
-        from autopar.elastic.start import elastic
+        from autopar.elastic.train import elastic
 
         return elastic(*args, **kwargs)
 

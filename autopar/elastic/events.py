@@ -1,22 +1,35 @@
 """Events: what a scheduler, a host or a program says about the devices of a run.
 
 An event names devices that go or come, a whole cluster, or the measured rate of a
-link. Sources (`autopar.elastic.sources`) make events; `autopar.elastic.resolve` turns
+link. Sources (`autopar.elastic.sources`) make events; `autopar.elastic.events` turns
 them into the next cluster.
+
+From an event and a cluster to the next cluster.
+
+A scheduler says the same thing twice, or too late, or takes back what it said. None of
+this may stop a run: every event is resolved to one of `STATUSES`, with a reason.
+
+Where sources put events, and the loop takes changes.
+
+Sources run in threads of their own. An event is resolved when it comes, against the
+cluster that the events before it lead to, so that its sender gets the answer at once.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
+import threading
 import time
-from collections.abc import Callable, Mapping
-from typing import Any, cast
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Protocol, cast
 
 from autopar.cluster import Cluster
-from autopar.cluster.members import list_names
-from autopar.cluster.specs import MOST_DEVICES, show
-from autopar.errors import EventError
+from autopar.cluster import membership as members
+from autopar.cluster.members import list_names, size_of
+from autopar.cluster.specs import MOST_DEVICES, ClusterError, show
+from autopar.errors import AutoparError, EventError
+from autopar.runtime.recent import Recent
 from autopar.units import seconds_text
 
 # What an event may say.
@@ -119,7 +132,7 @@ class Event:
                 f"an event is an object with a kind, or the text of a cluster; got "
                 f"{type(data).__name__}."
             )
-        given = cast(Mapping[Any, Any], data)
+        given = cast("Mapping[Any, Any]", data)
         for name, value in given.items():
             if name not in _READERS:
                 raise EventError(
@@ -208,7 +221,7 @@ def _short(value: Any) -> str:
 
 
 def _names(name: str, value: Any) -> tuple[str | int, ...]:
-    items = cast(list[Any], value) if isinstance(value, (list, tuple)) else [value]
+    items = cast("list[Any]", value) if isinstance(value, (list, tuple)) else [value]
     for x in items[:_MOST]:
         number = isinstance(x, int) and not isinstance(x, bool)
         if number and 0 <= x < MOST_DEVICES:
@@ -234,7 +247,7 @@ def _cluster(value: Any) -> Cluster:
         if isinstance(value, Cluster):
             return value
         if isinstance(value, Mapping):
-            return Cluster.from_data(cast(Mapping[str, Any], value))
+            return Cluster.from_data(cast("Mapping[str, Any]", value))
         text = _text("cluster", value)
         if text.strip().endswith(".toml"):
             raise EventError("cluster: send the text or the data, not a file's name.")
@@ -258,3 +271,314 @@ _READERS: Mapping[str, Callable[[str, Any], Any]] = {
     "id": _text,
     "time_s": _number,
 }
+
+
+# accepted: the cluster changes; repeated: it is as the event says already, or the id
+# has come before; late: what goes is gone already; refused: it makes no sense here.
+STATUSES = ("accepted", "repeated", "late", "refused")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Resolved:
+    """An event and what came of it.
+
+    Attributes:
+      event: the event.
+      status: one of `STATUSES`.
+      cluster: the next cluster, after this event and all before it; None: no device is
+        left.
+      reason: in words; '' where there is nothing to say.
+    """
+
+    event: Event
+    status: str
+    cluster: Cluster | None
+    reason: str = ""
+
+    def __str__(self) -> str:
+        """One line: what came of it, and the cluster that follows."""
+        found = f"{self.status}: {self.cluster or 'no device is left'}"
+        return f"{found} ({self.reason})" if self.reason else found
+
+    def __repr__(self) -> str:
+        """As `__str__`, for a notebook."""
+        return f"<{self}>"
+
+
+def resolve_event(
+    event: Event, cluster: Cluster | None, own: Sequence[int]
+) -> Resolved:
+    """Returns what an event makes of a cluster.
+
+    Args:
+      event: the event.
+      cluster: the cluster as events before it have left it; None: no device.
+      own: ids of the devices of the process that got the event.
+    """
+    if cluster is None and event.kind != "cluster":
+        return _answer(event, "late", None, "no device is left, and the run ends.")
+    try:
+        return _resolve(event, cluster, own)
+    except (ClusterError, EventError) as error:
+        return _answer(event, "refused", cluster, str(error))
+
+
+def _resolve(event: Event, cluster: Cluster | None, own: Sequence[int]) -> Resolved:
+    if event.kind == "cluster" or cluster is None:
+        return _resolve_change(
+            event, cluster, event.cluster, "this is the cluster already."
+        )
+    if event.kind == "link":
+        found = cluster.with_link(
+            event.level,
+            bandwidth_bytes_per_s=event.bandwidth_bytes_per_s,
+            latency_s=event.latency_s,
+        )
+        return _resolve_change(
+            event, cluster, found, "this is the rate of the link already."
+        )
+    if event.kind == "gone":
+        return _resolve_loss(event, cluster, own)
+    return _resolve_join(event, cluster)
+
+
+def _resolve_change(
+    event: Event, old: Cluster | None, new: Cluster | None, same: str
+) -> Resolved:
+    if new == old:
+        return _answer(event, "repeated", old, same)
+    return _answer(event, "accepted", new)
+
+
+def _resolve_loss(event: Event, cluster: Cluster, own: Sequence[int]) -> Resolved:
+    there = ids_there(cluster)
+    if not event.hosts and not event.devices:
+        named = set(own)
+    else:
+        named = _ids(event.hosts, _hosts(cluster)) | _ids(event.devices, _all(cluster))
+    gone = named & there
+    if not gone:
+        return _answer(event, "late", cluster, f"{_words(event)} gone already.")
+    if gone == there:
+        return _answer(event, "accepted", None, "no device is left.")
+    reason = "some of them are gone already." if gone < named else ""
+    left = cluster.without(devices=sorted(gone))
+    return _answer(event, "accepted", left, reason)
+
+
+def _resolve_join(event: Event, cluster: Cluster) -> Resolved:
+    known, there = _hosts(cluster), ids_there(cluster)
+    new = [h for h in event.hosts if isinstance(h, str) and h not in known]
+    old = [h for h in event.hosts if h not in new]
+    back = (_ids(old, known) | _ids(event.devices, _all(cluster))) - there
+    if not back and not new:
+        return _answer(event, "repeated", cluster, f"{_words(event)} there already.")
+    found = cluster.with_devices(sorted(back)) if back else cluster
+    return _answer(event, "accepted", found.with_hosts(new) if new else found)
+
+
+def _answer(
+    event: Event, status: str, cluster: Cluster | None, reason: str = ""
+) -> Resolved:
+    return Resolved(event=event, status=status, cluster=cluster, reason=reason)
+
+
+def _words(event: Event) -> str:
+    names = [str(name)[:80] for name in (*event.hosts, *event.devices)]
+    if not names:
+        return "this process is"
+    return f"{list_names(names)} {'is' if len(names) == 1 else 'are'}"
+
+
+def ids_there(cluster: Cluster) -> set[int]:
+    """The ids of the devices that are there, idle ones too."""
+    found: set[int] = set()
+    for part in members.parts(cluster):
+        of = members.members_of(part)
+        found |= {of.start + p for p in (*of.positions, *of.idle)}
+    return found
+
+
+def _all(cluster: Cluster) -> dict[str | int, set[int]]:
+    """The ids that each name or id of the whole cluster stands for."""
+    found: dict[str | int, set[int]] = {}
+    for part in members.parts(cluster):
+        of = members.members_of(part)
+        for name, block in of.blocks().items():
+            found[name] = {of.start + p for p in block}
+            if len(block) == 1:
+                found[of.start + block[0]] = found[name]
+    return found
+
+
+def _hosts(cluster: Cluster) -> dict[str | int, set[int]]:
+    """The ids that each host stands for, by name and by number."""
+    known, found = _all(cluster), dict[str | int, set[int]]()
+    for part in members.parts(cluster):
+        of = members.members_of(part)
+        for name in of.host_names:
+            found[len(found) // 2] = found[name] = known[name]
+    return found
+
+
+def _ids(names: Iterable[str | int], known: Mapping[str | int, set[int]]) -> set[int]:
+    """The ids that names stand for.
+
+    Raises:
+      EventError: a name is not known.
+    """
+    found: set[int] = set()
+    for name in names:
+        if name not in known:
+            shown = ", ".join(str(x) for x in list(known)[:12])
+            raise EventError(
+                f"{str(name)[:80]!r} is not in the cluster; known are {shown}"
+                f"{', ...' if len(known) > 12 else ''}."
+            )
+        found |= known[name]
+    return found
+
+
+# Ids of events that are remembered, and events that may wait: a flood keeps its place.
+_IDS, _WAITING = 1024, 256
+
+
+class Notes(Protocol):
+    """Where events that change nothing are written down."""
+
+    def note(self, found: Resolved) -> None:
+        """Writes an event down, and why it changes nothing."""
+        ...
+
+    def wrong(self, source: str, reason: str) -> None:
+        """Writes a message down that is no event."""
+        ...
+
+
+class Inbox:
+    """Events that wait for the loop, and the cluster that they lead to."""
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        own: tuple[int, ...],
+        check: Callable[[Cluster], None],
+        notes: Notes,
+        *,
+        most: int = MOST_DEVICES,
+    ) -> None:
+        """Holds no event yet.
+
+        Args:
+          cluster: on which the run goes on.
+          own: ids of this process's devices.
+          check: raises an error of autopar where this world cannot be such a cluster.
+          notes: where events that change nothing are written down.
+          most: devices that this world can have; an event with more is not looked at.
+        """
+        self._most = most
+        self._lock = threading.Lock()
+        self._current: Cluster = cluster
+        self._next: Cluster | None = cluster
+        self._own, self._check, self._notes = own, check, notes
+        self._waiting: list[Resolved] = []
+        self._ids: Recent[str, bool] = Recent(_IDS)
+
+    def put(self, event: Event) -> Resolved:
+        """Takes an event, and returns what comes of it; never raises."""
+        with self._lock:
+            found = self._resolve_event(event)
+            if found.status == "accepted":
+                self._waiting.append(found)
+                self._next = found.cluster
+        if found.status != "accepted":
+            self._notes.note(found)
+        return found
+
+    def wrong(self, source: str, reason: str) -> None:
+        """Takes note of a message that is no event (`autopar.elastic.sources`)."""
+        self._notes.wrong(source, reason)
+
+    def _resolve_event(self, event: Event) -> Resolved:
+        if event.id and self._ids.get(event.id):
+            return _same(event, "repeated", self._next, "its id has come before.")
+        if len(self._waiting) >= _WAITING:
+            reason = f"{_WAITING} events wait already; send it again."
+            return _same(event, "refused", self._next, reason)
+        found = self._check_event(event)
+        if event.id and found.status != "refused":
+            self._ids.put(event.id, True)
+        return found
+
+    def _check_event(self, event: Event) -> Resolved:
+        if (count := _devices(event)) > max(self._most, _whole(self._current)):
+            reason = f"it has {count} devices, and this world at most {self._most}."
+            return _same(event, "refused", self._next, reason)
+        try:
+            return self._resolve(event)
+        except Exception as error:  # the threads of sources outlive any event
+            reason = f"a bug in autopar: {type(error).__name__}: {error}"[:500]
+            return _same(event, "refused", self._next, reason)
+
+    def _resolve(self, event: Event) -> Resolved:
+        found = resolve_event(event, self._next, self._own)
+        if found.status == "accepted" and found.cluster is not None:
+            try:
+                self._check(found.cluster)
+            except AutoparError as error:
+                return _same(event, "refused", self._next, str(error))
+        return found
+
+    def take(self) -> tuple[Resolved, ...]:
+        """Takes the events that came, oldest first; empty where nothing changes.
+
+        Events that cancel each other are noted and not returned.
+        """
+        with self._lock:
+            taken, self._waiting = tuple(self._waiting), []
+            same = self._next == self._current
+        if not taken or not same:
+            return taken
+        for found in taken:
+            reason = "a later event takes it back before it was carried out."
+            self._notes.note(_same(found.event, "repeated", self._current, reason))
+        return ()
+
+    def settle(self, cluster: Cluster) -> None:
+        """Says on which cluster the run goes on.
+
+        Events that came in the meantime are resolved anew against it.
+        """
+        with self._lock:
+            self._current = self._next = cluster
+            waiting, self._waiting = self._waiting, []
+            again = [self._again(x.event) for x in waiting]
+        for found in again:
+            if found.status != "accepted":
+                self._notes.note(found)
+
+    def _again(self, event: Event) -> Resolved:
+        found = self._check_event(event)
+        if found.status == "accepted":
+            self._waiting.append(found)
+            self._next = found.cluster
+        return found
+
+
+def _devices(event: Event) -> int:
+    """At least so many devices the cluster must have that an event speaks of."""
+    named = len(event.hosts) + len(event.devices)
+    return named if event.cluster is None else _whole(event.cluster)
+
+
+def _whole(cluster: Cluster) -> int:
+    """The devices of a cluster, those included that are not there."""
+    sizes = (
+        part.num_devices if part.members is None else size_of(part.members.whole)
+        for part in cluster.groups or (cluster,)
+    )
+    return sum(sizes)
+
+
+def _same(event: Event, status: str, cluster: Cluster | None, reason: str) -> Resolved:
+    return Resolved(event=event, status=status, cluster=cluster, reason=reason)

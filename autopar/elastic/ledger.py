@@ -28,7 +28,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from autopar.elastic.resolve import Resolved
+from autopar.elastic.events import Resolved
 from autopar.errors import PlanError
 from autopar.whole_files import WaitingLines
 

@@ -15,19 +15,15 @@ from typing import Any, Protocol
 import jax
 import numpy as np
 
+from autopar import progress
 from autopar.checkpoint.checkpoints import Checkpoints
 from autopar.cluster import Cluster
-from autopar.elastic import display
-from autopar.elastic.carrying import carried_out, splat
-from autopar.elastic.events import Event
-from autopar.elastic.inbox import Inbox
+from autopar.elastic.events import Event, Inbox, Resolved
 from autopar.elastic.ledger import Ledger, event_data
 from autopar.elastic.nans import Finiteness, OnNan
-from autopar.elastic.options import meshes_of
-from autopar.elastic.replanning import Ahead, Outcome, Replanner, likely_next
-from autopar.elastic.resolve import Resolved
+from autopar.elastic.replanning import Ahead, Outcome, Replanner, likely_next, meshes_of
 from autopar.elastic.samples import Samples, planned_batch
-from autopar.elastic.saves import Saves
+from autopar.elastic.saves import Saves, carried_out, splat
 from autopar.elastic.sources.source import Source
 from autopar.errors import AutoparError, EventError
 from autopar.plans import Plan
@@ -35,7 +31,54 @@ from autopar.runtime.creation import state_shapes
 from autopar.runtime.parallel_step import ParallelStep
 from autopar.runtime.state_mover import StateLayout
 from autopar.runtime.world import World
+from autopar.units import rounded_cluster, seconds_text
 from autopar_passes.program.static_leaves import struct_of
+
+# Least seconds between two messages.
+_EVERY_S = 0.1
+
+
+class Display:
+    """A line of progress; it shows nothing where nobody looks."""
+
+    def __init__(self, steps: float, shows: bool | None) -> None:
+        """Shows nothing yet.
+
+        Args:
+          steps: how many there are.
+          shows: whether it is shown; None: on a terminal (`autopar.progress`).
+        """
+        self._steps = steps
+        self._shows = progress.is_shown() if shows is None else shows
+        self._last_s = 0.0
+
+    def show(self, step: int, seconds: float, plan: Plan) -> None:
+        """Says how many steps have run, how long the last took, and where."""
+        now = time.perf_counter()
+        if self._shows and (now - self._last_s > _EVERY_S or step == self._steps):
+            self._last_s = now
+            progress.write(progress_text(step, self._steps, seconds, plan))
+
+    def close(self) -> None:
+        """Wipes the line."""
+        if self._shows:
+            progress.wipe()
+            self._shows = False
+
+
+def progress_text(step: int, steps: float, seconds: float, plan: Plan) -> str:
+    """The line of progress.
+
+    Args:
+      step: how many steps have run.
+      steps: how many there are; infinite: nobody knows.
+      seconds: of the last one.
+      plan: in use.
+    """
+    of = f" of {steps}" if math.isfinite(steps) else ""
+    where = rounded_cluster(plan.cluster)
+    return f"step {step}{of}, {seconds_text(seconds)} a step on {where}"
+
 
 # The seam between the loop and the processes that run it.
 #
@@ -256,7 +299,7 @@ class ElasticRun:
         )
         make = membership or (lambda inbox: Alone(step.world, inbox))
         self._membership = make(self._inbox)
-        self._display = display.Display(steps, shows)
+        self._display = Display(steps, shows)
         self._seconds: collections.deque[float] = collections.deque(maxlen=_STEPS)
         self._replans = 0
         self._last: Any = ((), {})

@@ -214,4 +214,4 @@ def others_of(given: Any) -> Others:
     """The further arguments of a step as a function of its number."""
     if given is None:
         return lambda step: ()
-    return cast(Others, given) if callable(given) else lambda step: given
+    return cast("Others", given) if callable(given) else lambda step: given

@@ -9,28 +9,389 @@ from types import NoneType
 from typing import Any
 
 from autopar.checkpoint.checkpoints import Checkpoints
-from autopar.elastic.beside import Beside
+from autopar.cluster import Cluster
+from autopar.elastic.events import Event, Resolved
 from autopar.elastic.ledger import Ledger
 from autopar.elastic.loop import ElasticRun, Step
-from autopar.elastic.nans import OnNan, guard
+from autopar.elastic.nans import Finiteness, OnNan, guard
 from autopar.elastic.processes.following import Ends, TeamFollowing
 from autopar.elastic.processes.joining import join_run
+from autopar.elastic.processes.link import CHECKPOINT_VARIABLE, EVERY_VARIABLE
 from autopar.elastic.processes.training import TeamRun
+from autopar.elastic.replanning import Beside
 from autopar.elastic.samples import Samples, others_of
 from autopar.elastic.sources.named import sources_of
 from autopar.elastic.sources.source import Source
-from autopar.elastic.start import check_step, saves_of
-from autopar.elastic.training import TrainRun
 from autopar.errors import PlanError
-from autopar.goodput.critical import CriticalRegimes
-from autopar.goodput.following import Following, check_data, check_rule, codecs_of
-from autopar.goodput.progress_ratio import ProgressRatio
-from autopar.goodput.rates import Rule, scaled_states
+from autopar.goodput.following import (
+    CriticalRegimes,
+    Following,
+    ProgressRatio,
+    check_data,
+    check_rule,
+    codecs_of,
+)
+from autopar.goodput.loop import Loop
+from autopar.goodput.rates import Rule, progress, scaled_states
+from autopar.plans import Plan
 from autopar.runtime import changing_batches
 from autopar.runtime.creation import state_shapes
-from autopar.runtime.noise.options import NoiseOptions
+from autopar.runtime.noise.averages import NoiseOptions
 from autopar.runtime.parallel_step import ParallelStep
 from autopar_errors import check_type
+
+
+class TrainRun:
+    """A run of a step whose batch follows; iterate over it to train.
+
+    Attributes:
+      run: the elastic run below it.
+      loop: what chooses the batch.
+    """
+
+    def __init__(
+        self,
+        run: ElasticRun,
+        step: ParallelStep[..., Any],
+        following: Following,
+        *,
+        samples: float | None = None,
+        until: Callable[[Step], bool] | None = None,
+        beside: Beside | None = None,
+    ) -> None:
+        """See `autopar.train`, which makes these.
+
+        Args:
+          run: the elastic run; it has made no step yet.
+          step: the step.
+          following: how the batch follows.
+          samples: rows of the base batch after which it ends; None: never.
+          until: ends the run behind a step for which it is true; None: never.
+          beside: prepares other ways; None: steps wait for them.
+        """
+        self.run, self._beside = run, beside
+        self._samples, self._until = samples, until
+        self.loop = Loop(
+            step,
+            following,
+            record=self._write,
+            background=None if beside is None else beside.do,
+            horizon_s=self._horizon_s,
+            rest_s=self._rest_s,
+        )
+        self._step_s = math.nan
+        self._worth = 0.0
+
+    def begin(self, create_state: Callable[..., Any], args: Sequence[Any]) -> None:
+        """Creates the state, or goes on where a checkpoint was left.
+
+        Args:
+          create_state: makes the state.
+          args: its arguments.
+        """
+        self.run.create(create_state, args)
+        if self.run.notes is not None:
+            self.loop.go_on(self.run.notes)
+            self.run.resize(self.loop.batch_size)
+        self._step_s = self.run.plan.predicted.step_s
+        rest, named = self.run.arguments()
+        self.run.state = self.loop.begin(self.run.state, *rest, **named)
+        self.run.keep(self.loop.to_data)
+        self._worth = progress(self.run.state)
+
+    @property
+    def nans(self) -> Finiteness:
+        """Counts the steps that were not finite."""
+        return self.run.nans
+
+    @property
+    def state(self) -> Any:
+        """The carried state."""
+        return self.run.state
+
+    @property
+    def step(self) -> int:
+        """Number of the next step."""
+        return self.run.step
+
+    @property
+    def position(self) -> int:
+        """Number of the first sample of the next step."""
+        return self.run.position
+
+    @property
+    def batch_size(self) -> int:
+        """Samples of the next step."""
+        return self.loop.batch_size
+
+    @property
+    def progress(self) -> float:
+        """Rows of the base batch that the steps were worth."""
+        return self._worth
+
+    @property
+    def plan(self) -> Plan:
+        """The plan in use."""
+        return self.run.plan
+
+    @property
+    def compression_state(self) -> Any:
+        """The state of the codecs (`autopar.ParallelStep.compression_state`)."""
+        return self.run.compression_state
+
+    @property
+    def ledger(self) -> Ledger:
+        """What was written of events, re-plans and changes of the batch."""
+        return self.run.ledger
+
+    @property
+    def sources(self) -> Any:
+        """The sources of events."""
+        return self.run.sources
+
+    def change(self, event: Event | Cluster | str | Mapping[str, Any]) -> Resolved:
+        """Asks for a change of the devices (`ElasticRun.change`)."""
+        return self.run.change(event)
+
+    def stop(self) -> None:
+        """Ends the run before the next step."""
+        self.run.stop()
+
+    def close(self) -> None:
+        """Ends the run and its sources; once is enough, and more do no harm."""
+        self.run.close()
+        if self._beside is not None:
+            self._beside.close()
+
+    def __iter__(self) -> TrainRun:
+        """The run itself: it can be left and gone on with."""
+        return self
+
+    def __next__(self) -> Step:
+        """Runs one step, and lets the batch of the next one follow.
+
+        Raises:
+          StopIteration: the run is at its end, or was stopped.
+          PlanError: the source has no more samples; the state is that before the step.
+        """
+        if self._samples is not None and self._worth >= self._samples:
+            self.run.stop()
+        try:
+            done = next(self.run)
+        except PlanError:  # such as a source that has no more samples
+            self.run.save()
+            raise
+        self._step_s = done.seconds
+        rest, named = self.run.arguments()
+        self.run.state = self.loop.observe(
+            self.run.state, *rest, seconds=done.seconds, loss=done.result, **named
+        )
+        if self.loop.batch_size != self.run.batch:
+            self.run.resize(self.loop.batch_size)
+        self._worth = progress(self.run.state)
+        if self._until is not None and self._until(done):
+            self.run.stop()
+        return done
+
+    def _horizon_s(self) -> float:
+        """Seconds until the next change of devices, or the end of the run."""
+        steps = self.run.rest_steps
+        rest_s = self._rest_s() if steps is None else max(0.0, steps * self._step_s)
+        return self.run.horizon_s(rest_s)
+
+    def _rest_s(self) -> float:
+        """Seconds that the rest of the rows takes; infinite where no number is said."""
+        if self._samples is None:
+            return math.inf
+        each = float(self.loop.following.base_batch)
+        if self._worth > 0 and self.run.step:
+            each = self._worth / self.run.step
+        return max(0.0, (self._samples - self._worth) / each * self._step_s)
+
+    def _write(self, kind: str, **fields: Any) -> None:
+        """Writes a line of the ledger, with where the run stands."""
+        where = {"step": self.run.step, "position": self.run.position}
+        self.run.ledger.write(kind, **{**where, **fields})
+
+
+def elastic(
+    step: ParallelStep[..., Any],
+    create_state: Callable[..., Any],
+    source: Callable[[int, int], Any],
+    *,
+    batch: int,
+    steps: int,
+    args: Sequence[Any] = (),
+    others: Callable[[int], Any] | Sequence[Any] | Mapping[str, Any] | None = None,
+    events: Sequence[str | Source] = (),
+    checkpoint: str | os.PathLike[str] | Checkpoints | None = None,
+    every: int | None = None,
+    ledger: str | os.PathLike[str] | None = None,
+    ahead: bool = True,
+    survive: int = 0,
+    on_nan: OnNan = "stop",
+    progress: bool | None = None,
+) -> ElasticRun | TeamRun:
+    """Starts a run of a train step that goes on when devices go and come.
+
+    Iterate over what it returns: each turn runs one step.
+
+    >>> for done in autopar.elastic(  # doctest: +SKIP
+    ...     train_step, create_state, source, batch=32, steps=1000
+    ... ):
+    ...     print(done.step, done.result)
+
+    Args:
+      step: what `autopar.parallelize` returned; its first arguments are the state, the
+        next one is the batch.
+      create_state: makes the state. A plain tuple holds several leading arguments.
+      source: ``source(position, rows)`` returns ``rows`` samples as arrays, the first
+        of which has the number ``position``.
+      batch: samples of a step, over all devices and processes.
+      steps: how many steps there are, those before a restart included.
+      args: arguments of ``create_state``, such as a key.
+      others: what the step takes after the batch, in order or by name; or a function
+        from the number of the step to it.
+      events: where events come from besides `ElasticRun.change`: ``file:PATH``,
+        ``http:PORT``, ``signal``, or a source of one's own (page 'Elastic training' of
+        the documentation).
+      checkpoint: the directory of the run's checkpoints, or `autopar.Checkpoints`. The
+        last one there is gone on with. The end of the run is saved.
+      every: after how many steps the run is saved besides.
+      ledger: path of the file in which events and re-plans are written down.
+      ahead: whether plans and programs of likely next clusters are prepared in the
+        background, with low priority.
+      survive: how many processes may die at once without loss of state, where `autopar
+        run` started several (page 'Processes that come and go' of the documentation).
+        The state before a step is kept as long as the step runs, and what lies on one
+        process alone is copied to others.
+      on_nan: what is done where a loss or a gradient is not finite, which is always
+        said and written to the ledger: ``stop`` ends the run behind the third such step
+        in a row with `autopar.NotFiniteError`, the state that of the last good step;
+        ``skip`` leaves the state as it was before such a step; ``continue`` goes on.
+      progress: whether a line of progress is shown; None: on a terminal.
+
+    Raises:
+      PlanError: an argument is wrong.
+      CheckpointError: there are checkpoints, and none can be used.
+      TraceError: JAX cannot trace the step.
+      InfeasibleError: no plan fits the memory of a device.
+    """
+    check_step("elastic", step, create_state, source)
+    _check_counts(batch, steps)
+    checkpoints, every = saves_of("elastic", checkpoint, every)
+    guard("elastic", step, on_nan)
+    samples = Samples(source, batch, others_of(others))
+    together = join_run(
+        step,
+        create_state,
+        args,
+        samples,
+        steps=steps,
+        events=events,
+        ledger=ledger,
+        checkpoints=checkpoints,
+        every=every,
+        survive=survive,
+        shows=progress,
+        on_nan=on_nan,
+    )
+    if together is not None:
+        return together
+    run = ElasticRun(
+        step,
+        samples,
+        steps=steps,
+        ledger=Ledger(ledger),
+        sources=sources_of(events),
+        ahead=ahead and step.world.process_count == 1,
+        checkpoints=checkpoints,
+        every=every,
+        shows=progress,
+        on_nan=on_nan,
+    )
+    try:
+        run.create(create_state, args)
+    except BaseException:
+        run.close()
+        raise
+    return run
+
+
+def saves_of(
+    name: str, checkpoint: Any, every: Any
+) -> tuple[Checkpoints | None, int | None]:
+    """Where and how often a run is saved; a scheduler says it for scripts that do not.
+
+    A job that is preempted goes on from a checkpoint. Nothing is read or written yet.
+
+    Args:
+      name: of the function that was called, for the error.
+      checkpoint: where checkpoints are kept; None: nothing was said.
+      every: after how many steps; None: at the end alone.
+
+    Raises:
+      PlanError: what is said of checkpoints is wrong.
+    """
+    folder = os.environ.get(CHECKPOINT_VARIABLE)
+    if checkpoint is None and folder:
+        checkpoint = folder
+        every = every or int(os.environ.get(EVERY_VARIABLE, "0")) or None
+    _check_saves(name, checkpoint, every)
+    if checkpoint is not None and not isinstance(checkpoint, Checkpoints):
+        checkpoint = Checkpoints(checkpoint)
+    return checkpoint, every
+
+
+def _check_saves(name: str, checkpoint: Any, every: Any) -> None:
+    """Checks what is said of checkpoints.
+
+    Raises:
+      PlanError: it is wrong.
+    """
+    if every is None:
+        return
+    if checkpoint is None:
+        raise PlanError(f"{name}: every={every!r} needs checkpoint=, a directory.")
+    if not isinstance(every, int) or isinstance(every, bool) or every < 1:
+        raise PlanError(f"{name}: every={every!r} must be a whole number, at least 1.")
+
+
+def check_step(name: str, step: Any, create_state: Any, source: Any) -> None:
+    """Checks the arguments that make a run, before any work is done.
+
+    Args:
+      name: of the function that was called, for the error.
+      step: the step.
+      create_state: makes the state.
+      source: returns samples.
+
+    Raises:
+      PlanError: one is wrong.
+    """
+    if not isinstance(step, ParallelStep):
+        raise PlanError(
+            f"{name}: step is {type(step).__name__}; pass what "
+            "autopar.parallelize(step) returns."
+        )
+    for kind, given in (("create_state", create_state), ("source", source)):
+        if not callable(given):
+            raise PlanError(
+                f"{name}: {kind} must be a function, got {type(given).__name__}."
+            )
+
+
+def _check_counts(batch: Any, steps: Any) -> None:
+    """Checks the batch and the number of steps.
+
+    Raises:
+      PlanError: one is wrong.
+    """
+    for name, given, least in (("batch", batch, 1), ("steps", steps, 0)):
+        if not isinstance(given, int) or isinstance(given, bool) or given < least:
+            raise PlanError(
+                f"elastic: {name}={given!r} must be a whole number, at least {least}."
+            )
 
 
 def train(
@@ -85,7 +446,7 @@ def train(
       until: ends it behind a step for which it returns true.
       codecs: what gradients may be sent by besides what the step was made with, as
         ``compression=`` says it: ``none``, ``auto``, or a codec. Of a biased one, what
-        `autopar.goodput.progress_ratio` has measured may be given with it.
+        `autopar.goodput.following` has measured may be given with it.
       rule: `autopar.goodput.CriticalRegimes` in the place of goodput.
       args: arguments of ``create_state``, such as a key.
       others: what the step takes after the batch, as for `autopar.elastic`.

@@ -3,7 +3,6 @@
 >>> from autopar.goodput import NoiseOptions, efficiency, scaled
 """
 
-from autopar.goodput.critical import CriticalRegimes
 from autopar.goodput.curves import CurvePoint, CurveTable, corrected
 from autopar.goodput.efficiency import (
     CodecError,
@@ -12,13 +11,16 @@ from autopar.goodput.efficiency import (
     gain,
     goodput,
 )
-from autopar.goodput.following import Following
+from autopar.goodput.following import (
+    CriticalRegimes,
+    Following,
+    ProgressRatio,
+    progress_ratio,
+)
 from autopar.goodput.loop import Loop
-from autopar.goodput.progress_ratio import ProgressRatio, progress_ratio
 from autopar.goodput.rates import ScaledState, progress, scaled, told
 from autopar.goodput.throughput import Interval, Terms, Throughput
-from autopar.runtime.noise.averages import NoiseScale
-from autopar.runtime.noise.options import NoiseOptions
+from autopar.runtime.noise.averages import NoiseOptions, NoiseScale
 
 __all__ = [
     "CodecError",

@@ -3,6 +3,11 @@
 A step is planned at the batch that it was written for, and asked for other batches by
 arithmetic. It is planned at the largest batch too, and where the best batch is far from
 the planned one, again at that batch.
+
+A step and its plan at batches other than the one that it was written for.
+
+Other batches and accumulations are arithmetic, as long as the layouts of a plan stay
+(`StepEstimate`).
 """
 
 from __future__ import annotations
@@ -14,19 +19,244 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
+import jax
 import msgspec
 
 from autopar.cluster import Cluster
+from autopar.compression.codecs.registry import parse_codec
+from autopar.cost.estimate import StepEstimate, estimate
+from autopar.cost.pricer import Pricer
 from autopar.errors import AutoparError, InfeasibleError, PlanError, ScheduleError
-from autopar.goodput.batched import Batches, PlanAtBatches, ProgramAtBatches, prepare
 from autopar.goodput.curves import CurvePoint
+from autopar.goodput.efficiency import CodecError, efficiency
 from autopar.planner.cache import PlanCache
 from autopar.planner.codecs.sites import without_warnings
 from autopar.planner.options import PlanOptions, as_written
 from autopar.planner.plan import plan_analysis
+from autopar.planner.record import restore
+from autopar.planner.search import plan_mesh
 from autopar.planner.warm import can_be_warm, warm_plan
 from autopar.plans import Plan
+from autopar.steps.analysis import Analysis, analyse_call
+from autopar.steps.batch import fails_with, rows_axes
 from autopar.steps.microbatches import in_microbatches
+from autopar.steps.samples import samples
+
+# Batches between the base and the largest: so many for each doubling.
+_PER_DOUBLING = 4
+# Most microbatches, as powers of two.
+_MOST_MICROBATCHES = 2**10
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Batches:
+    """Which batches may be chosen.
+
+    Attributes:
+      base: rows of the batch that the program was written for.
+      most: rows of the largest batch.
+      noise_scale: of the gradients, in rows; None: not known, and the batch is kept.
+
+    Raises:
+      ScheduleError: a number is out of its range.
+    """
+
+    base: int
+    most: int
+    noise_scale: float | None = None
+
+    def __post_init__(self) -> None:
+        """Checks ranges."""
+        if self.base < 1:
+            raise ScheduleError(f"the base batch is {self.base} rows; give at least 1.")
+        if self.most < self.base:
+            raise ScheduleError(
+                f"the largest batch, {self.most} rows, is below the base batch of "
+                f"{self.base}; give at least as many rows."
+            )
+        phi = self.noise_scale
+        if phi is not None and not (math.isfinite(phi) and phi >= 0):
+            raise ScheduleError(
+                f"the noise scale is {phi}; give a finite number of at least 0."
+            )
+
+    def sizes(self, parts: int, devices: int) -> list[int]:
+        """Batches to look at, from the base to the largest.
+
+        All but the base are multiples of the devices, so that any plan can split them.
+
+        Args:
+          parts: into how many parts the rows must be split.
+          devices: of the configuration.
+        """
+        base = [self.base] if self.base % parts == 0 else []
+        if self.noise_scale is None:
+            return base
+        unit = math.lcm(parts, devices)
+        count = round(_PER_DOUBLING * math.log2(self.most / self.base)) + 1
+        ratio = (self.most / self.base) ** (1 / max(count - 1, 1))
+        near = {unit * round(self.base * ratio**k / unit) for k in range(count)}
+        return sorted({*base, *(n for n in near if self.base <= n <= self.most)})
+
+    def efficiency(self, rows: int, error: CodecError) -> float:
+        """Progress of a row in a batch, as a part of that in the base batch."""
+        if self.noise_scale is None:
+            return 1.0
+        return efficiency(self.noise_scale, rows, self.base, error)
+
+
+class ProgramAtBatches:
+    """A step that can be analysed at any batch."""
+
+    def __init__(self, analysis: Analysis) -> None:
+        """Takes the analysis at the batch that the step was written for.
+
+        Raises:
+          PlanError: the step has no batch.
+        """
+        self.rows = samples(analysis.graph)
+        if not self.rows:
+            raise PlanError(
+                "the step has no batch, whose goodput could be told: its last argument "
+                "must hold arrays with a row for each sample."
+            )
+        self._known = {self.rows: analysis}
+
+    @property
+    def fingerprint(self) -> str:
+        """Of the step at the batch that it was written for."""
+        return self._known[self.rows].fingerprint
+
+    def at(self, rows: int) -> Analysis:
+        """The step with a batch of so many rows.
+
+        Raises:
+          PlanError: the batch cannot have so many rows, or the step fails on them.
+        """
+        if rows not in self._known:
+            self._known[rows] = _with_rows(self._known[self.rows], self.rows, rows)
+        return self._known[rows]
+
+
+def _with_rows(analysis: Analysis, before: int, rows: int) -> Analysis:
+    origin = analysis.origin
+    if origin is None:
+        raise PlanError(f"the step cannot be traced anew with {rows} rows.")
+    arrays = list(origin.call.arrays)
+    for k, given in enumerate(analysis.graph.inputs):
+        shape = tuple(analysis.graph.values[given.value].shape)
+        if given.rows < 0:
+            continue
+        if given.output >= 0:
+            raise PlanError(
+                f"'{given.path}' is state with a part for each row of the batch, so "
+                "the step cannot be planned for another number of rows."
+            )
+        dim = given.rows
+        scaled, rest = divmod(shape[dim] * rows, before)
+        if rest or not scaled:
+            raise PlanError(
+                f"input '{given.path}' has {shape[dim]} rows for a batch of {before}, "
+                f"and cannot be made for one of {rows}."
+            )
+        made = (*shape[:dim], scaled, *shape[dim + 1 :])
+        arrays[k] = jax.ShapeDtypeStruct(made, arrays[k].dtype)
+    call = dataclasses.replace(origin.call, arrays=arrays)
+    try:
+        return analyse_call(origin.step, call)
+    except PlanError:
+        raise
+    except Exception as error:
+        # The step's own code ran on its own batch, and may raise anything here.
+        raise PlanError(fails_with(f"{rows} rows", error)) from error
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PlanAtBatches:
+    """A plan at one batch, and what it takes at others.
+
+    Attributes:
+      plan: the plan.
+      rows: of the batch that it was made for.
+      estimate: what a step does, at other batches as well.
+      parts: into how many parts the rows of a microbatch are split.
+      error: of its codecs.
+    """
+
+    plan: Plan
+    rows: int
+    estimate: StepEstimate
+    parts: int
+    error: CodecError
+
+    def step_s(self, rows: int, accumulation: int) -> float:
+        """Seconds of a step; codecs save what they do at the planned batch."""
+        coded_s = self.plan.predicted.step_s - self.estimate.seconds()
+        scaled_s = self.estimate.seconds(rows / self.rows, accumulation)
+        return max(scaled_s + coded_s, 1e-12)
+
+    def peak_bytes(self, factor: float, accumulation: int) -> float:
+        """Most bytes live at once on a device; codecs hold what they do as planned.
+
+        Args:
+          factor: the batch over the planned one.
+          accumulation: number of microbatches.
+        """
+        held = self.plan.predicted.peak_memory_bytes - self.estimate.live.peak_bytes()
+        return self.estimate.live.peak_bytes(factor, accumulation) + held
+
+    def splits(self, rows: int) -> Iterator[int]:
+        """Numbers of microbatches whose rows the layouts can split."""
+        count = 1
+        while count <= _MOST_MICROBATCHES and rows % (count * self.parts) == 0:
+            yield count
+            count *= 2
+
+
+def prepare_batches(
+    program: ProgramAtBatches, rows: int, cluster: Cluster, plan: Plan
+) -> PlanAtBatches:
+    """A plan of a program at a batch, ready to be asked for other batches."""
+    analysis = program.at(rows)
+    assignment = restore(analysis, plan)
+    pricer = Pricer(cluster, plan_mesh(cluster, plan.axis_names, plan.axis_sizes))
+    sizes = plan.mesh["axes"]
+    splits = [
+        math.prod(sizes[name] for name in axes)
+        for axes in rows_axes(analysis.graph, plan.inputs)
+    ]
+    return PlanAtBatches(
+        plan,
+        rows,
+        estimate(assignment, pricer),
+        max(splits, default=1),
+        error_of(plan),
+    )
+
+
+def error_of(plan: Plan) -> CodecError:
+    """The expected error of a plan's unbiased codecs.
+
+    Codecs that are biased feed their error back, and have no formula: they count as
+    exact here (`autopar.goodput.following` measures them).
+    """
+    own = shared = 0.0
+    workers = 1
+    for gradient in plan.gradients if len(plan.stages) == 1 else ():
+        if not gradient.codec:
+            continue
+        codec, squared = parse_codec(gradient.codec), gradient.error**2
+        workers = max(workers, gradient.workers)
+        # Stochastic rounding errs on each worker by itself; elements that are drawn
+        # are the same on all.
+        if getattr(codec, "rounding", "") == "stochastic":
+            own = max(own, squared)
+        elif getattr(codec, "unbiased", False):
+            # A draw that is scaled up errs by more than what it leaves out.
+            scaled = squared / (1 - squared) if squared < 1 else math.inf
+            shared = max(shared, scaled)
+    return CodecError(own=own, shared=shared, workers=workers)
+
 
 # A step is planned again where the best microbatch is so many times the planned one.
 _FAR = 2.0
@@ -175,13 +405,13 @@ def _planned_at(
         return plan_analysis(analysis, cluster, options)
 
     if wanted.cache is None:
-        return prepare(wanted.program, rows, cluster, make())
+        return prepare_batches(wanted.program, rows, cluster, make())
     # A plan that was searched for in full is as good for a curve.
     kept = wanted.cache.find(analysis, cluster, options)
     if kept is None:
         cache = PlanCache(wanted.cache.folder / "warm") if warm else wanted.cache
         kept = cache.plan(analysis, cluster, options, make)
-    return prepare(wanted.program, rows, cluster, kept)
+    return prepare_batches(wanted.program, rows, cluster, kept)
 
 
 def _best_batch(

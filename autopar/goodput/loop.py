@@ -16,21 +16,27 @@ from typing import Any
 
 import jax
 
-from autopar.goodput.agreeing import Said, agree, key_of, with_key
 from autopar.goodput.choice import Decision, PhiRange, Way, decide, json_number
 from autopar.goodput.following import Following, check_data, check_rule
 from autopar.goodput.guard import LossGuard, finite, loss_in
-from autopar.goodput.now import Now, now_of
 from autopar.goodput.rates import gain_told, told
-from autopar.goodput.studies import worth_now, worth_studying
+from autopar.goodput.studies import (
+    Now,
+    Said,
+    agree_on_first,
+    key_of,
+    now_of,
+    with_key,
+    worth_now,
+    worth_studying,
+)
 from autopar.goodput.throughput import Throughput
 from autopar.goodput.ways import Key, PlannedWay, Ways
 from autopar.progress import LOGGER
-from autopar.runtime import changing_batches, lanes
-from autopar.runtime.noise.averages import NoiseScale
-from autopar.runtime.noise.options import NoiseOptions
+from autopar.runtime import changing_batches
+from autopar.runtime.noise.averages import NoiseOptions, NoiseScale
 from autopar.runtime.parallel_step import ParallelStep
-from autopar.runtime.world import World
+from autopar.runtime.world import World, in_lane
 
 # What a loop whose batch follows writes into a ledger.
 
@@ -164,12 +170,12 @@ def choose_first(
     part = 0.0 if terms is None else Throughput().sync_part(terms)
     spare_s = min(horizon_s, rest_s)
     worth = worth_studying(ways, now.made, part, spare_s=spare_s, each_s=each_s)
-    worth = agree(world, worth)
+    worth = agree_on_first(world, worth)
     if not worth.studies:
         return Said()
     ways.study(now.made, layouts=worth.layouts)
     decision = first_decision(ways, now, following, horizon_s, rest_s)
-    return agree(world, Said(key=key_of(decision), decision=decision))
+    return agree_on_first(world, Said(key=key_of(decision), decision=decision))
 
 
 def first_decision(
@@ -622,16 +628,18 @@ class Loop:
         """
         world = self.step.world
         if asked and self._busy.is_set():
-            return agree(world, Said(busy=True))
+            return agree_on_first(world, Said(busy=True))
         if world.process_index:  # the first one compares
-            return agree(world, Said())
+            return agree_on_first(world, Said())
         decision = self._compare(now)
         key = None if decision is None else key_of(decision)
         worth = worth_now(
             self._ways, now.made, self._times, decision,
             rest_s=self._rest_s(), horizon_s=self._horizon_s(),
         )  # fmt: skip
-        return agree(world, dataclasses.replace(worth, key=key, decision=decision))
+        return agree_on_first(
+            world, dataclasses.replace(worth, key=key, decision=decision)
+        )
 
     def _explore_beside(self, now: Now) -> None:
         """The same beside the loop, one at a time."""
@@ -641,7 +649,7 @@ class Loop:
 
         def explore() -> None:
             try:
-                with lanes.within(self._lane):
+                with in_lane(self._lane):
                     self._explore(now)
             except Exception as error:  # the loop goes on without it, and says so
                 LOGGER.warning("no other way is prepared: %s", error)

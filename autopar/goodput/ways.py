@@ -1,7 +1,7 @@
 """The ways in which a step can go on where it runs: planned once, kept by shape.
 
 The running plan says what its layouts cost with other batches and numbers of
-microbatches (`autopar.goodput.plan_terms`), and with other codecs once these have been
+microbatches (`autopar.goodput.throughput`), and with other codecs once these have been
 chosen for it. So all ways are compared without tracing the step again. The way that
 seems best is planned with its own shapes: with the layouts that run, and anew from
 them. The faster plan is compiled and kept.
@@ -21,16 +21,15 @@ from autopar.compression.codecs.registry import parse_codec
 from autopar.errors import AutoparError, PlanError
 from autopar.goodput.choice import Ratio, Way, batches
 from autopar.goodput.efficiency import EXACT, CodecError, codec_error
-from autopar.goodput.plan_terms import PlanCurve, plan_curve
-from autopar.goodput.throughput import Terms
+from autopar.goodput.throughput import PlanCurve, Terms, plan_curve
 from autopar.planner.codecs.sites import without_warnings
 from autopar.plans import Plan
 from autopar.runtime import agreement, changing_batches
 from autopar.runtime.changing_batches import CallShape
-from autopar.runtime.moving import move_of, slowest_bytes_per_s
 from autopar.runtime.parallel_step import ParallelStep
+from autopar.runtime.preparation import Setting
 from autopar.runtime.recent import Recent
-from autopar.runtime.setting import Setting
+from autopar.runtime.state_mover import move_of, slowest_bytes_per_s
 from autopar_passes.program.calls import StepCall
 
 # The plans by which ways are judged before they are planned themselves.

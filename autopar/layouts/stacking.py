@@ -1,6 +1,6 @@
 """Deferred sums: the sums that a plan takes later, and how values wait for them.
 
-A plan takes a `autopar_passes.sums.deferral.Deferral` where all its contributions are
+A plan takes a `autopar_passes.sums.stacked.Deferral` where all its contributions are
 partial over the same mesh axes, and where every value along it has the layout that
 the operators around it have, once those axes are taken out. Then the stacked value
 needs no communication at all.
@@ -15,7 +15,7 @@ from autopar.layouts.layout import Axes, Layout, axes_of, reshard_steps
 from autopar.steps.nodes import Contraction
 from autopar_passes.graph.operators import Operator, OperatorGraph
 from autopar_passes.rules.factor_rule import Dims
-from autopar_passes.sums.deferral import Deferral
+from autopar_passes.sums.stacked import Deferral
 
 SCATTER = "scatter-add"
 

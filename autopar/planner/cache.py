@@ -115,6 +115,6 @@ def _figures(compression: str) -> list[str]:
 
 def _text(value: Any) -> str:
     if isinstance(value, Mapping):
-        pairs = cast(Mapping[str, Any], value)
+        pairs = cast("Mapping[str, Any]", value)
         return repr(sorted((key, repr(pairs[key])) for key in pairs))
     return repr(value)

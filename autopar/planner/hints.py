@@ -29,7 +29,7 @@ from autopar.plans.specs import spec_of
 from autopar.steps.analysis import Analysis
 from autopar.steps.nodes import Node
 from autopar_passes.program.calls import StepCall
-from autopar_passes.program.nnx_objects import is_object_state
+from autopar_passes.program.static_leaves import is_object_state
 
 # Pattern of an input's path -> its layout.
 Pins = Mapping[str, PartitionSpec]

@@ -57,7 +57,7 @@ def _number(least: float) -> Callable[[Any], bool]:
 
     def valid(x: Any) -> bool:
         real = isinstance(x, numbers.Real) and not _same(type(x), bool)
-        return real and least <= float(cast(Any, x)) < math.inf
+        return real and least <= float(cast("Any", x)) < math.inf
 
     return valid
 
@@ -77,7 +77,7 @@ def _names(least: int = 1) -> Callable[[Any], bool]:
     def valid(given: Any) -> bool:
         if isinstance(given, str) or not isinstance(given, Sequence):
             return False
-        names = list(cast(Sequence[Any], given))
+        names = list(cast("Sequence[Any]", given))
         texts = all(isinstance(name, str) and name for name in names)
         return texts and len(set(names)) == len(names) >= least
 
@@ -87,7 +87,7 @@ def _names(least: int = 1) -> Callable[[Any], bool]:
 def _has_pins(given: Any) -> bool:
     return isinstance(given, Mapping) and all(
         isinstance(spec, PartitionSpec)
-        for spec in cast(Mapping[str, Any], given).values()
+        for spec in cast("Mapping[str, Any]", given).values()
     )
 
 
@@ -95,8 +95,8 @@ def _pairs(given: Any) -> bool:
     if isinstance(given, (str, bytes, Mapping)) or not isinstance(given, Sequence):
         return False
     return all(
-        isinstance(x, Sequence) and len(cast(Sequence[Any], x)) == 2
-        for x in cast(Sequence[Any], given)
+        isinstance(x, Sequence) and len(cast("Sequence[Any]", x)) == 2
+        for x in cast("Sequence[Any]", given)
     )
 
 
@@ -104,7 +104,7 @@ def _shares(given: Any) -> bool:
     """Whether a value is the microbatches of several replicas."""
     if not isinstance(given, tuple):
         return False
-    counts = cast(tuple[Any, ...], given)
+    counts = cast("tuple[Any, ...]", given)
     return len(counts) > 1 and all(map(_COUNT, counts))
 
 
@@ -447,5 +447,5 @@ def _refused_word(option: Option, word: str) -> PlanError:
 
 
 def _short(value: Any) -> str:
-    text = repr(list(cast(Any, value)) if isinstance(value, tuple) else value)
+    text = repr(list(cast("Any", value)) if isinstance(value, tuple) else value)
     return text if len(text) < 60 else f"{text[:57]}..."

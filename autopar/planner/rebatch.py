@@ -8,7 +8,7 @@ import msgspec
 
 from autopar.planner.record import another_step, only_batch_differs, split_as
 from autopar.plans import NodeDecision, Plan, StagePlan
-from autopar.plans.checks import checks_of
+from autopar.plans.files import checks_of
 from autopar.plans.specs import check_divides, spec_of
 from autopar.steps.analysis import Analysis
 

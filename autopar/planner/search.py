@@ -23,7 +23,7 @@ from autopar.planner.infeasible import advise
 from autopar.planner.problem import Restriction, formulate
 from autopar.planner.solving import TimeOutError, has_plan, solve_mesh
 from autopar.planner.weights import Weights
-from autopar.plans.optimality import optimality_text
+from autopar.plans.schema import optimality_text
 from autopar.progress import say
 from autopar.steps.analysis import Analysis
 from autopar.steps.nodes import Node

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from autopar.cluster.calibration import Calibration
+from autopar.cluster.specs import Calibration
 from autopar.cost.codecs import Prices
 from autopar.cost.combining import Group
 from autopar.cost.overlap import Timeline

@@ -10,13 +10,13 @@ from autopar.cost.live import live
 from autopar.layouts.assignment import Assignment, unsplit
 from autopar.layouts.layout import axes_of
 from autopar.planner.scheme import scheme_of
-from autopar.plans.worth import AxisUse, Worth
+from autopar.plans.records import AxisUse, Worth
 from autopar.steps.analysis import Analysis
 from autopar.steps.attention import Attention
 from autopar.steps.samples import batch_tokens, samples
 from autopar_passes.graph.operators import PRODUCTS, Operator
 from autopar_passes.graph.roles import REPEATED, Role
-from autopar_passes.rules.kernel import CUDNN_EFFICIENCY, PALLAS_EFFICIENCY
+from autopar_passes.rules.factor_rule import CUDNN_EFFICIENCY, PALLAS_EFFICIENCY
 
 # The largest head for which a kind of device has a fused kernel of attention, and the
 # part of the peak that it reaches: cuDNN's and Splash attention.

@@ -1,19 +1,62 @@
-"""Plan files: read strictly, and those of schema 1 made into the present one."""
+"""Plan files: read strictly, and those of schema 1 made into the present one.
+
+Sums that tell whether a plan's content, or a part of it, was changed.
+
+A plan remembers a sum of each of its parts from when it was made. So a plan that was
+edited, in a file or in a program, says itself which of its parts were.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import math
 import pathlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
 
 from autopar.cluster import Cluster, ClusterError
 from autopar.errors import PlanError
-from autopar.plans.cluster_data import ClusterData
-from autopar.plans.stage import StagePlan
+from autopar.plans.records import StagePlan
 from autopar_errors import check_path, check_type
+
+
+class ClusterData(
+    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
+):
+    """A cluster in a plan; `read` gives it back.
+
+    Attributes:
+      text: ``str`` of the cluster, for people; nothing reads it.
+      data: every number of the cluster.
+    """
+
+    text: str
+    data: dict[str, Any]
+
+    @classmethod
+    def of(cls, cluster: Cluster) -> ClusterData:
+        """The cluster as data."""
+        return cls(text=str(cluster), data=cluster.to_data())
+
+    def read(self) -> Cluster:
+        """The cluster that the data describes.
+
+        Raises:
+          PlanError: it describes none.
+        """
+        try:
+            return Cluster.from_data(self.data)
+        except ClusterError as error:
+            raise PlanError(
+                f"the plan's cluster.data is no cluster: {error}"
+            ) from error
+
+    def __str__(self) -> str:
+        """The text."""
+        return self.text
+
 
 # Raised by one whenever a field changes its meaning.
 SCHEMA = 2
@@ -107,3 +150,43 @@ def check_devices(cluster: Cluster, stages: tuple[StagePlan, ...], name: str) ->
                 f"{name}: stage '{stage.name}' has device {max(stage.devices)}, and "
                 f"{cluster} has devices 0 to {cluster.num_devices - 1}."
             )
+
+
+# Parts that may be set at any time: who made the plan when, how, what for, and what
+# follows from the rest.
+ABOUT = frozenset(
+    {
+        "schema", "version", "seconds", "solver", "target", "options", "checks",
+        "stages", "worth", "compiled_memory_bytes", "decided",
+    }
+)  # fmt: skip
+_DIGITS = 16
+_PART_DIGITS = 8
+
+
+def digest_of(content: Any, digits: int = _DIGITS) -> str:
+    """Hexadecimal digits that change with anything in a value."""
+    return hashlib.sha256(msgspec.json.encode(content)).hexdigest()[:digits]
+
+
+def checks_of(plan: msgspec.Struct, stages: Sequence[msgspec.Struct]) -> dict[str, str]:
+    """Returns a sum of each part; that of a stage's field is of all stages."""
+    return {
+        name: digest_of(part, _PART_DIGITS) for name, part in _parts_of(plan, stages)
+    }
+
+
+def _parts_of(
+    plan: msgspec.Struct, stages: Sequence[msgspec.Struct]
+) -> Iterator[tuple[str, Any]]:
+    for name in plan.__struct_fields__:
+        if name not in ABOUT:
+            yield name, getattr(plan, name)
+    if stages:
+        for name in stages[0].__struct_fields__:
+            yield name, [getattr(stage, name) for stage in stages]
+
+
+def changed_parts(before: Mapping[str, str], now: Mapping[str, str]) -> tuple[str, ...]:
+    """Names of the parts that differ; none of those that were not known before."""
+    return tuple(name for name in now if name in before and before[name] != now[name])

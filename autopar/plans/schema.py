@@ -4,27 +4,70 @@ from __future__ import annotations
 
 import fnmatch
 import importlib
+import math
 import pathlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
 import msgspec
 
 from autopar.errors import PlanError
-from autopar.plans import checks, files
-from autopar.plans.cluster_data import ClusterData
-from autopar.plans.gradients import Compression, GradientDecision
-from autopar.plans.optimality import optimality_text
-from autopar.plans.pipeline import PipelineData
-from autopar.plans.rematerialisation import AS_WRITTEN, Rematerialisation
-from autopar.plans.replicas import ReplicaPlan, check_replicas
+from autopar.plans import files
+from autopar.plans.files import ClusterData
+from autopar.plans.records import (
+    AS_WRITTEN,
+    Compression,
+    CopyDecision,
+    GradientDecision,
+    NodeDecision,
+    PipelineData,
+    Rematerialisation,
+    ReplicaPlan,
+    StagePlan,
+    Worth,
+    check_replicas,
+)
 from autopar.plans.specs import Entries, Spec, spec_of
-from autopar.plans.stage import CopyDecision, NodeDecision, StagePlan
-from autopar.plans.worth import Worth
 from autopar.whole_files import export_whole
 from autopar_errors import check_path
-from autopar_passes.layer_loops.paths import one_each, piece_paths
+from autopar_passes.layer_loops.operators import one_each, piece_paths
+from autopar_solver.status import Status
+
+# A smaller gap is none: two digits behind the point would show 0.00%.
+NO_GAP = 5e-5
+
+
+def optimality_text(status: str, gap: float) -> str:
+    """Returns how near a plan is to the optimum of the plans searched.
+
+    Args:
+      status: how the search ended; it may say before, and a semicolon, what was
+        edited by hand.
+      gap: (cost - bound) / cost; 1 or more where nothing is known of other plans.
+
+    >>> optimality_text("proved optimal", 0.0)
+    'proved optimal'
+    >>> optimality_text("proved optimal", 0.0021)
+    'proved within 0.21% of the optimum'
+    >>> optimality_text("best found, not proved", 0.0302)
+    'best found, proved within 3.02% of the optimum'
+    >>> optimality_text("best found, not proved", 1.0)
+    'best found, not proved'
+    >>> optimality_text("layouts as they were given", 0.0)
+    'layouts as they were given'
+    """
+    before, semicolon, ended = status.rpartition("; ")
+    if ended not in (Status.OPTIMAL.value, Status.FEASIBLE.value):
+        return status
+    if ended == Status.OPTIMAL.value and gap < NO_GAP:
+        return status
+    if not math.isfinite(gap) or gap >= 1.0:
+        return f"{before}{semicolon}{Status.FEASIBLE.value}"
+    found = "" if ended == Status.OPTIMAL.value else "best found, "
+    near = f"{found}proved within {max(gap, NO_GAP):.2%} of the optimum"
+    return f"{before}{semicolon}{near}"
+
 
 # Changes of a plan's layouts by name.
 
@@ -376,12 +419,12 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
             worth=None,
             compiled_memory_bytes=0.0,
         )
-        return checks.digest(still)
+        return files.digest_of(still)
 
     @property
     def edited(self) -> tuple[str, ...]:
         """Names of the parts that were changed since the plan was made."""
-        return checks.changed_parts(self.checks, checks.checks_of(self, self.stages))
+        return files.changed_parts(self.checks, files.checks_of(self, self.stages))
 
     def stamped(self) -> Plan:
         """The plan as made: from now on, changes of a part count as edits.
@@ -390,7 +433,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         must not tell 0 from 0.0.
         """
         made = msgspec.convert(msgspec.to_builtins(self), type(self))
-        sums = checks.checks_of(made, made.stages)
+        sums = files.checks_of(made, made.stages)
         return msgspec.structs.replace(made, checks=sums)
 
     def with_stage(self, **changes: Any) -> Plan:
@@ -522,3 +565,51 @@ def set_renderer(form: str) -> Callable[[Renderer], Renderer]:
         return render
 
     return register
+
+
+# How long planning took, and sums over the rest.
+_LEFT_OUT = frozenset({"seconds", "checks", "solver/seconds"})
+_MISSING = "-"
+
+
+def differences(
+    one: Mapping[str, Any], other: Mapping[str, Any]
+) -> list[tuple[str, Any, Any]]:
+    """The fields of two plans as plain data that differ, with both values.
+
+    Paths are joined by ``/``; elements of lists are numbered, or named where they have
+    a name. How long planning took is left out.
+
+    >>> differences({"a": {"b": 1}, "c": [1, 2]}, {"a": {"b": 2}, "c": [1]})
+    [('a/b', 1, 2), ('c/1', 2, '-')]
+    """
+    return [d for d in _walk("", one, other) if d[0] not in _LEFT_OUT]
+
+
+def _walk(path: str, one: Any, other: Any) -> Iterator[tuple[str, Any, Any]]:
+    if path in _LEFT_OUT or one == other:
+        return
+    pair = (_fields(one), _fields(other))
+    if pair[0] is None or pair[1] is None:
+        yield path, one, other
+        return
+    for key in dict.fromkeys([*pair[0], *pair[1]]):
+        inner = f"{path}/{key}" if path else str(key)
+        values = (fields.get(key, _MISSING) for fields in pair if fields is not None)
+        yield from _walk(inner, *values)
+
+
+def _fields(value: Any) -> Mapping[str, Any] | None:
+    """A value's parts by name; None for one without, such as a layout."""
+    if isinstance(value, Mapping):
+        return value
+    parts = isinstance(value, Sequence) and not isinstance(value, str)
+    if parts and any(isinstance(x, Mapping | int | float) for x in value):
+        return {str(_name(x, k)): x for k, x in enumerate(value)}
+    return None
+
+
+def _name(value: Any, position: int) -> Any:
+    if isinstance(value, Mapping):
+        return value.get("name") or position
+    return position

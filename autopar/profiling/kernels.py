@@ -4,9 +4,18 @@ Each program repeats one body in a loop whose trip count is an argument, on all
 devices at once; the time of a trip is the slope between a short and a long run, so
 that the cost of starting a program cancels. All devices work because devices may
 share what they run on: links, and, simulated on a CPU, the cores themselves.
+
+Seconds that codecs of gradients take on a device, links aside.
+
+Each codec does all that a worker does for one gradient in a step: it encodes, decodes
+what the others sent, feeds its error back and reports. What it would send it receives
+itself. All devices work at once, because simulated ones share what they compute with.
 """
 
+from __future__ import annotations
+
 import dataclasses
+import math
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -17,7 +26,20 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from autopar.profiling import processes
+from autopar.compression.codecs.blocks import WITH_BARRIERS, add_barrier
+from autopar.compression.codecs.registry import (
+    codec_class,
+    codec_names,
+    format_codec,
+    parse_codec,
+)
+from autopar.compression.gradient import Feedback, Gradient, init_state
+from autopar.compression.synchronise import (
+    NON_FINITE,
+    restore_unless_finite,
+    synchronise,
+)
+from autopar.profiling import transfers
 
 Body = Callable[[Any], Any]
 
@@ -90,7 +112,7 @@ def _on_each(part: np.ndarray, sharding: NamedSharding, count: int) -> jax.Array
 
 
 def _timed_s(program: TimedLoop, trips: int) -> float:
-    processes.wait()
+    transfers.wait_for_all()
     start = time.perf_counter()
     program.run(trips)
     return time.perf_counter() - start
@@ -121,15 +143,15 @@ def _least_extra_s(program: TimedLoop, trips: int) -> float:
 
 def _long_trips(program: TimedLoop) -> int:
     """Trips that take about LONG_RUN_S, found by trying; 0 where one is very slow."""
-    if processes.agree_on(int(_extra_s(program, 1) > SLOW_S)):
+    if transfers.agree_on(int(_extra_s(program, 1) > SLOW_S)):
         return 0
     trips, extra_s = 1, 0.0
-    while processes.agree_on(int(extra_s < LONG_RUN_S / 8 and trips < MAX_TRIPS)):
+    while transfers.agree_on(int(extra_s < LONG_RUN_S / 8 and trips < MAX_TRIPS)):
         trips *= 4
         extra_s = _least_extra_s(program, trips)
     if extra_s > 0:
         trips = max(2, min(MAX_TRIPS, round(trips * LONG_RUN_S / extra_s)))
-    return processes.agree_on(trips)
+    return transfers.agree_on(trips)
 
 
 def trip_times_s(programs: Sequence[TimedLoop], rounds: int) -> list[float]:
@@ -142,7 +164,7 @@ def trip_times_s(programs: Sequence[TimedLoop], rounds: int) -> list[float]:
     for _ in range(rounds):
         for program, count, slopes in zip(programs, trips, found, strict=True):
             slopes.append(_trip_s(program, count))
-    return processes.slowest([_typical(slopes) for slopes in found])
+    return transfers.slowest_s([_typical(slopes) for slopes in found])
 
 
 def _typical(slopes: Sequence[float]) -> float:
@@ -215,7 +237,7 @@ def vector(devices: Sequence[Any]) -> TimedLoop:
 KERNELS = 16
 
 
-def kernels(devices: Sequence[Any]) -> TimedLoop:
+def tiny_products(devices: Sequence[Any]) -> TimedLoop:
     """KERNELS tiny matrix products a trip, which no compiler fuses."""
 
     def body(x: Any) -> Any:
@@ -272,3 +294,116 @@ def matmul_then_reduce(devices: Sequence[Any], size: int) -> TimedLoop:
         return _random((size, size), "float32"), _random((size, size), "float32")
 
     return loop(f"matmul and all_reduce {size}", devices, count, body, make)
+
+
+# Workers that a gradient is divided among.
+WORKERS = 4
+# A codec with other parameters is timed where its work differs from that of those that
+# are timed by this factor; others are taken in proportion
+# (`autopar.cost.codecs.local_s`).
+_UNLIKE = 1.25
+
+
+def timed_codecs(elements: int) -> tuple[str, ...]:
+    """The codecs to time: each registered one, by its default and other parameters.
+
+    Args:
+      elements: of the gradient that is timed.
+    """
+    shape = (math.isqrt(elements),) * 2
+    out: list[str] = []
+    for name in codec_names():
+        cls = codec_class(name)
+        known: list[float] = []
+        for codec in (cls(), *cls.choices()):
+            cost = codec.cost(shape)
+            if all(max(cost, c) >= _UNLIKE * min(cost, c) for c in known):
+                known.append(cost)
+                out.append(format_codec(codec))
+    return tuple(out)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Loopback:
+    """`exchange.WorkerLinks` on which every worker sends what this one sends."""
+
+    workers: int = WORKERS
+
+    def all_to_all(self, payload: jax.Array) -> jax.Array:
+        """Each row comes back."""
+        return add_barrier(payload)
+
+    def all_gather(self, payload: jax.Array) -> jax.Array:
+        """Everybody sends the same."""
+        shape = (self.workers, *payload.shape)
+        return add_barrier(jnp.broadcast_to(payload, shape))
+
+    def all_reduce(self, values: jax.Array) -> jax.Array:
+        """The sum of equal parts."""
+        return add_barrier(self.workers * values)
+
+    def reduce_scatter(self, values: jax.Array) -> jax.Array:
+        """This worker's row of the sum."""
+        return add_barrier(self.workers * values[0])
+
+
+def _values(elements: int) -> np.ndarray:
+    """A square matrix of heavy-tailed values, as gradients have, float32."""
+    side = math.isqrt(elements)
+    random = np.random.default_rng(0)
+    return random.standard_t(4.0, (side, side)).astype(np.float32)
+
+
+def codec_loop(devices: Sequence[Any], text: str, elements: int) -> TimedLoop:
+    """A gradient of so many elements through a codec a trip, on every device."""
+    parsed, given = parse_codec(text), _values(elements)
+    kind = "residual" if parsed.feedback else "none"
+    gradient = Gradient("g", given.shape, parsed, Feedback(kind=kind))
+
+    def body(value: Any) -> Any:
+        partial, state, _ = value
+        # As in most steps: never, which the compiler does not know.
+        measured = jnp.isnan(partial[0, 0])
+        totals, after, sums = synchronise(
+            [gradient],
+            [partial],
+            [state],
+            Loopback(),
+            jnp.int32(0),
+            jnp.int32(1),
+            measured=measured,
+        )
+        finite = jnp.all(sums[:, NON_FINITE] == 0)
+        (kept,) = restore_unless_finite([state], after, finite)
+        return _touch(partial, totals[0]), kept, totals[0]
+
+    def make() -> Any:
+        state = jax.tree.map(np.asarray, init_state(gradient, WORKERS))
+        return given, state, np.zeros_like(given)
+
+    return loop(f"codec {text}", devices, 1, body, make, compiler_options=WITH_BARRIERS)
+
+
+def plain_loop(devices: Sequence[Any], elements: int) -> TimedLoop:
+    """The pass that a sum without a codec takes too: it is read and written once."""
+    given = _values(elements)
+
+    def body(value: Any) -> Any:
+        partial, _ = value
+        total = add_barrier(WORKERS * partial)
+        return _touch(partial, total), total
+
+    def make() -> Any:
+        return given, np.zeros_like(given)
+
+    return loop("no codec", devices, 1, body, make, compiler_options=WITH_BARRIERS)
+
+
+def _touch(partial: jax.Array, total: jax.Array) -> jax.Array:
+    """The partial with one other element, so that no trip is like the one before."""
+    return partial.at[0, 0].set(0.5 * total[0, 0])
+
+
+def timed_elements(elements: int) -> int:
+    """Elements of the square gradient that is timed for so many."""
+    return math.isqrt(elements) ** 2

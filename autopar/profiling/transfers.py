@@ -2,32 +2,100 @@
 
 No collective carries them: a stage hands arrays to the next through the transfer
 servers of JAX, and these reach other rates than collectives over the same links.
+
+What the processes of a profile agree on, so that each runs the same programs.
+
+A process of its own agrees with itself; several ask `jax.experimental.multihost_utils`.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
+import pathlib
 import statistics
 import time
+import zlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import multihost_utils
 from jax.sharding import SingleDeviceSharding
 
-from autopar.profiling import processes
+from autopar.cluster.specs import CollectiveFit
 from autopar_passes import jax_processes
+
+# Of one start of one kernel: namespaces and containers of a machine share it.
+_BOOT = pathlib.Path("/proc/sys/kernel/random/boot_id")
+
+
+def wait_for_all() -> None:
+    """Returns when all processes have called it."""
+    if jax.process_count() > 1:
+        multihost_utils.sync_global_devices("autopar profile")
+
+
+def agree_on(value: int) -> int:
+    """The value of process 0; all processes must call it."""
+    if jax.process_count() == 1:
+        return value
+    return int(multihost_utils.broadcast_one_to_all(np.int32(value)))
+
+
+def slowest_s(seconds: Sequence[float]) -> list[float]:
+    """Each time as the slowest process measured it; all processes must call it."""
+    if jax.process_count() == 1:
+        return list(seconds)
+    # JAX would round 64 bits to 32 on the way: seven digits are more than times have.
+    mine = np.asarray(seconds, np.float32)
+    return [float(s) for s in multihost_utils.process_allgather(mine).max(axis=0)]
+
+
+def gather_texts(mine: bytes, length: int) -> list[bytes]:
+    """What each process gives, in their order; all processes must call it.
+
+    Args:
+      mine: this process's, at most `length` bytes and without zero bytes.
+      length: the same for all.
+    """
+    if jax.process_count() == 1:
+        return [mine]
+    padded = np.frombuffer(mine.ljust(length, b"\0"), np.uint8)
+    rows = np.asarray(multihost_utils.process_allgather(padded))
+    return [row.tobytes().rstrip(b"\0") for row in rows.reshape(-1, length)]
+
+
+def on_this_machine(devices: Sequence[Any]) -> list[Any]:
+    """Those of the devices whose process runs under this kernel, in their order.
+
+    All processes must call it.
+    """
+    if jax.process_count() == 1:
+        return list(devices)
+    mine = np.uint32(zlib.crc32(_machine().encode()))
+    machines = multihost_utils.process_allgather(mine).reshape(-1)
+    return [d for d in devices if machines[d.process_index] == mine]
+
+
+def _machine() -> str:
+    """A text that the processes of one machine share, and no others."""
+    try:
+        return _BOOT.read_text()
+    except OSError:  # no Linux: each process for itself
+        return f"process {jax.process_index()}"
+
 
 # Long enough for an address with its port.
 _ADDRESS_BYTES = 256
 
 
-def name(nbytes: int) -> str:
+def transfer_name(nbytes: int) -> str:
     """What a transfer is called in reports.
 
-    >>> name(1 << 18)
+    >>> transfer_name(1 << 18)
     'transfer to a neighbour, 0.25 MiB'
     """
     return f"transfer to a neighbour, {nbytes / 2**20:.3g} MiB"
@@ -54,7 +122,7 @@ def seconds(
     with contextlib.suppress(Exception):  # whatever a backend says that has none
         server = serve()
         address = str(server.address()).encode()
-    addresses = processes.texts(address, _ADDRESS_BYTES)
+    addresses = gather_texts(address, _ADDRESS_BYTES)
     if server is None or not all(addresses):
         return {}
     before = (jax.process_index() - 1) % jax.process_count()
@@ -65,14 +133,14 @@ def seconds(
         times: list[float] = []
         for _ in range(1 + rounds):  # the first one connects
             number += 1
-            processes.wait()
+            wait_for_all()
             begin = time.perf_counter()
             server.await_pull(number, given)
             jax.block_until_ready(connection.pull(number, wanted))
             times.append(time.perf_counter() - begin)
         found[nbytes] = statistics.median(times[1:])
-    processes.wait()  # others may still take what this one offers
-    return dict(zip(found, processes.slowest(list(found.values())), strict=True))
+    wait_for_all()  # others may still take what this one offers
+    return dict(zip(found, slowest_s(list(found.values())), strict=True))
 
 
 def _arrays(nbytes: int) -> tuple[list[Any], list[Any]]:
@@ -84,3 +152,87 @@ def _arrays(nbytes: int) -> tuple[list[Any], list[Any]]:
         for d in devices
     ]
     return jax.block_until_ready(given), wanted
+
+
+def relative_rms(predicted: Sequence[float], measured: Sequence[float]) -> float:
+    """Root mean square of ``predicted / measured - 1``."""
+    pairs = zip(predicted, measured, strict=True)
+    return math.sqrt(sum((p / m - 1) ** 2 for p, m in pairs) / len(measured))
+
+
+def fit_slope(sizes: Sequence[float], times_s: Sequence[float]) -> float:
+    """The b that minimises ``sum((b n / t - 1)^2)``."""
+    ratios = [n / t for n, t in zip(sizes, times_s, strict=True)]
+    return sum(ratios) / sum(r * r for r in ratios)
+
+
+def fit_line(sizes: Sequence[float], times_s: Sequence[float]) -> tuple[float, float]:
+    """The (a, b), none negative, that minimise ``sum(((a + b n) / t - 1)^2)``.
+
+    >>> fit_line([10, 20, 40], [3.0, 5.0, 9.0])
+    (1.0, 0.2)
+    """
+    inverse = [1 / t for t in times_s]
+    ratios = [n / t for n, t in zip(sizes, times_s, strict=True)]
+    # The normal equations of the two columns 1/t and n/t against ones.
+    s11, s1 = sum(x * x for x in inverse), sum(inverse)
+    s22, s2 = sum(x * x for x in ratios), sum(ratios)
+    s12 = sum(x * y for x, y in zip(inverse, ratios, strict=True))
+    determinant = s11 * s22 - s12 * s12
+    if determinant > 1e-12 * s11 * s22:
+        a = (s1 * s22 - s2 * s12) / determinant
+        b = (s2 * s11 - s1 * s12) / determinant
+        if a >= 0 and b >= 0:
+            return round_off(a), round_off(b)
+    # The best of the two edges of the feasible quadrant.
+    constant, slope = s1 / s11, s2 / s22
+    if s1 * constant > s2 * slope:
+        return round_off(constant), 0.0
+    return 0.0, round_off(slope)
+
+
+def round_off(value: float) -> float:
+    """Six significant digits: more than any timing has."""
+    return float(f"{value:.6g}")
+
+
+def _candidate(
+    kind: str, group_size: int, points: Sequence[tuple[float, float]], split: int
+) -> CollectiveFit:
+    """A line through the first `split` points, a floor through the others."""
+    sizes, times_s = zip(*points, strict=True)
+    latency_s, slope = fit_line(sizes[:split], times_s[:split])
+    rest = points[split:]
+    floor = round_off(fit_slope(*zip(*rest, strict=True))) if rest else 0.0
+    bare = CollectiveFit(
+        kind=kind,
+        group_size=group_size,
+        latency_s=latency_s,
+        s_per_byte=slope,
+        large_s_per_byte=floor,
+    )
+    error = relative_rms([bare.seconds(n) for n in sizes], times_s)
+    return CollectiveFit(
+        kind=kind,
+        group_size=group_size,
+        latency_s=latency_s,
+        s_per_byte=slope,
+        large_s_per_byte=floor,
+        relative_error=round_off(error),
+    )
+
+
+def fit_collective(
+    kind: str, group_size: int, points: Sequence[tuple[float, float]]
+) -> CollectiveFit:
+    """The best fit of a line, or of a line with a floor for large sizes.
+
+    Args:
+      kind: the collective.
+      group_size: devices of a group.
+      points: (nbytes, seconds), at least two.
+    """
+    ordered = sorted(points)
+    splits = range(min(3, len(ordered)), len(ordered) + 1)
+    fits = [_candidate(kind, group_size, ordered, split) for split in splits]
+    return min(reversed(fits), key=lambda fit: fit.relative_error)

@@ -19,6 +19,7 @@ from autopar.layouts.strategies import layout_of
 from autopar.planner.candidate import Candidate, candidate_of, choices_of
 from autopar.planner.hints import pin_restriction
 from autopar.planner.problem import Formulation, Restriction, formulate
+from autopar.planner.proposals import Proposal
 from autopar.planner.record import assignment_of, restore
 from autopar.planner.replicas import on_replica, slowest_of
 from autopar.planner.search import plan_mesh
@@ -28,6 +29,8 @@ from autopar.plans.specs import spec_text
 from autopar.reports.table import CollectiveRow, template
 from autopar.steps.analysis import Analysis
 from autopar.steps.names import array_name
+from autopar.terminal import columns
+from autopar.units import bytes_text, seconds_text
 from autopar_passes.graph.operators import GraphInput
 from autopar_passes.graph.roles import Role
 from autopar_solver import Solution, Status
@@ -342,3 +345,39 @@ def plan_choices(bound: BoundPlan, formulation: Formulation) -> tuple[int, ...]:
             "plan again to compare it with others."
         )
     return tuple(found)
+
+
+_HEADING: tuple[str, ...] = (
+    "",
+    "proposed by",
+    "mesh",
+    "program",
+    "step",
+    "memory",
+    "CPU",
+    "",
+)
+
+
+def proposal_lines(proposals: Sequence[Proposal]) -> list[str]:
+    """The proposals in the order in which they were made; the fastest has a star."""
+    judged = [p for p in proposals if p.step_s is not None]
+    fastest = min(judged, key=lambda p: p.step_s or 0.0, default=None)
+    rows = [_HEADING]
+    for one in proposals:
+        step, memory = "", ""
+        if one.step_s is not None:
+            step, memory = seconds_text(one.step_s), bytes_text(one.peak_bytes)
+        rows.append(
+            (
+                "*" if one is fastest else "",
+                one.proposer,
+                one.mesh,
+                one.program or "as written",
+                step,
+                memory,
+                seconds_text(one.cpu_s),
+                one.note,
+            )
+        )
+    return columns(rows, right=(4, 5, 6))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from autopar.plans.worth import AxisUse, Worth
+from autopar.plans.records import AxisUse, Worth
 from autopar.units import (
     bytes_text,
     count_text,

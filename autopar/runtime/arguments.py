@@ -11,7 +11,7 @@ import jax
 
 from autopar.errors import PlanError
 from autopar.plans import Plan
-from autopar.runtime import agreement, exchange, placement
+from autopar.runtime import agreement, placement
 from autopar.runtime.recent import Recent
 from autopar.runtime.world import World
 from autopar_passes.graph.build import step_graph
@@ -66,7 +66,7 @@ class BatchArguments:
         Raises:
           PlanError: processes pass batches of different shapes.
         """
-        with exchange.tell_errors(world, "reading the arguments"):
+        with agreement.tell_errors(world, "reading the arguments"):
             local = abstract(call)
         if world.process_count == 1:
             return local
@@ -76,7 +76,7 @@ class BatchArguments:
             agreement.check_rows(world, named_shapes(local))
             self._checked.put(key, True)
         if rows is None:
-            with exchange.tell_errors(world, "tracing the step"):
+            with agreement.tell_errors(world, "tracing the step"):
                 found = row_dims(self._step, local)
             rows = self._rows.put(key, found)
         whole = list(local.arrays)

@@ -1,7 +1,8 @@
-"""A step that goes on with another batch, other microbatches or other codecs.
+"""A step that goes on with another batch, microbatches or codecs, or in another world.
 
 These functions belong to `ParallelStep` and change it from outside its module, which is
-full; with those of `autopar.runtime.changing_worlds`, nothing else may.
+full; nothing else may. In another world what the step knows stays, and what lies on
+devices goes.
 """
 
 # pyright: reportPrivateUsage=false
@@ -12,17 +13,19 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from autopar.cluster import Cluster
 from autopar.errors import PlanError
+from autopar.planner.cache import PlanCache
 from autopar.plans import Plan
-from autopar.runtime import arguments, exchange
-from autopar.runtime.noise.options import NoiseOptions
+from autopar.runtime import agreement, arguments
+from autopar.runtime.noise.averages import NoiseOptions
 from autopar.runtime.parallel_step import ParallelStep
 from autopar.runtime.planned import PlannedStep
-from autopar.runtime.preparation import Made
-from autopar.runtime.setting import Setting
+from autopar.runtime.preparation import Made, Setting
 from autopar.runtime.step_planner import Analysed
+from autopar.runtime.world import World
 from autopar_passes.program.calls import StepCall
-from autopar_passes.program.nnx_objects import updating
+from autopar_passes.program.static_leaves import updating
 from autopar_passes.program.trace import opened_within
 
 
@@ -132,7 +135,7 @@ def program(step: ParallelStep[..., Any], shape: CallShape, plan: Plan) -> Plann
     preparation, world = step.preparation, step.world
     made = preparation.program(shape.analysed, plan, shape.setting)
     if not preparation.is_compiled(made):
-        exchange.together(world, "compiling", lambda: preparation.compile(made))
+        agreement.run_together(world, "compiling", lambda: preparation.compile(made))
     return made
 
 
@@ -216,3 +219,71 @@ def guard(step: ParallelStep[..., Any]) -> None:
     if not step._store.guard:
         step._store.clear()
         step._store.guard, step._current = True, None
+
+
+def study_step(step: ParallelStep[..., Any], *args: Any, **kwargs: Any) -> None:
+    """Analyses a step on these arguments; it is planned and compiled elsewhere.
+
+    Args:
+      step: the step.
+      args: arrays or structs, those of a batch over all processes.
+      kwargs: those that are given by name.
+    """
+    with updating():
+        call = opened_within(step._parameters, args, kwargs)
+    step.preparation.analyse(arguments.abstract(call))
+
+
+def enter_world(
+    step: ParallelStep[..., Any],
+    world: World,
+    cluster: Cluster,
+    *,
+    donate: bool,
+    cache: PlanCache | None = None,
+) -> None:
+    """Goes on in another world, with no plan yet; the old world's devices are gone.
+
+    Analyses and plans are kept. Codecs and the noise scale start anew, unless their
+    state is assigned.
+
+    Args:
+      step: the step.
+      world: its processes and devices.
+      cluster: what to plan for.
+      donate: whether calls consume the carried state.
+      cache: where plans are kept, unless they are kept elsewhere.
+    """
+    if step._current is not None:
+        step._codecs.start_anew()
+        step._noise.start_anew()
+    step._world, step._current = world, None
+    step._setting = dataclasses.replace(step._setting, cluster=cluster, devices=None)
+    step._store.clear()
+    step._store.donate = donate
+    step.preparation.enter(cache)
+    step._batches.enter()
+
+
+def is_pure(step: ParallelStep[..., Any]) -> bool:
+    """Whether a call of the step that is prepared changes nothing: it only returns.
+
+    Codecs and the noise scale keep state, arguments may be consumed, and a program that
+    is not there yet is compiled.
+    """
+    current = step.running
+    keeps = current.planned.sums is not None or current.planned.noise is not None
+    return current.ready and not keeps and not step._store.donate
+
+
+def load(step: ParallelStep[..., Any], function: Any) -> None:
+    """Runs a compiled program in the place of the one that is prepared.
+
+    Args:
+      step: the step.
+      function: of the same arguments in the same places; all processes have it.
+    """
+    current = step.running
+    planned = dataclasses.replace(current.planned, function=function)
+    step.preparation.load_program(planned)
+    step._current = dataclasses.replace(current, planned=planned, ready=True, full=None)

@@ -32,7 +32,6 @@ from autopar.compression.synchronise import (
 from autopar.errors import PlanError
 from autopar.plans import GradientDecision, Plan
 from autopar.runtime import agreement
-from autopar.runtime.gradients.adopting import Adoption, saved_s
 from autopar.runtime.gradients.codec_state import (
     carry_over,
     check_fits,
@@ -40,7 +39,7 @@ from autopar.runtime.gradients.codec_state import (
     place_state,
 )
 from autopar.runtime.gradients.probing import ProbePrograms, measure_errors
-from autopar.runtime.gradients.recoding import Recoding
+from autopar.runtime.gradients.recoding import Adoption, Recoding, saved_s
 from autopar.runtime.gradients.skipping import SkippedSteps
 from autopar.runtime.gradients.sums import AnySums, Member, State
 from autopar.runtime.planned import PlannedStep

@@ -23,7 +23,7 @@ from autopar.errors import CompileError, InfeasibleError, PlanError
 from autopar.planner.options import PlanOptions
 from autopar.plans import Plan
 from autopar.plans.schema import NEAR_LIMIT
-from autopar.runtime.meshes import abstract_mesh
+from autopar.runtime.placement import abstract_mesh
 from autopar.runtime.planned import planned_step
 from autopar.steps.analysis import Analysis
 from autopar.units import bytes_text

@@ -15,13 +15,14 @@ from autopar.plans import Plan
 from autopar.runtime import placement
 from autopar_errors import check_type
 from autopar_passes.jax_meshes import enter_mesh, off_mesh, user_mesh
-from autopar_passes.program.nnx_objects import (
+from autopar_passes.program.static_leaves import (
+    Fixed,
     is_object_state,
     merge_objects,
+    part,
     split_objects,
     update_objects,
 )
-from autopar_passes.program.static_leaves import Fixed, part
 
 
 def splat(state: Any) -> tuple[Any, ...]:
@@ -132,7 +133,7 @@ def plan_shardings(
 
     Args:
       plan: the plan.
-      meshes: from `autopar.runtime.meshes.home_meshes`.
+      meshes: from `autopar.runtime.placement.home_meshes`.
       count: how many inputs.
     """
     out: list[NamedSharding] = []

@@ -11,7 +11,7 @@ from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from autopar.errors import PlanError
-from autopar.runtime import arguments, homes, placement
+from autopar.runtime import arguments, placement
 from autopar.runtime.planned import PlannedStep
 from autopar.runtime.recent import Recent
 from autopar.runtime.stages.placing import place_arrays
@@ -21,8 +21,8 @@ from autopar.steps.batch import rows_axes
 from autopar_passes import jax_compat
 from autopar_passes.jax_meshes import off_mesh, without_mesh
 from autopar_passes.program.calls import Parameters, ResultForm, StepCall, flat_function
-from autopar_passes.program.nnx_objects import updating
 from autopar_passes.program.one_replica import on_one_replica, unbound_axis
+from autopar_passes.program.static_leaves import updating
 from autopar_passes.program.trace import opened_within, step_name
 
 P = ParamSpec("P")
@@ -94,7 +94,9 @@ class Evaluation(Generic[P, R]):
                 function, results = self._compiled_function(call, names)
                 try:
                     flat = function(*placed)
-                    flat = homes.given_back(flat, homes.home_of(call.arrays), ())
+                    flat = placement.given_back(
+                        flat, placement.home_of(call.arrays), ()
+                    )
                     return results[-1].return_value(flat)
                 except NameError as error:
                     found = unbound_axis(error)
@@ -133,7 +135,7 @@ class Evaluation(Generic[P, R]):
         for x in call.arrays:
             if isinstance(x, jax.Array) and x.sharding.device_set == devices:
                 # Under a mesh that is set, the step gave its state back on that one.
-                placed += homes.given_back([x], running.mesh, ())
+                placed += placement.given_back([x], running.mesh, ())
                 continue
             shape = placement.global_shape(x, count)
             sharding = NamedSharding(running.mesh, _row_spec(running, shape, axes))

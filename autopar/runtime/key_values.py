@@ -37,7 +37,7 @@ class KeyValueExchange:
       index: number of this process.
       count: number of processes.
       check: is called while this waits; raises an error to end the wait.
-      lane: whose numbers these are (`autopar.runtime.lanes`).
+      lane: whose numbers these are (`autopar.runtime.world`).
     """
 
     client: Any

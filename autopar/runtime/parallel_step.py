@@ -16,34 +16,70 @@ from autopar.errors import PlanError
 from autopar.planner.cache import PlanCache
 from autopar.planner.options import PlanOptions
 from autopar.plans import Plan
-from autopar.runtime import (
-    agreement,
-    arguments,
-    creation,
-    ending,
-    exchange,
-    homes,
-    last_batch,
-    placement,
-)
+from autopar.runtime import agreement, arguments, creation, last_batch, placement
 from autopar.runtime.codec_run import CodecRun, Telemetry
 from autopar.runtime.evaluation import Evaluation
-from autopar.runtime.gradients.adopting import CodecChange
+from autopar.runtime.gradients.recoding import CodecChange
 from autopar.runtime.last_batch import LastBatch
-from autopar.runtime.methods import method_of
 from autopar.runtime.noise_run import HasNoise, NoiseRun
 from autopar.runtime.planned import PlannedStep
-from autopar.runtime.preparation import Made, Preparation, Running, moved_state
+from autopar.runtime.preparation import Made, Preparation, Running, Setting, moved_state
 from autopar.runtime.program_store import ProgramStore
 from autopar.runtime.repeated_calls import RepeatedCall, repeated_call
-from autopar.runtime.setting import Setting
 from autopar.runtime.state_mover import name_arrays
 from autopar.runtime.step_planner import ANALYSES, Analysed, StepPlanner
 from autopar.runtime.world import World
 from autopar_passes.jax_meshes import without_mesh
 from autopar_passes.program.calls import Parameters, StepCall
-from autopar_passes.program.nnx_objects import updating
+from autopar_passes.program.static_leaves import is_object, updating
 from autopar_passes.program.trace import opened_within, step_name
+
+
+def method_of(step: Any, instance: Any) -> Any:
+    """Returns a step as a method of an object.
+
+    A module or another tree of arrays is the step's first argument, and its state if it
+    comes back. Any other object is part of the step, as a static argument is: what the
+    step reads of it is fixed by the first call, and each object has plans of its own.
+
+    Args:
+      step: the `ParallelStep` of the class.
+      instance: the object.
+
+    Raises:
+      PlanError: there is no place in the object to keep its step.
+    """
+    if is_object(instance) or jax.tree.leaves(instance) != [instance]:
+        return functools.partial(step, instance)
+    name, made = step.__name__, _bind_step(step, instance)
+    try:
+        # A descriptor without __set__ gives way to what the object itself holds.
+        vars(instance)[name] = made
+    except TypeError as error:
+        kind = type(instance).__name__
+        raise PlanError(
+            f"{name}: its object, a {kind}, has no __dict__ to keep the planned step "
+            "in. Plan a function instead: autopar.parallelize(functools.partial("
+            f"{kind}.{name}, obj)), with the undecorated method."
+        ) from error
+    return made
+
+
+def _bind_step(step: Any, instance: Any) -> Any:
+    """The step of one object, with plans of its own."""
+    bound, known = functools.partial(step._step, instance), step._parameters
+    return type(step)(
+        bound,
+        setting=step._setting,
+        options=step.preparation.planner.options,
+        store=step._store.empty(),
+        codecs=type(step._codecs)(step._codecs.policy),
+        world=step._world,
+        parameters=Parameters.of(bound, known.static, known.roles),
+        fewer=step._last_batch,
+        cache=step._cache,
+    )
+
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -96,9 +132,9 @@ class ParallelStep(HasNoise, Generic[P, R]):
             lambda: self.cluster,
             lambda: self._codecs.errors,
         )
-        ending.announce()
+        agreement.announce_end()
         self._codecs = codecs
-        self._noise, self.finite = NoiseRun(), cast(Any, None)
+        self._noise, self.finite = NoiseRun(), cast("Any", None)
         self._batches = arguments.BatchArguments(step, ANALYSES)
         self._current: Running | None = None
         self._repeated: RepeatedCall | None = None
@@ -119,7 +155,7 @@ class ParallelStep(HasNoise, Generic[P, R]):
         """The processes and devices that the step may use."""
         if self._world is None or self._world.is_left:
             self._world = World.current()
-            ending.announce()
+            agreement.announce_end()
         return self._world
 
     @property
@@ -171,7 +207,7 @@ class ParallelStep(HasNoise, Generic[P, R]):
           PlanError: both ``batch`` and ``others`` are given.
         """
         creation.check_creation(self.__name__, create_state, batch, others)
-        with exchange.tell_errors(self.world, "creating the state"):
+        with agreement.tell_errors(self.world, "creating the state"):
             shapes = creation.state_shapes(create_state, args)
         self._preparation.planner.hold_types(shapes.structs)
         rest = others if batch is None else (batch,)
@@ -179,7 +215,7 @@ class ParallelStep(HasNoise, Generic[P, R]):
             by_name = dict(rest) if isinstance(rest, Mapping) else {}
             in_order = () if by_name else tuple(rest)
             self.prepare(*shapes.arguments(), *in_order, **by_name)
-        with exchange.tell_errors(self.world, "creating the state"):
+        with agreement.tell_errors(self.world, "creating the state"):
             if rest is not None and self._current is not None:
                 shardings = self._current.planned.in_shardings[: len(shapes.structs)]
             else:
@@ -189,7 +225,7 @@ class ParallelStep(HasNoise, Generic[P, R]):
             made = placement.create(shapes.leaves, args, shardings)
         self._codecs.start_anew()
         self._noise.start_anew()
-        return shapes.state(homes.given_back(made, homes.home_of(args)))
+        return shapes.state(placement.given_back(made, placement.home_of(args)))
 
     @property
     def compression_state(self) -> Any:
@@ -276,7 +312,7 @@ class ParallelStep(HasNoise, Generic[P, R]):
     @without_mesh()
     def prepare(self, *args: Any, **kwargs: Any) -> PlannedStep:
         """Plans for these arguments without running; arrays or structs."""
-        with exchange.tell_errors(self.world, "reading the arguments"), updating():
+        with agreement.tell_errors(self.world, "reading the arguments"), updating():
             call = opened_within(self._parameters, args, kwargs)
         return self._prepare(call)
 
@@ -309,7 +345,7 @@ class ParallelStep(HasNoise, Generic[P, R]):
         if any(isinstance(x, Tracer) for x in jax.tree.leaves((args, kwargs))):
             return self._step(*args, **kwargs)
         with without_mesh(), updating():
-            with exchange.tell_errors(self.world, "reading the arguments"):
+            with agreement.tell_errors(self.world, "reading the arguments"):
                 call = opened_within(self._parameters, args, kwargs)
                 arguments.check_alive(self.__name__, call)
             return self._run(call, args, kwargs)
@@ -355,13 +391,13 @@ class ParallelStep(HasNoise, Generic[P, R]):
         with self._preparation.compiling(planned, self.__name__):
             flat = self._issue_program(planned, placed)
         placement.consume(call.arrays, placed, carried, flat)
-        home = homes.home_of(call.arrays)
+        home = placement.home_of(call.arrays)
         if home is None and self.world.process_count == 1:
             self._repeated = repeated_call(
                 running, call, args, kwargs, placed, flat, carried
             )
         self._follow_policy(planned)
-        flat = homes.given_back(
+        flat = placement.given_back(
             flat, home, frozenset(planned.analysis.carried_arguments.values())
         )
         return planned.analysis.pytrees.result.return_value(flat)
@@ -407,7 +443,7 @@ class ParallelStep(HasNoise, Generic[P, R]):
         self.__name__ = name
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
-        """The step as a method of an object (`autopar.runtime.methods`)."""
+        """The step as a method of an object (`autopar.runtime.parallel_step`)."""
         return self if instance is None else method_of(self, instance)
 
     def jit(
@@ -466,7 +502,7 @@ class ParallelStep(HasNoise, Generic[P, R]):
             # A program that comes back is compiled already.
             known = self._preparation.is_compiled(planned)
             work = (lambda _: None) if known else self._preparation.compile
-            exchange.together(self.world, "compiling", lambda: work(planned))
+            agreement.run_together(self.world, "compiling", lambda: work(planned))
             agreement.check_plans(self.world, planned.plan)
         self._current = dataclasses.replace(current, ready=True)
 
@@ -528,7 +564,7 @@ class ParallelStep(HasNoise, Generic[P, R]):
           consume: as of `replan`.
         """
         old = self.running.planned
-        with exchange.tell_errors(self.world, "moving the state"):
+        with agreement.tell_errors(self.world, "moving the state"):
             arrays = name_arrays(self.__name__, analysed.analysis, state)
         links = self._preparation.links_between(old, made.planned)
 
@@ -536,9 +572,9 @@ class ParallelStep(HasNoise, Generic[P, R]):
             self._codecs.check(made.planned.sums)
             return moved_state(arrays, old, made.planned, links, consume=consume)
 
-        moved = exchange.together(self.world, "moving the state", moving)
-        home = homes.home_of(arrays.values())
-        new = creation.replace_leaves(state, homes.given_back(moved, home))
+        moved = agreement.run_together(self.world, "moving the state", moving)
+        home = placement.home_of(arrays.values())
+        new = creation.replace_leaves(state, placement.given_back(moved, home))
         self._setting = made.setting
         self._codecs.move(links)
         self._codecs.adoption.withdrawn()

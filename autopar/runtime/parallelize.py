@@ -32,7 +32,7 @@ from autopar.planner.options import (
 from autopar.plans import Plan
 from autopar.runtime.codec_run import CodecRun
 from autopar.runtime.last_batch import LastBatch
-from autopar.runtime.noise.options import NoiseOptions, noise_options
+from autopar.runtime.noise.averages import NoiseOptions, noise_options
 from autopar.runtime.parallel_step import ParallelStep, Setting
 from autopar.runtime.program_store import ProgramStore
 from autopar.runtime.world import World
@@ -310,7 +310,7 @@ def parallelize(
             codecs=CodecRun(policy),
             world=world,
             parameters=Parameters.of(function, static, roles),
-            fewer=cast(LastBatch, options.last_batch),
+            fewer=cast("LastBatch", options.last_batch),
             cache=kept,
         )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import warnings
 import weakref
 from collections.abc import Callable, Generator, Hashable, Sequence
 from typing import Any
@@ -13,19 +14,20 @@ import numpy as np
 
 from autopar import progress
 from autopar.cluster import Cluster
+from autopar.errors import PlanError
 from autopar.garbage import collector_paused
 from autopar.planner.cache import PlanCache
-from autopar.planner.codecs.choose import Errors
+from autopar.planner.codecs.choose import EDITED, Errors
 from autopar.planner.edited import carried_out
-from autopar.planner.options import as_cluster, as_plan
+from autopar.planner.options import PlanOptions, as_cluster, as_plan
 from autopar.planner.record import check_plan
+from autopar.planner.search import plan_mesh
 from autopar.plans import Plan
-from autopar.runtime import agreement, arguments, creation, exchange, placement
-from autopar.runtime.meshes import device_mesh, home_meshes, stage_meshes
+from autopar.runtime import agreement, arguments, creation, placement
+from autopar.runtime.placement import device_mesh, home_meshes, stage_meshes
 from autopar.runtime.planned import PlannedStep
 from autopar.runtime.program_store import ProgramStore
 from autopar.runtime.recent import Recent
-from autopar.runtime.setting import Setting, moved_setting
 from autopar.runtime.stages.placing import moved_between
 from autopar.runtime.stages.placing import place_arrays as placed_on_processes
 from autopar.runtime.stages.planned import check_world
@@ -37,6 +39,113 @@ from autopar.steps import program_text
 from autopar_passes.graph.roles import InputRole
 from autopar_passes.jax_meshes import without_mesh
 from autopar_passes.program.calls import StepCall
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """The cluster, the plan and the devices that a step is given.
+
+    Attributes:
+      cluster: the cluster; None: as many of the backend's devices as there are.
+      plan: a plan to use as it is, instead of planning.
+      devices: the devices to run on, or their ids; None: those that the cluster
+        names, or the first of the world.
+      codecs: whose choice of codecs, and of layouts to keep, holds in place of the
+        planner's; None: its own.
+      sent: a plan whose codecs hold gradient by gradient; None: none.
+    """
+
+    cluster: Cluster | None = None
+    plan: Plan | None = None
+    devices: tuple[Any, ...] | None = None
+    codecs: PlanOptions | None = None
+    sent: Plan | None = None
+
+
+def moved_setting(
+    setting: Setting,
+    options: PlanOptions,
+    cluster: Cluster,
+    devices: tuple[Any, ...] | None,
+    given: Plan | None,
+) -> Setting:
+    """The setting on another cluster, with the codecs that were asked for.
+
+    Args:
+      setting: what the step was planned for.
+      options: what was said about planning it.
+      cluster: the cluster to move to.
+      devices: the devices to run on there.
+      given: a plan for it.
+
+    Raises:
+      PlanError: the codecs of a plan were asked for by nobody in one word.
+    """
+    codecs, sent = setting.codecs, setting.sent
+    if setting.plan is not None:
+        model = given or setting.plan
+        codecs, sent = with_codecs_of(options, model), sent_by_hand(model)
+    asked = codecs or options
+    if asked.layouts is not None and given is None:
+        codecs = fitting_layouts(asked, cluster)
+    return Setting(cluster=cluster, devices=devices, codecs=codecs, sent=sent)
+
+
+def with_codecs_of(options: PlanOptions, plan: Plan) -> PlanOptions:
+    """The options with the choice of codecs that a plan was made with.
+
+    Where it has several that nobody asked for in one word (`sent_by_hand`), layouts are
+    found for the one that sends most.
+    """
+    mode = plan.compression.mode
+    if mode == "none" or _by_hand(plan):
+        sent = _dense_bytes(plan)
+        mode = max(sent, key=lambda text: sent[text], default="none")
+    budget = plan.compression.error_budget if mode == "auto" else None
+    return dataclasses.replace(options, compression=mode, error_budget=budget)
+
+
+def sent_by_hand(plan: Plan) -> Plan | None:
+    """The plan if each gradient has the codec that it was given; else None."""
+    several = plan.compression.mode == "none" and len(_dense_bytes(plan)) > 1
+    return plan if several or (_by_hand(plan) and _dense_bytes(plan)) else None
+
+
+def _by_hand(plan: Plan) -> bool:
+    return plan.compression.mode == EDITED or "gradients" in plan.edited
+
+
+def _dense_bytes(plan: Plan) -> dict[str, float]:
+    """By codec, what one device would send of its gradients without it.
+
+    What a codec cannot send, or not with profit, is sent beside it as it is.
+    """
+    found: dict[str, float] = {}
+    for g in plan.gradients:
+        if g.codec:
+            found[g.codec] = found.get(g.codec, 0.0) + g.dense_bytes
+    return {text: found[text] for text in set(found) - {"dense"}} or found
+
+
+def fitting_layouts(options: PlanOptions, cluster: Cluster) -> PlanOptions:
+    """The options without layouts to keep, where these do not fit another cluster.
+
+    Layouts are for one mesh. On another new ones are found, which a warning says.
+    """
+    kept = options.layouts
+    if kept is None:
+        return options
+    try:
+        plan_mesh(cluster, kept.axis_names, kept.axis_sizes)
+    except PlanError as error:
+        warnings.warn(
+            f"layouts=: {error} New layouts are found for it, with the same codecs. "
+            "Give replan(..., plan=) for layouts of your own.",
+            stacklevel=4,
+        )
+        return dataclasses.replace(options, layouts=None)
+    return options
+
 
 # Most plans that are remembered, by shapes of the arguments and cluster.
 PLANS = 32
@@ -130,7 +239,7 @@ class Preparation:
         Raises:
           TraceError: JAX cannot trace the step.
         """
-        with exchange.tell_errors(self._world(), "tracing the step"):
+        with agreement.tell_errors(self._world(), "tracing the step"):
             return self.planner.analyse_structs(structs)
 
     def remember(self, analysed: Analysed, setting: Setting, plan: Plan) -> None:
@@ -201,7 +310,9 @@ class Preparation:
         moved = self.move_setting(setting, cluster, devices, given)
         chosen = given or self.plan(analysed, moved)
         planned = self.program(analysed, chosen, moved)
-        exchange.together(self._world(), "compiling", lambda: self.compile(planned))
+        agreement.run_together(
+            self._world(), "compiling", lambda: self.compile(planned)
+        )
         return Made(moved, chosen, planned)
 
     def move_setting(
@@ -292,13 +403,13 @@ class Preparation:
         """The program of a plan, once all processes have checked that it fits."""
         devices = self.devices(setting)
         if self._world().process_count > 1:
-            with exchange.tell_errors(self._world(), "comparing the traced steps"):
+            with agreement.tell_errors(self._world(), "comparing the traced steps"):
                 step = program_text.identity(analysed.analysis)
             agreement.check_same(
                 self._world(), plan, step, lambda: program_text.lines(analysed.analysis)
             )
         links = None
-        with exchange.tell_errors(self._world(), "building the program"):
+        with agreement.tell_errors(self._world(), "building the program"):
             if len(plan.stages) > 1:
                 check_world(self._world(), plan, devices)
             else:
@@ -306,7 +417,7 @@ class Preparation:
                 self._world().check_mesh(list(device_mesh(plan, devices).devices.flat))
         if len(plan.stages) > 1:
             links = self._links_to_others()
-        with exchange.tell_errors(self._world(), "building the program"):
+        with agreement.tell_errors(self._world(), "building the program"):
             return self._store.program(analysed, plan, devices, links=links)
 
     def coded_step(
@@ -387,7 +498,7 @@ class Preparation:
         world = self._world()
         # Before a first step the others ask whether a process has failed.
         what = "placing the arguments"
-        with exchange.tell_errors(world, what) if first else contextlib.nullcontext():
+        with agreement.tell_errors(world, what) if first else contextlib.nullcontext():
             for x, given, sharding in zip(leaves, graph.inputs, shardings, strict=True):
                 shape = graph.values[given.value].shape
                 if given.role is InputRole.BATCH and np.shape(x) != tuple(shape):

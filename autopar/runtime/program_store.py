@@ -15,8 +15,8 @@ from autopar.planner.option_texts import PROGRAMS
 from autopar.planner.stages.entry import cut_as
 from autopar.plans import Plan
 from autopar.runtime.agreement import content_digest
-from autopar.runtime.meshes import stage_meshes
-from autopar.runtime.noise.options import NoiseOptions
+from autopar.runtime.noise.averages import NoiseOptions
+from autopar.runtime.placement import stage_meshes
 from autopar.runtime.planned import PlannedStep, planned_step
 from autopar.runtime.recent import Recent
 from autopar.runtime.stages.planned import pipelined_step

@@ -4,13 +4,25 @@ A `StateLayout` says what a state is and how it is split, without any device; a
 `Transport` knows the devices and carries the bytes. What a codec keeps is not moved
 here: its residuals change shape with the number of workers
 (`autopar.runtime.gradients.codec_state`).
+
+Moves an array between shardings of one process, block by block.
+
+Each device gets what it needs of the blocks that others have. JAX moves an array
+between different sets of devices by way of a copy of the whole on the host, and
+between some layouts of the same devices by gathering it; here no device and no host
+holds more than a block at a time.
 """
 
 from __future__ import annotations
 
 import collections
+import contextlib
+import ctypes
 import dataclasses
-from collections.abc import Iterable, Mapping
+import math
+import os
+import pathlib
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import jax
@@ -18,14 +30,147 @@ import msgspec
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from autopar.cluster import Cluster
 from autopar.errors import PlanError, RunError
 from autopar.plans import Plan
 from autopar.plans.schema import Spec
-from autopar.runtime import placement, ranges
-from autopar.runtime.creation import flat_state
+from autopar.runtime import placement
+from autopar.runtime.creation import flat_state, plan_shardings
+from autopar.runtime.placement import stage_meshes
 from autopar.steps.analysis import Analysis
 from autopar_errors import InputError
+from autopar_passes import jax_compat
 from autopar_passes.program.static_leaves import StaticError
+
+# Of each dim of a block, its first index and the one behind its last.
+Block = tuple[tuple[int, int], ...]
+
+
+def is_movable(array: Any, sharding: Any) -> bool:
+    """Whether `move_array` is the way: among own devices, and not by links.
+
+    Accelerators that keep an array among themselves move it over their links.
+    """
+    if not isinstance(array, jax.Array) or not array.is_fully_addressable:
+        return False
+    if not sharding.is_fully_addressable or array.sharding == sharding:
+        return False
+    if jax.typeof(array).weak_type or not array.committed:
+        return False
+    same = array.sharding.device_set == sharding.device_set
+    on_host = all(d.platform == "cpu" for d in sharding.device_set)
+    return on_host or not same
+
+
+def move_array(array: jax.Array, sharding: Any) -> Any:
+    """The array in another sharding; blocks that stay where they are are shared.
+
+    Args:
+      array: keys are moved as their numbers.
+      sharding: where it must lie.
+    """
+    bits: jax.Array = jax_compat.key_bits(array)
+    shape = bits.shape
+    source = _blocks(bits)
+    here = {
+        (device, block): data
+        for block, shards in source.items()
+        for device, data in shards
+    }
+    parts: list[jax.Array] = []
+    made: dict[Block, jax.Array] = {}
+    for device, index in sharding.addressable_devices_indices_map(shape).items():
+        block = _block(index, shape)
+        part = here.get((device, block))
+        if part is None:
+            whole = source.get(block)
+            given = whole[0][1] if whole else made.get(block)
+            if given is None:
+                given = _assemble_block(block, source, bits.dtype)
+            part = jax.device_put(given, device)
+            made.setdefault(block, part)
+        parts.append(part)
+    new = jax.make_array_from_single_device_arrays(
+        shape, sharding, parts, dtype=bits.dtype
+    )
+    return jax_compat.with_dtype(new, array.dtype)
+
+
+def shares_memory(one: Any, other: Any) -> bool:
+    """Whether a block of one array is a block of the other."""
+    pointers = [
+        {
+            shard.data.unsafe_buffer_pointer()
+            for shard in jax_compat.key_bits(x).addressable_shards
+            if shard.data.size
+        }
+        for x in (one, other)
+    ]
+    return bool(pointers[0] & pointers[1])
+
+
+def resident_bytes() -> int:
+    """The memory of this process that lies in the machine's; 0 where nobody tells."""
+    with contextlib.suppress(OSError, AttributeError, ValueError):
+        words = pathlib.Path("/proc/self/statm").read_text().split()
+        return int(words[1]) * os.sysconf("SC_PAGE_SIZE")
+    return 0
+
+
+def return_memory(but: int = 0) -> None:
+    """Gives memory that was freed back to the system.
+
+    The C library of Linux keeps what is freed in pieces, so a state that is moved
+    piece by piece may lie there twice; others have no such function. Pages that are
+    given back cost as much again as the move itself, so nothing is done for little.
+
+    Args:
+      but: nothing is done where the process holds at most so many bytes.
+    """
+    if 0 < resident_bytes() <= but:
+        return
+    with contextlib.suppress(AttributeError, OSError, TypeError):
+        ctypes.CDLL(None).malloc_trim(0)
+
+
+def _blocks(bits: jax.Array) -> dict[Block, list[tuple[Any, jax.Array]]]:
+    """The blocks of an array, each with the devices that have it."""
+    out: dict[Block, list[tuple[Any, jax.Array]]] = {}
+    for shard in bits.addressable_shards:
+        block = _block(shard.index, bits.shape)
+        out.setdefault(block, []).append((shard.device, shard.data))
+    return out
+
+
+def _block(index: Sequence[slice], shape: Sequence[int]) -> Block:
+    return tuple(
+        (s.start or 0, n if s.stop is None else s.stop)
+        for s, n in zip(index, shape, strict=True)
+    )
+
+
+def _assemble_block(
+    block: Block, source: Mapping[Block, list[tuple[Any, jax.Array]]], dtype: Any
+) -> np.ndarray:
+    """A block on the host, put together of the blocks that it overlaps."""
+    out = np.empty([end - begin for begin, end in block], dtype)
+    for given, shards in source.items():
+        common = [
+            (max(a, c), min(b, d)) for (a, b), (c, d) in zip(block, given, strict=True)
+        ]
+        if all(begin < end for begin, end in common):
+            data = np.asarray(shards[0][1])
+            out[_within(common, block)] = data[_within(common, given)]
+    return out
+
+
+def _within(common: Sequence[tuple[int, int]], block: Block) -> tuple[slice, ...]:
+    """Where a common part lies in a block."""
+    return tuple(
+        slice(begin - first, end - first)
+        for (begin, end), (first, _) in zip(common, block, strict=True)
+    )
+
 
 # Bytes that are moved at a time where the old state is consumed.
 IN_FLIGHT_BYTES = 16 << 20
@@ -123,7 +268,7 @@ class DevicePut:
     """The transport of ``jax.device_put``.
 
     In a process it moves any array to any of the process's devices, without a copy of
-    the whole where devices change (`autopar.runtime.ranges`). Between
+    the whole where devices change (`autopar.runtime.state_mover`). Between
     processes it moves an array that lies on all devices of the target's mesh, or one
     of which each process holds a whole copy; it cannot move an array to processes
     that lack it.
@@ -139,8 +284,8 @@ class DevicePut:
         del source  # JAX knows where an array lies
         wanted = sharding(self.meshes[target.stage], target)
         _check_reachable(array, wanted)
-        if ranges.movable(array, wanted):
-            array = ranges.move_array(array, wanted)
+        if is_movable(array, wanted):
+            array = move_array(array, wanted)
         return placement.place(array, wanted)
 
 
@@ -251,7 +396,7 @@ class _Consumed:
         self.count = 0
         self._pairs: list[tuple[jax.Array, Any]] = []
         self._bytes = 0
-        self._begin_bytes = ranges.resident_bytes()
+        self._begin_bytes = resident_bytes()
 
     def make_room(self, old: Any) -> None:
         """Frees what was moved, if an array more would be too much at a time."""
@@ -273,11 +418,11 @@ class _Consumed:
         """Waits for the copies, and frees the arrays that share nothing with them."""
         jax.block_until_ready([new for _, new in self._pairs])
         for old, new in self._pairs:
-            if not old.is_deleted() and not ranges.shares_memory(old, new):
+            if not old.is_deleted() and not shares_memory(old, new):
                 old.delete()
                 self.count += 1
         self._pairs, self._bytes = [], 0
-        ranges.return_memory(but=self._begin_bytes + _KEPT_BYTES)
+        return_memory(but=self._begin_bytes + _KEPT_BYTES)
 
 
 def layout_of(state: Mapping[str, Any]) -> StateLayout:
@@ -353,3 +498,86 @@ def name_arrays(
 
 def _is_array(leaf: Any) -> bool:
     return isinstance(leaf, (jax.Array, np.ndarray, np.generic, bool, int, float))
+
+
+# Of each dimension, the range of elements that a device holds.
+_Box = tuple[tuple[int, int], ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Move:
+    """What a move brings to devices that lack it.
+
+    Attributes:
+      nbytes: over all devices.
+      most_bytes: of the device that lacks most.
+    """
+
+    nbytes: float
+    most_bytes: float
+
+
+def move_of(
+    shardings: Sequence[Any], structs: Sequence[Any], plan: Plan, devices: Sequence[Any]
+) -> Move:
+    """What a state must move to lie as a plan wants it.
+
+    A device keeps what it holds: of each array, only the elements that it lacks are
+    counted.
+
+    Args:
+      shardings: of the arrays now.
+      structs: their shapes and dtypes.
+      plan: how they will lie.
+      devices: of the plan's cluster.
+    """
+    wanted = plan_shardings(plan, stage_meshes(plan, devices), len(structs))
+    lacking: dict[Any, float] = {}
+    known: dict[Any, Mapping[Any, int]] = {}
+    for old, new, struct in zip(shardings, wanted, structs, strict=True):
+        key = (old, new, struct.shape)
+        if key not in known:
+            known[key] = _lacking(old, new, struct.shape)
+        for device, count in known[key].items():
+            more = count * struct.dtype.itemsize
+            lacking[device] = lacking.get(device, 0.0) + more
+    counts = list(lacking.values())
+    return Move(nbytes=math.fsum(counts), most_bytes=max(counts, default=0.0))
+
+
+def _lacking(old: Any, new: Any, shape: tuple[int, ...]) -> dict[Any, int]:
+    """Of each device of the new sharding, the elements that it must be sent."""
+    held = {d: _box(x, shape) for d, x in old.devices_indices_map(shape).items()}
+    found: dict[Any, int] = {}
+    for device, index in new.devices_indices_map(shape).items():
+        box = _box(index, shape)
+        found[device] = _size(box) - _common(box, held.get(device))
+    return found
+
+
+def _box(index: Sequence[slice], shape: tuple[int, ...]) -> _Box:
+    return tuple(x.indices(n)[:2] for x, n in zip(index, shape, strict=True))
+
+
+def _size(box: _Box) -> int:
+    return math.prod(end - begin for begin, end in box)
+
+
+def _common(box: _Box, other: _Box | None) -> int:
+    """The elements that two boxes share."""
+    if other is None:
+        return 0
+    pairs = zip(box, other, strict=True)
+    return math.prod(max(0, min(a[1], b[1]) - max(a[0], b[0])) for a, b in pairs)
+
+
+def slowest_bytes_per_s(cluster: Cluster) -> float:
+    """The rate of the slowest links of a cluster, for each device."""
+    links = [
+        level.link
+        for part in cluster.groups or (cluster,)
+        for level in part.levels
+        if level.size > 1
+    ]
+    links += [cluster.between] if cluster.between is not None else []
+    return min((x.bandwidth_bytes_per_s for x in links), default=math.inf)

@@ -13,7 +13,7 @@ import numpy as np
 from autopar import progress
 from autopar.planner.stages.entry import cut_as
 from autopar.plans import Plan
-from autopar.runtime.meshes import device_mesh
+from autopar.runtime.placement import device_mesh
 from autopar.runtime.planned import PlannedStep, planned_step
 from autopar.runtime.stages.planned import pipelined_step
 from autopar.runtime.world import World

@@ -3,14 +3,22 @@
 This is the only module of the runtime that asks JAX for them. All else is given a
 `World`, so that a step can run on some of a process's devices, and another beside it
 on the rest.
+
+Lanes: threads of a process that each exchange with the same thread of the others.
+
+What processes exchange is matched by number: each must make the same calls in the same
+order. Two threads of a process cannot keep an order between them, so what is done
+beside the steps has a lane of its own, with its own numbers.
 """
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import dataclasses
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from typing import Any, Protocol
 
 import jax
@@ -19,11 +27,32 @@ from jax.experimental import multihost_utils
 
 from autopar.cluster.specs import show
 from autopar.errors import PlanError, RunError
-from autopar.runtime import lanes
 from autopar.runtime.key_values import KeyValueExchange
 from autopar_errors import InputError
 from autopar_passes import jax_compat
 from autopar_passes.jax_processes import was_forked
+
+_LANE: contextvars.ContextVar[str] = contextvars.ContextVar("autopar_lane", default="")
+
+
+@contextlib.contextmanager
+def in_lane(name: str) -> Generator[None]:
+    """Lets this thread exchange in a lane.
+
+    Args:
+      name: of the lane: the same in all processes, and of no other lane, as the numbers
+        of one that was left go on.
+    """
+    token = _LANE.set(name)
+    try:
+        yield
+    finally:
+        _LANE.reset(token)
+
+
+def current_lane() -> str:
+    """The lane of this thread; '' is that of the steps."""
+    return _LANE.get()
 
 
 class Channel(Protocol):
@@ -90,7 +119,7 @@ class JaxChannel:
 
     def broadcast(self, data: bytes) -> bytes:
         """See `Channel`; only what the first process passes is sent."""
-        if lanes.current():
+        if current_lane():
             return self._in_lane(data)[0]
         first = jax.process_index() == 0
         length = int(multihost_utils.broadcast_one_to_all(np.int32(len(data))))
@@ -103,7 +132,7 @@ class JaxChannel:
 
     def gather(self, data: bytes) -> list[bytes]:
         """See `Channel`."""
-        if lanes.current():
+        if current_lane():
             return self._in_lane(data)
         row = np.frombuffer(data, dtype=np.uint8)
         rows = np.asarray(multihost_utils.process_allgather(row))
@@ -144,7 +173,7 @@ class JaxChannel:
         if found is None:  # as on TPUs that were not started by jax.distributed
             return None
         return KeyValueExchange(
-            found.client, found.index, found.count, lane=lanes.current()
+            found.client, found.index, found.count, lane=current_lane()
         )
 
     def _by_devices(self, data: bytes) -> dict[int, bytes]:

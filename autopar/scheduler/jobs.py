@@ -1,10 +1,17 @@
-"""Jobs as they are handed in, and what a policy may see of them."""
+"""Jobs as they are handed in, and what a policy may see of them.
+
+When decisions are made: in every interval, and where something happens at once.
+
+The simulator and the scheduler of a real cluster ask the same object. A look at the
+jobs and nodes is cheap, a decision is not: a look is followed by a decision where the
+interval is over, or where something differs from what the last decision left.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from typing import Protocol
 
 import numpy as np
@@ -175,3 +182,116 @@ def placement_of(allocation: Allocation) -> tuple[int, ...]:
             counts.append(1)
         last = node
     return tuple(counts)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Reason:
+    """Why a job got what it got.
+
+    Attributes:
+      job: its name.
+      devices: what it gets.
+      kept: what it had.
+      compared: what else was looked at, in words.
+      gain: predicted progress with the choice over that without, less 1; nan where a
+        policy predicts nothing.
+      cost_s: seconds the move takes.
+    """
+
+    job: str
+    devices: int
+    kept: int
+    compared: str
+    gain: float = float("nan")
+    cost_s: float = 0.0
+
+    @property
+    def text(self) -> str:
+        """One line for people."""
+        gain = "" if self.gain != self.gain else f", gain {self.gain:+.1%}"
+        return (
+            f"{self.job}: {self.kept} -> {self.devices} devices{gain}, "
+            f"{self.cost_s:g} s to move ({self.compared})"
+        )
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Decisions:
+    """The allocation of every job.
+
+    Attributes:
+      allocations: the nodes of each job's devices; a job that is missing waits.
+      plans: the plan of each job that has plans to choose from.
+      reasons: of the jobs whose allocation changes.
+      gap: how far the allocation may be from the best, relative; nan where a policy
+        proves nothing.
+    """
+
+    allocations: Mapping[str, Allocation]
+    plans: Mapping[str, str] = dataclasses.field(default_factory=dict[str, str])
+    reasons: tuple[Reason, ...] = ()
+    gap: float = float("nan")
+
+
+class Rounds:
+    """The times of looks, and which of them call for a decision."""
+
+    def __init__(
+        self, interval_s: float, react_s: float | None, first_s: float
+    ) -> None:
+        """Nothing was decided.
+
+        Args:
+          interval_s: seconds between two decisions that nothing calls for; they are
+            made at multiples of it.
+          react_s: seconds between two looks; None: looks are at decisions alone.
+          first_s: when the first decision is due.
+
+        Raises:
+          ScheduleError: an interval is not above 0.
+        """
+        check_times(interval_s, react_s)
+        self._interval_s, self._react_s = interval_s, react_s
+        self._due_s, self._number = first_s, 0
+        self._left: Hashable = None
+
+    def until_look_s(self, now_s: float) -> float:
+        """Seconds until the next look; 0 where it is late."""
+        left_s = max(self._due_s - now_s, 0.0)
+        return left_s if self._react_s is None else min(self._react_s, left_s)
+
+    def calls(self, now_s: float, found: Hashable) -> bool:
+        """Whether a look calls for a decision.
+
+        Args:
+          now_s: when it is.
+          found: the jobs and nodes that are there.
+        """
+        due = now_s >= self._due_s
+        if due:
+            # A number that rises, so that no rounding makes the same time due twice.
+            passed = math.floor(now_s / self._interval_s)
+            self._number = max(self._number, passed) + 1
+            self._due_s = self._number * self._interval_s
+        return due or (self._react_s is not None and found != self._left)
+
+    def settle(self, left: Hashable) -> None:
+        """Takes what a decision left: what differs from it calls for the next one."""
+        self._left = left
+
+
+def check_times(interval_s: float, react_s: float | None) -> None:
+    """Refuses times between decisions that cannot be.
+
+    Raises:
+      ScheduleError: one of them is not above 0, or not finite.
+    """
+    if not (math.isfinite(interval_s) and interval_s > 0):
+        raise ScheduleError(
+            f"the interval is {interval_s} s; give more than 0 seconds."
+        )
+    if react_s is not None and not (math.isfinite(react_s) and react_s > 0):
+        raise ScheduleError(
+            f"a look follows another after {react_s} s; give more than 0 seconds, or "
+            "none for decisions in every interval alone."
+        )

@@ -1,11 +1,17 @@
-"""The nodes of a cluster that jobs share: how many devices each has, of which kind."""
+"""The nodes of a cluster that jobs share: how many devices each has, of which kind.
+
+Puts jobs of given sizes on nodes, moving as few as it can.
+
+Sizes are powers of two inside a node, or whole nodes: what is small enough for what is
+free can then always be placed, if small jobs may be put together.
+"""
 
 from __future__ import annotations
 
 import collections
 import dataclasses
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from autopar.cluster.specs import MOST_DEVICES
 from autopar.errors import ScheduleError
@@ -101,3 +107,108 @@ def spread_nodes(count: int, per_node: int) -> tuple[int, ...]:
     """
     whole, rest = divmod(count, per_node)
     return (per_node,) * whole + ((rest,) if rest else ())
+
+
+def sizes_of(per_node: int, total: int) -> list[int]:
+    """Powers of two inside a node, then whole nodes.
+
+    >>> sizes_of(8, 24)
+    [1, 2, 4, 8, 16, 24]
+    """
+    small: list[int] = []
+    while 2 ** len(small) < per_node:
+        small.append(2 ** len(small))
+    return [n for n in [*small, *range(per_node, total + 1, per_node)] if n <= total]
+
+
+def pack(
+    wanted: Mapping[str, tuple[int, Sequence[int]]],
+    current: Mapping[str, Allocation],
+    nodes: Nodes,
+    costs: Mapping[str, float] | None = None,
+) -> dict[str, Allocation]:
+    """An allocation of each job.
+
+    Args:
+      wanted: how many devices each job gets, and of which nodes.
+      current: what jobs have; one that has what it wants stays, unless a job on whole
+        nodes needs its place.
+      nodes: the cluster.
+      costs: what it costs to move each of the jobs that stay otherwise; none where it
+        is not said. Nodes are cleared where that costs least, then the emptiest.
+
+    Returns:
+      The allocations; a job for which there is no place is left out.
+    """
+    chosen = {
+        name: places
+        for name, places in current.items()
+        if name in wanted and _has(places, *wanted[name])
+    }
+    free = nodes.free(chosen)
+    waiting = [name for name in wanted if wanted[name][0] and name not in chosen]
+    while waiting:
+        waiting.sort(key=lambda name: -wanted[name][0])
+        name = waiting.pop(0)
+        count, allowed = wanted[name]
+        if _place(count, allowed, free, nodes) is None:
+            for other in _in_the_way(count, allowed, chosen, nodes, costs):
+                for node in chosen.pop(other):
+                    free[node] += 1
+                waiting.append(other)
+        places = _place(count, allowed, free, nodes)
+        if places is not None:
+            chosen[name] = places
+            for node in places:
+                free[node] -= 1
+    return chosen
+
+
+def _has(places: Allocation, count: int, allowed: Sequence[int]) -> bool:
+    return len(places) == count and set(places) <= set(allowed)
+
+
+def _place(
+    count: int, allowed: Sequence[int], free: list[int], nodes: Nodes
+) -> Allocation | None:
+    """Whole nodes, or the fullest node with room."""
+    per_node = max((nodes.devices[i] for i in allowed), default=0)
+    if not per_node:
+        return None
+    if count < per_node:
+        room = [i for i in allowed if free[i] >= count]
+        return (min(room, key=lambda i: (free[i], i)),) * count if room else None
+    whole = [i for i in allowed if free[i] == nodes.devices[i] == per_node]
+    if len(whole) * per_node < count:
+        return None
+    return tuple(node for node in whole[: count // per_node] for _ in range(per_node))
+
+
+def _in_the_way(
+    count: int,
+    allowed: Sequence[int],
+    chosen: Mapping[str, Allocation],
+    nodes: Nodes,
+    costs: Mapping[str, float] | None,
+) -> list[str]:
+    """Smaller jobs on the nodes that are cleared for least, as many as a job needs."""
+    per_node = max((nodes.devices[i] for i in allowed), default=1)
+    users: dict[int, list[str]] = {i: [] for i in allowed}
+    for name, places in chosen.items():
+        for node in set(places) & set(users):
+            users[node].append(name)
+    open_nodes = [
+        i
+        for i in allowed
+        if nodes.devices[i]
+        and all(len(chosen[name]) < min(count, per_node) for name in users[i])
+    ]
+
+    def cost(node: int) -> tuple[float, int, int]:
+        told = costs or {}
+        used = sum(chosen[name].count(node) for name in users[node])
+        return sum(told.get(name, 0.0) for name in users[node]), used, node
+
+    open_nodes.sort(key=cost)
+    needed = open_nodes[: max(count // per_node, 1)]
+    return sorted({name for node in needed for name in users[node]})

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from autopar.garbage import collector_paused
-from autopar.plans.rematerialisation import AS_WRITTEN, Rematerialisation
+from autopar.plans.records import AS_WRITTEN, Rematerialisation
 from autopar.progress import say
 from autopar.steps import spares
 from autopar.steps.attention import Attention, written_attention
@@ -63,8 +63,8 @@ from autopar_errors import InputError
 from autopar_passes.graph.build import step_graph
 from autopar_passes.graph.operators import PRODUCTS, Operator, OperatorGraph, producers
 from autopar_passes.graph.roles import Role
-from autopar_passes.layer_loops.find import stacked_state
-from autopar_passes.microbatches.microbatched import Microbatched
+from autopar_passes.layer_loops.split import stacked_state
+from autopar_passes.microbatches.facts import Microbatched
 from autopar_passes.program.calls import NOT_NAMED, NamedRoles, StepCall
 from autopar_passes.program.equations import Program
 from autopar_passes.program.static_leaves import struct_of
@@ -74,13 +74,13 @@ from autopar_passes.program.trace import (
     step_name,
     trace_call,
 )
-from autopar_passes.sums.deferral import Deferral
 from autopar_passes.sums.find import find_deferrals
 from autopar_passes.sums.poisoned import Poisoned, find_poisoned
 from autopar_passes.sums.reassociated import (
     Reassociation,
     reassociations,
 )
+from autopar_passes.sums.stacked import Deferral
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ import numpy as np
 
 from autopar_passes.graph.operators import PRODUCTS, Operator, OperatorGraph, producers
 from autopar_passes.graph.roles import Role
-from autopar_passes.rules.attention import EXPONENTIALS, ORDERINGS
+from autopar_passes.rules.kernels import EXPONENTIALS, ORDERINGS
 
 # Operators whose result of the same size is not element by element that of an operand.
 _APART = PRODUCTS | {"gather", "sort", "top_k", "dynamic_update_slice", "rev", "cumsum"}

@@ -29,7 +29,7 @@ from collections.abc import Mapping, Sequence
 from autopar_passes.graph.operators import Operator, OperatorGraph
 from autopar_passes.graph.roles import Role
 from autopar_passes.rules.factor_rule import FactorKind
-from autopar_passes.sums.deferral import Deferral
+from autopar_passes.sums.stacked import Deferral
 
 # Boundaries of loops that hand over what they get, whole or a part at a time.
 _HANDING = ("enter", "slice_step")

@@ -22,14 +22,13 @@ from autopar_passes.graph.operators import (
 )
 from autopar_passes.layer_loops.split import in_pieces
 from autopar_passes.microbatches.accumulate import accumulate_step
+from autopar_passes.microbatches.facts import Microbatched, MicrobatchError
 from autopar_passes.microbatches.find import split_step, unsplit
-from autopar_passes.microbatches.microbatched import Microbatched, MicrobatchError
 from autopar_passes.program.calls import StepCall
 from autopar_passes.program.equations import Program, walk
 from autopar_passes.program.trace import TracedStep, trace_call
-from autopar_passes.remat.levels import RematError
-from autopar_passes.remat.merge import trace_without_checkpoints
-from autopar_passes.sums.deferral import Deferral
+from autopar_passes.remat.levels import RematError, trace_without_checkpoints
+from autopar_passes.sums.stacked import Deferral
 
 
 def in_microbatches(

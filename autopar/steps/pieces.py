@@ -10,7 +10,7 @@ from autopar.errors import PlanError
 from autopar.progress import say
 from autopar.steps.analysis import Analysis, analyse_program
 from autopar_passes.graph.build import step_graph
-from autopar_passes.layer_loops.paths import whole_path
+from autopar_passes.layer_loops.operators import whole_path
 from autopar_passes.layer_loops.split import in_pieces
 
 

@@ -11,7 +11,7 @@ import numpy as np
 from autopar.steps.nodes import Contraction
 from autopar_passes.graph.operators import Operator, OperatorGraph
 from autopar_passes.graph.roles import Role
-from autopar_passes.sums.deferral import Deferral
+from autopar_passes.sums.stacked import Deferral
 
 # The passes in which communication may run beside work; the update is none.
 PASSES = (Role.FORWARD, Role.BACKWARD)

@@ -7,7 +7,7 @@ import time
 from collections import Counter
 
 from autopar.errors import PlanError
-from autopar.plans.rematerialisation import AS_WRITTEN, Rematerialisation
+from autopar.plans.records import AS_WRITTEN, Rematerialisation
 from autopar.progress import say
 from autopar.steps.analysis import Analysis, analyse_program
 from autopar.steps.microbatches import in_microbatches, one_microbatch
@@ -15,12 +15,11 @@ from autopar_passes.graph.build import step_graph
 from autopar_passes.graph.operators import PRODUCTS, OperatorGraph, update_equations
 from autopar_passes.graph.roles import REPEATED, Role
 from autopar_passes.microbatches.accumulate import accumulate_step
-from autopar_passes.microbatches.microbatched import Microbatched
+from autopar_passes.microbatches.facts import Microbatched
 from autopar_passes.program.equations import Equation, Program, walk
 from autopar_passes.program.trace import TracedStep
-from autopar_passes.remat.levels import RematError, names_in
+from autopar_passes.remat.levels import RematError, names_in, trace_without_checkpoints
 from autopar_passes.remat.loops import loops_through
-from autopar_passes.remat.merge import trace_without_checkpoints
 from autopar_passes.remat.recompute import Recomputation, recompute_layers
 from autopar_passes.stages.flow import Flow, reads
 from autopar_passes.stages.layers import ForwardChain, cluster_layers, forward_chain

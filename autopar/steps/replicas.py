@@ -12,7 +12,7 @@ from autopar.errors import PlanError
 from autopar.steps.analysis import Analysis
 from autopar_passes.graph.operators import Operator
 from autopar_passes.jax_effects import is_ordered
-from autopar_passes.microbatches.microbatched import Combine
+from autopar_passes.microbatches.facts import Combine
 from autopar_passes.program.equations import Equation, walk
 from autopar_passes.replay.replicas import can_add_up
 from autopar_passes.rules import manual

@@ -15,12 +15,10 @@ from autopar_passes.graph.operators import GraphInput, producers
 from autopar_passes.graph.roles import InputRole, Role
 from autopar_passes.jax_compat import source_line
 from autopar_passes.jax_effects import is_ordered
-from autopar_passes.microbatches.microbatched import Microbatched
+from autopar_passes.microbatches.facts import Microbatched
 from autopar_passes.program.equations import Equation
-from autopar_passes.stages.cut import Cut, StageProgram, cut, stage_program
-from autopar_passes.stages.hoist import hoist_sums
-from autopar_passes.stages.parts import CutError, Parts, parts_of
-from autopar_passes.stages.verify import verify_cut
+from autopar_passes.stages.cut import Cut, StageProgram, cut, stage_program, verify_cut
+from autopar_passes.stages.parts import CutError, Parts, hoist_sums, parts_of
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

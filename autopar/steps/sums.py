@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 
 from autopar.steps.nodes import Contraction
 from autopar_passes.graph.operators import Operator, OperatorGraph
-from autopar_passes.sums.deferral import Deferral
 from autopar_passes.sums.reassociated import Reassociation
+from autopar_passes.sums.stacked import Deferral
 
 # Gradients with fewer elements, and those of vectors, are sent as they are: they
 # make up next to nothing of the bytes, and norms and biases suffer most (PowerSGD,

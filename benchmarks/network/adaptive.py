@@ -42,7 +42,7 @@ from goodput_samples import BASE, rows
 from time_to_loss import measured
 
 import autopar
-from autopar.elastic import training
+from autopar.elastic import train
 from autopar.goodput import NoiseOptions
 from autopar.runtime.agreement import shared_array
 
@@ -90,7 +90,7 @@ class Training:
         self.evaluate = jax.jit(adaptive_ways.loss_of)
         self.held_out = rows(2048, 10**6, 0)
         job = BASE * given.steps
-        with mock.patch.object(training, "Loop", adaptive_ways.loop_of(way)):
+        with mock.patch.object(train, "Loop", adaptive_ways.loop_of(way)):
             run = autopar.train(
                 self.step,
                 lambda: adaptive_ways.model(seed, tx),
@@ -100,7 +100,7 @@ class Training:
                 progress=False,
                 **adaptive_ways.options_of(way, self.codec, job),
             )
-        assert isinstance(run, training.TrainRun)  # nobody supervises the processes
+        assert isinstance(run, train.TrainRun)  # nobody supervises the processes
         self.run = run
         next(run)
         self.begun_s = time.perf_counter() - begin

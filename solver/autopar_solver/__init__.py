@@ -15,10 +15,10 @@ from autopar_solver.allocation.problem import (
     Allocated,
     AllocationProblem,
     check_allocation,
+    deal_out,
 )
-from autopar_solver.allocation.replicas import deal_out
 from autopar_solver.allocation.solve import solve_allocation
-from autopar_solver.ilp.planes import highest_minimum
+from autopar_solver.ilp.highs import highest_minimum
 from autopar_solver.selection.check import (
     check_selection,
     fits_budgets,
@@ -31,58 +31,62 @@ from autopar_solver.selection.lgreco import (
     solve_lgreco,
     solve_lgreco_ilp,
 )
-from autopar_solver.selection.problem import CodecSelection
-from autopar_solver.selection.relaxation import SelectionRelaxation, solve_relaxation
-from autopar_solver.selection.solution import SelectionCost, SelectionResult
-from autopar_solver.selection.solve import solve_selection
-from autopar_solver.sharding.check import (
-    ChoiceEvaluation,
-    check_solution,
-    evaluate_choices,
-    memory_profile,
+from autopar_solver.selection.problem import (
+    CodecSelection,
+    SelectionCost,
+    SelectionResult,
 )
+from autopar_solver.selection.program import SelectionRelaxation, solve_relaxation
+from autopar_solver.selection.solve import solve_selection
 from autopar_solver.sharding.contest import (
     read_contest_instance,
     read_contest_solution,
     write_contest_instance,
     write_contest_solution,
 )
-from autopar_solver.sharding.infeasibility import (
+from autopar_solver.sharding.problem import (
+    ChoiceEvaluation,
+    MemoryTerm,
+    ReductionReport,
+    ShardingProblem,
+    Solution,
+    check_solution,
+    evaluate_choices,
+    memory_profile,
+)
+from autopar_solver.sharding.solve import (
     InfeasibilityExplanation,
     LiveTerm,
     explain_infeasibility,
+    solve,
 )
-from autopar_solver.sharding.problem import MemoryTerm, ShardingProblem
-from autopar_solver.sharding.solution import ReductionReport, Solution
-from autopar_solver.sharding.solve import solve
 from autopar_solver.stages.check import check_stages, evaluate_pipeline, task_seconds
 from autopar_solver.stages.problem import (
+    BindingMemory,
     DeviceGroup,
     LayerCosts,
+    Pipeline,
+    PipelineCost,
     SharedParameter,
     StageProblem,
+    StageSolution,
     SubmeshOption,
 )
-from autopar_solver.stages.schedules.check import alive, check_table
-from autopar_solver.stages.schedules.order import make_table
-from autopar_solver.stages.schedules.play import (
-    TaskSeconds,
-    TaskTimes,
-    equal_parts,
-    play,
-)
-from autopar_solver.stages.schedules.tasks import (
+from autopar_solver.stages.schedules.order import (
     Schedule,
     ScheduleKind,
     ScheduleTable,
     ScheduleTask,
     TaskKind,
+    make_table,
 )
-from autopar_solver.stages.solution import (
-    BindingMemory,
-    Pipeline,
-    PipelineCost,
-    StageSolution,
+from autopar_solver.stages.schedules.play import (
+    TaskSeconds,
+    TaskTimes,
+    check_table,
+    count_alive,
+    equal_parts,
+    play,
 )
 from autopar_solver.stages.solve import solve_stages
 from autopar_solver.status import Status
@@ -120,12 +124,12 @@ __all__ = [
     "TaskKind",
     "TaskSeconds",
     "TaskTimes",
-    "alive",
     "check_allocation",
     "check_selection",
     "check_solution",
     "check_stages",
     "check_table",
+    "count_alive",
     "deal_out",
     "equal_parts",
     "evaluate_choices",

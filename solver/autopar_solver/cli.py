@@ -12,10 +12,8 @@ from autopar_solver.sharding.contest import (
     read_contest_instance,
     write_contest_solution,
 )
-from autopar_solver.sharding.infeasibility import explain_infeasibility
-from autopar_solver.sharding.problem import ShardingProblem
-from autopar_solver.sharding.solution import Solution
-from autopar_solver.sharding.solve import solve
+from autopar_solver.sharding.problem import ShardingProblem, Solution
+from autopar_solver.sharding.solve import explain_infeasibility, solve
 from autopar_solver.status import Status
 
 app = typer.Typer(add_completion=False)

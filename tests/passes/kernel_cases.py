@@ -19,8 +19,7 @@ from jax.experimental.pallas.ops.tpu.splash_attention import (
 from autopar_passes.graph.build import step_graph
 from autopar_passes.graph.operators import Operator, OperatorGraph
 from autopar_passes.program.trace import TracedStep, trace
-from autopar_passes.rules.factor_rule import FactorKind
-from autopar_passes.rules.kernel import KernelWork
+from autopar_passes.rules.factor_rule import FactorKind, KernelWork
 
 BATCH, SEQ, HEADS, DIM = 4, 256, 2, 64
 # All pairs of a query and a key, four FLOPs a pair and element of a head.

@@ -18,7 +18,7 @@ from autopar.compression.codecs.registry import (
     format_codec,
     parse_codec,
 )
-from autopar.compression.feedback import FEEDBACK_DISCOUNT, effective_error
+from autopar.compression.gradient import FEEDBACK_DISCOUNT, effective_error
 from autopar.cost.codecs import TELEMETRY_BYTES
 from autopar.planner.codecs.choose import DEFAULT_BUDGET, WORTHWHILE
 from autopar.planner.option_texts import LEAST_GAIN

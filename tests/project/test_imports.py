@@ -26,7 +26,7 @@ LATE = {
     "autopar/cli/failures.py: from autopar.errors import TargetError, user_line",
     "autopar/cli/options.py: from autopar.planner.options import read_options",
     "autopar/cluster/local.py: import jax",
-    "autopar/elastic/__init__.py: from autopar.elastic.start import elastic",
+    "autopar/elastic/__init__.py: from autopar.elastic.train import elastic",
     "solver/autopar_solver/sharding/bounds/compiled.py: "
     'numba: Any = importlib.import_module("numba")',
 }
@@ -189,7 +189,7 @@ def test_importing_starts_no_backend() -> None:
     """A script must be able to say how many devices JAX has after it."""
     modules = (
         "autopar, autopar.elastic, autopar.goodput, autopar.checkpoint.checkpoints, "
-        "autopar.runtime.parallel_step, autopar.cli.app, autopar.elastic.start"
+        "autopar.runtime.parallel_step, autopar.cli.app, autopar.elastic.train"
     )
     program = f"import jax, {modules}; jax.config.update('jax_num_cpu_devices', 2)"
     done = subprocess.run(

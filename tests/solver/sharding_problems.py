@@ -7,7 +7,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 from autopar_solver import MemoryTerm, ShardingProblem
-from autopar_solver.sharding.check import evaluate_choices
+from autopar_solver.sharding.problem import evaluate_choices
 
 
 def random_problem(

@@ -9,9 +9,12 @@ from sharding_problems import ladder
 from autopar_solver import evaluate_choices
 from autopar_solver.sharding.field import flatten
 from autopar_solver.sharding.graph import ContradictionError
-from autopar_solver.sharding.reductions.build import build_graph
-from autopar_solver.sharding.reductions.capacity import settle_memory
-from autopar_solver.sharding.reductions.forbidden import drop_infinite, drop_unsupported
+from autopar_solver.sharding.reductions.pipeline import (
+    build_graph,
+    drop_infinite,
+    drop_unsupported,
+    settle_memory,
+)
 
 UNLIMITED = 10**9
 """Entries of tables: more than any test has."""

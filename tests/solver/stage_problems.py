@@ -15,12 +15,12 @@ from autopar_solver.stages.check import (
 from autopar_solver.stages.problem import (
     DeviceGroup,
     LayerCosts,
+    Pipeline,
     SharedParameter,
     StageProblem,
     SubmeshOption,
 )
-from autopar_solver.stages.schedules.tasks import Schedule, ScheduleKind
-from autopar_solver.stages.solution import Pipeline
+from autopar_solver.stages.schedules.order import Schedule, ScheduleKind
 
 PLAIN = (
     Schedule(ScheduleKind.ONE_F_ONE_B),

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from autopar.checkpoint import folders, manifest, saving, snapshot, store
+from autopar.checkpoint import folders, manifest, saving, store
 from autopar.checkpoint.manifest import ArrayEntry, Manifest, PlanEntry
 
 # A checkpoint is four arrays of 256 KiB, which it takes some milliseconds to write.
@@ -32,7 +32,7 @@ def numbers(step: int) -> dict[str, jax.Array]:
 
 def save_of(directory: pathlib.Path, step: int) -> saving.Save:
     """A save that was begun."""
-    arrays = snapshot.snapshot(numbers(step))
+    arrays = store.copy_arrays(numbers(step))
     files = store.file_names(arrays)
     entries = {
         name: ArrayEntry(
@@ -40,7 +40,7 @@ def save_of(directory: pathlib.Path, step: int) -> saving.Save:
             dtype="float32",
             file=files[name],
             digest="",
-            num_bytes=snapshot.num_bytes(array),
+            num_bytes=store.num_bytes(array),
         )
         for name, array in arrays.items()
     }

@@ -9,8 +9,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from autopar.compression.exchange import MeshLinks
-from autopar.compression.feedback import Feedback
-from autopar.compression.gradient import init_state
+from autopar.compression.gradient import Feedback, init_state
 from autopar.compression.synchronise import synchronise
 
 WORKERS = 4

@@ -12,7 +12,7 @@ from autopar.dispatch.scheduler import Scheduler, SchedulerSettings
 from autopar.dispatch.specs import Handed, JobSpec
 from autopar.dispatch.store import JobRecord, Store
 from autopar.dispatch.views import MoveTimes
-from autopar.elastic.processes.messages import SUSPENDED
+from autopar.elastic.processes.members import SUSPENDED
 from autopar.goodput.curves import CurvePoint, CurveTable
 from autopar.scheduler.policies.named import policy_of
 

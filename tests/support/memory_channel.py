@@ -13,7 +13,7 @@ from typing import Any
 import jax
 
 from autopar import PlanError
-from autopar.runtime import lanes
+from autopar.runtime import world
 from autopar.runtime.key_values import KeyValueExchange
 from autopar.runtime.world import World
 
@@ -87,7 +87,7 @@ class MemoryChannel:
 
     def _service(self) -> KeyValueExchange:
         count = len(self.memory.sent)
-        lane = lanes.current()
+        lane = world.current_lane()
         return KeyValueExchange(self.memory.store, self.process, count, lane=lane)
 
     def exchange(self, data: bytes, what: str) -> dict[int, bytes]:

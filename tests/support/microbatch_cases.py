@@ -12,7 +12,7 @@ from autopar.steps.analysis import Analysis, analyse
 from autopar.steps.microbatches import in_microbatches
 from autopar_passes import jax_compat
 from autopar_passes.program.equations import Equation, Program, Region, Scalar
-from autopar_passes.program.nnx_objects import updating
+from autopar_passes.program.static_leaves import updating
 from autopar_passes.program.trace import open_arguments
 
 Step = Callable[..., Any]

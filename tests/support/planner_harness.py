@@ -29,10 +29,10 @@ from autopar_passes.graph.build import step_graph
 from autopar_passes.graph.operators import OperatorGraph
 from autopar_passes.layouts import partition_spec
 from autopar_passes.program.calls import flat_function
-from autopar_passes.program.nnx_objects import updating
+from autopar_passes.program.static_leaves import updating
 from autopar_passes.program.trace import TracedStep, open_arguments, trace
 from autopar_passes.replay.run import replay
-from autopar_passes.sums.deferral import Deferral
+from autopar_passes.sums.stacked import Deferral
 
 MESHES = ((8,), (2, 4), (2, 2, 2))
 _NAMES = ("x", "y", "z")

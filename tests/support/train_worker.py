@@ -16,7 +16,7 @@ import numpy as np
 import step_forms as forms
 
 import autopar
-from autopar.elastic.training import TrainRun
+from autopar.elastic.train import TrainRun
 
 STEPS, PACE_S = 150, 0.02
 

@@ -34,12 +34,10 @@ from typing import Any
 from autopar.compression.policies.policy import (
     GradientReport,
     Observation,
-    Saving,
-)
-from autopar.compression.policies.signals import (
     Remembering,
-    canonical,
-    changes,
+    Saving,
+    canonical_text,
+    changed_part,
     check_count,
     managed_gradients,
 )
@@ -102,8 +100,8 @@ class Accordion(Remembering):
 
     def __post_init__(self) -> None:
         """Checks the options."""
-        object.__setattr__(self, "low", canonical(self.low))
-        object.__setattr__(self, "high", canonical(self.high))
+        object.__setattr__(self, "low", canonical_text(self.low))
+        object.__setattr__(self, "high", canonical_text(self.high))
         check_count("Accordion", every=self.every, window=self.window)
         steps = self.horizon or self.every * self.window
         object.__setattr__(self, "horizon", steps)
@@ -128,7 +126,7 @@ class Accordion(Remembering):
             if dropped:  # The last norm stays, to be compared with.
                 track.update(critical=True, start=None, squares=0.0, count=0)
         state.step = seen.step
-        wish = changes(self._wish(), seen.gradients)
+        wish = changed_part(self._wish(), seen.gradients)
         return Saving(wish) if wish and set(wish.values()) == {self.high} else wish
 
     def critical(self) -> tuple[str, ...]:

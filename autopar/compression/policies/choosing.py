@@ -29,23 +29,21 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 
 from autopar.compression.policies.policy import (
+    DENSE,
     Choice,
     GradientReport,
     MeasuredErrors,
     Observation,
+    Remembering,
     Saving,
+    canonical_text,
+    changed_part,
+    check_count,
 )
 from autopar.compression.policies.probe import (
     QUANTISERS,
     powersgd_family,
     topk_family,
-)
-from autopar.compression.policies.signals import (
-    DENSE,
-    Remembering,
-    canonical,
-    changes,
-    check_count,
 )
 from autopar_errors import InputError
 from autopar_solver import CodecSelection, LGreCoProblem, solve_lgreco, solve_selection
@@ -74,8 +72,10 @@ def set_codecs(policy: Any, reference: str, options: Sequence[str]) -> None:
     """Writes a policy's codecs as the reports do."""
     if not options:
         raise InputError(f"{type(policy).__name__}: needs at least one option.")
-    object.__setattr__(policy, "reference", canonical(reference))
-    object.__setattr__(policy, "options", tuple(canonical(text) for text in options))
+    object.__setattr__(policy, "reference", canonical_text(reference))
+    object.__setattr__(
+        policy, "options", tuple(canonical_text(text) for text in options)
+    )
 
 
 def with_codec(
@@ -114,7 +114,7 @@ def update_choice(
     known = {n: found for n, found in seen.measured.items() if n in seen.gradients}
     if known:
         state.codecs.update(choose(known))
-    wish = changes(state.codecs, seen.gradients)
+    wish = changed_part(state.codecs, seen.gradients)
     if wish is None or (known and not within(known, seen.gradients)):
         return wish
     return Saving(wish)

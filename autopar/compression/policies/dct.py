@@ -12,11 +12,11 @@ import dataclasses
 from collections.abc import Mapping
 from typing import ClassVar
 
-from autopar.compression.policies.policy import Observation
-from autopar.compression.policies.signals import (
+from autopar.compression.policies.policy import (
+    Observation,
     Remembering,
-    canonical,
-    changes,
+    canonical_text,
+    changed_part,
     check_count,
     check_share,
     managed_gradients,
@@ -92,10 +92,14 @@ class Dct(Remembering):
             if state.below[name] >= self.patience and self._share(name) < self.most:
                 state.doublings[name] += 1
                 state.below[name] = 0
-        return changes({n: self._codec(n) for n in state.doublings}, seen.gradients)
+        return changed_part(
+            {n: self._codec(n) for n in state.doublings}, seen.gradients
+        )
 
     def _share(self, name: str) -> float:
         return min(self.most, self.ratio * 2 ** self.state.doublings[name])
 
     def _codec(self, name: str) -> str:
-        return canonical(f"threshold:ratio={self._share(name)},every={self.refresh}")
+        return canonical_text(
+            f"threshold:ratio={self._share(name)},every={self.refresh}"
+        )

@@ -75,21 +75,23 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
-from autopar.compression.policies.policy import GradientReport, Observation, Saving
-from autopar.compression.policies.signals import (
+from autopar.compression.policies.policy import (
     DENSE,
+    GradientReport,
+    Observation,
     Remembering,
-    canonical,
-    changes,
+    Saving,
+    canonical_text,
+    changed_part,
     check_count,
     check_share,
     managed_gradients,
-    norms,
-    restore,
-    signal,
+    restore_state,
     signal_updates,
     squared_norms,
-    updates,
+    sum_norms,
+    sum_signals,
+    sum_updates,
 )
 from autopar_errors import InputError, check_type
 
@@ -134,7 +136,7 @@ def topk_levels(
     while factors[-1] < most:
         factors.append(min(factors[-1] * factor, most))
         factor = factor**2 if stepping == "exponential" else factor
-    return tuple(canonical(f"topk:ratio={1.0 / f:.6g}") for f in factors)
+    return tuple(canonical_text(f"topk:ratio={1.0 / f:.6g}") for f in factors)
 
 
 def check_rate(rate: Callable[[int], Any], steps: int) -> None:
@@ -217,8 +219,13 @@ def _update_moment(
 
 GainOf = Literal["norms", "energy", "updates", "signal", "signal-updates"]
 
-_SIGNALS = {"signal": signal, "signal-updates": signal_updates}
-_SUMS = {"norms": norms, "energy": squared_norms, "updates": updates, **_SIGNALS}
+_SIGNALS = {"signal": sum_signals, "signal-updates": signal_updates}
+_SUMS = {
+    "norms": sum_norms,
+    "energy": squared_norms,
+    "updates": sum_updates,
+    **_SIGNALS,
+}
 
 PUT_OFF = -1
 
@@ -302,7 +309,9 @@ class GraVAC(Remembering):
         """Checks the options."""
         if not self.levels:
             raise InputError("GraVAC: needs at least one level; see topk_levels.")
-        object.__setattr__(self, "levels", tuple(canonical(x) for x in self.levels))
+        object.__setattr__(
+            self, "levels", tuple(canonical_text(x) for x in self.levels)
+        )
         check_count("GraVAC", every=self.every, window=self.window, retry=self.retry)
         steps = self.horizon or self.every * self.window
         object.__setattr__(self, "horizon", steps)
@@ -369,7 +378,7 @@ class GraVAC(Remembering):
                 self.window if self._compares() else 1
             ):
                 self._judge(seen.step)
-        wish = changes(dict.fromkeys(state.names, self.codec), seen.gradients)
+        wish = changed_part(dict.fromkeys(state.names, self.codec), seen.gradients)
         return Saving(wish) if wish and self._climbs(wish, seen) else wish
 
     def _climbs(self, wish: Mapping[str, str], seen: Observation) -> bool:
@@ -389,7 +398,7 @@ class GraVAC(Remembering):
                 f"GraVAC: the saved state is of {len(found)} levels, this one has "
                 f"{len(self.levels)}."
             )
-        restore(self.state, values, "GraVAC")
+        restore_state(self.state, values, "GraVAC")
 
     def _take_norms(self, seen: Observation) -> bool:
         """Takes the norms in; False if neither the level nor that below is in use."""

@@ -24,8 +24,7 @@ import numpy as np
 
 from autopar.compression.codecs.codec import Codec, sample_encoder
 from autopar.compression.codecs.registry import parse_codec
-from autopar.compression.policies.policy import Choice, MeasuredErrors
-from autopar.compression.policies.signals import MIN_ELEMENTS
+from autopar.compression.policies.policy import MIN_ELEMENTS, Choice, MeasuredErrors
 from autopar_errors import InputError
 
 WARM_UP = 5

@@ -19,13 +19,15 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from autopar.compression.policies.policy import Observation, Policy, ProbingPolicy
-from autopar.compression.policies.signals import (
-    canonical,
-    changes,
+from autopar.compression.policies.policy import (
+    Observation,
+    Policy,
+    ProbingPolicy,
+    canonical_text,
+    changed_part,
     check_count,
     managed_gradients,
-    restore,
+    restore_state,
 )
 
 
@@ -67,8 +69,8 @@ class WarmUp:
     def __post_init__(self) -> None:
         """Checks the options."""
         check_count("WarmUp", steps=self.steps)
-        object.__setattr__(self, "codec", canonical(self.codec))
-        object.__setattr__(self, "first", canonical(self.first))
+        object.__setattr__(self, "codec", canonical_text(self.codec))
+        object.__setattr__(self, "first", canonical_text(self.first))
 
     @property
     def every(self) -> int:
@@ -104,7 +106,7 @@ class WarmUp:
             state.names = managed_gradients(seen.gradients)
         state.over = seen.step >= self.steps
         codec = self.codec if state.over else self.first
-        return changes(dict.fromkeys(state.names, codec), seen.gradients)
+        return changed_part(dict.fromkeys(state.names, codec), seen.gradients)
 
     def state_dict(self) -> dict[str, Any]:
         """The state as JSON values, that of ``then`` included if it has one."""
@@ -116,7 +118,7 @@ class WarmUp:
         Raises:
           InputError: it is that of another policy.
         """
-        restore(self.state, values.get("warm_up", {}), "WarmUp")
+        restore_state(self.state, values.get("warm_up", {}), "WarmUp")
         load = getattr(self.then, "load_state_dict", None)
         if load is not None:
             load(values["then"])

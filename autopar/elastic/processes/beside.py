@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from autopar.checkpoint import trees
-from autopar.elastic.processes.fetching import Fetcher
+from autopar.elastic.processes.offers import Fetcher
 from autopar.elastic.samples import Samples
 from autopar.runtime.creation import StateShapes
 from autopar.runtime.parallel_step import ParallelStep

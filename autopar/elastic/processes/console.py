@@ -6,8 +6,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from autopar.elastic.processes.members import end_text
-from autopar.elastic.processes.messages import SUSPENDED
+from autopar.elastic.processes.members import SUSPENDED, end_text
 from autopar.units import number_of, seconds_text
 
 

@@ -19,8 +19,8 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from autopar.elastic.processes import identity
-from autopar.elastic.processes.identity import ProcessId
+from autopar.elastic.processes import members
+from autopar.elastic.processes.members import ProcessId
 from autopar.errors import RunError
 from autopar_passes import jax_processes
 
@@ -172,7 +172,7 @@ class Services:
 
     def _watch(self, processes: list[Any]) -> None:
         for worker, descriptor in list(self._workers.items()):
-            if identity.has_ended(descriptor):
+            if members.has_ended(descriptor):
                 os.close(self._workers.pop(worker))
         for worker in map(ProcessId.from_data, processes):
             if worker is None or worker in self._workers:
@@ -205,7 +205,7 @@ class Services:
     def wait_for_workers(self) -> None:
         """Returns once all processes that used a service are gone."""
         for descriptor in self._workers.values():
-            identity.has_ended(descriptor, wait_s=None)
+            members.has_ended(descriptor, wait_s=None)
 
 
 def main() -> None:

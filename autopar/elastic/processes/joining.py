@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 
 from autopar.checkpoint.checkpoints import Checkpoints
 from autopar.cluster import Cluster
-from autopar.elastic.events import Event
+from autopar.elastic.events import Event, Resolved
 from autopar.elastic.ledger import Ledger
 from autopar.elastic.nans import OnNan
 from autopar.elastic.processes.beside import rest_structs
@@ -24,17 +24,14 @@ from autopar.elastic.processes.programs import StoredPrograms
 from autopar.elastic.processes.sizing import cluster_of
 from autopar.elastic.processes.team import Team, local_devices, run_folder
 from autopar.elastic.processes.training import TeamRun
-from autopar.elastic.resolve import Resolved
 from autopar.elastic.samples import Samples
 from autopar.elastic.saves import Saves
-from autopar.elastic.sources.file import File
-from autopar.elastic.sources.named import sources_of
-from autopar.elastic.sources.signals import Signals
+from autopar.elastic.sources.named import File, Signals, sources_of
 from autopar.elastic.sources.source import Source
 from autopar.errors import AutoparError, PlanError
 from autopar.goodput.loop import Record
 from autopar.planner.cache import PlanCache
-from autopar.runtime import changing_worlds
+from autopar.runtime import changing_batches
 from autopar.runtime.creation import state_shapes
 from autopar.runtime.parallel_step import ParallelStep
 from autopar.runtime.world import LoneChannel, World
@@ -123,7 +120,7 @@ class PreparedJoin:
         world = imitated_world(processes, self.local_devices)
         cluster = cluster_of(self.base, processes, self.local_devices)
         cache = PlanCache(self.folder / "plans")
-        changing_worlds.enter(
+        changing_batches.enter_world(
             self.step, world, cluster, donate=self.donate, cache=cache
         )
         self.step.prepare(*self.structs)

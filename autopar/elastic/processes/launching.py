@@ -12,8 +12,8 @@ import time
 from collections.abc import Generator, Mapping, Sequence
 from typing import Protocol, runtime_checkable
 
-from autopar.elastic.processes import identity, output
-from autopar.elastic.processes.identity import ProcessId
+from autopar.elastic.processes import members, output
+from autopar.elastic.processes.members import ProcessId
 
 # Linux sends this process a signal as the thread ends that started it, and changes the
 # program at once, so that no time is left in which it could miss that.
@@ -180,7 +180,7 @@ class LocalLauncher:
         self._descriptors[worker] = descriptor
 
         def wait() -> None:
-            identity.has_ended(descriptor, wait_s=None)
+            members.has_ended(descriptor, wait_s=None)
             with self._lock:
                 self._descriptors.pop(worker, None)
                 os.close(descriptor)

@@ -17,8 +17,12 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
-from autopar.elastic.processes.identity import ProcessId
-from autopar.elastic.processes.messages import Connection, Message, connect
+from autopar.elastic.processes.members import (
+    Connection,
+    Message,
+    ProcessId,
+    connect_to_supervisor,
+)
 from autopar.errors import PlanError, RunError
 
 # Where `autopar run` tells its workers how to reach it.
@@ -285,7 +289,7 @@ class Link:
         )
 
     def _connect(self) -> Connection:
-        made = connect("127.0.0.1", self.address.port, timeout_s=10.0)
+        made = connect_to_supervisor("127.0.0.1", self.address.port, timeout_s=10.0)
         own = ProcessId.of(os.getpid())
         made.send(
             "hello",

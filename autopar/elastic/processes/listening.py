@@ -1,7 +1,7 @@
 """Events of a run of several processes, heard where the supervisor is.
 
 Each process is a host of the cluster that the world is planned for: process k of the
-world is its host k. Events are resolved as in one process (`autopar.elastic.resolve`);
+world is its host k. Events are resolved as in one process (`autopar.elastic.events`);
 what comes of them is a number of processes, those that go, and perhaps other links.
 """
 
@@ -15,11 +15,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from autopar.cluster import Cluster
-from autopar.elastic.events import Event
-from autopar.elastic.inbox import Inbox, Notes
+from autopar.elastic.events import Event, Inbox, Notes, Resolved, ids_there
 from autopar.elastic.processes.members import MemberLimits
 from autopar.elastic.processes.sizing import cluster_of
-from autopar.elastic.resolve import Resolved, ids_there
 from autopar.elastic.sources.http import Http
 from autopar.elastic.sources.named import source_of
 from autopar.elastic.sources.source import Source

@@ -2,13 +2,181 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import functools
+import hmac
+import json
 import math
+import os
+import pathlib
+import select
+import signal
+import socket
+import threading
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Protocol
 
-from autopar.elastic.processes.identity import ProcessId
-from autopar.elastic.processes.messages import Message
+# Of the fields behind the name in ``/proc/PID/stat``: field 22 of proc(5).
+_STARTED = 19
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ProcessId:
+    """A process of this machine (Linux).
+
+    Attributes:
+      pid: its number.
+      started: when it started, in ticks since the machine did.
+      boot: names the start of the machine.
+    """
+
+    pid: int
+    started: int
+    boot: str
+
+    @classmethod
+    def of(cls, pid: int) -> ProcessId | None:
+        """The process that has a number now; None: there is none."""
+        try:
+            text = pathlib.Path(f"/proc/{pid}/stat").read_text()
+            return cls(pid, int(text.rpartition(")")[2].split()[_STARTED]), _boot())
+        except (OSError, ValueError, IndexError):
+            return None
+
+    @classmethod
+    def from_data(cls, data: Any) -> ProcessId | None:
+        """Reads `to_data`; None where it is nothing of the kind."""
+        if not isinstance(data, Mapping):
+            return None
+        pid, started, boot = (data.get(k) for k in ("pid", "started", "boot"))
+        if not (isinstance(pid, int) and isinstance(started, int) and pid > 0):
+            return None
+        return cls(pid, started, str(boot))
+
+    def to_data(self) -> dict[str, Any]:
+        """As JSON can hold it."""
+        return dataclasses.asdict(self)
+
+    def open(self) -> int | None:
+        """A descriptor of the process (pidfd_open(2)); None: it has ended."""
+        try:
+            descriptor = os.pidfd_open(self.pid)
+        except (OSError, OverflowError):
+            return None
+        # The descriptor keeps its process, so what the number means is asked behind it.
+        if ProcessId.of(self.pid) == self and not has_ended(descriptor):
+            return descriptor
+        os.close(descriptor)
+        return None
+
+    def kill(self) -> None:
+        """Ends the process, and no other one that has its number."""
+        if (descriptor := self.open()) is not None:
+            with contextlib.suppress(OSError):
+                signal.pidfd_send_signal(descriptor, signal.SIGKILL)
+            os.close(descriptor)
+
+
+def has_ended(descriptor: int, wait_s: float | None = 0) -> bool:
+    """Whether a process has ended, also where nobody has waited for it yet.
+
+    Args:
+      descriptor: of the process.
+      wait_s: longest to wait for its end; None: for ever.
+    """
+    return bool(select.select([descriptor], [], [], wait_s)[0])
+
+
+@functools.cache
+def _boot() -> str:
+    return pathlib.Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+
+
+Message = dict[str, Any]
+
+# The exit status of a worker, and of a run, that has saved its state to go on later.
+SUSPENDED = 75  # EX_TEMPFAIL of <sysexits.h>
+
+# Longest line: what a worker holds is listed by array, not sent.
+_LONGEST_BYTES = 64 << 20
+
+
+class Connection:
+    """One end of a connection; any thread may send, one receives."""
+
+    def __init__(self, end: socket.socket) -> None:
+        """Takes a connected socket."""
+        end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._socket = end
+        self._lines = end.makefile("rb")
+        self._lock = threading.Lock()
+
+    @property
+    def ports(self) -> frozenset[int]:
+        """The ports of both ends; none once it is closed."""
+        try:
+            own, other = self._socket.getsockname(), self._socket.getpeername()
+        except OSError:
+            return frozenset()
+        return frozenset((own[1], other[1]))
+
+    def send(self, kind: str, **data: Any) -> bool:
+        """Sends a message; returns whether the other end was still there."""
+        line = json.dumps({"kind": kind, **data}).encode() + b"\n"
+        try:
+            with self._lock:
+                self._socket.sendall(line)
+        except OSError:
+            return False
+        return True
+
+    def patience(self, seconds: float) -> None:
+        """Waits no longer for a message than so many seconds."""
+        self._socket.settimeout(seconds)
+
+    def receive(self) -> Message | None:
+        """The next message; None at the end, or after what is no message."""
+        try:
+            line = self._lines.readline(_LONGEST_BYTES)
+            found = json.loads(line) if line else None
+        except (OSError, ValueError):
+            return None
+        return found if isinstance(found, dict) and "kind" in found else None
+
+    def close(self) -> None:
+        """Closes it; the other end is told."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        with contextlib.suppress(OSError):
+            self._socket.close()
+
+
+def connect_to_supervisor(host: str, port: int, timeout_s: float) -> Connection:
+    """Connects to a supervisor.
+
+    Raises:
+      OSError: nobody listens there.
+    """
+    end = socket.create_connection((host, port), timeout=timeout_s)
+    end.settimeout(None)
+    return Connection(end)
+
+
+def open_listener(port: int = 0) -> socket.socket:
+    """A socket that listens on loopback.
+
+    Raises:
+      OSError: the port is taken.
+    """
+    return socket.create_server(("127.0.0.1", port), backlog=64)
+
+
+def has_token(message: Message | None, token: str) -> bool:
+    """Whether a first message has the token."""
+    given = "" if message is None else str(message.get("token", ""))
+    return hmac.compare_digest(given.encode(), token.encode())
+
 
 # Seconds after which a run says that it waits for a script to join it.
 _LATE_S = 15.0

@@ -16,17 +16,19 @@ from importlib import metadata
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from jax.experimental import serialize_executable
 
 from autopar.planner.codecs.adjusted import program_plan
-from autopar.runtime import exchange
+from autopar.runtime import agreement
 from autopar.runtime.agreement import content_digest
 from autopar.runtime.planned import PlannedStep
 from autopar.runtime.world import World
 from autopar.sealed_files import SealedFolder
 from autopar.steps import program_text
 from autopar.version import __version__
-from autopar_passes import jax_processes
+from autopar_passes import jax_compat, jax_processes
 
 
 class LoadedProgram:
@@ -97,17 +99,17 @@ class StoredPrograms:
             return ReadyProgram(None, "compiled", 0.0)
         name = _name(planned, donate)
         found, how = None, "loaded"
-        with exchange.tell_errors(world, "compiling"):
+        with agreement.tell_errors(world, "compiling"):
             if world.process_index == 0:
                 found, how = self._first(name, planned)
         if world.process_count > 1:
-            exchange.exchange_data(world, "compiling")
-            with exchange.tell_errors(world, "loading the program"):
+            agreement.exchange_data(world, "compiling")
+            with agreement.tell_errors(world, "loading the program"):
                 if world.process_index:
                     found = self._read(name, planned)
                     if found is None:
                         found, how = planned.lower().compile(), "compiled"
-            exchange.exchange_data(world, "loading the program")
+            agreement.exchange_data(world, "loading the program")
         made = LoadedProgram(found, planned.function)
         return ReadyProgram(made, how, time.perf_counter() - begin)
 
@@ -172,3 +174,40 @@ def _name(planned: PlannedStep, donate: bool) -> str:
         repr(None if planned.noise is None else planned.noise.options),
     )
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
+
+
+def on_host(tree: Any) -> Any:
+    """A tree with numpy arrays in the place of JAX's; keys stay keys."""
+    return jax.tree.map(_host, tree)
+
+
+def _host(leaf: Any) -> Any:
+    if not isinstance(leaf, jax.Array):
+        return leaf
+    if jax_compat.is_extended(leaf.dtype):
+        return _Key(
+            np.asarray(jax.random.key_data(leaf)), str(jax.random.key_impl(leaf))
+        )
+    if leaf.is_fully_addressable or leaf.is_fully_replicated:
+        return np.asarray(leaf.addressable_shards[0].data if leaf.ndim else leaf)
+    return leaf
+
+
+class _Key:
+    """A key whose words are on the host."""
+
+    def __init__(self, words: np.ndarray, kind: str) -> None:
+        self.words, self.kind = words, kind
+
+
+def from_host(tree: Any) -> Any:
+    """The tree that `hosted` was given, with keys on the backend there is now."""
+    return jax.tree.map(
+        lambda x: (
+            jax.random.wrap_key_data(jnp.asarray(x.words), impl=x.kind)
+            if isinstance(x, _Key)
+            else x
+        ),
+        tree,
+        is_leaf=lambda x: isinstance(x, _Key),
+    )

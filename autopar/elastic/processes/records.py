@@ -15,7 +15,7 @@ from typing import Annotated, Any
 
 import msgspec
 
-from autopar.elastic.processes.messages import Message, connect
+from autopar.elastic.processes.members import Message, connect_to_supervisor
 from autopar.errors import PlanError
 from autopar.units import number_of
 from autopar.whole_files import WaitingLines, write_whole
@@ -160,7 +160,7 @@ def command(folder: pathlib.Path, **words: Any) -> Message:
         raise FileNotFoundError(
             f"there is no run.json. Start one: autopar run --folder {folder} SCRIPT.py"
         )
-    connection = connect("127.0.0.1", state["port"], timeout_s=_ANSWER_S)
+    connection = connect_to_supervisor("127.0.0.1", state["port"], timeout_s=_ANSWER_S)
     connection.patience(_ANSWER_S)
     connection.send("command", token=state["token"], **words)
     answer = connection.receive()

@@ -19,10 +19,10 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from subprocess import Popen
 from typing import Any
 
+from autopar.elastic.events import Resolved
 from autopar.elastic.ledger import event_data
 from autopar.elastic.processes.console import Console
 from autopar.elastic.processes.coordination import ServiceProcess
-from autopar.elastic.processes.identity import ProcessId
 from autopar.elastic.processes.launching import (
     Launcher,
     LocalLauncher,
@@ -36,16 +36,17 @@ from autopar.elastic.processes.link import (
     Address,
 )
 from autopar.elastic.processes.listening import Listening, WantedAction
-from autopar.elastic.processes.members import MemberLimits, late
-from autopar.elastic.processes.messages import (
+from autopar.elastic.processes.members import (
     Connection,
+    MemberLimits,
     Message,
-    knows,
-    listen,
+    ProcessId,
+    has_token,
+    late,
+    open_listener,
 )
 from autopar.elastic.processes.records import Records, read_state
 from autopar.elastic.processes.supervisor import Supervisor
-from autopar.elastic.resolve import Resolved
 from autopar.errors import PlanError, RunError
 from autopar.sealed_files import KEY_VARIABLE, key_to_share
 
@@ -136,7 +137,7 @@ class Runner:
     def _listening_on(self, port: int) -> socket.socket:
         """A socket on the port that an earlier supervisor had; 0: any."""
         try:
-            return listen(port)
+            return open_listener(port)
         except OSError as error:
             raise PlanError(
                 f"port {port}, at which the processes of {self._job.folder} look for "
@@ -389,7 +390,7 @@ class Runner:
     def _receive(self, end: socket.socket) -> None:
         connection = Connection(end)
         first = connection.receive()
-        if first is None or not knows(first, self._token):
+        if first is None or not has_token(first, self._token):
             connection.send("refused", reason="wrong token")
             connection.close()
             return

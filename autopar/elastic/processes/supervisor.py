@@ -12,9 +12,14 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from autopar.elastic.processes import members, tiles
-from autopar.elastic.processes.identity import ProcessId
-from autopar.elastic.processes.members import Actions, MemberLimits, WorkerMember
-from autopar.elastic.processes.messages import SUSPENDED, Message
+from autopar.elastic.processes.members import (
+    SUSPENDED,
+    Actions,
+    MemberLimits,
+    Message,
+    ProcessId,
+    WorkerMember,
+)
 from autopar.units import number_of
 
 # Who belongs to the next world, and with which state it goes on.

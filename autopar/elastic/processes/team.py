@@ -22,17 +22,15 @@ from typing import Any, TypeVar
 import jax
 
 from autopar.elastic.processes import holding
-from autopar.elastic.processes.fetching import Fetcher, StateSource
 from autopar.elastic.processes.holding import Holding
-from autopar.elastic.processes.identity import ProcessId
 from autopar.elastic.processes.link import (
     FOLDER_VARIABLE,
     VARIABLE,
     Address,
     Link,
 )
-from autopar.elastic.processes.messages import Message
-from autopar.elastic.processes.offers import Offers, Peer
+from autopar.elastic.processes.members import Message, ProcessId
+from autopar.elastic.processes.offers import Fetcher, Offers, Peer, StateSource
 from autopar.elastic.processes.relay import (
     Relay,
     break_connections,

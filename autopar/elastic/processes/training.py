@@ -13,27 +13,26 @@ from typing import Any, NoReturn
 import jax
 
 from autopar.cluster import Cluster
-from autopar.elastic import display
-from autopar.elastic.carrying import carried_out, splat
+from autopar.elastic import loop
 from autopar.elastic.events import Event
 from autopar.elastic.ledger import Ledger
 from autopar.elastic.loop import Step
 from autopar.elastic.nans import Finiteness, OnNan
 from autopar.elastic.pace import Pace
-from autopar.elastic.processes import beside, hosting
+from autopar.elastic.processes import beside, programs
 from autopar.elastic.processes.following import TeamFollowing
 from autopar.elastic.processes.holding import place
-from autopar.elastic.processes.messages import SUSPENDED
+from autopar.elastic.processes.members import SUSPENDED
 from autopar.elastic.processes.programs import StoredPrograms
 from autopar.elastic.processes.sizing import cluster_of
 from autopar.elastic.processes.team import Joined, Team, WorldBroken
 from autopar.elastic.samples import Samples, placed_rest, planned_batch
-from autopar.elastic.saves import Saves
+from autopar.elastic.saves import Saves, carried_out, splat
 from autopar.errors import NotFiniteError, RunError
 from autopar.goodput.loop import Record
 from autopar.planner.cache import PlanCache
 from autopar.plans import Plan
-from autopar.runtime import changing_worlds
+from autopar.runtime import changing_batches
 from autopar.runtime.creation import (
     StateShapes,
     flat_state,
@@ -91,7 +90,7 @@ class TeamRun:
         self.nans = Finiteness(step, on_nan, self._record)
         self._train_step, self._samples, self._steps = step, samples, steps
         self._follow = None if following is None else following(self._record)
-        self._create, self._args = create_state, hosting.on_host(tuple(args))
+        self._create, self._args = create_state, programs.on_host(tuple(args))
         self._team, self._donate, self.ledger = team, donate, ledger
         self._base = step.setting.cluster
         self._folder = team.folder
@@ -104,7 +103,7 @@ class TeamRun:
         self._before: Any = None
         self._stopped = self._finished = False
         self._seconds: list[float] = []
-        self._display = display.Display(steps, shows)
+        self._display = loop.Display(steps, shows)
         self._shapes: StateShapes | None = None
         self._study()
         self._broke_s: float | None = None
@@ -291,7 +290,7 @@ class TeamRun:
         returned = self._call(rest, named)
         analysis = self._train_step.running.analysed.analysis
         state, result = carried_out(analysis, self.state, returned)
-        host = hosting.on_host(result)
+        host = programs.on_host(result)
         self.nans.look(self.step, host, says=not world.process_index)
         state = self.nans.state_after(self.state, state)
         if self._follow is not None:
@@ -311,7 +310,7 @@ class TeamRun:
             return jax.block_until_ready(returned)
 
         step = self._train_step  # stages notice by themselves that one is gone
-        pure = len(self.plan.stages) == 1 and changing_worlds.is_pure(step)
+        pure = len(self.plan.stages) == 1 and changing_batches.is_pure(step)
         return self._team.run(call) if pure else call()
 
     def _rows(self, samples: Samples) -> int:
@@ -382,7 +381,7 @@ class TeamRun:
             self._base = Cluster.from_data(joined.cluster)
         cluster = cluster_of(self._base, world.process_count, local)
         cache = PlanCache(self._folder / "plans")
-        changing_worlds.enter(
+        changing_batches.enter_world(
             self._train_step, world, cluster, donate=self._donate, cache=cache
         )
         assert self._shapes is not None
@@ -396,7 +395,7 @@ class TeamRun:
             donate=self._donate,
         )
         if program.function is not None:
-            changing_worlds.load(self._train_step, program.function)
+            changing_batches.load(self._train_step, program.function)
         if joined.fetch is None:
             self._begin(joined)
         else:
@@ -425,7 +424,7 @@ class TeamRun:
 
     def _begin(self, joined: Joined) -> None:
         """Creates the state, or restores it where an earlier run has left one."""
-        args = hosting.from_host(self._args)
+        args = programs.from_host(self._args)
         rest = self._rest(0)
         found = self._saves.restore(self._create, args, rest)
         if found is not None:
@@ -479,9 +478,9 @@ class TeamRun:
 
     def _study(self) -> None:
         """Analyses the step before there is a world, which then waits less."""
-        self._shapes = state_shapes(self._create, hosting.from_host(self._args))
+        self._shapes = state_shapes(self._create, programs.from_host(self._args))
         structs = (*self._shapes.arguments(), *self._rest(0))
-        changing_worlds.study(self._train_step, *structs)
+        changing_batches.study_step(self._train_step, *structs)
 
     def _write(
         self, joined: Joined, how: str, seconds: Mapping[str, float | None]

@@ -26,10 +26,8 @@ from typing import Any
 
 from tornado import http1connection, httpserver, iostream, web
 
-from autopar.elastic.resolve import Resolved
-from autopar.elastic.sources.messages import LARGEST_BYTES, read_events
-from autopar.elastic.sources.source import Sink
-from autopar.elastic.sources.watching import Watched
+from autopar.elastic.events import Resolved
+from autopar.elastic.sources.source import LARGEST_BYTES, Sink, Watched, read_events
 from autopar.errors import EventError, PlanError
 
 # The server behind `autopar.elastic.sources.http`: Tornado in a thread of its own.

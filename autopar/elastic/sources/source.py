@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+import contextlib
+import json
+import threading
+from collections.abc import Callable
+from typing import Any, Protocol, cast
 
-from autopar.elastic.events import Event
-from autopar.elastic.resolve import Resolved
+from autopar.elastic.events import Event, Resolved
+from autopar.errors import EventError
 
 
 class Sink(Protocol):
@@ -39,3 +43,115 @@ class Source(Protocol):
     def stop(self) -> None:
         """Stops listening; more than once does no harm."""
         ...
+
+
+# Largest message, in bytes, and most events in one.
+LARGEST_BYTES, MOST_EVENTS = 1 << 20, 100
+
+
+def read_events(data: bytes, source: str) -> list[Event]:
+    """The events of a message: one, a list of them, or the text of a cluster.
+
+    Args:
+      data: JSON in UTF-8, or a cluster's text, such as ``6:cpu``.
+      source: who says so.
+
+    Raises:
+      EventError: it is none of these.
+
+    >>> [event.kind for event in read_events(b'["4:cpu", {"cluster": "2:cpu"}]', "")]
+    ['cluster', 'cluster']
+    """
+    if len(data) > LARGEST_BYTES:
+        raise EventError(f"a message has at most {LARGEST_BYTES} bytes: {len(data)}.")
+    try:
+        text = data.decode()
+    except UnicodeDecodeError as error:
+        raise EventError(f"a message is text in UTF-8: {error}.") from error
+    found = _parse(text)
+    items = cast("list[Any]", found) if isinstance(found, list) else [found]
+    if len(items) > MOST_EVENTS:
+        raise EventError(f"a message has at most {MOST_EVENTS} events: {len(items)}.")
+    return [Event.from_data(item, source) for item in items]
+
+
+def _parse(text: str) -> Any:
+    try:
+        found = json.loads(text, parse_constant=_refuse)
+        # Half of a pair of surrogates can be escaped, and is no text.
+        json.dumps(found, ensure_ascii=False).encode()
+        return found
+    except UnicodeEncodeError as error:
+        raise EventError(f"a text of the message is not UTF-8: {error}.") from error
+    except RecursionError as error:
+        raise EventError("the JSON is nested too deeply.") from error
+    except ValueError as error:
+        bare = text.strip()
+        if bare and bare[0] not in '{["' and "\n" not in bare:
+            return bare  # a cluster's text, without quotes
+        raise EventError(f"not JSON: {str(error).rstrip('.')}.") from error
+
+
+def _refuse(name: str) -> Any:
+    raise EventError(f"{name} is no number of JSON.")
+
+
+# Seconds before a thread that failed begins again: at first, and at most.
+_FIRST_S, _LONGEST_S = 0.05, 10.0
+
+
+class Watched:
+    """A thread that does its work again after any error, and reports the error.
+
+    Attributes:
+      ending: set when the work is to return.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        work: Callable[[Watched], None],
+        report: Callable[[str], None],
+    ) -> None:
+        """Starts.
+
+        Args:
+          name: of the thread.
+          work: returns once ``ending`` is set.
+          report: takes what has ended the thread.
+        """
+        self.ending = threading.Event()
+        self._work, self._report = work, report
+        self._called: Callable[[], object] | None = None
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def call(self, function: Callable[[], object]) -> None:
+        """Calls a function; once more where an error in it has ended the thread.
+
+        Args:
+          function: does no harm where it runs twice, as an event that comes twice.
+        """
+        self._called = function
+        function()
+        self._called = None
+
+    def end(self) -> None:
+        """Waits until the work has returned."""
+        self.ending.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        pause_s = _FIRST_S
+        while not self.ending.is_set():
+            try:
+                called, self._called = self._called, None
+                if called is not None:
+                    called()
+                self._work(self)
+            except BaseException as error:  # SystemExit would end the thread, too
+                with contextlib.suppress(BaseException):
+                    text = f"its thread ended by {type(error).__name__}: {error}"[:500]
+                    self._report(f"{text}; it begins again.")
+                    self.ending.wait(pause_s)
+                pause_s = min(2 * pause_s, _LONGEST_S)

@@ -27,8 +27,7 @@ from autopar.compression.codecs.registry import (
     offered_codecs,
     parse_codec,
 )
-from autopar.compression.feedback import Feedback
-from autopar.compression.gradient import Gradient, init_state
+from autopar.compression.gradient import Feedback, Gradient, init_state
 from autopar.cost.breakdown import CostBreakdown, step_s
 from autopar.cost.codecs import (
     CodecPrice,

@@ -41,7 +41,7 @@ from autopar.steps.pieces import even_pieces, sizes_from_paths, with_pieces
 from autopar.steps.stages import CutStep, cut_step
 from autopar_passes.graph.operators import update_equations
 from autopar_passes.graph.roles import Role
-from autopar_passes.layer_loops.paths import piece_arguments
+from autopar_passes.layer_loops.operators import piece_arguments
 from autopar_passes.stages.flow import Flow
 from autopar_passes.stages.layers import top_level
 from autopar_passes.stages.parts import CutError

@@ -16,7 +16,7 @@ from autopar.layouts.layout import shards
 from autopar.planner.candidate import Candidate
 from autopar.steps.stages import CutStep
 from autopar_passes.graph.roles import Role
-from autopar_passes.layer_loops.paths import one_each, piece_arguments
+from autopar_passes.layer_loops.operators import one_each, piece_arguments
 from autopar_passes.program.equations import walk
 from autopar_passes.stages.cut import Phase, Task, TaskKey
 from autopar_passes.stages.flow import reads

@@ -30,7 +30,7 @@ from autopar.planner.stages.codecs import summed_once
 from autopar.progress import say
 from autopar.steps.analysis import Analysis
 from autopar.steps.stages import CutStep
-from autopar_passes.layer_loops.paths import whole_path
+from autopar_passes.layer_loops.operators import whole_path
 from autopar_passes.layouts import Layout
 
 

@@ -36,7 +36,7 @@ from autopar.compression.policies.probe import WARM_UP, round_error
 from autopar.compression.synchronise import ERROR, WANTED, synchronise
 from autopar.runtime import agreement
 from autopar.runtime.gradients.sums import AnySums, GradientSums, Member, State
-from autopar.runtime.gradients.within import sum_within
+from autopar.runtime.gradients.synchroniser import sum_within
 from autopar.runtime.recent import Recent
 from autopar.runtime.stages.transport import Links
 from autopar.runtime.world import World

@@ -36,8 +36,7 @@ from autopar.compression.fallback import (
     Fallback,
     init_level_states,
 )
-from autopar.compression.feedback import Feedback
-from autopar.compression.gradient import Gradient, check_gradient, init_state
+from autopar.compression.gradient import Feedback, Gradient, check_gradient, init_state
 from autopar.compression.signal import COLUMNS
 from autopar.compression.synchronise import NON_FINITE
 from autopar.errors import PlanError

@@ -20,9 +20,13 @@ from jax.sharding import NamedSharding, PartitionSpec
 from autopar.errors import PlanError
 from autopar.layouts.assignment import Assignment
 from autopar.runtime.gradients.synchroniser import CodecSynchroniser
-from autopar.runtime.noise.averages import NoiseSpec, State, update_averages
+from autopar.runtime.noise.averages import (
+    NoiseOptions,
+    NoiseSpec,
+    State,
+    update_averages,
+)
 from autopar.runtime.noise.norms import Norm, device_norms, take_with_norms
-from autopar.runtime.noise.options import NoiseOptions
 from autopar.runtime.noise.sources import GradientSource, Sources, find_sources, turn_of
 from autopar.steps.moments import second_moments
 from autopar_passes.layouts import constrain, partition_spec

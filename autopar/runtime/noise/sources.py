@@ -20,7 +20,7 @@ from autopar.steps.batch import batch_dims, batch_rows
 from autopar.steps.labels import BATCH
 from autopar_passes.graph.operators import Operator, OperatorGraph
 from autopar_passes.graph.roles import InputRole, Role
-from autopar_passes.microbatches.microbatched import Combine
+from autopar_passes.microbatches.facts import Combine
 from autopar_passes.program.equations import walk
 
 

@@ -22,9 +22,13 @@ from autopar.errors import PlanError
 from autopar.layouts.assignment import Assignment
 from autopar.layouts.layout import Axes
 from autopar.planner.codecs.sites import updated_parameters
-from autopar.runtime.noise.averages import NoiseSpec, State, update_averages
+from autopar.runtime.noise.averages import (
+    NoiseOptions,
+    NoiseSpec,
+    State,
+    update_averages,
+)
 from autopar.runtime.noise.norms import NORMS, Norm, device_norms
-from autopar.runtime.noise.options import NoiseOptions
 from autopar.runtime.noise.sources import (
     GradientSource,
     Sources,
@@ -34,7 +38,7 @@ from autopar.runtime.noise.sources import (
     trained_paths,
 )
 from autopar.steps.stages import CutStep
-from autopar_passes.microbatches.microbatched import Combine
+from autopar_passes.microbatches.facts import Combine
 from autopar_passes.stages.cut import Phase, Task, TaskKey
 
 # A task, or the number of a stage whose codecs measure what they send.

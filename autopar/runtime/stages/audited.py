@@ -12,10 +12,9 @@ import jax
 from jax.sharding import AbstractMesh
 
 from autopar.plans import Plan
-from autopar.runtime.kernels import lowering_platform
+from autopar.runtime.planned import lowering_platform
 from autopar.runtime.stages.pipeline import StageCopy, StagePipeline
-from autopar.runtime.stages.sent import RESULT, Sent
-from autopar.runtime.stages.stage import Stage, wide
+from autopar.runtime.stages.stage import RESULT, Sent, Stage, wide
 from autopar_passes.jax_compat import itemsize, lowered_without_devices
 from autopar_passes.stages.cut import Phase
 

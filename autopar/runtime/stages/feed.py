@@ -20,7 +20,7 @@ from autopar.runtime.stages.pipeline import StagePipeline
 from autopar.runtime.stages.run import Ran, partial_gradients, run_step
 from autopar.steps.analysis import Analysis
 from autopar.steps.stages import CutStep
-from autopar_passes.microbatches.rows import part
+from autopar_passes.microbatches.facts import take_microbatch
 from autopar_passes.program.equations import Program, Scalar, walk
 from autopar_passes.program.evaluate import evaluate
 from autopar_passes.stages.cut import Phase
@@ -89,7 +89,7 @@ class Feed:
         def deal(*arrays: Any) -> list[list[Any]]:
             return [
                 [
-                    part(x, self.found.batch[k], count, np.int32(m))
+                    take_microbatch(x, self.found.batch[k], count, np.int32(m))
                     for k, x in zip(positions, arrays, strict=True)
                 ]
                 for m in range(count)

@@ -14,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from autopar.errors import PlanError
 from autopar.runtime import agreement, placement
-from autopar.runtime.exchange import by_process, exchange_data
+from autopar.runtime.agreement import by_process, exchange_data
 from autopar.runtime.stages.transport import Links
 
 

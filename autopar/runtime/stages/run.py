@@ -12,10 +12,14 @@ from autopar.errors import StageError
 from autopar.runtime.gradients.sums import State
 from autopar.runtime.stages.codecs import CodecStep
 from autopar.runtime.stages.order import Issue, run_in_threads
-from autopar.runtime.stages.outcome import Ran, failure, name_task
-from autopar.runtime.stages.pipeline import Call, StagePipeline
-from autopar.runtime.stages.sent import RESULT, Sent
-from autopar.runtime.stages.stage import TaskCode
+from autopar.runtime.stages.pipeline import (
+    Call,
+    Ran,
+    StagePipeline,
+    name_task,
+    task_error,
+)
+from autopar.runtime.stages.stage import RESULT, Sent, TaskCode
 from autopar.runtime.stages.transfers import Transfers
 from autopar.runtime.stages.transport import Tag, meeting
 from autopar_passes.program.equations import Equation
@@ -188,7 +192,7 @@ class _Run(Transfers):
             jax.block_until_ready(made) if made else jax.effects_barrier()
         except Exception as error:
             key = call.code.task.key
-            raise failure(key, number, error, self.operators(call.code)) from error
+            raise task_error(key, number, error, self.operators(call.code)) from error
 
     def end(self) -> None:
         """Puts the microbatches together, and issues the updates."""
@@ -271,7 +275,7 @@ class _Run(Transfers):
         try:
             return code.function(*arguments)
         except Exception as error:
-            raise failure(key, number, error, self.operators(code)) from error
+            raise task_error(key, number, error, self.operators(code)) from error
 
     def operators(self, code: TaskCode) -> tuple[Equation, ...]:
         """The equations of a task."""
@@ -334,7 +338,7 @@ class _Run(Transfers):
         try:
             made = code.function(*call.inputs(step), *self.finite(code))
         except Exception as error:
-            raise failure(key, -1, error, self.operators(code)) from error
+            raise task_error(key, -1, error, self.operators(code)) from error
         self.record(code, -1, issued, made)
         made = self.keep_measured(code, made)
         if call.calls_back:

@@ -21,8 +21,7 @@ from autopar.compression.codecs.blocks import WITH_BARRIERS
 from autopar.layouts.layout import Axes
 from autopar.runtime.gradients.synchroniser import CodecSynchroniser
 from autopar.runtime.noise.norms import take_with_norms
-from autopar.runtime.stages.sent import Sent
-from autopar.runtime.stages.stage import Stage, sum_dtype, wide
+from autopar.runtime.stages.stage import Sent, Stage, sum_dtype, wide
 from autopar.steps.sums import worth_a_codec
 from autopar_passes.replay.segments import PlainSums
 from autopar_passes.stages.cut import Cut, Phase

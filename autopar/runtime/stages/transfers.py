@@ -13,7 +13,7 @@ from autopar.runtime.noise.staged import Place
 from autopar.runtime.stages.codecs import CodecStep
 from autopar.runtime.stages.pipeline import Call, StageCopy, StagePipeline
 from autopar.runtime.stages.routes import Route
-from autopar.runtime.stages.sent import RESULT, Sent
+from autopar.runtime.stages.stage import RESULT, Sent
 from autopar.runtime.stages.transport import Fetched, Tag
 
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Literal, Protocol
 
-from autopar.scheduler.decisions import Decisions, Reason
-from autopar.scheduler.jobs import Allocation, Views
+from autopar.scheduler.jobs import Allocation, Decisions, Reason, Views
 from autopar.scheduler.nodes import Nodes
 
 Adapts = Literal["nothing", "devices", "batch"]

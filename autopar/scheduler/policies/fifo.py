@@ -6,8 +6,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from autopar.scheduler.decisions import Decisions
-from autopar.scheduler.jobs import Allocation, Views
+from autopar.scheduler.jobs import Allocation, Decisions, Views
 from autopar.scheduler.nodes import Nodes
 from autopar.scheduler.policies.base import Adapts, changes, take_fullest, with_counts
 

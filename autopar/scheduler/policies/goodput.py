@@ -21,18 +21,18 @@ from collections.abc import Mapping
 import numpy as np
 
 from autopar.errors import ScheduleError
-from autopar.scheduler.decisions import Decisions, Reason
 from autopar.scheduler.jobs import (
     Allocation,
     Curve,
+    Decisions,
     JobView,
+    Reason,
     Shape,
     Views,
     placement_of,
 )
 from autopar.scheduler.models.remaining import gittins_left, mean_left, sureness
-from autopar.scheduler.nodes import Nodes
-from autopar.scheduler.packing import pack, sizes_of
+from autopar.scheduler.nodes import Nodes, pack, sizes_of
 from autopar.scheduler.policies.base import Adapts
 from autopar_solver import Allocated, AllocationProblem, solve_allocation
 

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from autopar.scheduler.decisions import Decisions
-from autopar.scheduler.jobs import Allocation, JobView, Views
+from autopar.scheduler.jobs import Allocation, Decisions, JobView, Views
 from autopar.scheduler.nodes import Nodes
 from autopar.scheduler.policies.base import Adapts, changes, with_counts
 

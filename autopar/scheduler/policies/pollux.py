@@ -10,8 +10,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from autopar.scheduler.decisions import Decisions, Reason
-from autopar.scheduler.jobs import Allocation, Curve, JobView, Views
+from autopar.scheduler.jobs import Allocation, Curve, Decisions, JobView, Reason, Views
 from autopar.scheduler.nodes import Nodes
 from autopar.scheduler.policies.base import Adapts
 

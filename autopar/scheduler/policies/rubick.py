@@ -13,8 +13,7 @@ import heapq
 import math
 from collections.abc import Mapping
 
-from autopar.scheduler.decisions import Decisions
-from autopar.scheduler.jobs import Allocation, Views
+from autopar.scheduler.jobs import Allocation, Decisions, Views
 from autopar.scheduler.models.rubick_form import (
     PER_NODE,
     PROGRAMS,

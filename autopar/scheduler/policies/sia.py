@@ -11,10 +11,8 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from autopar.scheduler.decisions import Decisions
-from autopar.scheduler.jobs import Allocation, JobView, Views
-from autopar.scheduler.nodes import Nodes
-from autopar.scheduler.packing import pack, sizes_of
+from autopar.scheduler.jobs import Allocation, Decisions, JobView, Views
+from autopar.scheduler.nodes import Nodes, pack, sizes_of
 from autopar.scheduler.policies.base import Adapts, changes
 from autopar_solver import AllocationProblem, solve_allocation
 

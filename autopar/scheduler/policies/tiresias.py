@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from autopar.scheduler.decisions import Decisions
-from autopar.scheduler.jobs import Allocation, Views
+from autopar.scheduler.jobs import Allocation, Decisions, Views
 from autopar.scheduler.nodes import Nodes
 from autopar.scheduler.policies.base import Adapts, changes, take_fullest
 

@@ -1,13 +1,25 @@
-"""What a simulation comes to: completion times, fairness, utilisation."""
+"""What a simulation comes to: completion times, fairness, utilisation.
+
+Finish-time fairness: how much later jobs end than on a fair share of the cluster.
+
+As in Themis (NSDI 2020) and Sia: a job's completion time over the time that it would
+take alone on its share, the devices over the mean number of jobs while it was there.
+More than 1 means that sharing made it later than the share would have.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import html
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from autopar.scheduler.simulator.engine import History
+from autopar.errors import ScheduleError
+from autopar.scheduler.jobs import Allocation
+from autopar.scheduler.nodes import Nodes, sizes_of, spread_nodes
+from autopar.scheduler.simulator.engine import History, RunningJob, Span
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,3 +97,159 @@ def metrics(history: History) -> Metrics:
         utilisation=given / (history.nodes.total * makespan) if some else float("nan"),
         restarts=sum(max(job.restarts, 0) for job in history.jobs),
     )
+
+
+_WIDTH, _ROW = 1100, 10
+_MOST_REASONS = 400
+
+
+def timeline_page(history: History, figures: Metrics) -> str:
+    """The page: figures, a row for each device, and the reasons of moves."""
+    rows = "".join(
+        f"<tr><th>{html.escape(name)}</th><td>{html.escape(_show(value))}</td></tr>"
+        for name, value in figures.data.items()
+    )
+    reasons = [
+        f"<li>{item.at_s:g} s: {html.escape(reason.text)}</li>"
+        for item in history.rounds
+        for reason in item.reasons
+    ]
+    cut = len(reasons) - _MOST_REASONS
+    more = f"<p>and {cut} more</p>" if cut > 0 else ""
+    return (
+        "<!doctype html><meta charset=utf-8>"
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<title>{html.escape(history.policy)}</title>"
+        "<style>body{font:14px sans-serif;margin:1em;overflow-wrap:anywhere}"
+        "th{text-align:left}</style>"
+        f"<h1>{html.escape(history.policy)}</h1><table>{rows}</table>"
+        f"<h2>Devices over time</h2>{_picture(history)}"
+        f"<h2>Decisions</h2><ol>{''.join(reasons[:_MOST_REASONS])}</ol>{more}"
+    )
+
+
+def _show(value: object) -> str:
+    return f"{value:,.6g}" if isinstance(value, float) else str(value)
+
+
+def _picture(history: History) -> str:
+    end = max((span.end_s for span in history.spans), default=1.0) or 1.0
+    firsts: list[int] = []
+    total = 0
+    for devices in history.nodes.devices:
+        firsts.append(total)
+        total += devices
+    used: list[list[tuple[float, float]]] = [[] for _ in range(total)]
+    bars = [
+        _bar(span, row, end)
+        for span in sorted(history.spans, key=lambda span: span.start_s)
+        for row in _rows(span.allocation, firsts, history.nodes.devices, used, span)
+    ]
+    head = f'<svg width="{_WIDTH}" height="{total * _ROW}" role="img">'
+    return "".join([head, *bars, "</svg>"])
+
+
+def _rows(
+    allocation: Allocation,
+    firsts: list[int],
+    devices: tuple[int, ...],
+    used: list[list[tuple[float, float]]],
+    span: Span,
+) -> list[int]:
+    """A row of its node for each device, one that nobody had at the time."""
+    rows: list[int] = []
+    for node in allocation:
+        for row in range(firsts[node], firsts[node] + devices[node]):
+            busy = used[row] and used[row][-1][1] > span.start_s
+            if row not in rows and not busy:
+                rows.append(row)
+                used[row].append((span.start_s, span.end_s))
+                break
+    return rows
+
+
+def _bar(span: Span, row: int, end: float) -> str:
+    left = span.start_s / end * _WIDTH
+    width = max((span.end_s - span.start_s) / end * _WIDTH, 0.5)
+    hue = sum(map(ord, span.job)) * 47 % 360
+    plan = f", plan {span.plan}" if span.plan else ""
+    words = (
+        f"{span.job}: {len(span.allocation)} devices, {span.start_s:g} to "
+        f"{span.end_s:g} s, batch {span.batch}{plan}"
+    )
+    return (
+        f'<rect x="{left:.1f}" y="{row * _ROW}" width="{width:.1f}" '
+        f'height="{_ROW - 1}" fill="hsl({hue},60%,60%)">'
+        f"<title>{html.escape(words)}</title></rect>"
+    )
+
+
+_LONG_S = 1e9
+
+
+def finish_time_ratios(
+    history: History, fresh: Sequence[RunningJob]
+) -> dict[str, float]:
+    """The ratio of each job that was done, by name.
+
+    Args:
+      history: what happened; the devices are of one kind.
+      fresh: the same jobs, before they run; they are run here.
+    """
+    new = {job.job.name: job for job in fresh}
+    found: dict[str, float] = {}
+    for job in history.jobs:
+        if job.completed_s is None:
+            continue
+        begin_s = job.job.submitted_s
+        share = history.nodes.total / _mean_active(history, begin_s, job.completed_s)
+        alone_s = share_s(new[job.job.name], share, history.nodes)
+        found[job.job.name] = (job.completed_s - begin_s) / alone_s
+    return found
+
+
+def _mean_active(history: History, begin_s: float, end_s: float) -> float:
+    """The mean number of jobs over some time; 1 at least.
+
+    Decisions are not equally far apart: each counts for the time until the next. A job
+    that came and went between two decisions shared with nobody.
+    """
+    at_s = np.array([item.at_s for item in history.rounds])
+    active = np.array([item.active for item in history.rounds], float)
+    there = (at_s >= begin_s) & (at_s < end_s)
+    if not there.any():
+        return 1.0
+    seconds = np.diff(np.append(at_s[there], end_s))
+    return max(float(np.average(active[there], weights=seconds)), 1.0)
+
+
+def share_s(job: RunningJob, share: float, nodes: Nodes) -> float:
+    """Seconds of a job, alone on a share of the devices.
+
+    Where the share is smaller than anything that it runs on, it has more devices for a
+    part of the time.
+
+    Args:
+      job: before it runs; it is run here.
+      share: devices, not necessarily a whole number.
+      nodes: the cluster.
+
+    Raises:
+      ScheduleError: it runs on no size of this cluster.
+    """
+    view = job.view(job.job.submitted_s, oracle=False)
+    counts = np.array(sizes_of(nodes.widest, nodes.total))
+    speeds = view.curve.goodput(-(-counts // nodes.widest), counts)
+    runs = [int(n) for n in counts[speeds > 0] if n <= view.most]
+    if not runs:
+        raise ScheduleError(
+            f"job {job.job.name!r} runs on no number of devices of this cluster; take "
+            "a larger one."
+        )
+    size = max((n for n in runs if n <= share), default=runs[0])
+    plan = getattr(view.curve, "plan", None)
+    name = plan(-(-size // nodes.widest), size) if plan else ""
+    job.reallocate(spread_nodes(size, nodes.widest), name)
+    job.advance(0.0, _LONG_S, 0.0)
+    assert job.completed_s is not None
+    return job.completed_s * max(size / share, 1.0)

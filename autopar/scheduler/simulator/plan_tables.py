@@ -11,8 +11,7 @@ import numpy as np
 
 from autopar.errors import ScheduleError
 from autopar.scheduler.jobs import Job
-from autopar.scheduler.simulator.interpolation import linear_between
-from autopar.scheduler.simulator.tables import read_rows
+from autopar.scheduler.simulator.tables import linear_between, read_rows
 
 Placement = tuple[int, ...]
 COLUMNS = ("exec_plan", "placement", "iter_time")

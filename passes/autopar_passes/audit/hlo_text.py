@@ -2,6 +2,13 @@
 
 Only what an audit needs is kept: opcodes, shapes, operands, the computations
 that are called, and attributes as text.
+
+Follows values through a compiled program: which part of a result is used.
+
+XLA's CPU pipeline never forms a reduce-scatter: it runs an all-reduce, and
+each device keeps a slice. The slice stands behind layout operations and inside
+fusions, with an offset computed from the device's number; so the offset is
+evaluated here for every device.
 """
 
 from __future__ import annotations
@@ -10,7 +17,7 @@ import dataclasses
 import functools
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Final
 
 import numpy as np
@@ -265,3 +272,301 @@ def _mesh_groups(text: str) -> np.ndarray:
 
 def _ints(text: str) -> tuple[int, ...]:
     return tuple(int(n) for n in text.split(",") if n)
+
+
+# Operations that keep every element, or only change its type.
+LAYOUT_OPCODES: Final = frozenset(
+    ("bitcast", "convert", "copy", "optimization-barrier", "reshape", "transpose")
+)
+_REDUCTIONS: Final = frozenset(("all-reduce", "all-reduce-start"))
+_BINARY: Mapping[str, Callable[[np.ndarray, np.ndarray], np.ndarray]] = {
+    "add": np.add,
+    "and": np.bitwise_and,
+    "divide": np.floor_divide,
+    "maximum": np.maximum,
+    "minimum": np.minimum,
+    "multiply": np.multiply,
+    "remainder": np.remainder,
+    "subtract": np.subtract,
+}
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Scope:
+    """A computation at one place where it is called."""
+
+    computation: Computation
+    call: Instruction | None = None
+    outer: Scope | None = None
+
+    def instruction(self, name: str) -> Instruction:
+        """Returns the instruction with this name."""
+        return self.computation.instructions[name]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Need:
+    """Returns the part of a value that each device uses.
+
+    Attributes:
+      fraction: size of one slice; 1 where a device uses the whole value.
+      slices: the slices that each device uses, in an arbitrary numbering;
+        empty where they are not known.
+    """
+
+    fraction: float = 1.0
+    slices: tuple[frozenset[tuple[int, ...]], ...] = ()
+
+    @property
+    def share(self) -> float:
+        """The part of the value that one device uses."""
+        count = max((len(s) for s in self.slices), default=1)
+        return min(1.0, count * self.fraction)
+
+    def join_groups(self, groups: np.ndarray) -> Need:
+        """Returns the slices that the devices of each group use together."""
+        if self.fraction == 1.0:
+            return self
+        if not self.slices:
+            return Need(min(1.0, self.fraction * groups.shape[1]))
+        union: dict[int, frozenset[tuple[int, ...]]] = {}
+        for group in groups.tolist():
+            together = frozenset[tuple[int, ...]]().union(
+                *(self.slices[d] for d in group)
+            )
+            union.update((device, together) for device in group)
+        slices = tuple(union.get(d, s) for d, s in enumerate(self.slices))
+        return Need(self.fraction, slices)
+
+
+WHOLE: Final = Need()
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ValueReading:
+    """One reader of a value, layout operations and fusions looked through."""
+
+    scope: Scope
+    reader: Instruction | None
+    operand: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ValueFollower:
+    """Follows values of one module."""
+
+    module: HloModule
+
+    def readings(
+        self, scope: Scope, name: str, index: int | None, through: frozenset[str]
+    ) -> Iterator[ValueReading]:
+        """Yields the readers of a value.
+
+        Args:
+          scope: where the value is made.
+          name: the instruction that makes it.
+          index: its position in a tuple, None for an array.
+          through: opcodes to look through.
+        """
+        if name == scope.computation.root:
+            yield from self.readings_outside(scope, index, through)
+        for user in scope.computation.users[name]:
+            for position in _positions(user, name):
+                match user.opcode:
+                    case "get-tuple-element":
+                        if element_index(user) == (index or 0):
+                            yield from self.readings(scope, user.name, None, through)
+                    case "fusion":
+                        inner = self.inside(scope, user)
+                        parameter = inner.computation.parameters[position]
+                        yield from self.readings(inner, parameter, None, through)
+                    case "tuple" if user.name == scope.computation.root:
+                        yield from self.readings_outside(scope, position, through)
+                    case opcode if opcode in through or opcode.endswith("-done"):
+                        yield from self.readings(scope, user.name, index, through)
+                    case _:
+                        yield ValueReading(scope, user, position)
+
+    def readings_outside(
+        self, scope: Scope, index: int | None, through: frozenset[str]
+    ) -> Iterator[ValueReading]:
+        """Yields the readers of a fusion's result; other results are used wholly."""
+        if scope.call is None or scope.call.opcode != "fusion" or scope.outer is None:
+            yield ValueReading(scope, None, 0)
+        else:
+            yield from self.readings(scope.outer, scope.call.name, index, through)
+
+    def inside(self, scope: Scope, call: Instruction) -> Scope:
+        """Returns the scope of a fusion's computation."""
+        return Scope(self.module.computations[call.called_names[0]], call, scope)
+
+    def need(self, scope: Scope, name: str, index: int | None) -> Need:
+        """Returns the part of a value that each device uses.
+
+        A smaller slice taken beside a larger one is taken to lie within it.
+        """
+        needs = [
+            self.need_of(reading)
+            for reading in self.readings(scope, name, index, LAYOUT_OPCODES)
+        ]
+        largest = max((n.fraction for n in needs), default=1.0)
+        if largest == 1.0:
+            return WHOLE
+        needs = [n for n in needs if n.fraction == largest]
+        if not all(n.slices for n in needs):
+            return Need(largest)
+        per_device = zip(*(n.slices for n in needs), strict=True)
+        return Need(largest, tuple(frozenset().union(*slices) for slices in per_device))
+
+    def need_of(self, reading: ValueReading) -> Need:
+        """Returns the part of a value that each device uses for one reader."""
+        reader = reading.reader
+        if reader is None:
+            return WHOLE
+        if reader.opcode == "dynamic-slice" and reading.operand == 0:
+            return self.slice_need(reading.scope, reader)
+        if reader.opcode in _REDUCTIONS:
+            index = reading.operand if len(reader.operands) > 1 else None
+            groups = device_groups(reader, self.module.num_devices)
+            return self.need(reading.scope, reader.name, index).join_groups(groups)
+        return WHOLE
+
+    def slice_need(self, scope: Scope, reader: Instruction) -> Need:
+        """Returns the slice that each device takes, if that depends on the device."""
+        whole = scope.instruction(reader.operands[0]).shapes[0].dims
+        part = reader.shapes[0].dims
+        offsets: list[np.ndarray] = []
+        for name, size, kept in zip(reader.operands[1:], whole, part, strict=True):
+            if kept < size:
+                offset = self.per_device(scope, name)
+                if offset is None and not self.depends_on_device(scope, name):
+                    return WHOLE
+                offsets.append(np.full(0, 0) if offset is None else offset.reshape(-1))
+        fraction = math.prod(part) / max(math.prod(whole), 1)
+        if any(o.size == 0 for o in offsets):
+            return Need(fraction)
+        if all((o == o[0]).all() for o in offsets):
+            return WHOLE
+        rows = np.stack(offsets, axis=1).astype(int).tolist()
+        return Need(fraction, tuple(frozenset((tuple(row),)) for row in rows))
+
+    def per_device(self, scope: Scope, name: str) -> np.ndarray | None:
+        """Returns an integer's value on each device, None where it is not known.
+
+        Returns:
+          The value's array with the devices as first dimension.
+        """
+        scope, instruction = self.resolve(scope, name)
+        parts = [self.per_device(scope, n) for n in instruction.operands]
+        known = [p for p in parts if p is not None]
+        if len(known) < len(parts):
+            return None
+        devices = self.module.num_devices
+        match instruction.opcode:
+            case "partition-id":
+                return np.arange(devices)
+            case "constant":
+                return _constant(instruction, devices)
+            case "dynamic-slice" if len(known) == 2:
+                last = known[0].shape[1] - 1
+                at = np.clip(known[1].reshape(-1).astype(int), 0, last)
+                return known[0][np.arange(devices), at].reshape(devices, 1)
+            case "clamp":
+                low, value, high = (k.reshape(devices, -1) for k in known)
+                return np.clip(value, low, high)
+            case "bitcast" | "convert" | "copy" | "reshape" | "broadcast":
+                return known[0]
+            case opcode if opcode in _BINARY:
+                left, right = (k.reshape(devices, -1) for k in known)
+                return _BINARY[opcode](left, right)
+            case _:
+                return None
+
+    def depends_on_device(self, scope: Scope, name: str) -> bool:
+        """Returns whether a value is computed from the number of the device."""
+        scope, instruction = self.resolve(scope, name)
+        if instruction.opcode == "partition-id":
+            return True
+        if math.prod(instruction.shapes[0].dims) > self.module.num_devices:
+            return False
+        return instruction.opcode != "get-tuple-element" and any(
+            self.depends_on_device(scope, n) for n in instruction.operands
+        )
+
+    def resolve(self, scope: Scope, name: str) -> tuple[Scope, Instruction]:
+        """Follows parameters, fusions and loop invariants to where a value is made."""
+        instruction = scope.instruction(name)
+        if instruction.opcode == "parameter" and scope.call and scope.outer:
+            number = int(instruction.literal)
+            if number < len(scope.call.operands):
+                return self.resolve(scope.outer, scope.call.operands[number])
+        if instruction.opcode == "fusion" and len(instruction.shapes) == 1:
+            inner = self.inside(scope, instruction)
+            return self.resolve(inner, inner.computation.root)
+        if instruction.opcode == "get-tuple-element":
+            return self.resolve_element(scope, instruction)
+        return scope, instruction
+
+    def origin(
+        self, scope: Scope, name: str, through: frozenset[str] = LAYOUT_OPCODES
+    ) -> tuple[Scope, Instruction]:
+        """Returns where a value is made; looks through layout operations."""
+        scope, op = self.resolve(scope, name)
+        while op.opcode in through and op.operands:
+            scope, op = self.resolve(scope, op.operands[0])
+        return scope, op
+
+    def resolve_element(
+        self, scope: Scope, element: Instruction
+    ) -> tuple[Scope, Instruction]:
+        """Follows an element of a tuple, or of a loop's state that never changes."""
+        holder = scope.instruction(element.operands[0])
+        if holder.opcode == "tuple":
+            return self.resolve(scope, holder.operands[element_index(element)])
+        if holder.opcode == "parameter" and scope.call and scope.outer:
+            root = scope.instruction(scope.computation.root)
+            kept = root.opcode == "tuple" and root.operands[element_index(element)]
+            if scope.call.opcode == "while" and kept == element.name:
+                start = scope.outer.instruction(scope.call.operands[0])
+                if start.opcode == "tuple":
+                    return self.resolve(
+                        scope.outer, start.operands[element_index(element)]
+                    )
+        return scope, element
+
+
+def split_groups(need: Need, groups: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the groups of the scatter, and of the reduction of what it leaves."""
+    size = groups.shape[1]
+    ratio = round(need.join_groups(groups).share / need.share)
+    of_slice: dict[frozenset[tuple[int, ...]], list[int]] = {}
+    if need.slices:
+        for device in groups[0].tolist():
+            of_slice.setdefault(need.slices[device], []).append(device)
+    kept = list(of_slice.values())
+    if len(kept) == ratio and len({len(devices) for devices in kept}) == 1:
+        return np.array([[devices[0] for devices in kept]]), np.array(kept[:1])
+    # Which devices keep the same slice is not known, or they overlap.
+    ratio = math.gcd(max(ratio, 1), size)
+    parts = groups[:1].reshape(ratio, size // ratio)
+    return parts[:, :1].T, parts[:1]
+
+
+def _positions(user: Instruction, name: str) -> tuple[int, ...]:
+    return tuple(k for k, operand in enumerate(user.operands) if operand == name)
+
+
+def element_index(element: Instruction) -> int:
+    """Returns the position that a ``get-tuple-element`` takes."""
+    found = re.search(r"\bindex=(\d+)", element.attributes)
+    return int(found[1]) if found else 0
+
+
+def _constant(instruction: Instruction, devices: int) -> np.ndarray | None:
+    """Returns a constant's integers; None where the text leaves them out."""
+    if "..." in instruction.literal or not instruction.shapes:
+        return None
+    numbers = [int(n) for n in re.findall(r"-?\b\d+\b", instruction.literal)]
+    if len(numbers) != math.prod(instruction.shapes[0].dims):
+        return None
+    return np.broadcast_to(np.array(numbers), (devices, len(numbers)))

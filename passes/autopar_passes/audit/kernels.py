@@ -9,8 +9,13 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import Final
 
-from autopar_passes.audit.hlo_text import Computation, HloModule, Instruction, Shape
-from autopar_passes.audit.hlo_values import Scope
+from autopar_passes.audit.hlo_text import (
+    Computation,
+    HloModule,
+    Instruction,
+    Scope,
+    Shape,
+)
 
 # The bytes that a kernel of a compiled program reads and writes.
 #

@@ -16,10 +16,10 @@ from autopar_passes.rules.factor_rule import (
     Dims,
     FactorKind,
     FactorRule,
+    KernelWork,
     elementwise_rule,
 )
 from autopar_passes.rules.flops import equation_flops
-from autopar_passes.rules.kernel import KernelWork
 
 # Trip counts: how often a loop runs.
 

@@ -12,8 +12,7 @@ from collections.abc import Iterable, Sequence
 
 from autopar_passes.graph.roles import InputRole, Role
 from autopar_passes.program.equations import Program, Value
-from autopar_passes.rules.factor_rule import FactorRule
-from autopar_passes.rules.kernel import KernelWork
+from autopar_passes.rules.factor_rule import FactorRule, KernelWork
 
 # Primitives that multiply matrices, as they are or as a convolution.
 PRODUCTS = frozenset({"dot_general", "conv_general_dilated", "ragged_dot_general"})

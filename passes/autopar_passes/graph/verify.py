@@ -6,7 +6,7 @@ import dataclasses
 import math
 from collections.abc import Iterator
 
-from autopar_passes.graph.errors import failure
+from autopar_errors import InternalError
 from autopar_passes.graph.operators import (
     BOUNDARIES,
     Operator,
@@ -17,6 +17,43 @@ from autopar_passes.graph.operators import (
 from autopar_passes.graph.roles import InputRole, Role, dependents
 from autopar_passes.program.equations import Value
 from autopar_passes.rules.factor_rule import INNER, Dims, FactorKind, FactorRule
+
+# How many operators are printed before the culprit, and after it.
+_AROUND = 3
+
+
+class GraphError(InternalError):
+    """An operator graph breaks an invariant: an error of autopar, not of its user."""
+
+
+def invariant_error(
+    graph: OperatorGraph, position: int | None, what: str
+) -> GraphError:
+    """Returns the error of a broken invariant.
+
+    Args:
+      graph: the graph.
+      position: the culprit among the operators; None where it is no operator.
+      what: what is wrong, with the values.
+    """
+    if position is None:
+        return GraphError(what)
+    first = max(0, position - _AROUND)
+    around = graph.operators[first : position + _AROUND + 1]
+    lines = [
+        f"{'>' if k == position else ' '} {k:5} {_line(op)}"
+        for k, op in enumerate(around, first)
+    ]
+    kind = graph.operators[position].kind
+    return GraphError("\n".join((f"operator {position} '{kind}': {what}", *lines)))
+
+
+def _line(op: Operator) -> str:
+    read = ", ".join("constant" if v is None else f"%{v}" for v in op.inputs)
+    made = ", ".join(f"%{v}" for v in op.outputs)
+    where = " ".join(x for x in (op.role.value, op.module, op.source) if x)
+    return f"{made} = {op.kind}({read})  # x{op.trips:g} {where}"
+
 
 # A region is the body of a loop or the branches of a ``cond``: all operators from
 # the first boundary operator of an equation to the last operator, ``until``.
@@ -71,16 +108,20 @@ def _find_regions(graph: OperatorGraph) -> list[_Region]:
             here = here.outer
         if op.kind not in BOUNDARIES:
             if op.until != -1:
-                raise failure(graph, k, f"it has no region, but ends one at {op.until}")
+                raise invariant_error(
+                    graph, k, f"it has no region, but ends one at {op.until}"
+                )
         elif op.equation != here.equation:
             if op.equation in ended or not k <= op.until <= here.until:
-                raise failure(
+                raise invariant_error(
                     graph, k, f"its region ends at {op.until}, the outer one at "
                     f"{here.until}",
                 )  # fmt: skip
             here = _Region(op.equation, op.until, here)
         elif op.until != here.until:
-            raise failure(graph, k, f"its region ends at {op.until} and {here.until}")
+            raise invariant_error(
+                graph, k, f"its region ends at {op.until} and {here.until}"
+            )
         out.append(here)
     return out
 
@@ -93,16 +134,16 @@ def _check_reads(graph: OperatorGraph, regions: list[_Region]) -> None:
                 continue
             maker = made_by.get(value)
             if maker is None:
-                raise failure(graph, k, f"%{value} is made by no operator")
+                raise invariant_error(graph, k, f"%{value} is made by no operator")
             ends = op.kind == "carry" and slot == 1
             if maker.index > op.until if ends else maker.index >= k:
-                raise failure(
+                raise invariant_error(
                     graph, k, f"%{value} is read before {maker.index} makes it"
                 )
             known = _made_in(maker, value, regions[maker.index])
             wanted = _read_in(op, slot, regions[k])
             if known is not wanted and maker.kind != "input":
-                raise failure(
+                raise invariant_error(
                     graph, k, f"%{value} of {maker.index} is not in its region"
                 )
 
@@ -131,14 +172,16 @@ def _read_in(reader: Operator, slot: int, region: _Region) -> _Region | None:
 
 def _check_trips(graph: OperatorGraph, k: int, op: Operator, region: _Region) -> None:
     if len(op.input_trips) != len(op.inputs):
-        raise failure(graph, k, f"it has {len(op.input_trips)} trips of its operands")
+        raise invariant_error(
+            graph, k, f"it has {len(op.input_trips)} trips of its operands"
+        )
     if not all(0 <= trips < math.inf for trips in (op.trips, *op.input_trips)):
-        raise failure(
+        raise invariant_error(
             graph, k, f"it runs {op.trips} times, reads {op.input_trips} times"
         )
     outer, inner, reads = _trips(op, region)
     if op.input_trips != reads:
-        raise failure(
+        raise invariant_error(
             graph, k, f"it runs {op.trips} times, reads {op.input_trips} times"
         )
     if op.kind in BOUNDARIES:
@@ -176,7 +219,9 @@ def _agree(
     if known is None:
         setattr(region, name, trips)
     elif trips is not None and trips != known:
-        raise failure(graph, k, f"it runs {trips} times, its region {known} times")
+        raise invariant_error(
+            graph, k, f"it runs {trips} times, its region {known} times"
+        )
 
 
 _REDUCTIONS = frozenset({"", "sum", "max", "min", "or", "and", INNER})
@@ -214,16 +259,16 @@ def _check_numbers(graph: OperatorGraph) -> None:
     made: set[int] = set()
     for k, op in enumerate(graph.operators):
         if op.index != k:
-            raise failure(graph, k, f"its index is {op.index}")
+            raise invariant_error(graph, k, f"its index is {op.index}")
         for value in (*op.inputs, *op.outputs):
             if value is not None and value not in values:
-                raise failure(graph, k, f"there is no value %{value}")
+                raise invariant_error(graph, k, f"there is no value %{value}")
         for value in op.outputs:
             if value in made:
-                raise failure(graph, k, f"%{value} is made a second time")
+                raise invariant_error(graph, k, f"%{value} is made a second time")
             made.add(value)
         if not 0 <= op.flops < math.inf:
-            raise failure(graph, k, f"it has {op.flops} FLOPs")
+            raise invariant_error(graph, k, f"it has {op.flops} FLOPs")
 
 
 def _check_rules(graph: OperatorGraph) -> None:
@@ -237,7 +282,7 @@ def _check_rules(graph: OperatorGraph) -> None:
         if key not in known:
             wrong = next(_wrong_rule(graph, op), "")
             if wrong:
-                raise failure(graph, k, wrong)
+                raise invariant_error(graph, k, wrong)
             known.add(key)
 
 
@@ -297,9 +342,11 @@ def _check_roles(graph: OperatorGraph) -> None:
         if op.role is Role.FORWARD and op.kind != "carry":
             for j in reads[k]:
                 if roles[j] is Role.UPDATE and after[j]:
-                    raise failure(graph, k, f"the forward pass reads the update, {j}")
+                    raise invariant_error(
+                        graph, k, f"the forward pass reads the update, {j}"
+                    )
         if op.role is Role.UPDATE and not after[k] and k not in read_by_update:
-            raise failure(
+            raise invariant_error(
                 graph, k, "the update depends on nothing of the backward pass"
             )
 
@@ -308,14 +355,18 @@ def _check_classes(graph: OperatorGraph) -> None:
     for k, op in enumerate(graph.operators):
         first = op.class_index
         if not 0 <= first <= k:
-            raise failure(
+            raise invariant_error(
                 graph, k, f"its class is {first}, an operator before it is one"
             )
         same = graph.operators[first]
         if same.class_index != first:
-            raise failure(graph, k, f"its class {first} is of class {same.class_index}")
+            raise invariant_error(
+                graph, k, f"its class {first} is of class {same.class_index}"
+            )
         if first != k and _alike(graph, op) != _alike(graph, same):
-            raise failure(graph, k, f"it differs from operator {first} of its class")
+            raise invariant_error(
+                graph, k, f"it differs from operator {first} of its class"
+            )
 
 
 def _alike(graph: OperatorGraph, op: Operator) -> tuple[object, ...]:
@@ -334,24 +385,26 @@ def _check_inputs(graph: OperatorGraph) -> None:
     for k, given in enumerate(graph.inputs):
         op = graph.operators[k] if k < len(graph.operators) else None
         if op is None or op.kind != "input" or op.outputs != (given.value,):
-            raise failure(
+            raise invariant_error(
                 graph, k if op else None, f"it does not hand in '{given.path}'"
             )
         alone = given.role in (InputRole.BATCH, InputRole.FROZEN)
         known = alone or given.role is InputRole.OTHER
         if (alone and given.output >= 0) or (given.output < 0 and not known):
-            raise failure(graph, k, f"{given.role} is not the role of '{given.path}'")
+            raise invariant_error(
+                graph, k, f"{given.role} is not the role of '{given.path}'"
+            )
         if given.output == -1:
             continue
         if given.output in carried or not 0 <= given.output < len(graph.outputs):
-            raise failure(
+            raise invariant_error(
                 graph, k, f"output {given.output} cannot carry '{given.path}'"
             )
         carried.add(given.output)
         out = graph.outputs[given.output]
         before, now = _array(graph.values, given.value), _array(graph.values, out)
         if now is not None and before != now:
-            raise failure(
+            raise invariant_error(
                 graph, k, f"'{given.path}' is {before}, it comes back as {now}"
             )
 
@@ -362,6 +415,8 @@ def _check_outputs(graph: OperatorGraph) -> None:
     for k, op in enumerate(graph.operators):
         taken = (op.inputs, op.outputs)
         if (op.kind == "return") != (k >= first):
-            raise failure(graph, k, f"operators from {first} on return the outputs")
+            raise invariant_error(
+                graph, k, f"operators from {first} on return the outputs"
+            )
         if op.kind == "return" and taken != ((wanted[k - first],), ()):
-            raise failure(graph, k, f"it should return %{wanted[k - first]}")
+            raise invariant_error(graph, k, f"it should return %{wanted[k - first]}")

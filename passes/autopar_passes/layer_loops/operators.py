@@ -3,15 +3,77 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 
-from autopar_passes.layer_loops.paths import ranges
-from autopar_passes.program.building import renumber_equation
 from autopar_passes.program.equations import Equation, Program, Region
+from autopar_passes.program.flatten import renumber_equation
+
+
+def layer_ranges(sizes: Sequence[int]) -> list[tuple[int, int]]:
+    """The first layer of each piece, and the one behind its last.
+
+    >>> layer_ranges([2, 3])
+    [(0, 2), (2, 5)]
+    """
+    ends = list(itertools.accumulate(sizes))
+    return [(end - size, end) for end, size in zip(ends, sizes, strict=True)]
+
+
+def piece_paths(path: str, sizes: Sequence[int]) -> list[str]:
+    """The paths of the pieces of an array.
+
+    >>> piece_paths("params/kernel", [2, 3])
+    ['params/kernel@0:2', 'params/kernel@2:5']
+    """
+    return [f"{path}@{a}:{b}" for a, b in layer_ranges(sizes)]
+
+
+def piece_arguments(
+    count: int, sizes: Mapping[int, Sequence[int]]
+) -> dict[int, list[int]]:
+    """Flat argument -> the flat arguments that are its pieces.
+
+    Args:
+      count: how many arguments the step has as it is written.
+      sizes: flat argument -> how many layers each of its pieces has.
+    """
+    out: dict[int, list[int]] = {}
+    for k in sorted(sizes):
+        more = len(sizes[k]) - 1
+        out[k] = [k, *range(count, count + more)]
+        count += more
+    return out
+
+
+def one_each(sizes: Sequence[int], stages: Sequence[int], count: int) -> bool:
+    """Whether every stage has a piece of an array, equally large and in their order.
+
+    The array can then be split over them.
+
+    Args:
+      sizes: of the pieces.
+      stages: where they are.
+      count: how many stages there are.
+    """
+    return len(set(sizes)) == 1 and list(stages) == list(range(count))
+
+
+def whole_path(path: str) -> str:
+    """The path of the array that a piece is of; empty for an array that is none.
+
+    >>> whole_path("params/kernel@0:2")
+    'params/kernel'
+    >>> whole_path("params/kernel")
+    ''
+    """
+    whole, _, layers = path.rpartition("@")
+    return whole if layers.replace(":", "").isdecimal() else ""
+
 
 # Operators that treat each element by itself.
 POINTWISE = frozenset(
@@ -102,7 +164,9 @@ def resize_dim(
     if eqn.primitive == "slice":
         start, limit = params["start_indices"], params["limit_indices"]
         strides = params["strides"]
-        ends = [(max(start[dim], a), min(limit[dim], b)) for a, b in ranges(sizes)]
+        ends = [
+            (max(start[dim], a), min(limit[dim], b)) for a, b in layer_ranges(sizes)
+        ]
         if any(a >= b for a, b in ends) or (strides and strides[dim] != 1):
             return None
         return [
@@ -110,7 +174,7 @@ def resize_dim(
                 "start_indices": _with(start, dim, a - begin),
                 "limit_indices": _with(limit, dim, b - begin),
             }
-            for (a, b), (begin, _) in zip(ends, ranges(sizes), strict=True)
+            for (a, b), (begin, _) in zip(ends, layer_ranges(sizes), strict=True)
         ]
     if eqn.primitive == "pad":
         config = params["padding_config"]

@@ -13,20 +13,21 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from autopar_passes.microbatches.microbatched import (
+from autopar_passes.microbatches.facts import (
     Combine,
     Crossing,
     Microbatched,
     Rows,
+    join_microbatches,
+    take_microbatch,
 )
-from autopar_passes.microbatches.rows import part, together
-from autopar_passes.program.building import (
+from autopar_passes.program.equations import Atom, Equation, Program, Region
+from autopar_passes.program.flatten import (
     Builder,
     needed_equations,
     next_index,
     renumber_equation,
 )
-from autopar_passes.program.equations import Atom, Equation, Program, Region
 from autopar_passes.program.trace import TracedStep
 
 _ADDED = (Combine.SUM, Combine.MEAN)
@@ -151,7 +152,7 @@ class _Joiner:
         def whole(x: Any) -> Any:
             if crossing.combine is Combine.ROWS:
                 assert rows is not None
-                return together(x, rows)
+                return join_microbatches(x, rows)
             if crossing.combine is Combine.MEAN:
                 x = x * (1 / count)
             return x.astype(dtype)
@@ -216,7 +217,9 @@ class _Joiner:
     def take(self, rows: Rows, values: list[int], inner: int) -> None:
         """Takes the rows of a microbatch out of an array of the batch."""
         count = self.found.microbatches
-        last = self.builder.call(lambda x, n: part(x, rows, count, n), values)
+        last = self.builder.call(
+            lambda x, n: take_microbatch(x, rows, count, n), values
+        )
         assert isinstance(last, int)
         self.rename(last, inner)
 

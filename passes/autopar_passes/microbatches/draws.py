@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.random import threefry2x32_p
 
-from autopar_passes.microbatches.microbatched import Rows
+from autopar_passes.microbatches.facts import Rows
 from autopar_passes.program.equations import Equation
 
 _PRIMITIVES = frozenset({"random_bits", "random_split"})

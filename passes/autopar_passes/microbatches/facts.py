@@ -1,10 +1,31 @@
-"""Facts of a step that decide how it may be split into microbatches."""
+"""Facts of a step that decide how it may be split into microbatches.
+
+Compares the program of a microbatch with that of the whole batch.
+
+Both are traced from one step, so a value has the same number in both. They may differ
+in the sizes of dimensions, and in scalars that are made of such sizes.
+
+A step over several microbatches, as data.
+
+The step runs its forward and backward pass for each microbatch, and its update once.
+What goes from the first part to the second is a *crossing*.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import enum
+import math
 from collections.abc import Iterable, Mapping, Sequence
+from types import FunctionType
+from typing import Any
 
+import jax
+import numpy as np
+
+from autopar_errors import InputError
+from autopar_passes import jax_compat
 from autopar_passes.graph.operators import (
     GraphInput,
     Operator,
@@ -12,9 +33,304 @@ from autopar_passes.graph.operators import (
     producers,
 )
 from autopar_passes.graph.roles import InputRole, Role
-from autopar_passes.microbatches.pairs import Pair
-from autopar_passes.program.equations import Equation, walk
-from autopar_passes.sums.linear import ADDITIVE, UNARY
+from autopar_passes.program.equations import (
+    Atom,
+    Equation,
+    Program,
+    Region,
+    Scalar,
+    walk,
+)
+from autopar_passes.program.trace import TracedStep
+from autopar_passes.sums.stacked import ADDITIVE, UNARY
+
+
+class MicrobatchError(InputError):
+    """The step cannot be split into microbatches with its meaning kept."""
+
+
+class Combine(enum.Enum):
+    """How the values of all microbatches become the value of the whole batch."""
+
+    SUM = "added up"
+    MEAN = "averaged"
+    ROWS = "put together row by row"
+    SAME = "the same in each"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Rows:
+    """Where the rows of the batch are in an array.
+
+    Dimension ``dim`` is dealt out in groups of ``inner`` elements: with M microbatches,
+    microbatch m has the groups m, m + M, m + 2 M ... of them, in this order
+    (`autopar_passes.microbatches.facts`). So a batch that is split over devices stays
+    where it is.
+    """
+
+    dim: int
+    inner: int = 1
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Crossing:
+    """A value that each microbatch makes, and that is used after all of them.
+
+    Attributes:
+      value: of the microbatch's program.
+      combine: how the microbatches' values are put together.
+      rows: where its rows are, for `Combine.ROWS`.
+    """
+
+    value: int
+    combine: Combine
+    rows: Rows | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Microbatched:
+    """A step over several microbatches.
+
+    The program of one microbatch is complete: its constants are those of the whole
+    batch, so that what is a mean over the batch is a sum over the microbatches. What
+    runs once has the rows of the whole batch. Behind the step's own flat inputs it has
+    those of `number`, `given` and `gathered`.
+
+    Attributes:
+      microbatches: how many there are.
+      traced: the step on one microbatch.
+      once: indices of the top-level equations that run once, after all microbatches.
+      crossings: the values that the others hand to them, or to the caller.
+      batch: flat input -> where its rows are; other inputs are the same for all.
+      number: the flat input that takes the number of the microbatch, int32; None: it
+        draws no random numbers for rows.
+      ahead: from the step's flat inputs, with the whole batch, to the values of
+        `given`; None: there are none.
+      given: the flat inputs that take what depends on the whole batch, such as the
+        number of its tokens that count.
+      gathered: the flat inputs, last, that take rows of all microbatches together for
+        what runs once -> the crossings that they are put together of.
+      local: what is computed from each microbatch alone, for people.
+    """
+
+    microbatches: int
+    traced: TracedStep
+    once: frozenset[int]
+    crossings: tuple[Crossing, ...]
+    batch: dict[int, Rows]
+    number: int | None = None
+    ahead: Program | None = None
+    given: tuple[int, ...] = ()
+    gathered: Mapping[int, int] = dataclasses.field(default_factory=dict[int, int])
+    local: tuple[str, ...] = ()
+
+    @property
+    def own(self) -> int:
+        """The number of the step's own flat inputs, which come first."""
+        added = len(self.given) + len(self.gathered) + (self.number is not None)
+        return self.traced.program.num_arguments - added
+
+    @property
+    def accumulated_values(self) -> frozenset[int]:
+        """The values that are added up over the microbatches, or averaged."""
+        added = (Combine.SUM, Combine.MEAN)
+        return frozenset(c.value for c in self.crossings if c.combine in added)
+
+
+# Parameters of primitives that say sizes, or that follow from their operands.
+_SIZES = frozenset(
+    {
+        "shape", "new_sizes", "sizes", "slice_sizes", "limit_indices", "start_indices",
+        "sharding", "out_sharding", "jaxpr", "cond_jaxpr", "body_jaxpr", "branches",
+        "operand_shape", "updates_shape", "padding_config", "length", "result_avals",
+    }
+)  # fmt: skip
+# Those of kernels, which are traced for a microbatch
+# (`autopar_passes.microbatches.kernels`).
+_KERNEL_SIZES = {
+    "pallas_call": frozenset({"out_avals", "grid_mapping", "cost_estimate", "jaxpr"}),
+    "custom_partitioning": frozenset({"call"}),
+}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Pair:
+    """The program of a whole batch and of one microbatch.
+
+    Attributes:
+      whole: of the whole batch.
+      micro: of one microbatch.
+      count: number of microbatches.
+      dims: of each value, the dimension with the rows of the batch; -1: none; less:
+        a microbatch has no part of it.
+      sources: the equations of the whole batch, also those of regions, by index.
+      made_by: the equation of a microbatch that makes each value.
+    """
+
+    whole: Program
+    micro: Program
+    count: int
+    dims: tuple[int, ...]
+    sources: dict[int, Equation]
+    made_by: dict[int, Equation]
+
+    def has_rows(self, value: int) -> bool:
+        """Whether a value has a dimension with the rows of the batch."""
+        return self.dims[value] >= 0
+
+    def rows_of(self, value: int) -> int:
+        """How many rows a value has in the whole batch."""
+        return self.whole.values[value].shape[self.dims[value]]
+
+
+def pair_programs(whole: Program, micro: Program, count: int) -> Pair:
+    """Compares two programs.
+
+    Raises:
+      MicrobatchError: they differ in more than the number of rows.
+    """
+    _compare(whole.body, micro.body)
+    if len(whole.values) != len(micro.values):
+        raise _depends("it has other arrays for as few as a microbatch has")
+    dims = tuple(
+        _dim(a.shape, b.shape, count)
+        for a, b in zip(whole.values, micro.values, strict=True)
+    )
+    made_by = {v: e for e in walk(micro.body) for v in e.outputs}
+    return Pair(whole, micro, count, dims, whole.by_index(), made_by)
+
+
+# What `_dim` gives for shapes that no single dimension of rows tells apart.
+_SEVERAL, _OTHER = -2, -3
+
+
+def _dim(whole: tuple[int, ...], micro: tuple[int, ...], count: int) -> int:
+    if len(whole) != len(micro):
+        return _OTHER
+    differ = [d for d, (a, b) in enumerate(zip(whole, micro, strict=True)) if a != b]
+    if any(whole[d] != count * micro[d] for d in differ):
+        return _OTHER
+    return _SEVERAL if len(differ) > 1 else differ[0] if differ else -1
+
+
+def check_dims(pair: Pair, eqn: Equation) -> None:
+    """Checks that a microbatch has a part of each result of an equation.
+
+    Raises:
+      MicrobatchError: it has not.
+    """
+    for value in eqn.outputs:
+        if pair.dims[value] < -1:
+            raise MicrobatchError(_wrong_dims(pair, eqn, value))
+
+
+def _wrong_dims(pair: Pair, eqn: Equation, value: int) -> str:
+    shape = "x".join(map(str, pair.whole.values[value].shape))
+    if pair.dims[value] == _SEVERAL:
+        why = (
+            f"makes an array of {shape} with two dimensions of the batch: it compares "
+            "each row with the others, as a contrastive loss does"
+        )
+    else:
+        small = "x".join(map(str, pair.micro.values[value].shape))
+        why = (
+            f"makes an array of {shape} for the whole batch and of {small} for a "
+            "microbatch, which is no part of it"
+        )
+    return f"{place_of(eqn)} {why}."
+
+
+def place_of(eqn: Equation) -> str:
+    """Where an equation stands, for people: ``'reduce_max' (train.py:12)``."""
+    source = jax_compat.source_line(eqn.source)
+    return f"'{eqn.primitive}'" + (f" ({source})" if source else "")
+
+
+def _depends(why: str) -> MicrobatchError:
+    return MicrobatchError(f"the program depends on the number of rows: {why}.")
+
+
+def _compare(whole: Region, micro: Region) -> None:
+    if whole.inputs != micro.inputs:
+        raise _depends("it has other arrays for as few as a microbatch has")
+    for a, b in zip(whole.equations, micro.equations, strict=False):
+        same = a.primitive == b.primitive and _alike(a.inputs, b.inputs)
+        if not same or a.outputs != b.outputs:
+            raise _depends(_difference(a, b))
+        sizes = _KERNEL_SIZES.get(a.primitive, _SIZES)
+        for key, value in a.params.items():
+            if key not in sizes and not _equal(value, b.params.get(key)):
+                raise _depends(f"{place_of(a)} has another '{key}'")
+        for inner in zip(a.regions, b.regions, strict=True):
+            _compare(*inner)
+    more = len(whole.equations) != len(micro.equations)
+    if more or not _alike(whole.outputs, micro.outputs):
+        raise _depends("it has other operators for as few as a microbatch has")
+
+
+def _alike(a: tuple[Atom, ...], b: tuple[Atom, ...]) -> bool:
+    """Whether atoms are the same values, or scalars of any value."""
+    if len(a) != len(b):
+        return False
+    pairs = zip(a, b, strict=True)
+    return all(
+        x == y if isinstance(x, int) else isinstance(y, Scalar) for x, y in pairs
+    )
+
+
+def _difference(whole: Equation, micro: Equation) -> str:
+    """Says where programs go apart."""
+    of = " of jax.random" if jax_compat.is_of_random(whole.source) else ""
+    if whole.primitive == micro.primitive:
+        return f"{place_of(whole)}{of} has other operands in a microbatch"
+    return f"it runs {place_of(whole)}{of}, and {place_of(micro)} in a microbatch"
+
+
+_Functions = tuple[FunctionType, FunctionType]
+
+
+def _equal(a: Any, b: Any, within: tuple[_Functions, ...] = ()) -> bool:
+    if a is b:
+        return True
+    if isinstance(a, FunctionType) and isinstance(b, FunctionType):
+        return (a, b) in within or _same_function(a, b, (*within, (a, b)))
+    if dataclasses.is_dataclass(a) and type(a) is type(b):
+        held = ((getattr(x, f.name) for f in dataclasses.fields(a)) for x in (a, b))
+        return all(_equal(x, y, within) for x, y in zip(*held, strict=True))
+    if getattr(a, "shape", None) != getattr(b, "shape", None):
+        return False  # arrays of other shapes may be equal after broadcasting
+    try:
+        return bool(np.all(a == b))
+    except (TypeError, ValueError):
+        return False
+
+
+def _same_function(
+    a: FunctionType, b: FunctionType, within: tuple[_Functions, ...]
+) -> bool:
+    """Whether functions are of one code and hold equal values.
+
+    Each trace makes the functions of `jax.debug.callback` anew. A function may hold
+    itself: those of ``within`` are being compared already.
+    """
+    if a.__code__ is not b.__code__:
+        return False
+    one, other = _held_objects(a), _held_objects(b)
+    return one.keys() == other.keys() and all(
+        _equal(value, other[name], within) for name, value in one.items()
+    )
+
+
+def _held_objects(function: FunctionType) -> dict[str | int, Any]:
+    """What a function holds: its defaults, by place and name, and its closure."""
+    out: dict[str | int, Any] = dict(enumerate(function.__defaults__ or ()))
+    out.update(function.__kwdefaults__ or {})
+    names = function.__code__.co_freevars
+    for name, cell in zip(names, function.__closure__ or (), strict=True):
+        with contextlib.suppress(ValueError):  # the cell is empty
+            out[name] = cell.cell_contents
+    return out
+
 
 # They draw random numbers, or make keys for that.
 RANDOM = frozenset(
@@ -242,3 +558,144 @@ def _normalising(pair: Pair, graph: OperatorGraph) -> set[int]:
                 arrays = (v for v in op.inputs if v is not None)
                 found.update(v for v in arrays if not pair.has_rows(v))
     return found
+
+
+def take_microbatch(array: Any, rows: Rows, count: int, number: Any) -> Any:
+    """Takes the rows of one microbatch out of an array: ``(..., n / count, ...)``.
+
+    Args:
+      array: the array of the whole batch.
+      rows: where its rows are.
+      count: number of microbatches.
+      number: of the microbatch, int32.
+    """
+    shape, dim = array.shape, rows.dim
+    groups = shape[dim] // (rows.inner * count)
+    apart = (*shape[:dim], groups, count, rows.inner, *shape[dim + 1 :])
+    sizes = (*apart[: dim + 1], 1, *apart[dim + 2 :])
+    zero = np.int32(0)
+    starts = [number if d == dim + 1 else zero for d in range(len(apart))]
+    taken = jax.lax.dynamic_slice(
+        jax.lax.reshape(array, apart), starts, sizes, allow_negative_indices=False
+    )
+    each = (*shape[:dim], groups * rows.inner, *shape[dim + 1 :])
+    return jax.lax.reshape(taken, each)
+
+
+def join_microbatches(array: Any, rows: Rows) -> Any:
+    """Puts parts as of `part` together: ``(count, ..., n / count, ...)``.
+
+    Args:
+      array: the arrays of all microbatches, one behind the other.
+      rows: where the rows are in one of them.
+    """
+    count, *shape = array.shape
+    dim = rows.dim
+    groups = shape[dim] // rows.inner
+    apart = (count, *shape[:dim], groups, rows.inner, *shape[dim + 1 :])
+    order = (*range(1, dim + 2), 0, *range(dim + 2, len(apart)))
+    joined = jax.lax.transpose(jax.lax.reshape(array, apart), order)
+    whole = (*shape[:dim], count * shape[dim], *shape[dim + 1 :])
+    return jax.lax.reshape(joined, whole)
+
+
+def regroup_rows(
+    before: tuple[int, ...], rows: Rows, after: tuple[int, ...], dim: int
+) -> int | None:
+    """The `Rows.inner` of a reshaped array; None: its groups do not stay together.
+
+    Args:
+      before: the shape.
+      rows: where the rows are in it.
+      after: the shape that it gets.
+      dim: the dimension of that shape with the rows.
+    """
+    together = rows.inner * math.prod(before[rows.dim + 1 :])
+    behind = math.prod(after[dim + 1 :])
+    if together % behind or after[dim] % (together // behind):
+        return None
+    return together // behind
+
+
+class Kind(enum.Enum):
+    """How a value of the whole batch follows from those of its microbatches."""
+
+    SAME = "equal in all of them"
+    LOCAL = "computed from each microbatch alone"
+    ROWS = "their rows, put together"
+    SUM = "their sum"
+    POSITION = "the numbers of their rows"
+    WHOLE = "none: it is computed from the whole batch"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Split:
+    """The class of a value.
+
+    Attributes:
+      kind: how the whole value follows.
+      inner: of `Kind.ROWS`, the elements that stay together (`Rows.inner`); 0: any,
+        because all rows are equal.
+      columns: of `Kind.POSITION`, which elements of the last dimension are positions;
+        empty: all.
+    """
+
+    kind: Kind
+    inner: int = 0
+    columns: frozenset[int] = frozenset()
+
+
+SAME, LOCAL, SUM = Split(Kind.SAME), Split(Kind.LOCAL), Split(Kind.SUM)
+ANY_ROWS, POSITION = Split(Kind.ROWS), Split(Kind.POSITION)
+WHOLE = Split(Kind.WHOLE)
+
+
+def join_splits(a: Split, b: Split) -> Split | None:
+    """The class of a value that is of one class or the other; None: there is none."""
+    kinds = {a.kind, b.kind}
+    if a == b:
+        return a
+    if kinds == {Kind.ROWS} and 0 in (a.inner, b.inner):
+        return a if a.inner else b
+    if kinds == {Kind.SAME, Kind.LOCAL}:
+        return LOCAL
+    if Kind.SUM in kinds and kinds <= {Kind.SUM, Kind.SAME, Kind.LOCAL}:
+        return SUM
+    return None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Edits:
+    """What is changed in the program of a microbatch, by equation and operand.
+
+    Attributes:
+      scaled: operands that are multiplied by a number.
+      first: operands that count in the first microbatch only; they are zero in others.
+      ahead: operands that are read from the whole batch.
+      folded: random keys that are made different in each microbatch.
+      drawn: equations that draw for the rows of a microbatch what they draw for these
+        rows in the whole batch -> `Rows.inner` of those.
+      kept: equations whose scalars stay those of a microbatch.
+      counted: the numbers of rows, which what runs once reads of the whole batch.
+      replaced: values that are computed from the whole batch wherever they are read;
+        a microbatch reads its rows of them.
+    """
+
+    scaled: dict[tuple[int, int], float] = dataclasses.field(default_factory=dict)
+    first: set[tuple[int, int]] = dataclasses.field(default_factory=set)
+    ahead: dict[tuple[int, int], int] = dataclasses.field(default_factory=dict)
+    folded: set[tuple[int, int]] = dataclasses.field(default_factory=set)
+    drawn: dict[int, int] = dataclasses.field(default_factory=dict)
+    kept: set[int] = dataclasses.field(default_factory=set)
+    counted: set[int] = dataclasses.field(default_factory=set)
+    replaced: set[int] = dataclasses.field(default_factory=set)
+
+    def forget(self, equation: int) -> None:
+        """Takes the edits of an equation back, before it is looked at again."""
+        for table in (self.scaled, self.ahead):
+            for key in [k for k in table if k[0] == equation]:
+                del table[key]
+        for found in (self.first, self.folded):
+            found.difference_update({k for k in found if k[0] == equation})
+        self.drawn.pop(equation, None)
+        self.kept.discard(equation)

@@ -12,20 +12,24 @@ import numpy as np
 
 from autopar_passes import jax_compat
 from autopar_passes.graph.operators import OperatorGraph, update_equations
-from autopar_passes.microbatches.classes import SAME, Edits, Kind
 from autopar_passes.microbatches.draws import draw_rows
-from autopar_passes.microbatches.facts import Facts, facts
-from autopar_passes.microbatches.follow import Follower
-from autopar_passes.microbatches.microbatched import (
+from autopar_passes.microbatches.facts import (
+    SAME,
     Combine,
     Crossing,
+    Edits,
+    Facts,
+    Kind,
     Microbatched,
     MicrobatchError,
+    Pair,
     Rows,
+    facts,
+    pair_programs,
+    place_of,
 )
+from autopar_passes.microbatches.follow import Follower
 from autopar_passes.microbatches.operators import Grouped, is_float
-from autopar_passes.microbatches.pairs import Pair, pair_programs, place
-from autopar_passes.program.building import Builder, needed_equations, next_index
 from autopar_passes.program.equations import (
     Atom,
     Equation,
@@ -34,6 +38,7 @@ from autopar_passes.program.equations import (
     Scalar,
     walk,
 )
+from autopar_passes.program.flatten import Builder, needed_equations, next_index
 from autopar_passes.program.trace import TracedStep
 
 # Writes the program of a microbatch with what was found out about it.
@@ -226,7 +231,7 @@ class _WriterOfRows:
         elif eqn.primitive == "while":
             if taken[0]:
                 raise MicrobatchError(
-                    f"{place(eqn)} tests what is drawn or mixed for each microbatch."
+                    f"{place_of(eqn)} tests what is drawn or mixed for each microbatch."
                 )
             at, handing = params["cond_nconsts"], [1]
             params["body_nconsts"] += len(values)
@@ -518,7 +523,7 @@ def _crossings(pair: Pair, follower: Follower) -> tuple[Crossing, ...]:
         dtype = pair.micro.values[value].dtype
         if combine is None or (combine is Combine.MEAN and not is_float(dtype)):
             raise MicrobatchError(
-                f"{place(maker)} makes a result of each microbatch that is no "
+                f"{place_of(maker)} makes a result of each microbatch that is no "
                 "part of one of the whole batch."
             )
         rows = Rows(pair.dims[value], max(1, split.inner))

@@ -23,25 +23,29 @@ from typing import NoReturn
 from autopar_passes import jax_compat
 from autopar_passes.graph.roles import REPEATED, Role, module_path
 from autopar_passes.microbatches import kernels, operators
-from autopar_passes.microbatches.classes import (
+from autopar_passes.microbatches.draws import can_draw
+from autopar_passes.microbatches.facts import (
     ANY_ROWS,
     LOCAL,
     POSITION,
+    RANDOM,
     SAME,
     SUM,
     WHOLE,
     Edits,
+    Facts,
     Kind,
+    MicrobatchError,
+    Pair,
     Split,
-    join,
+    check_dims,
+    join_splits,
+    loop_of_updates,
+    place_of,
 )
-from autopar_passes.microbatches.draws import can_draw
-from autopar_passes.microbatches.facts import RANDOM, Facts, loop_of_updates
-from autopar_passes.microbatches.indexing import picked_by_order, taken_from_others
-from autopar_passes.microbatches.microbatched import MicrobatchError
-from autopar_passes.microbatches.pairs import Pair, check_dims, place
+from autopar_passes.microbatches.operators import picked_by_order, taken_from_others
 from autopar_passes.program.equations import Atom, Equation, Region, Scalar, walk
-from autopar_passes.sums.linear import ADDITIONS
+from autopar_passes.sums.stacked import ADDITIONS
 
 # Loops that go through the rows of a batch: each turn takes a row of its own.
 
@@ -180,7 +184,7 @@ class Known:
             self.edits.first.add((eqn.index, slot))
         else:
             raise MicrobatchError(
-                f"{place(eqn)} adds what no microbatch has a part of."
+                f"{place_of(eqn)} adds what no microbatch has a part of."
             )
 
     def numbers(self, eqn: Equation, slot: int) -> Split:
@@ -192,7 +196,7 @@ class Known:
             return self.of_whole(value)
         origin = self.outer.get(value)
         if origin is None or self.source(origin) not in self.facts.given:
-            raise MicrobatchError(f"{place(eqn)} uses the numbers of the rows.")
+            raise MicrobatchError(f"{place_of(eqn)} uses the numbers of the rows.")
         self.force(origin, self.of_whole(self.source(origin)))
 
     def force(self, origin: tuple[Equation, int], split: Split) -> NoReturn:
@@ -255,7 +259,7 @@ class Follower:
             if loop is None:
                 raise
             raise MicrobatchError(
-                f"{place(loop)} goes through the batch in each of its turns, and a "
+                f"{place_of(loop)} goes through the batch in each of its turns, and a "
                 "turn needs the whole gradients of the turn before: the batch would "
                 "be gone through more than once."
             ) from None
@@ -271,7 +275,7 @@ class Follower:
             late = not after.isdisjoint(a for a in eqn.inputs if isinstance(a, int))
             if late and role is Role.BACKWARD:
                 raise MicrobatchError(
-                    f"{place(eqn)} of the backward pass needs what the update has "
+                    f"{place_of(eqn)} of the backward pass needs what the update has "
                     "made: the batch would be gone through more than once."
                 )
             if not late and (role is not Role.UPDATE or self._reads_rows(eqn)):
@@ -359,7 +363,7 @@ class Follower:
             check_dims(self.pair, eqn)
             if WHOLE in map(self.known.of, eqn.inputs):
                 raise MicrobatchError(
-                    f"{place(eqn)} reads what only the whole batch has."
+                    f"{place_of(eqn)} reads what only the whole batch has."
                 )
         except MicrobatchError:
             assert self._top is not None
@@ -374,8 +378,9 @@ class Follower:
         kinds = {c.kind for c in given}
         if eqn.source.effects and Kind.SUM in kinds:
             raise MicrobatchError(
-                f"{place(eqn)} would tell the host a part of a sum over rows, once for "
-                "each microbatch. Call it outside of the loop, or give microbatches=1."
+                f"{place_of(eqn)} would tell the host a part of a sum over rows, once "
+                "for each microbatch. Call it outside of the loop, or give "
+                "microbatches=1."
             )
         if not eqn.outputs:
             return []
@@ -423,13 +428,13 @@ class Follower:
         """Gives each microbatch a key of its own."""
         self.known.edits.folded.add((eqn.index, slot))
         where = module_path(eqn.name_stack) or jax_compat.source_line(eqn.source)
-        self.local.setdefault(f"random numbers of {where or place(eqn)}")
+        self.local.setdefault(f"random numbers of {where or place_of(eqn)}")
 
     def _check_drawn(self, eqn: Equation) -> None:
         """Has numbers drawn ahead, all at once, where a sampler can."""
         assert self._top is not None
         if self.facts.given.issuperset(self._top.outputs):
-            raise MicrobatchError(f"{place(eqn)} draws for all rows at once.")
+            raise MicrobatchError(f"{place_of(eqn)} draws for all rows at once.")
 
     def _rows(self, eqn: Equation, given: list[Split]) -> list[Split]:
         op = self.facts.operators[eqn.index]
@@ -509,7 +514,7 @@ class Follower:
             raise _Late
         if eqn.primitive == "scan":
             raise MicrobatchError(
-                f"{place(eqn)} {why}: a row needs those before it, and a microbatch "
+                f"{place_of(eqn)} {why}: a row needs those before it, and a microbatch "
                 "does not have them. No option helps: plan with microbatches=1."
             )
         op = self.facts.operators[eqn.index]
@@ -522,12 +527,14 @@ class Follower:
         if not known and (others is not None or not self.couple):
             if value in self.facts.updated and op.role is not Role.BACKWARD:
                 raise MicrobatchError(
-                    f"{place(eqn)} needs whole gradients, and a backward pass reads "
+                    f"{place_of(eqn)} needs whole gradients, and a backward pass reads "
                     "what it makes: the batch would be gone through more than once."
                 )
             raise kernels.CoupledError(eqn, why, op.module, others)
         if op.role is Role.FORWARD or op.module not in self._modules:
-            what = "batch statistics" if value in self.facts.statistics else place(eqn)
+            what = (
+                "batch statistics" if value in self.facts.statistics else place_of(eqn)
+            )
             where = op.module or op.source
             self.local.setdefault(f"{what} of {where}" if where else what)
         self._modules.add(op.module)
@@ -591,14 +598,16 @@ class Follower:
                 if self.known.operand(eqn, start + k).kind is not Kind.SUM:
                     self.known.as_part(eqn, start + k)
                 if out[first + k].kind is not Kind.SUM:
-                    raise MicrobatchError(f"{place(eqn)} carries a sum in some turns.")
+                    raise MicrobatchError(
+                        f"{place_of(eqn)} carries a sum in some turns."
+                    )
         return out[:first] + now + out[first + len(now) :]
 
     def _join(self, eqn: Equation, a: Split, b: Split) -> Split:
-        found = join(a, b)
+        found = join_splits(a, b)
         if found is None:
             raise MicrobatchError(
-                f"{place(eqn)} makes rows in one case, and none in another."
+                f"{place_of(eqn)} makes rows in one case, and none in another."
             )
         return found
 

@@ -17,10 +17,18 @@ import numpy as np
 from autopar_passes import jax_compat
 from autopar_passes.graph.build import build_graph
 from autopar_passes.graph.operators import Operator
-from autopar_passes.microbatches.classes import SAME, Edits, Kind, Split, join
-from autopar_passes.microbatches.facts import Facts
-from autopar_passes.microbatches.microbatched import MicrobatchError
-from autopar_passes.microbatches.pairs import Pair, pair_programs, place
+from autopar_passes.microbatches.facts import (
+    SAME,
+    Edits,
+    Facts,
+    Kind,
+    MicrobatchError,
+    Pair,
+    Split,
+    join_splits,
+    pair_programs,
+    place_of,
+)
 from autopar_passes.program.equations import (
     Atom,
     Equation,
@@ -54,10 +62,10 @@ class CoupledError(MicrobatchError):
         self, eqn: Equation, why: str, module: str, others: Equation | None
     ) -> None:
         """Says it, with the option that helps, or what takes rows of other parts."""
-        self.why = f"{place(eqn)} {why}"
+        self.why = f"{place_of(eqn)} {why}"
         if others is not None:
             super().__init__(
-                f"{place(others)} takes rows by numbers of the whole batch. A "
+                f"{place_of(others)} takes rows by numbers of the whole batch. A "
                 "microbatch does not have all of them, and no option helps: plan with "
                 "microbatches=1."
             )
@@ -152,7 +160,7 @@ def _classes(
         found, edits = follow(own, facts, [*given, *held])
         _check_kept(own, edits)
         left = [*found[len(found) - micro.state :], *held[micro.state :]]
-        after = [join(a, b) for a, b in zip(held, left, strict=True)]
+        after = [join_splits(a, b) for a, b in zip(held, left, strict=True)]
         if after == held:
             return found[micro.results]
         if None in after:
@@ -254,7 +262,9 @@ def _of_shards(pair: Pair, eqn: Equation, inner: int) -> _Body:
         if told.params.get("axis_index_groups") or not (
             sums or told.primitive in _SAME_IN_SHARDS
         ):
-            raise MicrobatchError(f"{place(told)} is about the shards of all devices")
+            raise MicrobatchError(
+                f"{place_of(told)} is about the shards of all devices"
+            )
         for value, atom in zip(told.outputs, told.inputs, strict=True):
             same[value] = same.get(atom, atom) if isinstance(atom, int) else atom
             if sums and not rows.isdisjoint(axes) and isinstance(atom, int):
@@ -309,7 +319,7 @@ def _check_kept(pair: Pair, edits: Edits) -> None:
         raise MicrobatchError("a microbatch has no part of what the whole batch has")
     for a, b in zip(walk(pair.whole.body), walk(pair.micro.body), strict=True):
         if b.index not in edits.kept and not _alike(a.inputs, b.inputs):
-            raise MicrobatchError(f"{place(b)} reads the number of rows")
+            raise MicrobatchError(f"{place_of(b)} reads the number of rows")
     constants = zip(pair.whole.constants, pair.micro.constants, strict=True)
     if not all(np.array_equal(a, b) for a, b in constants):
         raise MicrobatchError("a constant depends on the number of rows")

@@ -18,17 +18,19 @@ import jax
 
 from autopar_passes import jax_compat
 from autopar_passes.jax_meshes import UserMesh, user_mesh
-from autopar_passes.program.nnx_objects import (
+from autopar_passes.program.static_leaves import (
+    Fixed,
     ObjectKey,
+    Static,
     holds_objects,
     module_scopes,
     name_modules,
     objects_alone,
+    part,
     put_back,
     taken_out,
     unname_modules,
 )
-from autopar_passes.program.static_leaves import Fixed, Static, part
 
 _POSITIONAL = (
     inspect.Parameter.POSITIONAL_ONLY,

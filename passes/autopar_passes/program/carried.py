@@ -18,8 +18,7 @@ from typing import Any
 import jax
 
 from autopar_passes.program.calls import CallForm, ResultForm
-from autopar_passes.program.nnx_objects import is_object_state
-from autopar_passes.program.static_leaves import Fixed
+from autopar_passes.program.static_leaves import Fixed, is_object_state
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -35,9 +35,8 @@ from autopar_passes.program.carried import CarriedPairs, find_carried
 from autopar_passes.program.equal_leaves import stacked_leaves
 from autopar_passes.program.equations import Program
 from autopar_passes.program.flatten import flatten
-from autopar_passes.program.nnx_objects import updating
 from autopar_passes.program.one_replica import with_one_replica
-from autopar_passes.program.static_leaves import struct_of
+from autopar_passes.program.static_leaves import struct_of, updating
 
 # JAX's errors that say what a step does wrong.
 _ERRORS = (

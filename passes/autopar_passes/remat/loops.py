@@ -17,12 +17,14 @@ from collections.abc import Collection, Mapping, Sequence
 
 from autopar_passes import jax_compat
 from autopar_passes.layer_loops.split import Splitter
-from autopar_passes.program.building import next_index, renumber_equation
 from autopar_passes.program.equations import Atom, Equation, Program, Region
-from autopar_passes.program.flatten import barrier_equation
-from autopar_passes.remat.copies import Numbers, needed_equations
+from autopar_passes.program.flatten import (
+    barrier_equation,
+    next_index,
+    renumber_equation,
+)
+from autopar_passes.remat.copies import NEVER, Numbers, needed_equations
 from autopar_passes.remat.levels import RematError, keeps, names_of
-from autopar_passes.remat.owners import NEVER
 from autopar_passes.stages.flow import SMALL, reads
 
 

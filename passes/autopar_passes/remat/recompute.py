@@ -17,10 +17,13 @@ from collections.abc import Collection, Sequence
 
 from autopar_passes.graph.operators import OperatorGraph, update_equations
 from autopar_passes.graph.roles import Role
-from autopar_passes.program.building import next_index, renumber_equation
 from autopar_passes.program.equations import Equation, Program, Region
-from autopar_passes.program.flatten import barrier_equation
-from autopar_passes.remat.copies import Numbers, needed_equations
+from autopar_passes.program.flatten import (
+    barrier_equation,
+    next_index,
+    renumber_equation,
+)
+from autopar_passes.remat.copies import Numbers, crossing, needed_equations, owners
 from autopar_passes.remat.levels import (
     FULL,
     RematError,
@@ -29,7 +32,6 @@ from autopar_passes.remat.levels import (
     names_of,
 )
 from autopar_passes.remat.loops import iterations, recomputed_in_loops
-from autopar_passes.remat.owners import crossing, owners
 from autopar_passes.stages.flow import Flow, reads
 
 

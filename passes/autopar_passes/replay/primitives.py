@@ -15,7 +15,7 @@ from autopar_passes.layouts import Layout, automatic_axes, partition_spec
 from autopar_passes.program.equations import Equation
 from autopar_passes.program.flatten import INLINED, call_body
 from autopar_passes.replay.values import Values
-from autopar_passes.rules import convolution, manual, pallas_grid
+from autopar_passes.rules import manual, pallas_grid, shardy
 from autopar_passes.rules.factor_rule import FactorRule
 from autopar_passes.sums import stacked
 from autopar_passes.sums.finish import BY_SHARDS, Sum, behind, run_and_sum
@@ -341,7 +341,7 @@ def _bind(values: Values, eqn: Equation, op: Operator, args: list[Any]) -> list[
         return out
     if op.kernel is not None:
         return _kernel(values, eqn, op, args)
-    if eqn.primitive != convolution.PRIMITIVE or not convolution.is_grouped(eqn.params):
+    if eqn.primitive != shardy.PRIMITIVE or not shardy.is_grouped(eqn.params):
         return jax_compat.bind(eqn.source, *args)
     left, right = (values.plan.operand(op, slot) for slot in range(2))
     result = values.plan.results(op, 0)

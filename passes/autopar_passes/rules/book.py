@@ -16,15 +16,18 @@ import jax
 
 from autopar_passes import jax_effects
 from autopar_passes.program.equations import Equation, Program, Scalar, Value
-from autopar_passes.rules.factor_rule import FactorRule, replicated_rule
-from autopar_passes.rules.kernel import KernelWork
+from autopar_passes.rules.factor_rule import (
+    FactorRule,
+    KernelWork,
+    registered_rule,
+    replicated_rule,
+)
 from autopar_passes.rules.kernels import (
     is_kernel,
     kernel_name,
     kernel_rule,
     kernel_work,
 )
-from autopar_passes.rules.registry import registered_rule
 from autopar_passes.rules.shardy import LoweredEquation, read_rules
 
 # Platforms that an equation is lowered for, in this order, whatever the host has.

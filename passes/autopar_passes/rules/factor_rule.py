@@ -10,7 +10,8 @@ from __future__ import annotations
 import dataclasses
 import enum
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 
 class FactorKind(enum.Enum):
@@ -130,3 +131,98 @@ def elementwise_rule(
         tuple(dims if s == shape else ((),) * len(s) for s in operands),
         tuple(dims for _ in results),
     )
+
+
+# Part of the matrix peak that kernels of fused attention reach. FlashAttention-3 and
+# cuDNN 9 reach 0.6 to 0.75 of an H100's bfloat16 peak at sequences of 2,048 and more
+# (arXiv 2407.08608, figures 5 and 6; their backward passes 0.5 to 0.6).
+CUDNN_EFFICIENCY = 0.6
+# FlashAttention-2, whose algorithm the Pallas kernels follow, reaches 0.5 to 0.73 of
+# an A100's peak (arXiv 2307.08691, section 4.1).
+PALLAS_EFFICIENCY = 0.5
+
+# Devices that can run a kernel, in the words of `jax.Device.platform`.
+GPU, TPU = "gpu", "tpu"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class KernelWork:
+    """The work of one kernel on whole arrays.
+
+    A kernel reads its operands and writes its results once; what it holds in between
+    stays on the chip.
+
+    Attributes:
+      name: what people call it.
+      flops: floating-point operations, each time it runs.
+      matrix: whether the matrix units do them.
+      dtype: NumPy or ml_dtypes name of what they work on.
+      efficiency: part of the peak rate that it reaches, 0 to 1.
+      platforms: kinds of devices that can run it; empty: any.
+      assumed: what the FLOPs assume; empty: nothing.
+      own_model_flops: FLOPs of the model's own products, where they are other than what
+        it runs: attention without its mask, and without what it computes again.
+      causal_flops: the part of these that is attention with a causal mask.
+    """
+
+    name: str
+    flops: float
+    matrix: bool
+    dtype: str
+    efficiency: float
+    platforms: tuple[str, ...] = ()
+    assumed: str = ""
+    own_model_flops: float | None = None
+    causal_flops: float = 0.0
+
+    @property
+    def model_flops(self) -> float:
+        """FLOPs of the model's own products."""
+        if self.own_model_flops is not None:
+            return self.own_model_flops
+        return self.flops if self.matrix else 0.0
+
+
+RuleFunction = Callable[[Sequence[Any], Sequence[Any], dict[str, Any]], FactorRule]
+_REGISTRY: dict[str, RuleFunction] = {}
+
+
+def register_rule(primitive: str) -> Callable[[RuleFunction], RuleFunction]:
+    """Registers the sharding rule of a primitive, such as a custom call.
+
+    The decorated function takes the abstract operands, the abstract results
+    (each with ``shape`` and ``dtype``) and the parameters of the equation, and
+    returns a `FactorRule`. It wins over the compiler's own rule.
+
+    >>> @register_rule("my_custom_call")
+    ... def _(operands, results, params):
+    ...     return elementwise_rule(
+    ...         [o.shape for o in operands], [r.shape for r in results])
+    """
+
+    def add(function: RuleFunction) -> RuleFunction:
+        _REGISTRY[primitive] = function
+        return function
+
+    return add
+
+
+def registered_rule(
+    primitive: str,
+    operands: Sequence[Any],
+    results: Sequence[Any],
+    params: dict[str, Any],
+) -> FactorRule | None:
+    """Returns the user's rule for an equation, or None if none is registered."""
+    function = _REGISTRY.get(primitive)
+    return None if function is None else function(operands, results, params)
+
+
+@register_rule("optimization_barrier")
+def _barrier(
+    operands: Sequence[Any], results: Sequence[Any], params: dict[str, Any]
+) -> FactorRule:
+    """Each result is its operand: the barrier is an identity of many values."""
+    del results, params
+    rule = separate_rule([o.shape for o in operands], [], FactorKind.PASS)
+    return dataclasses.replace(rule, results=rule.operands)

@@ -2,27 +2,337 @@
 
 Such an equation is opaque to the compiler: no rule can be read from its lowering, which
 a host without the device may not even have. cuDNN's attention has the rule of
-`autopar_passes.rules.cudnn`; a Pallas kernel has the one that its grid proves, or the
+`autopar_passes.rules.kernels`; a Pallas kernel has the one that its grid proves, or the
 one that is registered under its name. A `jax.shard_map` of the step's own is opaque in
 the same way; its specs are its rule.
+
+The model FLOPs of attention kernels written in Pallas, told by their structure.
+
+A kernel of attention takes queries, keys and values first, and computes an exponential
+between products. What it runs depends on its blocks, on what it leaves out by its mask
+and on what it computes again; the model's own products do not. For each query ``s``
+and key ``t`` that may meet, of ``d`` elements, and values of ``e``::
+
+    forward                 scores 2 d, output 2 e
+    gradient of queries     2 d
+    gradients of the rest   keys 2 d, probabilities 2 e, values 2 e
+
+so the backward pass has twice the FLOPs of the forward pass, as automatic
+differentiation of the written-out products has (Chowdhery et al., "PaLM", 2022,
+appendix B, whose model FLOPs utilisation leaves out what is computed again).
+
+cuDNN's fused attention: rules and work of its forward and backward calls.
+
+The operands are those of `jax.nn.dot_product_attention(implementation="cudnn")`:
+query ``(batch, q_seq, heads, head_dim)``, key and value with ``kv_seq`` and
+``kv_heads``, or with heads before the sequence (layout 1). An operand that a call does
+not use has no elements.
+
+Batch and heads may be split; groups of query heads stay with their key head. The bias
+may lack batch or heads: its gradient is then summed over their shards by the call.
+With dropout each shard draws from the same seed, as under JAX's own partitioning.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
 from autopar_passes import jax_compat
 from autopar_passes.program.equations import Equation
-from autopar_passes.rules import cudnn, manual, pallas_flops, pallas_grid
-from autopar_passes.rules.attention import attention_flops
-from autopar_passes.rules.factor_rule import FactorRule
-from autopar_passes.rules.kernel import GPU, PALLAS_EFFICIENCY, TPU, KernelWork
-from autopar_passes.rules.registry import registered_rule
+from autopar_passes.rules import flops as pallas_flops
+from autopar_passes.rules import manual, pallas_grid
+from autopar_passes.rules.factor_rule import (
+    CUDNN_EFFICIENCY,
+    GPU,
+    PALLAS_EFFICIENCY,
+    TPU,
+    Dims,
+    FactorKind,
+    FactorRule,
+    KernelWork,
+    registered_rule,
+)
+
+# Primitives of a softmax, and of a mask.
+EXPONENTIALS = frozenset({"exp", "exp2"})
+ORDERINGS = frozenset({"ge", "gt", "le", "lt"})
+_DOTS = frozenset({"dot_general", "dot"})
+# What a mask that leaves out the later keys takes off, at the least, of what runs.
+_LEAST_MASKED = 0.95
+
+
+def attention_flops(
+    params: dict[str, Any],
+    operands: Sequence[Any],
+    results: Sequence[Any],
+    executed: float,
+) -> tuple[float, bool] | None:
+    """The model FLOPs of a Pallas kernel of attention, and whether it is causal.
+
+    Args:
+      params: parameters of the ``pallas_call``.
+      operands: the abstract operands.
+      results: the abstract results.
+      executed: FLOPs of the products that it runs.
+
+    Returns:
+      None for a kernel that is none of attention.
+    """
+    mapping = params["grid_mapping"]
+    body = list(_equations(params["jaxpr"]))
+    kinds = {eqn.primitive.name for eqn in body}
+    first = mapping.num_index_operands
+    arrays = operands[first:]
+    if not (kinds & EXPONENTIALS and kinds & _DOTS) or len(arrays) < 3:
+        return None
+    query, key, value = arrays[:3]
+    rank = len(query.shape)
+    same = len(key.shape) == len(value.shape) == rank >= 2
+    if not same or query.shape[-1] != key.shape[-1] or _integer(query):
+        return None
+    keys = _sequence(mapping.block_mappings[1])
+    if keys is None:
+        return None
+    pairs = math.prod(query.shape[:-1]) * float(keys)
+    d, e = query.shape[-1], value.shape[-1]
+    given = [a for a in arrays if len(a.shape) == rank and a.shape[-1] in (d, e)]
+    gradients = sum(_is_like(r, (query, key, value)) for r in results)
+    if len(given) == 3:
+        products, runs = d + e, d + e
+    elif gradients == 1:
+        products, runs = d, 2 * d + e
+    else:
+        products, runs = (d if gradients == 2 else 2 * d) + 2 * e, 2 * (d + e)
+    causal = executed < _LEAST_MASKED * 2.0 * runs * pairs or any(map(_orders, body))
+    return 2.0 * products * pairs, causal
+
+
+def _integer(array: Any) -> bool:
+    return array.dtype.kind in "biu"
+
+
+def _is_like(result: Any, of: Sequence[Any]) -> bool:
+    """Whether a result is a gradient of one of some arrays, perhaps in parts."""
+    return any(
+        len(result.shape) >= len(array.shape)
+        and tuple(result.shape[-len(array.shape) :]) == tuple(array.shape)
+        for array in of
+    )
+
+
+def _sequence(mapping: Any) -> int | None:
+    """The length of the dimension of an array that blocks of it have rows of."""
+    shape = tuple(mapping.array_aval.shape)[:-1]
+    sizes = [getattr(dim, "block_size", 1) for dim in mapping.block_shape[:-1]]
+    tiled = [n for n, size in zip(shape, sizes, strict=True) if size > 1]
+    return tiled[0] if len(tiled) == 1 else None
+
+
+def _orders(eqn: Any) -> bool:
+    """Whether an equation compares whole numbers of two dimensions of a block."""
+    return eqn.primitive.name in ORDERINGS and all(
+        len(getattr(atom.aval, "shape", ())) >= 2 and _integer(atom.aval)
+        for atom in eqn.invars
+    )
+
+
+def _equations(jaxpr: Any) -> Iterator[Any]:
+    for eqn in jaxpr.eqns:
+        yield eqn
+        for inner in jax_compat.subjaxprs(eqn):
+            yield from _equations(inner)
+
+
+FORWARD = "dot_product_attention_fwd_wrapper"
+BACKWARD = "dot_product_attention_bwd_wrapper"
+PRIMITIVES = frozenset({FORWARD, BACKWARD})
+
+# Of the mask types, those that leave out the later keys.
+_CAUSAL = frozenset({"CAUSAL", "PADDING_CAUSAL"})
+# Five products where the forward pass has two: the scores once more, and the
+# gradients of probabilities, values, queries and keys (arXiv 2307.08691, section 4.1).
+_BACKWARD_FLOPS = 2.5
+# Factors of the heads: a key head is shared by a group of query heads.
+_QUERY_HEADS = ("kv heads", "group")
+_KEY_HEADS = ("kv heads",)
+
+
+class _CallFactors:
+    """Numbers the factors of one call."""
+
+    def __init__(self) -> None:
+        self.sizes: list[int] = []
+        self.kinds: list[FactorKind] = []
+        self.known: dict[str, tuple[int, ...]] = {}
+
+    def new(self, name: str, size: int, *, free: bool = False) -> None:
+        if size > 1:
+            self.known[name] = (len(self.sizes),)
+            self.sizes.append(size)
+            self.kinds.append(FactorKind.PASS if free else FactorKind.BLOCKED)
+
+    def dim(self, *names: str) -> tuple[int, ...]:
+        return tuple(f for name in names for f in self.known.get(name, ()))
+
+    def whole(self, shape: Sequence[int]) -> Dims:
+        """Dims of their own, none of which may be split."""
+        dims: list[tuple[int, ...]] = []
+        for size in shape:
+            name = f"own {len(self.sizes)}"
+            self.new(name, size)
+            dims.append(self.dim(name))
+        return tuple(dims)
+
+
+class _Call:
+    """The sizes and factors of one call."""
+
+    def __init__(self, operands: Sequence[Any], params: dict[str, Any]) -> None:
+        query, key, value, bias = (tuple(o.shape) for o in operands[:4])
+        self.heads_first = bool(params["layout"])
+        heads, seq = (1, 2) if self.heads_first else (2, 1)
+        self.batch, self.heads = query[0], query[heads]
+        self.q_seq, self.kv_seq = query[seq], value[seq]
+        self.kv_heads = key[heads]
+        self.qk_dim, self.v_dim = query[3], value[3]
+        self.bias = bias
+        paged = any(math.prod(o.shape) for o in operands[8:10])
+        self.factors = _CallFactors()
+        new = self.factors.new
+        new("batch", self.batch, free=not paged)
+        new("kv heads", self.kv_heads, free=not paged)
+        new("group", self.heads // self.kv_heads)
+        new("q seq", self.q_seq)
+        new("kv seq", self.kv_seq)
+        new("qk dim", self.qk_dim)
+        new("v dim", self.v_dim if self.v_dim != self.qk_dim else 1)
+        self.paged = paged
+
+    def array(self, seq: str, heads: tuple[str, ...], dim: str) -> Dims:
+        """Dims of a query, key, value or output."""
+        of = self.factors.dim
+        if dim == "v dim" and self.v_dim == self.qk_dim:
+            dim = "qk dim"
+        middle = (of(*heads), of(seq))
+        if not self.heads_first:
+            middle = middle[::-1]
+        return (of("batch"), *middle, of(dim))
+
+    def operands(self) -> list[Dims]:
+        """Dims of query, key and value."""
+        return [
+            self.array("q seq", _QUERY_HEADS, "qk dim"),
+            self.array("kv seq", _KEY_HEADS, "qk dim"),
+            self.array("kv seq", _KEY_HEADS, "v dim"),
+        ]
+
+    def bias_dims(self) -> Dims:
+        """Dims of the bias; it may lack batch and heads."""
+        if not math.prod(self.bias):
+            return self.factors.whole(self.bias)
+        of = self.factors.dim
+        batch = of("batch") if self.bias[0] == self.batch else ()
+        heads = of("kv heads", "group") if self.bias[1] == self.heads else ()
+        return (batch, heads, of("q seq"), of("kv seq"))
+
+    def bias_sums(self) -> tuple[int, ...]:
+        """Factors over which the gradient of the bias is summed."""
+        of = self.factors.dim
+        batch = of("batch") if self.bias[0] == 1 else ()
+        heads = of("kv heads") if self.bias[1] == 1 else ()
+        return (*batch, *heads)
+
+    def rows(self, shape: Sequence[int]) -> Dims:
+        """Dims of lengths and offsets: a row for each example."""
+        if not math.prod(shape) or shape[0] != self.batch:
+            return self.factors.whole(shape)
+        return (self.factors.dim("batch"), *self.factors.whole(shape[1:]))
+
+    def statistics(self, shape: Sequence[int]) -> Dims:
+        """Dims of the row statistics, (batch x segments, heads, q_seq)."""
+        of = self.factors.dim
+        segments = shape[0] // self.batch
+        self.factors.new("segments", segments)
+        return (of("batch", "segments"), of("kv heads", "group"), of("q seq"))
+
+
+def attention_rule(
+    primitive: str,
+    operands: Sequence[Any],
+    results: Sequence[Any],
+    params: dict[str, Any],
+) -> FactorRule | None:
+    """Returns the rule of a call; None where the sizes are none that it knows.
+
+    Args:
+      primitive: one of `PRIMITIVES`.
+      operands: the abstract operands, each with ``shape``.
+      results: the abstract results.
+      params: parameters of the primitive.
+    """
+    call = _Call(operands, params)
+    known_bias = not math.prod(call.bias) or (
+        call.bias[0] in (1, call.batch) and call.bias[1] in (1, call.heads)
+    )
+    if call.heads % call.kv_heads or not known_bias:
+        return None
+    output = call.array("q seq", _QUERY_HEADS, "v dim")
+    given = [*call.operands(), call.bias_dims()]
+    given += [call.rows(o.shape) for o in operands[4:8]]
+    given += [call.factors.whole(o.shape) for o in operands[8:10]]
+    sums: tuple[tuple[int, ...], ...] = ()
+    if primitive == FORWARD:
+        made = [output, *(call.statistics(r.shape) for r in results[1:])]
+    else:
+        given += [call.statistics(operands[10].shape), output, output]
+        made = given[: len(results)]
+        if len(results) > 3 and call.bias_sums():
+            sums = ((), (), (), call.bias_sums())
+    factors = call.factors
+    return FactorRule(
+        tuple(factors.sizes), tuple(factors.kinds), tuple(given), tuple(made), sums=sums
+    )
+
+
+def attention_kernel(
+    primitive: str, operands: Sequence[Any], params: dict[str, Any]
+) -> KernelWork:
+    """Returns the work of a call.
+
+    The forward pass takes ``2 * (qk_dim + v_dim)`` FLOPs for each query, key and head.
+    """
+    call = _Call(operands, params)
+    pairs = float(call.batch * call.heads) * call.q_seq * call.kv_seq
+    whole = 2.0 * (call.qk_dim + call.v_dim) * pairs
+    backward, flops = primitive == BACKWARD, whole * _part(call, params)
+    model = whole * (2.0 if backward else 1.0)
+    return KernelWork(
+        name="cudnn attention" + (" backward" if backward else ""),
+        flops=flops * (_BACKWARD_FLOPS if backward else 1.0),
+        matrix=True,
+        dtype=str(operands[0].dtype),
+        efficiency=CUDNN_EFFICIENCY,
+        platforms=(GPU,),
+        own_model_flops=model,
+        causal_flops=model if _is_causal(params) else 0.0,
+    )
+
+
+def _is_causal(params: dict[str, Any]) -> bool:
+    return getattr(params["mask_type"], "name", "") in _CAUSAL
+
+
+def _part(call: _Call, params: dict[str, Any]) -> float:
+    """The part of all pairs of a query and a key that the mask leaves."""
+    part = 0.5 if _is_causal(params) else 1.0
+    window = params.get("sliding_window_length")
+    return part if not window else min(part, window / call.kv_seq)
+
 
 # Kernels of attention, whose own estimates of their cost leave out the mask.
 _ATTENTION = ("mha_", "splash_m", "_flash_attention", "flash_attention")
@@ -31,7 +341,7 @@ _ATTENTION = ("mha_", "splash_m", "_flash_attention", "flash_attention")
 def is_kernel(primitive: str) -> bool:
     """Whether a primitive is a hand-written kernel."""
     single = (pallas_grid.PRIMITIVE, manual.PRIMITIVE)
-    return primitive in cudnn.PRIMITIVES or primitive in single
+    return primitive in PRIMITIVES or primitive in single
 
 
 def kernel_name(eqn: Equation) -> str:
@@ -62,8 +372,8 @@ def kernel_rule(
         return manual.manual_rule(operands, results, eqn.params)
     name = kernel_name(eqn)
     own = registered_rule(name, operands, results, eqn.params)
-    if eqn.primitive in cudnn.PRIMITIVES:
-        return own or cudnn.attention_rule(eqn.primitive, operands, results, eqn.params)
+    if eqn.primitive in PRIMITIVES:
+        return own or attention_rule(eqn.primitive, operands, results, eqn.params)
     if own is not None:
         return pallas_grid.check_rule(eqn.params, own, name)
     return pallas_grid.grid_rule(eqn.params, read)
@@ -83,8 +393,8 @@ def kernel_work(
       results: the abstract results.
       arrays: for each operand, its array where the program holds it, else None.
     """
-    if eqn.primitive in cudnn.PRIMITIVES:
-        return cudnn.attention_kernel(eqn.primitive, operands, eqn.params)
+    if eqn.primitive in PRIMITIVES:
+        return attention_kernel(eqn.primitive, operands, eqn.params)
     if eqn.primitive == manual.PRIMITIVE:
         made = manual.manual_kernel(operands, results, eqn.params)
         shards = math.prod(manual.manual_axes(eqn.params).values())
@@ -101,7 +411,7 @@ def _pallas_work(
 ) -> KernelWork:
     """See `kernel_work`."""
     name, cost = pallas_grid.kernel_name(params), params.get("cost_estimate")
-    found = pallas_flops.count(params, arrays)
+    found = pallas_flops.count_kernel_flops(params, arrays)
     matrix = found.matrix > 0
     flops, assumed = found.matrix if matrix else found.vector, ""
     attention = attention_flops(params, operands, results, found.matrix)
@@ -146,8 +456,8 @@ def _model_flops(body: Any, arrays: Sequence[Any]) -> tuple[float, float]:
         ]
         name, times = eqn.primitive.name, float(eqn.params.get("length", 1))
         given, made = ([v.aval for v in x] for x in (eqn.invars, eqn.outvars))
-        if name in cudnn.PRIMITIVES:
-            kernel = cudnn.attention_kernel(name, given, eqn.params)
+        if name in PRIMITIVES:
+            kernel = attention_kernel(name, given, eqn.params)
             found = [(kernel.model_flops, kernel.causal_flops)]
         elif name == pallas_grid.PRIMITIVE:
             kernel = _pallas_work(eqn.params, given, made, known)

@@ -13,14 +13,14 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from autopar_passes import jax_compat
-from autopar_passes.rules import pallas_flops
+from autopar_passes.rules import flops
 from autopar_passes.rules.factor_rule import (
     INNER,
     Dims,
     FactorKind,
     FactorRule,
+    KernelWork,
 )
-from autopar_passes.rules.kernel import KernelWork
 
 PRIMITIVE = "shard_map"
 # The body is compiled by XLA, operator by operator; of its products this is assumed.
@@ -112,7 +112,7 @@ def manual_kernel(
     axes = manual_axes(params)
     shards = math.prod(axes.values())
     jaxpr = getattr(params["jaxpr"], "jaxpr", params["jaxpr"])
-    found = pallas_flops.count_body(jaxpr) * shards
+    found = flops.count_body(jaxpr) * shards
     matrix = found.matrix > 0
     arrays = [*operands, *results]
     sent = sorted(set(_collectives(jaxpr)))

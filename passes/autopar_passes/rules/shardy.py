@@ -3,18 +3,27 @@
 The pass ``sdy-populate-op-sharding-rules`` writes a rule on every operation of a
 StableHLO module. An equation that lowers to several operations gets the
 composition of their rules.
+
+Convolutions: the part of their sharding rule that a plan may use.
+
+XLA's partitioner (jaxlib 0.10.2, CPU) multiplies the result of a convolution
+by the number of replicas when a window dimension is reduced over some but not
+all mesh axes, and likewise any reduction of a grouped convolution; other
+shardings of grouped ones abort the process (``convolution_handler.cc``,
+"Check failed: new_input_batch_size"). So window dimensions stay whole, and a
+grouped convolution runs shard by shard
+(`autopar_passes.replay.primitives`).
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jax.extend.mlir import passmanager
 from jax.extend.mlir.dialects import sdy
 
-from autopar_passes.rules import convolution
 from autopar_passes.rules.factor_rule import (
     INNER,
     Dims,
@@ -22,6 +31,33 @@ from autopar_passes.rules.factor_rule import (
     FactorRule,
     replicated_rule,
 )
+
+PRIMITIVE = "conv_general_dilated"
+
+
+def whole_windows(rule: FactorRule, params: Mapping[str, Any]) -> FactorRule:
+    """Returns the rule of a convolution with its window dimensions replicated."""
+    numbers = params["dimension_numbers"]
+    specs = (numbers.lhs_spec, numbers.rhs_spec, numbers.out_spec)
+    arrays = (*rule.operands, *rule.results)
+    windows = {
+        factor
+        for spec, dims in zip(specs, arrays, strict=True)
+        for dim in spec[2:]
+        for factor in dims[dim]
+    }
+    kinds = tuple(
+        FactorKind.BLOCKED if f in windows else kind
+        for f, kind in enumerate(rule.kinds)
+    )
+    reduction = rule.reduction if FactorKind.REDUCE in kinds else ""
+    return dataclasses.replace(rule, kinds=kinds, reduction=reduction)
+
+
+def is_grouped(params: Mapping[str, Any]) -> bool:
+    """Returns whether a convolution works on several groups of features or examples."""
+    return max(params["feature_group_count"], params["batch_group_count"]) > 1
+
 
 # Factors under union and split: composes the rules of several operations.
 
@@ -392,8 +428,8 @@ class _RuleReader:
         rule = FactorRule(sizes, kinds, operand_dims, result_dims, reduction)
         if len(reductions) > 1:
             return eqn.replicated_rule()
-        if eqn.primitive == convolution.PRIMITIVE:
-            return convolution.whole_windows(rule, eqn.params)
+        if eqn.primitive == PRIMITIVE:
+            return whole_windows(rule, eqn.params)
         return rule
 
     def kind(self, leaf: int, produced: bool) -> FactorKind:

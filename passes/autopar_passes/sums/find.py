@@ -6,18 +6,18 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from autopar_passes import debug
-from autopar_passes.graph.errors import GraphError, failure
 from autopar_passes.graph.operators import Operator, OperatorGraph, producers, readers
 from autopar_passes.graph.roles import Role
+from autopar_passes.graph.verify import GraphError, invariant_error
 from autopar_passes.program.equations import Program, Region, Scalar, walk
-from autopar_passes.rules import convolution
-from autopar_passes.sums.deferral import Deferral
-from autopar_passes.sums.linear import (
+from autopar_passes.rules import shardy
+from autopar_passes.sums.stacked import (
     ADDITIONS,
     ADDITIVE,
     CONTRACTIONS,
     SCALING,
     UNARY,
+    Deferral,
 )
 
 # Checks that deferrals lie in their graph as they say.
@@ -71,7 +71,9 @@ class _View:
                 raise GraphError(f"member %{value} of the deferral is made by nothing")
             if not self.graph.values[value].floating:
                 position = self.made_by[value].index
-                raise failure(self.graph, position, f"member %{value} is no float")
+                raise invariant_error(
+                    self.graph, position, f"member %{value} is no float"
+                )
         hoisted = any(self.made_by[v].kind == "carry" for v in deferral.members)
         if deferral.hoisted != hoisted:
             raise GraphError(f"the sums of {deferral.ends} are hoisted: {hoisted}")
@@ -100,18 +102,22 @@ class _View:
             raise GraphError(f"there is no operator {position} to contribute")
         maker = self.graph.operators[position]
         if maker.kind not in CONTRACTIONS or maker.role is not Role.BACKWARD:
-            raise failure(self.graph, position, "it makes no partial gradients")
+            raise invariant_error(self.graph, position, "it makes no partial gradients")
         met: set[int] = set()
         left = [maker.outputs[0]]
         while left:
             value = left.pop()
             if value not in deferral.members:
-                raise failure(self.graph, position, f"it leads to %{value}, no member")
+                raise invariant_error(
+                    self.graph, position, f"it leads to %{value}, no member"
+                )
             if value not in met and value not in ends:
                 left.extend(self.following(value))
             met.add(value)
         if not met.issuperset(ends):
-            raise failure(self.graph, position, f"it does not lead to all of {ends}")
+            raise invariant_error(
+                self.graph, position, f"it does not lead to all of {ends}"
+            )
         return met
 
     def following(self, value: int) -> tuple[int, ...]:
@@ -123,7 +129,7 @@ class _View:
         found = self.read_by.get(value, [])
         if len(found) != 1:
             position = self.made_by[value].index
-            raise failure(
+            raise invariant_error(
                 self.graph,
                 position,
                 f"{len(found)} operators read the partial %{value}",
@@ -142,7 +148,9 @@ class _View:
                 out.add(inner)
                 reader = self.only_reader(inner)
                 if reader.kind not in ADDITIONS:
-                    raise failure(self.graph, reader.index, f"it does not add %{inner}")
+                    raise invariant_error(
+                        self.graph, reader.index, f"it does not add %{inner}"
+                    )
                 inner = reader.outputs[0]
         return out
 
@@ -263,7 +271,7 @@ class _Finder:
             return False
         eqn = self.sources[op.equation]
         if op.kind == "conv_general_dilated":
-            return not convolution.is_grouped(eqn.params)
+            return not shardy.is_grouped(eqn.params)
         return op.kind != "scatter-add" or self.is_zero(eqn.inputs[0])
 
     def is_zero(self, atom: int | Scalar) -> bool:

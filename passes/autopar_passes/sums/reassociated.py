@@ -12,7 +12,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from autopar_passes.graph.operators import OperatorGraph, producers, readers
-from autopar_passes.sums.linear import ADDITIONS, CONTRACTIONS
+from autopar_passes.sums.stacked import ADDITIONS, CONTRACTIONS
 
 _SHAPING = frozenset({"reshape", "transpose", "squeeze", "expand_dims", "copy"})
 

@@ -4,6 +4,17 @@ A value that is partial over mesh axes of together n devices is held as an array
 ``(n, *shape)`` whose leading dimension is split over those axes; the value is
 the sum over that dimension. So a partial value has a layout that the program
 can state, and nothing is communicated until the sum is taken.
+
+A deferral: partial results and the values where their sums are due.
+
+An operator that contracts a factor which the plan splits leaves a *partial*
+result on each device. Where that result only flows through linear operators and
+is added up, in a loop or with others, the sum over devices may wait. It is taken
+once, at the first reader that needs the whole value; a gradient is sent in the
+form that the plan wants.
+
+The program alone decides which deferrals exist (`autopar_passes.sums.find`);
+whether a plan may use one depends on its layouts (`autopar.layouts.stacking`).
 """
 
 from __future__ import annotations
@@ -21,7 +32,25 @@ import numpy as np
 from autopar_passes import jax_compat
 from autopar_passes.layouts import Layout, automatic_axes, constrain, partition_spec
 from autopar_passes.program.equations import Equation
-from autopar_passes.sums.linear import ADDITIVE
+
+# Operators that make partial results when a factor they reduce is split.
+CONTRACTIONS = frozenset(
+    {"dot_general", "reduce_sum", "conv_general_dilated", "scatter-add"}
+)
+# The sum of their two operands.
+ADDITIONS = frozenset({"add", "add_any"})
+# Linear in every operand together.
+ADDITIVE = ADDITIONS | {"sub", "concatenate"}
+# Linear in their first operand, the others only say how.
+UNARY = frozenset(
+    {
+        "neg", "transpose", "reshape", "convert_element_type", "reduce_sum", "copy",
+        "squeeze", "expand_dims", "rev", "slice", "split", "div",
+    }
+)  # fmt: skip
+# They scale by a constant where all operands but one are constants.
+SCALING = frozenset({"mul", "div", "neg", "convert_element_type"})
+
 
 Axes = tuple[int, ...]
 
@@ -154,3 +183,36 @@ def sum_partials(array: Any) -> Any:
     """Returns the sum over the stacked dimension."""
     zero = np.zeros((), array.dtype)
     return jax.lax.reduce(array, zero, jax.lax.add, (0,))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Deferral:
+    """Partial results whose sum over devices may be taken later.
+
+    The paths of several partial results belong to one deferral where they meet.
+
+    Attributes:
+      ends: the values whose sums are due, in program order.
+      reach: the operators that make the partial results, each with the ends that
+        its result flows into.
+      members: every value on a path, the ends among them.
+      hoisted: whether a sum would otherwise be taken more often, in a loop that
+        accumulates it.
+      gradients: those ends that the update reads of the backward pass, once in a
+        step.
+    """
+
+    ends: tuple[int, ...]
+    reach: tuple[tuple[int, tuple[int, ...]], ...]
+    members: frozenset[int]
+    hoisted: bool
+    gradients: frozenset[int]
+
+    @property
+    def contributions(self) -> tuple[int, ...]:
+        """The operators that make the partial results."""
+        return tuple(op for op, _ in self.reach)
+
+    def sharing(self, end: int) -> int:
+        """Returns how many operators contribute to an end."""
+        return sum(end in ends for _, ends in self.reach)

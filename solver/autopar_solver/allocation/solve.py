@@ -14,8 +14,12 @@ import numpy as np
 
 from autopar_solver.allocation.problem import Allocated, AllocationProblem
 from autopar_solver.ilp.backends import BackendName, backend_of
-from autopar_solver.ilp.highs import solve_without_integrality
-from autopar_solver.ilp.program import Backend, IntegerProgram, StopCriteria
+from autopar_solver.ilp.highs import (
+    Backend,
+    IntegerProgram,
+    StopCriteria,
+    solve_without_integrality,
+)
 from autopar_solver.status import Status
 
 # The linear relaxation of an allocation, through prices of the kinds of devices.

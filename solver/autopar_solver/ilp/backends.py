@@ -8,12 +8,12 @@ import numpy as np
 import pulp
 
 from autopar_errors import InputError
-from autopar_solver.ilp.highs import solve_highs
-from autopar_solver.ilp.program import (
+from autopar_solver.ilp.highs import (
     Backend,
     IntegerProgram,
     ProgramAnswer,
     StopCriteria,
+    solve_highs,
 )
 
 # Solves programs with CBC through PuLP.

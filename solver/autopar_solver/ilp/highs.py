@@ -2,12 +2,91 @@
 
 HiGHS takes the arrays as they are: building a PuLP model would take longer than solving
 most programs.
+
+The weights at which the least of some planes is highest: a linear program.
+
+Maximise ``h`` over weights ``w`` between 0 and 1, such that
+
+    h <= heights[i] + slopes[i] @ w    for each plane i       (under_plane)
+    sum of w over the members of g <= 1  for each group g     (once)
 """
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
 
 import highspy
 import numpy as np
 
-from autopar_solver.ilp.program import IntegerProgram, ProgramAnswer, StopCriteria
+from autopar_errors import InputError
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class IntegerProgram:
+    """A mixed-integer program: minimise ``costs @ v``, ``lower <= A v <= upper``.
+
+    The first ``num_binary`` variables are binary. All lie between 0 and ``most``, which
+    is 0 for a variable that may not be used. ``A`` is stored by rows: row ``r`` has the
+    entries ``starts[r]:starts[r + 1]`` of ``columns`` and ``values``. ``names`` belong
+    to the last rows; the rows before them are equalities. ``reduced`` says that it is
+    small for what it is: a backend that can leave its own reductions out does so.
+    """
+
+    costs: np.ndarray
+    most: np.ndarray
+    num_binary: int
+    starts: np.ndarray
+    columns: np.ndarray
+    values: np.ndarray
+    lower: np.ndarray
+    upper: np.ndarray
+    names: tuple[str, ...]
+    reduced: bool = False
+
+    @property
+    def num_rows(self) -> int:
+        """The number of rows."""
+        return len(self.lower)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class StopCriteria:
+    """When a backend may stop.
+
+    Attributes:
+        seconds: wall-clock time; None for no limit.
+        gap: absolute difference of cost and bound that counts as proved, in the
+            program's units.
+        cutoff: only better costs are of interest; ``inf`` if all are.
+        branches: nodes of the search tree; a limit that does not depend on the
+            machine. None for no limit.
+    """
+
+    seconds: float | None
+    gap: float
+    cutoff: float = np.inf
+    branches: int | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class ProgramAnswer:
+    """What a backend found.
+
+    Attributes:
+        values: of all variables; None if nothing was found.
+        bound: no solution is cheaper; ``inf`` if there is none under the cutoff.
+        finished: whether the program was solved to the gap or to infeasibility.
+    """
+
+    values: np.ndarray | None
+    bound: float
+    finished: bool
+
+
+Backend = Callable[[IntegerProgram, StopCriteria, np.ndarray | None], ProgramAnswer]
+"""``(program, stop, start) -> answer``; ``start`` holds values of all variables."""
+
 
 TOLERANCE = 1e-9
 """By how much rows may be broken; the least HiGHS accepts is 1e-10."""
@@ -148,3 +227,64 @@ def _answer(highs: highspy.Highs, stop: StopCriteria) -> ProgramAnswer:
         proved = min(float(info.objective_function_value), stop.cutoff)
         bound = max(bound, proved - stop.gap)
     return ProgramAnswer(values, bound, finished)
+
+
+def highest_minimum(
+    heights: Sequence[float] | np.ndarray, slopes: np.ndarray, groups: np.ndarray
+) -> np.ndarray:
+    """Returns the weights at which the least of some planes is highest.
+
+    Args:
+        heights: ``[planes]``, of each plane without weights; none is negative.
+        slopes: ``[planes, weights]``, of each plane along each weight.
+        groups: ``[groups, weights]``, true for the members of each group.
+
+    Returns:
+        ``[weights]``, one set of them where several are as good.
+
+    Raises:
+        InputError: there is no plane, a height is negative, or the arrays do not fit
+            together.
+
+    >>> highest_minimum([1.0, 3.0], np.array([[2.0], [-2.0]]), np.array([[True]]))
+    array([0.5])
+    """
+    base = np.asarray(heights, np.float64)
+    planes, weights = slopes.shape
+    if len(base) != planes or groups.shape[1] != weights or not planes:
+        raise InputError(
+            f"highest_minimum: {len(base)} heights, slopes {slopes.shape} and groups "
+            f"{groups.shape} do not fit together; give a row of slopes for each "
+            "height, one at least, and a column for each weight."
+        )
+    if base.min() < 0:
+        raise InputError(f"highest_minimum: a height is negative: {base.min():g}.")
+    answer = solve_without_integrality(_program(base, slopes, groups))
+    assert answer is not None  # no weights at all are possible
+    return answer[0][:weights]
+
+
+def _program(
+    base: np.ndarray, slopes: np.ndarray, groups: np.ndarray
+) -> IntegerProgram:
+    """The program over the weights and, last, the height; in units of the highest."""
+    planes, weights = slopes.shape
+    scale = base.max() or 1.0
+    under = np.hstack([-slopes / scale, np.full((planes, 1), 1.0 / scale)])
+    once = np.hstack([groups.astype(np.float64), np.zeros((len(groups), 1))])
+    matrix = np.vstack([under, once])
+    rows, size = matrix.shape
+    return IntegerProgram(
+        costs=np.append(np.zeros(weights), -1.0),
+        most=np.append(np.ones(weights), np.inf),
+        num_binary=0,
+        starts=np.arange(rows + 1) * size,
+        columns=np.tile(np.arange(size), rows),
+        values=matrix.ravel(),
+        lower=np.full(rows, -np.inf),
+        upper=np.append(base / scale, np.ones(len(groups))),
+        names=(
+            *(f"under_plane_{i}" for i in range(planes)),
+            *(f"once_{g}" for g in range(len(groups))),
+        ),
+    )

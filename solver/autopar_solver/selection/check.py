@@ -7,8 +7,12 @@ from collections.abc import Sequence
 import numpy as np
 
 from autopar_errors import InputError
-from autopar_solver.selection.problem import BUDGET_TOLERANCE, CodecSelection
-from autopar_solver.selection.solution import SelectionCost, SelectionResult
+from autopar_solver.selection.problem import (
+    BUDGET_TOLERANCE,
+    CodecSelection,
+    SelectionCost,
+    SelectionResult,
+)
 from autopar_solver.status import Status
 
 

@@ -38,7 +38,7 @@ import numpy as np
 
 from autopar_errors import InputError
 from autopar_solver.ilp.backends import BackendName, backend_of
-from autopar_solver.ilp.program import IntegerProgram, StopCriteria
+from autopar_solver.ilp.highs import IntegerProgram, StopCriteria
 from autopar_solver.selection.check import entries_of
 from autopar_solver.status import Status
 

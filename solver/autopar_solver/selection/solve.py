@@ -17,17 +17,23 @@ import numpy as np
 
 from autopar_solver.clock import Clock
 from autopar_solver.ilp.backends import BackendName, backend_of
-from autopar_solver.ilp.program import Backend, IntegerProgram, StopCriteria
+from autopar_solver.ilp.highs import Backend, IntegerProgram, StopCriteria
 from autopar_solver.selection.check import fits_budgets, recompute
-from autopar_solver.selection.options import OptionTable, options_of
-from autopar_solver.selection.problem import BUDGET_TOLERANCE, CodecSelection
+from autopar_solver.selection.problem import (
+    BUDGET_TOLERANCE,
+    CodecSelection,
+    OptionTable,
+    SelectionCost,
+    SelectionResult,
+    options_of,
+)
 from autopar_solver.selection.program import (
+    Relaxed,
     SelectionProgram,
     build_program,
     link_finishes,
+    relax,
 )
-from autopar_solver.selection.relaxation import Relaxed, relax
-from autopar_solver.selection.solution import SelectionCost, SelectionResult
 from autopar_solver.status import Status
 
 # Solves a codec selection gradient by gradient, keeping what can still be best.

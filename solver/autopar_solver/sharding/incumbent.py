@@ -7,8 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from autopar_solver.sharding.check import evaluate_choices
-from autopar_solver.sharding.problem import ShardingProblem
+from autopar_solver.sharding.problem import ShardingProblem, evaluate_choices
 
 ROUNDING = 1e-9
 """Relative difference of cost and bound that is always taken for equality."""

@@ -5,7 +5,7 @@ import math
 import numpy as np
 
 from autopar_solver.clock import Clock
-from autopar_solver.ilp.program import Backend, StopCriteria
+from autopar_solver.ilp.highs import Backend, StopCriteria
 from autopar_solver.sharding.bounds.dual import Dual
 from autopar_solver.sharding.bounds.message_passing import carry_messages
 from autopar_solver.sharding.exact import solve_field

@@ -7,11 +7,14 @@ from collections.abc import Sequence
 import numpy as np
 
 from autopar_errors import InputError
-from autopar_solver.stages.problem import StageProblem
-from autopar_solver.stages.schedules.order import make_table
+from autopar_solver.stages.problem import (
+    Pipeline,
+    PipelineCost,
+    StageProblem,
+    StageSolution,
+)
+from autopar_solver.stages.schedules.order import ScheduleKind, TaskKind, make_table
 from autopar_solver.stages.schedules.play import TaskSeconds, play
-from autopar_solver.stages.schedules.tasks import ScheduleKind, TaskKind
-from autopar_solver.stages.solution import Pipeline, PipelineCost, StageSolution
 from autopar_solver.status import Status
 
 

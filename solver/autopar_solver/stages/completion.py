@@ -1,19 +1,63 @@
-"""Completes a pipeline by the layers that must be computed again to fit."""
+"""The best pipeline found so far, and pipelines completed by what they compute again.
+
+Pipelines are played only if they may be better than the best one.
+"""
+
+from __future__ import annotations
 
 import dataclasses
+import math
 
 import numpy as np
 
+from autopar_solver.stages.check import (
+    evaluate_pipeline,
+    is_possible,
+    lower_bound_s,
+    task_seconds,
+)
 from autopar_solver.stages.entries import kept_microbatches
-from autopar_solver.stages.problem import StageProblem
-from autopar_solver.stages.recompute import choose_recomputed
-from autopar_solver.stages.schedules.check import alive
-from autopar_solver.stages.schedules.order import make_table
-from autopar_solver.stages.schedules.tasks import ScheduleKind
-from autopar_solver.stages.solution import Pipeline
+from autopar_solver.stages.problem import (
+    Pipeline,
+    PipelineCost,
+    StageProblem,
+)
+from autopar_solver.stages.recompute import (
+    choose_recomputed,
+)
+from autopar_solver.stages.schedules.order import ScheduleKind, make_table
+from autopar_solver.stages.schedules.play import count_alive
 
 
-def complete(problem: StageProblem, pipeline: Pipeline) -> Pipeline | None:
+class PipelineIncumbent:
+    """Keeps the shortest step of the pipelines that it was offered."""
+
+    def __init__(self, problem: StageProblem, below_s: float = math.inf) -> None:
+        """Nothing is found yet; steps of ``below_s`` or more are of no interest."""
+        self.problem, self.below_s = problem, below_s
+        self.pipeline: Pipeline | None = None
+        self.cost: PipelineCost | None = None
+        self._seen = set[Pipeline]()
+
+    @property
+    def step_s(self) -> float:
+        """The shortest step; before there is one, that below which it must be."""
+        return self.below_s if self.cost is None else self.cost.step_s
+
+    def offer(self, pipeline: Pipeline) -> None:
+        """Plays a pipeline that is new and may be shorter, and keeps the better."""
+        if pipeline in self._seen:
+            return
+        self._seen.add(pipeline)
+        seconds = task_seconds(self.problem, pipeline)
+        if not is_possible(seconds) or lower_bound_s(pipeline, seconds) >= self.step_s:
+            return
+        cost = evaluate_pipeline(self.problem, pipeline)
+        if cost.fits and cost.step_s < self.step_s:
+            self.pipeline, self.cost = pipeline, cost
+
+
+def complete_pipeline(problem: StageProblem, pipeline: Pipeline) -> Pipeline | None:
     """The pipeline that computes least again and fits; None if none fits.
 
     A step never gets shorter by computing more again, so each device group takes the
@@ -43,7 +87,7 @@ def _layers_again(
     if schedule.kind is ScheduleKind.INTERLEAVED:
         table = make_table(schedule, pipeline.stages, count)
         # The most of each chunk, though not all chunks have their most at once.
-        held = alive(table, stage).held.max(axis=0)
+        held = count_alive(table, stage).held.max(axis=0)
         sizes = np.diff(pipeline.cuts)[stage :: pipeline.stages]
         weights = np.repeat(held, sizes).tolist()
         fixed = [(resident, 1.0)]

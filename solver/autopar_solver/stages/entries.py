@@ -11,7 +11,7 @@ from typing import Self
 import numpy as np
 
 from autopar_solver.stages.problem import LayerCosts, StageProblem
-from autopar_solver.stages.schedules.tasks import Schedule, ScheduleKind
+from autopar_solver.stages.schedules.order import Schedule, ScheduleKind
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -4,14 +4,19 @@ The bound of a space can be below its best pipeline, because it knows only some 
 of tasks. What the bound leaves open is settled by playing every pipeline below it.
 """
 
+from __future__ import annotations
+
 import numpy as np
 
 from autopar_solver.clock import Clock
-from autopar_solver.stages.completion import complete
-from autopar_solver.stages.incumbent import PipelineIncumbent
-from autopar_solver.stages.relaxation import cheapest
+from autopar_solver.stages.completion import PipelineIncumbent, complete_pipeline
+from autopar_solver.stages.problem import (
+    Pipeline,
+)
+from autopar_solver.stages.relaxation import (
+    cheapest,
+)
 from autopar_solver.stages.search import Bounded, fixed_space
-from autopar_solver.stages.solution import Pipeline
 
 
 class Allowance:
@@ -102,7 +107,7 @@ class _Chains:
 
     def _offer(self, chosen: tuple[int, ...]) -> None:
         entries = self.space.entries
-        pipeline = complete(
+        pipeline = complete_pipeline(
             self.space.problem,
             Pipeline(
                 microbatches=self.space.costs.microbatches,

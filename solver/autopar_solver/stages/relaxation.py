@@ -7,13 +7,38 @@ place of the pipeline, the cheapest chain is a shortest path over the layers:
 
 No chain whose stages fit beside each other adds up to less, whatever the prices. Two
 passes also give the cheapest chain through every single stage.
+
+The lower bound of a pipeline's step as a sum and a maximum over its stages.
+
+For schedules with one chunk, no pipeline takes less than
+
+    sum_i add[i] + sum_i cross[i] + max(max_i peak[i], max_i link[i])
+
+``add`` is what the first microbatch takes through the stage and back, ``cross`` what it
+takes between stages. ``peak`` is what the stage has left to do for the other
+microbatches once the first comes back; ``link`` is what the link has left to carry.
+With ``M`` microbatches, ``f``, ``b`` and ``w`` the seconds of a stage, ``s`` stages
+from it to the last and ``i`` before it:
+
+    GPipe   add = f + b + w   peak = (M - 1) (f + b + w)
+    1F1B    add = f + b + w   peak = (M - 1) (b + w) + (M - min(s, M)) f
+    ZB-H1   add = f + b       peak = (M - 1) b + (M - min(s, M)) f + max(M - 1 - i, 0) w
+
+The first stage adds what it does once a step and, in ZB-H1, its last ``w``.
 """
 
+from __future__ import annotations
+
 import dataclasses
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
-from autopar_solver.stages.entries import Entries
+from autopar_solver.stages.entries import Entries, kept_microbatches
+from autopar_solver.stages.problem import LayerCosts, StageProblem
+from autopar_solver.stages.recompute import RecomputePrices, least_recompute_s
+from autopar_solver.stages.schedules.order import Schedule, ScheduleKind
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -172,3 +197,146 @@ def fits_devices(chain: Chain, allowed: np.ndarray) -> bool:
     )
     least = cheapest(free, np.where(allowed, share, np.inf)).least
     return least <= len(chain.devices) * (1 + 1e-9)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class StageTerms:
+    """What stages add to the bound, at one place in the pipeline.
+
+    Attributes:
+        add: what each stage adds; ``inf`` where it does not fit.
+        peak: what its own maximum is.
+    """
+
+    add: np.ndarray
+    peak: np.ndarray
+
+
+class StagePlace(NamedTuple):
+    """Where stages stand in a pipeline; each number, or one for each stage.
+
+    ``later`` counts stages from this one to the last, ``before`` those before it, or
+    the most that there can be.
+    """
+
+    later: int | np.ndarray
+    before: int | np.ndarray
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class CutTerms:
+    """What cuts add to the bound.
+
+    Attributes:
+        cross: ``[layers + 1, links, links]``; zero at both ends of the chain.
+        link: the same shape, what a link has left to carry.
+    """
+
+    cross: np.ndarray
+    link: np.ndarray
+
+
+def crossings_of(
+    problem: StageProblem, costs: LayerCosts, schedule: Schedule
+) -> CutTerms:
+    """The crossings of a chain under a schedule."""
+    links = problem.num_links
+    both = costs.forward_link_s + costs.backward_link_s
+    if schedule.kind is ScheduleKind.GPIPE:
+        slowest = both
+    else:
+        slowest = np.maximum(costs.forward_link_s, costs.backward_link_s)
+    count = costs.microbatches
+    cross, link = np.zeros((2, problem.num_layers + 1, links, links))
+    cross[1:-1] = both + 2 * costs.latency_s
+    # Zero times infinity is not a number: where no link is, none is.
+    link[1:-1] = np.where(np.isfinite(slowest), slowest, 0.0) * (count - 1)
+    link[1:-1][~np.isfinite(slowest)] = np.inf
+    return CutTerms(cross=cross, link=link)
+
+
+def terms_at(
+    entries: Entries,
+    prices: RecomputePrices,
+    schedule: Schedule,
+    microbatches: int,
+    place: StagePlace,
+    kept: Sequence[tuple[int, int]],
+) -> StageTerms:
+    """What stages add when they stand at one place of the pipeline.
+
+    Args:
+        entries: the stages.
+        prices: for the bound on what they compute again.
+        schedule: one with one chunk.
+        microbatches: how many microbatches a step has.
+        place: where they stand.
+        kept: microbatches that they hold and that are pending, in pairs.
+    """
+    again = least_recompute_s(entries, prices, kept)
+    return StageTerms(
+        add=least_add_s(entries, schedule) + again,
+        peak=_peak_s(entries, again, schedule, microbatches, place),
+    )
+
+
+def least_add_s(entries: Entries, schedule: Schedule) -> np.ndarray:
+    """What stages add that compute nothing again."""
+    add, last = entries.forward_s + entries.backward_s, entries.step_s
+    if schedule.splits_backward:
+        last = last + entries.weight_s
+    else:
+        add = add + entries.weight_s
+    return add + np.where(entries.first == 0, last, 0.0)
+
+
+def _peak_s(
+    entries: Entries,
+    again: np.ndarray,
+    schedule: Schedule,
+    microbatches: int,
+    place: StagePlace,
+) -> np.ndarray:
+    """The maximum's term of each stage."""
+    others = microbatches - 1
+    peak = others * (entries.backward_s + np.where(np.isfinite(again), again, 0.0))
+    if schedule.splits_backward:
+        peak = peak + np.maximum(others - place.before, 0) * entries.weight_s
+    else:
+        peak = peak + others * entries.weight_s
+    if schedule.kind is ScheduleKind.GPIPE:
+        return peak + others * entries.forward_s
+    begun = np.minimum(place.later, microbatches)
+    return peak + (microbatches - begun) * entries.forward_s
+
+
+def loosest_terms(
+    entries: Entries,
+    prices: RecomputePrices,
+    schedule: Schedule,
+    microbatches: int,
+    layers: int,
+    most_stages: int,
+) -> StageTerms:
+    """Terms that no place in a pipeline of up to ``most_stages`` stages undercuts.
+
+    Memory is counted as at the end of the pipeline, where least is alive. Every stage
+    before and behind has a layer, which bounds how many there are.
+    """
+    kept = kept_microbatches(schedule, microbatches, 1, 1)
+    loose = terms_at(entries, prices, schedule, microbatches, StagePlace(1, 0), kept)
+    place = StagePlace(
+        later=np.minimum(1 + layers - entries.end, most_stages),
+        before=np.minimum(entries.first, most_stages - 1),
+    )
+    nothing = np.zeros(len(entries))
+    peak = _peak_s(entries, nothing, schedule, microbatches, place)
+    return StageTerms(add=loose.add, peak=peak)
+
+
+def device_table(problem: StageProblem, options: Sequence[int]) -> np.ndarray:
+    """``[options, groups]``: how many devices of each group an option takes."""
+    table = np.zeros((len(options), len(problem.groups)), np.int64)
+    for row, number in enumerate(options):
+        table[row, problem.options[number].group] = problem.options[number].devices
+    return table

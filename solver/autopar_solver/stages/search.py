@@ -18,10 +18,13 @@ from typing import NamedTuple
 import numpy as np
 
 from autopar_solver.clock import Clock
-from autopar_solver.stages.completion import complete
+from autopar_solver.stages.completion import PipelineIncumbent, complete_pipeline
 from autopar_solver.stages.entries import Entries, build_entries, kept_microbatches
-from autopar_solver.stages.incumbent import PipelineIncumbent
-from autopar_solver.stages.problem import LayerCosts, StageProblem
+from autopar_solver.stages.problem import (
+    LayerCosts,
+    Pipeline,
+    StageProblem,
+)
 from autopar_solver.stages.recompute import (
     RecomputePrices,
     choose_recomputed,
@@ -29,26 +32,23 @@ from autopar_solver.stages.recompute import (
 )
 from autopar_solver.stages.relaxation import (
     Chain,
+    CutTerms,
+    StagePlace,
+    StageTerms,
     add_prices,
     best_prices,
     chain_of,
     cheapest,
     cheapest_before,
-    fits_devices,
-    through,
-)
-from autopar_solver.stages.schedules.tasks import Schedule
-from autopar_solver.stages.solution import Pipeline
-from autopar_solver.stages.terms import (
-    CutTerms,
-    StagePlace,
-    StageTerms,
     crossings_of,
     device_table,
+    fits_devices,
     least_add_s,
     loosest_terms,
     terms_at,
+    through,
 )
+from autopar_solver.stages.schedules.order import Schedule
 
 # Minimises a sum and a maximum together by cutting the maximum's range.
 #
@@ -698,7 +698,7 @@ class _Places:
         changed = False
         for later, entry in enumerate(reversed(chosen), start=1):
             changed |= self._correct(later, entry)
-        pipeline = complete(
+        pipeline = complete_pipeline(
             space.problem,
             Pipeline(
                 microbatches=space.costs.microbatches,

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from autopar_solver.clock import Clock
-from autopar_solver.stages.completion import complete
+from autopar_solver.stages.completion import PipelineIncumbent, complete_pipeline
 from autopar_solver.stages.entries import (
     Entries,
     build_entries,
@@ -20,18 +20,22 @@ from autopar_solver.stages.entries import (
     kept_microbatches,
 )
 from autopar_solver.stages.exhaust import Allowance, exhaust_space
-from autopar_solver.stages.incumbent import PipelineIncumbent
-from autopar_solver.stages.problem import LayerCosts, StageProblem
-from autopar_solver.stages.relaxation import Chain, chain_of, fits_devices
-from autopar_solver.stages.schedules.tasks import Schedule, ScheduleKind
-from autopar_solver.stages.search import (
-    Bounded,
-    bound_space,
-    most_stages,
-    search_space,
+from autopar_solver.stages.problem import (
+    BindingMemory,
+    LayerCosts,
+    Pipeline,
+    StageProblem,
+    StageSolution,
 )
-from autopar_solver.stages.solution import BindingMemory, Pipeline, StageSolution
-from autopar_solver.stages.terms import crossings_of, device_table
+from autopar_solver.stages.relaxation import (
+    Chain,
+    chain_of,
+    crossings_of,
+    device_table,
+    fits_devices,
+)
+from autopar_solver.stages.schedules.order import Schedule, ScheduleKind
+from autopar_solver.stages.search import Bounded, bound_space, most_stages, search_space
 from autopar_solver.status import Status
 
 # Pipelines whose device groups all have the same option.
@@ -110,7 +114,7 @@ def offer_uniform(
             if incumbent.pipeline is not None or late == LATE:
                 return candidate.bound_s
             late += 1
-        pipeline = complete(
+        pipeline = complete_pipeline(
             problem,
             Pipeline(
                 microbatches=candidate.microbatches,
@@ -248,7 +252,7 @@ def polish(problem: StageProblem, incumbent: PipelineIncumbent, clock: Clock) ->
         for neighbour in _neighbours(problem, best):
             if clock.left_s <= 0:
                 return
-            pipeline = complete(problem, neighbour)
+            pipeline = complete_pipeline(problem, neighbour)
             if pipeline is not None:
                 incumbent.offer(pipeline)
         if incumbent.pipeline is best:
@@ -296,7 +300,7 @@ def offer_mixed(
     for pipeline in _pipelines(problem):
         if clock.left_s <= 0:
             return
-        whole = complete(problem, pipeline)
+        whole = complete_pipeline(problem, pipeline)
         if whole is not None:
             incumbent.offer(whole)
 

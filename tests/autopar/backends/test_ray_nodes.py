@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from autopar.backends.ray_nodes import LiveNode, Places, alive
+from autopar.backends.slots import LiveNode, Places, live_nodes
 
 
 def nodes(*names: str, room: int = 1) -> list[LiveNode]:
@@ -35,7 +35,7 @@ def listed(
 
 
 def test_dead_nodes_and_those_without_cpus_take_none() -> None:
-    found = alive(
+    found = live_nodes(
         [
             listed("head", True, memory=1e9),
             listed("dead", False, CPU=4.0),

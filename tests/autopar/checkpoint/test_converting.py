@@ -19,7 +19,7 @@ from command_line import Run, assert_fails
 
 import autopar
 from autopar import CheckpointError, Checkpoints
-from autopar.checkpoint import host, manifest, names, torch_files
+from autopar.checkpoint import folders, manifest, restoring, torch_files
 from autopar.checkpoint.converting import convert
 
 VALUE: dict[str, Any] = {
@@ -98,15 +98,17 @@ def trained(tmp_path_factory: Any) -> dict[str, tuple[pathlib.Path, Any, Any]]:
 
 
 def held_of(directory: pathlib.Path) -> tuple[pathlib.Path, manifest.Manifest]:
-    folder = names.find(directory)
+    folder = folders.find_checkpoint(directory)
     return folder, manifest.read(folder)
 
 
 def test_parameters_and_their_moments(trained: Any) -> None:
-    found = {name: names.parameters(*held_of(x[0])) for name, x in trained.items()}
+    found = {
+        name: folders.parameter_paths(*held_of(x[0])) for name, x in trained.items()
+    }
     assert [x.name for x in found["plain"]] == ["bias", "down", "up"]
     assert [x.name for x in found["nnx"]][:2] == ["down.bias", "down.kernel"]
-    assert found["linen"][1] == names.Parameter(
+    assert found["linen"][1] == folders.Parameter(
         "Dense_0.kernel",
         "state/params/Dense_0/kernel",
         "state/opt_state/0/mu/Dense_0/kernel",
@@ -137,9 +139,9 @@ def test_safetensors(name: str, trained: Any, tmp_path: pathlib.Path) -> None:
     wrote = convert(trained[name][0], target, "safetensors")
     found = parsed(target)
     assert list(found) == wrote
-    for one in names.parameters(folder, held):
+    for one in folders.parameter_paths(folder, held):
         np.testing.assert_array_equal(
-            found[one.name], host.read(folder, held, one.path)
+            found[one.name], restoring.read_array(folder, held, one.path)
         )
     assert [x.name for x in tmp_path.iterdir()] == [target.name]
 
@@ -200,8 +202,8 @@ def test_atoms_of_another_library(trained: Any, tmp_path: pathlib.Path) -> None:
     )
     found, read = held_of(tmp_path / "back")
     assert (read.step, read.position) == (7, 7 * forms.BATCH)
-    np.testing.assert_array_equal(host.read(found, read, "params/up"), new)
-    assert int(host.read(found, read, "opt_state/0/count")) == 7
+    np.testing.assert_array_equal(restoring.read_array(found, read, "params/up"), new)
+    assert int(restoring.read_array(found, read, "opt_state/0/count")) == 7
 
 
 class TestTorchFiles:

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from autopar.checkpoint.digests import Digest, block_digest, digest_of
+from autopar.checkpoint.store import Digest, block_digest, digest_of
 
 DTYPES = ("float32", "bfloat16", "float8_e4m3fn", "int4", "bool", "int64", "complex128")
 

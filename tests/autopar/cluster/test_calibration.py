@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from autopar.cluster import Cluster, ClusterError
-from autopar.cluster.calibration import CALIBRATIONS, Calibration
+from autopar.cluster.specs import CALIBRATIONS, Calibration
 from autopar.cost.pricer import Pricer
 
 TOML = """

@@ -10,7 +10,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from autopar.cluster import Cluster, ClusterError
-from autopar.cluster.groups import split_text
+from autopar.cluster.data import split_text
 
 TEXT = "4x8:h100+2x8:a100"
 BOTH = Cluster.parse(TEXT)

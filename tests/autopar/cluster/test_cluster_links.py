@@ -5,8 +5,8 @@ import dataclasses
 import pytest
 
 from autopar.cluster import Cluster, CollectiveFit, Level, LinkSpec
-from autopar.cluster.links import cut, cut_all, is_torus, wraps_around
 from autopar.cluster.presets import PRESETS
+from autopar.cluster.slices import cut_all, cut_level, is_torus, wraps_around
 
 CPU = PRESETS["cpu"].device
 
@@ -29,26 +29,26 @@ def level(topology, size=8):
 
 @pytest.mark.parametrize("topology", ["switch", "ring", "line"])
 def test_a_whole_level_is_what_it_was(topology):
-    assert cut(CPU, level(topology), 8) is not None
-    assert cut(CPU, level(topology), 8) == level(topology)
+    assert cut_level(CPU, level(topology), 8) is not None
+    assert cut_level(CPU, level(topology), 8) == level(topology)
 
 
 def test_part_of_a_switch_has_its_links_and_fits():
-    part = cut(CPU, level("switch"), 4)
+    part = cut_level(CPU, level("switch"), 4)
     assert part == dataclasses.replace(level("switch"), size=4)
     assert part.link.measured == level("switch").link.measured
 
 
 def test_part_of_a_ring_is_a_line():
     """The fit of the whole ring used its wrap-around."""
-    link = cut(CPU, level("ring"), 4).link
+    link = cut_level(CPU, level("ring"), 4).link
     assert (link.topology, link.bandwidth_bytes_per_s) == ("line", 4e9)
     assert [f.group_size for f in link.measured] == [2, 4]
 
 
 def test_a_line_is_halved_once():
-    once = cut(CPU, cut(CPU, level("ring"), 4), 2).link
-    assert once == cut(CPU, level("ring"), 2).link
+    once = cut_level(CPU, cut_level(CPU, level("ring"), 4), 2).link
+    assert once == cut_level(CPU, level("ring"), 2).link
     assert once.bandwidth_bytes_per_s == 4e9
 
 
@@ -57,7 +57,7 @@ def test_open_dimension_of_a_preset_is_not_halved_again():
     wrapped, open_ended = v5e.levels
     assert wraps_around(v5e.device, wrapped.link)
     assert not wraps_around(v5e.device, open_ended.link)
-    halves = [cut(v5e.device, which, 4).link for which in (wrapped, open_ended)]
+    halves = [cut_level(v5e.device, which, 4).link for which in (wrapped, open_ended)]
     assert halves[0] == halves[1]
     assert halves[0].bandwidth_bytes_per_s == 45e9  # one link, one direction
 

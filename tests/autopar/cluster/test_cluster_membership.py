@@ -10,7 +10,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from autopar.cluster import Cluster, ClusterError, CollectiveFit
-from autopar.cluster.regular import largest
+from autopar.cluster.membership import largest_cluster
 from autopar.cost.collectives import collective_s
 
 EIGHT = Cluster.parse("8x8:h100")
@@ -26,7 +26,7 @@ class TestWithout:
 
         found = cluster.without(devices=sorted(lost), prefer=prefer)
 
-        shape, ids = largest(cluster.device, cluster.levels, left, prefer)
+        shape, ids = largest_cluster(cluster.device, cluster.levels, left, prefer)
         assert tuple(level.size for level in found.levels) == shape
         assert found.ids == ids
         idle = [cluster.device_names.index(name) for name in found.idle]
@@ -142,7 +142,7 @@ class TestWithHosts:
         there = [
             i for i in names if i not in lost or names[i].rpartition("/")[0] == back
         ]
-        shape, ids = largest(cluster.device, cluster.levels, there, prefer)
+        shape, ids = largest_cluster(cluster.device, cluster.levels, there, prefer)
         assert tuple(level.size for level in found.levels) == shape
         assert found.ids == ids
         assert len(found.ids) + len(found.idle) == len(there)

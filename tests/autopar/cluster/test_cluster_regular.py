@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from property_tests import examples
 
 from autopar.cluster import Cluster
-from autopar.cluster.regular import largest
+from autopar.cluster.membership import largest_cluster
 
 
 def is_run(found, size, wraps):
@@ -66,7 +66,7 @@ def test_matches_brute_force(data, cluster, prefer):
     ids = range(cluster.num_devices)
     there = sorted(data.draw(st.sets(st.sampled_from(ids), min_size=1)))
 
-    shape, positions = largest(cluster.device, cluster.levels, there, prefer)
+    shape, positions = largest_cluster(cluster.device, cluster.levels, there, prefer)
 
     cells = [coordinates(cluster.levels)[position] for position in positions]
     assert shape_of(cells, cluster.levels) == shape
@@ -88,7 +88,7 @@ def test_matches_brute_force(data, cluster, prefer):
 @given(small_clusters(most_devices=16))
 def test_nothing_lost_changes_nothing(cluster):
     ids = range(cluster.num_devices)
-    shape, positions = largest(cluster.device, cluster.levels, ids, "devices")
+    shape, positions = largest_cluster(cluster.device, cluster.levels, ids, "devices")
     assert shape == tuple(level.size for level in cluster.levels)
     assert positions == tuple(ids)
 
@@ -97,23 +97,27 @@ def test_devices_or_hosts_where_both_are_as_many():
     """8 hosts of 8 less one device: 7 hosts of 8, or 8 hosts of 7."""
     cluster = Cluster.parse("8x8:h100")
     there = [i for i in range(64) if i != 9]
-    shape, positions = largest(cluster.device, cluster.levels, there, "devices")
+    shape, positions = largest_cluster(cluster.device, cluster.levels, there, "devices")
     assert shape == (7, 8)
     assert positions == (*range(8), *range(16, 64))
-    shape, positions = largest(cluster.device, cluster.levels, there, "hosts")
+    shape, positions = largest_cluster(cluster.device, cluster.levels, there, "hosts")
     assert shape == (8, 7)
     assert positions[7:14] == (8, 10, 11, 12, 13, 14, 15)
 
 
 def test_a_ring_goes_on_around_the_gap():
     cluster = built((6, "ring"))
-    shape, positions = largest(cluster.device, cluster.levels, [0, 1, 3, 4, 5], "hosts")
+    shape, positions = largest_cluster(
+        cluster.device, cluster.levels, [0, 1, 3, 4, 5], "hosts"
+    )
     assert (shape, positions) == ((5,), (3, 4, 5, 0, 1))
 
 
 def test_a_line_does_not():
     cluster = built((6, "line"))
-    shape, positions = largest(cluster.device, cluster.levels, [0, 1, 3, 4, 5], "hosts")
+    shape, positions = largest_cluster(
+        cluster.device, cluster.levels, [0, 1, 3, 4, 5], "hosts"
+    )
     assert (shape, positions) == ((3,), (3, 4, 5))
 
 
@@ -122,5 +126,5 @@ def test_a_preset_dimension_without_wrap_around_is_a_line():
     for size, expected in ((16, 15), (8, 6)):
         cluster = Cluster.parse(f"{size}:v5e")
         there = [i for i in range(size) if i != 1]
-        shape, _ = largest(cluster.device, cluster.levels, there, "devices")
+        shape, _ = largest_cluster(cluster.device, cluster.levels, there, "devices")
         assert shape == (expected,)

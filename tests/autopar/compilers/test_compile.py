@@ -11,8 +11,7 @@ import autopar
 from autopar.cluster import Cluster
 from autopar.cluster.presets import PRESETS
 from autopar.compilers import compiled
-from autopar.compilers.targets import TARGETS, target_of
-from autopar.compilers.topology import topology
+from autopar.compilers.targets import TARGETS, target_of, topology
 from autopar.errors import CompileError, PlanError
 
 

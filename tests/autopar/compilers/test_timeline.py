@@ -10,7 +10,7 @@ from autopar.compilers.timeline import kernel_s, message_s, timeline
 from autopar.cost.pricer import Pricer
 from autopar.cost.products import product_s
 from autopar_passes.audit.collectives import AuditedCollective
-from autopar_passes.audit.events import Done, EventLoop, Kernel, Start
+from autopar_passes.audit.compiled import Done, EventLoop, Kernel, Start
 from autopar_passes.audit.kernels import Product
 
 CLUSTER = Cluster.parse("2x4:h100")

@@ -21,8 +21,7 @@ from autopar.compression.fallback import (
     level_gains,
     synchronise_levels,
 )
-from autopar.compression.feedback import Feedback
-from autopar.compression.gradient import Gradient, init_state
+from autopar.compression.gradient import Feedback, Gradient, init_state
 from autopar.compression.synchronise import synchronise
 
 SPARSE, MIDDLE = TopK(ratio=0.05, values="f32"), TopK(ratio=0.25, values="f32")

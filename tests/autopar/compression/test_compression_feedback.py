@@ -9,8 +9,7 @@ import pytest
 from compression_mesh import FED_BACK, WORKERS, norm, normal, run
 
 from autopar.compression.codecs.quantise import Sign
-from autopar.compression.feedback import Feedback, average_due
-from autopar.compression.gradient import Gradient
+from autopar.compression.gradient import Feedback, Gradient, average_due
 from autopar.compression.synchronise import RESIDUAL
 
 

@@ -15,8 +15,7 @@ from autopar.compression.codecs.registry import parse_codec
 from autopar.compression.encoding import LARGEST, MOST, CodecInput, group_gradients
 from autopar.compression.exchange import MeshLinks
 from autopar.compression.fallback import RecordingLinks
-from autopar.compression.feedback import Feedback
-from autopar.compression.gradient import Gradient, init_state
+from autopar.compression.gradient import Feedback, Gradient, init_state
 from autopar.compression.synchronise import NON_FINITE, synchronise
 
 N = 4

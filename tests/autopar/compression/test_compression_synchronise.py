@@ -14,8 +14,7 @@ from autopar.compression.codecs.dense import Bf16, Dense
 from autopar.compression.codecs.quantise import Int4, Int8, Sign
 from autopar.compression.codecs.registry import codec_names, parse_codec
 from autopar.compression.exchange import MeshLinks
-from autopar.compression.feedback import Feedback
-from autopar.compression.gradient import Gradient, check_gradient, init_state
+from autopar.compression.gradient import Feedback, Gradient, check_gradient, init_state
 from autopar.compression.synchronise import (
     ERROR,
     GRADIENT,

@@ -16,8 +16,13 @@ from autopar.compression.codecs.dense import Dense
 from autopar.compression.codecs.registry import parse_codec
 from autopar.compression.gradient import Gradient
 from autopar.compression.policies import GraVAC
-from autopar.compression.policies.policy import GradientReport, Observation, Signal
-from autopar.compression.policies.signals import signal, signal_updates
+from autopar.compression.policies.policy import (
+    GradientReport,
+    Observation,
+    Signal,
+    signal_updates,
+    sum_signals,
+)
 from autopar.compression.signal import (
     DENSE_SIGNAL,
     DENSE_SQUARE,
@@ -116,7 +121,7 @@ def test_signals_add_up_over_gradients() -> None:
         reported(Signal(3.0, 9.0, 4.0, 9.0), 900),
         reported(None),
     ]
-    assert signal(reports) == (4.0, 6.0)
+    assert sum_signals(reports) == (4.0, 6.0)
     sent, dense = signal_updates(reports)
     assert sent == pytest.approx(1.0 * 10 / 2 + 3.0 * 30 / 3)
     assert dense == pytest.approx(2.0 * 10 / 4 + 4.0 * 30 / 3)

@@ -15,9 +15,8 @@ from hypothesis import strategies as st
 from property_tests import examples
 
 from autopar.compression.codecs.registry import parse_codec
-from autopar.compression.feedback import Feedback
-from autopar.compression.gradient import Gradient
-from autopar.compression.norms import NOT_MEASURED, SentGroup
+from autopar.compression.encoding import NOT_MEASURED, SentGroup
+from autopar.compression.gradient import Feedback, Gradient
 from autopar.compression.synchronise import ERROR, GRADIENT, NON_FINITE, WANTED
 from autopar_passes.audit.compiled import hlo_collectives
 

@@ -23,7 +23,7 @@ from sharing_links import sharing
 
 import autopar
 from autopar import Cluster, Plan
-from autopar.cluster.calibration import CALIBRATIONS
+from autopar.cluster.specs import CALIBRATIONS
 from autopar.cost import combining
 from autopar.cost.collectives import collective_s
 from autopar.cost.combining import FREE, NORMS, Combiner
@@ -39,7 +39,7 @@ from autopar.planner.search import candidate_meshes
 from autopar.planner.solving import solve_mesh
 from autopar.reports.explain import BoundPlan, bind_plan, group_collectives
 from autopar.reports.gradients import codec_rows
-from autopar.runtime.meshes import device_mesh
+from autopar.runtime.placement import device_mesh
 from autopar.runtime.planned import planned_step
 from autopar.steps.analysis import Analysis, analyse
 from autopar_solver import Solution, Status

@@ -22,7 +22,7 @@ from autopar.cost.messages import messages, rounds
 from autopar.planner.options import PlanOptions
 from autopar.planner.plan import plan_analysis
 from autopar.reports.explain import bind_plan
-from autopar.runtime.meshes import device_mesh
+from autopar.runtime.placement import device_mesh
 from autopar.runtime.planned import planned_step
 from autopar.steps.analysis import analyse
 

@@ -13,9 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import autopar
-from autopar.cluster.calibration import CALIBRATIONS
 from autopar.cluster.presets import PRESETS
-from autopar.cluster.specs import DeviceSpec
+from autopar.cluster.specs import CALIBRATIONS, DeviceSpec
 from autopar.cost.compute import work_s
 from autopar.cost.products import product_s, rates_of
 from autopar.steps.analysis import analyse

@@ -18,7 +18,7 @@ from autopar.dispatch.running import ProcessRuns
 from autopar.dispatch.specs import Handed, JobSpec
 from autopar.dispatch.store import JobRecord
 from autopar.dispatch.supervising import holder
-from autopar.elastic.processes.messages import SUSPENDED
+from autopar.elastic.processes.members import SUSPENDED
 
 pytestmark = pytest.mark.cluster
 

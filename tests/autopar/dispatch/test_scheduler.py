@@ -12,7 +12,7 @@ from autopar.dispatch.backend import ClusterNode, Ending
 from autopar.dispatch.scheduler import SchedulerSettings
 from autopar.dispatch.store import Store
 from autopar.errors import ScheduleError
-from autopar.scheduler.rounds import Rounds
+from autopar.scheduler.jobs import Rounds
 
 
 def two(folder: pathlib.Path, **fields: object) -> World:

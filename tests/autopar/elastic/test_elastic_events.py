@@ -10,18 +10,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autopar import Cluster
-from autopar.elastic.events import Event
-from autopar.elastic.inbox import Inbox
+from autopar.elastic.events import STATUSES, Event, Inbox, resolve_event
 from autopar.elastic.ledger import Ledger
-from autopar.elastic.resolve import STATUSES, resolve
-from autopar.elastic.sources.messages import read_events
+from autopar.elastic.sources.source import read_events
 from autopar.errors import EventError, PlanError
 
 WHOLE = Cluster.parse("4x2:h100")
 
 
 def resolved(data: Any, cluster: Cluster | None = WHOLE) -> Any:
-    return resolve(Event.from_data(data), cluster, own=(0, 1))
+    return resolve_event(Event.from_data(data), cluster, own=(0, 1))
 
 
 def test_what_came_of_an_event_is_one_short_line() -> None:
@@ -161,7 +159,7 @@ class TestResolving:
 
     def test_this_process(self) -> None:
         assert resolved({"kind": "gone"}).cluster.ids == (2, 3, 4, 5, 6, 7)
-        alone = resolve(Event(kind="gone"), WHOLE, own=range(8))
+        alone = resolve_event(Event(kind="gone"), WHOLE, own=range(8))
         assert (alone.status, alone.cluster) == ("accepted", None)
         assert resolved({"kind": "gone", "hosts": [0]}, None).status == "late"
 
@@ -213,7 +211,7 @@ class TestResolving:
                 event = Event.from_data(data)
             except EventError:
                 continue
-            found = resolve(event, cluster, own=(0, 1))
+            found = resolve_event(event, cluster, own=(0, 1))
             assert found.status in STATUSES
             named = {
                 *event.devices,

@@ -17,10 +17,15 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import autopar
 from autopar import Cluster
-from autopar.elastic.options import Horizon, ReplanOption, best_option, dividing_part
-from autopar.elastic.replanning import likely_next
+from autopar.elastic.replanning import (
+    Horizon,
+    ReplanOption,
+    best_option,
+    dividing_part,
+    likely_next,
+)
 from autopar.errors import ClusterError
-from autopar.runtime.moving import _lacking, move_of
+from autopar.runtime.state_mover import _lacking, move_of
 
 CLUSTER = Cluster.parse("4:cpu")
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import memory_channel
 
-from autopar.goodput.agreeing import Said, agree, key_of, with_key
 from autopar.goodput.choice import Decision, Judged, Way
+from autopar.goodput.studies import Said, agree_on_first, key_of, with_key
 from autopar.goodput.throughput import Terms
 from autopar.goodput.ways import Key
 from autopar.runtime.world import LoneChannel, World
@@ -17,7 +17,7 @@ ONE, OTHER = Key(64, 1, "int8"), Key(32, 2, "none")
 
 def told(*own: Said) -> list[Any]:
     def run(world: World) -> Said:
-        return agree(world, own[world.process_index])
+        return agree_on_first(world, own[world.process_index])
 
     return memory_channel.everywhere(run, range(len(own)), len(own))
 
@@ -34,7 +34,7 @@ def test_all_wait_for_one_that_is_busy() -> None:
 
 def test_one_process_says_all_itself() -> None:
     own = Said(busy=False, studies=True, key=ONE)
-    assert agree(World((0,), channel=LoneChannel()), own) is own
+    assert agree_on_first(World((0,), channel=LoneChannel()), own) is own
 
 
 def judged(key: Key) -> Judged:

@@ -14,8 +14,15 @@ import pytest
 from autopar.cluster import Cluster
 from autopar.cost.live import habits_of
 from autopar.errors import PlanError, ScheduleError
-from autopar.goodput.batched import Batches, PlanAtBatches, ProgramAtBatches, prepare
-from autopar.goodput.configurations import WantedCurve, chain, configuration
+from autopar.goodput.configurations import (
+    Batches,
+    PlanAtBatches,
+    ProgramAtBatches,
+    WantedCurve,
+    chain,
+    configuration,
+    prepare_batches,
+)
 from autopar.planner.cache import PlanCache
 from autopar.planner.options import PlanOptions
 from autopar.planner.plan import plan_analysis
@@ -68,7 +75,7 @@ def wanted(**fields: Any) -> WantedCurve:
 def two_devices() -> PlanAtBatches:
     cluster = Cluster.parse("2:h100")
     plan = plan_analysis(program().at(ROWS), cluster, OPTIONS)
-    return prepare(program(), ROWS, cluster, plan)
+    return prepare_batches(program(), ROWS, cluster, plan)
 
 
 @pytest.mark.parametrize("factor", [0.5, 2.0, 8.0])

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from autopar.goodput.batched import error_of
+from autopar.goodput.configurations import error_of
 from autopar.goodput.efficiency import EXACT
 from autopar.goodput.ways import expected_error
 

@@ -11,7 +11,7 @@ import pytest
 from following_cases import BASE
 
 import autopar
-from autopar.elastic.training import TrainRun
+from autopar.elastic.train import TrainRun
 from autopar.goodput import Following, Loop
 from autopar.goodput.efficiency import efficiency
 from autopar.goodput.following import codecs_of

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from autopar.errors import PlanError
-from autopar.goodput.progress_ratio import progress_ratio, steps_to
+from autopar.goodput.following import progress_ratio, steps_to
 
 
 def losses(

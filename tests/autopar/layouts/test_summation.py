@@ -14,8 +14,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from autopar import Cluster
 from autopar.cluster.mesh import MeshAxis
 from autopar.compression.codecs.registry import parse_codec
-from autopar.compression.feedback import Feedback
-from autopar.compression.gradient import Gradient
+from autopar.compression.gradient import Feedback, Gradient
 from autopar.cost.codecs import GradientRoute, added_s, route_of, within_s
 from autopar.cost.collectives import collective_bytes
 from autopar.layouts.layout import Axes, Layout

@@ -14,7 +14,7 @@ from autopar import Cluster, ClusterError, PlanError
 from autopar.planner.options import PlanOptions, as_cluster, as_plan
 from autopar.planner.plan import plan_analysis
 from autopar.plans import Compression, GradientDecision
-from autopar.runtime.setting import sent_by_hand, with_codecs_of
+from autopar.runtime.preparation import sent_by_hand, with_codecs_of
 from autopar.steps.analysis import analyse
 
 

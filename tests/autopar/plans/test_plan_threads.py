@@ -21,7 +21,7 @@ from autopar.checkpoint.manifest import Manifest, PlanEntry, decode
 from autopar.cluster import Cluster
 from autopar.cluster.rates import tables
 from autopar.plans import Plan
-from autopar.runtime.exchange import exchange_data
+from autopar.runtime.agreement import exchange_data
 from autopar.runtime.state_mover import LeafLayout, StateLayout
 from autopar.runtime.world import World
 

@@ -9,7 +9,7 @@ import pytest
 
 from autopar.planner.edited import EDITABLE
 from autopar.plans import SCHEDULES, Plan, StagePlan
-from autopar.plans.checks import ABOUT
+from autopar.plans.files import ABOUT
 
 FIELDS = {*Plan.__struct_fields__, *StagePlan.__struct_fields__}
 PAGE = (checkout.ROOT / "docs" / "plans.md").read_text("utf-8")

@@ -15,7 +15,7 @@ from autopar import Cluster, PlanError
 from autopar.plans import SCHEMA, Plan, Seconds
 from autopar.reports.html import render_html
 from autopar.reports.table import render
-from autopar.runtime.meshes import abstract_mesh, device_mesh
+from autopar.runtime.placement import abstract_mesh, device_mesh
 
 PLAN = make_plan()
 

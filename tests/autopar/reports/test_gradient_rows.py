@@ -12,7 +12,7 @@ from autopar.audits import audit_analysis
 from autopar.cli.target import load
 from autopar.cluster import Cluster
 from autopar.compression.codecs.registry import offered_codecs, parse_codec
-from autopar.compression.feedback import effective_error
+from autopar.compression.gradient import effective_error
 from autopar.cost.codecs import SQUARES_BYTES, TELEMETRY_BYTES
 from autopar.cost.pricer import Pricer
 from autopar.planner.options import PlanOptions

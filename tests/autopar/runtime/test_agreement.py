@@ -17,8 +17,8 @@ import small_step
 
 import autopar
 from autopar import InfeasibleError, PlanError
-from autopar.plans.differences import differences
-from autopar.runtime import agreement, exchange
+from autopar.plans.schema import differences
+from autopar.runtime import agreement
 from autopar.runtime.world import World
 from autopar.steps import program_text
 from autopar.steps.analysis import analyse
@@ -152,7 +152,7 @@ class TestPlans:
         agreement.check_rows(world, {"x": (3,)})
         agreement.check_equal(world, {"x": object()})
         agreement.check_same(world, small_step.plan("4:cpu"), "abc", list)
-        assert exchange.together(world, "working", lambda: 3) == 3
+        assert agreement.run_together(world, "working", lambda: 3) == 3
 
 
 class TestFailures:
@@ -161,10 +161,10 @@ class TestFailures:
     @pytest.mark.parametrize("failing", [0, 1, 2])
     def test_others_that_wait_are_told(self, failing: int) -> None:
         def run(world: World) -> None:
-            with exchange.tell_errors(world, "tracing the step"):
+            with agreement.tell_errors(world, "tracing the step"):
                 if world.process_index == failing:
                     raise ZeroDivisionError("by nothing")
-            exchange.exchange_data(world, "planning")
+            agreement.exchange_data(world, "planning")
 
         took, found = memory_channel.seconds_of(lambda: everywhere(run, 3))
         assert took < AT_ONCE_S
@@ -183,13 +183,13 @@ class TestFailures:
         slow = threading.Event()
 
         def run(world: World) -> None:
-            with exchange.tell_errors(world, "tracing the step"):
+            with agreement.tell_errors(world, "tracing the step"):
                 if world.process_index == 2:
                     raise ZeroDivisionError("by nothing")
                 if world.process_index == 1:
                     assert slow.wait(AT_ONCE_S)
             try:
-                exchange.exchange_data(world, "planning")
+                agreement.exchange_data(world, "planning")
             finally:
                 slow.set()  # by process 0, which has been told already
 
@@ -198,10 +198,10 @@ class TestFailures:
 
     def test_an_error_of_autopar_keeps_its_class(self) -> None:
         def run(world: World) -> None:
-            with exchange.tell_errors(world, "planning"):
+            with agreement.tell_errors(world, "planning"):
                 if world.process_index == 0:
                     raise InfeasibleError("nothing fits")
-            exchange.exchange_data(world, "planning")
+            agreement.exchange_data(world, "planning")
 
         found = everywhere(run)
         assert [type(error) for error in found] == [InfeasibleError, InfeasibleError]
@@ -214,13 +214,13 @@ class TestFailures:
             seen = []
             for k in range(3):
                 try:
-                    with exchange.tell_errors(world, "tracing the step"):
+                    with agreement.tell_errors(world, "tracing the step"):
                         if world.process_index in ((), (0, 2), (0, 1, 2))[k]:
                             raise ZeroDivisionError(k)
-                    seen.append(exchange.exchange_data(world, "planning", b"%d" % k))
+                    seen.append(agreement.exchange_data(world, "planning", b"%d" % k))
                 except (PlanError, ZeroDivisionError) as error:
                     seen.append(type(error).__name__)
-            return seen, exchange.exchange_data(world, "planning", b"last")
+            return seen, agreement.exchange_data(world, "planning", b"last")
 
         ends = (b"last",) * 3
         told, failed = "PlanError", "ZeroDivisionError"
@@ -233,7 +233,7 @@ class TestFailures:
 
     def test_together_on_all_or_on_none(self) -> None:
         def run(world: World) -> Any:
-            return exchange.together(
+            return agreement.run_together(
                 world, "compiling", lambda: 1 // (1 - world.process_index)
             )
 
@@ -245,16 +245,16 @@ class TestFailures:
         def run(world: World) -> Any:
             if world.process_index == 1:
                 return world.channel.tell(
-                    exchange.message_of_end("it has ended", "", "")
+                    agreement.message_of_end("it has ended", "", "")
                 )
-            return exchange.exchange_data(world, "planning")
+            return agreement.exchange_data(world, "planning")
 
         error, _ = everywhere(run)
         assert "process 1: it has ended, and this one goes on" in str(error)
 
     def test_different_things(self) -> None:
         def run(world: World) -> None:
-            exchange.exchange_data(
+            agreement.exchange_data(
                 world, ("planning", "compiling")[world.process_index]
             )
 
@@ -266,15 +266,15 @@ class TestFailures:
 
     def test_different_versions(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Found out by the first exchange, whatever it is about."""
-        mine = exchange.versions()
+        mine = agreement.package_versions()
         local = threading.local()
-        monkeypatch.setattr(exchange, "versions", lambda: local.versions)
+        monkeypatch.setattr(agreement, "package_versions", lambda: local.versions)
 
         def run(world: World) -> None:
             local.versions = mine
             if world.process_index == 1:
                 local.versions = {**mine, "jax": "0.9.9", "flax": "0.1"}
-            exchange.exchange_data(world, "comparing shapes of arguments")
+            agreement.exchange_data(world, "comparing shapes of arguments")
 
         for error in everywhere(run, 3):
             text = f"jax {jax.__version__} on processes 0 and 2, 0.9.9 on process 1"
@@ -290,7 +290,7 @@ class TestFailures:
                 world, channel=memory_channel.MemoryChannel(memory, world.process_index)
             )
             for _ in range(20):
-                exchange.exchange_data(world, "planning", b"x" * 1000)
+                agreement.exchange_data(world, "planning", b"x" * 1000)
             return len(memory.store.values)
 
         everywhere(run)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 import autopar
-from autopar.runtime import changing_worlds
+from autopar.runtime import changing_batches
 
 
 def step(w: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -29,4 +29,4 @@ def step(w: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
 def test_what_a_call_leaves_behind(options: dict[str, Any], pure: bool) -> None:
     train = autopar.parallelize(step, cluster="2:cpu", **options)
     train(jnp.ones((32, 32)), jnp.ones((8192, 32)))
-    assert changing_worlds.is_pure(train) is pure
+    assert changing_batches.is_pure(train) is pure

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from autopar.runtime import ranges, state_mover
+from autopar.runtime import state_mover
 from autopar.runtime.state_mover import DevicePut, StateLayout, layout_of, move
 
 EIGHT = Mesh(np.array(jax.devices()[:8]), ("a",))
@@ -103,8 +103,8 @@ def test_blocks_of_every_layout(spec: tuple[Any, ...], dtype: str) -> None:
     given = jax.device_put(array, NamedSharding(EIGHT, PartitionSpec("a")))
     grid = Mesh(np.array(jax.devices()[1:5]).reshape(2, 2), ("a", "b"))
     wanted = NamedSharding(grid, PartitionSpec(*spec))
-    assert ranges.movable(given, wanted)
-    moved = ranges.move_array(given, wanted)
+    assert state_mover.is_movable(given, wanted)
+    moved = state_mover.move_array(given, wanted)
     assert moved.sharding.is_equivalent_to(wanted, 2)
     assert moved.dtype == array.dtype
     assert bool(jnp.all(jax.device_put(moved, jax.devices()[0]) == array))

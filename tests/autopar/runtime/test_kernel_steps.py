@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 from sharing_links import sharing
 
 import autopar
-from autopar_passes.rules.kernel import CUDNN_EFFICIENCY
+from autopar_passes.rules.factor_rule import CUDNN_EFFICIENCY
 
 SMALL = attention.BlockSizes(
     block_q=8,

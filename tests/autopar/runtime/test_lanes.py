@@ -9,9 +9,8 @@ from typing import Any
 
 import memory_channel
 
-from autopar.runtime import lanes
-from autopar.runtime.exchange import exchange_data
-from autopar.runtime.world import World
+from autopar.runtime.agreement import exchange_data
+from autopar.runtime.world import World, current_lane, in_lane
 
 TURNS = 12
 
@@ -30,7 +29,7 @@ def test_a_lane_has_an_order_of_its_own() -> None:
         found: list[list[Any]] = [[], [], []]
 
         def beside(name: str, mine: list[Any]) -> None:
-            with lanes.within(name):
+            with in_lane(name):
                 talk(world, name, mine)
 
         others = [
@@ -53,14 +52,14 @@ def test_a_lane_has_an_order_of_its_own() -> None:
 
 
 def test_a_lane_ends_where_it_was_begun() -> None:
-    assert lanes.current() == ""
-    with lanes.within("a"):
-        with lanes.within("b"):
-            assert lanes.current() == "b"
-        assert lanes.current() == "a"
+    assert current_lane() == ""
+    with in_lane("a"):
+        with in_lane("b"):
+            assert current_lane() == "b"
+        assert current_lane() == "a"
         seen: list[str] = []
-        thread = threading.Thread(target=lambda: seen.append(lanes.current()))
+        thread = threading.Thread(target=lambda: seen.append(current_lane()))
         thread.start()
         thread.join()
         assert seen == [""]
-    assert lanes.current() == ""
+    assert current_lane() == ""

@@ -14,7 +14,7 @@ from autopar import PlanError
 from autopar.layouts.assignment import Assignment
 from autopar.planner.record import restore
 from autopar.runtime import planned
-from autopar.runtime.meshes import abstract_mesh, device_mesh
+from autopar.runtime.placement import abstract_mesh, device_mesh
 from autopar.runtime.planned import planned_step
 from autopar.steps.analysis import Analysis, analyse
 

@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 import autopar
 from autopar import PlanError
 from autopar.planner.options import PlanOptions
-from autopar.runtime import ranges
+from autopar.runtime import state_mover
 from autopar.runtime.planned import PlannedStep
 from autopar.runtime.program_store import ProgramStore
 from autopar.runtime.step_planner import Analysed, StepPlanner
@@ -107,7 +107,7 @@ def counted() -> dict[str, int]:
         "arrays": len(jax.live_arrays()),
         "meshes": found.count(Mesh),
         "programs": found.count(PlannedStep),
-        "bytes": ranges.resident_bytes(),
+        "bytes": state_mover.resident_bytes(),
     }
 
 

@@ -6,7 +6,7 @@ import mmap
 
 import pytest
 
-from autopar.runtime import ranges
+from autopar.runtime import state_mover
 
 
 @pytest.mark.parametrize(("held", "returned"), [(99, 0), (100, 0), (101, 1), (0, 1)])
@@ -19,15 +19,15 @@ def test_memory_is_given_back_where_much_is_held(
     class Library:
         malloc_trim = trims.append
 
-    monkeypatch.setattr(ranges, "resident_bytes", lambda: held)
-    monkeypatch.setattr(ranges.ctypes, "CDLL", lambda _: Library)
-    ranges.return_memory(but=100)
+    monkeypatch.setattr(state_mover, "resident_bytes", lambda: held)
+    monkeypatch.setattr(state_mover.ctypes, "CDLL", lambda _: Library)
+    state_mover.return_memory(but=100)
     assert len(trims) == returned
 
 
 def test_resident_bytes_grow_with_what_is_written() -> None:
     size = 2**26
-    before = ranges.resident_bytes()
+    before = state_mover.resident_bytes()
     with mmap.mmap(-1, size) as fresh:  # no memory that was freed
         fresh.write(b"1" * size)
-        assert ranges.resident_bytes() >= before + size // 2
+        assert state_mover.resident_bytes() >= before + size // 2

@@ -30,7 +30,7 @@ from autopar.errors import InfeasibleError, PlanError
 from autopar.planner.record import split_as
 from autopar.planner.worth import is_repeated
 from autopar.plans import AS_WRITTEN
-from autopar.runtime.meshes import device_mesh
+from autopar.runtime.placement import device_mesh
 from autopar.runtime.planned import planned_step
 from autopar.steps.analysis import analyse
 

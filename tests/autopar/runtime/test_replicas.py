@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec
 
 import autopar
 from autopar.errors import PlanError
-from autopar.runtime.meshes import device_mesh
+from autopar.runtime.placement import device_mesh
 from autopar.runtime.planned import planned_step
 from autopar.steps.analysis import analyse
 

@@ -11,8 +11,8 @@ from autopar.errors import ScheduleError
 from autopar.scheduler.jobs import Job
 from autopar.scheduler.nodes import Nodes
 from autopar.scheduler.policies.named import policy_of
-from autopar.scheduler.simulator.curve_job import CurveJob, Moves
 from autopar.scheduler.simulator.engine import NodeEvent, Options, simulate
+from autopar.scheduler.simulator.jobs import CurveJob, Moves
 
 LINE = curve(8.0, 16.0, 24.0, 32.0).on("cpu")  # a step a second on one device
 MOVES = Moves(start_s=5.0, join_s=3.0, change_s=1.0)

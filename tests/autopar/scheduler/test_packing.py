@@ -7,8 +7,7 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autopar.scheduler.nodes import Nodes
-from autopar.scheduler.packing import pack
+from autopar.scheduler.nodes import Nodes, pack
 
 NODES = Nodes.parse("3x2")
 EVERYWHERE = range(3)

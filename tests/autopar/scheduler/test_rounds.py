@@ -11,13 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autopar.errors import ScheduleError
-from autopar.scheduler.jobs import Job
+from autopar.scheduler.jobs import Job, Rounds
 from autopar.scheduler.nodes import Nodes
 from autopar.scheduler.policies.named import POLICIES, policy_of
-from autopar.scheduler.rounds import Rounds
-from autopar.scheduler.simulator.curve_job import CurveJob, Moves
 from autopar.scheduler.simulator.engine import History, NodeEvent, Options, simulate
-from autopar.scheduler.simulator.fairness import finish_time_ratios
+from autopar.scheduler.simulator.jobs import CurveJob, Moves
+from autopar.scheduler.simulator.metrics import finish_time_ratios
 
 LINE = curve(8.0, 16.0, 24.0, 32.0).on("cpu")  # a step a second on one device
 NODES = Nodes.parse("4x1")

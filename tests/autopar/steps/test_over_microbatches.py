@@ -20,7 +20,7 @@ from autopar.steps.microbatches import (
     over_microbatches,
 )
 from autopar_passes.graph.roles import Role
-from autopar_passes.microbatches.microbatched import (
+from autopar_passes.microbatches.facts import (
     Combine,
     Crossing,
     Microbatched,

@@ -1,7 +1,13 @@
 """Schedules of accelerators' programs, from texts written here."""
 
-from autopar_passes.audit.compiled import hlo_collectives
-from autopar_passes.audit.events import Done, EventLoop, Kernel, Start, events
+from autopar_passes.audit.compiled import (
+    Done,
+    EventLoop,
+    Kernel,
+    Start,
+    device_events,
+    hlo_collectives,
+)
 
 AXES = (("data", 4), ("tensor", 2))
 HEAD = """HloModule m, is_scheduled=true, num_partitions=8
@@ -57,7 +63,7 @@ ROOT %r = f32[16]{{0}} fusion(%beside), kind=kLoop, calls=%double
 
 
 def test_a_pair_of_start_and_done_with_a_kernel_between():
-    broadcast, begin, beside, end, last = events(program(GATHER), AXES)
+    broadcast, begin, beside, end, last = device_events(program(GATHER), AXES)
 
     assert isinstance(broadcast, Kernel)
     assert isinstance(begin, Start)
@@ -74,7 +80,7 @@ def test_a_pair_of_start_and_done_with_a_kernel_between():
 
 def test_what_is_marked_synchronous_waits():
     text = program(GATHER.replace('"is_sync":false', '"is_sync":true'))
-    (begin,) = (e for e in events(text, AXES) if isinstance(e, Start))
+    (begin,) = (e for e in device_events(text, AXES) if isinstance(e, Start))
 
     assert begin.waits
 
@@ -87,7 +93,7 @@ def test_a_loop_has_its_trips():
 %loop = (s32[], f32[16]{0}) while(%state), condition=%condition, body=%body
 ROOT %r = f32[16]{0} get-tuple-element(%loop), index=1
 """
-    (loop,) = events(program(body))
+    (loop,) = device_events(program(body))
 
     assert isinstance(loop, EventLoop)
     assert loop.trips == 5
@@ -103,7 +109,7 @@ custom_call_target="__cublas$gemm", backend_config={"gemm_backend_config":\
 {"dot_dimension_numbers":{"lhs_contracting_dimensions":["1"],\
 "rhs_contracting_dimensions":["1"]}}}
 """
-    (kernel,) = events(program(body))
+    (kernel,) = device_events(program(body))
 
     assert isinstance(kernel, Kernel)
     assert kernel.flops == 2 * 16 * 64 * 32
@@ -120,7 +126,7 @@ ROOT %r = f32[2,8,8,16]{3,2,1,0} convolution(%p, %k), \
 window={size=3x3 pad=1_1x1_1}, dim_labels=b01f_01io->b01f, \
 backend_config={"estimated_cycles":"1200"}
 """
-    (kernel,) = events(program(body))
+    (kernel,) = device_events(program(body))
 
     assert isinstance(kernel, Kernel)
     assert kernel.flops == 2 * (2 * 8 * 8 * 16) * (3 * 3 * 3)

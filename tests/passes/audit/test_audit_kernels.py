@@ -2,7 +2,7 @@
 
 import pytest
 
-from autopar_passes.audit.events import events
+from autopar_passes.audit.compiled import device_events
 from autopar_passes.audit.kernels import Kernel, Product
 
 HEAD = """HloModule m, is_scheduled=true, num_partitions=8
@@ -46,7 +46,7 @@ def kernel(body: str) -> Kernel:
     """The last kernel of a program."""
     lines = "\n".join(f"  {line}" for line in body.strip().split("\n"))
     text = f"{HEAD}\nENTRY %main (p: f32[16]) -> f32[16] {{\n{lines}\n}}\n"
-    found = [e for e in events(text) if isinstance(e, Kernel)]
+    found = [e for e in device_events(text) if isinstance(e, Kernel)]
     return found[-1]
 
 

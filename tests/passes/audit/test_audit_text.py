@@ -12,17 +12,15 @@ from property_tests import examples
 
 from autopar_passes.audit.collectives import AuditedCollective, differing_axes
 from autopar_passes.audit.hlo_text import (
-    Shape,
-    device_groups,
-    parse_instruction,
-    parse_module,
-)
-from autopar_passes.audit.hlo_values import (
     WHOLE,
     Need,
     Scope,
+    Shape,
     ValueFollower,
+    device_groups,
     element_index,
+    parse_instruction,
+    parse_module,
     split_groups,
 )
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from autopar_passes.audit.events import events
+from autopar_passes.audit.compiled import device_events
 from autopar_passes.audit.kernels import Kernel
 
 # A layer's part of weights that are stacked, times two.
@@ -99,7 +99,7 @@ def test_a_kernel_reads_what_its_result_needs(name):
     text = f"HloModule m\n{body}\nENTRY %main () -> f32[] {{\n"
     lines = [*given.split("\n"), f"ROOT %r = {kernel}{called}"]
     text += "".join(f"  {line}\n" for line in lines) + "}\n"
-    (found,) = events(text)
+    (found,) = device_events(text)
 
     assert isinstance(found, Kernel)
     assert found.nbytes == expected

@@ -15,7 +15,6 @@ from step_cases import NAMES, STEPS, case
 
 from autopar_passes.graph import build
 from autopar_passes.graph.build import step_graph
-from autopar_passes.graph.errors import GraphError
 from autopar_passes.graph.operators import (
     BOUNDARIES,
     Operator,
@@ -25,10 +24,10 @@ from autopar_passes.graph.operators import (
     readers,
 )
 from autopar_passes.graph.roles import InputRole, Role, dependents
-from autopar_passes.graph.verify import verify
+from autopar_passes.graph.verify import GraphError, verify
 from autopar_passes.program.equations import Value
 from autopar_passes.program.trace import trace
-from autopar_passes.rules import registry
+from autopar_passes.rules import factor_rule
 from autopar_passes.rules.factor_rule import FactorKind, FactorRule
 
 # A corrupted graph, the position of the operator that must be named, what is said.
@@ -454,9 +453,9 @@ def test_the_builder_verifies_when_it_is_asked(
 def test_a_wrong_rule_of_a_user_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """The rule of a custom call comes from outside: nothing else checks it."""
 
-    monkeypatch.setattr(registry, "_REGISTRY", dict(registry._REGISTRY))
+    monkeypatch.setattr(factor_rule, "_REGISTRY", dict(factor_rule._REGISTRY))
 
-    @registry.register_rule("sin")
+    @factor_rule.register_rule("sin")
     def _(operands: Any, results: Any, params: Any) -> FactorRule:
         return FactorRule((3,), (FactorKind.PASS,), (((0,),),), (((0,),),))
 

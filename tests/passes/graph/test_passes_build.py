@@ -15,7 +15,7 @@ from autopar_passes.graph.build import step_graph
 from autopar_passes.graph.emit import UNKNOWN_TRIPS
 from autopar_passes.graph.operators import Operator, OperatorGraph
 from autopar_passes.program.trace import trace
-from autopar_passes.rules import registry
+from autopar_passes.rules import factor_rule
 from autopar_passes.rules.factor_rule import (
     INNER,
     FactorKind,
@@ -160,12 +160,12 @@ def _custom(name: str) -> Primitive:
 def test_an_unknown_primitive_is_replicated_until_a_rule_is_registered(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(registry, "_REGISTRY", dict(registry._REGISTRY))
+    monkeypatch.setattr(factor_rule, "_REGISTRY", dict(factor_rule._REGISTRY))
     unknown = _custom("nobody_knows")
 
     before = graph_of(lambda x: unknown.bind(x), jnp.ones((4, 8)))
 
-    @registry.register_rule("nobody_knows")
+    @factor_rule.register_rule("nobody_knows")
     def _(operands: Any, results: Any, params: Any) -> FactorRule:
         assert params == {}
         return elementwise_rule([o.shape for o in operands], [r.shape for r in results])

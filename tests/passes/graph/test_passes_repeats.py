@@ -14,8 +14,7 @@ import pytest
 from hypothesis import given, settings
 from property_tests import examples
 
-from autopar_passes.graph.build import step_graph
-from autopar_passes.graph.repeats import repeated_classes
+from autopar_passes.graph.build import repeated_classes, step_graph
 from autopar_passes.program.trace import trace
 
 

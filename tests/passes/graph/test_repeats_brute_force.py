@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from property_tests import examples
 
-from autopar_passes.graph.repeats import repeated_classes
+from autopar_passes.graph.build import repeated_classes
 
 checked = settings(max_examples=examples(80), deadline=None, derandomize=True)
 

@@ -12,9 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from property_tests import examples
 
-from autopar_passes.layer_loops.find import stacked_state
-from autopar_passes.layer_loops.paths import piece_arguments, piece_paths, whole_path
-from autopar_passes.layer_loops.split import in_pieces
+from autopar_passes.layer_loops.operators import (
+    piece_arguments,
+    piece_paths,
+    whole_path,
+)
+from autopar_passes.layer_loops.split import in_pieces, stacked_state
 from autopar_passes.program.evaluate import evaluate
 from autopar_passes.program.trace import TracedStep, trace
 

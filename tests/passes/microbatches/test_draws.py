@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from property_tests import examples
 
 from autopar_passes.microbatches import draws
-from autopar_passes.microbatches.microbatched import Rows
-from autopar_passes.microbatches.rows import part
+from autopar_passes.microbatches.facts import Rows, take_microbatch
 from autopar_passes.program.equations import Equation
 from autopar_passes.program.flatten import flatten
 
@@ -55,7 +54,7 @@ def test_bits_are_those_of_the_whole_batch(data: st.DataObject) -> None:
                 eqn, key, np.int32(number), shape=tuple(whole), rows=rows
             )
             behind = Rows(dim + len(keys), inner)
-            want = part(exact, behind, count, np.int32(number))
+            want = take_microbatch(exact, behind, count, np.int32(number))
             assert made.dtype == want.dtype
             np.testing.assert_array_equal(made, want)
 
@@ -65,7 +64,7 @@ def test_keys_are_those_of_the_whole_batch() -> None:
     exact = jax.random.key_data(jax.random.split(KEY, (12, 2)))
     for number in range(4):
         made = draws.draw_rows(eqn, KEY, np.int32(number), shape=(12, 2), rows=Rows(0))
-        want = part(exact, Rows(0), 4, np.int32(number))
+        want = take_microbatch(exact, Rows(0), 4, np.int32(number))
         np.testing.assert_array_equal(jax.random.key_data(made), want)
 
 

@@ -15,7 +15,7 @@ from flax import nnx
 from flax.training import train_state
 from microbatch_cases import assert_close, run, split
 
-from autopar_passes.microbatches.microbatched import Combine
+from autopar_passes.microbatches.facts import Combine
 
 ROWS, WIDTH, CLASSES, COUNT = 16, 8, 5, 4
 

@@ -22,8 +22,13 @@ from autopar_passes.program.calls import (
     flat_function,
     open_call,
 )
-from autopar_passes.program.nnx_objects import updating
-from autopar_passes.program.static_leaves import Static, StaticError, part, struct_of
+from autopar_passes.program.static_leaves import (
+    Static,
+    StaticError,
+    part,
+    struct_of,
+    updating,
+)
 
 ARRAYS = st.sampled_from(
     [jnp.arange(3.0), np.arange(4), np.float32(2.0), 5, 0.5, True, 1j]

@@ -11,8 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from autopar_passes.program.equal_equations import LEAST
-from autopar_passes.program.equal_leaves import stacked_leaves
+from autopar_passes.program.equal_leaves import LEAST, stacked_leaves
 from autopar_passes.program.equations import Program
 from autopar_passes.program.evaluate import evaluate
 from autopar_passes.program.flatten import flatten

@@ -12,8 +12,11 @@ from microbatch_cases import evaluated
 from remat_cases import X, block, blocks, checkpointed, descent, mlp
 
 from autopar_passes.program.trace import TracedStep, open_arguments, trace
-from autopar_passes.remat.levels import RematError
-from autopar_passes.remat.merge import merge_repeats, trace_without_checkpoints
+from autopar_passes.remat.levels import (
+    RematError,
+    merge_repeats,
+    trace_without_checkpoints,
+)
 
 
 def dropped(loss: Any, *args: Any) -> TracedStep:

@@ -16,7 +16,7 @@ from autopar_passes.layouts import Layout, partition_spec
 from autopar_passes.program.equations import Equation
 from autopar_passes.program.trace import trace
 from autopar_passes.replay.primitives import grouped_convolution
-from autopar_passes.rules import convolution
+from autopar_passes.rules import shardy
 
 MESH = Mesh(
     np.array(jax.devices()).reshape(2, 4), ("x", "y"), axis_types=(AxisType.Auto,) * 2
@@ -76,11 +76,11 @@ def test_a_weight_gradient_is_what_it_is_on_one_device(
     shardings = tuple(NamedSharding(MESH, partition_spec(MESH, x)) for x in layouts)
     jitted = jax.jit(run, in_shardings=shardings[:2], out_shardings=shardings[2])
 
-    assert convolution.is_grouped(eqn.params)
+    assert shardy.is_grouped(eqn.params)
     np.testing.assert_allclose(jitted(*operands), want, rtol=1e-4, atol=1e-4)
 
 
 def test_an_ordinary_convolution_is_not_grouped() -> None:
     eqn, _, _ = weight_gradient(1)
 
-    assert not convolution.is_grouped(eqn.params)
+    assert not shardy.is_grouped(eqn.params)

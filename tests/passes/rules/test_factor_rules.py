@@ -12,15 +12,16 @@ from hypothesis import given, settings
 from property_tests import examples
 
 from autopar_passes.program.equations import Value
-from autopar_passes.rules import registry
+from autopar_passes.rules import factor_rule
 from autopar_passes.rules.factor_rule import (
     FactorKind,
     FactorRule,
     elementwise_rule,
+    register_rule,
+    registered_rule,
     replicated_rule,
     separate_rule,
 )
-from autopar_passes.rules.registry import register_rule, registered_rule
 
 shapes = st.lists(st.integers(1, 5), max_size=4).map(tuple)
 checked = settings(max_examples=examples(60), deadline=None, derandomize=True)
@@ -87,7 +88,7 @@ def test_factors_of_an_array() -> None:
 
 @pytest.fixture
 def own_registry(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry, "_REGISTRY", {})
+    monkeypatch.setattr(factor_rule, "_REGISTRY", {})
 
 
 @pytest.mark.usefixtures("own_registry")

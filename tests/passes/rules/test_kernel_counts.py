@@ -17,7 +17,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from property_tests import examples
 
-from autopar_passes.rules.pallas_flops import POINTS, Count, count
+from autopar_passes.rules.flops import POINTS, Count, count_kernel_flops
 
 ROWS, COLUMNS = 8, 128
 ONCE = float(ROWS * COLUMNS)
@@ -91,7 +91,7 @@ def counted(body: Callable[[list[Scalar], Any], Any], grid: tuple[int, int]) -> 
         kernel, grid=grid, in_specs=[block], out_specs=block, out_shape=shape
     )
     (eqn,) = jax.make_jaxpr(call)(shape).eqns
-    return count(eqn.params, [None])
+    return count_kernel_flops(eqn.params, [None])
 
 
 def points(grid: tuple[int, int]) -> list[list[int]]:

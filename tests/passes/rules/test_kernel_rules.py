@@ -31,9 +31,14 @@ from kernel_cases import (
     work,
 )
 
-from autopar_passes.rules.factor_rule import FactorKind, FactorRule
-from autopar_passes.rules.kernel import GPU, TPU
-from autopar_passes.rules.registry import _REGISTRY, register_rule  # pyright: ignore[reportPrivateUsage]
+from autopar_passes.rules.factor_rule import (  # pyright: ignore[reportPrivateUsage]
+    _REGISTRY,
+    GPU,
+    TPU,
+    FactorKind,
+    FactorRule,
+    register_rule,
+)
 
 BSNH = struct(BATCH, SEQ, HEADS, DIM)
 BNSH = struct(BATCH, HEADS, SEQ, DIM)

@@ -15,10 +15,9 @@ from autopar_passes.graph.operators import OperatorGraph
 from autopar_passes.graph.roles import InputRole, Role
 from autopar_passes.program.equations import Equation, Program, Scalar
 from autopar_passes.program.trace import TracedStep, open_arguments, trace
-from autopar_passes.stages.cut import Cut, TaskKey, cut
+from autopar_passes.stages.cut import Cut, TaskKey, always_before, cut
 from autopar_passes.stages.flow import Flow
 from autopar_passes.stages.parts import Parts, parts_of
-from autopar_passes.stages.verify import before
 
 Case = tuple[Callable[..., Any], tuple[Any, ...]]
 WIDTH, ROWS = 6, 4
@@ -250,7 +249,7 @@ def in_order(found: Cut) -> list[TaskKey]:
     left = list(found.tasks)
     out: list[TaskKey] = []
     while left:
-        first = next(k for k in left if not any(before(o, k) for o in left))
+        first = next(k for k in left if not any(always_before(o, k) for o in left))
         left.remove(first)
         out.append(first)
     return out

@@ -6,12 +6,11 @@ import functools
 import pytest
 from cut_cases import CASES, Traced, composed, in_order, same
 
-from autopar_passes.graph.errors import GraphError
 from autopar_passes.graph.roles import Role
-from autopar_passes.stages.cut import Phase, TaskKey, cut, stage_program
+from autopar_passes.graph.verify import GraphError
+from autopar_passes.stages.cut import Phase, TaskKey, cut, stage_program, verify_cut
 from autopar_passes.stages.flow import reads
 from autopar_passes.stages.parts import CutError, parts_of
-from autopar_passes.stages.verify import verify_cut
 
 
 @pytest.fixture(scope="module")

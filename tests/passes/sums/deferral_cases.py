@@ -12,8 +12,8 @@ import jax.numpy as jnp
 from autopar_passes.graph.build import step_graph
 from autopar_passes.graph.operators import Operator, OperatorGraph
 from autopar_passes.program.trace import trace
-from autopar_passes.sums.deferral import Deferral
 from autopar_passes.sums.find import find_deferrals
+from autopar_passes.sums.stacked import Deferral
 
 ROWS, WIDTH, PARTS, TIMES, LAYERS = 16, 8, 4, 6, 3
 Loss = Callable[[Any, Any], jax.Array]

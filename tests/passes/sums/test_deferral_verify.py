@@ -13,12 +13,11 @@ import pytest
 from deferral_cases import SPLIT, Found, W, X, descent, find, layers, ones, square
 from step_cases import NAMES, case
 
-from autopar_passes.graph.errors import GraphError
 from autopar_passes.graph.roles import Role
+from autopar_passes.graph.verify import GraphError
 from autopar_passes.sums import find as finding
-from autopar_passes.sums.deferral import Deferral
 from autopar_passes.sums.find import find_deferrals, verify_deferrals
-from autopar_passes.sums.linear import CONTRACTIONS
+from autopar_passes.sums.stacked import CONTRACTIONS, Deferral
 
 
 def microbatches(params: Any, batches: Any) -> Any:

@@ -15,8 +15,11 @@ from step_cases import random
 from autopar_passes.layouts import Layout, constrain, partition_spec
 from autopar_passes.program.equations import Equation
 from autopar_passes.program.flatten import flatten
-from autopar_passes.sums.linear import ADDITIONS, ADDITIVE, CONTRACTIONS, UNARY
 from autopar_passes.sums.stacked import (
+    ADDITIONS,
+    ADDITIVE,
+    CONTRACTIONS,
+    UNARY,
     Stacked,
     contribute,
     group_size,

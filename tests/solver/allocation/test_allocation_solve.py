@@ -15,7 +15,7 @@ from autopar_solver import (
     solve_allocation,
 )
 from autopar_solver.allocation import solve as rounds
-from autopar_solver.ilp.program import Backend, StopCriteria
+from autopar_solver.ilp.highs import Backend, StopCriteria
 
 
 def brute_force(problem: AllocationProblem) -> float:

@@ -11,8 +11,12 @@ from hypothesis import strategies as st
 from property_tests import examples
 
 from autopar_solver.ilp.backends import backend_of, solve_cbc
-from autopar_solver.ilp.highs import solve_highs, solve_without_integrality
-from autopar_solver.ilp.program import IntegerProgram, StopCriteria
+from autopar_solver.ilp.highs import (
+    IntegerProgram,
+    StopCriteria,
+    solve_highs,
+    solve_without_integrality,
+)
 
 # PuLP 3.3 warns of its own way to start CBC.
 pytestmark = pytest.mark.filterwarnings(

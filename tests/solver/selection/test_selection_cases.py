@@ -16,9 +16,9 @@ from autopar_solver import (
     solve_selection,
     wire_weights,
 )
-from autopar_solver.ilp.program import ProgramAnswer
+from autopar_solver.ilp.highs import ProgramAnswer
 from autopar_solver.selection.check import check_selection
-from autopar_solver.selection.options import options_of
+from autopar_solver.selection.problem import options_of
 from autopar_solver.selection.program import blocks_of, build_program
 
 

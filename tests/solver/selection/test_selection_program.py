@@ -18,11 +18,15 @@ from autopar_solver import (
     solve_selection,
 )
 from autopar_solver.ilp.backends import backend_of
-from autopar_solver.ilp.program import StopCriteria
+from autopar_solver.ilp.highs import StopCriteria
 from autopar_solver.selection.check import fits_budgets
-from autopar_solver.selection.options import options_of
-from autopar_solver.selection.program import blocks_of, build_program, link_finishes
-from autopar_solver.selection.relaxation import relax
+from autopar_solver.selection.problem import options_of
+from autopar_solver.selection.program import (
+    blocks_of,
+    build_program,
+    link_finishes,
+    relax,
+)
 from autopar_solver.selection.solve import SelectionIncumbent
 
 few = settings(max_examples=examples(100), deadline=None, derandomize=True)

@@ -28,9 +28,8 @@ from autopar_solver import (
 )
 from autopar_solver.clock import Clock
 from autopar_solver.selection.check import check_selection, fits_budgets
-from autopar_solver.selection.options import options_of
-from autopar_solver.selection.program import build_program
-from autopar_solver.selection.relaxation import relax
+from autopar_solver.selection.problem import options_of
+from autopar_solver.selection.program import build_program, relax
 from autopar_solver.selection.solve import descend, search_labels
 
 

@@ -12,13 +12,13 @@ from contest_files import EXAMPLE, changed, write_json
 from sharding_problems import random_problem
 
 from autopar_solver import MemoryTerm, ShardingProblem, Status, solve
-from autopar_solver.sharding.check import check_solution, evaluate_choices
 from autopar_solver.sharding.contest import (
     read_contest_instance,
     read_contest_solution,
     write_contest_instance,
     write_contest_solution,
 )
+from autopar_solver.sharding.problem import check_solution, evaluate_choices
 
 FOLDER = Path(
     os.environ.get(

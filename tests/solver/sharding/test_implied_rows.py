@@ -6,10 +6,14 @@ from hypothesis import given, settings
 from property_tests import examples
 
 from autopar_solver import MemoryTerm, ShardingProblem
-from autopar_solver.sharding import implied
-from autopar_solver.sharding.check import memory_profile
-from autopar_solver.sharding.implied import convex, held_by_kind, implied_rows
-from autopar_solver.sharding.memory import find_rows
+from autopar_solver.sharding import memory as implied
+from autopar_solver.sharding.memory import (
+    find_rows,
+    held_by_kind,
+    implied_rows,
+    mark_convex,
+)
+from autopar_solver.sharding.problem import memory_profile
 
 
 def layered(
@@ -102,6 +106,12 @@ class TestImplied:
 
     def test_a_row_under_the_mean_of_its_neighbours_is_convex(self) -> None:
         held = np.array([[4, 3, 2, 2, 5], [1, 1, 1, 1, 1]])
-        assert convex(held, np.zeros(5), 1).tolist() == [False, True, True, True, False]
+        assert mark_convex(held, np.zeros(5), 1).tolist() == [
+            False,
+            True,
+            True,
+            True,
+            False,
+        ]
         least = np.array([0.0, 1.0, 0.0, 0.0, 0.0])
-        assert convex(held, least, 1).tolist() == [False, False, True, True, False]
+        assert mark_convex(held, least, 1).tolist() == [False, False, True, True, False]

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from sharding_problems import problems, random_problem
 
 from autopar_solver import MemoryTerm, ShardingProblem, Solution, Status
-from autopar_solver.sharding.check import (
+from autopar_solver.sharding.problem import (
     check_solution,
     evaluate_choices,
     memory_profile,

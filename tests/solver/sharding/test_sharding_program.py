@@ -12,10 +12,15 @@ from solver_fields import binding_field, field_of, random_choices, solvable_fiel
 from solver_graphs import graph_of, term
 
 from autopar_solver.ilp.backends import backend_of
-from autopar_solver.ilp.program import ProgramAnswer, StopCriteria
-from autopar_solver.sharding.exact import broken_rows, solve_field
+from autopar_solver.ilp.highs import ProgramAnswer, StopCriteria
+from autopar_solver.sharding.exact import (
+    broken_rows,
+    build_program,
+    exclusion_cut,
+    memory_cut,
+    solve_field,
+)
 from autopar_solver.sharding.field import flatten
-from autopar_solver.sharding.program import build_program, exclusion_cut, memory_cut
 
 EXACT = StopCriteria(seconds=None, gap=1e-9)
 

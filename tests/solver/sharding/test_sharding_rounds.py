@@ -13,7 +13,7 @@ from solver_fields import graph_of_problem
 from autopar_solver import evaluate_choices
 from autopar_solver.clock import Clock
 from autopar_solver.ilp.backends import backend_of
-from autopar_solver.ilp.program import ProgramAnswer
+from autopar_solver.ilp.highs import ProgramAnswer
 from autopar_solver.sharding.graph import ContradictionError
 from autopar_solver.sharding.incumbent import Incumbent
 from autopar_solver.sharding.reductions.pipeline import reduce_graph

@@ -10,7 +10,7 @@ from property_tests import examples
 from sharding_problems import brute_force, ladder, problems, random_problem
 
 from autopar_solver import MemoryTerm, ShardingProblem, Status, solve
-from autopar_solver.sharding.check import check_solution, evaluate_choices
+from autopar_solver.sharding.problem import check_solution, evaluate_choices
 
 
 def assert_best(problem, solution):

@@ -15,7 +15,7 @@ from autopar_solver import (
     SubmeshOption,
 )
 from autopar_solver.clock import Clock
-from autopar_solver.stages.incumbent import PipelineIncumbent
+from autopar_solver.stages.completion import PipelineIncumbent
 from autopar_solver.stages.solve import offer_mixed
 
 

@@ -17,16 +17,14 @@ from autopar_solver.stages.check import (
     task_seconds,
 )
 from autopar_solver.stages.entries import kept_microbatches
-from autopar_solver.stages.problem import DeviceGroup, SharedParameter
-from autopar_solver.stages.schedules.check import alive
-from autopar_solver.stages.schedules.order import make_table
+from autopar_solver.stages.problem import DeviceGroup, Pipeline, SharedParameter
+from autopar_solver.stages.schedules.order import Schedule, ScheduleKind, make_table
 from autopar_solver.stages.schedules.play import (
     TaskSeconds,
+    count_alive,
     equal_parts,
     makespan_s,
 )
-from autopar_solver.stages.schedules.tasks import Schedule, ScheduleKind
-from autopar_solver.stages.solution import Pipeline
 
 ONE_F_ONE_B = Schedule(ScheduleKind.ONE_F_ONE_B)
 
@@ -94,7 +92,7 @@ def test_kept_microbatches_are_those_of_the_table(kind, stages, microbatches):
     """The most held and pending together, at any price of the two."""
     table = make_table(Schedule(kind), stages, microbatches)
     for stage in range(stages):
-        counts = alive(table, stage)
+        counts = count_alive(table, stage)
         kept = kept_microbatches(Schedule(kind), microbatches, stages - stage, stages)
         for held_bytes, pending_bytes in [(1, 0), (1, 1), (3, 1), (1, 3)]:
             peak = (held_bytes * counts.held + pending_bytes * counts.pending).max()

@@ -17,13 +17,16 @@ from autopar_solver.stages.recompute import (
     recompute_prices,
 )
 from autopar_solver.stages.relaxation import (
+    StageTerms,
     best_prices,
     chain_of,
     cheapest,
+    crossings_of,
+    device_table,
     fits_devices,
     through,
 )
-from autopar_solver.stages.schedules.tasks import Schedule, ScheduleKind
+from autopar_solver.stages.schedules.order import Schedule, ScheduleKind
 from autopar_solver.stages.search import (
     Answer,
     budgets_of,
@@ -31,7 +34,6 @@ from autopar_solver.stages.search import (
     num_states,
     solve_tables,
 )
-from autopar_solver.stages.terms import StageTerms, crossings_of, device_table
 
 seeds = st.integers(0, 10**6)
 

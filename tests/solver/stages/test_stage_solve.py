@@ -13,16 +13,17 @@ from stage_problems import all_pipelines, brute_force, problems, random_problem
 
 import autopar_solver.stages.exhaust as stage_exhaust
 from autopar_solver.stages.check import check_stages, evaluate_pipeline
-from autopar_solver.stages.completion import complete
+from autopar_solver.stages.completion import complete_pipeline
 from autopar_solver.stages.problem import (
     DeviceGroup,
     LayerCosts,
+    Pipeline,
     SharedParameter,
     StageProblem,
+    StageSolution,
     SubmeshOption,
 )
-from autopar_solver.stages.schedules.tasks import Schedule, ScheduleKind
-from autopar_solver.stages.solution import Pipeline, StageSolution
+from autopar_solver.stages.schedules.order import Schedule, ScheduleKind
 from autopar_solver.stages.solve import solve_stages
 from autopar_solver.status import Status
 
@@ -331,7 +332,7 @@ def test_completion_takes_the_least_seconds(problem):
         if cost.fits:
             best[plain] = min(known, cost.step_s)
     for plain, step_s in [*best.items()][:-1]:
-        found = complete(problem, plain)
+        found = complete_pipeline(problem, plain)
         assert (found is None) == math.isinf(step_s)
         if found is not None:
             assert evaluate_pipeline(problem, found).step_s == step_s

@@ -11,7 +11,7 @@ from autopar.errors import ScheduleError
 from autopar.scheduler.models import corrected_form, pollux_form
 from autopar.scheduler.nodes import Nodes
 from autopar.scheduler.policies.base import SchedulingPolicy
-from autopar.scheduler.simulator.running import RunningJob
+from autopar.scheduler.simulator.engine import RunningJob
 from autopar.scheduler.simulator.tables import ENCODING, column_names
 from autopar.scheduler.simulator.traces import philly, pollux, recorded, rubick
 

@@ -13,7 +13,7 @@ import pathlib
 import numpy as np
 
 from autopar.scheduler.jobs import Job
-from autopar.scheduler.simulator.step_job import StepJob
+from autopar.scheduler.simulator.jobs import StepJob
 from autopar.scheduler.simulator.tables import read_rows
 
 COLUMNS = ("name", "submitted_s", "devices", "duration_s")

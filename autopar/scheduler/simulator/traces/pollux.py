@@ -10,10 +10,8 @@ from autopar.scheduler.jobs import Job
 from autopar.scheduler.models import pollux_form
 from autopar.scheduler.nodes import Nodes
 from autopar.scheduler.policies.base import Adapts
-from autopar.scheduler.simulator.application import Application
-from autopar.scheduler.simulator.epoch_job import EpochJob
-from autopar.scheduler.simulator.measured import Fit, MeasuredSteps
-from autopar.scheduler.simulator.tables import read_rows
+from autopar.scheduler.simulator.jobs import EpochJob, Fit, MeasuredSteps
+from autopar.scheduler.simulator.tables import Application, read_rows
 
 COLUMNS = ("name", "time", "application", "num_replicas", "batch_size")
 RESTART_S = 30.0

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping
 
 from autopar.errors import ScheduleError
 from autopar.scheduler.jobs import Job
+from autopar.scheduler.simulator.jobs import StepJob
 from autopar.scheduler.simulator.plan_tables import PlanTimes
-from autopar.scheduler.simulator.step_job import StepJob
 from autopar.scheduler.simulator.tables import read_rows
 
 COLUMNS = (

@@ -5,7 +5,7 @@ import math
 import numpy as np
 
 from autopar_solver.clock import Clock
-from autopar_solver.ilp.program import Backend, StopCriteria
+from autopar_solver.ilp.highs import Backend, StopCriteria
 from autopar_solver.sharding.bounds.dual import Dual
 from autopar_solver.sharding.moves.local_search import Position
 from autopar_solver.sharding.moves.part import solve_part

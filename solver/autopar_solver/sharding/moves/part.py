@@ -4,7 +4,7 @@ import dataclasses
 
 import numpy as np
 
-from autopar_solver.ilp.program import Backend, StopCriteria
+from autopar_solver.ilp.highs import Backend, StopCriteria
 from autopar_solver.sharding.exact import solve_field
 from autopar_solver.sharding.field import flatten
 from autopar_solver.sharding.graph import ContradictionError, Graph

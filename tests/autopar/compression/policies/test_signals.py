@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from autopar.compression.policies import GraVAC
-from autopar.compression.policies.policy import GradientReport, Observation
-from autopar.compression.policies.signals import updates
+from autopar.compression.policies.policy import GradientReport, Observation, sum_updates
 
 
 def report(raw: float, sent: float, elements: int) -> GradientReport:
@@ -33,7 +32,7 @@ REPORTS = {
 
 def test_updates_are_smaller_where_gradients_arrive_late() -> None:
     """Adam divides by the mean square of what arrives; each element counts alike."""
-    size, dense = updates(REPORTS.values())
+    size, dense = sum_updates(REPORTS.values())
     assert (size, dense) == (pytest.approx(1500 + 500 + 4000), 8000)
 
 
@@ -45,4 +44,4 @@ def test_gravac_takes_that_for_its_gain() -> None:
 
 
 def test_gradients_of_zeros_lose_nothing() -> None:
-    assert updates([report(0.0, 0.0, 10)]) == (10.0, 10.0)
+    assert sum_updates([report(0.0, 0.0, 10)]) == (10.0, 10.0)

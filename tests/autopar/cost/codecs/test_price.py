@@ -12,7 +12,7 @@ from property_tests import examples
 from autopar.cluster import Cluster
 from autopar.compression.codecs.registry import parse_codec
 from autopar.compression.exchange import Message
-from autopar.compression.feedback import effective_error
+from autopar.compression.gradient import effective_error
 from autopar.cost.codecs import (
     SQUARES_BYTES,
     TELEMETRY_BYTES,

@@ -13,9 +13,8 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from autopar import PlanError
-from autopar.elastic.processes import holding, hosting, tiles
-from autopar.elastic.processes.fetching import Fetcher, StateSource
-from autopar.elastic.processes.offers import Offers, Peer
+from autopar.elastic.processes import holding, programs, tiles
+from autopar.elastic.processes.offers import Fetcher, Offers, Peer, StateSource
 from autopar.elastic.processes.supervisor import latest_state
 from autopar.elastic.processes.team import Copier
 
@@ -151,7 +150,7 @@ def test_who_has_no_token_gets_nothing(two: tuple[Offers, Offers]) -> None:
 
 def test_keys_outlive_their_backend() -> None:
     given = (jax.random.key(3), jnp.ones(2), 5)
-    key, ones, five = hosting.from_host(hosting.on_host(given))
+    key, ones, five = programs.from_host(programs.on_host(given))
     assert jax.random.key_data(key).tolist() == jax.random.key_data(given[0]).tolist()
     assert isinstance(ones, np.ndarray)
     assert five == 5

@@ -8,8 +8,8 @@ import pathlib
 import subprocess
 import sys
 
-from autopar.elastic.processes.identity import ProcessId
 from autopar.elastic.processes.launching import LocalLauncher
+from autopar.elastic.processes.members import ProcessId
 
 
 def test_a_worker_that_nobody_waited_for_has_ended() -> None:

@@ -38,7 +38,7 @@ class Supervisor:
 @pytest.fixture
 def supervisor(monkeypatch: pytest.MonkeyPatch) -> Supervisor:
     found = Supervisor()
-    monkeypatch.setattr(link, "connect", lambda *_, **__: found)
+    monkeypatch.setattr(link, "connect_to_supervisor", lambda *_, **__: found)
     return found
 
 

@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 from supervised import LEFT, RIGHT, WHOLE, Fake, holding, running
 
-from autopar.elastic.processes.members import MemberLimits
-from autopar.elastic.processes.messages import SUSPENDED
+from autopar.elastic.processes.members import SUSPENDED, MemberLimits
 from autopar.elastic.processes.supervisor import Supervisor
 
 

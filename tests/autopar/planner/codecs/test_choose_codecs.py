@@ -19,7 +19,7 @@ from planner_steps import mlp_batch, mlp_loss, mlp_params, trained, training
 
 from autopar import Cluster, Plan, PlanError
 from autopar.compression.codecs.registry import offered_codecs, parse_codec
-from autopar.compression.feedback import effective_error
+from autopar.compression.gradient import effective_error
 from autopar.cost.breakdown import step_s
 from autopar.cost.pricer import Pricer
 from autopar.planner.codecs.choose import (

@@ -9,7 +9,7 @@ import pytest
 from compressed_cases import case_of
 
 from autopar.compression.policies.policy import Observation, Saving
-from autopar.runtime.gradients.adopting import Adoption, CodecChange, saved_s
+from autopar.runtime.gradients.recoding import Adoption, CodecChange, saved_s
 
 NAME, UP, DOWN = "data_parallel", "params/0/up", "params/0/down"
 # A link on which fewer bytes are worth their encoding.

@@ -14,7 +14,7 @@ from noise_cases import ROWS
 
 import autopar
 from autopar.errors import PlanError
-from autopar.runtime.noise.options import NoiseOptions
+from autopar.runtime.noise.averages import NoiseOptions
 from autopar.steps.analysis import analyse
 from autopar.steps.moments import second_moments
 

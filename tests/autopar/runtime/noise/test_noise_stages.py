@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 import autopar
 from autopar.errors import PlanError
-from autopar.runtime.noise.options import NoiseOptions
+from autopar.runtime.noise.averages import NoiseOptions
 
 # So many rows that stages split them over two devices.
 ROWS, WIDTH, LAYERS = 4096, 16, 4

@@ -13,8 +13,13 @@ from noise_cases import REPLICATED
 
 import autopar
 from autopar.errors import PlanError
-from autopar.runtime.noise.averages import Groups, fresh, noise_scale, update_averages
-from autopar.runtime.noise.options import NoiseOptions
+from autopar.runtime.noise.averages import (
+    Groups,
+    NoiseOptions,
+    fresh,
+    noise_scale,
+    update_averages,
+)
 
 DATA: dict[str, Any] = {"axis_names": ("data",), "pins": REPLICATED}
 ALONE: dict[str, Any] = {"cluster": "1:cpu"}

@@ -7,8 +7,8 @@ import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from autopar.runtime.stages import sent as sent_module
-from autopar.runtime.stages.sent import Sent, same_parts
+from autopar.runtime.stages import stage as sent_module
+from autopar.runtime.stages.stage import Sent, same_parts
 
 
 def stage_mesh(first, sizes=(2, 2), names=("a", "b")):

@@ -18,7 +18,7 @@ from autopar.reports.attribution import WAYS, step_of
 from autopar.reports.audit import ACTIVATIONS, BATCH, COTANGENTS, ONCE
 from autopar.reports.schedule import play_plan
 from autopar.reports.staged import WAITS, bind_stages, busy_s, links, staged_parts
-from autopar.runtime.stages.sent import Sent
+from autopar.runtime.stages.stage import Sent
 from autopar.steps.analysis import analyse
 
 PINS = {"batch/*": P("data")}

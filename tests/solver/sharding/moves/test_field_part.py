@@ -12,7 +12,7 @@ from solver_fields import binding_field, random_choices, solvable_field
 from solver_graphs import graph_of
 
 from autopar_solver.ilp.backends import backend_of
-from autopar_solver.ilp.program import StopCriteria
+from autopar_solver.ilp.highs import StopCriteria
 from autopar_solver.sharding.field import flatten, links_of
 from autopar_solver.sharding.graph import ContradictionError
 from autopar_solver.sharding.moves.local_search import Position

@@ -8,7 +8,7 @@ from solver_fields import binding_field, random_choices
 
 from autopar_solver.clock import Clock
 from autopar_solver.ilp.backends import backend_of
-from autopar_solver.ilp.program import ProgramAnswer
+from autopar_solver.ilp.highs import ProgramAnswer
 from autopar_solver.sharding.bounds.dual import Dual
 from autopar_solver.sharding.moves.neighbourhood import (
     LEAST_PAIRS,

@@ -11,19 +11,23 @@ from property_tests import examples
 from sharding_problems import brute_force, problems
 from solver_graphs import graph_of, term
 
-from autopar_solver.sharding.check import evaluate_choices
 from autopar_solver.sharding.graph import ContradictionError
-from autopar_solver.sharding.reductions.build import build_graph
-from autopar_solver.sharding.reductions.capacity import drop_oversized
-from autopar_solver.sharding.reductions.dominated import (
+from autopar_solver.sharding.problem import evaluate_choices
+from autopar_solver.sharding.reductions.pipeline import (
+    REDUCTIONS,
+    build_graph,
     drop_dominated,
+    drop_oversized,
+    drop_separable,
+    drop_single,
+    drop_unsupported,
+    eliminate_low_degree,
+    fold_followers,
+    follows,
+    reduce_graph,
     replaceable_by,
+    split_separable,
 )
-from autopar_solver.sharding.reductions.followers import fold_followers, follows
-from autopar_solver.sharding.reductions.forbidden import drop_single, drop_unsupported
-from autopar_solver.sharding.reductions.low_degree import eliminate_low_degree
-from autopar_solver.sharding.reductions.pipeline import REDUCTIONS, reduce_graph
-from autopar_solver.sharding.reductions.separable import drop_separable, split_separable
 
 INF = np.inf
 

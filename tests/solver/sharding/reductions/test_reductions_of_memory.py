@@ -9,7 +9,7 @@ from solver_graphs import graph_of, term
 
 from autopar_solver.sharding.graph import ContradictionError
 from autopar_solver.sharding.memory import NodeMemory
-from autopar_solver.sharding.reductions.capacity import (
+from autopar_solver.sharding.reductions.pipeline import (
     _range_min,
     _range_minima,
     drop_loose_rows,

@@ -11,16 +11,18 @@ from solver_graphs import graph_of, term
 
 from autopar_solver.clock import Clock
 from autopar_solver.sharding.graph import ContradictionError
-from autopar_solver.sharding.reductions.dominated import drop_dominated, replacements
-from autopar_solver.sharding.reductions.followers import fold_followers, follows
-from autopar_solver.sharding.reductions.forbidden import (
+from autopar_solver.sharding.reductions.pipeline import (
+    drop_dominated,
     drop_infinite,
     drop_single,
     drop_unsupported,
+    eliminate_low_degree,
+    fold_followers,
+    follows,
+    reduce_graph,
+    replacements,
+    split_separable,
 )
-from autopar_solver.sharding.reductions.low_degree import eliminate_low_degree
-from autopar_solver.sharding.reductions.pipeline import reduce_graph
-from autopar_solver.sharding.reductions.separable import split_separable
 
 INF = np.inf
 tables = st.integers(0, 10**6).map(

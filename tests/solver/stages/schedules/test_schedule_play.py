@@ -9,14 +9,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from property_tests import examples
 
-from autopar_solver.stages.schedules.order import make_table
+from autopar_solver.stages.schedules.order import (
+    Schedule,
+    ScheduleKind,
+    TaskKind,
+    make_table,
+)
 from autopar_solver.stages.schedules.play import (
     TaskSeconds,
     equal_parts,
     makespan_s,
     play,
 )
-from autopar_solver.stages.schedules.tasks import Schedule, ScheduleKind, TaskKind
 
 GPIPE = Schedule(ScheduleKind.GPIPE)
 ONE_F_ONE_B = Schedule(ScheduleKind.ONE_F_ONE_B)

@@ -8,14 +8,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from property_tests import examples
 
-from autopar_solver.stages.schedules.check import alive, check_table
-from autopar_solver.stages.schedules.order import make_table
-from autopar_solver.stages.schedules.tasks import (
+from autopar_solver.stages.schedules.order import (
     Schedule,
     ScheduleKind,
     ScheduleTable,
     TaskKind,
+    make_table,
 )
+from autopar_solver.stages.schedules.play import check_table, count_alive
 
 schedules = st.one_of(
     st.sampled_from(list(ScheduleKind)).map(Schedule),
@@ -40,7 +40,9 @@ def test_activations_alive(stages, microbatches):
     """GPipe keeps all, 1F1B at most S - i on stage i, ZB-H1 at most S."""
     for stage in range(stages):
         most = {
-            kind: alive(make_table(Schedule(kind), stages, microbatches), stage).most
+            kind: count_alive(
+                make_table(Schedule(kind), stages, microbatches), stage
+            ).most
             for kind in ScheduleKind
         }
         assert most[ScheduleKind.GPIPE] == microbatches
@@ -53,7 +55,7 @@ def test_activations_alive(stages, microbatches):
 def test_zero_bubble_holds_whole_activations_as_1f1b_does(stages, microbatches):
     table = make_table(Schedule(ScheduleKind.ZERO_BUBBLE), stages, microbatches)
     for stage in range(stages):
-        held = alive(table, stage).held.max()
+        held = count_alive(table, stage).held.max()
         assert held == min(stages - stage, microbatches)
 
 
@@ -75,7 +77,7 @@ def test_interleaved_keeps_what_its_warm_up_and_one_more_need(stages, chunks, ro
     for stage in range(stages):
         warm_up = 2 * (stages - stage - 1) + (chunks - 1) * stages
         expected = min(warm_up + 1, microbatches * chunks)
-        assert alive(table, stage).most == expected
+        assert count_alive(table, stage).most == expected
 
 
 def with_order(table: ScheduleTable, stage: int, rows: np.ndarray) -> ScheduleTable:
