@@ -86,7 +86,7 @@ def _alike(one: Sequence[Collective], other: Sequence[Collective]) -> int:
 def _stays(assignment: Assignment, found: Reassociation) -> bool:
     """Whether values come to an addition, and to all before it, where they are.
 
-    A slice moves nothing.
+    A slice is part of the sum that it is taken of (`autopar.cost.traffic.scatter_sum`).
     """
     if not assignment.stackings.keys().isdisjoint(found.between):
         return False

@@ -15,6 +15,7 @@ from autopar.layouts.layout import ReshardStep
 from autopar.steps.sums import times_due
 from autopar_passes.graph.operators import Operator
 from autopar_passes.graph.roles import Role
+from autopar_passes.rules.factor_rule import INNER
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -92,17 +93,29 @@ Form = tuple[object, ...]
 
 @dataclasses.dataclass(slots=True)
 class _Forms:
-    """The resharded forms of all values.
+    """The resharded forms of all values, and what is read as it is.
 
     Attributes:
       collectives: those that make forms, in the order of their readers.
-      made: the forms that are made.
+      children: what each form is turned into.
+      read: the forms that are read, but for those below.
       rounds: whether what only products read is sent in bfloat16.
+      whole: of each value, whether it is read as it lies.
     """
 
     collectives: list[Collective]
-    made: set[Form]
+    children: dict[Form, dict[Form, ReshardStep]]
+    read: set[Form]
     rounds: bool
+    whole: np.ndarray
+
+    def is_read(self, form: Form) -> bool:
+        """Whether an operator reads a form."""
+        if form in self.read:
+            return True
+        value, fresh, *layouts = form
+        moved = bool(fresh or layouts)
+        return isinstance(value, int) and not moved and bool(self.whole[value])
 
 
 def traffic(
@@ -121,7 +134,8 @@ def traffic(
     """
     if not assignment.graph.operators:  # a stage may have no work of its own
         return []
-    forms = _Forms([], set(), rounds)
+    whole = np.zeros(len(assignment.graph.values), dtype=bool)
+    forms = _Forms([], {}, set(), rounds, whole)
     among = operators_of(assignment, only)
     made = None if only is None else {v for op in among for v in op.outputs}
     _read_all(assignment, forms, among)
@@ -135,11 +149,11 @@ def traffic(
             for source, wanted in assignment.required_layouts(value, layout):
                 way = assignment.fetch_steps(source, wanted, backward)
                 _read(assignment, forms, last, source, way, 1.0)
-    due = _due(assignment)
+    due = _due(assignment, forms)
     if only is not None:
         counted = frozenset(only)
         due = [c for c in due if c.operator in counted]
-    out = forms.collectives + _reductions(assignment, among) + due
+    out = forms.collectives + _reductions(assignment, forms, among) + due
     return sorted(out, key=lambda c: c.operator)
 
 
@@ -183,12 +197,18 @@ def join_messages(
 
 
 def _read_all(assignment: Assignment, forms: _Forms, among: Sequence[Operator]) -> None:
-    """Adds what operators read that is moved to them."""
+    """Adds what operators read.
+
+    What is moved to no operator that reads it is read as it lies.
+    """
     readings, ways = assignment.analysis.readings, assignment.ways
     rows, partial = readings.rows, bool(assignment.stackings)
     busy = np.full(len(assignment.graph.operators), partial)
     moved = np.array([bool(steps) for own in ways for steps, _ in own], dtype=bool)
     busy[rows.operators[moved[rows.ways]]] = True
+    counted = np.zeros(len(busy), dtype=bool)
+    counted[[op.index for op in among]] = True
+    forms.whole[rows.sources[(counted & ~busy)[rows.operators]]] = True
     for op in among:
         if not busy[op.index]:
             continue
@@ -211,11 +231,14 @@ def _read(
     """Adds the collectives that bring a value to one reader, each form made once."""
     steps, fresh = way
     form: Form = (source, fresh)
+    if fresh:
+        forms.read.add((source, False))
     for step in steps:
-        form = (*form, step.layout)
-        if form in forms.made:
+        before, form = form, (*form, step.layout)
+        made = forms.children.setdefault(before, {})
+        if form in made:
             continue
-        forms.made.add(form)
+        made[form] = step
         if step.kind != "slice":
             nbytes = sent_bytes(assignment.analysis, source, rounds=forms.rounds)
             place = _gather_place(assignment, forms, source, op, step)
@@ -223,6 +246,7 @@ def _read(
                 step, nbytes, trips, source, op.index, place, op.index
             )
             forms.collectives.append(collective)
+    forms.read.add(form)
 
 
 def _gather_place(
@@ -264,7 +288,9 @@ def _sum_place(
     return where[at.index], behind, str(assignment.graph.values[value].dtype)
 
 
-def _reductions(assignment: Assignment, among: Sequence[Operator]) -> list[Collective]:
+def _reductions(
+    assignment: Assignment, forms: _Forms, among: Sequence[Operator]
+) -> list[Collective]:
     """The collectives that finish the partial results of operators."""
     out: list[Collective] = []
     reduced: dict[int, bool] = {}
@@ -274,6 +300,9 @@ def _reductions(assignment: Assignment, among: Sequence[Operator]) -> list[Colle
         if not reduced[op.class_index]:
             continue
         for slot, value in enumerate(op.outputs):
+            steps = assignment.result_steps(op, slot)
+            if op.rule.reduction != INNER and not op.rule.sums:
+                steps = _finish_reduction(assignment, forms, value, steps)
             nbytes = assignment.graph.values[value].nbytes
             out.extend(
                 Collective(
@@ -285,7 +314,7 @@ def _reductions(assignment: Assignment, among: Sequence[Operator]) -> list[Colle
                     _sum_place(assignment, op, value, step, op),
                     op.index,
                 )
-                for step in assignment.result_steps(op, slot)
+                for step in steps
                 if step.kind != "slice"
             )
     return out
@@ -308,7 +337,7 @@ def stays_partial(assignment: Assignment, op: Operator, value: int) -> bool:
     )
 
 
-def _due(assignment: Assignment) -> list[Collective]:
+def _due(assignment: Assignment, forms: _Forms) -> list[Collective]:
     """The collectives that take the sums that were put off."""
     out: list[Collective] = []
     for value, stacking in assignment.stackings.items():
@@ -327,7 +356,55 @@ def _due(assignment: Assignment) -> list[Collective]:
                 _sum_place(assignment, maker, value, step, last),
                 last.index,
             )
-            for step in assignment.due_steps(value)
+            for step in _finish_reduction(
+                assignment, forms, value, assignment.due_steps(value)
+            )
             if step.kind != "slice"
         )
     return out
+
+
+def _finish_reduction(
+    assignment: Assignment, forms: _Forms, value: int, steps: tuple[ReshardStep, ...]
+) -> tuple[ReshardStep, ...]:
+    """The steps of a reduction, given what its readers keep of the result."""
+    if not steps or steps[-1].kind != "all_reduce":
+        return steps
+    kept = _sliced_axes(forms, (value, False), frozenset(steps[-1].axes))
+    return (*steps[:-1], *scatter_sum(steps[-1], kept, assignment.sizes))
+
+
+def _sliced_axes(forms: _Forms, form: Form, axes: frozenset[int]) -> frozenset[int]:
+    """Those of the axes over which every reader keeps only a slice of an array.
+
+    A slice over other axes too is none that a compiler merges with the reduction.
+    """
+    out: frozenset[int] = frozenset()
+    while not forms.is_read(form):
+        children = forms.children.get(form, {})
+        if len(children) != 1:
+            return out
+        ((form, step),) = children.items()
+        if step.kind != "slice" or not axes.issuperset(step.axes):
+            return out
+        out |= frozenset(step.axes)
+    return out
+
+
+def scatter_sum(
+    step: ReshardStep, kept: frozenset[int], sizes: Sequence[int]
+) -> tuple[ReshardStep, ...]:
+    """An all-reduce of which only slices are kept is a reduce-scatter.
+
+    The layout of the steps stays that of the all-reduce: the slice follows.
+    """
+    out: list[ReshardStep] = []
+    fraction = step.fraction
+    for axis in step.axes:
+        if axis in kept:
+            out.append(ReshardStep("reduce_scatter", (axis,), fraction, step.layout))
+            fraction /= sizes[axis]
+    rest = tuple(a for a in step.axes if a not in kept)
+    if rest:
+        out.append(ReshardStep("all_reduce", rest, fraction, step.layout))
+    return tuple(out)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from autopar.layouts.copies import Copy, Mode
@@ -24,7 +25,9 @@ from autopar_passes.sums.finish import Sum
 # The sums that a planned program writes down collective by collective.
 
 
-def written_sums(start: Layout, steps: Sequence[ReshardStep]) -> tuple[Sum, ...]:
+def written_sums(
+    start: Layout, steps: Sequence[ReshardStep], kept: Layout | None = None
+) -> tuple[Sum, ...]:
     """The sums of a way that have to be stated; empty: a compiler finds them.
 
     XLA finds a sum over one axis. One over several it cuts into others than the plan's,
@@ -33,6 +36,8 @@ def written_sums(start: Layout, steps: Sequence[ReshardStep]) -> tuple[Sum, ...]
     Args:
       start: the layout before the steps.
       steps: from `reshard_steps`.
+      kept: the layout of the slices that alone are read of what the last step leaves
+        (`kept_slices`); None: more is read.
     """
     out: list[Sum] = []
     layout = start
@@ -40,7 +45,12 @@ def written_sums(start: Layout, steps: Sequence[ReshardStep]) -> tuple[Sum, ...]
         if step.kind == "reduce_scatter":
             out += _scatters(layout, step.layout)
         elif step.kind == "all_reduce":
-            out.append(Sum(tuple(sorted(step.axes)), None, step.layout))
+            split = [] if kept is None else _scatters(layout, kept)
+            left = set(step.axes).difference(*(s.axes for s in split))
+            out += split
+            if left:
+                layout = kept or step.layout
+                out.append(Sum(tuple(sorted(left)), None, layout))
         layout = step.layout
     return tuple(out) if sum(len(s.axes) for s in out) > 1 else ()
 
@@ -54,6 +64,32 @@ def _scatters(before: Layout, after: Layout) -> list[Sum]:
             layout = (*layout[:dim], want[: end + 1], *layout[dim + 1 :])
             out.append(Sum((want[end],), dim, layout))
     return out
+
+
+def kept_slices(
+    ways: Collection[tuple[Sequence[ReshardStep], bool]], axes: Axes
+) -> Layout | None:
+    """The layout of the slice of an array that all its readers begin with.
+
+    Args:
+      ways: how the array is brought to its readers (`Assignment.fetch_steps`).
+      axes: the mesh axes that the slice may go over.
+
+    Returns:
+      None: some reader takes the array as it is, or in another slice.
+    """
+    layout: Layout | None = None
+    if not ways or any(fresh for _, fresh in ways):
+        return None
+    for k in itertools.count():
+        following = {steps[k] if k < len(steps) else None for steps, _ in ways}
+        step = following.pop()
+        if following or step is None or step.kind != "slice":
+            return layout
+        if not set(axes).issuperset(step.axes):
+            return layout
+        layout = step.layout
+    return None
 
 
 # The steps to a reader's layout, and whether they make a backward copy anew.
@@ -247,7 +283,7 @@ class Assignment:
         layouts = (start, *self._stated_layouts(value, start, self.due_steps(value)))
         return tuple(dict.fromkeys(layouts))
 
-    def sums(self, value: int) -> tuple[Sum, ...]:
+    def sums(self, value: int, *, handed: bool = False) -> tuple[Sum, ...]:
         """See `LayoutPlan`: sums over several axes (`autopar_passes.sums.finish`)."""
         if value in self.stackings:
             start = self.stackings[value].strip(self.home_layout(value))
@@ -261,7 +297,10 @@ class Assignment:
             slot = op.outputs.index(value)
             start = self.layout(op, op.rule.results[slot])
             steps = self.result_steps(op, slot)
-        return written_sums(start, steps)
+        kept = None
+        if steps and steps[-1].kind == "all_reduce" and not handed:
+            kept = kept_slices(self._ways_of().get(value, set()), steps[-1].axes)
+        return written_sums(start, steps, kept)
 
     def _scatters_apart(self, op: Operator) -> bool:
         """Whether what devices scatter, each from zeros, adds up to the result."""
@@ -272,6 +311,27 @@ class Assignment:
             ),
         )
         return op.index in makers and whole_rows(self, op)
+
+    def _ways_of(self) -> dict[int, set[Way]]:
+        """How each value with a home is brought to its readers."""
+        return self._memo(("ways of",), self._list_ways)
+
+    def _list_ways(self) -> dict[int, set[Way]]:
+        out: dict[int, set[Way]] = {}
+        for readings in self.analysis.readings.of:
+            for reading in readings:
+                ways = self.ways[reading.group]
+                for source, way in zip(reading.sources, ways, strict=True):
+                    out.setdefault(source, set()).add(way)
+        operators = self.graph.operators
+        backward = bool(operators) and self.is_backward(operators[-1])
+        for position, value in enumerate(self.graph.outputs):
+            layout = self.output(position)
+            if value is not None and layout is not None:
+                for source, wanted in self.required_layouts(value, layout):
+                    way = self.fetch_steps(source, wanted, backward)
+                    out.setdefault(source, set()).add(way)
+        return out
 
     def due_steps(self, value: int) -> tuple[ReshardStep, ...]:
         """The collectives that take a sum that was put off."""

@@ -65,10 +65,15 @@ class LayoutPlan(Protocol):
         """
         ...
 
-    def sums(self, value: int) -> tuple[Sum, ...]:
+    def sums(self, value: int, *, handed: bool = False) -> tuple[Sum, ...]:
         """Returns the collectives that end a partial value, where they are written.
 
-        Empty: the compiler finds the collectives from the layouts that are stated.
+        The last one's layout may be that of the slices that its readers keep. Empty:
+        the compiler finds the collectives from the layouts that are stated.
+
+        Args:
+          value: the value.
+          handed: whether others read it, too, in the layout of its home.
         """
         ...
 

@@ -65,9 +65,12 @@ class Later(PlainSums):
 class _Within:
     """A plan within a segment: what comes in is an array, not made anew."""
 
-    def __init__(self, plan: LayoutPlan, inputs: Collection[int]) -> None:
+    def __init__(
+        self, plan: LayoutPlan, inputs: Collection[int], outputs: Collection[int]
+    ) -> None:
         self._plan = plan
         self._inputs = frozenset(inputs)
+        self._outputs = frozenset(outputs)
 
     def floating(self, value: int) -> bool:
         return value not in self._inputs and self._plan.floating(value)
@@ -93,8 +96,8 @@ class _Within:
     def due(self, value: int) -> tuple[Layout, ...] | None:
         return self._plan.due(value)
 
-    def sums(self, value: int) -> tuple[Sum, ...]:
-        return self._plan.sums(value)
+    def sums(self, value: int, *, handed: bool = False) -> tuple[Sum, ...]:
+        return self._plan.sums(value, handed=handed or value in self._outputs)
 
 
 def _constants(program: Program) -> dict[int, Any]:
@@ -130,7 +133,7 @@ def replay_segment(
     ``synchroniser`` takes sums, else they stay partial; ``made`` is as of `replay`.
     """
     operators, made_by = operators_of(graph), producers(graph.operators)
-    sources, within = program.by_index(), _Within(plan, inputs)
+    sources, within = program.by_index(), _Within(plan, inputs, outputs)
     constants = _constants(program)
 
     def run(

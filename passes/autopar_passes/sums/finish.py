@@ -190,7 +190,7 @@ def _run_collective(shard: Any, step: Sum, mesh: Any) -> Any:
 def behind(layouts: Sequence[Layout], sums: Sequence[Sum]) -> tuple[Layout, ...]:
     """The layouts to state from the end of a sum on, of those of its whole way.
 
-    None is left of a scalar.
+    None is left where the sum ends in the slices that its readers keep.
     """
     last = sums[-1].layout
     return tuple(layouts[layouts.index(last) :]) if last in layouts else ()

@@ -79,7 +79,7 @@ class FactorPlan:
     def due(self, value: int) -> None:
         return None
 
-    def sums(self, value: int) -> tuple[()]:
+    def sums(self, value: int, *, handed: bool = False) -> tuple[()]:
         return ()
 
 
