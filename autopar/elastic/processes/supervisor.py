@@ -371,8 +371,8 @@ class Supervisor:
         if self.state == "end":
             # Nobody takes its place. The code of another supervisor's child is unknown.
             if code and member.finished:
-                how = members.end_text(code)
-                self.stop(f"worker {worker} {how} after training.", 1)
+                how = f"{members.end_text(code)} after training; see its output."
+                self.stop(f"worker {worker} {how}", max(code, 1))
             self._advance()
             return
         left = worker in self._leaving or member.dismissed

@@ -269,15 +269,21 @@ class TestEnds:
         assert fake.started == [0, 1]
         assert fake.supervisor.result == 0
 
-    def test_a_death_behind_the_last_step_is_told(self) -> None:
+    @pytest.mark.parametrize(
+        ("code", "told", "says"),
+        [(-9, 1, "died by signal 9"), (3, 3, "ended with code 3")],
+    )
+    def test_a_failure_behind_the_last_step_is_told(
+        self, code: int, told: int, says: str
+    ) -> None:
         fake = running(2, restarts=2)
         for worker in (0, 1):
             fake.tell(worker, "finished", generation=1, step=9)
         fake.supervisor.on_end(0, 0)
-        fake.supervisor.on_end(1, -9)
+        fake.supervisor.on_end(1, code)
         assert fake.started == [0, 1]
-        assert fake.supervisor.result == 1
-        assert "worker 1 died by signal 9 after training" in fake.supervisor.reason
+        assert fake.supervisor.result == told
+        assert f"worker 1 {says} after training" in fake.supervisor.reason
 
     def test_a_death_before_all_have_finished(self) -> None:
         fake = running(2)
