@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import pathlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import msgspec
-import numpy as np
 from jax.sharding import SingleDeviceSharding
 
 from autopar.checkpoint import folders, store, trees
@@ -192,14 +191,6 @@ def read_array(folder: pathlib.Path, held: Manifest, path: str) -> jax.Array:
     found = store.read(arrays, {path: struct}, {path: entry.file})[path]
     check_digests(folder, {path: entry}, {path: digest_of(found)})
     return found
-
-
-def iterate_arrays(
-    folder: pathlib.Path, held: Manifest, paths: Iterable[str]
-) -> Iterator[tuple[str, np.ndarray]]:
-    """Path and numbers of arrays, each read when it is asked for."""
-    for path in paths:
-        yield path, np.asarray(read_array(folder, held, path))
 
 
 def find_problems(folder: pathlib.Path, held: Manifest) -> list[str]:
