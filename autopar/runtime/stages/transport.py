@@ -94,9 +94,13 @@ class ProgressWatch:
                 return  # the world of these processes has been left
             with contextlib.suppress(jax.errors.JaxRuntimeError):
                 self._client.key_value_increment(f"{_ROOT}/{self._index}", 1)
-                for process in self._others:
-                    self._look(process)
+                self.look()
                 self._looked = time.monotonic()
+
+    def look(self) -> None:
+        """Looks at what all others have counted and said."""
+        for process in self._others:
+            self._look(process)
 
     def _look(self, process: int) -> None:
         with contextlib.suppress(jax.errors.JaxRuntimeError):  # not there yet
@@ -149,7 +153,7 @@ def wait_watched(watch: ProgressWatch | None, work: Callable[[], Watched]) -> Wa
       work: waits; where a process is lost it is left to itself.
 
     Raises:
-      LostError: a process is silent.
+      LostError: a process is silent, or has said that it cannot go on.
       Exception: what the work raises.
     """
     if watch is None:
@@ -171,9 +175,13 @@ def wait_watched(watch: ProgressWatch | None, work: Callable[[], Watched]) -> Wa
             watch.leave(thread)
             raise LostError(lost, "; ".join(watch.said.values()))
     good, value = found[0]
-    if not good:
-        raise value
-    return value
+    if good:
+        return value
+    # A process that says why it cannot go on may end before this one looks again.
+    watch.look()
+    if watch.said:
+        raise LostError(tuple(watch.said), "; ".join(watch.said.values())) from value
+    raise value
 
 
 Tag = tuple[Any, ...]
@@ -458,11 +466,12 @@ class Links:
             return self.wait_for(lambda: self.world.channel.gather(data), what)
         except jax.errors.JaxRuntimeError as error:
             agreement.leave_at_end()
-            raise StageError(
+            self._lost = StageError(
                 f"process {self.index} has lost another process while {what}: it has "
                 "ended or cannot be reached. The stages of a pipeline need all "
                 f"processes: start all of them again from a checkpoint. ({error})"
-            ) from error
+            )
+            raise self._lost from error
 
     def wait_for(self, work: Callable[[], T], what: str = "running a step") -> T:
         """The result of what waits for other processes.

@@ -7,7 +7,12 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from autopar.runtime.stages.routes import on_device
-from autopar.runtime.stages.transport import Links
+from autopar.runtime.stages.transport import (
+    Links,
+    LostError,
+    ProgressWatch,
+    wait_watched,
+)
 from autopar.runtime.world import World
 
 
@@ -164,3 +169,32 @@ def test_transfers_of_two_steps_are_not_mistaken_for_each_other(links):
         links[0].offer(("a",), [array], [way])
     (found,) = links[1].land_pieces([way], links[1].fetch(("a",), [way]))
     assert float(found[0]) == 2.0
+
+
+class Store:
+    """A store of the coordination service, in which nothing is at first."""
+
+    def __init__(self):
+        self.values = {}
+
+    def key_value_try_get(self, key):
+        if key not in self.values:
+            raise jax.errors.JaxRuntimeError("not there")
+        return self.values[key]
+
+
+def test_a_process_that_says_why_it_fails_and_ends_at_once_is_heard():
+    """Though its connection breaks before this process looks at what it said."""
+    store = Store()
+    watch = ProgressWatch(store, 0, 2)
+
+    def gather():
+        store.values["autopar/beats/1/failed"] = "ZeroDivisionError"
+        raise jax.errors.JaxRuntimeError("connection reset")
+
+    try:
+        with pytest.raises(LostError) as found:
+            wait_watched(watch, gather)
+    finally:
+        watch.close()
+    assert (found.value.processes, found.value.said) == ((1,), "ZeroDivisionError")
