@@ -22,7 +22,7 @@ def seconds_text(seconds: float) -> str:
     for scale, unit in _SECONDS:
         if abs(seconds) >= 0.9995 * scale:
             return f"{three_digits(seconds / scale)} {unit}"
-    return f"{three_digits(seconds / 1e-6)} us"
+    return f"{three_digits(seconds / 1e-9)} ns"
 
 
 def bytes_text(nbytes: float) -> str:

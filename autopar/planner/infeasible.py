@@ -51,6 +51,11 @@ def infeasible(
     if fixed > 0:
         names.append(f"products' work space {size_text(fixed)}")
     lines.append(f"  largest: {'; '.join(names)}")
+    state, count = _state_bytes(analysis), pricer.mesh.num_devices
+    lines.append(
+        f"  state: {size_text(state)}, which is {size_text(state / count)} per device "
+        f"where it is split over all {count}"
+    )
     error = InfeasibleError("\n".join(lines))
     error.least_bytes = least
     return error
@@ -110,19 +115,25 @@ def _unchecked_fixes(
     cluster = pricer.cluster
     limit = cluster.memory_bytes
     inputs = sum(analysis.graph.values[i.value].nbytes for i in analysis.graph.inputs)
-    state = sum(
+    fixes: list[str] = []
+    if need > 1.5 * inputs / cluster.num_devices:
+        options = f"{', '.join(untried)} or " if untried else ""
+        fixes.append(f"{options}a smaller batch")
+    factor = max(2, -(-int(need) // max(1, limit)))
+    pinned = " with these options" if untried else ""
+    fixes.append(f"more devices, at least {factor * cluster.num_devices}{pinned}")
+    if _state_bytes(analysis) / cluster.num_devices > limit / 2:
+        fixes.append("an optimizer with less state, such as adafactor or lion")
+    return fixes
+
+
+def _state_bytes(analysis: Analysis) -> float:
+    """Bytes of all inputs but the batch."""
+    return sum(
         analysis.graph.values[i.value].nbytes
         for i in analysis.graph.inputs
         if i.role is not InputRole.BATCH
     )
-    factor = max(2, -(-int(need) // max(1, limit)))
-    fixes = [f"more devices, at least {factor * cluster.num_devices}"]
-    if need > 1.5 * inputs / cluster.num_devices:
-        options = f"{', '.join(untried)} or " if untried else ""
-        fixes.append(f"{options}a smaller batch")
-    if state / cluster.num_devices > limit / 2:
-        fixes.append("an optimizer with less state, such as adafactor or lion")
-    return fixes
 
 
 def _node(analysis: Analysis, formulation: Formulation, node: int) -> str:

@@ -59,6 +59,12 @@ def of_program(text: str) -> Generator[None]:
         _PROGRAM.reset(token)
 
 
+def program_text() -> str:
+    """The program that is planned, behind a comma; '' where none is named."""
+    name = _PROGRAM.get()
+    return f", {name}" if name else ""
+
+
 def record(proposal: Proposal) -> None:
     """Adds a proposal where they are recorded."""
     known = _RECORD.get()

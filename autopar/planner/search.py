@@ -21,6 +21,7 @@ from autopar.planner.candidate import (
 from autopar.planner.codecs.choose import CodecRequest
 from autopar.planner.infeasible import advise
 from autopar.planner.problem import Restriction, formulate
+from autopar.planner.proposals import program_text
 from autopar.planner.solving import TimeOutError, has_plan, solve_mesh
 from autopar.planner.weights import Weights
 from autopar.plans.schema import optimality_text
@@ -132,7 +133,8 @@ def search(
     failures: list[tuple[Pricer, PlanError]] = []
     wanted = candidate_meshes(cluster) if meshes is None else list(meshes)
     for number, mesh in enumerate(wanted, 1):
-        say(f"planning mesh {number} of {len(wanted)} ({mesh.label}){_best(tried)}")
+        which = f"mesh {number} of {len(wanted)} ({mesh.label}){program_text()}"
+        say(f"planning {which}{_best(tried)}")
         pricer = Pricer(cluster, mesh)
         limit = restriction(pricer) if restriction is not None else None
         try:

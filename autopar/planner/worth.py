@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import math
+
+import msgspec
 
 from autopar.cost.estimate import StepEstimate, Work, work_of
 from autopar.cost.live import live
+from autopar.cost.pricer import Pricer
 from autopar.layouts.assignment import Assignment, unsplit
-from autopar.layouts.layout import axes_of
+from autopar.layouts.layout import ReshardStep, axes_of
 from autopar.planner.scheme import scheme_of
 from autopar.plans.records import AxisUse, Worth
 from autopar.steps.analysis import Analysis
 from autopar.steps.attention import Attention
 from autopar.steps.samples import batch_tokens, samples
 from autopar_passes.graph.operators import PRODUCTS, Operator
-from autopar_passes.graph.roles import REPEATED, Role
+from autopar_passes.graph.roles import REPEATED, InputRole, Role
 from autopar_passes.rules.factor_rule import CUDNN_EFFICIENCY, PALLAS_EFFICIENCY
 
 # The largest head for which a kind of device has a fused kernel of attention, and the
@@ -57,7 +60,7 @@ def worth_of(estimate: StepEstimate, step_s: float) -> Worth:
         tokens=tokens,
         rows_per_s=rows / step_s if step_s else 0.0,
         tokens_per_s=tokens / step_s if step_s else 0.0,
-        axes=axis_uses(assignment, estimate.work, pricer.mesh.names),
+        axes=axis_uses(assignment, estimate.work, pricer),
         scheme=scheme_of(assignment, estimate.work.table.works, pricer.mesh.names),
     )
 
@@ -160,32 +163,51 @@ def is_repeated(op: Operator) -> bool:
 
 
 def axis_uses(
-    assignment: Assignment, work: Work, names: Sequence[str]
+    assignment: Assignment, work: Work, pricer: Pricer
 ) -> tuple[AxisUse, ...]:
     """The use of each mesh axis.
 
     Args:
       assignment: strategies as layouts.
       work: what a device computes; splitting it shortens all but starts of kernels.
-      names: of the mesh axes.
+      pricer: of the mesh.
     """
     total = float(work.planned_s.sum())
-    split = [0.0] * len(names)
+    split = [0.0] * len(assignment.sizes)
     for done, seconds in zip(work.table.works, work.planned_s.tolist(), strict=True):
         for axis in _axes(assignment, done.op.index):
             split[axis] += seconds
     held = frozenset[int]().union(
         *(axes_of(assignment.home_layout(i.value)) for i in assignment.graph.inputs)
     )
-    return tuple(
+    uses = (
         AxisUse(
             name=name,
             size=size,
             repeated=_part_left(split[axis], total),
             holds=axis in held,
         )
-        for axis, (name, size) in enumerate(zip(names, assignment.sizes, strict=True))
+        for axis, (name, size) in enumerate(
+            zip(pricer.mesh.names, assignment.sizes, strict=True)
+        )
     )
+    return tuple(
+        msgspec.structs.replace(use, sums_s=_sums_s(assignment, axis, pricer))
+        if use.unused
+        else use
+        for axis, use in enumerate(uses)
+    )
+
+
+def _sums_s(assignment: Assignment, axis: int, pricer: Pricer) -> float:
+    """Seconds of the sums of all gradients over an axis, if rows were split over it."""
+    nbytes = 0.0
+    for found in assignment.graph.inputs:
+        if found.role is InputRole.PARAMETER:
+            axes = axes_of(assignment.home_layout(found.value)) - {axis}
+            parts = math.prod(assignment.sizes[k] for k in axes)
+            nbytes += assignment.graph.values[found.value].nbytes / parts
+    return pricer.collective_s(ReshardStep("all_reduce", (axis,), 1.0, ()), nbytes)
 
 
 def _part_left(split: float, total: float) -> float:

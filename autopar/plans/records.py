@@ -350,12 +350,15 @@ class AxisUse(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
       size: number of devices along it.
       repeated: part of the seconds of work that all devices along it do alike, 0 to 1.
       holds: whether parts of an input lie on different devices along it.
+      sums_s: seconds in which the gradients of all parameters would be summed over an
+        unused axis, as they are and in one message; 0 for a used one.
     """
 
     name: str
     size: int
     repeated: float
     holds: bool
+    sums_s: float = 0.0
 
     @property
     def unused(self) -> bool:

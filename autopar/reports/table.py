@@ -88,7 +88,7 @@ def compiled_text(plan: Plan) -> str:
     more = MEMORY_MORE[cluster.device.kind]
     text = f" (not compiled: such programs take up to {round(100 * more)} % more"
     if (1 + more) * plan.predicted.peak_memory_bytes > cluster.memory_bytes:
-        text += ", which may not fit: --memory leaves room"
+        text += ", which may not fit: planning for less memory leaves room"
         extra = _COMPILERS.get(cluster.device.kind) if len(plan.stages) <= 1 else None
         text += f", and autopar[{extra}] compiles it without devices" if extra else ""
     return f"{text})"

@@ -85,6 +85,7 @@ def idle_texts(worth: Worth) -> Iterator[str]:
         count = worth.needed_devices
         fewer = "1 device" if count == 1 else f"{count} devices"
         yield f"{names} unused: {fewer} would be as fast"
+        yield from filter(None, (_sums_text(worth, axis) for axis in idle))
     for axis in worth.axes:
         if axis.unused and axis.holds:
             yield f"axis {_axis_text(axis)} splits what is held and no work"
@@ -94,6 +95,17 @@ def idle_texts(worth: Worth) -> Iterator[str]:
             yield f"axis {_axis_text(axis)} {told}"
     if worth.devices > 1 and worth.one_device_fits and worth.speed_up < 1.0:
         yield "one device alone would be faster"
+
+
+def _sums_text(worth: Worth, axis: AxisUse) -> str:
+    """Why rows are not split over an unused axis, where its links are too slow."""
+    step_s = worth.one_device_s / worth.speed_up if worth.speed_up else 0.0
+    if axis.sums_s <= (1.0 - 1.0 / axis.size) * step_s:
+        return ""
+    return (
+        f"to split rows over {axis.name} takes {seconds_text(axis.sums_s)} a step for "
+        "sums of gradients: compression, a larger batch or faster links may help"
+    )
 
 
 def unused_text(worth: Worth | None) -> str:

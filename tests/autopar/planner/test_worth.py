@@ -101,6 +101,18 @@ def test_rematerialised_products_count_once(loss: Any) -> None:
     assert (work.flops, work.causal_flops, work.dtype) == (FLOPS, 0.0, "float32")
 
 
+def test_a_slow_link_is_said_to_be_why_an_axis_is_unused() -> None:
+    step, args = training(mlp_loss, mlp_params(256, 256), mlp_batch(64, 256))
+    worth = autopar.plan(step, *args, cluster="2x1:cpu,network=1Mb/s").worth
+    assert worth
+    (axis,) = worth.unused
+    # A ring of two sends each byte once.
+    nbytes = sum(leaf.nbytes for leaf in jax.tree.leaves(mlp_params(256, 256)))
+    assert axis.sums_s == pytest.approx(8 * nbytes / 1e6, rel=0.05)
+    told = " ".join(idle_texts(worth))
+    assert "sums of gradients: compression, a larger batch or faster links" in told
+
+
 def test_utilisation_and_rates_follow_from_the_step() -> None:
     plan = plan_analysis(analysed(), Cluster.parse("4:cpu"))
     worth, device = plan.worth, Cluster.parse("4:cpu").device
