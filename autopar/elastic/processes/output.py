@@ -3,24 +3,33 @@
 It runs as a process of its own, by its path, and ends with the last process that has
 the worker's pipes open: a worker goes on printing where its supervisor is killed.
 Usage: output.py PREFIX DESCRIPTOR; the worker's stdout is this process's stdin, and the
-descriptor is that of its stderr.
+descriptor is that of its stderr. The lines in which gloo counts its connections are
+left out: each program with other collectives makes gloo print them again.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import re
 import selectors
 import sys
 
 # Linux writes so much to a pipe at once: lines of several workers do not mix.
 _AT_ONCE = 4096
+# What gloo prints for each group of processes that it connects.
+_GLOO = re.compile(
+    rb"\[Gloo\] Rank \d+ is connected to \d+ peer ranks\. "
+    rb"Expected number of connected peer ranks is : \d+"
+)
 
 
 def print_lines(target: int, prefix: bytes, lines: list[bytes]) -> None:
-    """Writes lines to a descriptor, several at once where they are short."""
+    """Writes lines but gloo's to a descriptor, several at once where they are short."""
     waiting = b""
     for line in lines:
+        if _GLOO.fullmatch(line):
+            continue
         text = prefix + line + b"\n"
         if waiting and len(waiting) + len(text) > _AT_ONCE:
             os.write(target, waiting)

@@ -8,6 +8,7 @@ import pathlib
 import subprocess
 import sys
 
+from autopar.elastic.processes import output
 from autopar.elastic.processes.launching import LocalLauncher
 from autopar.elastic.processes.members import ProcessId
 
@@ -37,3 +38,23 @@ def test_a_number_that_was_given_again_is_another_process() -> None:
         assert child.poll() is None
         process.kill()
         assert child.wait(60) == -9
+
+
+def test_of_what_a_worker_prints_only_lines_of_gloo_are_left_out() -> None:
+    gloo = (
+        "[Gloo] Rank 1 is connected to 3 peer ranks. "
+        "Expected number of connected peer ranks is : 3"
+    )
+    kept = ["", f"loss {gloo}", f"{gloo}.", "[Gloo] Rank 1 failed", "no end of line"]
+    read, write = os.pipe()
+    os.close(write)
+    found = subprocess.run(
+        [sys.executable, output.__file__, "[1] ", str(read)],
+        input="\n".join([gloo, *kept[:3], gloo, *kept[3:]]),
+        capture_output=True,
+        text=True,
+        pass_fds=(read,),
+        check=True,
+    )
+    os.close(read)
+    assert found.stdout.splitlines() == [f"[1] {line}" for line in kept]
