@@ -27,6 +27,8 @@ LATE = {
     "autopar/cli/options.py: from autopar.planner.options import read_options",
     "autopar/cluster/local.py: import jax",
     "autopar/elastic/__init__.py: from autopar.elastic.train import elastic",
+    "autopar/elastic/processes/coordination.py: from autopar_passes import "
+    "jax_processes",
     "solver/autopar_solver/sharding/bounds/compiled.py: "
     'numba: Any = importlib.import_module("numba")',
 }

@@ -22,7 +22,6 @@ from typing import Any
 from autopar.elastic.processes import members
 from autopar.elastic.processes.members import ProcessId
 from autopar.errors import RunError
-from autopar_passes import jax_processes
 
 # The supervisor's side of the process that hosts coordination services.
 
@@ -159,6 +158,10 @@ class Services:
 
     def __init__(self) -> None:
         """Hosts none."""
+        # The supervisor, which shares this module, starts without JAX.
+        from autopar_passes import jax_processes
+
+        self._jax = jax_processes
         self._running: dict[int, tuple[str, Any]] = {}
         # A descriptor of each worker that used a service.
         self._workers: dict[ProcessId, int] = {}
@@ -166,7 +169,7 @@ class Services:
     def open(self, generation: int, processes: list[Any]) -> str:
         """Starts a service and returns its address."""
         self._watch(processes)
-        address, service = jax_processes.open_service(len(processes))
+        address, service = self._jax.open_service(len(processes))
         self._running[generation] = address, service
         return address
 
@@ -193,7 +196,7 @@ class Services:
         for rank in ranks:
             given = address, rank, _CONNECT_S
             threading.Thread(
-                target=jax_processes.fill_place, args=given, daemon=True
+                target=self._jax.fill_place, args=given, daemon=True
             ).start()
 
     def close(self, generation: int) -> None:
