@@ -88,7 +88,7 @@ EXAMPLES = {
     "--to safetensors",
     "demo": "autopar demo --devices 8 --steps 20",
     "run": "autopar run --processes 4 train.py --rate 0.1",
-    "workers": "autopar workers runs/gpt --processes 3",
+    "workers": "autopar workers --folder runs/gpt --processes 3",
 }
 
 

@@ -9,13 +9,18 @@ import typer
 from autopar.cli import options
 from autopar.cli.output import Result
 
+_FOLDER = pathlib.Path("autopar-run")
 _STOPS = "the run is asked to end: its workers end after the step that they are in"
 
 
 def workers(
+    place: Annotated[
+        pathlib.Path | None, typer.Argument(metavar="FOLDER", hidden=True)
+    ] = None,
+    *,
     folder: Annotated[
-        pathlib.Path, typer.Argument(help="The --folder of `autopar run`.")
-    ] = pathlib.Path("autopar-run"),
+        pathlib.Path, typer.Option(help="The --folder of `autopar run`.")
+    ] = _FOLDER,
     processes: Annotated[
         int | None,
         typer.Option("--processes", min=1, help="How many processes there should be."),
@@ -36,6 +41,9 @@ def workers(
     from autopar.errors import PlanError  # as it does
     from autopar.units import number_of  # as it does
 
+    if place is not None and folder != _FOLDER:
+        raise typer.BadParameter(f"give the folder once: --folder {folder}.")
+    folder = place or folder  # one without --folder is of an earlier release
     asked = [processes is not None, remove is not None, stop]
     if sum(asked) > 1:
         raise typer.BadParameter("give one of --processes, --remove and --stop.")

@@ -10,6 +10,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
+import pathlib
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -17,6 +18,7 @@ from typing import Any
 from autopar.cluster import Cluster
 from autopar.elastic.events import Event, Inbox, Notes, Resolved, ids_there
 from autopar.elastic.processes.members import MemberLimits
+from autopar.elastic.processes.records import workers_command
 from autopar.elastic.processes.sizing import cluster_of
 from autopar.elastic.sources.http import Http
 from autopar.elastic.sources.named import source_of
@@ -43,7 +45,11 @@ class Listening:
     """The sources that a script names, and the cluster that its world has."""
 
     def __init__(
-        self, limits: MemberLimits, notes: Notes, follow: Callable[[WantedAction], None]
+        self,
+        limits: MemberLimits,
+        notes: Notes,
+        follow: Callable[[WantedAction], None],
+        folder: pathlib.Path,
     ) -> None:
         """Hears nothing before the first world has formed.
 
@@ -51,8 +57,10 @@ class Listening:
           limits: fewest and most processes.
           notes: where events that change nothing are written down.
           follow: carries out what comes of an event; called from any thread.
+          folder: of the run.
         """
         self._limits, self._notes, self._follow = limits, notes, follow
+        self._folder = folder
         self._lock = threading.RLock()
         self._inbox: Inbox | None = None
         self._world: Cluster | None = None
@@ -130,8 +138,8 @@ class Listening:
 
     def _none_left(self, found: Resolved) -> Resolved:
         reason = (
-            f"at least {self._limits.least} processes must stay (--min); `autopar "
-            "workers --stop` ends the run."
+            f"at least {self._limits.least} processes must stay (--min); "
+            f"`{workers_command(self._folder)} --stop` ends the run."
         )
         refused = dataclasses.replace(
             found, status="refused", cluster=self._world, reason=reason

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import pathlib
+import shlex
 import sys
 from collections.abc import Mapping
 from typing import Annotated, Any
@@ -146,6 +147,15 @@ class Records:
         print(text, file=sys.stderr, flush=True)
 
 
+def workers_command(folder: pathlib.Path) -> str:
+    """The command line that shows the processes of a run, and changes them.
+
+    >>> workers_command(pathlib.Path("runs/my model"))
+    "autopar workers --folder 'runs/my model'"
+    """
+    return f"autopar workers --folder {shlex.quote(str(folder))}"
+
+
 def command(folder: pathlib.Path, **words: Any) -> Message:
     """Sends a command to the supervisor of a run.
 
@@ -158,7 +168,8 @@ def command(folder: pathlib.Path, **words: Any) -> Message:
         if (ended := read_ending(folder)) is not None:
             raise FileNotFoundError(ending_text(ended).rstrip("."))
         raise FileNotFoundError(
-            f"there is no run.json. Start one: autopar run --folder {folder} SCRIPT.py"
+            "there is no run.json. Start one: autopar run --folder "
+            f"{shlex.quote(str(folder))} SCRIPT.py"
         )
     connection = connect_to_supervisor("127.0.0.1", state["port"], timeout_s=_ANSWER_S)
     connection.patience(_ANSWER_S)

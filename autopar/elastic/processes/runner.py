@@ -45,7 +45,7 @@ from autopar.elastic.processes.members import (
     late,
     open_listener,
 )
-from autopar.elastic.processes.records import Records, read_state
+from autopar.elastic.processes.records import Records, read_state, workers_command
 from autopar.elastic.processes.supervisor import Supervisor
 from autopar.errors import PlanError, RunError
 from autopar.sealed_files import KEY_VARIABLE, key_to_share
@@ -130,7 +130,7 @@ class Runner:
         self._ahead: Popen[bytes] | None = None
         self.supervisor = Supervisor(job.limits, self)
         self.supervisor.reached = reached
-        self._listening = Listening(job.limits, self, self._follow)
+        self._listening = Listening(job.limits, self, self._follow, job.folder)
         if known:
             self._adopt(known)
 
@@ -142,7 +142,8 @@ class Runner:
             raise PlanError(
                 f"port {port}, at which the processes of {self._job.folder} look for "
                 f"their supervisor, cannot be had: {error.strerror}. Another `autopar "
-                "run` may serve that folder: see `autopar workers`."
+                "run` may serve that folder: see "
+                f"`{workers_command(self._job.folder)}`."
             ) from error
 
     def run(self) -> int:

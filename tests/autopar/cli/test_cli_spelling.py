@@ -29,6 +29,8 @@ PLAN = ("plan", TARGET, *SMALL, "--cluster")
         (("ledger", "none.jsonl"), ("autopar: none.jsonl: No such file or",)),
         (("simulate", "none.csv", "--cluster", "2x4"), ("read: No such file or",)),
         (("workers", "nowhere"), ("autopar run --folder nowhere SCRIPT.py",)),
+        (("workers", "--folder", "my runs"), ("run --folder 'my runs' SCRIPT.py",)),
+        (("workers", "a", "--folder", "b"), ("give the folder once: --folder b.",)),
         # What the user's own function takes keeps its name.
         ((*PLAN, "8:cpu", "remat=1"), ("'remat'", "layers=2, width=256")),
     ],

@@ -32,7 +32,9 @@ class Heard:
         self.wanted: list[WantedAction] = []
         self.notes = Notes()
         limits = MemberLimits(processes=4, least=1, most=6)
-        self.listening = Listening(limits, self.notes, self.wanted.append)
+        self.listening = Listening(
+            limits, self.notes, self.wanted.append, pathlib.Path("my runs")
+        )
         self.form(cluster, events)
 
     def form(self, cluster: str, events: Any = ()) -> None:
@@ -99,7 +101,10 @@ def test_a_link_that_was_measured() -> None:
         ({"kind": "gone", "devices": [1]}, "which come and go together"),
         ("7:h100", "which come and go together"),
         ("8x2:h100", "16 devices, and this world at most 12"),
-        ({"kind": "gone", "hosts": [0, 1, 2, 3]}, "at least 1 processes must stay"),
+        (
+            {"kind": "gone", "hosts": [0, 1, 2, 3]},
+            "--folder 'my runs' --stop` ends",
+        ),
     ],
 )
 def test_what_cannot_be_is_refused(data: Any, says: str) -> None:
