@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from autopar.plans.records import AxisUse, Worth
+from autopar.plans.schema import Plan
 from autopar.units import (
     bytes_text,
     count_text,
+    number_of,
     seconds_text,
     share_text,
     three_digits,
@@ -106,6 +108,15 @@ def _sums_text(worth: Worth, axis: AxisUse) -> str:
         f"to split rows over {axis.name} takes {seconds_text(axis.sums_s)} a step for "
         "sums of gradients: compression, a larger batch or faster links may help"
     )
+
+
+def scheme_text(plan: Plan) -> str:
+    """The scheme of a plan, and what lies idle, in a line; '' for one device."""
+    if plan.worth is None:
+        return number_of(len(plan.stages), "stage") if len(plan.stages) > 1 else ""
+    if plan.worth.devices == 1:
+        return ""
+    return "; ".join([plan.worth.scheme, *idle_texts(plan.worth)])
 
 
 def unused_text(worth: Worth | None) -> str:

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import pathlib
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from autopar.elastic.processes.members import SUSPENDED, end_text
+from autopar.elastic.processes.records import workers_command
 from autopar.units import number_of, seconds_text
 
 
 class Console:
     """Makes lines of what a supervisor writes to its log."""
 
-    def __init__(self) -> None:
-        """No world has formed yet."""
+    def __init__(self, folder: pathlib.Path) -> None:
+        """No world has formed yet.
+
+        Args:
+          folder: of the run.
+        """
+        self._folder = folder
         self._world: frozenset[int] | None = None
         self._forming: Sequence[int] = ()
         self._awaited: frozenset[int] = frozenset()
@@ -30,7 +37,7 @@ class Console:
     def lines(self, event: str, data: Mapping[str, Any]) -> list[str]:
         """What is said of an event of the log.
 
-        >>> Console().lines("gone", {"worker": 1, "code": -9})
+        >>> Console(pathlib.Path("run")).lines("gone", {"worker": 1, "code": -9})
         ['worker 1 died by signal 9']
         """
         found = self._lines(event, data)
@@ -51,7 +58,7 @@ class Console:
             case "form":
                 self._forming = data["workers"]
             case "formed":
-                return self._world_lines(data["step"], data["pause_s"])
+                return self._world_lines(data)
             case "kill":
                 return [f"worker {data['worker']} is killed: {data['reason']}"]
             case "broken":
@@ -71,32 +78,38 @@ class Console:
                 pass
         return []
 
-    def _world_lines(self, step: int, pause_s: float | None) -> list[str]:
+    def _world_lines(self, data: Mapping[str, Any]) -> list[str]:
         """Who joined, and the world that trains on."""
         before, self._world = self._world, frozenset(self._forming)
         new = sorted(self._world - before) if before is not None else []
-        plural = "" if len(self._forming) == 1 else "s"
-        names = f"worker{plural} " + ", ".join(map(str, self._forming))
+        names = _workers_text(self._forming)
+        pause_s, scheme = data["pause_s"], data["scheme"]
         pause = "" if pause_s is None else f", after a pause of {seconds_text(pause_s)}"
+        plan = f". Plan: {scheme}" if scheme else ""
         why = "" if self._explained or new else self._reason
         self._reason = ""
         return [
             *([f"the last world broke: {why}"] if why else []),
             *(f"worker {w} joined" for w in new),
             f"a world of {number_of(len(self._forming), 'process')} ({names}) "
-            f"trains from step {step} on{pause}",
+            f"trains from step {data['step']} on{pause}{plan}",
         ]
 
     def say_awaited(self, late: frozenset[int]) -> None:
         """Says once of each worker that the run waits for it."""
         if new := sorted(late - self._awaited):
-            names = ", ".join(map(str, new))
             _print(
-                f"waits for worker {names}, whose script has not called "
+                f"waits for {_workers_text(new)}, whose script has not called "
                 "autopar.elastic or autopar.train yet; see its output, or end the run "
-                "with `autopar workers --stop`."
+                f"with `{workers_command(self._folder)} --stop`."
             )
         self._awaited |= late
+
+
+def _workers_text(workers: Sequence[int]) -> str:
+    """Names workers, as ``worker 0`` and ``workers 0, 1 and 3``."""
+    names = " and ".join(", ".join(map(str, workers)).rsplit(", ", 1))
+    return f"worker{'' if len(workers) == 1 else 's'} {names}"
 
 
 def _print(text: str) -> None:

@@ -106,7 +106,7 @@ class Runner:
         self._job = job
         self._records = Records(job.folder)
         self._events: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._console = Console()
+        self._console = Console(job.folder)
         several = job.limits.processes > 1
         self._launcher = launcher or LocalLauncher(job.command, names=several)
         self._key = key_to_share()

@@ -500,10 +500,11 @@ class Supervisor:
         if members.all_formed(self.members, self.world):
             members.mark_trained(self.members, self.world)
             self._causes = []
-            known = {"step": message["step"], "pause_s": self._pause_s}
+            step, scheme = message["step"], message.get("scheme", "")
+            known = {"step": step, "pause_s": self._pause_s, "scheme": scheme}
             self._do.log("formed", generation=self.generation, **known)
-            if message["step"] > self._done:
-                self._done = message["step"]
+            if step > self._done:
+                self._done = step
                 self._breaks.on_progress()
             for other in self.members:
                 self._do.send(other, "settled", generation=self.generation)

@@ -390,6 +390,7 @@ class Team:
         arrays: dict[str, Any],
         extra: Any,
         cluster: Any,
+        scheme: str,
         broke_s: float | None,
     ) -> float | None:
         """Says that this process has the state of its new world.
@@ -399,6 +400,7 @@ class Team:
           arrays: path -> global array.
           extra: plain data that goes with them.
           cluster: that is planned for, as data.
+          scheme: of the plan, in words.
           broke_s: when this process trained last (`time.perf_counter`).
 
         Returns:
@@ -413,6 +415,7 @@ class Team:
             "formed",
             step=step,
             cluster=cluster,
+            scheme=scheme,
             devices=local_devices(),
             events=self._events,
             pause_s=pause_s,

@@ -32,6 +32,7 @@ from autopar.errors import NotFiniteError, RunError
 from autopar.goodput.loop import Record
 from autopar.planner.cache import PlanCache
 from autopar.plans import Plan
+from autopar.reports.worth import scheme_text
 from autopar.runtime import changing_batches
 from autopar.runtime.creation import (
     StateShapes,
@@ -339,8 +340,8 @@ class TeamRun:
         if placed is None:
             self._team.keep_state(step, arrays, extra)
             return None
-        data = placed.to_data()
-        return self._team.say_placed(step, arrays, extra, data, self._broke_s)
+        data, scheme = placed.to_data(), scheme_text(self.plan)
+        return self._team.say_placed(step, arrays, extra, data, scheme, self._broke_s)
 
     def _by_path(self, state: Any) -> dict[str, Any]:
         """The arrays of a state by path."""

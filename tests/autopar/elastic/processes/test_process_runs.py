@@ -100,7 +100,7 @@ def test_what_a_run_prints_and_how_it_is_stopped(
     run.wait_for_world([0])
     assert run.ask(command="resize", processes=2)["wrong"] == ""
     run.wait_for_world([0, 2])
-    assert exit_code("workers", run.folder, "--stop") == 0
+    assert exit_code("workers", "--folder", run.folder, "--stop") == 0
     assert run.wait() == 0, run.output()
     done, lines = run.last_step() + 1, run.output().splitlines()
     assert f"autopar run: stopped after {done} steps." in lines
@@ -108,19 +108,21 @@ def test_what_a_run_prints_and_how_it_is_stopped(
     said = [x.removeprefix("autopar run: ") for x in lines if x.startswith("autopar r")]
     said = [x for x in said if not x.startswith("waits for ")]  # a slow start
     assert [x.partition(" step ")[0] for x in said[:6]] == [
-        "a world of 2 processes (workers 0, 1) trains from",
+        "a world of 2 processes (workers 0 and 1) trains from",
         "worker 1 died by signal 9",
         "a world of 1 process (worker 0) trains from",
         "asked for 2 processes",
         "worker 2 joined",
-        "a world of 2 processes (workers 0, 2) trains from",
+        "a world of 2 processes (workers 0 and 2) trains from",
     ]
     assert all("after a pause of" in said[k] for k in (2, 5))
+    assert [". Plan: " in said[k] for k in (0, 2, 5)] == [True, False, True]
+    assert "[Gloo]" not in run.output()
     assert "signal" not in "".join(said[6:])
     capsys.readouterr()
-    assert exit_code("workers", run.folder) == 0
+    assert exit_code("workers", "--folder", run.folder) == 0
     assert f"the run has ended after {done} steps" in capsys.readouterr().out
-    assert exit_code("workers", run.folder, "--stop") == 2
+    assert exit_code("workers", "--folder", run.folder, "--stop") == 2
     assert exit_code("ledger", run.folder / "losses.ledger") == 0
     rows = capsys.readouterr().out.splitlines()
     assert ["the run begins" in rows[1], "died by signal 9" in rows[2]] == [True, True]
