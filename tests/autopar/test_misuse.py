@@ -281,6 +281,7 @@ def test_a_plan_for_another_step(good: Plan) -> None:
     refused(lambda: autopar.plan(other, W, X, cluster=EIGHT, layouts=good), alike)
 
 
+@pytest.mark.cluster
 def test_forked_processes() -> None:
     """A fork of a process in which JAX ran is refused at once; one before that runs."""
     program = """if True:

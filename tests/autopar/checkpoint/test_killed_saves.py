@@ -54,6 +54,7 @@ def check(folder: pathlib.Path) -> int:
 
 
 @pytest.mark.parametrize("number", range(len(SECONDS)))
+@pytest.mark.cluster
 def test_a_kill_leaves_the_last_complete_one(
     directory: pathlib.Path, number: int
 ) -> None:
@@ -66,5 +67,6 @@ def test_a_kill_leaves_the_last_complete_one(
     assert all(step <= max(steps) + 1 for step in torn)
 
 
+@pytest.mark.cluster
 def test_a_program_that_ends_completes_its_save(directory: pathlib.Path) -> None:
     assert [check(x) for x in folders.complete(directory / "end")] == [1]

@@ -85,6 +85,7 @@ def test_a_kernel_of_attention_has_a_curve(run: Run, tmp_path: pathlib.Path) -> 
 
 
 @pytest.mark.cluster
+@pytest.mark.cluster
 def test_several_processes_find_the_same(tmp_path: pathlib.Path) -> None:
     asked = curving.CurveRequest(
         target=TARGET, words=SMALL, noise_scale=300.0, max_batch=512, anew=True

@@ -85,6 +85,7 @@ def test_json_is_alone_on_stdout(
     assert ("at exit" in err) is own
 
 
+@pytest.mark.cluster
 def test_letters_that_stdout_lacks_are_escaped(tmp_path: pathlib.Path) -> None:
     """Half a pair of UTF-16, which JSON can hold and no encoding has."""
     path = tmp_path / "ledger.jsonl"
@@ -145,6 +146,7 @@ time.sleep(60)
         ("is in C", True),
     ],
 )
+@pytest.mark.cluster
 def test_ctrl_c_ends_a_command(how: str, as_json: bool, tmp_path: pathlib.Path) -> None:
     body = textwrap.dedent(DEAF[how])
     head = "import gc, hashlib, sys, time\n"
@@ -187,6 +189,7 @@ def test_ctrl_c_ends_a_command(how: str, as_json: bool, tmp_path: pathlib.Path) 
     ],
     ids=["import", "call", "trace", "argparse"],
 )
+@pytest.mark.cluster
 def test_a_target_that_calls_exit(
     text: str,
     parts: list[str],

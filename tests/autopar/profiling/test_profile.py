@@ -66,6 +66,7 @@ print("checks", [check.name for check in found.checks])
 """
 
 
+@pytest.mark.cluster
 def test_four_simulated_devices(tmp_path):
     """Every collective in groups of 2 and 4, saved where `Cluster.local` looks."""
     source = f"from autopar.profiling.profile import ProfileSizes\nQUICK = {QUICK!r}\n"
@@ -211,6 +212,7 @@ def test_groups_lie_along_their_level():
     assert profile._along(devices, (2, 3), 0) == across
 
 
+@pytest.mark.cluster
 @pytest.mark.cluster
 def test_two_processes_of_two_devices(tmp_path):
     """Both get one cluster of two levels, with every collective of both."""
