@@ -4,10 +4,12 @@
 errors from these.
 """
 
+import inspect
 import os
 import pathlib
 import sysconfig
 import traceback
+import warnings
 
 __all__ = [
     "AutoparError",
@@ -18,6 +20,7 @@ __all__ = [
     "check_path",
     "check_type",
     "user_line",
+    "warn_user",
 ]
 
 
@@ -77,6 +80,14 @@ def user_line(error: BaseException) -> str:
         if not name.startswith("<") and not _foreign(name):
             found = f"{_shown(name)}:{line}"
     return found
+
+
+def warn_user(message: str) -> None:
+    """Warns at the innermost line of the user's own code (`user_line`)."""
+    stack = traceback.walk_stack(inspect.currentframe())
+    names = [frame.f_code.co_filename for frame, _ in stack]
+    own = (k for k, n in enumerate(names) if not n.startswith("<") and not _foreign(n))
+    warnings.warn(message, stacklevel=1 + next(own, len(names) - 1))
 
 
 def _foreign(name: str) -> bool:

@@ -371,7 +371,7 @@ def _lines(bound: BoundPlan, explained: Explained, step_s: float) -> list[str]:
         lines.append(f"  the decision is shared by {decision.shared} inputs")
     return [
         *lines,
-        *_communication(decision),
+        *_communication(bound, decision),
         *_comparison(bound, decision, others, step_s),
     ]
 
@@ -383,9 +383,11 @@ def _title(decision: LayoutDecision) -> list[str]:
     return [path for paths in groups.values() for path in collapse(paths)]
 
 
-def _communication(decision: LayoutDecision) -> list[str]:
+def _communication(bound: BoundPlan, decision: LayoutDecision) -> list[str]:
     if not decision.collectives:
-        return ["", "  It takes part in no communication."]
+        sent = gradients_of(bound, _paths(decision))
+        itself = "The parameter itself is not communicated; its gradient is, see below."
+        return ["", f"  {itself if sent else 'It takes part in no communication.'}"]
     rows = collective_lines(decision.collectives)
     return ["", "  Its communication in one step:", *(f"    {row}" for row in rows)]
 

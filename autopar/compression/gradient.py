@@ -82,6 +82,10 @@ class Feedback:
 # SignSGD", ICML 2019, theorem II); this stands for that product's root. Assumed.
 FEEDBACK_DISCOUNT = 0.25
 
+# A gradient of which more than this is lost, step after step, is hardly sent: a fifth
+# of its squared norm arrives. ``auto`` takes no such codec, and a run warns of one.
+MOST_LOST = 0.9
+
 
 def effective_error(error: float, *, feedback: bool) -> float:
     """The error that counts against a budget.

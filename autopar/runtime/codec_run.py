@@ -40,8 +40,8 @@ from autopar.runtime.gradients.codec_state import (
 )
 from autopar.runtime.gradients.probing import ProbePrograms, measure_errors
 from autopar.runtime.gradients.recoding import Adoption, Recoding, saved_s
-from autopar.runtime.gradients.skipping import SkippedSteps
 from autopar.runtime.gradients.sums import AnySums, Member, State
+from autopar.runtime.gradients.telemetry import SentGradient, TelemetryReader
 from autopar.runtime.planned import PlannedStep
 from autopar.runtime.stages.transport import Links
 from autopar.runtime.world import World
@@ -80,7 +80,8 @@ class CodecRun:
         self.policy = policy
         self.recoding = Recoding()
         self.adoption = Adoption()
-        self._skipped = SkippedSteps()
+        # A policy is told of errors by what it observes.
+        self._reader = TelemetryReader(warns=policy is None)
         self._probed: dict[str, dict[str, float]] = {}
         self._state: State | None = None
         self._saved: Any = None
@@ -111,7 +112,7 @@ class CodecRun:
         Args:
           plan: the plan in use, whose codecs are saved with it.
         """
-        self._skipped.look(wait=True)
+        self._reader.look(wait=True)
         if self._state is None or plan is None:
             return self._saved
         texts = self.recoding.texts(plan, self._state["gradients"])
@@ -166,10 +167,10 @@ class CodecRun:
         Those of codecs in use are of the latest steps, those of others of the last time
         that a policy had them tried.
         """
-        self._skipped.look(wait=True)
-        names = {*self._probed, *self._skipped.errors}
+        self._reader.look(wait=True)
+        names = {*self._probed, *self._reader.errors}
         return {
-            name: self._probed.get(name, {}) | self._skipped.errors.get(name, {})
+            name: self._probed.get(name, {}) | self._reader.errors.get(name, {})
             for name in names
         }
 
@@ -207,7 +208,7 @@ class CodecRun:
         Steps before that were skipped are told of first: where a warning is an error,
         nothing has been consumed yet.
         """
-        self._skipped.look()
+        self._reader.look()
         assert planned.sums is not None
         state = self._state_for(planned.sums)
         probes = self.policy.probes if isinstance(self.policy, ProbingPolicy) else ()
@@ -235,15 +236,18 @@ class CodecRun:
         flat, self._state, self._telemetry, self._level, *rest = planned.function(
             *placed, state, *noise
         )
-        if self._turn % sums.every == 0:
+        turn, self._turn = self._turn, self._turn + 1
+        if turn % sums.every == 0:
             self._known = self._telemetry
-        self._turn += 1
         self._count(sums, new)
         self._planned = planned
         self._done += 1
         decisions = [m.decision for m in sums.members.values()]
-        codecs = [(g.name, "" if sums.fallback else g.codec) for g in decisions]
-        self._skipped.add(self._done, codecs, self._telemetry)
+        sent = [
+            SentGradient(g.name, "" if sums.fallback else g.codec, g.error)
+            for g in decisions
+        ]
+        self._reader.add(self._done, turn, sent, self._telemetry)
         if new:
             jax.block_until_ready(self._telemetry)
             self._since, self._steps = time.perf_counter(), 0
@@ -318,7 +322,7 @@ class CodecRun:
                 "telemetry: no step has run yet with compressed gradients. Call the "
                 "step first; gradients are compressed where compression= says so."
             )
-        self._skipped.look(wait=True)
+        self._reader.look(wait=True)
         skipped = 0 if self._state is None else int(np.asarray(self._state["skipped"]))
         last, known = (np.asarray(x, float) for x in (self._telemetry, self._known))
         bad = ~np.isfinite(last[:, WANTED])

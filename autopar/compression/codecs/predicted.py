@@ -14,6 +14,7 @@ e elements of the rotating slice.
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any, ClassVar, Literal, NamedTuple, Self
 
 import jax
@@ -28,7 +29,6 @@ from autopar.compression.codecs.sketch import Sketch
 from autopar.compression.codecs.sparse import (
     check_ratio,
     elements_in_share,
-    error_without,
     shared_salt,
 )
 from autopar.compression.codecs.threshold import compact, quantile
@@ -134,8 +134,14 @@ class PredictedTopK(Codec):
         return cls(ratio=0.05), cls(ratio=0.1)
 
     def error(self, shape: tuple[int, ...]) -> float:
-        """See `Codec`: not all of the largest are expected."""
-        return error_without(self.ratio, 0.93)
+        """See `Codec`: that of as many elements which nothing is known of.
+
+        It is so for ``ceil(1 / ratio)`` steps, and for as long as large elements do
+        not come where they came before. With feedback, those that wait get larger.
+        """
+        share = min(1.0, self.ratio + self.explore)
+        coded = _WIRES[self.values].error(shape)
+        return math.sqrt(1 - share * (1 - coded**2))
 
     def cost(self, shape: tuple[int, ...]) -> float:
         """See `Codec`."""

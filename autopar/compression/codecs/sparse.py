@@ -77,16 +77,11 @@ _PARTS = 1e-4, 1e-3, 0.01, 0.05, 0.1, 0.25, 0.5, 1.0
 _ENERGIES = 0.024, 0.075, 0.228, 0.465, 0.612, 0.826, 0.958, 1.0
 
 
-def error_without(ratio: float, found: float = 1.0) -> float:
-    """The error where a share of the elements is sent, mostly the largest.
-
-    Args:
-      ratio: share of the elements.
-      found: part of the energy of the largest elements that is found.
-    """
+def error_without(ratio: float) -> float:
+    """The error where a share of the elements is sent, the largest."""
     x = math.log(min(1.0, max(ratio, _PARTS[0])))
     energy = float(np.interp(x, np.log(_PARTS), _ENERGIES))
-    return math.sqrt(1.0 - found * energy)
+    return math.sqrt(1.0 - energy)
 
 
 def group_size(shape: tuple[int, ...], workers: int, *, scatter: bool) -> int:

@@ -46,7 +46,12 @@ class Trial:
 
 
 def try_codec(
-    codec: Codec | str, shape: Sequence[int], *, workers: int = 4, steps: int = 8
+    codec: Codec | str,
+    shape: Sequence[int],
+    *,
+    workers: int = 4,
+    steps: int = 8,
+    scatter: bool = False,
 ) -> Trial:
     """Sums samples over simulated workers, with error feedback where the codec has it.
 
@@ -55,6 +60,8 @@ def try_codec(
       shape: of the gradient on one device.
       workers: number of workers.
       steps: how many steps are made, each of new samples.
+      scatter: whether each worker needs only its part of the sum, as where a parameter
+        is split over the workers. The parts are rows of the gradient.
 
     Returns:
       What was sent and lost.
@@ -65,34 +72,42 @@ def try_codec(
     """
     codec, shape = parse_codec(codec) if isinstance(codec, str) else codec, (*shape,)
     where = f"codec {codec.name!r}, a gradient of shape {shape}"
-    if problem := codec.check(shape, scatter=False):
-        raise InputError(f"{where}: {problem}")
-    check_codec(codec, shape, workers, scatter=False, name="")
     rows = shape[0] if shape else 1
-    if rows % workers == 0 and not codec.check(shape, scatter=True):
+    if scatter and rows % workers:
+        raise InputError(
+            f"{where}: {rows} rows have no {workers} equal parts, of which each worker "
+            "needs one; give a shape whose first number is a multiple of workers=."
+        )
+    if problem := codec.check(shape, scatter=scatter):
+        raise InputError(f"{where}: {problem}")
+    check_codec(codec, shape, workers, scatter=scatter, name="")
+    if not scatter and rows % workers == 0 and not codec.check(shape, scatter=True):
         check_codec(codec, shape, workers, scatter=True, name="")
-    run = simulated_step(codec, shape, workers, 0, False)
-    random, state = np.random.default_rng(0), initial_states(codec, shape, workers)
+    run = simulated_step(codec, shape, workers, 0, scatter)
+    random = np.random.default_rng(0)
+    state = initial_states(codec, shape, workers, scatter)
     left = np.zeros((workers, workers, 0), np.float32)
     errors: list[float] = []
     exact, total = 0.0, 0.0
     for step in range(steps):
         sample = random.standard_t(4.0, (workers, *shape)).astype(np.float32)
-        chunks = as_chunks(codec, sample)
+        chunks = as_chunks(codec, sample, scatter)
         exact = exact + chunks.sum(axis=0, dtype=np.float64)
         wanted = chunks + (left if step and codec.feedback else 0)
         numbers = jnp.arange(workers, dtype=jnp.int32), jnp.int32(step)
         made, sent, state = run(jnp.asarray(wanted), state, *numbers)
         totals, sent = np.asarray(made), np.asarray(sent)
-        _check_same(totals, where, step)
+        if not scatter:
+            _check_same(totals, where, step)
         left = wanted - sent
-        total = total + totals[0].astype(np.float64)
+        # With parts, worker i has the sum of the i-th chunks.
+        total = total + (totals if scatter else totals[0]).astype(np.float64)
         errors.append(float(np.linalg.norm(left) / np.linalg.norm(wanted)))
     return Trial(
         error=float(np.sqrt(np.mean(np.square(errors)))),
         sum_error=float(np.linalg.norm(total - exact) / np.linalg.norm(exact)),
-        wire_bytes=codec.wire_bytes(shape, workers),
-        dense_bytes=parse_codec("dense").wire_bytes(shape, workers),
+        wire_bytes=codec.wire_bytes(shape, workers, scatter=scatter),
+        dense_bytes=parse_codec("dense").wire_bytes(shape, workers, scatter=scatter),
     )
 
 

@@ -108,7 +108,9 @@ def program_plan(plan: Plan) -> Plan:
     """A plan with what its program is made of: inputs are left out."""
     return plan.with_gradients(
         [
-            msgspec.structs.replace(g, codec=g.limit, wire_bytes=0.0) if g.limit else g
+            msgspec.structs.replace(g, codec=g.limit, wire_bytes=0.0, error=0.0)
+            if g.limit
+            else g
             for g in plan.gradients
         ]
     )

@@ -14,7 +14,6 @@ import dataclasses
 import functools
 import itertools
 import math
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 
 import jax
@@ -27,7 +26,7 @@ from autopar.compression.codecs.registry import (
     offered_codecs,
     parse_codec,
 )
-from autopar.compression.gradient import Feedback, Gradient, init_state
+from autopar.compression.gradient import MOST_LOST, Feedback, Gradient, init_state
 from autopar.cost.breakdown import CostBreakdown, step_s
 from autopar.cost.codecs import (
     CodecPrice,
@@ -55,6 +54,7 @@ from autopar.planner.options import PlanOptions, parsed_codec
 from autopar.plans import Compression, GradientDecision, Plan
 from autopar.steps.analysis import Analysis
 from autopar.units import seconds_text
+from autopar_errors import warn_user
 from autopar_passes.graph.roles import Role
 from autopar_solver import (
     CodecSelection,
@@ -126,7 +126,7 @@ def request_of(
     """
     mode, given = options.compression, options.error_budget
     budget = DEFAULT_BUDGET if given is None else float(given)
-    most = MOST_OF_BUDGET * budget
+    most = min(MOST_OF_BUDGET * budget, MOST_LOST)
     return CodecRequest(mode, parsed_codec(mode), budget, sent, errors or {}, most)
 
 
@@ -463,10 +463,9 @@ def record_decisions(
     same = [g.name in given and given[g.name].codec == g.codec for g in made]
     pairs = list(zip(made, same, strict=True))
     if other := [g.name for g, alike in pairs if g.name in given and not alike]:
-        warnings.warn(
+        warn_user(
             f"the gradients of {', '.join(other[:4])} cannot be sent by the plan's "
-            f"codecs on {candidate.pricer.cluster}; they are sent as they are.",
-            stacklevel=2,
+            f"codecs on {candidate.pricer.cluster}; they are sent as they are."
         )
     return tuple(_as_before(given[g.name], g) if alike else g for g, alike in pairs)
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import dataclasses
-import warnings
 from collections.abc import Generator, Sequence
 
 import msgspec
@@ -28,6 +27,7 @@ from autopar.plans import GradientDecision
 from autopar.steps.analysis import Analysis
 from autopar.steps.nodes import Contraction
 from autopar.steps.sums import SMALLEST, worth_a_codec
+from autopar_errors import warn_user
 from autopar_passes.graph.operators import Operator, OperatorGraph
 from autopar_passes.graph.roles import InputRole, Role
 from autopar_solver import CodecSelection
@@ -276,6 +276,14 @@ UNSUMMED = "not summed over devices"
 EARLY = "their sums cannot wait for the update"
 SMALL = f"a vector, or of fewer than {SMALLEST} elements"
 
+_REMEDIES = {
+    UNSUMMED: "under these layouts each device computes what it keeps by itself. A sum "
+    "is to be sent where the batch is split and the parameter is whole, as by "
+    "pins={path: PartitionSpec()}",
+    EARLY: "they are summed as without a codec (page 'Gradient compression' of the "
+    "documentation, 'What is not compressed')",
+}
+
 # Most names that are given of one group.
 _NAMES = 3
 
@@ -337,7 +345,11 @@ def warn_of_no_use(
         f"\n  {reason} ({len(names)}): "
         + ", ".join(names[:_NAMES])
         + (", ..." if len(names) > _NAMES else "")
+        + (f"\n    {_REMEDIES[reason]}" if reason in _REMEDIES else "")
         for reason, names in groups.items()
     ]
     why = "".join(said) or " the step has none that is summed."
-    warnings.warn(f"compression={text!r} is used for no gradient:{why}", stacklevel=2)
+    warn_user(
+        f"compression={text!r} is used for no gradient:{why}\n"
+        "  try: compression='none', as there is nothing for a codec to send."
+    )

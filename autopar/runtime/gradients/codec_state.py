@@ -20,7 +20,6 @@ import itertools
 import math
 import operator
 import re
-import warnings
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -37,6 +36,7 @@ from autopar.errors import PlanError
 from autopar.runtime import placement
 from autopar.runtime.gradients.sums import AnySums, Member, State
 from autopar.runtime.stages.transport import Links
+from autopar_errors import warn_user
 from autopar_passes.layer_loops.operators import whole_path
 
 # Earlier versions did not save these parts of a state.
@@ -175,10 +175,9 @@ def _residual(name: str, old: Any, struct: Any) -> Any:
     """A residual for another number of workers; the sum over them stays."""
     if isinstance(struct, tuple):
         if not isinstance(old, tuple) and (norm := _norm(old)):
-            warnings.warn(
+            warn_user(
                 f"the residual of '{name}', of L2 norm {norm:.3g}, is dropped: under "
-                "this plan its codec has no feedback; give it one that has, like int4.",
-                stacklevel=2,
+                "this plan its codec has no feedback; give it one that has, like int4."
             )
         return ()
     if isinstance(old, tuple):

@@ -188,7 +188,7 @@ class Recoding:
 def with_codec(
     decision: GradientDecision, codec: Codec, *, feedback: bool = False
 ) -> GradientDecision:
-    """A decision with another codec, its bytes counted anew.
+    """A decision with another codec, its bytes and its error those of the codec.
 
     A gradient that has a residual keeps it, so that nothing is lost where codecs
     with and without feedback take turns.
@@ -198,9 +198,11 @@ def with_codec(
       codec: one that can send the gradient.
       feedback: whether there is a residual to be kept.
     """
+    text, error = format_codec(codec), decision.error
     changed = msgspec.structs.replace(
         decision,
-        codec=format_codec(codec),
+        codec=text,
+        error=error if text == decision.codec else codec.error(decision.local_shape),
         limit="",
         room=1.0,
         feedback=decision.feedback or codec.feedback or feedback,

@@ -176,6 +176,7 @@ def test_explain_compares_codecs(run: Run, saved: pathlib.Path) -> None:
     assert "without codecs" in result.out
     assert "vectors and what is small have no codec" in result.out
     assert "more codecs are slower; --alternatives " in result.out
+    assert "its gradient is, see below" in result.out
     found = run("explain", saved, *words, "--json").json
     by_name = {g["name"]: g for i in found["inputs"] for g in i["gradients"]}
     gradient = by_name["params/0/kernel"]

@@ -280,3 +280,15 @@ def test_a_total_that_differs_between_workers_is_found() -> None:
     turns = try_codec("alternate", (8, 8), steps=20)
     assert turns.error > 0.5
     assert turns.sum_error < turns.error
+
+
+@pytest.mark.parametrize("text", ["int8", "alternate", "wrapper", "predicted"])
+def test_a_scattered_sum_is_tried(text: str) -> None:
+    """The same is sent of each gradient; no second shot brings the sum to all."""
+    whole = try_codec(text, (16, 64), steps=4)
+    parts = try_codec(text, (16, 64), steps=4, scatter=True)
+    assert parts.error == pytest.approx(whole.error)
+    assert parts.sum_error <= whole.sum_error
+    assert parts.dense_bytes == whole.dense_bytes / 2
+    with pytest.raises(autopar.AutoparError, match="15 rows have no 4 equal parts"):
+        try_codec(text, (15, 64), scatter=True)

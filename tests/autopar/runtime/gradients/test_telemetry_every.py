@@ -57,6 +57,17 @@ def test_a_step_that_measures_nothing_is_skipped_all_the_same(codec: str) -> Non
     assert {r.skipped for r in step.telemetry.values()} == {1}
 
 
+def test_a_codec_that_sends_hardly_anything_is_warned_of_once() -> None:
+    case, step = case_of(NAME), fresh("predicted", telemetry_every=8)
+    state, _ = case.train(step, case.state(), case.batches(17))
+    said = r"step 17: .*'params/0/up' \(predicted: 0\.9\d, expected 0\.97\).*recode"
+    with pytest.warns(UserWarning, match=said) as caught:
+        measured = step.telemetry["params/0/up"].relative_error
+    assert measured > 0.9
+    assert [w.filename for w in caught] == [__file__]
+    case.train(step, state, case.batches(8))  # where a warning is an error
+
+
 def test_a_saved_state_is_measured_in_its_first_step() -> None:
     case, step = case_of(NAME), fresh("int8", telemetry_every=4)
     state, _ = case.train(step, case.state(), case.batches(2))
