@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,7 +16,7 @@ from autopar_errors import warn_user
 
 # Steps whose telemetry may wait to be read; the oldest of more is waited for.
 UNREAD = 64
-# Weight of the latest step in the mean of its squared error with those before.
+# Least weight of the latest step in the mean of its squared error with those before.
 LATEST = 0.1
 # A codec that loses more is warned of: this many times what the plan expected, but not
 # less than an error that leaves training as it is; not before this number of steps.
@@ -61,6 +61,7 @@ class TelemetryReader:
         self.errors: dict[str, dict[str, float]] = {}
         self._unread: deque[tuple[int, int, Sequence[SentGradient], Any]] = deque()
         self._warns = warns
+        self._measured: Counter[SentGradient] = Counter()
         # Gradients that lost too much when they were measured last; codecs warned of.
         self._lossy: set[SentGradient] = set()
         self._told: set[str] = set()
@@ -106,7 +107,10 @@ class TelemetryReader:
             squared = row[ERROR] / row[WANTED]
             known = self.errors.setdefault(gradient.name, {})
             before = known.get(gradient.codec, math.sqrt(squared)) ** 2
-            mean = (1 - LATEST) * before + LATEST * squared
+            self._measured[gradient] += 1
+            # Of few steps their mean: the first one has no residual to send.
+            weight = max(LATEST, 1 / self._measured[gradient])
+            mean = (1 - weight) * before + weight * squared
             known[gradient.codec] = math.sqrt(mean)
             twice = gradient in self._lossy
             self._lossy.discard(gradient)
