@@ -41,7 +41,7 @@ from autopar.runtime.gradients.codec_state import (
 from autopar.runtime.gradients.probing import ProbePrograms, measure_errors
 from autopar.runtime.gradients.recoding import Adoption, Recoding, saved_s
 from autopar.runtime.gradients.sums import AnySums, Member, State
-from autopar.runtime.gradients.telemetry import SentGradient, TelemetryReader
+from autopar.runtime.gradients.telemetry import MeasuredGradient, TelemetryReader
 from autopar.runtime.planned import PlannedStep
 from autopar.runtime.stages.transport import Links
 from autopar.runtime.world import World
@@ -244,7 +244,7 @@ class CodecRun:
         self._done += 1
         decisions = [m.decision for m in sums.members.values()]
         sent = [
-            SentGradient(g.name, "" if sums.fallback else g.codec, g.error)
+            MeasuredGradient(g.name, "" if sums.fallback else g.codec, g.error)
             for g in decisions
         ]
         self._reader.add(self._done, turn, sent, self._telemetry)

@@ -24,8 +24,8 @@ TIMES, LITTLE, EARLY = 2.0, 0.1, 16
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class SentGradient:
-    """A gradient as a step has sent it.
+class MeasuredGradient:
+    """A gradient whose error a step may measure.
 
     Attributes:
       name: of its parameter.
@@ -59,15 +59,19 @@ class TelemetryReader:
           warns: whether large errors are warned of.
         """
         self.errors: dict[str, dict[str, float]] = {}
-        self._unread: deque[tuple[int, int, Sequence[SentGradient], Any]] = deque()
+        self._unread: deque[tuple[int, int, Sequence[MeasuredGradient], Any]] = deque()
         self._warns = warns
-        self._measured: Counter[SentGradient] = Counter()
+        self._measured: Counter[MeasuredGradient] = Counter()
         # Gradients that lost too much when they were measured last; codecs warned of.
-        self._lossy: set[SentGradient] = set()
+        self._lossy: set[MeasuredGradient] = set()
         self._told: set[str] = set()
 
     def add(
-        self, step: int, turn: int, gradients: Sequence[SentGradient], telemetry: Any
+        self,
+        step: int,
+        turn: int,
+        gradients: Sequence[MeasuredGradient],
+        telemetry: Any,
     ) -> None:
         """Adds the telemetry of a step.
 
@@ -93,14 +97,18 @@ class TelemetryReader:
                 continue
             names = [g.name for g, x in zip(gradients, bad, strict=True) if x]
             warn_user(
-                f"step {step}: the gradients of {_listed(names)} are not finite; "
+                f"step {step}: the gradients of {_first_names(names)} are not finite; "
                 "the step was skipped: what they would have spoilt is as it was before."
             )
 
     def _learn(
-        self, step: int, turn: int, gradients: Sequence[SentGradient], rows: np.ndarray
+        self,
+        step: int,
+        turn: int,
+        gradients: Sequence[MeasuredGradient],
+        rows: np.ndarray,
     ) -> None:
-        lossy: dict[SentGradient, float] = {}
+        lossy: dict[MeasuredGradient, float] = {}
         for gradient, row in zip(gradients, rows, strict=True):
             if not gradient.codec or not 0 < row[WANTED] < np.inf or row[ERROR] < 0:
                 continue
@@ -123,7 +131,7 @@ class TelemetryReader:
             _warn_of_loss(step, lossy)
 
 
-def _warn_of_loss(step: int, lossy: dict[SentGradient, float]) -> None:
+def _warn_of_loss(step: int, lossy: dict[MeasuredGradient, float]) -> None:
     said = [
         f"{g.name!r} ({g.codec}: {error:.2g}, expected {g.error:.2g})"
         for g, error in sorted(lossy.items(), key=lambda item: -item[1])
@@ -131,12 +139,12 @@ def _warn_of_loss(step: int, lossy: dict[SentGradient, float]) -> None:
     name = max(lossy, key=lambda g: lossy[g]).name
     warn_user(
         f"step {step}: codecs lose more of a gradient than planned, or nearly all of "
-        f"it; relative errors: {_listed(said)}. Training falls behind that with dense "
-        f"gradients. Try another codec, as by recode({{{name!r}: 'int8'}}), or plan "
-        "with compression='auto' and a smaller error_budget=."
+        f"it; relative errors: {_first_names(said)}. Training falls behind that with "
+        f"dense gradients. Try another codec, as by recode({{{name!r}: 'int8'}}), or "
+        "plan with compression='auto' and a smaller error_budget=."
     )
 
 
-def _listed(names: Sequence[str]) -> str:
+def _first_names(names: Sequence[str]) -> str:
     more = f" and {len(names) - 4} more" if len(names) > 4 else ""
     return ", ".join(names[:4]) + more
