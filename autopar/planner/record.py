@@ -126,12 +126,14 @@ def _describe_compression(
 ) -> Compression:
     """Says why gradients are sent so, and what it gains."""
     best, more = result.best, ""
-    if codecs.chooses and best.sending is not None and best.sending.sites:
-        more = f" ({seconds_text(gradients_s(best))} of it gradients"
+    if codecs.sent is None and best.sending is not None and best.sending.sites:
+        told: list[str] = []
+        if codecs.chooses:
+            told.append(f"{seconds_text(gradients_s(best))} of it gradients")
         if result.before_s < (1 - 1e-6) * best.plain_s:
             before = seconds_text(result.before_s)
-            more += f"; without codecs other layouts take {before}"
-        more += ")"
+            told.append(f"without codecs other layouts take {before}")
+        more = f" ({'; '.join(told)})" if told else ""
     parts = [(analysis, best)]
     warn_if_unused(parts, codecs)
     return describe_compression(parts, codecs, best.plain_s, best.step_s, more)

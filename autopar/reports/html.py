@@ -22,7 +22,6 @@ from autopar.reports.table import (
     compiled_text,
     compression_notes,
     gradient_rows,
-    has_codecs,
     input_rows,
     planning_times,
     range_text,
@@ -30,7 +29,7 @@ from autopar.reports.table import (
     shape_of_plan,
     stage_text,
 )
-from autopar.reports.worth import idle_texts, rates, speed_up_text
+from autopar.reports.worth import has_codecs, idle_texts, rates, speed_up_text
 
 # A phone shows a page in its own width.
 VIEWPORT = '<meta name="viewport" content="width=device-width, initial-scale=1">'
@@ -157,7 +156,7 @@ def _verdict(plan: Plan) -> list[str]:
     if worth is None:
         return []
     text = f"{speed_up_text(worth)}. The plan resembles: {worth.scheme}."
-    idle = "".join(f"<p>{_text(told)}.</p>" for told in idle_texts(worth))
+    idle = "".join(f"<p>{_text(told)}.</p>" for told in idle_texts(plan))
     return [
         f'<p class="verdict">{_text(text)}</p>',
         *([f'<div class="idle">{idle}</div><br/>'] if idle else []),

@@ -213,7 +213,7 @@ def facts(plan: Plan) -> list[tuple[str, str]]:
         ),
         ("memory", f"{bytes_text(expected.peak_memory_bytes)} on each device"),
         ("sends", f"{bytes_text(expected.communication_bytes)} from each device"),
-        *worth_facts(plan.worth),
+        *worth_facts(plan),
         ("solver", plan.solver.text),
         ("gradients", codecs_text(plan)),
     ]

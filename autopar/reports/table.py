@@ -16,7 +16,7 @@ from autopar.plans import GradientDecision, Plan, StagePlan
 from autopar.plans.schema import NEAR_LIMIT, Predicted, set_renderer
 from autopar.plans.specs import spec_text
 from autopar.reports.schedule import STAGE_HEADING, bubble, drawing, stage_rows
-from autopar.reports.worth import worth_lines
+from autopar.reports.worth import has_codecs, sends_by_codecs, worth_lines
 from autopar.terminal import columns
 from autopar.units import bytes_text, rounded_cluster, seconds_text, three_digits
 from autopar_passes.remat.levels import DOTS, names_of
@@ -68,7 +68,7 @@ def summary_lines(plan: Plan) -> list[str]:
         *_remat_lines(plan),
         *_bubble_lines(plan),
         *_replica_lines(plan),
-        *worth_lines(plan.worth),
+        *worth_lines(plan),
     ]
 
 
@@ -300,17 +300,8 @@ GRADIENT_HEADING = ("gradient", "sent as", "over", "sends", "ratio", "error", "s
 GRADIENT_NUMBERS = (3, 4, 5, 6)
 
 
-def has_codecs(plan: Plan) -> bool:
-    """Whether codecs were asked for, or the plan has some."""
-    return plan.compression.mode != "none" or _has_codec(plan)
-
-
 def _gradients(plan: Plan) -> list[GradientDecision]:
     return [gradient for stage in plan.stages for gradient in stage.gradients]
-
-
-def _has_codec(plan: Plan) -> bool:
-    return any(gradient.codec for gradient in _gradients(plan))
 
 
 def gradient_lines(plan: Plan) -> list[str]:
@@ -327,7 +318,7 @@ def gradient_rows(plan: Plan) -> list[tuple[str, ...]]:
     Bytes and seconds are those of all gradients of a row. Without any codec there is
     nothing to tell.
     """
-    if not _has_codec(plan):
+    if not sends_by_codecs(plan):
         return []
     groups: dict[tuple[object, ...], list[GradientDecision]] = {}
     for gradient in _gradients(plan):
@@ -388,7 +379,7 @@ def compression_notes(plan: Plan) -> list[tuple[str, str]]:
     made = plan.compression
     reason = f": {made.reason}" if made.reason else ""
     notes = [("codecs", f"{made.mode}{reason}")]
-    if _has_codec(plan):
+    if sends_by_codecs(plan):
         bounded = made.mode == "auto" and made.error_budget is not None
         limit = f", at most {made.error_budget:g}" if bounded else ""
         metric = f" ({made.metric})" if made.metric else ""

@@ -21,14 +21,15 @@ _TOLD = 0.1
 _TOLD_SAVED = 0.02
 
 
-def worth_lines(worth: Worth | None) -> list[str]:
+def worth_lines(plan: Plan) -> list[str]:
     """Lines of the table of a plan; none where nothing is known."""
+    worth = plan.worth
     if worth is None:
         return []
     found = [
         ("worth", worth_text(worth)),
         ("scheme", worth.scheme),
-        *zip(("idle", *[""] * 9), idle_texts(worth), strict=False),
+        *zip(("idle", *[""] * 9), idle_texts(plan), strict=False),
     ]
     if fused := fused_text(worth):
         found.append(("kernels", fused))
@@ -78,8 +79,21 @@ def fused_text(worth: Worth) -> str:
     )
 
 
-def idle_texts(worth: Worth) -> Iterator[str]:
+def sends_by_codecs(plan: Plan) -> bool:
+    """Whether the plan has codecs."""
+    return any(gradient.codec for stage in plan.stages for gradient in stage.gradients)
+
+
+def has_codecs(plan: Plan) -> bool:
+    """Whether codecs were asked for, or the plan has some."""
+    return plan.compression.mode != "none" or sends_by_codecs(plan)
+
+
+def idle_texts(plan: Plan) -> Iterator[str]:
     """A sentence for each group of axes that the plan makes little of."""
+    worth = plan.worth
+    if worth is None:
+        return
     idle = [axis for axis in worth.unused if not axis.holds]
     if idle:
         verb = "axis {} is" if len(idle) == 1 else "axes {} are"
@@ -87,7 +101,7 @@ def idle_texts(worth: Worth) -> Iterator[str]:
         count = worth.needed_devices
         fewer = "1 device" if count == 1 else f"{count} devices"
         yield f"{names} unused: {fewer} would be as fast"
-        yield from filter(None, (_sums_text(worth, axis) for axis in idle))
+        yield from filter(None, (_sums_text(plan, worth, axis) for axis in idle))
     for axis in worth.axes:
         if axis.unused and axis.holds:
             yield f"axis {_axis_text(axis)} splits what is held and no work"
@@ -99,14 +113,15 @@ def idle_texts(worth: Worth) -> Iterator[str]:
         yield "one device alone would be faster"
 
 
-def _sums_text(worth: Worth, axis: AxisUse) -> str:
+def _sums_text(plan: Plan, worth: Worth, axis: AxisUse) -> str:
     """Why rows are not split over an unused axis, where its links are too slow."""
     step_s = worth.one_device_s / worth.speed_up if worth.speed_up else 0.0
     if axis.sums_s <= (1.0 - 1.0 / axis.size) * step_s:
         return ""
+    compression = "" if has_codecs(plan) else "compression, "
     return (
         f"to split rows over {axis.name} takes {seconds_text(axis.sums_s)} a step for "
-        "sums of gradients: compression, a larger batch or faster links may help"
+        f"sums of gradients: {compression}a larger batch or faster links may help"
     )
 
 
@@ -116,7 +131,7 @@ def scheme_text(plan: Plan) -> str:
         return number_of(len(plan.stages), "stage") if len(plan.stages) > 1 else ""
     if plan.worth.devices == 1:
         return ""
-    return "; ".join([plan.worth.scheme, *idle_texts(plan.worth)])
+    return "; ".join([plan.worth.scheme, *idle_texts(plan)])
 
 
 def unused_text(worth: Worth | None) -> str:
@@ -125,11 +140,12 @@ def unused_text(worth: Worth | None) -> str:
     return f"{' and '.join(names)} unused" if names else ""
 
 
-def worth_facts(worth: Worth | None) -> list[tuple[str, str]]:
+def worth_facts(plan: Plan) -> list[tuple[str, str]]:
     """What `worth_lines` says, as names and texts, one row for each name."""
+    worth = plan.worth
     if worth is None:
         return []
-    idle = "; ".join(idle_texts(worth))
+    idle = "; ".join(idle_texts(plan))
     facts = [("worth", worth_text(worth)), ("resembles", worth.scheme)]
     facts += [("idle", idle)] if idle else []
     fused = fused_text(worth)

@@ -79,7 +79,11 @@ def codec_class(name: str) -> type[Codec]:
     """
     if name not in _CODECS:
         known = ", ".join(codec_names())
-        raise InputError(f"unknown codec {name!r}; known: {known}.")
+        raise InputError(
+            f"unknown codec {name!r}; known: {known}. A codec of your own is known "
+            "once the module that registers it is imported; on the command line, which "
+            "reads names before the target, only 'auto' considers it."
+        )
     return _CODECS[name]
 
 

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from autopar.compression.codecs.codec import (
+    KEEP_ROUNDINGS,
     Codec,
     CodecContext,
     begin_rounds,
@@ -35,12 +36,15 @@ class Trial:
         the L2 norm; a root mean square over steps and workers.
       sum_error: relative error of the sum of all steps together: what feedback sends
         later counts as sent.
+      total_error: relative error of a step's total, against the sum of what the workers
+        sent; 0 where nothing is rounded after the sum.
       wire_bytes: bytes that a worker sends in a step.
       dense_bytes: bytes that it sends by ``dense``.
     """
 
     error: float
     sum_error: float
+    total_error: float
     wire_bytes: float
     dense_bytes: float
 
@@ -68,10 +72,11 @@ def try_codec(
 
     Raises:
       InputError: the codec refuses the shape, what it asks for or returns does not fit,
-        or the total is not the same on all workers, bit for bit.
+        the total is not the same on all workers, bit for bit, or it is far from the sum
+        of what is sent.
     """
     codec, shape = parse_codec(codec) if isinstance(codec, str) else codec, (*shape,)
-    where = f"codec {codec.name!r}, a gradient of shape {shape}"
+    where = f"codec {codec.name!r}, a sample of shape {shape}"
     rows = shape[0] if shape else 1
     if scatter and rows % workers:
         raise InputError(
@@ -82,12 +87,13 @@ def try_codec(
         raise InputError(f"{where}: {problem}")
     check_codec(codec, shape, workers, scatter=scatter, name="")
     if not scatter and rows % workers == 0 and not codec.check(shape, scatter=True):
-        check_codec(codec, shape, workers, scatter=True, name="")
+        _check_scattered(codec, shape, workers)
     run = simulated_step(codec, shape, workers, 0, scatter)
     random = np.random.default_rng(0)
     state = initial_states(codec, shape, workers, scatter)
     left = np.zeros((workers, workers, 0), np.float32)
     errors: list[float] = []
+    misses: list[float] = []
     exact, total = 0.0, 0.0
     for step in range(steps):
         sample = random.standard_t(4.0, (workers, *shape)).astype(np.float32)
@@ -101,14 +107,49 @@ def try_codec(
             _check_same(totals, where, step)
         left = wanted - sent
         # With parts, worker i has the sum of the i-th chunks.
-        total = total + (totals if scatter else totals[0]).astype(np.float64)
+        made = (totals if scatter else totals[0]).astype(np.float64)
+        total = total + made
+        misses.append(_relative(made, sent.sum(axis=0, dtype=np.float64)))
         errors.append(float(np.linalg.norm(left) / np.linalg.norm(wanted)))
+    error, total_error = (
+        float(np.sqrt(np.mean(np.square(x)))) for x in (errors, misses)
+    )
+    if not total_error <= _ROUNDED_AGAIN * error + _LEAST:
+        raise InputError(
+            f"{where}: Reduced.total is not the sum of Reduced.sent over the workers: "
+            f"it differs by {total_error:.3g} of it, and what is sent of a gradient by "
+            f"{error:.3g}. Return the sum, not a mean, and as sent what is decoded."
+        )
     return Trial(
-        error=float(np.sqrt(np.mean(np.square(errors)))),
-        sum_error=float(np.linalg.norm(total - exact) / np.linalg.norm(exact)),
+        error=error,
+        sum_error=_relative(total, exact),
+        total_error=total_error,
         wire_bytes=codec.wire_bytes(shape, workers, scatter=scatter),
         dense_bytes=parse_codec("dense").wire_bytes(shape, workers, scatter=scatter),
     )
+
+
+# A total that is rounded once more differs from the sum of what was sent by no more
+# than so many times what a worker's gradient loses, and a bit.
+_ROUNDED_AGAIN, _LEAST = 2.0, 0.01
+
+
+def _relative(found: Any, wanted: Any) -> float:
+    norm = float(np.linalg.norm(wanted))
+    lost = float(np.linalg.norm(found - wanted))
+    return lost / norm if norm else lost
+
+
+def _check_scattered(codec: Codec, shape: tuple[int, ...], workers: int) -> None:
+    """Checks the form that was not asked for, in which a run may use the codec."""
+    try:
+        check_codec(codec, shape, workers, scatter=True, name="")
+    except InputError as error:
+        text = str(error).rstrip(".")
+        raise InputError(
+            f"{text}. This is the form with context.scatter set, which a run uses "
+            "where a parameter is split; to refuse it, return why from check."
+        ) from error
 
 
 def _check_same(totals: np.ndarray, where: str, step: int) -> None:
@@ -140,7 +181,8 @@ def simulated_step(
         (end,) = exchange([begin_rounds(codec, chunks, state, context)], links)
         return end.total, end.sent_array, end.state
 
-    return jax.jit(jax.vmap(run, in_axes=(0, 0, 0, None), axis_name=_AXIS))
+    every = jax.vmap(run, in_axes=(0, 0, 0, None), axis_name=_AXIS)
+    return jax.jit(every, compiler_options=KEEP_ROUNDINGS)
 
 
 def initial_states(

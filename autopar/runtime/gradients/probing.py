@@ -27,7 +27,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from autopar.compression.codecs.codec import Codec
+from autopar.compression.codecs.codec import KEEP_ROUNDINGS, Codec
 from autopar.compression.codecs.registry import parse_codec
 from autopar.compression.exchange import RecordingLinks
 from autopar.compression.gradient import Gradient, init_state
@@ -267,7 +267,8 @@ def _program(
             in_specs=(stacked, residual),
             out_specs=PartitionSpec(),
             check_vma=False,
-        )
+        ),
+        compiler_options=KEEP_ROUNDINGS,
     )
 
 

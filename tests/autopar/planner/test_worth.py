@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import msgspec
 import optax
 import pytest
 from planner_harness import pricer_of
@@ -23,7 +24,8 @@ from autopar.planner.experts import expert_plans
 from autopar.planner.plan import plan_analysis
 from autopar.planner.worth import model_work, worth_of
 from autopar.plans import Plan, Worth
-from autopar.reports.worth import idle_texts, unused_text, worth_lines
+from autopar.plans.records import Compression
+from autopar.reports.worth import idle_texts, unused_text, worth_text
 from autopar.steps.analysis import Analysis, analyse
 from autopar.steps.batch import BATCH
 from autopar.steps.samples import batch_tokens, samples
@@ -92,7 +94,7 @@ def test_a_step_that_does_not_fit_one_device_says_so() -> None:
     pricer = Pricer(cluster, mesh)
     worth = worth_of(estimate(whole, pricer), 1.0)
     assert not worth.one_device_fits
-    assert "if it held" in worth_lines(worth)[0]
+    assert "if it held" in worth_text(worth)
 
 
 @pytest.mark.parametrize("loss", [mlp_loss, remat_loss])
@@ -103,14 +105,18 @@ def test_rematerialised_products_count_once(loss: Any) -> None:
 
 def test_a_slow_link_is_said_to_be_why_an_axis_is_unused() -> None:
     step, args = training(mlp_loss, mlp_params(256, 256), mlp_batch(64, 256))
-    worth = autopar.plan(step, *args, cluster="2x1:cpu,network=1Mb/s").worth
+    plan = autopar.plan(step, *args, cluster="2x1:cpu,network=1Mb/s")
+    worth = plan.worth
     assert worth
     (axis,) = worth.unused
     # A ring of two sends each byte once.
     nbytes = sum(leaf.nbytes for leaf in jax.tree.leaves(mlp_params(256, 256)))
     assert axis.sums_s == pytest.approx(8 * nbytes / 1e6, rel=0.05)
-    told = " ".join(idle_texts(worth))
+    told = " ".join(idle_texts(plan))
     assert "sums of gradients: compression, a larger batch or faster links" in told
+    tried = Compression(mode="auto")
+    told = " ".join(idle_texts(msgspec.structs.replace(plan, compression=tried)))
+    assert "sums of gradients: a larger batch or faster links" in told
 
 
 def test_utilisation_and_rates_follow_from_the_step() -> None:
@@ -140,7 +146,8 @@ def test_an_axis_that_splits_nothing_is_unused(
     worth = batch_over(analysed(), axis, (2, 4))
     assert [f"{a.name} ({a.size})" for a in worth.unused] == [idle]
     assert worth.needed_devices == needed
-    (first, *_) = idle_texts(worth)
+    plan = plan_analysis(analysed(), Cluster.parse("4:cpu"))
+    (first, *_) = idle_texts(msgspec.structs.replace(plan, worth=worth))
     assert first == f"axis {idle} is unused: {needed} devices would be as fast"
     assert unused_text(worth) == f"{idle} unused"
     other = worth.axes[axis]

@@ -218,6 +218,8 @@ class Mistaken(Codec):
     what: str = ""
 
     def reduce(self, chunks: Any, state: Any, context: Any) -> Any:
+        if self.what == "bf16":
+            chunks = chunks.astype(jnp.bfloat16).astype(jnp.float32)
         flat = chunks.reshape(-1)
         if self.what == "no_yield":
             return Reduced(chunks, chunks, state)
@@ -238,6 +240,8 @@ class Mistaken(Codec):
             return total
         if self.what == "flat":
             return Reduced(total.reshape(-1), chunks, state)
+        if self.what == "half":
+            return Reduced(total / 2, chunks, state)
         if self.what == "short":
             return Reduced(total, chunks[:, 1:], state)
         if self.what == "state":
@@ -274,8 +278,14 @@ def test_a_total_that_differs_between_workers_is_found() -> None:
     register_codec(Mistaken)
     with pytest.raises(autopar.AutoparError, match="worker 1 differs from"):
         try_codec("mistaken:what=differs", (8, 8))
+    with pytest.raises(autopar.AutoparError, match="not the sum of"):
+        try_codec("mistaken:what=half", (8, 8))
     good = try_codec("mistaken", (8, 8))
     assert good.error == 0
+    assert good.total_error < 1e-6
+    rounded = Mistaken("bf16")
+    assert try_codec(rounded, (64, 64)).error == pytest.approx(1.66e-3, rel=0.02)
+    assert rounded.error((64, 64)) == pytest.approx(1.66e-3, rel=0.02)
     assert good.wire_bytes == good.dense_bytes
     turns = try_codec("alternate", (8, 8), steps=20)
     assert turns.error > 0.5
