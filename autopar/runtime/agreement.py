@@ -11,6 +11,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import hashlib
+import re
 import sys
 import time
 import zlib
@@ -32,6 +33,7 @@ from autopar.runtime.key_values import KeyValueExchange
 from autopar.runtime.world import World
 from autopar.steps.program_text import first_difference
 from autopar.version import __version__
+from autopar_errors import warn_user
 from autopar_passes import jax_compat
 
 T = TypeVar("T")
@@ -381,6 +383,73 @@ def check_equal(
         refuse_different(world, digests)
 
 
+def check_same_creation(
+    world: World, function: Callable[..., Any], args: Sequence[Any]
+) -> None:
+    """Checks that all processes make the same state, before it is made.
+
+    Copies of what is not split lie on all of them, and nothing would find out later
+    that they differ.
+
+    Args:
+      world: the processes.
+      function: makes the state.
+      args: its arguments.
+
+    Raises:
+      PlanError: arguments, arrays that the function holds, or what it does differ.
+    """
+    if world.process_count == 1:
+        return
+    closed = jax.make_jaxpr(function)(*args)
+    text = _ADDRESS.sub("", str(closed.jaxpr)).encode()
+    given = {
+        f"args{jax.tree_util.keystr(path)}": leaf
+        for path, leaf in jax.tree_util.tree_leaves_with_path(tuple(args))
+    }
+    held = {f"array {k} of create_state": x for k, x in enumerate(closed.consts)}
+    found = {
+        name: leaf
+        for name, leaf in (given | held).items()
+        if not isinstance(leaf, jax.Array) or leaf.is_fully_addressable
+    }
+    program = {"program of create_state": np.frombuffer(text, np.uint8)}
+    check_equal(world, found | program, first=True)
+
+
+def warn_of_equal_rows(world: World, rows: Mapping[str, Any]) -> None:
+    """Warns where all processes pass the same rows of a batch; all must call it.
+
+    Each passes its own part of the batch; one that passes all of it trains on each
+    row several times.
+
+    Args:
+      world: the processes.
+      rows: path -> rows of this process.
+    """
+    if world.process_count == 1 or not rows:
+        return
+    digest = (
+        repr(digests_of(rows)).encode() if any(map(_varies, rows.values())) else b""
+    )
+    every = exchange_data(world, "comparing rows", hashlib.sha256(digest).digest())
+    if not digest or len(set(every)) > 1:
+        return
+    count = max(np.shape(x)[0] for x in rows.values())
+    warn_user(
+        f"all {world.process_count} processes pass the same {count} rows of "
+        f"{', '.join(map(repr, list(rows)[:_MOST]))}. Each must pass its own part of "
+        "the batch: rows jax.process_index() * n to (jax.process_index() + 1) * n, "
+        f"where n is the rows of the batch divided by {world.process_count}."
+    )
+
+
+def _varies(rows: Any) -> bool:
+    """Whether rows are not all alike, as those of zeros are."""
+    array = np.asarray(rows)
+    return bool((array != array[:1]).any())
+
+
 def digests_of(leaves: Mapping[str, Any]) -> dict[str, str]:
     """Path -> digest of an array that this process has all of."""
     return {path: _digest(leaf) for path, leaf in leaves.items()}
@@ -409,6 +478,10 @@ def refuse_different(world: World, digests: Mapping[str, str]) -> None:
         "processes. State, keys and scalars, which are not split over processes, must "
         "be the same on each. Create them from the same seed, or with init(...)."
     )
+
+
+# Where an object lies in memory, as a program's text may say.
+_ADDRESS = re.compile(r"0x[0-9a-f]+")
 
 
 def _digest(leaf: Any) -> str:

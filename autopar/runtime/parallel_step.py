@@ -204,11 +204,13 @@ class ParallelStep(HasNoise, Generic[P, R]):
             or by name.
 
         Raises:
-          PlanError: both ``batch`` and ``others`` are given.
+          PlanError: both ``batch`` and ``others`` are given, or several processes would
+            make different states.
         """
         creation.check_creation(self.__name__, create_state, batch, others)
         with agreement.tell_errors(self.world, "creating the state"):
             shapes = creation.state_shapes(create_state, args)
+        agreement.check_same_creation(self.world, shapes.leaves, args)
         self._preparation.planner.hold_types(shapes.structs)
         rest = others if batch is None else (batch,)
         if rest is not None:

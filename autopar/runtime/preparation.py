@@ -485,6 +485,8 @@ class Preparation:
           PlanError: arrays that each process holds alone differ.
         """
         graph, shardings = planned.analysis.graph, planned.in_shardings
+        if first:
+            agreement.warn_of_equal_rows(self._world(), _own_rows(planned, leaves))
         if planned.links is not None:
             return placed_on_processes(
                 planned.links,
@@ -592,3 +594,15 @@ def moved_state(
     target = state_layout(new.analysis, new.plan, count)
     transport = DevicePut(new.meshes)
     return list(move(state, source, target, transport, consume=consume).values())
+
+
+def _own_rows(planned: PlannedStep, leaves: Sequence[Any]) -> dict[str, Any]:
+    """Path -> rows of this process, of what holds a part of the batch."""
+    graph = planned.analysis.graph
+    return {
+        given.path: x
+        for x, given in zip(leaves, graph.inputs, strict=True)
+        if given.role is InputRole.BATCH
+        and np.shape(x) != tuple(graph.values[given.value].shape)
+        and not jax.dtypes.issubdtype(jax.typeof(x).dtype, jax.dtypes.prng_key)
+    }

@@ -5,10 +5,12 @@ from __future__ import annotations
 import dataclasses
 import queue
 import threading
+import warnings
 from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import memory_channel
 import msgspec
 import numpy as np
@@ -134,6 +136,45 @@ class TestPlans:
         assert everywhere(run(differ=False)) == [None, None]
         for error in everywhere(run(differ=True)):
             assert str(error).startswith("'key': different values on the processes")
+
+    @pytest.mark.parametrize(
+        ("create", "named"),
+        [
+            (lambda k, key: lambda given: given, "args[0]"),
+            (lambda k, key: lambda given: key, "array 0 of create_state"),
+            (lambda k, key: lambda given: 1.5 * k + 0 * given, "program of create"),
+        ],
+    )
+    def test_states_that_processes_make_must_be_equal(
+        self, create: Callable[..., Any], named: str
+    ) -> None:
+        def run(differ: bool) -> Callable[[World], None]:
+            def check(world: World) -> None:
+                k = world.process_index if differ else 0
+                key = jax.random.key(k)
+                given = key if named == "args[0]" else jnp.float32(0)
+                agreement.check_same_creation(world, create(k, key), (given,))
+
+            return check
+
+        assert everywhere(run(differ=False)) == [None, None]
+        for error in everywhere(run(differ=True)):
+            assert str(error).startswith(f"'{named}")
+
+    def test_processes_that_pass_the_whole_batch_are_warned(self) -> None:
+        rows = np.arange(12.0).reshape(6, 2)
+
+        def run(own: Callable[[int], Any]) -> Callable[[World], None]:
+            return lambda world: agreement.warn_of_equal_rows(
+                world, {"x": own(world.process_index)}
+            )
+
+        with pytest.warns(UserWarning, match="2 processes pass the same 6 rows of 'x'"):
+            everywhere(run(lambda k: rows))
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert everywhere(run(lambda k: rows + k)) == [None, None]
+            assert everywhere(run(lambda k: np.zeros((6, 2)))) == [None, None]
 
     def test_shapes_that_must_be_equal(self) -> None:
         def run(world: World) -> None:
