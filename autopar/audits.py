@@ -34,9 +34,8 @@ from autopar.runtime.planned import planned_step
 from autopar.runtime.stages.audited import AuditedProgram, programs, sent_between
 from autopar.runtime.stages.planned import audited_pipeline
 from autopar.steps.analysis import Analysis
-from autopar_passes.audit.collectives import AuditedCollective
 from autopar_passes.audit.compiled import CompiledAudit, compiled_audit
-from autopar_passes.audit.partitioned import shardy_collectives
+from autopar_passes.audit.partitioned import AuditedCollective, shardy_collectives
 from autopar_passes.stages.cut import Phase
 
 # What the results of a task are called that go to other stages.

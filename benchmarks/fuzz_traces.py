@@ -12,11 +12,11 @@ from fuzz_mutations import Format, zip_of, zip_parts
 
 from autopar.errors import ScheduleError
 from autopar.scheduler.nodes import Nodes
-from autopar.scheduler.policies.named import policy_of
+from autopar.scheduler.policies.baselines import policy_of
 from autopar.scheduler.simulator.engine import NodeEvent, Options, simulate
 from autopar.scheduler.simulator.metrics import metrics
 from autopar.scheduler.simulator.traces import spot
-from autopar.scheduler.simulator.traces.detect import read_trace
+from autopar.scheduler.simulator.traces.recorded import read_trace
 
 _NODE = {"ip": "m1", "gpus": ["gpu0", "gpu1"]}
 _TIMES = ("2017-10-09 07:00:00", "2017-10-09 07:01:00", "2017-10-09 07:02:00.5 PDT")

@@ -24,7 +24,7 @@ import typer
 
 from autopar.scheduler.jobs import Job
 from autopar.scheduler.nodes import Nodes
-from autopar.scheduler.policies.named import policy_of
+from autopar.scheduler.policies.baselines import policy_of
 from autopar.scheduler.simulator.engine import simulate
 from autopar.scheduler.simulator.metrics import Metrics, metrics
 from autopar.scheduler.simulator.traces import rubick

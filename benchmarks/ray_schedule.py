@@ -38,7 +38,7 @@ from autopar.dispatch.supervising import ending_file
 from autopar.goodput.curves import CurvePoint, CurveTable
 from autopar.scheduler.jobs import Job
 from autopar.scheduler.nodes import Nodes
-from autopar.scheduler.policies.named import policy_of
+from autopar.scheduler.policies.baselines import policy_of
 from autopar.scheduler.simulator.engine import NodeEvent, Options, simulate
 from autopar.scheduler.simulator.jobs import CurveJob, Moves
 from autopar.scheduler.simulator.metrics import metrics

@@ -28,11 +28,11 @@ from autopar.scheduler.models.corrected_form import CorrectedTimes
 from autopar.scheduler.models.goodput import StepModel
 from autopar.scheduler.models.pollux_form import StepSamples
 from autopar.scheduler.nodes import Nodes
-from autopar.scheduler.policies.named import policy_of
+from autopar.scheduler.policies.baselines import policy_of
 from autopar.scheduler.simulator.engine import Options, simulate
 from autopar.scheduler.simulator.metrics import Metrics, metrics
 from autopar.scheduler.simulator.tables import PlacementTimes, read_rows
-from autopar.scheduler.simulator.traces.detect import jobs_of
+from autopar.scheduler.simulator.traces.recorded import jobs_of
 
 ROOT = pathlib.Path(__file__).resolve().parent
 DEFAULT = pathlib.Path(os.environ.get("AUTOPAR_SHARED", ROOT.parent.parent / "shared"))

@@ -26,10 +26,10 @@ import synthetic_jobs as synthetic
 import typer
 
 from autopar.scheduler.nodes import Nodes
-from autopar.scheduler.policies.named import policy_of
+from autopar.scheduler.policies.baselines import policy_of
 from autopar.scheduler.simulator.engine import Options, simulate
 from autopar.scheduler.simulator.metrics import finish_time_ratios, metrics
-from autopar.scheduler.simulator.traces.detect import jobs_of
+from autopar.scheduler.simulator.traces.recorded import jobs_of
 
 # Sia's cluster: 64 devices of three kinds.
 THREE = (("t4", 6, 4), ("rtx", 3, 8), ("a100", 2, 8))

@@ -19,23 +19,19 @@ import typer
 from typer.core import TyperGroup
 
 from autopar.cli import failures, options
-from autopar.cli.commands import checkpoint, jobs
-from autopar.cli.commands.audit import audit
-from autopar.cli.commands.compare import compare
-from autopar.cli.commands.demo import demo
-from autopar.cli.commands.diff import diff
-from autopar.cli.commands.doctor import doctor
-from autopar.cli.commands.explain import explain
-from autopar.cli.commands.goodput import goodput
-from autopar.cli.commands.ledger import ledger
-from autopar.cli.commands.plan import plan
-from autopar.cli.commands.profile import profile
-from autopar.cli.commands.run import run
-from autopar.cli.commands.schedule import schedule
-from autopar.cli.commands.simulate import simulate
-from autopar.cli.commands.sweep import sweep
-from autopar.cli.commands.workers import workers
-from autopar.cli.interrupts import STOPPED, stoppable
+from autopar.cli.commands import clusters, runs
+from autopar.cli.commands.clusters import doctor, profile, schedule, simulate
+from autopar.cli.commands.plans import (
+    audit,
+    compare,
+    diff,
+    explain,
+    goodput,
+    plan,
+    sweep,
+)
+from autopar.cli.commands.runs import demo, ledger, run, workers
+from autopar.cli.failures import STOPPED, stoppable
 from autopar.cli.output import Result, Stdout
 from autopar.terminal import fold_text, follow_width
 from autopar.version import __version__
@@ -62,24 +58,24 @@ _COMMANDS: tuple[Callable[..., _Returned], ...] = (
 # By name: words after the script of a command are the script's own.
 _SETTINGS = {"run": {"allow_interspersed_args": False}}
 # These show what happens while they run.
-_SHOWN = (demo, run, jobs.logs)
+_SHOWN = (demo, run, clusters.logs)
 # Commands of several words, such as ``autopar checkpoint show``.
 _GROUPS: dict[str, tuple[str, tuple[Callable[..., _Returned], ...]]] = {
     "checkpoint": (
         "Shows, verifies and converts checkpoints.",
-        (checkpoint.show, checkpoint.verify, checkpoint.convert),
+        (runs.show, runs.verify, runs.convert),
     ),
     "jobs": (
         "Lists, shows, submits, holds and cancels the jobs of `autopar schedule`; "
         "`autopar jobs DIR` lists them.",
         (
-            jobs.list_,
-            jobs.submit,
-            jobs.cancel,
-            jobs.hold,
-            jobs.release,
-            jobs.logs,
-            jobs.show,
+            clusters.list_,
+            clusters.submit,
+            clusters.cancel,
+            clusters.hold,
+            clusters.release,
+            clusters.logs,
+            clusters.show,
         ),
     ),
 }

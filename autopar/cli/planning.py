@@ -6,12 +6,15 @@ import pathlib
 import time
 from collections.abc import Sequence
 
+import jax
 import msgspec
 
+from autopar.audits import audit_analysis
 from autopar.cli import common
 from autopar.cli.output import Result
 from autopar.cli.target import load, parse_words
 from autopar.cluster import Cluster
+from autopar.compilers.targets import target_of
 from autopar.errors import PlanError
 from autopar.planner.options import PlanOptions
 from autopar.planner.proposals import recorded_proposals
@@ -74,3 +77,42 @@ def _page(analysis: Analysis, found: Plan, cluster: Cluster) -> str:
     rows += codec_rows(found.gradients, bound.pricer)
     ordered = sorted(rows, key=lambda row: -row.seconds)
     return render_html(found, ordered, attribute(bound, LAYER))
+
+
+def audit(
+    source: str,
+    words: list[str] | None,
+    *,
+    cluster: str | None,
+    limits: PlanOptions,
+    compiled: bool,
+    target: str | None,
+    as_json: bool,
+) -> Result:
+    """Partitions a planned step, and compiles it if that is asked for."""
+    if target is not None:
+        target_of(target)
+        # An audit needs no device; with the target's compiler beside it JAX would
+        # look for some.
+        jax.config.update("jax_platforms", "cpu")
+    with common.progress() as say:
+        if compiled:
+            _start_devices(source, cluster)
+        found = common.subject(source, words, cluster, limits, say)
+        compiling = f" and compiling for {target or 'simulated devices'}"
+        say("partitioning" + (compiling if compiled or target else ""))
+        result = audit_analysis(
+            found.analysis, found.plan, found.cluster, compiled=compiled, target=target
+        )
+    if as_json:
+        return Result.of(found.plan.to_json() | result.to_json())
+    return Result(str(result))
+
+
+def _start_devices(source: str, cluster: str | None) -> None:
+    """Simulates the devices of the plan before anything starts JAX."""
+    if common.is_plan_file(source):
+        count = 1 + max(d for stage in Plan.load(source).stages for d in stage.devices)
+    else:
+        count = common.read_cluster(cluster).num_devices
+    common.simulate_devices(count)

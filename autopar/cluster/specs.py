@@ -51,7 +51,7 @@ class Calibration:
         does one after the other.
       contention: seconds of work lost for each second of communication beside it.
       whole_messages: whether communication runs beside work as whole messages, sums
-        beside the update too (`autopar.cost.parts`); else array by array.
+        beside the update too (`autopar.cost.overlap`); else array by array.
     """
 
     skew: float = 1.0

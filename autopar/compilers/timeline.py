@@ -19,9 +19,9 @@ from autopar.cost.collectives import collective_s
 from autopar.cost.compute import in_table_s, roofline_s
 from autopar.cost.pricer import Pricer
 from autopar.cost.products import rates_of
-from autopar_passes.audit.collectives import AuditedCollective
 from autopar_passes.audit.compiled import Done, Event, EventLoop, Start
 from autopar_passes.audit.kernels import Kernel, Product
+from autopar_passes.audit.partitioned import AuditedCollective
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -24,7 +24,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from autopar_passes.audit.collectives import sent_ratio
+from autopar_passes.audit.partitioned import sent_ratio
 
 # A codec's state: a pytree of arrays local to one device.
 State = Any

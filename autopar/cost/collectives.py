@@ -32,7 +32,7 @@ from autopar.cluster.rates import (
 from autopar.cluster.specs import KINDS, LinkSpec
 from autopar.cost.curves import Line, TimeCurve, highest, line, lowest, through, total
 from autopar_errors import InputError
-from autopar_passes.audit.collectives import sent_ratio
+from autopar_passes.audit.partitioned import sent_ratio
 
 # Time of NCCL's collectives among GPUs, by algorithm and protocol.
 #

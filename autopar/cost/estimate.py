@@ -23,8 +23,7 @@ from autopar.cost.collectives import collective_s_at
 from autopar.cost.combining import SUMS
 from autopar.cost.compute import roofline_s, shard_s
 from autopar.cost.live import Live, each_held_bytes, live
-from autopar.cost.overlap import Timeline
-from autopar.cost.parts import Key, Part, PartCut
+from autopar.cost.overlap import Key, Part, PartCut, Timeline
 from autopar.cost.pricer import Pricer
 from autopar.cost.replicas import all_collectives
 from autopar.cost.traffic import Collective

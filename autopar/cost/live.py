@@ -18,7 +18,7 @@ fixed orders of the dimensions (`autopar.steps.orders`). It runs the products th
 gradients behind others of the backward pass, where they hide messages; what these read
 lives until then, also where a checkpoint was to save it. Its products have work space.
 
-XLA's CPU compiler runs operators as soon as it can (`autopar.steps.breadth`), sends
+XLA's CPU compiler runs operators as soon as it can (`autopar.steps.lifetimes`), sends
 sums of gradients together (`autopar.cost.buffers`), copies parameters that their
 updates might overwrite too early (`autopar.steps.lifetimes`) and computes types of 16
 bits in 32 (`autopar.steps.widening`).

@@ -38,9 +38,8 @@ from autopar.planner.search import plan_mesh
 from autopar.planner.warm import can_be_warm, warm_plan
 from autopar.plans import Plan
 from autopar.steps.analysis import Analysis, analyse_call
-from autopar.steps.batch import fails_with, rows_axes
+from autopar.steps.batch import fails_with, rows_axes, samples
 from autopar.steps.microbatches import in_microbatches
-from autopar.steps.samples import samples
 
 # Batches between the base and the largest: so many for each doubling.
 _PER_DOUBLING = 4

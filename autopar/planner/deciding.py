@@ -51,7 +51,7 @@ from autopar.steps.analysis import Analysis
 from autopar.steps.batch import batch_rows
 from autopar.steps.microbatches import numbers_of_microbatches
 from autopar.steps.remat import layer_starts, named_values
-from autopar_passes.remat.levels import DOTS, FULL, NAMES
+from autopar_passes.remat.copies import DOTS, FULL, NAMES
 
 # Numbers of layers that are tried of each level, at most and about.
 _TRIED = 8

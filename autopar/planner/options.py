@@ -22,7 +22,7 @@ from autopar.plans import NO_SCHEDULE, SCHEDULES, Plan
 from autopar.steps import spares
 from autopar.steps.spares import Spares
 from autopar_passes.program.calls import BatchNames, StepCall
-from autopar_passes.remat.levels import FULL, is_level
+from autopar_passes.remat.copies import FULL, is_level
 
 # Whether a value is one that its option takes.
 Check = Callable[[Any], bool]

@@ -45,7 +45,7 @@ from autopar.plans import ClusterData, Plan, ReplicaPlan
 from autopar.progress import say
 from autopar.steps.analysis import Analysis
 from autopar.steps.batch import batch_rows
-from autopar.steps.replicas import check_can_be_dealt_out, with_turns
+from autopar.steps.microbatches import check_can_be_dealt_out, with_turns
 from autopar_solver import deal_out
 
 # What the axis of the replicas is called, unless another axis has the name.

@@ -16,7 +16,7 @@ from autopar.planner.scheme import scheme_of
 from autopar.plans.records import AxisUse, Worth
 from autopar.steps.analysis import Analysis
 from autopar.steps.attention import Attention
-from autopar.steps.samples import batch_tokens, samples
+from autopar.steps.batch import batch_tokens, samples
 from autopar_passes.graph.operators import PRODUCTS, Operator
 from autopar_passes.graph.roles import REPEATED, InputRole, Role
 from autopar_passes.rules.factor_rule import CUDNN_EFFICIENCY, PALLAS_EFFICIENCY

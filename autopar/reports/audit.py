@@ -23,7 +23,6 @@ from autopar.reports.gradients import codec_rows
 from autopar.reports.staged import StageLink
 from autopar.reports.table import bytes_text, mesh_text, seconds_text
 from autopar.terminal import columns
-from autopar_passes.audit.collectives import AuditedCollective
 from autopar_passes.audit.compiled import (
     CompiledAudit,
     Event,
@@ -32,6 +31,7 @@ from autopar_passes.audit.compiled import (
     device_events,
     hlo_collectives,
 )
+from autopar_passes.audit.partitioned import AuditedCollective
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

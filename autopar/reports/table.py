@@ -19,7 +19,7 @@ from autopar.reports.schedule import STAGE_HEADING, bubble, drawing, stage_rows
 from autopar.reports.worth import has_codecs, sends_by_codecs, worth_lines
 from autopar.terminal import columns
 from autopar.units import bytes_text, rounded_cluster, seconds_text, three_digits
-from autopar_passes.remat.levels import DOTS, names_of
+from autopar_passes.remat.copies import DOTS, names_of
 
 # Seconds of planning that are told of what is neither traced nor solved.
 _TOLD_S = 0.1

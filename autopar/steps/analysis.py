@@ -16,7 +16,6 @@ from autopar.progress import say
 from autopar.steps import spares
 from autopar.steps.attention import Attention, written_attention
 from autopar.steps.batch import DimLabels, dim_labels
-from autopar.steps.breadth import breadth_first
 from autopar.steps.fingerprints import fingerprint, structure
 from autopar.steps.fusion import BOUNDARY, Fusion, fusion, looked_up, made_again
 from autopar.steps.independence import Independent, independent
@@ -25,6 +24,7 @@ from autopar.steps.lifetimes import (
     PLAIN,
     Habits,
     Lifetimes,
+    breadth_first,
     gaps,
     in_program_order,
     lifetimes,
@@ -35,8 +35,7 @@ from autopar.steps.nodes import Contraction, contract
 from autopar.steps.orders import copies_in_orders
 from autopar.steps.positions import Positions, behind, followers, positions
 from autopar.steps.readings import Readings, readings
-from autopar.steps.rounded import NOT_ROUNDED, Rounded
-from autopar.steps.rounding import find_rounded
+from autopar.steps.rounding import NOT_ROUNDED, Rounded, find_rounded
 from autopar.steps.spares import Spares
 from autopar.steps.sums import (
     CodedSums,
@@ -115,7 +114,8 @@ class Analysis:
       spares: what devices hold of the state beside the one in use.
       remat: what the program computes again (`autopar.steps.remat`).
       written: of a step without its checkpoints, the analysis of the step with them.
-      turns: microbatches that one replica runs (`autopar.steps.replicas`); None: all.
+      turns: microbatches that one replica runs (`autopar.steps.microbatches`); None:
+        all.
       in_parts: whether its passes are programs of their own, as those of a stage.
       trace_s: seconds of tracing.
       graph_s: seconds of building graph and contraction.

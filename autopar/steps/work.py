@@ -12,7 +12,7 @@ import numpy as np
 from autopar.steps.batch import DimLabels
 from autopar.steps.fusion import Fusion, is_elementwise, is_product, side_factors
 from autopar.steps.nodes import Contraction
-from autopar.steps.rounded import NOT_ROUNDED, Rounded
+from autopar.steps.rounding import NOT_ROUNDED, Rounded
 from autopar_passes.graph.operators import Operator, OperatorGraph, producers
 from autopar_passes.graph.roles import Role
 from autopar_passes.program.equations import Value

@@ -29,7 +29,7 @@ LATE = {
     "autopar/elastic/__init__.py: from autopar.elastic.train import elastic",
     "autopar/elastic/processes/coordination.py: from autopar_passes import "
     "jax_processes",
-    "solver/autopar_solver/sharding/bounds/compiled.py: "
+    "solver/autopar_solver/sharding/bounds/message_passing.py: "
     'numba: Any = importlib.import_module("numba")',
 }
 

@@ -19,8 +19,8 @@ from planner_steps import mlp_block, mlp_loss, mlp_params, normal, trained
 
 import autopar
 from autopar import Cluster
-from autopar_passes.audit.collectives import AuditedCollective
 from autopar_passes.audit.compiled import hlo_collectives
+from autopar_passes.audit.partitioned import AuditedCollective
 
 # The least batch for which splitting it beats gathering it, with weights of these
 # sizes; no weight is smaller than what a codec is used for.

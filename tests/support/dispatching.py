@@ -14,7 +14,7 @@ from autopar.dispatch.store import JobRecord, Store
 from autopar.dispatch.views import MoveTimes
 from autopar.elastic.processes.members import SUSPENDED
 from autopar.goodput.curves import CurvePoint, CurveTable
-from autopar.scheduler.policies.named import policy_of
+from autopar.scheduler.policies.baselines import policy_of
 
 BATCH = 8
 

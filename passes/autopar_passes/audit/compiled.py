@@ -20,7 +20,6 @@ from typing import Any, Final
 
 import numpy as np
 
-from autopar_passes.audit.collectives import AuditedCollective, MeshAxes, differing_axes
 from autopar_passes.audit.hlo_text import (
     LAYOUT_OPCODES,
     WHOLE,
@@ -34,6 +33,7 @@ from autopar_passes.audit.hlo_text import (
     split_groups,
 )
 from autopar_passes.audit.kernels import Kernel, kernel_of
+from autopar_passes.audit.partitioned import AuditedCollective, MeshAxes, differing_axes
 
 SCATTERED: Final = "reduce-scatter run as all-reduce"
 GATHERED: Final = "all-gather run as all-reduce"

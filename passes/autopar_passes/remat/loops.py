@@ -23,8 +23,14 @@ from autopar_passes.program.flatten import (
     next_index,
     renumber_equation,
 )
-from autopar_passes.remat.copies import NEVER, Numbers, needed_equations
-from autopar_passes.remat.levels import RematError, keeps, names_of
+from autopar_passes.remat.copies import (
+    NEVER,
+    Numbers,
+    RematError,
+    keeps,
+    names_of,
+    needed_equations,
+)
 from autopar_passes.stages.flow import SMALL, reads
 
 
@@ -74,7 +80,7 @@ def recomputed_in_loops(
       program: a differentiated step.
       loops: forward loop -> how many of its first iterations are computed again.
       backward: indices of the top-level equations of the backward pass.
-      level: what is kept (`autopar_passes.remat.levels`).
+      level: what is kept (`autopar_passes.remat.copies`).
 
     Raises:
       RematError: the backward pass goes through no loop with the residuals of one of

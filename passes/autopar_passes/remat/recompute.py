@@ -23,13 +23,16 @@ from autopar_passes.program.flatten import (
     next_index,
     renumber_equation,
 )
-from autopar_passes.remat.copies import Numbers, crossing, needed_equations, owners
-from autopar_passes.remat.levels import (
+from autopar_passes.remat.copies import (
     FULL,
+    Numbers,
     RematError,
     check_level,
+    crossing,
     keeps,
     names_of,
+    needed_equations,
+    owners,
 )
 from autopar_passes.remat.loops import iterations, recomputed_in_loops
 from autopar_passes.stages.flow import Flow, reads

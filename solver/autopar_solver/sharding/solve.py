@@ -12,7 +12,6 @@ import numpy as np
 from autopar_solver.clock import Clock, Timer
 from autopar_solver.ilp.backends import BackendName, backend_of
 from autopar_solver.sharding.graph import ContradictionError
-from autopar_solver.sharding.incumbent import Incumbent
 from autopar_solver.sharding.problem import (
     ReductionReport,
     ShardingProblem,
@@ -20,7 +19,7 @@ from autopar_solver.sharding.problem import (
     usage_over_time,
 )
 from autopar_solver.sharding.reductions.pipeline import build_graph, reduce_graph
-from autopar_solver.sharding.rounds import close_gap
+from autopar_solver.sharding.rounds import Incumbent, close_gap
 from autopar_solver.status import Status
 
 REDUCTION_SHARE = 0.3

@@ -9,9 +9,9 @@ from autopar.cluster import Cluster
 from autopar.compilers.timeline import kernel_s, message_s, timeline
 from autopar.cost.pricer import Pricer
 from autopar.cost.products import product_s
-from autopar_passes.audit.collectives import AuditedCollective
 from autopar_passes.audit.compiled import Done, EventLoop, Kernel, Start
 from autopar_passes.audit.kernels import Product
+from autopar_passes.audit.partitioned import AuditedCollective
 
 CLUSTER = Cluster.parse("2x4:h100")
 PRICER = Pricer(CLUSTER, CLUSTER.default_mesh(("data", "tensor")))

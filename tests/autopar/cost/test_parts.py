@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autopar.cost.parts import Part
+from autopar.cost.overlap import Part
 from autopar_passes.graph.roles import Role
 
 SIZE = 6

@@ -14,7 +14,7 @@ from autopar.errors import ScheduleError
 from autopar.goodput.curves import CurvePoint, CurveTable, corrected
 from autopar.scheduler.jobs import JobView
 from autopar.scheduler.nodes import Nodes
-from autopar.scheduler.policies.named import POLICIES, policy_of
+from autopar.scheduler.policies.baselines import POLICIES, policy_of
 
 # One sees what no real job tells; the other knows its published programs alone.
 _CLOSED = ("optimus", "rubick")

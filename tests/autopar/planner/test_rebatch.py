@@ -17,8 +17,7 @@ from step_forms import FORMS
 import autopar
 from autopar import Plan, PlanError
 from autopar.planner.options import PlanOptions
-from autopar.planner.plan import plan_analysis
-from autopar.planner.rebatch import rebatch_plan
+from autopar.planner.plan import plan_analysis, rebatch_plan
 from autopar.steps.analysis import Analysis, analyse
 
 CLUSTER = forms.cheap("2x4:cpu")

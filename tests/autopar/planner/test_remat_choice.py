@@ -27,9 +27,9 @@ from autopar.cluster import Cluster
 from autopar.errors import InfeasibleError, PlanError
 from autopar.planner import deciding
 from autopar.planner.deciding import alone_on, first_that, least_s
-from autopar.planner.kept_layouts import price_in_layouts
 from autopar.planner.options import PlanOptions
 from autopar.planner.plan import plan_analysis
+from autopar.planner.programs import price_in_layouts
 from autopar.planner.proposals import recorded_proposals
 from autopar.planner.stages.entry import issue_s
 from autopar.plans import AS_WRITTEN

@@ -27,8 +27,7 @@ from autopar.plans import Plan, Worth
 from autopar.plans.records import Compression
 from autopar.reports.worth import idle_texts, unused_text, worth_text
 from autopar.steps.analysis import Analysis, analyse
-from autopar.steps.batch import BATCH
-from autopar.steps.samples import batch_tokens, samples
+from autopar.steps.batch import BATCH, batch_tokens, samples
 
 # From small arrays to such whose work is worth splitting.
 SCALE = 64

@@ -8,7 +8,7 @@ from dispatching import BATCH, curve
 from autopar.errors import ScheduleError
 from autopar.scheduler.jobs import Job
 from autopar.scheduler.nodes import Nodes
-from autopar.scheduler.policies.named import policy_of
+from autopar.scheduler.policies.baselines import policy_of
 from autopar.scheduler.simulator.engine import Options, simulate
 from autopar.scheduler.simulator.jobs import CurveJob, Moves
 from autopar.scheduler.simulator.metrics import finish_time_ratios, share_s

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from autopar.scheduler.models.remaining import gittins_left, sureness
 from autopar.scheduler.nodes import Nodes
-from autopar.scheduler.policies.named import policy_of
+from autopar.scheduler.policies.baselines import policy_of
 from autopar.scheduler.simulator.engine import simulate
-from autopar.scheduler.simulator.traces.detect import jobs_of
+from autopar.scheduler.simulator.traces.recorded import jobs_of
 
 
 @pytest.mark.parametrize("done", [0.0, 3.0, 9.5])

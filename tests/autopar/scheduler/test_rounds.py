@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from autopar.errors import ScheduleError
 from autopar.scheduler.jobs import Job, Rounds
 from autopar.scheduler.nodes import Nodes
-from autopar.scheduler.policies.named import POLICIES, policy_of
+from autopar.scheduler.policies.baselines import POLICIES, policy_of
 from autopar.scheduler.simulator.engine import History, NodeEvent, Options, simulate
 from autopar.scheduler.simulator.jobs import CurveJob, Moves
 from autopar.scheduler.simulator.metrics import finish_time_ratios

@@ -11,10 +11,10 @@ import schedule_tables
 
 from autopar.errors import ScheduleError
 from autopar.scheduler.nodes import Nodes
-from autopar.scheduler.policies.named import POLICIES, policy_of
+from autopar.scheduler.policies.baselines import POLICIES, policy_of
 from autopar.scheduler.simulator.engine import Options, simulate
 from autopar.scheduler.simulator.metrics import Metrics, metrics, timeline_page
-from autopar.scheduler.simulator.traces.detect import jobs_of
+from autopar.scheduler.simulator.traces.recorded import jobs_of
 from autopar.scheduler.simulator.traces.spot import read_events
 
 ROOT = pathlib.Path(__file__).parents[3]

@@ -11,8 +11,8 @@ import pytest
 from planner_steps import mlp_batch, mlp_loss, mlp_params, training
 
 from autopar.steps.analysis import Analysis, analyse
-from autopar.steps.breadth import breadth_first, region_ends
 from autopar.steps.fusion import is_elementwise
+from autopar.steps.lifetimes import breadth_first, region_ends
 from autopar_passes.graph.operators import Operator, producers
 
 

@@ -5,9 +5,9 @@ import doctest
 import pytest
 
 from autopar_passes.audit import compiled, hlo_text
-from autopar_passes.audit.collectives import AuditedCollective
 from autopar_passes.audit.compiled import hlo_collectives
 from autopar_passes.audit.hlo_text import device_groups, parse_instruction, parse_module
+from autopar_passes.audit.partitioned import AuditedCollective
 
 NUM_DEVICES = 8
 AXES = (("a", 2), ("b", 4))

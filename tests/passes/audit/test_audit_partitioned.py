@@ -13,8 +13,7 @@ import pytest
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from autopar_passes.audit.collectives import AuditedCollective
-from autopar_passes.audit.partitioned import shardy_collectives
+from autopar_passes.audit.partitioned import AuditedCollective, shardy_collectives
 from autopar_passes.graph.emit import UNKNOWN_TRIPS
 
 MESH = Mesh(

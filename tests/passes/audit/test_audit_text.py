@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given, settings
 from property_tests import examples
 
-from autopar_passes.audit.collectives import AuditedCollective, differing_axes
 from autopar_passes.audit.hlo_text import (
     WHOLE,
     Need,
@@ -23,6 +22,7 @@ from autopar_passes.audit.hlo_text import (
     parse_module,
     split_groups,
 )
+from autopar_passes.audit.partitioned import AuditedCollective, differing_axes
 
 checked = settings(max_examples=examples(60), deadline=None, derandomize=True)
 MODULE = """HloModule m, num_partitions=4

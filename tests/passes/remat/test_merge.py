@@ -12,7 +12,7 @@ from microbatch_cases import evaluated
 from remat_cases import X, block, blocks, checkpointed, descent, mlp
 
 from autopar_passes.program.trace import TracedStep, open_arguments, trace
-from autopar_passes.remat.levels import (
+from autopar_passes.remat.copies import (
     RematError,
     merge_repeats,
     trace_without_checkpoints,

@@ -19,7 +19,7 @@ from autopar.steps.analysis import Analysis, analyse
 from autopar_passes.graph.roles import Role
 from autopar_passes.graph.verify import verify
 from autopar_passes.program.equations import Program, Region
-from autopar_passes.remat.levels import LEVELS, RematError
+from autopar_passes.remat.copies import LEVELS, RematError
 from autopar_passes.remat.recompute import Recomputation, recompute_layers
 
 

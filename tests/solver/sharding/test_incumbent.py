@@ -10,7 +10,7 @@ from property_tests import examples
 from sharding_problems import problems
 
 from autopar_solver import MemoryTerm, ShardingProblem, evaluate_choices
-from autopar_solver.sharding.incumbent import Incumbent
+from autopar_solver.sharding.rounds import Incumbent
 
 
 def one_node(*costs, usage=None, limit=None):

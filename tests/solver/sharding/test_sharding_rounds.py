@@ -15,9 +15,8 @@ from autopar_solver.clock import Clock
 from autopar_solver.ilp.backends import backend_of
 from autopar_solver.ilp.highs import ProgramAnswer
 from autopar_solver.sharding.graph import ContradictionError
-from autopar_solver.sharding.incumbent import Incumbent
 from autopar_solver.sharding.reductions.pipeline import reduce_graph
-from autopar_solver.sharding.rounds import close_gap
+from autopar_solver.sharding.rounds import Incumbent, close_gap
 
 HIGHS = backend_of("highs")
 

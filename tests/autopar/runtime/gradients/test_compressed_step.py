@@ -18,7 +18,7 @@ from flax import nnx
 from planner_steps import mlp_loss
 
 from autopar.steps.sums import worth_a_codec
-from autopar_passes.audit.collectives import AuditedCollective
+from autopar_passes.audit.partitioned import AuditedCollective
 
 STEPS = 3
 # Codecs by what they send: bytes, floating-point numbers, indices.

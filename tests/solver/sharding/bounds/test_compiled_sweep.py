@@ -6,13 +6,13 @@ from sharding_problems import ladder, random_problem
 from solver_fields import field_of
 from solver_graphs import graph_of
 
-from autopar_solver.sharding.bounds.compiled import (
+from autopar_solver.sharding.bounds.message_passing import (
     MIN_PAIRS,
+    MessagePassing,
     compiled_loop,
     record_tape,
     sweep_loop,
 )
-from autopar_solver.sharding.bounds.message_passing import MessagePassing
 from autopar_solver.sharding.field import flatten
 
 

@@ -1,0 +1,298 @@
+"""Commands of runs: training, its workers, what it logged and its checkpoints."""
+
+import json
+import pathlib
+from typing import Annotated
+
+import typer
+
+from autopar.cli import options
+from autopar.cli.options import BackendName
+from autopar.cli.output import Result
+
+
+def run(
+    script: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="SCRIPT.py [ARGUMENT]...",
+            help="The script, which calls autopar.elastic, and its own arguments.",
+        ),
+    ],
+    processes: Annotated[
+        int, typer.Option("--processes", min=1, help="How many processes to start.")
+    ] = 2,
+    least: Annotated[
+        int, typer.Option("--min", min=1, help="Fewest processes to go on with.")
+    ] = 1,
+    most: Annotated[
+        int, typer.Option("--max", min=1, help="Most processes that may be asked for.")
+    ] = 64,
+    devices: Annotated[
+        int | None,
+        typer.Option(min=1, help="Simulate this many CPU devices in each process."),
+    ] = None,
+    restarts: Annotated[
+        int,
+        typer.Option(min=0, help="How many processes that died are replaced, in all."),
+    ] = 0,
+    folder: Annotated[
+        pathlib.Path,
+        typer.Option(help="Where the run keeps its state, log, plans and programs."),
+    ] = pathlib.Path("autopar-run"),
+    silence: Annotated[
+        float,
+        typer.Option(
+            min=1, help="Seconds without a word after which a process is killed."
+        ),
+    ] = 15.0,
+    grace: Annotated[
+        float,
+        typer.Option(min=0, help="Seconds that processes go on without a supervisor."),
+    ] = 60.0,
+    collective: Annotated[
+        int,
+        typer.Option(
+            "--collective-timeout",
+            min=1,
+            help="Seconds that a process waits for another one in a collective.",
+        ),
+    ] = 10,
+    ahead: Annotated[
+        bool,
+        typer.Option(help="Prepare programs of likely next worlds in a process more."),
+    ] = True,
+    backend: Annotated[
+        BackendName,
+        typer.Option(help="Run them on this machine, or as actors on a Ray cluster."),
+    ] = BackendName.LOCAL,
+    address: Annotated[
+        str,
+        typer.Option(
+            help="Of the Ray cluster; by default RAY_ADDRESS, or that of this machine."
+        ),
+    ] = "",
+) -> Result:
+    """Runs a training script in several processes, which may go and come.
+
+    A process that dies is left out, and the others go on; `autopar workers` changes
+    their number. A run whose supervisor was killed is taken up by the same command.
+    On a Ray cluster, a node that joins takes a process more.
+    """
+    # They import JAX, which help must not.
+    from autopar.backends.ray import RayLauncher  # as they do
+    from autopar.elastic.processes import runner  # as they do
+    from autopar.elastic.processes.members import MemberLimits  # as they do
+
+    if not least <= processes <= most:
+        raise typer.BadParameter(
+            f"--processes {processes} is not within --min {least} and --max {most}."
+        )
+    if not pathlib.Path(script[0]).is_file():
+        raise typer.BadParameter(f"there is no script {script[0]}.")
+    job = runner.RunJob(
+        command=runner.python_command(script),
+        limits=MemberLimits(
+            processes=processes,
+            least=least,
+            most=most,
+            restarts=restarts,
+            silent_s=silence,
+        ),
+        folder=folder,
+        devices=devices,
+        grace_s=grace,
+        ahead=ahead,
+        collective_s=collective,
+    )
+    if address and backend is not BackendName.RAY:
+        raise typer.BadParameter("--address is that of a cluster: add --backend ray.")
+    ray = backend is BackendName.RAY
+    launcher = RayLauncher(script, processes, address) if ray else None
+    made = runner.Runner(job, launcher)
+    code = made.run()
+    return Result(made.summary(), code)
+
+
+_FOLDER = pathlib.Path("autopar-run")
+_STOPS = "the run is asked to end: its workers end after the step that they are in"
+
+
+def workers(
+    place: Annotated[
+        pathlib.Path | None, typer.Argument(metavar="FOLDER", hidden=True)
+    ] = None,
+    *,
+    folder: Annotated[
+        pathlib.Path, typer.Option(help="The --folder of `autopar run`.")
+    ] = _FOLDER,
+    processes: Annotated[
+        int | None,
+        typer.Option("--processes", min=1, help="How many processes there should be."),
+    ] = None,
+    remove: Annotated[
+        int | None, typer.Option(min=0, help="The number of a worker that should go.")
+    ] = None,
+    stop: Annotated[bool, typer.Option("--stop", help="End the run.")] = False,
+    as_json: options.Json = False,
+) -> Result:
+    """Shows the processes of a run, and adds or removes some."""
+    # They import NumPy, which help must not.
+    from autopar.elastic.processes.records import (
+        command,
+        ending_text,
+        read_ending,
+    )
+    from autopar.errors import PlanError  # as it does
+    from autopar.units import number_of  # as it does
+
+    if place is not None and folder != _FOLDER:
+        raise typer.BadParameter(f"give the folder once: --folder {folder}.")
+    folder = place or folder  # one without --folder is of an earlier release
+    asked = [processes is not None, remove is not None, stop]
+    if sum(asked) > 1:
+        raise typer.BadParameter("give one of --processes, --remove and --stop.")
+    if not any(asked) and (ended := read_ending(folder)) is not None:
+        found = json.dumps({"ended": ended}, indent=1)
+        return Result(found if as_json else f"{folder}: {ending_text(ended)}")
+    try:
+        if processes is not None:
+            answer = command(folder, command="resize", processes=processes)
+            told = [f"asked for {processes} processes"]
+        elif remove is not None:
+            answer = command(folder, command="remove", worker=remove)
+            told = [f"worker {remove} is asked to go"]
+        else:
+            answer = command(folder, command="stop" if stop else "status")
+            told = [_STOPS] if stop else []
+    except (OSError, ValueError) as error:
+        raise PlanError(f"no run in {folder}: {error}") from error
+    if answer["wrong"]:
+        raise PlanError(answer["wrong"])
+    status = answer["status"]
+    if as_json:
+        return Result(json.dumps(status, indent=1))
+    lines = [
+        f"worker {name}: {found['phase']}"
+        + (f", step {found['step']}" if found["step"] >= 0 else "")
+        for name, found in status["workers"].items()
+    ]
+    world = f"world of {number_of(len(status['world']), 'process')}"
+    return Result("\n".join([*told, world, *lines]))
+
+
+def ledger(
+    file: Annotated[
+        pathlib.Path, typer.Argument(metavar="FILE", help="A ledger.jsonl.")
+    ],
+    as_json: options.Json = False,
+) -> Result:
+    """Says what an elastic run re-planned for, what it compared, and what that cost.
+
+    A run writes the file where autopar.elastic or autopar.train is given ledger=.
+    """
+    # They import JAX, which help must not.
+    from autopar.cli import ledgering
+
+    return ledgering.ledger(file, as_json)
+
+
+@options.planning("seconds")
+def demo(
+    devices: Annotated[int, typer.Option(min=1, help="CPU devices to simulate.")] = 8,
+    steps: Annotated[int, typer.Option(min=2, help="Steps to train.")] = 40,
+    *,
+    asked: options.Asked,
+) -> None:
+    """Plans a GPT for simulated devices, trains it, and checks what was predicted."""
+    # They import JAX, which help must not.
+    from autopar.cli import common, demonstration
+
+    common.simulate_devices(devices)
+    with common.progress() as say:
+        demonstration.run(
+            devices=devices, steps=steps, options=asked, show=typer.echo, say=say
+        )
+
+
+_Directory = Annotated[
+    pathlib.Path,
+    typer.Argument(metavar="DIR", help="A checkpoint, or a directory of them."),
+]
+_Step = Annotated[
+    int | None, typer.Option(min=0, help="Which of a directory; default: the last.")
+]
+
+
+def show(
+    directory: _Directory,
+    step: _Step = None,
+    as_json: options.Json = False,
+) -> Result:
+    """Shows the checkpoints of a directory, and what is in the last or a given one.
+
+    Saves that did not end are named.
+    """
+    # They import JAX, which help must not.
+    from autopar.cli import checkpointing
+
+    return checkpointing.show(directory, step, as_json)
+
+
+def verify(
+    directory: _Directory,
+    step: _Step = None,
+    as_json: options.Json = False,
+) -> Result:
+    """Reads every array of the checkpoints, and compares it with its checksum.
+
+    The exit code is 1 where one is damaged.
+    """
+    # They import JAX, which help must not.
+    from autopar.cli import checkpointing
+
+    return checkpointing.verify(directory, step, as_json)
+
+
+def convert(
+    directory: Annotated[
+        pathlib.Path,
+        typer.Argument(metavar="DIR", help="A checkpoint, a directory, or atoms."),
+    ],
+    target: Annotated[pathlib.Path, typer.Argument(help="What is written.")],
+    to: Annotated[
+        str,
+        typer.Option(metavar="FORMAT", help="safetensors, atoms or checkpoint."),
+    ],
+    step: _Step = None,
+    like: Annotated[
+        pathlib.Path | None,
+        typer.Option(metavar="DIR", help="From atoms: a checkpoint of the model."),
+    ] = None,
+    names: Annotated[
+        pathlib.Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="From atoms: JSON, name of a parameter -> its name there.",
+        ),
+    ] = None,
+    position: Annotated[
+        int | None,
+        typer.Option(min=0, help="From atoms: number of samples consumed."),
+    ] = None,
+    as_json: options.Json = False,
+) -> Result:
+    """Writes the parameters as safetensors, or DeepSpeed's atoms, or reads these."""
+    # They import JAX, which help must not.
+    from autopar.cli import checkpointing
+
+    return checkpointing.convert(
+        directory,
+        target,
+        to,
+        step=step,
+        like=like,
+        names=names,
+        position=position,
+        as_json=as_json,
+    )

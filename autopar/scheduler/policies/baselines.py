@@ -1,0 +1,376 @@
+"""Scheduling policies of papers, and the names of all that are known.
+
+Optimus: devices one by one to the job whose remaining time shrinks most.
+
+Peng et al., "Optimus: An efficient dynamic resource scheduler for deep learning
+clusters", EuroSys 2018, as an oracle: it sees the true steps that are left and the
+true seconds of a step.
+
+Tiresias: the jobs with the least attained service run first, in two queues.
+
+Gu et al., "Tiresias: A GPU cluster manager for distributed deep learning", NSDI 2019,
+with the two queues and the threshold of the simulator that was published with Pollux.
+
+Sia: goodput by kind and number of devices, one integer program a round.
+
+Jayaram Subramanya et al., "Sia: Heterogeneity-aware, goodput-optimized ML-cluster
+scheduling", SOSP 2023: a job's row of goodputs is divided by its least one, a move
+scales it by its age, and the sum of powers (p = -0.5) is minimised.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import numpy as np
+
+from autopar.errors import ScheduleError
+from autopar.scheduler.jobs import Allocation, Decisions, JobView, Views
+from autopar.scheduler.nodes import Nodes, pack, sizes_of
+from autopar.scheduler.policies.base import (
+    Adapts,
+    SchedulingPolicy,
+    changes,
+    take_fullest,
+    with_counts,
+)
+from autopar.scheduler.policies.goodput import Goodput
+from autopar.scheduler.policies.pollux import Pollux
+from autopar.scheduler.policies.rubick import Rubick
+from autopar_solver import AllocationProblem, solve_allocation
+
+
+class Fifo:
+    """Jobs run in the order they came, on what they ask for; none is stopped."""
+
+    name = "fifo"
+    adapts: Adapts = "nothing"
+    oracle = False
+
+    def decide(
+        self,
+        now_s: float,
+        jobs: Views,
+        nodes: Nodes,
+        current: Mapping[str, Allocation],
+    ) -> Decisions:
+        """Starts jobs until the first that does not fit."""
+        del now_s
+        chosen = dict(current)
+        free = nodes.free(chosen)
+        for name, view in jobs.items():
+            if name in chosen:
+                continue
+            if view.asked > sum(free):
+                break
+            chosen[name] = take_fullest(free, view.asked)
+        return Decisions(
+            allocations=chosen, reasons=changes(jobs, current, chosen, "who came first")
+        )
+
+
+class FairShare:
+    """Every job gets as many devices as every other, one at least while there are."""
+
+    name = "fair"
+    adapts: Adapts = "batch"
+    oracle = False
+
+    def decide(
+        self,
+        now_s: float,
+        jobs: Views,
+        nodes: Nodes,
+        current: Mapping[str, Allocation],
+    ) -> Decisions:
+        """Deals devices out in turn; jobs whose number stays are not moved."""
+        del now_s
+        counts = _equal_shares(jobs, nodes.total)
+        order = sorted(counts, key=lambda name: -counts[name])
+        chosen = with_counts(counts, order, current, nodes)
+        return Decisions(
+            allocations=chosen, reasons=changes(jobs, current, chosen, "equal shares")
+        )
+
+
+def _equal_shares(jobs: Views, left: int) -> dict[str, int]:
+    """Equal numbers, cut to powers of two so that they change seldom."""
+    share = max(left // max(len(jobs), 1), 1)
+    share = 2 ** int(np.log2(share))
+    counts: dict[str, int] = {}
+    for name, view in jobs.items():
+        counts[name] = min(share, view.most, left)
+        left -= counts[name]
+    return counts
+
+
+class Gavel:
+    """Least attained service, normalised: rounds of who was served least.
+
+    Narayanan et al., "Heterogeneity-aware cluster scheduling policies for deep learning
+    workloads", OSDI 2020, with max-min fairness: jobs get what they ask for, and the
+    one with the least share of time on the devices it asks for runs first.
+    """
+
+    name = "gavel"
+    adapts: Adapts = "nothing"
+    oracle = False
+    _round_s = 360.0
+
+    def __init__(self) -> None:
+        """The first round begins at once."""
+        self._next_s = 0.0
+
+    def decide(
+        self,
+        now_s: float,
+        jobs: Views,
+        nodes: Nodes,
+        current: Mapping[str, Allocation],
+    ) -> Decisions:
+        """At the end of a round, the least served first; between, who fits."""
+        chosen = dict(current)
+        if now_s >= self._next_s:
+            self._next_s = now_s + self._round_s
+            chosen = {}
+        free = nodes.free(chosen)
+        for name in sorted(jobs, key=lambda name: _share(jobs, name)):
+            if name not in chosen and jobs[name].asked <= sum(free):
+                old = current.get(name, ())
+                fits = bool(old) and all(free[i] >= old.count(i) for i in set(old))
+                chosen[name] = old if fits else take_fullest(free, jobs[name].asked)
+                if fits:
+                    for node in old:
+                        free[node] -= 1
+        why = "least share of time served first"
+        return Decisions(
+            allocations=chosen, reasons=changes(jobs, current, chosen, why)
+        )
+
+
+def _share(jobs: Views, name: str) -> float:
+    """The share of its life that a job was served."""
+    view = jobs[name]
+    return view.served_device_s / (view.asked * max(view.age_s, 1.0))
+
+
+class Optimus:
+    """Every job gets one device, then the largest gain in seconds the next one."""
+
+    name = "optimus"
+    adapts: Adapts = "devices"
+    oracle = True
+
+    def decide(
+        self,
+        now_s: float,
+        jobs: Views,
+        nodes: Nodes,
+        current: Mapping[str, Allocation],
+    ) -> Decisions:
+        """Gives devices out greedily; jobs whose number stays are not moved."""
+        del now_s
+        counts = _counts(jobs, nodes.total)
+        order = sorted(jobs, key=counts.__getitem__)
+        chosen = with_counts(counts, order, current, nodes)
+        why = "largest drop of the remaining seconds for one more device"
+        return Decisions(
+            allocations=chosen, reasons=changes(jobs, current, chosen, why)
+        )
+
+
+def _counts(jobs: Views, left: int) -> dict[str, int]:
+    counts: dict[str, int] = {}
+    gains: dict[str, float] = {}
+    for name, view in jobs.items():
+        counts[name] = min(1, left)
+        left -= counts[name]
+        gains[name] = _gain(view, counts[name]) if counts[name] and left else 0.0
+    while left > 0 and max(gains.values()) > 0:
+        name = max(gains, key=gains.__getitem__)
+        counts[name] += 1
+        # The artifact asks before it takes the device off: the last one may be
+        # compared with one more that is not there. It makes no difference.
+        gains[name] = _gain(jobs[name], counts[name])
+        left -= 1
+    return counts
+
+
+def _gain(view: JobView, devices: int) -> float:
+    """Seconds that one more device saves of what is left."""
+    oracle = view.oracle
+    assert oracle is not None
+    if devices + 1 > view.most or devices + 1 > len(oracle.step_s):
+        return 0.0
+    return (oracle.step_s[devices - 1] - oracle.step_s[devices]) * oracle.remaining
+
+
+QUEUE_DEVICE_S = 16 * 3600.0
+"""Device-seconds after which a job goes into the second queue."""
+
+
+class Tiresias:
+    """Two queues; inside a queue, who came first; jobs get what they ask for."""
+
+    name = "tiresias"
+    adapts: Adapts = "nothing"
+    oracle = False
+
+    def __init__(self, queue_device_s: float = QUEUE_DEVICE_S) -> None:
+        """Nothing has run."""
+        self._limit = queue_device_s
+        self._first: list[str] = []
+        self._second: list[str] = []
+        self._running: dict[str, bool] = {}
+        self._looked_s: dict[str, float] = {}
+        self._executed_s: dict[str, float] = {}
+
+    def decide(
+        self,
+        now_s: float,
+        jobs: Views,
+        nodes: Nodes,
+        current: Mapping[str, Allocation],
+    ) -> Decisions:
+        """Runs the queues' jobs in order while their devices fit."""
+        self._forget(jobs)
+        for name in jobs:
+            if name not in self._running:
+                self._running[name] = False
+                self._first.append(name)
+        for name, view in jobs.items():
+            self._demote(name, now_s, view.asked)
+        left = nodes.total
+        chosen = {k: v for k, v in current.items() if k in jobs}
+        order = [*self._first, *self._second]
+        for name in order:
+            self._running[name] = jobs[name].asked <= left
+            if self._running[name]:
+                left -= jobs[name].asked
+            else:
+                chosen.pop(name, None)
+        free = nodes.free(chosen)
+        for name in order:
+            if self._running[name] and not chosen.get(name):
+                chosen[name] = take_fullest(free, jobs[name].asked)
+        why = "least attained service first, two queues"
+        return Decisions(
+            allocations=chosen, reasons=changes(jobs, current, chosen, why)
+        )
+
+    def _forget(self, jobs: Views) -> None:
+        self._first = [name for name in self._first if name in jobs]
+        self._second = [name for name in self._second if name in jobs]
+        for kept in (self._running, self._looked_s, self._executed_s):
+            for name in [name for name in kept if name not in jobs]:
+                del kept[name]
+
+    def _demote(self, name: str, now_s: float, devices: int) -> None:
+        """Counts the time since the last look, and moves the job if it had enough."""
+        if self._running[name]:
+            spent = now_s - self._looked_s.get(name, 0.0)
+            self._executed_s[name] = self._executed_s.get(name, 0.0) + spent
+            if name in self._first and self._executed_s[name] * devices >= self._limit:
+                self._first.remove(name)
+                self._second.append(name)
+        self._looked_s[name] = now_s
+
+
+_POWER = -0.5
+_WAIT = 1.1  # what a job that waits adds
+
+
+class Sia:
+    """Minimises the sum of powers of normalised goodputs."""
+
+    name = "sia"
+    adapts: Adapts = "batch"
+    oracle = False
+
+    def decide(
+        self,
+        now_s: float,
+        jobs: Views,
+        nodes: Nodes,
+        current: Mapping[str, Allocation],
+    ) -> Decisions:
+        """The solution of the program, put on nodes."""
+        del now_s
+        kinds = sorted(
+            {k for k, n in zip(nodes.kinds, nodes.devices, strict=True) if n}
+        )
+        allowed = [[i for i in nodes.of_kind(k) if nodes.devices[i]] for k in kinds]
+        rows = [
+            _row(view, current.get(name, ()), nodes, kinds, allowed)
+            for name, view in jobs.items()
+        ]
+        budgets = [sum(nodes.devices[i] for i in of) for of in allowed]
+        problem = AllocationProblem.of(rows, budgets)
+        solution = solve_allocation(problem)
+        wanted = {
+            name: (int(problem.counts[o]), allowed[int(problem.kinds[o])])
+            for name, o in zip(jobs, solution.choices, strict=True)
+            if o >= 0
+        }
+        chosen = pack(wanted, current, nodes)
+        why = "normalised goodput of all configurations"
+        return Decisions(
+            allocations=chosen,
+            reasons=changes(jobs, current, chosen, why),
+            gap=solution.gap,
+        )
+
+
+def _row(
+    view: JobView,
+    held: Allocation,
+    nodes: Nodes,
+    kinds: list[str],
+    allowed: list[list[int]],
+) -> list[tuple[float, int, int]]:
+    """Value, kind and count of each configuration; doubling at most in a round."""
+    found: list[tuple[float, int, int]] = []
+    limit = min(max(2 * view.tried, 1), view.most)
+    moved = max(view.age_s - view.restarts * view.restart_s, 0.0)
+    moved /= view.age_s + view.restart_s
+    for kind, of in enumerate(allowed):
+        per = max(nodes.devices[i] for i in of)
+        total = sum(nodes.devices[i] for i in of if nodes.devices[i] == per)
+        counts = np.array(sizes_of(per, total))
+        counts = counts[counts <= limit]
+        speeds = view.on(kinds[kind]).goodput(-(-counts // per), counts)
+        for count, speed in zip(counts.tolist(), speeds.tolist(), strict=True):
+            stays = len(held) == count and held[0] in of
+            factor = 1.0 if stays or not held else moved
+            if speed * factor > 0:
+                found.append((speed * factor, kind, count))
+    least = min((speed / count for speed, _, count in found), default=1.0)
+    return [
+        (_WAIT - (speed / least) ** _POWER, kind, count) for speed, kind, count in found
+    ]
+
+
+POLICIES: dict[str, Callable[[], SchedulingPolicy]] = {
+    "fifo": Fifo,
+    "fair": FairShare,
+    "tiresias": Tiresias,
+    "optimus": Optimus,
+    "gavel": Gavel,
+    "pollux": Pollux,
+    "sia": Sia,
+    "rubick": Rubick,
+    "goodput": Goodput,
+}
+
+
+def policy_of(name: str) -> SchedulingPolicy:
+    """A new policy of a name.
+
+    Raises:
+      ScheduleError: there is none.
+    """
+    if name not in POLICIES:
+        raise ScheduleError(
+            f"policy {name!r}: there is none; choose one of {', '.join(POLICIES)}."
+        )
+    return POLICIES[name]()
