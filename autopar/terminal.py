@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import itertools
 import os
 import re
 import shutil
@@ -22,6 +23,8 @@ _WIDTH: contextvars.ContextVar[int | None] = contextvars.ContextVar(
 _LEAST = 12
 # Errors are cut here where they stand in a table.
 _LONGEST_REASON = 100
+# So are names, where the terminal is no wider: one by itself, and several together.
+_LONGEST_NAME, _LONGEST_NAMES = 100, 60
 # A sentence behind a word that stands in the first columns: "step     661 us: ...".
 _LABELLED = re.compile(r"(\w+ +| {9})(\S+(?: \S+)*)")
 _BREAKS = "/, "
@@ -76,6 +79,24 @@ def shorten(text: str) -> str:
     if len(text) <= _LONGEST_REASON:
         return text
     return text[: _LONGEST_REASON - 1].rstrip() + "…"
+
+
+def cut_name(name: str) -> str:
+    """A name in a table, cut in the middle where it is too long for one."""
+    most = max(_LONGEST_NAME, _WIDTH.get() or 0)
+    if len(name) <= most:
+        return name
+    return f"{name[: most // 2]}…{name[len(name) - (most - 1) // 2 :]}"
+
+
+def names_text(names: Sequence[str]) -> str:
+    """Names in one cell of a table, and how many more there are than find room."""
+    most = max(_LONGEST_NAMES, _WIDTH.get() or 0)
+    lengths = itertools.accumulate(len(name) + 1 for name in names)
+    count = max(1, sum(length <= most + 1 for length in lengths))
+    shown = [cut_name(name) for name in names[:count]]
+    left = [f"and {len(names) - count} more"] if count < len(names) else []
+    return " ".join([*shown, *left])
 
 
 def fold_text(text: str) -> str:

@@ -36,7 +36,7 @@ from autopar.reports.table import (
 )
 from autopar.runtime.timing import measure_plans
 from autopar.steps.analysis import Analysis
-from autopar.terminal import columns, shorten
+from autopar.terminal import columns, cut_name, shorten
 from autopar.units import rounded_cluster
 
 OURS = "autopar"
@@ -416,4 +416,4 @@ def _rows(
 ) -> Iterable[tuple[str, str, str]]:
     for (_, a, b), paths in groups:
         for path in collapse(paths):
-            yield path, a, b
+            yield cut_name(path), a, b

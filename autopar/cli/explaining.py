@@ -56,7 +56,7 @@ from autopar.reports.table import (
     template,
 )
 from autopar.steps.sums import worth_a_codec
-from autopar.terminal import columns
+from autopar.terminal import columns, cut_name, names_text
 
 # The part of ``autopar explain`` about gradients: why they are sent as they are.
 
@@ -99,7 +99,7 @@ def gradient_lines(bound: BoundPlan, paths: Sequence[str], limit: int) -> list[s
     lines: list[str] = []
     for alike in gradients_of(bound, paths):
         first = alike[0]
-        names = " ".join(collapse([g.name for g in alike]))
+        names = names_text(collapse(g.name for g in alike))
         over = f"over {over_text(first)}, {first.workers} devices"
         lines += ["", f"  Gradient of {names}, {over}: {method_text(first)}"]
         if not worth_a_codec(first.shape):
@@ -174,8 +174,7 @@ def _option(option: CodecPrice) -> dict[str, Any]:
     }
 
 
-# Rows of the table of collectives, and decisions of one pattern, that are shown.
-_MOST_COLLECTIVES = 12
+# Decisions of one pattern that are shown.
 _MOST_DECISIONS = 8
 
 Explained = tuple[LayoutDecision, list[Alternative]]
@@ -219,7 +218,7 @@ def explain(
     if by is not None:
         return _attribution(bound, by, top, as_json)
     if tensor is None:
-        return _overview(bound, as_json)
+        return _overview(bound, top, as_json)
     return _inputs(bound, explained, len(matched) - len(explained), limit, as_json)
 
 
@@ -270,12 +269,12 @@ def _paths(decision: LayoutDecision) -> list[str]:
     return [i.path for i in decision.inputs]
 
 
-def _overview(bound: BoundPlan, as_json: bool) -> Result:
+def _overview(bound: BoundPlan, top: int, as_json: bool) -> Result:
     if as_json:
         return Result.of(
             {"predicted": bound.plan.to_json()["predicted"], **overview_data(bound)}
         )
-    lines = [*summary_lines(bound.plan), "", *overview_lines(bound)]
+    lines = [*summary_lines(bound.plan), "", *overview_lines(bound, top)]
     return Result("\n".join(lines))
 
 
@@ -296,19 +295,21 @@ def overview_data(bound: BoundPlan) -> dict[str, Any]:
     }
 
 
-def overview_lines(bound: BoundPlan) -> list[str]:
-    """Memory and communication of a plan of one stage, as tables."""
+def overview_lines(bound: BoundPlan, top: int) -> list[str]:
+    """Memory and communication of a plan of one stage, as tables.
+
+    Args:
+      bound: the plan.
+      top: most rows of collectives.
+    """
     rows, arrays = _rows(bound), _arrays(bound)
     cells = [("held on each device", "bytes")]
     cells += [(k, bytes_text(v)) for k, v in arrays.held_bytes().items()]
     cells += [("besides, at the peak", "")]
     cells += [(k, bytes_text(v)) for k, v in arrays.at_peak().items()]
     lines = [*columns(cells, right=(1,)), ""]
-    lines += (
-        collective_lines(rows[:_MOST_COLLECTIVES]) if rows else ["no communication"]
-    )
-    if len(rows) > _MOST_COLLECTIVES:
-        rest = rows[_MOST_COLLECTIVES:]
+    lines += collective_lines(rows[:top]) if rows else ["no communication"]
+    if rest := rows[top:]:
         total = seconds_text(sum(r.seconds for r in rest))
         lines.append(f"... and {len(rest)} that take less, {total} together")
     return lines
@@ -377,10 +378,7 @@ def _lines(bound: BoundPlan, explained: Explained, step_s: float) -> list[str]:
 
 
 def _title(decision: LayoutDecision) -> list[str]:
-    groups: dict[str, list[str]] = {}
-    for given in decision.inputs:
-        groups.setdefault(template(given.path), []).append(given.path)
-    return [path for paths in groups.values() for path in collapse(paths)]
+    return list(map(cut_name, collapse(given.path for given in decision.inputs)))
 
 
 def _communication(bound: BoundPlan, decision: LayoutDecision) -> list[str]:
@@ -450,7 +448,7 @@ def explain_stages(
         return Result.of(_staged_data(bound, by, parts))
     lines = summary_lines(plan)
     for number, stage in enumerate(plan.stages):
-        own = overview_lines(bound.stages[number])
+        own = overview_lines(bound.stages[number], top)
         lines += ["", stage_text(number, stage)]
         lines += own if parts is None else part_lines(parts[number], top)
     return Result("\n".join([*lines, "", *link_lines(links(bound))]))

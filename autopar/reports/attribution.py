@@ -13,7 +13,7 @@ from autopar.planner.worth import is_repeated
 from autopar.reports.explain import BoundPlan
 from autopar.reports.table import collapse, template
 from autopar.steps.names import array_name, operator_name
-from autopar.terminal import columns
+from autopar.terminal import columns, names_text
 from autopar.units import seconds_text, share_text
 from autopar_passes.graph.operators import Operator
 
@@ -167,7 +167,7 @@ def _cells(part: AttributedTime, step: float) -> tuple[str, ...]:
     text = share_text(abs(share))
     return (
         part.what,
-        " ".join(collapse(part.names)),
+        names_text(collapse(part.names)),
         part.phase,
         seconds_text(part.seconds),
         f"-{text}" if share < 0 else text,

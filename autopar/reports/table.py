@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from autopar.cost.certainty import MEMORY_MORE
 from autopar.plans import GradientDecision, Plan, StagePlan
@@ -17,7 +17,7 @@ from autopar.plans.schema import NEAR_LIMIT, Predicted, set_renderer
 from autopar.plans.specs import spec_text
 from autopar.reports.schedule import STAGE_HEADING, bubble, drawing, stage_rows
 from autopar.reports.worth import has_codecs, sends_by_codecs, worth_lines
-from autopar.terminal import columns
+from autopar.terminal import columns, cut_name, names_text
 from autopar.units import bytes_text, rounded_cluster, seconds_text, three_digits
 from autopar_passes.remat.copies import DOTS, names_of
 
@@ -26,6 +26,7 @@ _TOLD_S = 0.1
 _MOMENTS = "optimizer state"
 # A word that stands for several, such as {mu,nu}; numbers alone are a range.
 _JOINED = re.compile(r"\{[^}0-9.,]")
+_NUMBER = re.compile(r"\d+")
 
 
 def mesh_text(plan: Plan | StagePlan) -> str:
@@ -193,7 +194,8 @@ INPUT_HEADING = ("input", "role", "shape", "layout")
 
 def input_lines(plan: Plan, stage: StagePlan) -> list[str]:
     """The inputs of a stage as text, aligned under a heading."""
-    return columns([INPUT_HEADING, *input_rows(plan, stage)])
+    rows = [(cut_name(path), *rest) for path, *rest in input_rows(plan, stage)]
+    return columns([INPUT_HEADING, *rows])
 
 
 def input_rows(plan: Plan, stage: StagePlan) -> list[InputRow]:
@@ -249,24 +251,26 @@ def _notes(title: str, names: Sequence[str]) -> list[str]:
 
 def template(path: str) -> str:
     """The path with its numbers masked: equal for repeated layers."""
-    return re.sub(r"\d+", "#", path)
+    return _NUMBER.sub("#", path)
 
 
-def collapse(paths: Sequence[str]) -> list[str]:
+def collapse(paths: Iterable[str]) -> list[str]:
     """Writes paths that differ only in numbers as one, where that names just them.
 
-    >>> collapse(["block_0/up", "block_1/up", "block_2/up"])
-    ['block_{0..2}/up']
+    >>> collapse(["block_0/up", "block_1/up", "block_2/up", "head/up"])
+    ['block_{0..2}/up', 'head/up']
     """
-    if not paths:
-        return []
-    tuples = [tuple(re.findall(r"\d+", path)) for path in paths]
-    if any(n != str(int(n)) for numbers in tuples for n in numbers):
-        return list(paths)  # "01" is not 1
-    words = re.split(r"\d+", paths[0])
+    groups: dict[tuple[str, ...], list[tuple[int, ...]]] = {}
+    for path in paths:
+        words = [path]
+        if all(n == str(int(n)) for n in _NUMBER.findall(path)):  # "01" is not 1
+            words = _NUMBER.split(path)
+        numbers = tuple(map(int, _NUMBER.findall(path)[: len(words) - 1]))
+        groups.setdefault(tuple(words), []).append(numbers)
     return [
-        words[0] + "".join(n + w for n, w in zip(numbers, words[1:], strict=True))
-        for numbers in _products([tuple(map(int, t)) for t in tuples])
+        words[0] + "".join(map("".join, zip(numbers, words[1:], strict=True)))
+        for words, tuples in groups.items()
+        for numbers in _products(tuples)
     ]
 
 
@@ -284,15 +288,24 @@ def _products(tuples: list[tuple[int, ...]]) -> list[tuple[str, ...]]:
 
 
 def _numbers(values: Sequence[int]) -> str:
-    """One number as it is, a range as its ends, others one by one."""
+    """One number as it is, a range as its ends, others one by one but for runs."""
     if len(values) == 1:
         return str(values[0])
     stride = values[1] - values[0]
     even = list(values) == list(range(values[0], values[-1] + 1, stride))
-    if len(values) < 3 or not even:
-        return f"{{{','.join(map(str, values))}}}"
-    second = f",{values[1]}," if stride > 1 else ""
-    return f"{{{values[0]}{second}..{values[-1]}}}"
+    if len(values) > 2 and stride > 1 and even:
+        return f"{{{values[0]},{values[1]},..{values[-1]}}}"
+    runs: list[list[int]] = []
+    for value in values:
+        if runs and value == runs[-1][-1] + 1:
+            runs[-1].append(value)
+        else:
+            runs.append([value])
+    texts = [
+        f"{run[0]}..{run[-1]}" if len(run) > 2 else ",".join(map(str, run))
+        for run in runs
+    ]
+    return f"{{{','.join(texts)}}}"
 
 
 GRADIENT_HEADING = ("gradient", "sent as", "over", "sends", "ratio", "error", "saves")
@@ -332,7 +345,7 @@ def gradient_rows(plan: Plan) -> list[tuple[str, ...]]:
 def _gradient_cells(alike: Sequence[GradientDecision]) -> tuple[str, ...]:
     first = alike[0]
     return (
-        " ".join(collapse([g.name for g in alike])),
+        names_text(collapse(g.name for g in alike)),
         method_text(first),
         over_text(first),
         bytes_text(sum(g.wire_bytes for g in alike)),
@@ -418,7 +431,7 @@ def collective_cells(row: CollectiveRow) -> tuple[str, ...]:
     return (
         row.kind,
         ",".join(row.axes),
-        " ".join(collapse(row.arrays)),
+        names_text(collapse(row.arrays)),
         row.phase,
         f"{row.trips:g}",
         bytes_text(row.sent_bytes),

@@ -83,7 +83,7 @@ def explain(
         ),
     ] = None,
     top: Annotated[
-        int, typer.Option(min=1, help="With --by: most rows; others are added up.")
+        int, typer.Option(min=1, help="Most rows of a table; others are added up.")
     ] = 20,
     cluster: options.ClusterSpec = None,
     as_json: options.Json = False,

@@ -55,6 +55,17 @@ def test_the_table_and_the_page_say_how_gradients_are_sent(
     assert "encode" in text
 
 
+def test_explain_shows_as_many_collectives_as_asked(
+    run: Run, saved: pathlib.Path
+) -> None:
+    count = len(run("explain", saved, "--json").json["collectives"])
+    texts = [run("explain", saved, *words).out for words in ((), ("--top", 1))]
+    tables = [text.split("takes\n")[1].splitlines() for text in texts]
+    assert len(tables[0]) == count > 1
+    assert tables[1][0].split() == tables[0][0].split()
+    assert tables[1][1].startswith(f"... and {count - 1} that take less")
+
+
 def test_a_codec_of_its_own_for_all(run: Run) -> None:
     words = (*SLOW, "--compression", "int4:block=64", "--json")
     found = run("plan", TARGET, *SMALL, *words).json

@@ -1,4 +1,6 @@
+import dataclasses
 import html.parser
+import re
 from typing import Any
 
 import msgspec
@@ -6,6 +8,8 @@ import pytest
 import stage_plans
 from checkout import GOLDEN
 from golden import assert_golden
+from hypothesis import given
+from hypothesis import strategies as st
 
 from autopar.cluster import Cluster
 from autopar.plans import ClusterData, Compression, GradientDecision, Plan, Seconds
@@ -130,6 +134,8 @@ def test_layouts_are_written_as_jax_writes_them() -> None:
         (["b_0/w", "b_1/w", "b_2/w"], ["b_{0..2}/w"]),
         (["b_0/w", "b_2/w", "b_4/w"], ["b_{0,2,..4}/w"]),
         (["b_0/w", "b_1/w", "b_7/w"], ["b_{0,1,7}/w"]),
+        ([f"b_{i}" for i in (0, 1, 2, 3, 5, 6, 9)], ["b_{0..3,5,6,9}"]),
+        (["b_0/n_0/w", "n_0/w", "b_1/n_0/w"], ["b_{0,1}/n_0/w", "n_0/w"]),
         (["b_10/w", "b_9/w", "b_8/w"], ["b_{8..10}/w"]),
         (["b_00/w", "b_01/w"], ["b_00/w", "b_01/w"]),
         ([f"b_{i}/c_{j}" for i in (0, 1) for j in (1, 2)], ["b_{0,1}/c_{1,2}"]),
@@ -140,6 +146,47 @@ def test_collapse_names_just_the_given_paths(
     paths: list[str], expected: list[str]
 ) -> None:
     assert collapse(paths) == expected
+
+
+def expand(name: str) -> list[str]:
+    """The names that one with braces stands for, as a reader takes it."""
+    found = re.search(r"\{([^}]*)\}", name)
+    if found is None:
+        return [name]
+    numbers: list[int] = []
+    for part in found[1].split(","):
+        first, dots, last = part.partition("..")
+        if dots and first:
+            numbers += range(int(first), int(last) + 1)
+        elif dots:  # {0,2,..8}
+            step = numbers[-1] - numbers[-2]
+            numbers += range(numbers[-1] + step, int(last) + 1, step)
+        else:
+            numbers.append(int(part))
+    start, end = name[: found.start()], name[found.end() :]
+    return [x for n in numbers for x in expand(f"{start}{n}{end}")]
+
+
+WORDS = st.sampled_from(["", "0", "1", "2", "3", "4", "7", "11", "007", "/", "a", "b_"])
+
+
+@given(st.lists(st.lists(WORDS, max_size=6).map("".join)))
+def test_collapsed_names_expand_to_the_names(names: list[str]) -> None:
+    found = [x for name in collapse(names) for x in expand(name)]
+    assert sorted(found) == sorted(set(names))
+
+
+def test_names_of_many_numbers_are_cut() -> None:
+    """Numbers without order, and names without one in common, widen no table."""
+    squares = tuple(f"received/sum:{1978 + k * k}" for k in range(100))
+    plan = make_plan(dict.fromkeys(squares, SPLIT))
+    assert max(map(len, render(plan).splitlines())) < 150
+    assert "received/sum:{1978,1979,1982" in render(plan)
+
+    names = tuple(f"{word * 9}_0/w" for word in "abcdefgh")
+    (_, line) = collective_lines([dataclasses.replace(ROW, arrays=names)])
+    assert len(line) < 150
+    assert "aaaaaaaaa_0/w bbbbbbbbb_0/w ccccccccc_0/w ddddddddd_0/w and 4 more" in line
 
 
 def test_columns_line_up() -> None:
