@@ -83,9 +83,7 @@ def gradients_of(
 
 def options_of(bound: BoundPlan, gradient: GradientDecision) -> list[CodecPrice]:
     """The ways to send a gradient, the fastest first."""
-    value = bound.analysis.graph.values[gradient.value]
-    itemsize = value.nbytes // max(1, value.size)
-    return codec_options(gradient, itemsize, bound.pricer)
+    return codec_options(gradient, bound.pricer)
 
 
 def gradient_lines(bound: BoundPlan, paths: Sequence[str], limit: int) -> list[str]:

@@ -267,13 +267,13 @@ def codec_price(
     )
 
 
-def compiler_price(pricer: Pricer, route: GradientRoute, itemsize: int) -> CodecPrice:
+def compiler_price(pricer: Pricer, route: GradientRoute, itemsize: float) -> CodecPrice:
     """Prices the compiler's sum of a gradient, without a codec.
 
     Args:
       pricer: the mesh and cluster.
       route: the links over which a codec would send it.
-      itemsize: bytes of an element in the program.
+      itemsize: bytes that are summed for an element.
     """
     nbytes = float(route.elements * route.devices_within * itemsize)
     return CodecPrice(codec="", wire_s=_plain_s(pricer, route, nbytes))

@@ -305,7 +305,8 @@ def _with_codecs_of(
     best = result.best
     if edited:
         mesh = best.pricer.mesh.axes
-        _check_given(plan, sites(analysis, best.assignment, mesh))
+        found = sites(analysis, best.assignment, mesh, best.collectives)
+        _check_given(plan, found)
     asked = CodecRequest(EDITED, None, 0.0, plan, {})
     best = sent_as_asked(analysis, best, asked)
     assert best.sending is not None

@@ -145,20 +145,18 @@ def _telemetry_row(pricer: Pricer, count: int, often: int) -> CollectiveRow:
     )
 
 
-def codec_options(
-    gradient: GradientDecision, itemsize: int, pricer: Pricer
-) -> list[CodecPrice]:
+def codec_options(gradient: GradientDecision, pricer: Pricer) -> list[CodecPrice]:
     """The costs of a gradient by each codec that ``auto`` knows, the fastest first.
 
     The codec that the plan has is among them, and '' is what the compiler does.
 
     Args:
       gradient: how the plan sends it.
-      itemsize: bytes of one of its elements in the program.
       pricer: the plan's mesh and cluster.
     """
     route = planned_route(gradient, pricer.mesh.axes)
-    plain = compiler_price(pricer, route, itemsize)
+    one = collective_bytes(route.kind, route.elements, route.workers)
+    plain = compiler_price(pricer, route, gradient.dense_bytes / one)
     priced = {"": dataclasses.replace(plain, wire_bytes=gradient.dense_bytes)}
     texts = list(dict.fromkeys([gradient.codec, "", *offered_codecs()]))
     for text in filter(None, texts):

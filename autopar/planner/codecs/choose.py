@@ -39,7 +39,7 @@ from autopar.cost.codecs import (
 from autopar.cost.estimate import estimate
 from autopar.cost.pricer import Pricer
 from autopar.errors import PlanError
-from autopar.layouts.summation import Summation
+from autopar.layouts.summation import WITHIN_BYTES, Summation
 from autopar.planner.candidate import Candidate
 from autopar.planner.codecs.sites import (
     EARLY,
@@ -139,7 +139,8 @@ def sent_as_asked(
       PlanError: the codec that was asked for can be used for no gradient.
       InputError: a codec does not keep to what is asked of its class.
     """
-    found = sites(analysis, candidate.assignment, candidate.pricer.mesh.axes)
+    mesh = candidate.pricer.mesh.axes
+    found = sites(analysis, candidate.assignment, mesh, candidate.collectives)
     _check_codecs(found, request)
     if request.sent is not None:
         given = {g.name: g for g in request.sent.gradients}
@@ -234,12 +235,22 @@ def _choose_sending(
         s.value: row[k][0]
         for s, row, k in zip(large, rows, answer.choices, strict=True)
     }
-    rest = "dense" if any(chosen.values()) else ""
-    codecs = [chosen.get(s.value, "") or rest for s in found]
+    coded = any(chosen.values())
+    codecs = [chosen.get(s.value, "") or _left(s, coded=coded) for s in found]
     made = judge_codecs(candidate, found, codecs, errors)
     if candidate.plain_s - step_s(made.cost) < WORTHWHILE * candidate.plain_s:
         made = nothing
     return dataclasses.replace(made, problem=problem)
+
+
+def _left(site: Site, *, coded: bool) -> str:
+    """How a gradient is sent that no codec was chosen for.
+
+    Beside gradients with codecs it costs no message of its own to send it with them, in
+    float32; so the compiler sums a large one that it sums in a narrower type.
+    """
+    narrow = site.compressible and site.itemsize < WITHIN_BYTES
+    return "dense" if coded and not narrow else ""
 
 
 def judge_codecs(

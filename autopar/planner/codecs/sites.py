@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import dataclasses
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 
 import msgspec
 
@@ -19,6 +19,8 @@ from autopar.compression.codecs.registry import parse_codec
 from autopar.cost.breakdown import CostBreakdown
 from autopar.cost.codecs import route_of
 from autopar.cost.collectives import collective_bytes
+from autopar.cost.combining import SUMS
+from autopar.cost.traffic import Collective
 from autopar.layouts.assignment import Assignment
 from autopar.layouts.layout import Axes
 from autopar.layouts.stacking import stacking_of
@@ -30,6 +32,7 @@ from autopar.steps.sums import SMALLEST, worth_a_codec
 from autopar_errors import warn_user
 from autopar_passes.graph.operators import Operator, OperatorGraph
 from autopar_passes.graph.roles import InputRole, Role
+from autopar_passes.sums.stacked import Deferral
 from autopar_solver import CodecSelection
 
 
@@ -44,7 +47,8 @@ class Site:
       axes: mesh axes over which it is summed.
       summations: how the devices can share the work, over all links at once first.
       ready: the operator that completes it.
-      itemsize: bytes of an element in the program.
+      itemsize: bytes that the compiler sums for an element of it, in the type of what
+        is summed, by all operators that contribute.
     """
 
     value: int
@@ -53,7 +57,7 @@ class Site:
     axes: Axes
     summations: tuple[Summation, ...]
     ready: int
-    itemsize: int
+    itemsize: float
 
     @property
     def flat(self) -> Summation:
@@ -118,7 +122,10 @@ class Sending:
 
 
 def sites(
-    analysis: Analysis, assignment: Assignment, mesh: Sequence[MeshAxis]
+    analysis: Analysis,
+    assignment: Assignment,
+    mesh: Sequence[MeshAxis],
+    collectives: Sequence[Collective],
 ) -> list[Site]:
     """Lists the gradients that codecs may send under an assignment, in program order.
 
@@ -128,10 +135,12 @@ def sites(
       analysis: the step.
       assignment: its layouts.
       mesh: the axes of the mesh.
+      collectives: of a step without codecs.
     """
     names = parameter_names(
         analysis.graph, analysis.contraction, gradients_of(analysis)
     )
+    summed = {c.value: c.nbytes * c.trips for c in collectives if c.step.kind in SUMS}
     out: list[Site] = []
     for deferral in analysis.deferrals:
         if not deferral.gradients:
@@ -139,39 +148,44 @@ def sites(
         summation = stacking_of(assignment, deferral)
         if summation is None:
             continue
-        for value in deferral.ends:
-            if value not in deferral.gradients:
-                continue
-            out.append(
-                _site(analysis, assignment, value, names[value], summation.axes, mesh)
+        itemsize = _summed_itemsize(analysis.graph, deferral, summed)
+        out += [
+            Site(
+                value=value,
+                name=names[value],
+                shape=(shape := tuple(analysis.graph.values[value].shape)),
+                axes=summation.axes,
+                summations=summations(
+                    shape, assignment.home_layout(value), summation.axes, mesh
+                ),
+                ready=analysis.contraction.producer[value].index,
+                itemsize=itemsize,
             )
+            for value in deferral.ends
+            if value in deferral.gradients
+        ]
     return out
+
+
+def _summed_itemsize(
+    graph: OperatorGraph, deferral: Deferral, summed: Mapping[int, float]
+) -> float:
+    """Bytes that are summed for each element of a deferral's ends.
+
+    Args:
+      graph: the operators.
+      deferral: the gradients' way.
+      summed: bytes of the sums of values in a step without codecs.
+    """
+    ends = [graph.values[v] for v in deferral.ends]
+    nbytes = sum(summed.get(v, 0.0) for v in deferral.members)
+    # Sums that something else takes count as those of the ends.
+    return (nbytes or sum(v.nbytes for v in ends)) / max(1, sum(v.size for v in ends))
 
 
 def gradients_of(analysis: Analysis) -> list[int]:
     """The values that the update reads of the backward pass."""
     return [v for d in analysis.deferrals for v in d.ends if v in d.gradients]
-
-
-def _site(
-    analysis: Analysis,
-    assignment: Assignment,
-    value: int,
-    name: str,
-    axes: Axes,
-    mesh: Sequence[MeshAxis],
-) -> Site:
-    whole = analysis.graph.values[value]
-    shape = tuple(whole.shape)
-    return Site(
-        value=value,
-        name=name,
-        shape=shape,
-        axes=axes,
-        summations=summations(shape, assignment.home_layout(value), axes, mesh),
-        ready=analysis.contraction.producer[value].index,
-        itemsize=whole.nbytes // max(1, whole.size),
-    )
 
 
 def parameter_names(

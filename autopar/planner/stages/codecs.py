@@ -156,7 +156,8 @@ def summed_once(analysis: Analysis) -> Analysis:
 
 def _nothing(analysis: Analysis, candidate: Candidate) -> Candidate:
     """A stage whose gradients the compiler sums."""
-    found = sites(analysis, candidate.assignment, candidate.pricer.mesh.axes)
+    mesh = candidate.pricer.mesh.axes
+    found = sites(analysis, candidate.assignment, mesh, candidate.collectives)
     sending = judge_codecs(candidate, found, [""] * len(found), {})
     return dataclasses.replace(candidate, sending=sending)
 

@@ -134,7 +134,7 @@ def test_options_are_those_of_auto_and_the_chosen_one(
     analysis: Analysis, cluster: Cluster
 ) -> None:
     plan = make(analysis, cluster, "int4:block=64")
-    options = codec_options(kernel_of(plan), 4, pricer_of(plan, cluster))
+    options = codec_options(kernel_of(plan), pricer_of(plan, cluster))
     assert {o.codec for o in options} == {"int4:block=64", "", *offered_codecs()}
     times = [o.seconds for o in options]
     assert times == sorted(times)
@@ -157,7 +157,7 @@ def test_what_cannot_be_used_says_why_and_comes_last(
     analysis: Analysis, cluster: Cluster
 ) -> None:
     plan = make(analysis, cluster, "int8", SPLIT)
-    options = codec_options(kernel_of(plan), 4, pricer_of(plan, cluster))
+    options = codec_options(kernel_of(plan), pricer_of(plan, cluster))
     refused = [o for o in options if o.refused]
     assert {o.codec.partition(":")[0] for o in refused} >= {"powersgd"}
     assert options[-len(refused) :] == refused

@@ -130,7 +130,7 @@ def test_the_reports_show_the_price_of_the_choice(
             decision(site, MESH, text, way)
         return
     made = decision(site, MESH, text, way)
-    shown = {price.codec: price for price in codec_options(made, 4, PRICER)}
+    shown = {price.codec: price for price in codec_options(made, PRICER)}
     assert shown[text].seconds == pytest.approx(expected.seconds, rel=1e-9)
     assert shown[text].refused == expected.refused
     plain = compiler_price(PRICER, planned_route(made, MESH), 4)

@@ -17,6 +17,7 @@ import pytest
 from jax.sharding import PartitionSpec
 from planner_steps import mlp_batch, mlp_loss, mlp_params, trained, training
 
+import autopar
 from autopar import Cluster, Plan, PlanError
 from autopar.compression.codecs.registry import offered_codecs, parse_codec
 from autopar.compression.gradient import MOST_LOST, effective_error
@@ -511,3 +512,45 @@ class TestLeftOut:
         assert "pins={path: PartitionSpec()}" in said
         assert caught[0].filename == __file__
         assert not any(g.codec == "int8" for g in found.gradients)
+
+
+def test_a_gradient_summed_in_bfloat16_is_half_as_dear() -> None:
+    """What a codec saves of it is half; a codec of two bytes then saves nothing."""
+
+    def step(state: Any, batch: Any) -> Any:
+        def loss(params: Any) -> jax.Array:
+            x = (
+                batch["x"].astype("bfloat16") @ params["narrow"].astype("bfloat16")
+            ) ** 2
+            x = jnp.tanh(x.astype("float32") @ params["wide"])
+            return jnp.mean((x - batch["y"]) ** 2)
+
+        value, grads = jax.value_and_grad(loss)(state)
+        return jax.tree.map(lambda w, g: w - 0.1 * g, state, grads), value
+
+    keys = jax.random.split(jax.random.key(0), 4)
+    rows = (WIDTH, WIDTH, ROWS, ROWS)
+    narrow, wide, x, y = map(jax.random.normal, keys, [(n, WIDTH) for n in rows])
+    state, batch = {"narrow": narrow / 9, "wide": wide / 9}, {"x": x, "y": y}
+    expected, loss = jax.jit(step)(state, batch)
+
+    planned = autopar.parallelize(
+        step,
+        cluster="4x1:cpu,network=100Mb/s",
+        compression="auto",
+        error_budget=0.003,
+        axis_names=("data",),
+        pins=SPLIT,
+    )
+    placed = planned.init(lambda: state, batch=batch)
+    after, found = planned(placed, batch)
+
+    plan = planned.plan
+    gradients = {g.name.split("/")[-1]: g for g in plan.gradients}
+    assert {k: g.codec for k, g in gradients.items()} == {"narrow": "", "wide": "bf16"}
+    one, other = gradients["narrow"], gradients["wide"]
+    assert (one.dense_bytes, one.saved_s) == (other.dense_bytes / 2, 0.0)
+    assert one.wire_bytes == pytest.approx(other.wire_bytes)
+    np.testing.assert_allclose(found, loss, rtol=1e-2)
+    for name, value in expected.items():
+        np.testing.assert_allclose(after[name], value, atol=2e-4)
