@@ -17,7 +17,7 @@ from autopar.steps.batch import batch_dims
 from autopar_passes.graph.operators import Operator
 from autopar_passes.graph.roles import Role
 from autopar_passes.stages.layers import top_level
-from autopar_passes.stages.parts import Parts, parts_of
+from autopar_passes.stages.parts import Parts, parts_of, sums_over_parts
 
 NOWHERE = -1
 
@@ -69,11 +69,12 @@ class LayerMap:
         """``[operators]``, as `column` says."""
         operators = self.analysis.graph.operators
         ahead, above = sent_back(self), self._above
+        once = self.parts.flow.once
         out = np.zeros(len(operators), int)
         for op in operators:
-            if op.role is Role.BACKWARD:
+            if op.role is Role.BACKWARD and above.get(op.equation) not in once:
                 out[op.index] = 1 if above.get(op.equation) in ahead else 2
-            elif op.role is Role.UPDATE or op.kind == "return":
+            elif op.role is not Role.FORWARD or op.kind == "return":
                 out[op.index] = 3
         return out
 
@@ -192,7 +193,11 @@ def layer_map(
       batch: input values that are split into microbatches; None: all of the batch.
     """
     split = batch_inputs(analysis) if batch is None else frozenset(batch)
-    parts = parts_of(analysis.program, analysis.graph, starts, batch=split)
+    program, graph = analysis.program, analysis.graph
+    parts = parts_of(program, graph, starts, batch=split)
+    if late := sums_over_parts(parts):
+        once = parts.flow.once | late
+        parts = parts_of(program, graph, starts, batch=split, once=once)
     layer = _layers(analysis, parts)
     return LayerMap(
         analysis, tuple(starts), parts, split, layer, _examples(analysis, parts, layer)

@@ -79,6 +79,12 @@ def stage_costs(
         link = link_between(cluster, devices[home], devices[stage])
         # There before the microbatches, and back after the update.
         step_s[home] += 2 * (link.latency_s + nbytes / link.bandwidth_bytes_per_s)
+    shared = [0.0] * len(found)
+    for source, target, value in _sent_once(cut):
+        nbytes = _device_bytes(cut, [value], found[source].assignment)
+        shared[source] += nbytes
+        link = link_between(cluster, devices[source], devices[target])
+        step_s[source] += link.latency_s + nbytes / link.bandwidth_bytes_per_s
     links = [_link(cut, cluster, devices, found, k) for k in range(parts - 1)]
     held = [_activation_bytes(cut, k, found) for k in range(parts)]
     tasks = TaskSeconds(
@@ -94,8 +100,33 @@ def stage_costs(
         tasks,
         tuple(c.peak_memory_bytes + m for c, m in zip(found, moved, strict=True)),
         tuple(held),
-        tuple(c.communication_bytes + m for c, m in zip(found, moved, strict=True)),
+        tuple(
+            c.communication_bytes + sum(more)
+            for c, *more in zip(found, moved, shared, strict=True)
+        ),
     )
+
+
+def _sent_once(cut: CutStep) -> set[tuple[int, int, int]]:
+    """What stages send each other once a step, such as the weights of two stages.
+
+    A stage that reads state of another one is sent it, and sends its gradient back.
+    What is small is sent without a thought.
+
+    Returns:
+      The stages that send and get, and the value.
+    """
+    flow, owners = cut.cut.parts.flow, cut.cut.owners
+    sent: set[tuple[int, int, int]] = set()
+    for key, task in cut.cut.tasks.items():
+        for value, maker in task.inputs:
+            if flow.small(value):
+                continue
+            if maker is None and value in flow.state:
+                sent.add((owners[value], key.stage, value))
+            elif maker is not None and key.phase is Phase.UPDATE:
+                sent.add((maker.stage, key.stage, value))
+    return {(source, target, v) for source, target, v in sent if source != target}
 
 
 def _moved_layers(
@@ -253,7 +284,7 @@ def link_bytes(
     """Bytes that a device sends of a microbatch from a part to the next, and back.
 
     What skips parts is counted with the last one that it reaches. Parts of one stage
-    send nothing.
+    send each other nothing.
 
     Args:
       cut: the step as stages.
@@ -266,8 +297,9 @@ def link_bytes(
     ahead: set[int] = set()
     back: set[int] = set()
     for k in range(part + 1):
-        ahead |= _sent_values(cut, k, part + 1, forward=True)
-        back |= _sent_values(cut, part + 1, k, forward=False)
+        if cut.cut.stage_of[k] != two:
+            ahead |= _sent_values(cut, k, part + 1, forward=True)
+            back |= _sent_values(cut, part + 1, k, forward=False)
     return (
         _device_bytes(cut, ahead, assignments[one]),
         _device_bytes(cut, back, assignments[two]),

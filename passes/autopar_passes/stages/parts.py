@@ -347,17 +347,10 @@ def hoist_sums(
     """
     hoister = _Hoister(parts, stage_of)
     crossings: dict[int, Crossing] = {}
-    left = list(reversed(found.crossings))
-    while left:
-        crossing = left.pop()
-        eqn = hoister.maker(crossing.value)
-        if crossing.combine not in _ADDED or eqn is None or not hoister.spans(eqn):
-            crossings.setdefault(crossing.value, crossing)
-            continue
-        hoister.once.add(eqn.index)
-        for atom in eqn.inputs:
-            if isinstance(atom, int):
-                left.append(dataclasses.replace(crossing, value=atom))
+    for crossing in found.crossings:
+        added = crossing.combine in _ADDED
+        for value in hoister.hoist(crossing.value) if added else (crossing.value,):
+            crossings.setdefault(value, dataclasses.replace(crossing, value=value))
     if not hoister.once:
         return found
     return dataclasses.replace(
@@ -367,11 +360,35 @@ def hoist_sums(
     )
 
 
+def sums_over_parts(parts: Parts) -> frozenset[int]:
+    """The backward equations that `hoist_sums` takes out if each part is a stage.
+
+    Args:
+      parts: the part of each equation.
+    """
+    flow = parts.flow
+    hoister = _Hoister(parts, range(parts.count))
+    for index, eqn in flow.equations.items():
+        if flow.roles[index] is Role.UPDATE:
+            for value in reads(eqn):
+                hoister.hoist(value)
+    return frozenset(hoister.once)
+
+
 class _Hoister:
     def __init__(self, parts: Parts, stage_of: Sequence[int]) -> None:
         self.parts = parts
         self.stage_of = stage_of
         self.once: set[int] = set()
+
+    def hoist(self, value: int) -> list[int]:
+        """Takes the sums over stages that make a value out; returns what they add."""
+        eqn = self.maker(value)
+        if eqn is None or not self.spans(eqn):
+            return [value]
+        self.once.add(eqn.index)
+        added = [a for a in reversed(eqn.inputs) if isinstance(a, int)]
+        return [leaf for atom in added for leaf in self.hoist(atom)]
 
     def maker(self, value: int) -> Equation | None:
         """The backward equation that makes a value, if only what runs once reads it."""

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from layer_cases import ROWS, analysed, blocks, mlp, residual, struct, tied
+from layer_cases import ROWS, analysed, blocks, mlp, residual, struct, tied, tied_loss
 
 from autopar.cluster import Cluster
 from autopar.errors import InfeasibleError, PlanError
@@ -32,6 +32,7 @@ from autopar.planner.stages.plan import (
 )
 from autopar.planner.stages.submeshes import batch_splits, divides, submeshes
 from autopar.planner.weights import WHOLE
+from autopar.plans import Plan
 from autopar.steps.analysis import analyse
 from autopar_solver import Schedule, ScheduleKind
 
@@ -136,6 +137,26 @@ def test_layers_predict_what_planning_each_stage_comes_to() -> None:
     assert plan.predicted.step_s == pytest.approx(found.step_s, rel=0.03)
     most = max(stage.memory_bytes for stage in found.stages)
     assert plan.predicted.peak_memory_bytes == pytest.approx(most, rel=0.15)
+
+
+def test_no_number_of_stages_is_faster_than_the_one_that_is_found() -> None:
+    """The first and the last stage share weights, which they send each other once."""
+    params = {"table": struct(512, 256), "blocks": blocks(6, 256)}
+    shared = analysed(tied_loss, params, struct(128, 64, dtype=jnp.int32))
+    cluster = Cluster.parse("4x1:cpu,network=100Mb/s")
+
+    def plan_with(**said: Any) -> Plan:
+        return plan_analysis(shared, cluster, PlanOptions(**said))
+
+    best_s = plan_with(stages="auto").predicted.step_s
+    for stages in (1, 2, 4):
+        assert best_s <= plan_with(stages=stages).predicted.step_s
+    many = plan_with(stages=4, microbatches=32)
+    assert best_s <= many.predicted.step_s
+    assert many.pipeline is not None
+    table_s = 512 * 256 * 4 / 12.5e6
+    assert many.pipeline.step_s[0] > table_s
+    assert max(many.pipeline.backward_link_s) < 1.5 * min(many.pipeline.backward_link_s)
 
 
 def test_computing_again_fits_where_keeping_does_not() -> None:
