@@ -139,12 +139,17 @@ def traffic(
     among = operators_of(assignment, only)
     made = None if only is None else {v for op in among for v in op.outputs}
     _read_all(assignment, forms, among)
-    last = assignment.graph.operators[-1]
+    operators = assignment.graph.operators
+    updates = [op for op in operators if op.role is Role.UPDATE]
     for position, value in enumerate(assignment.graph.outputs):
         if value is None or (made is not None and value not in made):
             continue
         layout = assignment.output(position)
         if layout is not None:
+            maker = assignment.contraction.producer.get(value)
+            updated = maker is not None and maker.role is Role.UPDATE
+            # What comes last may be no part of the update, such as a count of steps.
+            last = (updates if updated else operators)[-1]
             backward = assignment.is_backward(last)
             for source, wanted in assignment.required_layouts(value, layout):
                 way = assignment.fetch_steps(source, wanted, backward)

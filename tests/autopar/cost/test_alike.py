@@ -21,6 +21,7 @@ from autopar.planner.candidate import Candidate, candidate_of
 from autopar.planner.problem import Formulation, formulate
 from autopar.planner.search import candidate_meshes
 from autopar.steps.analysis import Analysis, analyse
+from autopar_passes.graph.roles import Role
 from autopar_solver import Solution, Status
 
 # Their compilers run early and widen; hide messages; and keep buffers on the chip.
@@ -125,3 +126,15 @@ def test_inputs_hold_the_same_together_and_alone(name: str, *, tiled: bool) -> N
         assert each_held_bytes(assignment, tiled=tiled) == [
             held_bytes(assignment, given, tiled=tiled) for given in inputs
         ]
+
+
+@pytest.mark.parametrize("name", ["conv_batchnorm", "mlp_adamw_clip"])
+def test_what_the_update_makes_is_gathered_in_the_update(name: str) -> None:
+    """What is handed on too, though a count of steps or statistics come last."""
+    for candidate in candidates(name, "2x4:h100"):
+        graph = candidate.assignment.graph
+        makers = candidate.assignment.contraction.producer
+        for c in traffic(candidate.assignment):
+            maker = makers.get(c.value)
+            if maker is not None and maker.role is Role.UPDATE:
+                assert graph.operators[c.operator].role is Role.UPDATE
