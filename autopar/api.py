@@ -152,7 +152,10 @@ def plan(
         warn_of_state(step, analysis)
         hints = with_logical_pins(options, call)
         return plan_that_fits(
-            analysis, made_for, hints, lambda on: plan_analysis(analysis, on, hints)
+            analysis,
+            made_for,
+            hints,
+            lambda on, unfit: plan_analysis(analysis, on, hints, unfit=unfit),
         )
 
 

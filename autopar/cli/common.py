@@ -70,7 +70,10 @@ def plan_workload(
     count = len(analysis.contraction.nodes)
     say(f"planning for {rounded_cluster(cluster)}: {count} decisions")
     plan = plan_that_fits(
-        analysis, cluster, limits, lambda on: plan_analysis(analysis, on, limits)
+        analysis,
+        cluster,
+        limits,
+        lambda on, unfit: plan_analysis(analysis, on, limits, unfit=unfit),
     )
     return analysis, msgspec.structs.replace(
         plan, target=workload.target, options=workload.options

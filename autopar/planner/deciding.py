@@ -35,7 +35,7 @@ from autopar.errors import InfeasibleError, PlanError
 from autopar.layouts.assignment import unsplit
 from autopar.planner.codecs.choose import CodecRequest
 from autopar.planner.options import PlanOptions
-from autopar.planner.programs import GAP, Planner, Programs, program_name
+from autopar.planner.programs import GAP, Planner, Programs, Unfit, program_name
 from autopar.planner.replicas import plan_replicas
 from autopar.planner.search import candidate_meshes
 from autopar.planner.stages.entry import (
@@ -71,6 +71,7 @@ def decide(
     codecs: CodecRequest,
     *,
     advise: bool = True,
+    unfit: Unfit | None = None,
 ) -> Plan:
     """The fastest plan of all proposals that fits.
 
@@ -81,12 +82,14 @@ def decide(
       plan: plans a step of one stage for options that decide all else.
       codecs: what was said about codecs.
       advise: whether the error, if no plan fits, says a size of memory that is enough.
+      unfit: proposals that did not fit when the same was planned with more memory,
+        which are not looked at again. Those that do not fit now are added.
 
     Raises:
       InfeasibleError: no plan fits the memory of a device.
       PlanError: the step cannot be split, cut or planned as is asked for.
     """
-    search = Programs(analysis, cluster, options, plan, codecs)
+    search = Programs(analysis, cluster, options, plan, codecs, unfit)
     for propose in _PROPOSERS:
         try:
             propose(search)

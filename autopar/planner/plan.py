@@ -34,7 +34,7 @@ from autopar.planner.hints import (
 from autopar.planner.manual import meshes_for_manual
 from autopar.planner.options import DEFAULTS, PlanOptions
 from autopar.planner.problem import Restriction
-from autopar.planner.programs import Planned
+from autopar.planner.programs import Planned, Unfit
 from autopar.planner.record import (
     another_step,
     make_plan,
@@ -148,6 +148,7 @@ def plan_analysis(
     errors: Errors | None = None,
     *,
     advise: bool = True,
+    unfit: Unfit | None = None,
 ) -> Plan:
     """`autopar.plan`, for a step that is already analysed.
 
@@ -162,6 +163,7 @@ def plan_analysis(
       errors: relative errors that were measured while training, by name of the
         gradient and codec; the others are expected ones.
       advise: whether the error, if no plan fits, says a size of memory that is enough.
+      unfit: as for `autopar.planner.deciding.decide`.
 
     Raises:
       InfeasibleError: no plan fits the memory of a device.
@@ -208,7 +210,7 @@ def plan_analysis(
             most_s=most_s,
         )
 
-    return decide(analysis, cluster, options, plan, codecs, advise=advise)
+    return decide(analysis, cluster, options, plan, codecs, advise=advise, unfit=unfit)
 
 
 def meshes_of(

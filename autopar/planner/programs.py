@@ -142,6 +142,10 @@ _PROGRAMS = 4
 _UNLIMITED = 10**18
 
 
+# By the name of a proposal, why none of its plans fits.
+Unfit = dict[str, InfeasibleError]
+
+
 class Programs:
     """The plans that were proposed, and the fastest of them that fits."""
 
@@ -152,6 +156,7 @@ class Programs:
         options: PlanOptions,
         plan: Planner,
         codecs: CodecRequest,
+        unfit: Unfit | None = None,
     ) -> None:
         """Nothing is planned yet; for the arguments see `autopar.planner.deciding`."""
         self.analysis, self.cluster = analysis, cluster
@@ -159,7 +164,8 @@ class Programs:
         self.said, self.plan, self.codecs = options, plan, codecs
         self.best: Plan | None = None
         self.plans: dict[str, Plan] = {}
-        self.errors: dict[str, PlanError] = {}
+        self.unfit: Unfit = {} if unfit is None else unfit
+        self.errors: dict[str, PlanError] = dict(self.unfit)
         # Why something was not tried, by what it is.
         self.left_out: dict[str, str] = {}
         self.programs: dict[str, PlanOptions] = {}
@@ -187,10 +193,12 @@ class Programs:
         try:
             found = make()
         except TimeOutError as error:  # what is so hard to fit counts as too large
-            self.errors[name] = InfeasibleError(str(error))
+            self.errors[name] = self.unfit[name] = InfeasibleError(str(error))
             found = None
         except PlanError as error:
             self.errors[name] = error
+            if isinstance(error, InfeasibleError):
+                self.unfit[name] = error
             found = None
         if found is not None:
             self.plans[name] = found

@@ -21,6 +21,7 @@ from autopar.compilers.compiled import check_target, compile_for
 from autopar.compilers.targets import CPU, TARGETS, Target
 from autopar.errors import CompileError, InfeasibleError, PlanError
 from autopar.planner.options import PlanOptions
+from autopar.planner.programs import Unfit
 from autopar.plans import Plan
 from autopar.plans.schema import NEAR_LIMIT
 from autopar.runtime.placement import abstract_mesh
@@ -38,7 +39,7 @@ def plan_that_fits(
     analysis: Analysis,
     cluster: Cluster,
     options: PlanOptions,
-    find: Callable[[Cluster], Plan],
+    find: Callable[[Cluster, Unfit], Plan],
 ) -> Plan:
     """Finds a plan that fits by the compiler, too, where it is near the limit.
 
@@ -49,12 +50,16 @@ def plan_that_fits(
       analysis: the step.
       cluster: what to plan for.
       options: whether plans are compiled (`PlanOptions.compile_check`).
-      find: plans for a cluster, such as the one given with less memory.
+      find: plans for a cluster, such as the one given with less memory, without what
+        did not fit before.
 
     Raises:
       InfeasibleError: no plan fits.
     """
-    first = found = find(cluster)
+    unfit: Unfit = {}
+    first = found = find(cluster, unfit)
+    # What each search took; the step is traced and analysed once.
+    solve_s = found.seconds.solve
     target = _target(cluster) if options.compile_check else None
     # Groups of unequal devices have no target, and no one size of memory.
     memory = 0 if target is None else cluster.memory_bytes
@@ -66,7 +71,7 @@ def plan_that_fits(
         held = _compiled_bytes(analysis, found, cluster, target)
         compile_s += time.perf_counter() - start
         if held <= memory:
-            return _with_compiled(found, first, held, compile_s)
+            return _with_compiled(found, first, held, solve_s, compile_s)
         expected, tried = found.predicted.peak_memory_bytes, tried + 1
         failure = InfeasibleError(
             f"no plan fits on {cluster}: XLA's compiler for {target.name} needs "
@@ -80,10 +85,11 @@ def plan_that_fits(
         allowed = _BELOW * min(allowed, expected) * memory / held
         device = dataclasses.replace(cluster.device, memory_bytes=int(allowed))
         try:
-            found = find(dataclasses.replace(cluster, device=device))
+            found = find(dataclasses.replace(cluster, device=device), unfit)
         except InfeasibleError as error:
             raise failure from error
-    return _with_compiled(found, first, 0.0, compile_s)
+        solve_s += found.seconds.solve
+    return _with_compiled(found, first, 0.0, solve_s, compile_s)
 
 
 def _is_near(plan: Plan, memory: float) -> bool:
@@ -92,12 +98,18 @@ def _is_near(plan: Plan, memory: float) -> bool:
     return one and plan.predicted.peak_memory_bytes > NEAR_LIMIT * memory
 
 
-def _with_compiled(found: Plan, first: Plan, held: float, compile_s: float) -> Plan:
+def _with_compiled(
+    found: Plan, first: Plan, held: float, solve_s: float, compile_s: float
+) -> Plan:
     """The plan with what was compiled, for the cluster as it is."""
     if found is not first:
         found = msgspec.structs.replace(found, cluster=first.cluster).stamped()
+    own = found.seconds
     seconds = msgspec.structs.replace(
-        found.seconds, compile=compile_s, total=found.seconds.total + compile_s
+        own,
+        solve=solve_s,
+        compile=compile_s,
+        total=own.total - own.solve + solve_s + compile_s,
     )
     return msgspec.structs.replace(found, compiled_memory_bytes=held, seconds=seconds)
 

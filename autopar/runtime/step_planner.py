@@ -166,7 +166,9 @@ class StepPlanner:
             analysis,
             cluster,
             options,
-            lambda on: plan_analysis(analysis, on, options, sent, errors),
+            lambda on, unfit: plan_analysis(
+                analysis, on, options, sent, errors, unfit=unfit
+            ),
         )
         if self.cache is None or sent is not None or errors:
             return find()

@@ -92,6 +92,9 @@ def test_what_the_compiler_makes_too_large_is_dropped(
     found = plan(memory, microbatches="auto")
 
     assert found.predicted.peak_memory_bytes < first.predicted.peak_memory_bytes / 1.2
+    spent = found.seconds
+    parts = spent.trace, spent.graph, spent.solve, spent.compile
+    assert spent.total == pytest.approx(sum(parts))
     assert str(found.cluster) == str(first.cluster)
     assert not found.edited
     # The second is compiled, too, if it is near the limit.
