@@ -152,7 +152,7 @@ class Restored:
 
 
 class Checkpoints:
-    """The checkpoints of a directory; see docs/checkpoints.md."""
+    """The checkpoints of a directory."""
 
     def __init__(self, directory: str | pathlib.Path, *, keep: int = 3) -> None:
         """Nothing is read or written yet.

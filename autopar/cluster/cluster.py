@@ -180,15 +180,22 @@ class Cluster:
             raise ClusterError(f"the data of a cluster: {error}") from error
 
     @classmethod
-    def local(cls, devices: int | None = None) -> Self:
-        """The devices of this process's JAX backend, or the first `devices` of them.
+    def local(cls, devices: int | Sequence[Any] | None = None) -> Self:
+        """The devices of this process's JAX backend, the first few, or given ones.
 
         Takes the profile that `autopar profile` saved for this machine and number of
         devices if there is one, and otherwise the preset of the device. This starts
         the JAX backend; no other function of this package does.
+
+        Args:
+          devices: how many; or devices of JAX, such as those of a world that is not
+            this process's; None: all.
         """
         check_type(
-            "Cluster.local", devices, (int, NoneType), "a number of devices, such as 4"
+            "Cluster.local",
+            devices,
+            (int, NoneType, list, tuple),
+            "a number of devices, such as 4",
         )
         device, levels = local.discover(devices)
         return cls(device=device, levels=levels)

@@ -59,8 +59,10 @@ def profile_path(device_kind: str, num_devices: int) -> pathlib.Path:
     return pathlib.Path(cache) / "autopar" / name
 
 
-def take_devices(count: int | None) -> list[Device]:
-    """The first `count` devices of the JAX backend, or all of them."""
+def take_devices(count: int | Sequence[Device] | None) -> list[Device]:
+    """The first `count` devices of the JAX backend, all of them, or given ones."""
+    if isinstance(count, Sequence):
+        return list(count)
     # Here, not above: describing a cluster must not import JAX, so that planning for
     # another machine and `autopar --help` stay fast and start no backend.
     import jax
@@ -132,8 +134,10 @@ def from_preset(
     return _device(preset, devices), preset.levels(level_sizes(devices))
 
 
-def discover(count: int | None) -> tuple[DeviceSpec, tuple[Level, ...]]:
-    """The device and the levels of the first `count` devices of this process."""
+def discover(
+    count: int | Sequence[Device] | None,
+) -> tuple[DeviceSpec, tuple[Level, ...]]:
+    """The device and the levels of the devices of `take_devices`."""
     devices = take_devices(count)
     path = profile_path(devices[0].device_kind, len(devices))
     if not path.is_file() and not os.environ.get(PROFILE_VARIABLE):

@@ -245,7 +245,7 @@ def another_step(analysis: Analysis, plan: Plan) -> PlanError:
         )
     elif plan.structure == analysis.structure:
         what = (
-            "only the batch differs; autopar.plan(..., layouts=plan) keeps the layouts"
+            "only the batch differs; layouts=plan in place of plan= keeps the layouts"
         )
     elif plan.structure and only_batch_differs(analysis, plan):
         what = (

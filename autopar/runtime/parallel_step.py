@@ -335,7 +335,7 @@ class ParallelStep(HasNoise, Generic[P, R]):
     def _beside(self, call: StepCall) -> PlannedStep | None:
         """The step of a full batch, if the state is to stay where it lies."""
         current = self._current
-        if current is None or self._setting.plan is not None or current.has_stages:
+        if current is None or current.has_stages:
             return None
         full, count = current.of_full_batch, self.world.process_count
         return full if last_batch.fewer_rows(call, full, count) else None

@@ -36,6 +36,7 @@ from autopar.runtime.state_mover import DevicePut, move, state_layout
 from autopar.runtime.step_planner import Analysed, StepPlanner
 from autopar.runtime.world import World
 from autopar.steps import program_text
+from autopar_passes import jax_compat
 from autopar_passes.graph.roles import InputRole
 from autopar_passes.jax_meshes import without_mesh
 from autopar_passes.program.calls import StepCall
@@ -257,7 +258,19 @@ class Preparation:
         known = self._plans.get(self._place(analysed, setting))
         if known is not None:
             return known
-        if (given := setting.plan) is not None:
+        given = setting.plan
+        if beside is not None:
+            on = setting.cluster or (
+                self._cluster() if given is None else beside.cluster.read()
+            )
+            sent = setting.sent if given is None else beside
+            return agreement.agree(
+                self._world(),
+                lambda: self.planner.plan_beside(
+                    analysed, on, beside, setting.codecs, sent
+                ),
+            )
+        if given is not None:
             if not given.edited:
                 return given
             return agreement.agree(
@@ -267,13 +280,6 @@ class Preparation:
                 ),
             )
         cluster = setting.cluster or self._cluster()
-        if beside is not None:
-            return agreement.agree(
-                self._world(),
-                lambda: self.planner.plan_beside(
-                    analysed, cluster, beside, setting.codecs, setting.sent
-                ),
-            )
         place = self._place(analysed, setting)
         return agreement.agree(
             self._world(),
@@ -604,5 +610,5 @@ def _own_rows(planned: PlannedStep, leaves: Sequence[Any]) -> dict[str, Any]:
         for x, given in zip(leaves, graph.inputs, strict=True)
         if given.role is InputRole.BATCH
         and np.shape(x) != tuple(graph.values[given.value].shape)
-        and not jax.dtypes.issubdtype(jax.typeof(x).dtype, jax.dtypes.prng_key)
+        and not jax_compat.is_extended(jax.typeof(x).dtype)
     }

@@ -175,6 +175,7 @@ def workers(
     lines = [
         f"worker {name}: {found['phase']}"
         + (f", step {found['step']}" if found["step"] >= 0 else "")
+        + (f", process {found['pid']}" if found["pid"] else "")
         for name, found in status["workers"].items()
     ]
     world = f"world of {number_of(len(status['world']), 'process')}"

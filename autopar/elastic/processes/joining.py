@@ -118,7 +118,9 @@ class PreparedJoin:
         """Plans and compiles for a world of so many processes; returns the seconds."""
         begin = time.perf_counter()
         world = imitated_world(processes, self.local_devices)
-        cluster = cluster_of(self.base, processes, self.local_devices)
+        cluster = cluster_of(
+            self.base, processes, self.local_devices, found=world.devices
+        )
         cache = PlanCache(self.folder / "plans")
         changing_batches.enter_world(
             self.step, world, cluster, donate=self.donate, cache=cache

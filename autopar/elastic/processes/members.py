@@ -407,7 +407,12 @@ def rows_of(members: Mapping[int, WorkerMember]) -> float:
 def describe(members: Mapping[int, WorkerMember]) -> dict[str, Any]:
     """The workers in a few words, as plain data."""
     return {
-        str(w): {"phase": m.phase, "step": m.step} for w, m in sorted(members.items())
+        str(w): {
+            "phase": m.phase,
+            "step": m.step,
+            "pid": None if m.ready is None else m.ready.get("pid"),
+        }
+        for w, m in sorted(members.items())
     }
 
 

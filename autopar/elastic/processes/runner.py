@@ -186,7 +186,7 @@ class Runner:
             what = "it has ended; this run"
         print(
             f"autopar run: {self._job.folder} is that of an earlier run: {what} starts "
-            "anew, from the last checkpoint or, where the script has none, "
+            "from the last checkpoint or, where the script has none, "
             f"{'ends with an error' if reached >= 0 else 'at step 0'}.",
             file=sys.stderr,
             flush=True,

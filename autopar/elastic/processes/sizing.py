@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
+from typing import Any
 
 from autopar.cluster import Cluster
 from autopar.errors import PlanError
 
 
-def cluster_of(base: Cluster | None, processes: int, devices: int) -> Cluster:
+def cluster_of(
+    base: Cluster | None,
+    processes: int,
+    devices: int,
+    found: Sequence[Any] | None = None,
+) -> Cluster:
     """The cluster that a world of processes is planned for.
 
     Args:
@@ -17,6 +24,7 @@ def cluster_of(base: Cluster | None, processes: int, devices: int) -> Cluster:
         machine's.
       processes: of the world.
       devices: of each process.
+      found: the world's devices, where they are not those of this process's backend.
 
     Raises:
       PlanError: the hosts of the cluster have another number of devices.
@@ -25,7 +33,7 @@ def cluster_of(base: Cluster | None, processes: int, devices: int) -> Cluster:
     6
     """
     if base is None:
-        return Cluster.local(processes * devices)
+        return Cluster.local(processes * devices if found is None else list(found))
     if base.num_devices == processes * devices:
         return base
     levels = list(base.levels)

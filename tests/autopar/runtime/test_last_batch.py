@@ -39,6 +39,24 @@ def test_runs_with_the_losses_of_one_device(last: int) -> None:
     assert len(run._store) == 2
 
 
+@pytest.mark.parametrize("asked", [{}, {"microbatches": 2}])
+def test_a_saved_plan_runs_smaller_batches(tmp_path: Any, asked: Any) -> None:
+    rows = [24, 16, 5, 24]
+    _, _, first = trained(
+        forms.plain_step, rows[:1], cluster=CLUSTER, pins=PINS, **asked
+    )
+    first.plan.save(tmp_path / "plan.json")
+    want, _, _ = trained(forms.plain_step, rows)
+    have, _, run = trained(forms.plain_step, rows, plan=str(tmp_path / "plan.json"))
+    np.testing.assert_allclose(have, want, rtol=1e-5)
+    assert len(run._store) == len(set(rows))
+    larger = next(forms.batches(1, rows=48))
+    with pytest.raises(
+        PlanError, match="only the batch differs; layouts=plan in place"
+    ):
+        run(*forms.create_plain(jax.random.key(0)), larger)
+
+
 def test_state_stays_in_its_layouts() -> None:
     step = autopar.parallelize(forms.plain_step, cluster=CLUSTER, pins=PINS)
     state = forms.create_plain(jax.random.key(0))

@@ -244,7 +244,7 @@ def test_all_that_held_the_state_die(start: Start) -> None:
     assert "more steps was lost" in run.output().splitlines()[-1]
     formed = run.count("formed")
     run.process = run.started()
-    run.wait_for_words("starts anew, from the last checkpoint or")
+    run.wait_for_words("this run starts from the last checkpoint or")
     run.wait_for(lambda: run.count("formed") > formed)
     run.wait_for_world(run.worlds()[-1])
     run.kill_supervisor()
