@@ -126,17 +126,18 @@ def _describe_compression(
 ) -> Compression:
     """Says why gradients are sent so, and what it gains."""
     best, more = result.best, ""
+    before_s = best.plain_s
     if codecs.sent is None and best.sending is not None and best.sending.sites:
         told: list[str] = []
+        if result.before_s < (1 - 1e-6) * best.plain_s:
+            before_s = result.before_s
+            told.append(f"in other layouts; {seconds_text(best.plain_s)} in these")
         if codecs.chooses:
             told.append(f"{seconds_text(gradients_s(best))} of it gradients")
-        if result.before_s < (1 - 1e-6) * best.plain_s:
-            before = seconds_text(result.before_s)
-            told.append(f"without codecs other layouts take {before}")
-        more = f" ({'; '.join(told)})" if told else ""
+        more = f" ({', '.join(told)})" if told else ""
     parts = [(analysis, best)]
     warn_if_unused(parts, codecs)
-    return describe_compression(parts, codecs, best.plain_s, best.step_s, more)
+    return describe_compression(parts, codecs, before_s, best.step_s, more)
 
 
 def _stage(analysis: Analysis, best: Candidate) -> StagePlan:

@@ -503,7 +503,7 @@ def describe_compression(
     Args:
       parts: the stages, with their gradients sent.
       request: what was said about codecs.
-      before_s: seconds of a step without codecs.
+      before_s: seconds of a step without codecs, in the best layouts known.
       after_s: seconds with them.
       more: what else is to be said of the step without codecs.
     """
@@ -515,21 +515,21 @@ def describe_compression(
     early = sum(len(groups.get(EARLY, ())) for groups in left) if coded else 0
     text = None if request.codec is None else format_codec(request.codec)
     step = f"a step of {seconds_text(before_s)}{more}"
-    saved = f"{seconds_text(before_s - after_s)} of {step}"
+    verbs = ("save", "saves") if after_s <= before_s else ("cost", "costs")
+    saved = f"{seconds_text(abs(before_s - after_s))} of {step}"
     if not any(s.sites for _, _, s in rows):
         reason = "no gradient is summed over devices in a form that codecs could send"
     elif request.sent is not None:
         reason = GIVEN_CODECS
     elif text is not None:
-        verb = "saves" if after_s <= before_s else "costs"
-        reason = f"asked for; {verb} {seconds_text(abs(before_s - after_s))} of {step}"
+        reason = f"asked for; {verbs[1]} {saved}"
     elif not coded:
         reason = (
             "dense: no codecs within the error budget save "
             f"{100 * WORTHWHILE:.0f}% of {step} after encoding and decoding"
         )
     else:
-        reason = f"codecs save {saved}"
+        reason = f"codecs {verbs[0]} {saved}"
     if early:
         reason += f"; {early} more are summed by the compiler: {EARLY}"
     return Compression(

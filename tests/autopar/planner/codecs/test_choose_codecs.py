@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import json
 import math
+import re
 from typing import Any
 
 import jax
@@ -39,6 +40,7 @@ from autopar.planner.search import candidate_meshes, search_of_one
 from autopar.planner.solving import solve_mesh
 from autopar.planner.warm import warm_plan
 from autopar.steps.analysis import Analysis, analyse
+from autopar.units import seconds_text
 from autopar_solver import CodecSelection, solve_selection
 
 ROWS, WIDTH, HIDDEN = 1024, 128, 256
@@ -185,8 +187,28 @@ class TestJoint:
         assert not splits_batch(without)
         assert splits_batch(plan)
         assert plan.predicted.step_s < without.predicted.step_s
-        before = f"{1e3 * without.predicted.step_s:.3g} ms"
-        assert f"without codecs other layouts take {before})" in plan.compression.reason
+        before_s = without.predicted.step_s
+        saved, before, rest = re.fullmatch(
+            r"codecs save (\S+) ms of a step of (\S+) ms \(in other layouts; (.*)\)",
+            plan.compression.reason,
+        ).groups()
+        assert float(before) == pytest.approx(1e3 * before_s, rel=5e-3)
+        gained_s = before_s - plan.predicted.step_s
+        assert float(saved) == pytest.approx(1e3 * gained_s, rel=5e-3)
+        assert re.fullmatch(r"\S+ ms in these, \S+ ms of it gradients", rest)
+
+    @pytest.mark.parametrize("codec", ["int8", "bf16"])
+    def test_what_was_asked_for_is_beside_the_best_plan_without(
+        self, codec: str
+    ) -> None:
+        """Though its layouts would not be those without codecs."""
+        without, plan = free(MEDIUM, "none"), free(MEDIUM, codec)
+
+        gained_s = without.predicted.step_s - plan.predicted.step_s
+        verb = "saves" if gained_s > 0 else "costs"
+        start = f"asked for; {verb} {seconds_text(abs(gained_s))} of a step of "
+        before = seconds_text(without.predicted.step_s)
+        assert plan.compression.reason.startswith(f"{start}{before}")
 
     @pytest.mark.parametrize("pinned", [True, False])
     @pytest.mark.parametrize("bandwidth", ["10Mb/s", SLOW, MEDIUM, "10Gb/s", FAST])
