@@ -102,10 +102,18 @@ def advise(
 def _sizes(start: float) -> Iterator[int]:
     """Sizes of memory to try, each with three digits as it is printed."""
     for factor in _FACTORS:
-        wanted = factor * start
-        unit = next((size for _, size in _UNITS if wanted >= size), 1.0)
-        digits = 10.0 ** (math.floor(math.log10(wanted / unit)) - 2)
-        yield round(math.ceil(wanted / unit / digits) * digits * unit)
+        yield round_up(factor * start)
+
+
+def round_up(nbytes: float) -> int:
+    """The next size of memory with three digits, as it is printed.
+
+    >>> size_text(round_up(23_012_345))
+    '23.1MB'
+    """
+    unit = next((size for _, size in _UNITS if nbytes >= size), 1.0)
+    digits = 10.0 ** (math.floor(math.log10(nbytes / unit)) - 2)
+    return round(math.ceil(nbytes / unit / digits) * digits * unit)
 
 
 def _unchecked_fixes(

@@ -225,6 +225,16 @@ class PlanOptions:
         _check_together(self)
 
     @property
+    def untried(self) -> tuple[str, ...]:
+        """Options with which less is kept for the backward pass, not in use."""
+        off = {
+            "remat='auto'": self.remat in (None, 0, "none"),
+            "microbatches='auto'": self.microbatches in (None, 1),
+            "stages='auto'": self.stages in (None, 1),
+        }
+        return tuple(text for text, is_off in off.items() if is_off)
+
+    @property
     def count(self) -> int:
         """The number of microbatches that is asked for; 1 where none is."""
         asked = self.microbatches

@@ -346,7 +346,7 @@ class Programs:
             try:
                 with of_program(name):
                     program, options = self.program(name), self.programs[name]
-                    self.plan(program, self.cluster, options, self.untried_options())
+                    self.plan(program, self.cluster, options, self.options.untried)
             except PlanError as found:
                 error = found
         said = {n: str(e).split("\n", 1)[0] for n, e in others.items()}
@@ -359,16 +359,6 @@ class Programs:
             made.least_bytes, made.enough_bytes = error.least_bytes, error.enough_bytes
             return made
         return error
-
-    def untried_options(self) -> tuple[str, ...]:
-        """Options with which less is kept for the backward pass, not in use."""
-        asked = self.options
-        said = {
-            "remat='auto'": asked.remat in (None, 0, "none"),
-            "microbatches='auto'": asked.microbatches in (None, 1),
-            "stages='auto'": asked.stages in (None, 1),
-        }
-        return tuple(text for text, is_off in said.items() if is_off)
 
     def write_plan(self) -> Plan:
         """The best plan, with what was decided and what it gained."""

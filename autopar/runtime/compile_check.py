@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import msgspec
 
@@ -20,6 +20,7 @@ from autopar.cluster.presets import USABLE_MEMORY
 from autopar.compilers.compiled import check_target, compile_for
 from autopar.compilers.targets import CPU, TARGETS, Target
 from autopar.errors import CompileError, InfeasibleError, PlanError
+from autopar.planner.infeasible import round_up, size_text
 from autopar.planner.options import PlanOptions
 from autopar.planner.programs import Unfit
 from autopar.plans import Plan
@@ -77,8 +78,8 @@ def plan_that_fits(
             f"no plan fits on {cluster}: XLA's compiler for {target.name} needs "
             f"{bytes_text(held)} on each device for the fastest plan, which is "
             f"predicted to take {bytes_text(expected)} of {bytes_text(memory)}.\n"
-            "  try: more devices or a smaller batch; compile_check=False takes the "
-            "prediction"
+            f"  try: {'; or '.join(_fixes(options, held))}; compile_check=False takes "
+            "the prediction"
         )
         if tried == _MOST_PLANS:
             raise failure
@@ -90,6 +91,16 @@ def plan_that_fits(
             raise failure from error
         solve_s += found.seconds.solve
     return _with_compiled(found, first, 0.0, solve_s, compile_s)
+
+
+def _fixes(options: PlanOptions, held: float) -> Iterator[str]:
+    """What lets a plan fit that the compiler makes too large."""
+    if held:
+        enough = size_text(round_up(held))
+        yield f"memory={enough}, which the compiler needs for that plan"
+    if options.untried:
+        yield ", ".join(options.untried)
+    yield "more devices or a smaller batch"
 
 
 def _is_near(plan: Plan, memory: float) -> bool:

@@ -44,11 +44,11 @@ def test_the_table_and_the_page_say_how_gradients_are_sent(
     words = (*SLOW, "--compression", "auto", "--error-budget", "0.5", "--html", page)
     result = run("plan", TARGET, *SMALL, *words)
     assert result.code == 0
-    assert "gradient" in result.out
+    assert "\ngradient " in result.out
     assert "params/{0..2}/kernel" in result.out
     assert "codecs   auto: codecs save" in result.out
     assert "error    " in result.out
-    assert "gradient" not in run("plan", TARGET, *SMALL, *SLOW).out
+    assert "\ngradient " not in run("plan", TARGET, *SMALL, *SLOW).out
     text = page.read_text(encoding="utf-8")
     assert "<h2>Gradients</h2>" in text
     assert "codecs: auto: codecs save" in text
