@@ -18,7 +18,13 @@ from autopar.plans.specs import spec_text
 from autopar.reports.schedule import STAGE_HEADING, bubble, drawing, stage_rows
 from autopar.reports.worth import has_codecs, sends_by_codecs, worth_lines
 from autopar.terminal import columns, cut_name, names_text
-from autopar.units import bytes_text, rounded_cluster, seconds_text, three_digits
+from autopar.units import (
+    bytes_text,
+    rounded_cluster,
+    seconds_text,
+    share_text,
+    three_digits,
+)
 from autopar_passes.remat.copies import DOTS, names_of
 
 # Seconds of planning that are told of what is neither traced nor solved.
@@ -63,6 +69,7 @@ def summary_lines(plan: Plan) -> list[str]:
         f"communication {communication_text(expected)}",
         *range_lines(expected),
         f"sends    {bytes_text(expected.communication_bytes)} from each device",
+        *_wait_lines(plan),
         f"memory   {bytes_text(expected.peak_memory_bytes)} on each device at the peak"
         f"{compiled_text(plan)}",
         *(f"decided  {text}" for text in plan.decided),
@@ -120,6 +127,25 @@ def remat_text(plan: Plan) -> str:
     if names := names_of(remat.level):
         kept = f" but {', '.join(names)}"
     return f"{what}{kept}"
+
+
+# A plan that waits for messages for at least this part of a step says what may help.
+_WAITS = 0.3
+
+
+def _wait_lines(plan: Plan) -> list[str]:
+    """What part of a step nothing is done but sending, and what may help."""
+    expected = plan.predicted
+    exposed_s = expected.communication_s - expected.hidden_s
+    if plan.pipeline is not None or exposed_s <= _WAITS * expected.step_s:
+        return []
+    helps = "a larger batch or faster links"
+    helps = helps if has_codecs(plan) else f"compression, {helps}"
+    part = share_text(exposed_s / expected.step_s)
+    return [
+        f"waits    {part} of the step for messages, which `autopar explain` lists: "
+        f"{helps} may help"
+    ]
 
 
 def _bubble_lines(plan: Plan) -> list[str]:

@@ -269,13 +269,16 @@ class TestMemory:
                 forms.plain_step, *state, forms.batch_structs(), cluster=small,
                 seconds=5, microbatches=1, remat=0, stages=1,
             )  # fmt: skip
-        first, largest, fixes = str(caught.value).split("\n")
+        first, largest, held, fixes = str(caught.value).split("\n")
         assert caught.value.least_bytes > 1500
         assert "no plan fits" in first
         assert "the device has 1.5kB" in first
         assert "per device" in first
         assert largest.startswith("  largest: ")
         assert any(n in largest for n in ("params/", "opt_state/", "batch/"))
+        count = self.CLUSTER.num_devices
+        assert held.startswith("  state: ")
+        assert held.endswith(f" per device where it is split over all {count}")
         assert fixes.startswith("  try: ")
         assert "devices" in fixes
         assert "memory=" in fixes
