@@ -439,8 +439,8 @@ def warn_of_equal_rows(world: World, rows: Mapping[str, Any]) -> None:
     warn_user(
         f"all {world.process_count} processes pass the same {count} rows of "
         f"{', '.join(map(repr, list(rows)[:_MOST]))}. Each must pass its own part of "
-        "the batch: rows jax.process_index() * n to (jax.process_index() + 1) * n, "
-        f"where n is the rows of the batch divided by {world.process_count}."
+        f"the batch: process k the rows from k * n to (k + 1) * n, where n is the rows "
+        f"of the whole batch divided by {world.process_count}."
     )
 
 
