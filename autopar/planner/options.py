@@ -225,7 +225,7 @@ class PlanOptions:
         _check_together(self)
 
     @property
-    def untried(self) -> tuple[str, ...]:
+    def untried_options(self) -> tuple[str, ...]:
         """Options with which less is kept for the backward pass, not in use."""
         off = {
             "remat='auto'": self.remat in (None, 0, "none"),

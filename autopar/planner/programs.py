@@ -346,7 +346,9 @@ class Programs:
             try:
                 with of_program(name):
                     program, options = self.program(name), self.programs[name]
-                    self.plan(program, self.cluster, options, self.options.untried)
+                    self.plan(
+                        program, self.cluster, options, self.options.untried_options
+                    )
             except PlanError as found:
                 error = found
         said = {n: str(e).split("\n", 1)[0] for n, e in others.items()}

@@ -98,8 +98,8 @@ def _fixes(options: PlanOptions, held: float) -> Iterator[str]:
     if held:
         enough = size_text(round_up(held))
         yield f"memory={enough}, which the compiler needs for that plan"
-    if options.untried:
-        yield ", ".join(options.untried)
+    if options.untried_options:
+        yield ", ".join(options.untried_options)
     yield "more devices or a smaller batch"
 
 

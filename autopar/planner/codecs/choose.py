@@ -236,14 +236,14 @@ def _choose_sending(
         for s, row, k in zip(large, rows, answer.choices, strict=True)
     }
     coded = any(chosen.values())
-    codecs = [chosen.get(s.value, "") or _left(s, coded=coded) for s in found]
+    codecs = [chosen.get(s.value, "") or _rest_codec(s, coded=coded) for s in found]
     made = judge_codecs(candidate, found, codecs, errors)
     if candidate.plain_s - step_s(made.cost) < WORTHWHILE * candidate.plain_s:
         made = nothing
     return dataclasses.replace(made, problem=problem)
 
 
-def _left(site: Site, *, coded: bool) -> str:
+def _rest_codec(site: Site, *, coded: bool) -> str:
     """How a gradient is sent that no codec was chosen for.
 
     Beside gradients with codecs it costs no message of its own to send it with them, in
