@@ -73,8 +73,8 @@ def take_devices(count: int | Sequence[Device] | None) -> list[Device]:
     if not 1 <= count <= len(found):
         raise ClusterError(
             f"{count} devices asked for, and JAX has {len(found)} "
-            f"({found[0].device_kind}). To simulate more on CPU, start with "
-            f"XLA_FLAGS=--xla_force_host_platform_device_count={count}."
+            f"({found[0].device_kind}). To simulate more on CPU, call "
+            f"jax.config.update('jax_num_cpu_devices', {count}) before JAX starts."
         )
     return found[:count]
 

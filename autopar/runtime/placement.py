@@ -260,9 +260,9 @@ def stage_meshes(plan: Plan, devices: Sequence[Any] | None = None) -> list[Mesh]
     need = 1 + max(d for stage in plan.stages for d in stage.devices)
     if len(found) < need:
         raise PlanError(
-            f"the plan is for {need} devices ({_text(plan)}), and there are "
-            f"{len(found)} to run it on. Plan for autopar.Cluster.local(), or simulate "
-            f"devices with XLA_FLAGS=--xla_force_host_platform_device_count={need}."
+            f"the plan is for {need} devices ({_text(plan)}), and to run it there are "
+            f"{len(found)}. Plan for autopar.Cluster.local(), or simulate more on CPU: "
+            f"jax.config.update('jax_num_cpu_devices', {need}) before JAX starts."
         )
     out: list[Mesh] = []
     for stage in plan.stages:

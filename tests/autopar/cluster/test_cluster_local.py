@@ -45,7 +45,7 @@ def test_fewer_devices():
 
 @pytest.mark.parametrize("count", [0, -1, 100_000])
 def test_more_devices_than_there_are(count):
-    with pytest.raises(ClusterError, match="device_count"):
+    with pytest.raises(ClusterError, match="jax_num_cpu_devices"):
         Cluster.local(count)
 
 
