@@ -374,7 +374,7 @@ def test_devices() -> None:
     refused(run(EIGHT, [99]), r"devices=\[99\]: not among the devices")
     refused(run("2:cpu", [0, 0]), r"a device stands twice")
     refused(run("16:cpu"), r"for 16 devices .* there are 8\..*jax_num_cpu_devices', 16")
-    refused(run(EIGHT, [0, 1]), r"for 8 devices .*, and there are 2")
+    refused(run(EIGHT, [0, 1]), r"for 8 devices .*, and to run it there are 2")
 
 
 EARLY = r"no plan yet|needs a step that|no step has run yet with"
