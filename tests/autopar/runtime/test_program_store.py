@@ -64,7 +64,7 @@ class TestFinding:
 
     def test_too_few_devices(self, analysed: Analysed) -> None:
         store = ProgramStore()
-        with pytest.raises(PlanError, match=r"4 devices .*, and there are 3"):
+        with pytest.raises(PlanError, match=r"4 devices .*, and to run it there are 3"):
             store.program(analysed, small_step.plan("4:cpu"), jax.devices()[:3])
         assert len(store) == 0
 

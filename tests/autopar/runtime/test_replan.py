@@ -44,7 +44,7 @@ def infeasible() -> Cluster:
 
 
 FAILURES = {
-    "too few devices": Failure("16 devices .*, and there are 8", "16:cpu"),
+    "too few devices": Failure("16 devices .*, and to run it there are 8", "16:cpu"),
     "too few are named": Failure("4 devices .* are 2", options={"devices": [0, 1]}),
     "unknown device": Failure("not among", options={"devices": [0, 1, 2, 99]}),
     "no device": Failure("not among", options={"devices": [None] * 4}),
