@@ -413,7 +413,10 @@ class TestAfterAStep:
             ),
             (lambda s: s.recode("int8"), r"expected a dictionary.*or 'auto'"),
             (lambda s: s.replan("4:nothing", W), NO_DEVICE),
-            (lambda s: s.replan("16:cpu", W), r"for 16 devices .*, and to run it there are 8"),
+            (
+                lambda s: s.replan("16:cpu", W),
+                r"for 16 devices .*, and to run it there are 8",
+            ),
             (lambda s: s.replan("2:cpu", W, devices=[0, 77]), r"not among the devices"),
             (lambda s: s.replan("4:cpu", W[:3]), r"is not what the step's first"),
             (lambda s: s.replan("4:cpu", "w"), r"is not what the step's first"),
