@@ -26,7 +26,8 @@ from autopar.elastic.processes.team import Team, local_devices, run_folder
 from autopar.elastic.processes.training import TeamRun
 from autopar.elastic.samples import Samples
 from autopar.elastic.saves import Saves
-from autopar.elastic.sources.named import File, Signals, sources_of
+from autopar.elastic.sources.file import File
+from autopar.elastic.sources.named import Signals, sources_of
 from autopar.elastic.sources.source import Source
 from autopar.errors import AutoparError, PlanError
 from autopar.goodput.loop import Record

@@ -2,26 +2,18 @@
 
 from __future__ import annotations
 
-import collections
 import functools
-import os
 import queue
 import signal
 import threading
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from autopar.elastic.events import Event
+from autopar.elastic.sources.file import File
 from autopar.elastic.sources.http import Http
-from autopar.elastic.sources.source import (
-    LARGEST_BYTES,
-    Sink,
-    Source,
-    Watched,
-    read_events,
-)
-from autopar.errors import EventError, PlanError
+from autopar.elastic.sources.source import Sink, Source, Watched
+from autopar.errors import PlanError
 
 # What Kubernetes gives a process between SIGTERM and SIGKILL unless told otherwise.
 GRACE_S = 30.0
@@ -69,86 +61,6 @@ class Signals:
         self._heard.put(False)
         self._watched.end()
         self._watched = None
-
-
-# What says that a file has changed: time, size and number of the inode; or why it
-# cannot be looked at.
-_Stamp = tuple[int, int, int] | str
-
-
-class File:
-    """Watches a file; each new content is a message.
-
-    What the file holds at the start counts where it is a whole cluster; other events
-    are of the past then. Write a new file and rename it over the old one: a file that
-    is read half written is a message that is no event, and is noted.
-    """
-
-    def __init__(self, path: str | os.PathLike[str], every_s: float = 0.25) -> None:
-        """Watches nothing yet.
-
-        Args:
-          path: of the file; it need not be there yet.
-          every_s: seconds between two looks.
-        """
-        self.path = Path(path)
-        self._every_s = every_s
-        self._watched: Watched | None = None
-        self._stamp: _Stamp | None = None
-        self._waiting: collections.deque[Event] = collections.deque()
-
-    def start(self, sink: Sink) -> None:
-        """See `Source`."""
-        self._look(sink)
-        while self._waiting:
-            event = self._waiting.popleft()
-            if event.kind == "cluster":
-                sink.put(event)
-
-        def watch(watched: Watched) -> None:
-            while True:
-                while self._waiting:
-                    event = self._waiting.popleft()
-                    watched.call(functools.partial(sink.put, event))
-                if watched.ending.wait(self._every_s):
-                    return
-                self._look(sink)
-
-        report = functools.partial(sink.wrong, f"file:{self.path}")
-        self._watched = Watched("autopar-file", watch, report)
-
-    def stop(self) -> None:
-        """See `Source`."""
-        if self._watched is not None:
-            self._watched.end()
-            self._watched = None
-
-    def _look(self, sink: Sink) -> None:
-        """Takes the events of a new content."""
-        name, stamp = f"file:{self.path}", self._stamp
-        try:
-            stamp = self._stamp_now()
-            if stamp != self._stamp:
-                if isinstance(stamp, str):
-                    raise EventError(stamp)
-                with self.path.open("rb") as file:
-                    self._waiting += read_events(file.read(LARGEST_BYTES + 1), name)
-        except FileNotFoundError:
-            return
-        except (OSError, EventError) as error:
-            sink.wrong(name, str(error))
-        except Exception as error:  # the next content is looked at as ever
-            sink.wrong(name, f"a bug in autopar: {type(error).__name__}: {error}"[:500])
-        self._stamp = stamp
-
-    def _stamp_now(self) -> _Stamp:
-        try:
-            found = self.path.stat()
-        except FileNotFoundError:
-            raise
-        except (OSError, ValueError) as error:
-            return str(error)  # said once
-        return found.st_mtime_ns, found.st_size, found.st_ino
 
 
 _KNOWN = "file:PATH, http:PORT, https:PORT, http:HOST:PORT, signal, signal:SECONDS"

@@ -22,8 +22,9 @@ import pytest
 from autopar import Cluster, PlanError
 from autopar.elastic.events import Inbox, Resolved
 from autopar.elastic.ledger import Ledger
+from autopar.elastic.sources.file import File
 from autopar.elastic.sources.http import TOKEN_VARIABLE, Http
-from autopar.elastic.sources.named import File, Signals, source_of, sources_of
+from autopar.elastic.sources.named import Signals, source_of, sources_of
 from autopar.elastic.sources.source import Source
 
 TOKEN = "a token of sixteen letters"
