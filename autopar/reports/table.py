@@ -7,6 +7,7 @@ be kept and compared. Where the planning time went is in `planning_times`.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import re
 from collections.abc import Iterable, Sequence
@@ -318,7 +319,7 @@ def _numbers(values: Sequence[int]) -> str:
     if len(values) == 1:
         return str(values[0])
     stride = values[1] - values[0]
-    even = list(values) == list(range(values[0], values[-1] + 1, stride))
+    even = all(b - a == stride for a, b in itertools.pairwise(values))
     if len(values) > 2 and stride > 1 and even:
         return f"{{{values[0]},{values[1]},..{values[-1]}}}"
     runs: list[list[int]] = []

@@ -95,4 +95,4 @@ def test_the_trace_has_all_tasks_in_microseconds():
 def test_a_plan_of_one_stage_has_no_schedule():
     plan = make_plan()
     assert plan.pipeline is None
-    assert "waits" not in render(plan)
+    assert "a stage waits" not in render(plan)
