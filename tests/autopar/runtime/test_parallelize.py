@@ -305,7 +305,7 @@ class TestErrors:
 
     def test_more_devices_than_exist(self) -> None:
         step = planned(FORMS["plain"], cluster=forms.cheap("16:cpu"), split_batch=False)
-        with pytest.raises(PlanError, match=r"16 devices .*device_count=16"):
+        with pytest.raises(PlanError, match=r"16 devices .*jax_num_cpu_devices', 16"):
             step(*forms.create_plain(jax.random.key(0)), next(forms.batches(1)))
 
     def test_a_plan_of_another_step(self) -> None:
