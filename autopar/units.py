@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Iterable
 
 _BYTES = ("B", "kB", "MB", "GB", "TB", "PB")
 # So many bytes as nobody writes them.
@@ -84,6 +85,21 @@ def number_of(count: int, noun: str) -> str:
     """
     ending = "es" if noun.endswith("s") else "s"
     return f"{count} {noun}" + ("" if count == 1 else ending)
+
+
+def runs_of(numbers: Iterable[int]) -> list[list[int]]:
+    """Groups numbers of which each follows the one before.
+
+    >>> runs_of([0, 1, 2, 5])
+    [[0, 1, 2], [5]]
+    """
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return runs
 
 
 def share_text(part: float) -> str:

@@ -421,6 +421,11 @@ class Worth(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         return math.prod(axis.size for axis in self.axes)
 
     @property
+    def step_s(self) -> float:
+        """Seconds of a step of the plan; 0 where nothing is known."""
+        return self.one_device_s / self.speed_up if self.speed_up else 0.0
+
+    @property
     def efficiency(self) -> float:
         """The speed-up over the number of devices."""
         return self.speed_up / self.devices

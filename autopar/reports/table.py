@@ -17,11 +17,17 @@ from autopar.plans import GradientDecision, Plan, StagePlan
 from autopar.plans.schema import NEAR_LIMIT, Predicted, set_renderer
 from autopar.plans.specs import spec_text
 from autopar.reports.schedule import STAGE_HEADING, bubble, drawing, stage_rows
-from autopar.reports.worth import has_codecs, sends_by_codecs, worth_lines
+from autopar.reports.worth import (
+    faster_sending_text,
+    has_codecs,
+    sends_by_codecs,
+    worth_lines,
+)
 from autopar.terminal import columns, cut_name, names_text
 from autopar.units import (
     bytes_text,
     rounded_cluster,
+    runs_of,
     seconds_text,
     share_text,
     three_digits,
@@ -140,12 +146,10 @@ def _wait_lines(plan: Plan) -> list[str]:
     exposed_s = expected.communication_s - expected.hidden_s
     if plan.pipeline is not None or exposed_s <= _WAITS * expected.step_s:
         return []
-    helps = "a larger batch or faster links"
-    helps = helps if has_codecs(plan) else f"compression, {helps}"
     part = share_text(exposed_s / expected.step_s)
     return [
         f"waits    {part} of the step for messages, which `autopar explain` lists: "
-        f"{helps} may help"
+        f"{faster_sending_text(plan)}"
     ]
 
 
@@ -322,15 +326,9 @@ def _numbers(values: Sequence[int]) -> str:
     even = all(b - a == stride for a, b in itertools.pairwise(values))
     if len(values) > 2 and stride > 1 and even:
         return f"{{{values[0]},{values[1]},..{values[-1]}}}"
-    runs: list[list[int]] = []
-    for value in values:
-        if runs and value == runs[-1][-1] + 1:
-            runs[-1].append(value)
-        else:
-            runs.append([value])
     texts = [
         f"{run[0]}..{run[-1]}" if len(run) > 2 else ",".join(map(str, run))
-        for run in runs
+        for run in runs_of(values)
     ]
     return f"{{{','.join(texts)}}}"
 

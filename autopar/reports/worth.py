@@ -69,7 +69,7 @@ def mfu_text(worth: Worth) -> str:
 
 def fused_text(worth: Worth) -> str:
     """What a fused kernel of attention would save; '' for next to nothing."""
-    step_s = worth.one_device_s / worth.speed_up if worth.speed_up else 0.0
+    step_s = worth.step_s
     if worth.fused_saves_s < _TOLD_SAVED * step_s or not step_s:
         return ""
     saved, part = seconds_text(worth.fused_saves_s), worth.fused_saves_s / step_s
@@ -115,14 +115,18 @@ def idle_texts(plan: Plan) -> Iterator[str]:
 
 def _sums_text(plan: Plan, worth: Worth, axis: AxisUse) -> str:
     """Why rows are not split over an unused axis, where its links are too slow."""
-    step_s = worth.one_device_s / worth.speed_up if worth.speed_up else 0.0
-    if axis.sums_s <= (1.0 - 1.0 / axis.size) * step_s:
+    if axis.sums_s <= (1.0 - 1.0 / axis.size) * worth.step_s:
         return ""
-    compression = "" if has_codecs(plan) else "compression, "
     return (
         f"to split rows over {axis.name} takes {seconds_text(axis.sums_s)} a step for "
-        f"sums of gradients: {compression}a larger batch or faster links may help"
+        f"sums of gradients: {faster_sending_text(plan)}"
     )
+
+
+def faster_sending_text(plan: Plan) -> str:
+    """What may help where links are too slow for what a plan sends, or would send."""
+    compression = "" if has_codecs(plan) else "compression, "
+    return f"{compression}a larger batch or faster links may help"
 
 
 def scheme_text(plan: Plan) -> str:

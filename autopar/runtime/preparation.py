@@ -37,6 +37,7 @@ from autopar.runtime.step_planner import Analysed, StepPlanner
 from autopar.runtime.world import World
 from autopar.steps import program_text
 from autopar_passes import jax_compat
+from autopar_passes.graph.operators import GraphInput
 from autopar_passes.graph.roles import InputRole
 from autopar_passes.jax_meshes import without_mesh
 from autopar_passes.program.calls import StepCall
@@ -509,7 +510,7 @@ class Preparation:
         with agreement.tell_errors(world, what) if first else contextlib.nullcontext():
             for x, given, sharding in zip(leaves, graph.inputs, shardings, strict=True):
                 shape = graph.values[given.value].shape
-                if given.role is InputRole.BATCH and np.shape(x) != tuple(shape):
+                if _is_own_part(x, given, shape):
                     placed.append(placement.place_rows(x, shape, sharding))
                     continue
                 if placement.held_here(x, sharding):
@@ -608,7 +609,11 @@ def _own_rows(planned: PlannedStep, leaves: Sequence[Any]) -> dict[str, Any]:
     return {
         given.path: x
         for x, given in zip(leaves, graph.inputs, strict=True)
-        if given.role is InputRole.BATCH
-        and np.shape(x) != tuple(graph.values[given.value].shape)
+        if _is_own_part(x, given, graph.values[given.value].shape)
         and not jax_compat.is_extended(jax.typeof(x).dtype)
     }
+
+
+def _is_own_part(x: Any, given: GraphInput, shape: Sequence[int]) -> bool:
+    """Whether an array is this process's part of a batch of a shape."""
+    return given.role is InputRole.BATCH and np.shape(x) != tuple(shape)

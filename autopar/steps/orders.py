@@ -31,6 +31,7 @@ import math
 from collections.abc import Iterable, Sequence
 
 from autopar.steps.fusion import is_elementwise, side_factors
+from autopar.units import runs_of
 from autopar_passes.graph.operators import Operator, OperatorGraph
 from autopar_passes.rules.factor_rule import Dims, FactorRule
 
@@ -244,12 +245,7 @@ def _normalise(
     ``permutation[i]`` of the source.
     """
     place = {dim: i for i, dim in enumerate(source)}
-    runs: list[list[int]] = []
-    for dim in target:
-        if runs and place[dim] == runs[-1][-1] + 1:
-            runs[-1].append(place[dim])
-        else:
-            runs.append([place[dim]])
+    runs = runs_of(place[dim] for dim in target)
     shape = [math.prod(sizes[source[i]] for i in run) for run in runs]
     rank = {first: i for i, first in enumerate(sorted(run[0] for run in runs))}
     return shape, [rank[run[0]] for run in runs]
