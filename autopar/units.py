@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 _BYTES = ("B", "kB", "MB", "GB", "TB", "PB")
 # So many bytes as nobody writes them.
@@ -83,8 +83,32 @@ def number_of(count: int, noun: str) -> str:
     >>> number_of(1, "process"), number_of(2, "process"), number_of(3, "step")
     ('1 process', '2 processes', '3 steps')
     """
-    ending = "es" if noun.endswith("s") else "s"
-    return f"{count} {noun}" + ("" if count == 1 else ending)
+    return f"{count} {noun if count == 1 else _plural(noun)}"
+
+
+def _plural(noun: str) -> str:
+    return f"{noun}es" if noun.endswith("s") else f"{noun}s"
+
+
+def name_numbers(noun: str, numbers: Sequence[int], most: int | None = None) -> str:
+    """Names things by their numbers.
+
+    Args:
+      noun: what they are.
+      numbers: theirs.
+      most: how many are named; None: all.
+
+    >>> name_numbers("worker", [2]), name_numbers("process", [0, 1, 3])
+    ('worker 2', 'processes 0, 1 and 3')
+    >>> name_numbers("process", range(6), 4)
+    'processes 0, 1, 2, 3 and 2 more'
+    """
+    if len(numbers) == 1:
+        return f"{noun} {numbers[0]}"
+    shown, last = list(map(str, numbers[:-1])), f"{numbers[-1]}"
+    if most is not None and len(numbers) > most:
+        shown, last = list(map(str, numbers[:most])), f"{len(numbers) - most} more"
+    return f"{_plural(noun)} {', '.join(shown)} and {last}"
 
 
 def runs_of(numbers: Iterable[int]) -> list[list[int]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
+import itertools
 import math
 import numbers
 import pathlib
@@ -25,7 +26,6 @@ from autopar.cluster.members import (
 from autopar.cluster.membership import Prefer
 from autopar.cluster.mesh import MeshShape
 from autopar.cluster.specs import ClusterError, DeviceSpec, Level, LinkSpec
-from autopar.units import runs_of
 from autopar_errors import check_path, check_type
 
 # What a cluster is called in one line.
@@ -33,8 +33,10 @@ from autopar_errors import check_path, check_type
 
 def _runs(positions: Sequence[int]) -> Iterator[str]:
     """Yields runs of consecutive positions: 0-3, 5."""
-    for run in runs_of(positions):
-        yield f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0])
+    pairs = enumerate(positions)
+    for _, run in itertools.groupby(pairs, key=lambda pair: pair[1] - pair[0]):
+        ends = [position for _, position in run]
+        yield f"{ends[0]}-{ends[-1]}" if len(ends) > 1 else str(ends[0])
 
 
 def _place(of: Members) -> list[str]:

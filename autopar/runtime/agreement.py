@@ -32,6 +32,7 @@ from autopar.plans.schema import Seconds, differences
 from autopar.runtime.key_values import KeyValueExchange
 from autopar.runtime.world import World
 from autopar.steps.program_text import first_difference
+from autopar.units import name_numbers
 from autopar.version import __version__
 from autopar_errors import warn_user
 from autopar_passes import jax_compat
@@ -173,17 +174,8 @@ def by_process(values: Mapping[int, Any] | Sequence[Any]) -> str:
     for process, value in pairs:
         groups[str(value)].append(process)
     return ", ".join(
-        f"{value} on {_name_processes(who)}" for value, who in groups.items()
+        f"{value} on {name_numbers('process', who, 4)}" for value, who in groups.items()
     )
-
-
-def _name_processes(processes: Sequence[int]) -> str:
-    if len(processes) == 1:
-        return f"process {processes[0]}"
-    shown = [str(p) for p in processes[:4]]
-    if len(processes) > 4:
-        return f"processes {', '.join(shown)} and {len(processes) - 4} more"
-    return f"processes {', '.join(shown[:-1])} and {shown[-1]}"
 
 
 def _check_failures(found: Mapping[int, _Message]) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from autopar.elastic.processes.members import SUSPENDED, end_text
 from autopar.elastic.processes.records import workers_command
-from autopar.units import number_of, seconds_text
+from autopar.units import name_numbers, number_of, seconds_text
 
 
 class Console:
@@ -82,7 +82,7 @@ class Console:
         """Who joined, and the world that trains on."""
         before, self._world = self._world, frozenset(self._forming)
         new = sorted(self._world - before) if before is not None else []
-        names = _workers_text(self._forming)
+        names = name_numbers("worker", self._forming)
         pause_s, scheme = data["pause_s"], data["scheme"]
         pause = "" if pause_s is None else f", after a pause of {seconds_text(pause_s)}"
         plan = f". Plan: {scheme}" if scheme else ""
@@ -99,17 +99,11 @@ class Console:
         """Says once of each worker that the run waits for it."""
         if new := sorted(late - self._awaited):
             _print(
-                f"waits for {_workers_text(new)}, whose script has not called "
+                f"waits for {name_numbers('worker', new)}, whose script has not called "
                 "autopar.elastic or autopar.train yet; see its output, or end the run "
                 f"with `{workers_command(self._folder)} --stop`."
             )
         self._awaited |= late
-
-
-def _workers_text(workers: Sequence[int]) -> str:
-    """Names workers, as ``worker 0`` and ``workers 0, 1 and 3``."""
-    names = " and ".join(", ".join(map(str, workers)).rsplit(", ", 1))
-    return f"worker{'' if len(workers) == 1 else 's'} {names}"
 
 
 def _print(text: str) -> None:
