@@ -1,5 +1,7 @@
 """Commands of clusters: their jobs, and what a machine is and does."""
 
+# Annotations are no strings here: typer reads them of functions that are wrapped.
+
 import os
 import pathlib
 from typing import Annotated

@@ -1,5 +1,7 @@
 """Commands that make plans and read them."""
 
+# Annotations are no strings here: typer reads them of functions that are wrapped.
+
 import pathlib
 from collections.abc import Iterator
 from typing import Annotated

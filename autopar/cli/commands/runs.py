@@ -1,5 +1,7 @@
 """Commands of runs: training, its workers, what it logged and its checkpoints."""
 
+# Annotations are no strings here: typer reads them of functions that are wrapped.
+
 import json
 import pathlib
 from typing import Annotated
