@@ -129,7 +129,9 @@ class Runner:
         self._service_before = ProcessId.from_data(known.get("service"))
         self._ahead: Popen[bytes] | None = None
         self.supervisor = Supervisor(job.limits, self)
-        self.supervisor.reached = reached
+        if reached >= 0:
+            numbers = before.get("generation", 0), before.get("numbers", 0)
+            self.supervisor.continue_from(*numbers, reached)
         self._listening = Listening(job.limits, self, self._follow, job.folder)
         if known:
             self._adopt(known)
@@ -166,12 +168,12 @@ class Runner:
 
     def _begin_anew(self) -> None:
         """Starts workers where all that were taken up were about to end."""
-        reached = self.supervisor.reached
-        self._say_anew(reached)
+        gone = self.supervisor
+        self._say_anew(gone.reached)
         self.log("begin anew")
         self._heard = True
         self.supervisor = Supervisor(self._job.limits, self)
-        self.supervisor.reached = reached
+        self.supervisor.continue_from(gone.generation, gone.numbers, gone.reached)
         self.supervisor.begin()
         self._write()
 

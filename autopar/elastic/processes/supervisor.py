@@ -238,6 +238,13 @@ class Supervisor:
         for _ in range(self.limits.processes):
             self._spawn()
 
+    def continue_from(self, generation: int, numbers: int, reached: int) -> None:
+        """Goes on from the numbers of a run whose workers are gone.
+
+        So a generation names one world, and a number one worker, in all logs of a run.
+        """
+        self.generation, self.numbers, self.reached = generation, numbers, reached
+
     def adopt(self, known: Mapping[str, Any]) -> None:
         """Takes up the workers of an earlier supervisor, from what it wrote down."""
         now = self._clock()

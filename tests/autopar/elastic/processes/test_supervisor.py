@@ -370,6 +370,16 @@ def test_a_worker_that_starts_as_the_supervisor_dies_may_go_on() -> None:
     assert fake.world() == [0]
 
 
+def test_worlds_and_workers_are_counted_on_after_all_workers_are_gone() -> None:
+    fake = Fake(processes=0)
+    fake.supervisor.continue_from(7, 5, 40)
+    fake.supervisor.begin()
+    fake.supervisor.resize(1)
+    fake.ready(5)
+    assert fake.world() == [5]
+    assert fake.supervisor.generation == 8
+
+
 def test_a_worker_that_is_killed_as_it_starts_is_replaced() -> None:
     fake = Fake(processes=2, restarts=1)
     fake.supervisor.on_end(1, -9)
