@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import pathlib
 from typing import Any
 
+from autopar.elastic.processes.console import Console
 from autopar.elastic.processes.members import MemberLimits
 from autopar.elastic.processes.supervisor import Supervisor
 
@@ -13,6 +15,8 @@ class Fake:
 
     def __init__(self, **limits: Any) -> None:
         self.now = 0.0
+        self._console = Console(pathlib.Path("run"))
+        self.printed: list[str] = []
         self.rows = 0
         self.sent: list[tuple[int, str, dict[str, Any]]] = []
         self.killed: list[int] = []
@@ -41,7 +45,7 @@ class Fake:
         pass
 
     def log(self, event: str, **data: Any) -> None:
-        pass
+        self.printed += self._console.lines(event, data)
 
     def formed_world(self, message: Any) -> None:
         self.said.append(message)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pathlib
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from autopar.elastic.processes.members import SUSPENDED, end_text
@@ -23,7 +23,6 @@ class Console:
         """
         self._folder = folder
         self._world: frozenset[int] | None = None
-        self._forming: Sequence[int] = ()
         self._awaited: frozenset[int] = frozenset()
         # Whether a line has said why the next world forms, and what is said otherwise.
         self._explained, self._reason = False, ""
@@ -55,8 +54,6 @@ class Console:
             case "resize":
                 named = [f"worker {w} is asked to leave" for w in data["leaving"]]
                 return [*named, f"asked for {number_of(data['processes'], 'process')}"]
-            case "form":
-                self._forming = data["workers"]
             case "formed":
                 return self._world_lines(data)
             case "kill":
@@ -80,9 +77,10 @@ class Console:
 
     def _world_lines(self, data: Mapping[str, Any]) -> list[str]:
         """Who joined, and the world that trains on."""
-        before, self._world = self._world, frozenset(self._forming)
+        workers = data["workers"]
+        before, self._world = self._world, frozenset(workers)
         new = sorted(self._world - before) if before is not None else []
-        names = name_numbers("worker", self._forming)
+        names = name_numbers("worker", workers)
         pause_s, scheme = data["pause_s"], data["scheme"]
         pause = "" if pause_s is None else f", after a pause of {seconds_text(pause_s)}"
         plan = f". Plan: {scheme}" if scheme else ""
@@ -91,7 +89,7 @@ class Console:
         return [
             *([f"the last world broke: {why}"] if why else []),
             *(f"worker {w} joined" for w in new),
-            f"a world of {number_of(len(self._forming), 'process')} ({names}) "
+            f"a world of {number_of(len(workers), 'process')} ({names}) "
             f"trains from step {data['step']} on{pause}{plan}",
         ]
 

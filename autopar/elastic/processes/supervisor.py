@@ -509,7 +509,8 @@ class Supervisor:
             self._causes = []
             step, scheme = message["step"], message.get("scheme", "")
             known = {"step": step, "pause_s": self._pause_s, "scheme": scheme}
-            self._do.log("formed", generation=self.generation, **known)
+            made = {"generation": self.generation, "workers": list(self.world)}
+            self._do.log("formed", **made, **known)
             if step > self._done:
                 self._done = step
                 self._breaks.on_progress()

@@ -370,6 +370,18 @@ def test_a_worker_that_starts_as_the_supervisor_dies_may_go_on() -> None:
     assert fake.world() == [0]
 
 
+def test_a_world_is_named_that_formed_as_the_supervisor_was_away() -> None:
+    fake = Fake(processes=0)
+    known = {"generation": 3, "numbers": 6, "wanted": 2, "world": [4, 5]}
+    workers = {"4": None, "5": None}
+    fake.supervisor.adopt({**known, "workers": workers, "reached": 20, "formed": False})
+    fake.formed(4, 5, step=21)
+    (line,) = fake.printed
+    assert line.startswith(
+        "a world of 2 processes (workers 4 and 5) trains from step 21"
+    )
+
+
 def test_worlds_and_workers_are_counted_on_after_all_workers_are_gone() -> None:
     fake = Fake(processes=0)
     fake.supervisor.continue_from(7, 5, 40)
