@@ -33,14 +33,21 @@ def progress() -> Generator[Say]:
         yield say
 
 
-def import_target(source: str) -> None:
+def import_target(source: str, devices: int | None = None) -> None:
     """Imports the file of a target before anything asks JAX for its devices.
 
     The file may say how many there are to be, which ``--cluster local`` counts.
 
+    Args:
+      source: a target, or the file of a plan.
+      devices: that are simulated; None: those that the file says, or the real ones.
+
     Raises:
+      PlanError: JAX has already started with fewer devices.
       TargetError: it cannot be imported, or has no such function.
     """
+    if devices is not None:
+        simulate_devices(devices)
     if not is_plan_file(source):
         find(source)
 

@@ -200,7 +200,6 @@ def goodput(
             "--noise-scale and --max-batch go together: larger batches are worth less "
             "for each row, and the noise scale says how much."
         )
-    common.import_target(asked.target)
     found = [common.read_cluster(c, memory) for c in ranges.clusters(clusters)]
     table = curve_of(asked, found, processes)
     if not any(point.goodput for point in table.points):

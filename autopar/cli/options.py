@@ -98,7 +98,8 @@ def planning(
     """Gives a command the options of planning, as `OPTIONS` says them.
 
     The command takes what was given as ``asked``, an
-    `autopar.planner.options.PlanOptions`.
+    `autopar.planner.options.PlanOptions`. The file of its target is imported first:
+    it may register the codecs that an option names.
 
     Args:
       only: names of the options that it has; all of them where none is named.
@@ -110,9 +111,13 @@ def planning(
     def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(command)
         def call_with_options(*args: Any, **kwargs: Any) -> Any:
-            # It imports JAX, which help must not.
+            # They import JAX, which help must not.
+            from autopar.cli import common
             from autopar.planner.options import read_options
 
+            source = kwargs.get("source", kwargs.get("target"))
+            if source is not None:
+                common.import_target(source, kwargs.get("devices"))
             asked = read_options({name: kwargs.pop(name) for name in names})
             return command(*args, **kwargs, asked=asked)
 

@@ -81,7 +81,6 @@ def sweep(
       PlanError: no point has a plan, and why.
       TargetError: there is no such option to find the largest value of.
     """
-    common.import_target(target)
     made_for = [common.read_cluster(c, memory) for c in ranges.clusters(clusters)]
     given = SweepRequest(
         target,

@@ -50,7 +50,6 @@ def plan(
 
     for path in (out, html, trace):
         common.check_folder(path)
-    common.import_target(target)
     return planning.plan(
         target,
         words or [],
@@ -153,12 +152,9 @@ def compare(
     With --measure all that fit are really run, on this process's devices; for a
     cluster of CPU devices they are simulated.
     """
-    # They import JAX, which help must not.
-    from autopar.cli import common, comparing
+    # It imports JAX, which help must not.
+    from autopar.cli import comparing
 
-    if devices is not None:
-        common.simulate_devices(devices)
-    common.import_target(target)
     return comparing.compare(
         target,
         words or [],

@@ -7,6 +7,7 @@ import pytest
 from checkout import GOLDEN
 from command_line import TARGET, Run, assert_fails, save_plan
 
+from autopar.compression.codecs import registry
 from autopar.compression.codecs.registry import codec_names
 from autopar.plans import Plan
 
@@ -72,6 +73,35 @@ def test_a_codec_of_its_own_for_all(run: Run) -> None:
     codecs = {g["codec"] for g in found["stages"][0]["gradients"]}
     assert codecs == {"int4:block=64", "dense"}
     assert found["compression"]["mode"] == "int4:block=64"
+
+
+OWN = f"""
+import dataclasses, runpy
+
+from autopar.compression.codecs.registry import register_codec
+from autopar.compression.codecs.quantise import Int8
+
+
+@register_codec
+@dataclasses.dataclass(frozen=True)
+class Own(Int8):
+    name = "own"
+
+
+workload = runpy.run_path({str(GOLDEN / "two_layers.py")!r})["workload"]
+"""
+
+
+def test_a_codec_that_the_targets_file_registers(
+    run: Run, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    codec_names()
+    monkeypatch.setattr(registry, "_CODECS", dict(registry._CODECS))
+    target = tmp_path / "own_codec_target.py"
+    target.write_text(OWN)
+    words = (*SLOW, "--compression", "own", "--json")
+    found = run("plan", f"{target}:workload", *SMALL, *words).json
+    assert {g["codec"] for g in found["stages"][0]["gradients"]} == {"own", "dense"}
 
 
 def test_a_tight_budget_leaves_gradients_as_they_are(run: Run) -> None:
