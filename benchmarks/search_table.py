@@ -1,12 +1,14 @@
 """Plans some fifty cases by one checkout, or compares two.
 
     python benchmarks/search_table.py run [--checkout DIR] [--only TEXT] [--decide]
-        --out FILE
+        [--save FOLDER] [--judge FOLDER] --out FILE
     python benchmarks/search_table.py compare OLD NEW [--json FILE]
 
 Each case is planned in a process of its own. Written are the predicted time of a step,
 the gap and the status, the scheme and the mesh, and CPU seconds from the step to the
 plan. With ``--decide`` stages, microbatches and rematerialisation are decided, too.
+``--save`` keeps the plans, and ``--judge`` prices those that a run has kept, of another
+checkout perhaps, instead of searching. So two checkouts are compared by one cost model.
 Cases named ``tight`` have about 1.05 times the least memory for which a plan was found.
 ``compare`` prints one row a case, and exits with 1 where a new plan is slower by over
 half a percent, or takes over half of the old CPU seconds. The rows go to a file, too.
@@ -75,7 +77,7 @@ CHILD = """
 import json, sys, time
 sys.path.insert(0, sys.argv[1])
 import workloads, large, unet, autopar
-example, options, text, decided = json.loads(sys.argv[2])
+example, options, text, decided, save, judge = json.loads(sys.argv[2])
 cluster = autopar.Cluster.parse(text)
 if example.startswith("large:"):
     step, args = large.CASES[example[6:]](cluster)
@@ -84,7 +86,11 @@ elif example == "unet":
 else:
     step, args = workloads.arguments(example, **options)
 begin, wall = time.process_time(), time.perf_counter()
+if judge:
+    decided = {"layouts": judge}
 plan = autopar.plan(step, *args, cluster=cluster, **decided)
+if save:
+    plan.save(save)
 found = {
     "step_s": plan.predicted.step_s,
     "peak_bytes": plan.predicted.peak_memory_bytes,
@@ -109,6 +115,8 @@ def main() -> int:
     run.add_argument("--only", default="")
     run.add_argument("--decide", action="store_true", help="stages and all else")
     run.add_argument("--limit", type=float, default=500.0, help="seconds of a case")
+    run.add_argument("--save", type=pathlib.Path, help="folder for the plans")
+    run.add_argument("--judge", type=pathlib.Path, help="folder of plans to price")
     run.add_argument("--out", type=pathlib.Path, required=True)
     beside = commands.add_parser("compare")
     beside.add_argument("old", type=pathlib.Path)
@@ -118,6 +126,8 @@ def main() -> int:
     if options.command == "compare":
         old, new = (json.loads(p.read_text()) for p in (options.old, options.new))
         return compared(old, new, options.json)
+    if options.save:
+        options.save.mkdir(parents=True, exist_ok=True)
     known = json.loads(options.out.read_text()) if options.out.exists() else {}
     for name in CASES:
         if options.only in name:
@@ -130,7 +140,12 @@ def main() -> int:
 def planned(name: str, asked: argparse.Namespace) -> dict[str, Any]:
     """Plans a case in a process of its own."""
     checkout, limit_s = asked.checkout.resolve(), asked.limit
-    case = json.dumps((*CASES[name], DECIDED if asked.decide else {}))
+    file = f"{name.replace(' ', '-')}.json"
+    save, judge = (f and str(f.resolve() / file) for f in (asked.save, asked.judge))
+    if judge and not pathlib.Path(judge).exists():
+        return {"error": "no plan was kept"}
+    decided = DECIDED if asked.decide else {}
+    case = json.dumps((*CASES[name], decided, save, judge))
     places = (checkout, checkout / "passes", checkout / "solver")
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, places))}
     here = str(pathlib.Path(__file__).parent)
