@@ -11,7 +11,7 @@ and errors are relative.
 - *cards* are the network cards that the smallest node of the placement reaches, as if
   two devices shared one: on bert 3+5 devices take as long as 4+4, and 2+6 as long as
   2+2+2+2. A ring is as fast as its narrowest node.
-- The power of n is that of `autopar.scheduler.models.power_form`: the mean of its
+- The power of n is that of `autopar.scheduler.models.corrected_form`: the mean of its
   prior, chosen on Pollux's tables. It was not fitted here.
 - A pair is split where a node has an odd number of devices and others have another
   number; *widest* is the most devices of a node. **This term was chosen on vit.**

@@ -23,7 +23,7 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 import numpy as np
 import typer
 
-from autopar.scheduler.models import corrected_form, pollux_form, power_form
+from autopar.scheduler.models import corrected_form, pollux_form
 from autopar.scheduler.models.corrected_form import CorrectedTimes
 from autopar.scheduler.models.goodput import StepModel
 from autopar.scheduler.models.pollux_form import StepSamples
@@ -214,7 +214,7 @@ def models(folder: pathlib.Path) -> None:
     )
     fits = {
         "ours": corrected_form.fit,
-        "form alone": power_form.fit,
+        "form alone": corrected_form.fit_power_form,
         "Pollux": pollux_form.fit,
     }
     for application in (*CHOSEN_ON, *KEPT_OUT):

@@ -142,7 +142,7 @@ def predicted_transfer_s(row: Transfer) -> float:
 
 def predicted_product_s(row: Product) -> float:
     """What the cost model says."""
-    from autopar.cost.products import product_s
+    from autopar.cost.compute import product_s
 
     device = PRESETS[row.device].device
     return product_s(row.dtype, row.itemsize, device, row.batch, row.m, row.n, row.k)

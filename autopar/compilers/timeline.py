@@ -16,9 +16,8 @@ import numpy as np
 
 from autopar.cluster.specs import DeviceSpec
 from autopar.cost.collectives import collective_s
-from autopar.cost.compute import in_table_s, roofline_s
+from autopar.cost.compute import in_table_s, rates_of, roofline_s
 from autopar.cost.pricer import Pricer
-from autopar.cost.products import rates_of
 from autopar_passes.audit.compiled import Done, Event, EventLoop, Start
 from autopar_passes.audit.kernels import Kernel, Product
 from autopar_passes.audit.partitioned import AuditedCollective

@@ -12,7 +12,7 @@ from autopar.layouts.assignment import Assignment, Way
 from autopar.layouts.layout import Layout
 from autopar.steps.lifetimes import Lifetimes
 from autopar.steps.readings import Reading
-from autopar.steps.widening import WIDER
+from autopar.steps.rounding import WIDER
 from autopar_passes.graph.operators import PRODUCTS, Operator
 from autopar_passes.graph.roles import Role
 

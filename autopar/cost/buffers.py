@@ -11,7 +11,7 @@ from autopar.cost.local import Buffer, local_bytes
 from autopar.layouts.assignment import Assignment
 from autopar.layouts.layout import shards
 from autopar.steps.lifetimes import Lifetimes
-from autopar.steps.widening import WIDER, is_narrow
+from autopar.steps.rounding import WIDER, is_narrow
 from autopar_passes.graph.operators import Operator
 from autopar_passes.graph.roles import Role
 

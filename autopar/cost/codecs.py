@@ -3,8 +3,8 @@
 Wire time is that of the collectives that a codec asks for (`Codec.messages`), by the
 collectives' own model. Local time, encoding and decoding, is what a profile of the
 device measured. Without one it is in passes (`Codec.cost`) at the device's memory
-bandwidth. Messages that travel together are one collective (`autopar.layouts.buckets`):
-it takes the time of all their bytes.
+bandwidth. Messages that travel together are one collective
+(`autopar.layouts.summation`): it takes the time of all their bytes.
 """
 
 from __future__ import annotations
@@ -25,9 +25,16 @@ from autopar.compression.gradient import effective_error
 from autopar.compression.synchronise import NON_FINITE
 from autopar.cost.collectives import collective_bytes, collective_s
 from autopar.cost.pricer import Pricer
-from autopar.layouts.buckets import A, Bucket, BucketCollective, bucket_messages
 from autopar.layouts.layout import Axes, Layout, reshard_steps
-from autopar.layouts.summation import WITHIN_BYTES, Summation, summations
+from autopar.layouts.summation import (
+    WITHIN_BYTES,
+    A,
+    Bucket,
+    BucketCollective,
+    Summation,
+    bucket_messages,
+    summations,
+)
 from autopar.plans import GradientDecision
 
 

@@ -21,7 +21,7 @@ lives until then, also where a checkpoint was to save it. Its products have work
 XLA's CPU compiler runs operators as soon as it can (`autopar.steps.lifetimes`), sends
 sums of gradients together (`autopar.cost.buffers`), copies parameters that their
 updates might overwrite too early (`autopar.steps.lifetimes`) and computes types of 16
-bits in 32 (`autopar.steps.widening`).
+bits in 32 (`autopar.steps.rounding`).
 
 XLA's compiler for TPUs of one core fuses element-wise results into products, too. It
 keeps short-lived buffers in the memory of the chip (`on_chip`) and stores

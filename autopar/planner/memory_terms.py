@@ -16,14 +16,13 @@ import numpy as np
 from autopar.cost.buffers import held_until
 from autopar.cost.live import habits_of
 from autopar.cost.pricer import Pricer
-from autopar.layouts.copies import Copy, Mode
 from autopar.layouts.layout import shards
-from autopar.layouts.strategies import Space, partial_axes
+from autopar.layouts.strategies import Copy, Mode, Space, partial_axes
 from autopar.steps.analysis import Analysis
 from autopar.steps.lifetimes import kept_times
 from autopar.steps.nodes import Home
+from autopar.steps.rounding import WIDER
 from autopar.steps.uses import HomeValue
-from autopar.steps.widening import WIDER
 from autopar_passes.graph.operators import Operator
 from autopar_passes.rules.factor_rule import Dims
 from autopar_solver import MemoryTerm

@@ -15,9 +15,8 @@ from autopar.cluster import Cluster, ClusterError
 from autopar.compression.codecs.codec import Codec
 from autopar.compression.codecs.registry import parse_codec
 from autopar.errors import PlanError
-from autopar.planner.hints import LogicalRules, Pins, logical_pins
+from autopar.planner.hints import LogicalRules, Pins, logical_pins, parse_pins
 from autopar.planner.option_texts import OPTIONS, PLANNING, Option
-from autopar.planner.pins import parse_pins
 from autopar.plans import NO_SCHEDULE, SCHEDULES, Plan
 from autopar.steps import spares
 from autopar.steps.spares import Spares

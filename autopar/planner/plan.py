@@ -31,7 +31,6 @@ from autopar.planner.hints import (
     pin_restriction,
     pinned_layouts,
 )
-from autopar.planner.manual import meshes_for_manual
 from autopar.planner.options import DEFAULTS, PlanOptions
 from autopar.planner.problem import Restriction
 from autopar.planner.programs import Planned, Unfit
@@ -44,7 +43,12 @@ from autopar.planner.record import (
 )
 from autopar.planner.remat import remat_wanted
 from autopar.planner.replicas import plan_replicas
-from autopar.planner.search import candidate_meshes, search, search_of_one
+from autopar.planner.search import (
+    candidate_meshes,
+    meshes_for_manual,
+    search,
+    search_of_one,
+)
 from autopar.planner.solving import HIDDEN
 from autopar.planner.stages.kept import kept_pipeline
 from autopar.planner.weights import Weights

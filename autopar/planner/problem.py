@@ -13,9 +13,10 @@ from autopar.cost.combining import ALONE, GATHERS, SUMS
 from autopar.cost.local import sent_bytes
 from autopar.cost.pricer import Pricer
 from autopar.cost.work import node_seconds, partial_runs, partial_work_s, share_of
-from autopar.layouts.copies import Copy, Mode
 from autopar.layouts.layout import Axes, Layout
 from autopar.layouts.strategies import (
+    Copy,
+    Mode,
     Space,
     Strategy,
     copy_space,

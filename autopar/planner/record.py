@@ -12,9 +12,8 @@ import msgspec
 from autopar.cost.certainty import interval_s
 from autopar.errors import PlanError
 from autopar.garbage import collector_paused
-from autopar.layouts.assignment import Assignment, CopyChoice
+from autopar.layouts.assignment import Assignment, CopyChoice, apart_bytes
 from autopar.layouts.layout import from_spec, to_spec
-from autopar.layouts.whole_gathers import apart_bytes
 from autopar.planner.candidate import Candidate, SearchResult
 from autopar.planner.codecs.choose import (
     CodecRequest,

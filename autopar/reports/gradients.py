@@ -1,6 +1,6 @@
 """The messages that a plan's codecs send, and what other codecs would cost.
 
-Messages that travel together are one collective (`autopar.layouts.buckets`). It takes
+Messages that travel together are one collective (`autopar.layouts.summation`). It takes
 the time of all their bytes, as when the codecs were chosen.
 """
 
@@ -27,7 +27,7 @@ from autopar.cost.codecs import (
 )
 from autopar.cost.collectives import collective_bytes, collective_s
 from autopar.cost.pricer import Pricer
-from autopar.layouts.buckets import WITHIN, Bucket, BucketCollective, bucket_messages
+from autopar.layouts.summation import WITHIN, Bucket, BucketCollective, bucket_messages
 from autopar.planner.codecs.adjusted import codec_of
 from autopar.planner.option_texts import TELEMETRY_EVERY
 from autopar.plans import GradientDecision

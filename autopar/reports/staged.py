@@ -12,8 +12,8 @@ from autopar.cost.reassociation import compiled_traffic
 from autopar.cost.traffic import join_messages
 from autopar.planner.record import assignment_of
 from autopar.planner.stages.entry import cut_as
-from autopar.planner.stages.placement import one_stage, stage_pricers
 from autopar.planner.stages.stage_costs import link_bytes
+from autopar.planner.stages.submeshes import one_stage, stage_pricers
 from autopar.plans import Plan
 from autopar.reports.attribution import AttributedTime, attribute, step_of
 from autopar.reports.explain import BoundPlan

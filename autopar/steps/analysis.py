@@ -35,7 +35,13 @@ from autopar.steps.nodes import Contraction, contract
 from autopar.steps.orders import copies_in_orders
 from autopar.steps.positions import Positions, behind, followers, positions
 from autopar.steps.readings import Readings, readings
-from autopar.steps.rounding import NOT_ROUNDED, Rounded, find_rounded
+from autopar.steps.rounding import (
+    NOT_ROUNDED,
+    Rounded,
+    find_rounded,
+    find_widened,
+    rounded_results,
+)
 from autopar.steps.spares import Spares
 from autopar.steps.sums import (
     CodedSums,
@@ -49,7 +55,6 @@ from autopar.steps.sums import (
     sums_due,
 )
 from autopar.steps.uses import HomeValue, ValueClass, collect
-from autopar.steps.widening import find_widened, rounded_results
 from autopar.steps.work import (
     OperatorWork,
     WorkTable,
@@ -110,7 +115,7 @@ class Analysis:
       origin: the step and the shapes that it was traced with; None likewise.
       split: into which microbatches the program splits its batch; None: it does not.
       whole: of a step that was split, the analysis of the step as it is written.
-      pieces: flat argument -> layers of each piece of it (`autopar.steps.pieces`).
+      pieces: flat argument -> layers of each piece of it (`autopar.steps.stages`).
       spares: what devices hold of the state beside the one in use.
       remat: what the program computes again (`autopar.steps.remat`).
       written: of a step without its checkpoints, the analysis of the step with them.
@@ -172,7 +177,7 @@ class Analysis:
 
     @functools.cached_property
     def cuts(self) -> dict[tuple[tuple[int, tuple[int, ...]], ...], Analysis]:
-        """What `autopar.steps.pieces.with_pieces` has made of it."""
+        """What `autopar.steps.stages.with_pieces` has made of it."""
         return {}
 
     @functools.cached_property

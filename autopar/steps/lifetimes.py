@@ -19,8 +19,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 
 from autopar.steps.fusion import is_cloned, is_elementwise, spread
-from autopar.steps.rounding import NOT_ROUNDED, Rounded
-from autopar.steps.widening import NOT_WIDENED, Widened
+from autopar.steps.rounding import NOT_ROUNDED, NOT_WIDENED, Rounded, Widened
 from autopar_passes.graph.operators import Operator, OperatorGraph, readers
 from autopar_passes.graph.roles import Role
 
@@ -262,7 +261,7 @@ class Habits:
         (`autopar.steps.lifetimes`).
       joined_sums: how many sums of gradients one message carries, whatever their size
         (`autopar.cost.buffers`); 0: each is sent when it is there.
-      widens: whether types of 16 bits are computed in 32 (`autopar.steps.widening`).
+      widens: whether types of 16 bits are computed in 32 (`autopar.steps.rounding`).
       rounds: whether products of float32 read bfloat16 (`autopar.steps.rounding`).
       room: the part of a device's memory, and of what the inputs leave of that, beyond
         which results are given up for a while (`gaps`); 0: they never are.

@@ -17,9 +17,8 @@ from autopar.cluster import Cluster, LinkSpec, MeshAxis, MeshShape
 from autopar.cost.pricer import Pricer
 from autopar.cost.traffic import traffic
 from autopar.layouts.assignment import Assignment, assign
-from autopar.layouts.copies import Copy, Mode
 from autopar.layouts.layout import Layout
-from autopar.layouts.strategies import Strategy, layout_of, strategy_space
+from autopar.layouts.strategies import Copy, Mode, Strategy, layout_of, strategy_space
 from autopar.planner.problem import make_copies
 from autopar.steps.analysis import Analysis, analyse_program
 from autopar.steps.nodes import Contraction

@@ -18,7 +18,6 @@ from autopar.planner.codecs.choose import CodecRequest, request_of
 from autopar.planner.options import PlanOptions
 from autopar.planner.record import another_step
 from autopar.planner.stages.layer_map import LayerMap, batch_inputs
-from autopar.planner.stages.placement import place
 from autopar.planner.stages.plan import (
     SCHEDULES,
     NotFasterError,
@@ -33,12 +32,18 @@ from autopar.planner.stages.staged import (
     schedule_of,
     staged_plan,
 )
+from autopar.planner.stages.submeshes import place
 from autopar.plans import Plan
 from autopar.progress import say
 from autopar.steps.analysis import Analysis
 from autopar.steps.microbatches import one_microbatch, over_microbatches
-from autopar.steps.pieces import even_pieces, sizes_from_paths, with_pieces
-from autopar.steps.stages import CutStep, cut_step
+from autopar.steps.stages import (
+    CutStep,
+    cut_step,
+    even_pieces,
+    sizes_from_paths,
+    with_pieces,
+)
 from autopar_passes.graph.operators import update_equations
 from autopar_passes.graph.roles import Role
 from autopar_passes.layer_loops.operators import piece_arguments

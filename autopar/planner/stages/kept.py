@@ -13,9 +13,9 @@ from autopar.planner.options import PlanOptions
 from autopar.planner.record import GIVEN, assignment_of
 from autopar.planner.search import search_of_one
 from autopar.planner.stages.entry import cut_as
-from autopar.planner.stages.placement import one_stage, stage_pricers
 from autopar.planner.stages.stage_search import StageSite, check_matches, own_pins
 from autopar.planner.stages.staged import WantedPipeline, kept_plan, schedule_of
+from autopar.planner.stages.submeshes import one_stage, stage_pricers
 from autopar.plans import Plan
 from autopar.steps.analysis import Analysis
 from autopar.steps.stages import CutStep

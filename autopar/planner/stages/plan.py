@@ -13,11 +13,11 @@ from autopar.cluster import Cluster
 from autopar.errors import InfeasibleError, PlanError
 from autopar.planner.stages.costs import Priced, price_layers, stage_problem
 from autopar.planner.stages.layer_map import LayerMap, batch_inputs, layer_map
-from autopar.planner.stages.placement import place
 from autopar.planner.stages.submeshes import (
     Submesh,
     batch_splits,
     divides,
+    place,
     submeshes,
 )
 from autopar.planner.weights import partly

@@ -21,11 +21,10 @@ from autopar.planner.hints import (
     pin_restriction,
     pinned_layouts,
 )
-from autopar.planner.manual import meshes_for_manual
 from autopar.planner.options import PlanOptions
 from autopar.planner.problem import Restriction
 from autopar.planner.recipes import Recipe, restriction_of
-from autopar.planner.search import candidate_meshes, search
+from autopar.planner.search import candidate_meshes, meshes_for_manual, search
 from autopar.planner.stages.codecs import summed_once
 from autopar.progress import say
 from autopar.steps.analysis import Analysis

@@ -18,8 +18,7 @@ from autopar.planner.stages.stage_costs import StageCosts, saved_bytes, stage_co
 from autopar.planner.stages.stage_search import StageHints, StageSearch, StageSite
 from autopar.plans import NO_SCHEDULE, PipelineData, Plan, StagePlan
 from autopar.steps.microbatches import over_microbatches
-from autopar.steps.pieces import sizes_by_path
-from autopar.steps.stages import CutStep
+from autopar.steps.stages import CutStep, sizes_by_path
 from autopar_solver import (
     Schedule,
     ScheduleKind,

@@ -34,7 +34,7 @@ from autopar.cost.pricer import Pricer
 from autopar.errors import PlanError
 from autopar.planner.codecs.adjusted import adjusted_plan, changed_families, families
 from autopar.planner.codecs.sites import reprice_bytes
-from autopar.planner.stages.placement import stage_pricers
+from autopar.planner.stages.submeshes import stage_pricers
 from autopar.plans import GradientDecision, Plan
 from autopar.reports.gradients import codec_rows
 from autopar.runtime.agreement import content_digest

@@ -41,9 +41,8 @@ from autopar.compression.signal import COLUMNS
 from autopar.compression.synchronise import NON_FINITE
 from autopar.errors import PlanError
 from autopar.layouts.assignment import Assignment
-from autopar.layouts.buckets import Bucket
 from autopar.layouts.layout import Axes, Layout
-from autopar.layouts.summation import Summation, summation_of
+from autopar.layouts.summation import Bucket, Summation, summation_of
 from autopar.planner.codecs.adjusted import check_rooms, codec_of
 from autopar.plans import GradientDecision, Plan
 from autopar.runtime import placement

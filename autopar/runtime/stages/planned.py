@@ -15,8 +15,8 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from autopar.compression.fallback import Fallback
 from autopar.errors import PlanError
 from autopar.planner.record import assignment_of
-from autopar.planner.stages.placement import one_stage
 from autopar.planner.stages.staged import schedule_of
+from autopar.planner.stages.submeshes import one_stage
 from autopar.plans import Plan
 from autopar.runtime import placement
 from autopar.runtime.gradients.state_restorer import restored_state

@@ -10,8 +10,8 @@ from jax.sharding import PartitionSpec as P
 from stage_plans import make_plan
 
 from autopar.errors import PlanError
+from autopar.planner.hints import parse_entries, parse_pins
 from autopar.planner.options import PlanOptions, read_options
-from autopar.planner.pins import parse_entries, parse_pins
 from autopar.plans import Plan
 from autopar.plans.specs import spec_of, spec_text
 

@@ -7,8 +7,8 @@ import pytest
 
 from autopar.cluster import Cluster
 from autopar.compilers.timeline import kernel_s, message_s, timeline
+from autopar.cost.compute import product_s
 from autopar.cost.pricer import Pricer
-from autopar.cost.products import product_s
 from autopar_passes.audit.compiled import Done, EventLoop, Kernel, Start
 from autopar_passes.audit.kernels import Product
 from autopar_passes.audit.partitioned import AuditedCollective

@@ -13,9 +13,8 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from autopar.cluster import Cluster
 from autopar.compilers.compiled import compile_for
 from autopar.compilers.targets import target_of
-from autopar.layouts.assignment import written_sums
+from autopar.layouts.assignment import apart_bytes, stated_layouts, written_sums
 from autopar.layouts.layout import Layout, reshard_steps
-from autopar.layouts.whole_gathers import apart_bytes, stated_layouts
 from autopar_passes.audit.compiled import hlo_collectives
 from autopar_passes.jax_compat import lowered_without_devices
 from autopar_passes.layouts import constrain, partition_spec

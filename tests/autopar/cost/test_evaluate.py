@@ -17,7 +17,7 @@ from autopar.cost.estimate import estimate
 from autopar.cost.live import live
 from autopar.cost.pricer import Pricer
 from autopar.cost.traffic import join_messages, traffic
-from autopar.layouts.copies import Mode
+from autopar.layouts.strategies import Mode
 from autopar.planner.candidate import Candidate, candidate_of
 from autopar.planner.problem import Formulation, formulate, with_joined_bytes
 from autopar.planner.search import candidate_meshes

@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 import autopar
 from autopar.cluster.presets import PRESETS
 from autopar.cluster.specs import CALIBRATIONS, DeviceSpec
-from autopar.cost.compute import work_s
-from autopar.cost.products import product_s, rates_of
+from autopar.cost.compute import product_s, rates_of, work_s
 from autopar.steps.analysis import analyse
 from autopar.steps.fusion import Fusion
 from autopar.steps.work import InMemory, OperatorWork, in_memory, operator_work

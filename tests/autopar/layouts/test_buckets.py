@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from autopar.compression.codecs.registry import parse_codec
 from autopar.compression.exchange import Message
 from autopar.compression.gradient import Gradient
-from autopar.layouts.buckets import Bucket, bucket_messages
-from autopar.layouts.summation import Summation
+from autopar.layouts.summation import Bucket, Summation, bucket_messages
 from autopar.plans import GradientDecision
 from autopar.runtime.gradients.sums import GradientSums, Member
 

@@ -7,8 +7,8 @@ import math
 import pytest
 
 from autopar.cluster.presets import PRESETS
+from autopar.layouts.assignment import apart_bytes, stated_layouts
 from autopar.layouts.layout import Layout, reshard_steps
-from autopar.layouts.whole_gathers import apart_bytes, stated_layouts
 
 SIZES = (8, 8)
 WHOLE: Layout = ((), ())

@@ -16,10 +16,9 @@ from autopar.cost.pricer import Pricer
 from autopar.layouts.layout import ReshardStep
 from autopar.layouts.strategies import Strategy
 from autopar.planner import solving
-from autopar.planner.limit import Limit
 from autopar.planner.problem import Within, formulate
 from autopar.planner.search import candidate_meshes, search
-from autopar.planner.solving import solve_mesh
+from autopar.planner.solving import Limit, solve_mesh
 from autopar.planner.weights import HIDDEN, WHOLE, partly
 from autopar.steps.analysis import Analysis, analyse
 from autopar.steps.nodes import Node

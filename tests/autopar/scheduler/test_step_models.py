@@ -8,10 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from property_tests import examples
 
-from autopar.scheduler.models import corrected_form, gaussian_process, power_form
-from autopar.scheduler.models.gaussian_process import Prior
+from autopar.scheduler.models import corrected_form
+from autopar.scheduler.models.corrected_form import PowerTimes, Prior
 from autopar.scheduler.models.pollux_form import StepSamples
-from autopar.scheduler.models.power_form import PowerTimes
 
 LENGTHS = (0.5, 0.8)
 PRIOR = Prior(lengths=LENGTHS, spread=0.1, count=4.0)
@@ -37,9 +36,7 @@ def matern(one: np.ndarray, other: np.ndarray) -> np.ndarray:
 def test_it_is_the_dense_formula(seed: int, count: int, part: float) -> None:
     points, values = drawn(seed, count)
     at, _ = drawn(seed + 1000, 5)
-    found = gaussian_process.process_of(
-        points, values, LENGTHS, variance=0.3, part=part
-    )
+    found = corrected_form.process_of(points, values, LENGTHS, variance=0.3, part=part)
     smooth = 0.3 * part
     seen = smooth * matern(points, points) + 0.3 * (1 - part) * np.eye(count)
     across = smooth * matern(at, points)
@@ -52,7 +49,7 @@ def test_it_is_the_dense_formula(seed: int, count: int, part: float) -> None:
 @settings(deadline=None, max_examples=examples(30))
 def test_without_noise_it_goes_through_what_was_seen(seed: int, count: int) -> None:
     points, values = drawn(seed, count)
-    found = gaussian_process.process_of(points, values, LENGTHS, variance=0.3, part=1.0)
+    found = corrected_form.process_of(points, values, LENGTHS, variance=0.3, part=1.0)
     assert found.mean(points) == pytest.approx(values, abs=1e-5)
     assert found.spread(points) == pytest.approx(0, abs=1e-3)
 
@@ -61,7 +58,7 @@ def test_without_noise_it_goes_through_what_was_seen(seed: int, count: int) -> N
 @settings(deadline=None, max_examples=examples(30))
 def test_far_away_nothing_is_known(seed: int, count: int) -> None:
     points, values = drawn(seed, count)
-    found = gaussian_process.fit(points, values, PRIOR)
+    found = corrected_form.fit_process(points, values, PRIOR)
     far = points + 100.0
     assert found.mean(far) == pytest.approx(0, abs=1e-9)
     assert found.spread(far) == pytest.approx((found.variance * found.part) ** 0.5)
@@ -71,10 +68,10 @@ def test_far_away_nothing_is_known(seed: int, count: int) -> None:
 def test_errors_without_a_group_are_those_of_fits_without_it(groups: list[int]) -> None:
     points, values = drawn(3, 6)
     own = np.array(groups)
-    whole = gaussian_process.process_of(points, values, LENGTHS, variance=0.3, part=0.6)
+    whole = corrected_form.process_of(points, values, LENGTHS, variance=0.3, part=0.6)
     for group in set(groups):
         out = own == group
-        rest = gaussian_process.process_of(
+        rest = corrected_form.process_of(
             points[~out], values[~out], LENGTHS, variance=0.3, part=0.6
         )
         expected = values[out] - rest.mean(points[out])
@@ -83,7 +80,7 @@ def test_errors_without_a_group_are_those_of_fits_without_it(groups: list[int]) 
 
 def test_the_fit_is_the_most_likely_part() -> None:
     points, values = drawn(5, 10)
-    found = gaussian_process.fit(points, values, PRIOR)
+    found = corrected_form.fit_process(points, values, PRIOR)
 
     def likely(part: float) -> float:
         seen = part * matern(points, points) + (1 - part) * np.eye(10)
@@ -98,8 +95,8 @@ def test_the_fit_is_the_most_likely_part() -> None:
 def test_what_is_smooth_is_found_and_what_is_noise_is_left() -> None:
     points, noise = drawn(7, 60)
     smooth = np.sin(points[:, 0])
-    assert gaussian_process.fit(points, smooth, PRIOR).part > 0.9
-    assert gaussian_process.fit(points, noise, PRIOR).part < 0.3
+    assert corrected_form.fit_process(points, smooth, PRIOR).part > 0.9
+    assert corrected_form.fit_process(points, noise, PRIOR).part < 0.3
 
 
 TRUE = PowerTimes((-1.0, -3.0, -3.0, -1.0, 0.5, 0.5, -0.3, 0.1, 0.0))
@@ -118,7 +115,9 @@ def samples(wrong: float) -> StepSamples:
 def test_what_was_measured_is_predicted_though_the_form_misses_it() -> None:
     seen = samples(2.0)
     where = seen.nodes, seen.devices, seen.local
-    before = np.abs(power_form.fit(seen).step_s(*where) / seen.step_s - 1)
+    before = np.abs(
+        corrected_form.fit_power_form(seen).step_s(*where) / seen.step_s - 1
+    )
     after = np.abs(corrected_form.fit(seen).step_s(*where) / seen.step_s - 1)
     assert before.max() > 0.2
     assert after.max() < before.max() / 2
@@ -131,7 +130,10 @@ def test_far_from_what_was_measured_the_form_is_left() -> None:
 
 
 def test_shapes_are_kept() -> None:
-    found, form = corrected_form.fit(samples(1.0)), power_form.fit(samples(1.0))
+    found, form = (
+        corrected_form.fit(samples(1.0)),
+        corrected_form.fit_power_form(samples(1.0)),
+    )
     local = np.array([[8.0, 16.0], [32.0, 64.0], [8.0, 8.0]])
     counts = np.array([1.0, 4.0]), np.array([4.0, 16.0])
     assert found.step_s(*counts, local).shape == (3, 2)

@@ -10,7 +10,7 @@ import optax
 from planner_steps import mlp_batch, mlp_params, training
 
 from autopar.steps.analysis import Analysis, analyse
-from autopar.steps.widening import NOT_WIDENED, find_widened, rounded_results
+from autopar.steps.rounding import NOT_WIDENED, find_widened, rounded_results
 from autopar_passes.graph.operators import producers, readers
 from autopar_passes.graph.roles import Role
 

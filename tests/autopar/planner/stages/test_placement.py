@@ -1,4 +1,4 @@
-"""Tests of `autopar.planner.stages.placement`."""
+"""Tests of `autopar.planner.stages.submeshes`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 
 from autopar.cluster import Cluster
 from autopar.errors import PlanError
-from autopar.planner.stages.placement import place
+from autopar.planner.stages.submeshes import place
 
 
 def test_stages_lie_in_their_order() -> None:

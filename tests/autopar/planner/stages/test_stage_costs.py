@@ -7,8 +7,7 @@ from layer_cases import BLOCKS, COUNTS, SCALES, WIDTH, layers_of, on
 
 from autopar.cost.estimate import estimate
 from autopar.cost.live import live
-from autopar.planner.stages.costs import LayerSeconds, SecondsPricer
-from autopar.planner.stages.memory import BytesPricer
+from autopar.planner.stages.costs import BytesPricer, LayerSeconds, SecondsPricer
 from autopar.planner.stages.submeshes import Submesh
 
 
