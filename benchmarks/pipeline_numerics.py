@@ -45,7 +45,7 @@ from flax import nnx
 import autopar
 from autopar.steps.analysis import analyse
 from autopar.steps.microbatches import in_microbatches
-from autopar_passes.program.evaluate import evaluate
+from autopar_passes.program.equations import evaluate
 from autopar_passes.program.trace import open_arguments
 
 _SMALL = {"d_model": 32, "heads": 4, "seq": 16, "batch": 16}

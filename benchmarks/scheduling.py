@@ -25,11 +25,11 @@ import typer
 
 from autopar.scheduler.models import corrected_form, pollux_form
 from autopar.scheduler.models.corrected_form import CorrectedTimes
-from autopar.scheduler.models.goodput import StepModel
 from autopar.scheduler.models.pollux_form import StepSamples
 from autopar.scheduler.nodes import Nodes
 from autopar.scheduler.policies.baselines import policy_of
 from autopar.scheduler.simulator.engine import Options, simulate
+from autopar.scheduler.simulator.jobs import StepModel
 from autopar.scheduler.simulator.metrics import Metrics, metrics
 from autopar.scheduler.simulator.tables import PlacementTimes, read_rows
 from autopar.scheduler.simulator.traces.recorded import jobs_of

@@ -4,7 +4,8 @@ import contextlib
 import dataclasses
 import os
 import pathlib
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
+from typing import Any
 
 import jax
 import msgspec
@@ -15,7 +16,12 @@ from autopar.cluster.text import parse_quantity
 from autopar.errors import PlanError, TargetError
 from autopar.planner.edited import carried_out
 from autopar.planner.option_texts import OPTIONS
-from autopar.planner.options import PlanOptions, as_cluster, changed_options
+from autopar.planner.options import (
+    PlanOptions,
+    as_cluster,
+    changed_options,
+    read_options,
+)
 from autopar.planner.plan import plan_analysis
 from autopar.plans import Plan
 from autopar.progress import say, show_progress
@@ -33,23 +39,28 @@ def progress() -> Generator[Say]:
         yield say
 
 
-def import_target(source: str, devices: int | None = None) -> None:
-    """Imports the file of a target before anything asks JAX for its devices.
+def read_planning(
+    given: Mapping[str, Any], source: str | None, devices: int | None
+) -> PlanOptions:
+    """Options of planning, as a command line gives them.
 
-    The file may say how many there are to be, which ``--cluster local`` counts.
+    The target's file is imported before anything else: it may register the codecs that
+    an option names, and say how many devices there are to be.
 
     Args:
-      source: a target, or the file of a plan.
+      given: what was given, by name.
+      source: a target, or the file of a plan; None: there is neither.
       devices: that are simulated; None: those that the file says, or the real ones.
 
     Raises:
-      PlanError: JAX has already started with fewer devices.
-      TargetError: it cannot be imported, or has no such function.
+      PlanError: an option is wrong, or JAX has already started with fewer devices.
+      TargetError: the file cannot be imported, or has no such function.
     """
-    if devices is not None:
+    if source is not None and devices is not None:
         simulate_devices(devices)
-    if not is_plan_file(source):
+    if source is not None and not is_plan_file(source):
         find(source)
+    return read_options(given)
 
 
 def read_cluster(text: str | None, memory: str | None = None) -> Cluster:

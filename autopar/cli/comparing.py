@@ -10,9 +10,8 @@ from typing import Any
 import jax
 
 from autopar.cli import common
-from autopar.cli.failures import DIFFERENT
+from autopar.cli.failures import DIFFERENT, spell_options
 from autopar.cli.output import Result
-from autopar.cli.spelling import spell_options
 from autopar.cli.target import load, parse_words
 from autopar.cluster import Cluster
 from autopar.errors import PlanError

@@ -15,8 +15,8 @@ from collections.abc import Iterator, Sequence
 import msgspec
 
 from autopar.cli import common, ranges
+from autopar.cli.failures import spell_options
 from autopar.cli.output import Result
-from autopar.cli.spelling import spell_options
 from autopar.cli.target import load, parse_words
 from autopar.cluster import Cluster
 from autopar.errors import PlanError

@@ -111,14 +111,12 @@ def planning(
     def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(command)
         def call_with_options(*args: Any, **kwargs: Any) -> Any:
-            # They import JAX, which help must not.
+            # It imports JAX, which help must not.
             from autopar.cli import common
-            from autopar.planner.options import read_options
 
             source = kwargs.get("source", kwargs.get("target"))
-            if source is not None:
-                common.import_target(source, kwargs.get("devices"))
-            asked = read_options({name: kwargs.pop(name) for name in names})
+            given = {name: kwargs.pop(name) for name in names}
+            asked = common.read_planning(given, source, kwargs.get("devices"))
             return command(*args, **kwargs, asked=asked)
 
         signature = inspect.signature(command)

@@ -7,8 +7,8 @@ import pathlib
 from collections.abc import Iterator, Sequence
 
 from autopar.cli import common, ranges
+from autopar.cli.failures import spell_options
 from autopar.cli.output import Result
-from autopar.cli.spelling import spell_options
 from autopar.cli.target import Workload, load, parse_words
 from autopar.cluster import Cluster
 from autopar.errors import AutoparError, InfeasibleError, TargetError

@@ -6,6 +6,11 @@ others once in a step, when gradients are summed and the state is updated. What 
 takes depends on the batch of a microbatch, and is priced at any batch by the formulas
 that price the planned one. `StepEstimate` adds the rows up. Reports, goodput and stages
 read its totals.
+
+The sums over replicas are taken once, behind the microbatches. They are those of
+`autopar_passes.replay.replicas.Replicas.add_up`: an all-reduce over the axis of the
+replicas of what a device holds of each result of the loop. Nothing of the step runs
+beside them, as the update waits for them and the loop is over.
 """
 
 from __future__ import annotations
@@ -13,7 +18,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -25,14 +30,16 @@ from autopar.cost.compute import roofline_s, shard_s
 from autopar.cost.live import Live, each_held_bytes, live
 from autopar.cost.overlap import Key, Part, PartCut, Timeline
 from autopar.cost.pricer import Pricer
-from autopar.cost.replicas import all_collectives
-from autopar.cost.traffic import Collective
+from autopar.cost.reassociation import compiled_traffic
+from autopar.cost.traffic import Collective, join_messages
 from autopar.layouts.assignment import Assignment
-from autopar.layouts.layout import shards
+from autopar.layouts.layout import Layout, ReshardStep, shards
 from autopar.layouts.stacking import partial_along, without
 from autopar.steps.positions import PASSES
 from autopar.steps.work import WorkTable, first_splits
+from autopar_passes.graph.operators import Operator
 from autopar_passes.graph.roles import InputRole, Role
+from autopar_passes.replay.replicas import AXIS
 
 # Where the messages of a planned step may run, and beside which work.
 #
@@ -644,3 +651,58 @@ def estimate(assignment: Assignment, pricer: Pricer) -> StepEstimate:
     collectives = all_collectives(assignment, pricer)
     sent = messages_of(assignment, pricer, collectives)
     return StepEstimate(assignment, pricer, work_of(assignment, pricer), sent)
+
+
+# Narrower numbers are added up in 32 bits.
+_WIDE_BYTES = 4
+
+
+def all_collectives(assignment: Assignment, pricer: Pricer) -> list[Collective]:
+    """The collectives of one step, with those between replicas, and their messages.
+
+    Args:
+      assignment: strategies as layouts; of a replica where its analysis has turns.
+      pricer: the mesh and cluster.
+    """
+    found = join_messages(pricer, compiled_traffic(assignment, pricer))
+    if assignment.analysis.turns is None:
+        return found
+    between = _pack_sums(pricer, list(_between(assignment)))
+    return sorted([*found, *between], key=lambda c: c.operator)
+
+
+def _between(assignment: Assignment) -> Iterator[Collective]:
+    """Yields the sum over replicas of each result of the loop, alone."""
+    loop = assignment.analysis.pytrees.loop
+    for op in assignment.graph.operators:
+        if op.equation != loop or op.kind not in ("carry", "stack_step"):
+            continue
+        value = op.outputs[1 if op.kind == "carry" else 0]
+        layout = _layout(assignment, op, value)
+        parts = math.prod(assignment.sizes[a] for axes in layout for a in axes)
+        of = assignment.graph.values[value]
+        nbytes = max(of.nbytes, _WIDE_BYTES * of.size)
+        step = ReshardStep("all_reduce", (AXIS,), 1.0 / parts, layout)
+        yield Collective(step, nbytes, 1.0, value, op.index)
+
+
+def _layout(assignment: Assignment, op: Operator, value: int) -> Layout:
+    """The layout in which a result of the loop is added up over replicas."""
+    partial = assignment.partial_layout(value)
+    if partial is not None:
+        due = assignment.due(value)
+        return partial[1] if due is None else due[-1]
+    own = assignment.results(op, 1 if op.kind == "carry" else 0)
+    return own[0] if own else ()
+
+
+def _pack_sums(pricer: Pricer, found: list[Collective]) -> list[Collective]:
+    """The sums, in messages as large as the compiler makes them."""
+    sums = [c for c in found if c.size > 0]
+    if "all_reduce" not in pricer.combiner.kinds:
+        return sums
+    sizes = pricer.combiner.bytes_of_messages(c.size for c in sums)
+    return [
+        dataclasses.replace(c, message_bytes=nbytes)
+        for c, nbytes in zip(sums, sizes, strict=True)
+    ]

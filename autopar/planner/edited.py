@@ -23,11 +23,11 @@ from autopar.layouts.strategies import strategy_space
 from autopar.planner.candidate import Candidate, SearchResult
 from autopar.planner.codecs.choose import EDITED, CodecRequest, sent_as_asked
 from autopar.planner.codecs.sites import Site, sites
-from autopar.planner.consistent import check_consistent
 from autopar.planner.hints import pin_restriction
 from autopar.planner.record import (
     another_step,
     assignment_of,
+    check_consistent,
     make_plan,
     restore,
     split_as,

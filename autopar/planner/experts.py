@@ -19,7 +19,7 @@ from autopar.planner.recipes import Recipe, recipes, restriction_of
 from autopar.planner.search import candidate_meshes
 from autopar.planner.solving import solve_mesh
 from autopar.steps.analysis import Analysis
-from autopar.steps.labels import BATCH, SEQUENCE
+from autopar.steps.batch import BATCH, SEQUENCE
 from autopar.steps.nodes import Node
 from autopar_passes.graph.roles import Role
 

@@ -33,7 +33,7 @@ from autopar.planner.hints import (
 )
 from autopar.planner.options import DEFAULTS, PlanOptions
 from autopar.planner.problem import Restriction
-from autopar.planner.programs import Planned, Unfit
+from autopar.planner.programs import Planned, Unfit, remat_wanted
 from autopar.planner.record import (
     another_step,
     make_plan,
@@ -41,7 +41,6 @@ from autopar.planner.record import (
     restore,
     split_as,
 )
-from autopar.planner.remat import remat_wanted
 from autopar.planner.replicas import plan_replicas
 from autopar.planner.search import (
     candidate_meshes,

@@ -23,17 +23,60 @@ from autopar.layouts.strategies import Strategy
 from autopar.planner.candidate import Candidate
 from autopar.planner.codecs.choose import CodecRequest
 from autopar.planner.infeasible import size_text
-from autopar.planner.options import PlanOptions, decide_open
+from autopar.planner.options import PlanOptions, decide_open, layers_asked
 from autopar.planner.proposals import Proposal, of_program, record
 from autopar.planner.record import assignment_of
-from autopar.planner.remat import as_asked
 from autopar.planner.search import plan_mesh
 from autopar.planner.solving import HIDDEN, TimeOutError, solve_mesh
-from autopar.plans import Plan
+from autopar.plans import AS_WRITTEN, Plan, Rematerialisation
 from autopar.progress import say
 from autopar.steps.analysis import Analysis
 from autopar.steps.nodes import Node
+from autopar.steps.remat import layer_starts, rematerialise
 from autopar_passes.graph.roles import InputRole
+
+
+def remat_wanted(analysis: Analysis, options: PlanOptions) -> Rematerialisation:
+    """What the options say to compute again; for ``auto``, what the step says alone.
+
+    Args:
+      analysis: the step.
+      options: with a number of microbatches.
+
+    Raises:
+      PlanError: the step has not so many layers, or none that can be computed again.
+    """
+    if options.remat in (None, "auto"):
+        return AS_WRITTEN
+    if options.remat == "none":
+        return Rematerialisation(checkpoints=False)
+    count, level = layers_asked(options.remat)
+    if count == 0:
+        return AS_WRITTEN
+    couple = options.coupled == "microbatch"
+    starts = layer_starts(analysis, options.count, couple=couple)
+    if count is not None and count > len(starts):
+        raise PlanError(
+            f"remat={options.remat!r}: the step has {len(starts)} layers. Give fewer, "
+            "or 'all'."
+        )
+    layers = range(len(starts) if count is None else count)
+    return Rematerialisation(layers=tuple(layers), starts=starts, level=level)
+
+
+def as_asked(analysis: Analysis, options: PlanOptions) -> Analysis:
+    """The step in the microbatches, and with the layers computed again, of options.
+
+    Raises:
+      PlanError: it cannot be split or rewritten so.
+    """
+    return rematerialise(
+        analysis,
+        remat_wanted(analysis, options),
+        options.count,
+        couple=options.coupled == "microbatch",
+    )
+
 
 # Seconds of the solver, for the layouts of what is computed again.
 _MOST_S = 5.0

@@ -13,7 +13,7 @@ from autopar.layouts.layout import shards
 from autopar.layouts.strategies import Strategy, layout_of, strategy_space
 from autopar.planner.problem import Restriction, allowed_strategies, small_state
 from autopar.steps.analysis import Analysis
-from autopar.steps.labels import BATCH, SEQUENCE
+from autopar.steps.batch import BATCH, SEQUENCE
 from autopar.steps.nodes import Home, Node
 from autopar_passes.graph.roles import InputRole, Role
 

@@ -38,8 +38,8 @@ from autopar.planner.hints import (
 )
 from autopar.planner.options import PlanOptions
 from autopar.planner.problem import Restriction
+from autopar.planner.programs import as_asked
 from autopar.planner.record import make_plan
-from autopar.planner.remat import as_asked
 from autopar.planner.search import candidate_meshes, plan_mesh, search
 from autopar.plans import ClusterData, Plan, ReplicaPlan
 from autopar.progress import say

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from autopar.cluster import MeshShape
 from autopar.layouts.assignment import Assignment
 from autopar.layouts.layout import axes_of
-from autopar.steps.labels import BATCH, SEQUENCE
+from autopar.steps.batch import BATCH, SEQUENCE
 from autopar.steps.nodes import Node
 from autopar.steps.work import OperatorWork
 from autopar_passes.graph.operators import Operator

@@ -26,8 +26,8 @@ from autopar.planner.hints import (
 from autopar.planner.options import PlanOptions
 from autopar.planner.plan import meshes_of, plan_analysis
 from autopar.planner.problem import FEW_NODES, Restriction, Within
+from autopar.planner.programs import as_asked
 from autopar.planner.record import assignment_of, make_plan, split_as
-from autopar.planner.remat import as_asked
 from autopar.planner.solving import HIDDEN, solve_mesh
 from autopar.plans import Plan
 from autopar.steps.analysis import Analysis

@@ -9,8 +9,8 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 
 from autopar.cluster import Cluster, MeshShape
+from autopar.cost.estimate import all_collectives
 from autopar.cost.pricer import Pricer
-from autopar.cost.replicas import all_collectives
 from autopar.cost.traffic import Collective
 from autopar.errors import PlanError
 from autopar.layouts.assignment import Assignment

@@ -15,11 +15,10 @@ from autopar.plans.records import AS_WRITTEN, Rematerialisation
 from autopar.progress import say
 from autopar.steps import spares
 from autopar.steps.attention import Attention, written_attention
-from autopar.steps.batch import DimLabels, dim_labels
+from autopar.steps.batch import DimLabels, Labels, dim_labels, factor_labels
 from autopar.steps.fingerprints import fingerprint, structure
 from autopar.steps.fusion import BOUNDARY, Fusion, fusion, looked_up, made_again
 from autopar.steps.independence import Independent, independent
-from autopar.steps.labels import Labels, factor_labels
 from autopar.steps.lifetimes import (
     PLAIN,
     Habits,

@@ -14,6 +14,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from autopar.steps.nodes import Contraction
 from autopar_errors import TraceError
 from autopar_passes.graph.operators import Operator, OperatorGraph, readers
 from autopar_passes.graph.roles import InputRole, Role
@@ -213,3 +214,31 @@ def _rows_of(
     if role is not Role.FORWARD or table is None or not graph.values[table].floating:
         return []
     return [round(math.prod(shape[:-1]) * trips)]
+
+
+__all__ = ["BATCH", "SEQUENCE", "Labels", "factor_labels"]
+
+# node -> its factors with a label.
+Labels = dict[int, dict[int, str]]
+
+
+def factor_labels(found: DimLabels, contraction: Contraction) -> Labels:
+    """Labels the factors of each node that come from the batch or sequence."""
+    labels: Labels = {}
+    for op in found.operators:
+        node = contraction.node_of.get(op.class_index)
+        if node is not None:
+            mapping = contraction.nodes[node].members[op.class_index]
+            for factor, name in found.factors[op.index].items():
+                if mapping[factor] >= 0:
+                    labels.setdefault(node, {}).setdefault(mapping[factor], name)
+    _label_results(contraction, found, labels)
+    return labels
+
+
+def _label_results(contraction: Contraction, found: DimLabels, labels: Labels) -> None:
+    """Result nodes take the labels of the values that live there."""
+    for value, home in contraction.homes.items():
+        for name, factors in zip(found.dims.get(value, ()), home.dims, strict=False):
+            if name and factors:
+                labels.setdefault(home.node, {}).setdefault(factors[0], name)

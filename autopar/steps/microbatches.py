@@ -327,7 +327,7 @@ def with_turns(analysis: Analysis, turns: int) -> Analysis:
     """Returns the analysis of a replica that runs so many of the microbatches.
 
     What runs for each microbatch runs less often; all else stays, sizes too. It has the
-    sums over replicas behind the loop (`autopar.cost.replicas`).
+    sums over replicas behind the loop (`autopar.cost.estimate`).
 
     Args:
       analysis: of the step in its microbatches.

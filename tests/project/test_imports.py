@@ -24,7 +24,7 @@ LATE = {
     "autopar/cli/failures.py: from autopar.errors import AutoparError, "
     "InfeasibleError, InternalError",
     "autopar/cli/failures.py: from autopar.errors import TargetError, user_line",
-    "autopar/cli/options.py: from autopar.planner.options import read_options",
+    "autopar/cli/options.py: from autopar.cli import common",
     "autopar/cluster/local.py: import jax",
     "autopar/elastic/__init__.py: from autopar.elastic.train import elastic",
     "autopar/elastic/processes/coordination.py: from autopar_passes import "

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pathlib
 from typing import Any
 
-from autopar.elastic.processes.console import Console
 from autopar.elastic.processes.members import MemberLimits
+from autopar.elastic.processes.runner import Console
 from autopar.elastic.processes.supervisor import Supervisor
 
 

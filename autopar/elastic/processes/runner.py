@@ -21,7 +21,6 @@ from typing import Any
 
 from autopar.elastic.events import Resolved
 from autopar.elastic.ledger import event_data
-from autopar.elastic.processes.console import Console
 from autopar.elastic.processes.coordination import ServiceProcess
 from autopar.elastic.processes.launching import (
     Launcher,
@@ -37,10 +36,12 @@ from autopar.elastic.processes.link import (
 )
 from autopar.elastic.processes.listening import Listening, WantedAction
 from autopar.elastic.processes.members import (
+    SUSPENDED,
     Connection,
     MemberLimits,
     Message,
     ProcessId,
+    end_text,
     has_token,
     late,
     open_listener,
@@ -49,6 +50,109 @@ from autopar.elastic.processes.records import Records, read_state, workers_comma
 from autopar.elastic.processes.supervisor import Supervisor
 from autopar.errors import PlanError, RunError
 from autopar.sealed_files import KEY_VARIABLE, key_to_share
+from autopar.units import name_numbers, number_of, seconds_text
+
+
+class Console:
+    """Makes lines of what a supervisor writes to its log."""
+
+    def __init__(self, folder: pathlib.Path) -> None:
+        """No world has formed yet.
+
+        Args:
+          folder: of the run.
+        """
+        self._folder = folder
+        self._world: frozenset[int] | None = None
+        self._awaited: frozenset[int] = frozenset()
+        # Whether a line has said why the next world forms, and what is said otherwise.
+        self._explained, self._reason = False, ""
+        self._ends = False
+
+    def say(self, event: str, data: Mapping[str, Any]) -> None:
+        """Prints what has happened, if it is of use to a user."""
+        for line in self.lines(event, data):
+            _print(line)
+
+    def lines(self, event: str, data: Mapping[str, Any]) -> list[str]:
+        """What is said of an event of the log.
+
+        >>> Console(pathlib.Path("run")).lines("gone", {"worker": 1, "code": -9})
+        ['worker 1 died by signal 9']
+        """
+        found = self._lines(event, data)
+        self._explained = (self._explained or bool(found)) and event != "formed"
+        return found
+
+    def _lines(self, event: str, data: Mapping[str, Any]) -> list[str]:
+        match event:
+            case "gone":
+                if self._ends and data["code"] in (0, SUSPENDED):
+                    return []
+                return [f"worker {data['worker']} {_describe_leaving(data)}"]
+            case "remove":
+                return [f"worker {data['worker']} is asked to leave"]
+            case "resize":
+                named = [f"worker {w} is asked to leave" for w in data["leaving"]]
+                return [*named, f"asked for {number_of(data['processes'], 'process')}"]
+            case "formed":
+                return self._world_lines(data)
+            case "kill":
+                return [f"worker {data['worker']} is killed: {data['reason']}"]
+            case "broken":
+                self._reason = f"{data['error']}".partition("\n")[0]
+            case "abort":
+                self._reason = self._reason or data["reason"]
+            case "refused" if "reason" in data:
+                return [f"refused: {data['reason']}"]
+            case "service gone":
+                return ["the coordination service died; another one starts"]
+            case "stop":
+                self._ends = True
+                return ["asked to stop: workers end after the step that they are in"]
+            case "suspend" | "finished" | "end":
+                self._ends = True
+            case _:
+                pass
+        return []
+
+    def _world_lines(self, data: Mapping[str, Any]) -> list[str]:
+        """Who joined, and the world that trains on."""
+        workers = data["workers"]
+        before, self._world = self._world, frozenset(workers)
+        new = sorted(self._world - before) if before is not None else []
+        names = name_numbers("worker", workers)
+        pause_s, scheme = data["pause_s"], data["scheme"]
+        pause = "" if pause_s is None else f", after a pause of {seconds_text(pause_s)}"
+        plan = f". Plan: {scheme}" if scheme else ""
+        why = "" if self._explained or new else self._reason
+        self._reason = ""
+        return [
+            *([f"the last world broke: {why}"] if why else []),
+            *(f"worker {w} joined" for w in new),
+            f"a world of {number_of(len(workers), 'process')} ({names}) "
+            f"trains from step {data['step']} on{pause}{plan}",
+        ]
+
+    def say_awaited(self, late: frozenset[int]) -> None:
+        """Says once of each worker that the run waits for it."""
+        if new := sorted(late - self._awaited):
+            _print(
+                f"waits for {name_numbers('worker', new)}, whose script has not called "
+                "autopar.elastic or autopar.train yet; see its output, or end the run "
+                f"with `{workers_command(self._folder)} --stop`."
+            )
+        self._awaited |= late
+
+
+def _print(text: str) -> None:
+    sys.stderr.write(f"autopar run: {text}\n")
+    sys.stderr.flush()
+
+
+def _describe_leaving(data: Mapping[str, Any]) -> str:
+    return "has left" if data["code"] == 0 else end_text(data["code"])
+
 
 # A process that turns to nothing for so long was stopped.
 _TICK_S, _AWAY_S = 0.25, 3.0

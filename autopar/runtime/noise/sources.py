@@ -16,8 +16,7 @@ from autopar.layouts.assignment import Assignment
 from autopar.layouts.layout import Axes
 from autopar.planner.codecs.sites import gradients_of, updated_parameters
 from autopar.steps.analysis import Analysis
-from autopar.steps.batch import batch_dims, batch_rows
-from autopar.steps.labels import BATCH
+from autopar.steps.batch import BATCH, batch_dims, batch_rows
 from autopar_passes.graph.operators import Operator, OperatorGraph
 from autopar_passes.graph.roles import InputRole, Role
 from autopar_passes.microbatches.facts import Combine

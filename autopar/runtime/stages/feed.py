@@ -21,8 +21,7 @@ from autopar.runtime.stages.run import Ran, partial_gradients, run_step
 from autopar.steps.analysis import Analysis
 from autopar.steps.stages import CutStep
 from autopar_passes.microbatches.facts import take_microbatch
-from autopar_passes.program.equations import Program, Scalar, walk
-from autopar_passes.program.evaluate import evaluate
+from autopar_passes.program.equations import Program, Scalar, evaluate, walk
 from autopar_passes.stages.cut import Phase
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from command_line import SMALL, TARGET, Run, assert_fails
 
-from autopar.cli.spelling import spell_options
+from autopar.cli.failures import spell_options
 
 PLAN = ("plan", TARGET, *SMALL, "--cluster")
 

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autopar.scheduler.models.remaining import gittins_left, sureness
 from autopar.scheduler.nodes import Nodes
 from autopar.scheduler.policies.baselines import policy_of
+from autopar.scheduler.policies.goodput import gittins_left, sureness
 from autopar.scheduler.simulator.engine import simulate
 from autopar.scheduler.simulator.traces.recorded import jobs_of
 

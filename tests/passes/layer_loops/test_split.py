@@ -18,7 +18,7 @@ from autopar_passes.layer_loops.operators import (
     whole_path,
 )
 from autopar_passes.layer_loops.split import in_pieces, stacked_state
-from autopar_passes.program.evaluate import evaluate
+from autopar_passes.program.equations import evaluate
 from autopar_passes.program.trace import TracedStep, trace
 
 LAYERS, WIDTH, ROWS = 6, 8, 4

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from autopar_passes.program.evaluate import evaluate
+from autopar_passes.program.equations import evaluate
 from autopar_passes.program.flatten import flatten
 
 X, Y = jnp.arange(12.0).reshape(4, 3), jnp.arange(8).reshape(4, 2)

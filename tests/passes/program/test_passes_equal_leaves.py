@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 
 from autopar_passes.program.equal_leaves import LEAST, stacked_leaves
-from autopar_passes.program.equations import Program
-from autopar_passes.program.evaluate import evaluate
+from autopar_passes.program.equations import Program, evaluate
 from autopar_passes.program.flatten import flatten
 
 # Some arrays are read otherwise than all others.

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from property_tests import examples
 from stage_problems import all_pipelines, brute_force, problems, random_problem
 
-import autopar_solver.stages.exhaust as stage_exhaust
+import autopar_solver.stages.solve as stage_exhaust
 from autopar_solver.stages.check import check_stages, evaluate_pipeline
 from autopar_solver.stages.completion import complete_pipeline
 from autopar_solver.stages.problem import (

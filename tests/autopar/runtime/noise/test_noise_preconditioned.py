@@ -15,8 +15,8 @@ from noise_cases import ROWS
 import autopar
 from autopar.errors import PlanError
 from autopar.runtime.noise.averages import NoiseOptions
+from autopar.runtime.noise.meter import second_moments
 from autopar.steps.analysis import analyse
-from autopar.steps.moments import second_moments
 
 PRECONDITIONED = NoiseOptions(preconditioned=True)
 

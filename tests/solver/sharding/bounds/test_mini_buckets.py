@@ -9,7 +9,7 @@ from sharding_problems import ladder, problems
 from solver_fields import UNLIMITED, field_of, minima
 from solver_graphs import graph_of
 
-from autopar_solver.sharding.bounds.buckets import TooLargeError, mini_bucket_bounds
+from autopar_solver.sharding.bounds.dual import TooLargeError, mini_bucket_bounds
 from autopar_solver.sharding.bounds.message_passing import MessagePassing
 from autopar_solver.sharding.field import flatten
 
