@@ -175,7 +175,7 @@ def _reporting(stdout: Stdout, command: Callable[..., _Returned]) -> Callable[..
             raise _exit_error(error) from error
         if result is None:
             return 0
-        typer.echo(text)
+        typer.echo(text, err=result.failed)
         return result.code
 
     signature = inspect.signature(command)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import shlex
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,6 +14,7 @@ from autopar.compression.codecs.registry import parse_codec
 from autopar.cost.codecs import CodecPrice
 from autopar.cost.live import Live, live
 from autopar.errors import PlanError
+from autopar.planner.candidate import WORTHWHILE
 from autopar.planner.options import PlanOptions
 from autopar.planner.search import search_of_one as layouts_alone
 from autopar.plans import GradientDecision
@@ -409,6 +411,10 @@ def _comparison(
     lines = ["", heading, *(f"    {row}" for row in columns(rows, right=(1, 2, 3)))]
     if not all(a.proved for a in others):
         lines.append("    (at most: the best found, not proved)")
+    best = min(others, key=lambda a: a.step_s)
+    if best.step_s < (1 - WORTHWHILE) * step_s:
+        pin = shlex.quote(f"{decision.inputs[0].path}={spec_text(best.spec)}")
+        lines.append(f"    The search has missed the fastest. Plan with --pin {pin}")
     return lines
 
 

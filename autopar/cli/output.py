@@ -79,10 +79,12 @@ class Result:
     Attributes:
       text: as it is printed.
       code: the exit code of the command.
+      failed: whether the text is an error, which goes to standard error.
     """
 
     text: str
     code: int = 0
+    failed: bool = False
 
     @classmethod
     def of(cls, data: dict[str, Any], code: int = 0) -> Result:

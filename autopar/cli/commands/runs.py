@@ -113,7 +113,7 @@ def run(
     launcher = RayLauncher(script, processes, address) if ray else None
     made = runner.Runner(job, launcher)
     code = made.run()
-    return Result(made.summary(), code)
+    return Result(made.summary(), code, failed=code != 0)
 
 
 _FOLDER = pathlib.Path("autopar-run")
@@ -167,6 +167,12 @@ def workers(
         else:
             answer = command(folder, command="stop" if stop else "status")
             told = [_STOPS] if stop else []
+    except ConnectionRefusedError as error:
+        raise PlanError(
+            f"the supervisor of the run in {folder} does not run. Start `autopar run` "
+            "with the same folder and script: it takes up the workers that are left, or "
+            "goes on from the last checkpoint."
+        ) from error
     except (OSError, ValueError) as error:
         raise PlanError(f"no run in {folder}: {error}") from error
     if answer["wrong"]:
