@@ -170,8 +170,8 @@ def workers(
     except ConnectionRefusedError as error:
         raise PlanError(
             f"the supervisor of the run in {folder} does not run. Start `autopar run` "
-            "with the same folder and script: it takes up the workers that are left, or "
-            "goes on from the last checkpoint."
+            "with the same folder and script: it takes up the workers that are left, "
+            "or goes on from the last checkpoint."
         ) from error
     except (OSError, ValueError) as error:
         raise PlanError(f"no run in {folder}: {error}") from error
