@@ -77,9 +77,9 @@ def plan(
         within the solver's gap of each other may take turns.
       split_batch: whether it is an error if no mesh axis divides the rows of the batch;
         else the plan does without data parallelism.
-      compile_check: whether plans that need over three quarters of the memory are
-        compiled for the cluster's devices, which need not be there, and dropped where
-        they do not fit (page 'Compilers without devices' of the documentation).
+      compile_check: whether plans near the limit of memory are compiled for the
+        cluster's devices, which need not be there, and dropped where they do not fit
+        (page 'Compilers without devices' of the documentation).
       compression: how gradients are sent between devices: ``none`` as they are;
         ``auto`` each as trains fastest within the error budget, chosen together with
         the layouts; or the text of a codec for all of them, such as ``int8`` or

@@ -66,8 +66,8 @@ def spell_options(text: str, options: Collection[str] = ALL) -> str:
         known = flag in options
         if name == "memory" and value and not known:
             return f"memory={value} in --cluster"
-        if name == "split_batch" and value == "False":
-            flag, value = "--no-split-batch", ""
+        if value == "False" and name in OPTIONS and OPTIONS[name].default is True:
+            flag, value = f"--no-{name.replace('_', '-')}", ""
         words = [flag, _value(name, value)]
         return " ".join(x for x in (*([] if known else ["autopar plan"]), *words) if x)
 

@@ -123,7 +123,7 @@ OPTIONS: Mapping[str, Option] = {
     ),
     "compile_check": Option(
         default=True,
-        text="whether plans that need over three quarters of the memory are compiled "
+        text="whether plans near the limit of memory are compiled "
         "for the cluster's devices, which need not be there, and dropped where they do "
         "not fit (page 'Compilers without devices' of the documentation)",
         expected="True or False",

@@ -167,10 +167,6 @@ class SolverReport(
         return optimality_text(self.status, self.gap)
 
 
-# Plans that need over this part of a device's memory are compiled to be sure.
-NEAR_LIMIT = 0.75
-
-
 class Seconds(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The time of each part of planning, in seconds."""
 
@@ -215,7 +211,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
       compression: why gradients are sent as they are.
       checks: a sum of each part as it was made; see `edited`.
       compiled_memory_bytes: most bytes on one device by the compiler, which is asked
-        where the prediction is over `NEAR_LIMIT` of what there is; 0: it was not.
+        about plans near the limit (`autopar.cost.certainty.near_limit`); 0: it was not.
       worth: what the plan makes of its cluster; None where nobody computed it, as in
         plans of earlier versions.
 

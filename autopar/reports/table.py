@@ -12,9 +12,9 @@ import math
 import re
 from collections.abc import Iterable, Sequence
 
-from autopar.cost.certainty import MEMORY_MORE
+from autopar.cost.certainty import memory_more, near_limit
 from autopar.plans import GradientDecision, Plan, StagePlan
-from autopar.plans.schema import NEAR_LIMIT, Predicted, set_renderer
+from autopar.plans.schema import Predicted, set_renderer
 from autopar.plans.specs import spec_text
 from autopar.reports.schedule import STAGE_HEADING, bubble, drawing, stage_rows
 from autopar.reports.worth import (
@@ -98,9 +98,11 @@ def compiled_text(plan: Plan) -> str:
     cluster = plan.cluster.read()
     if cluster.groups:  # each has a limit of its own
         return ""
-    if plan.predicted.peak_memory_bytes <= NEAR_LIMIT * cluster.memory_bytes:
+    kind, count = cluster.device.kind, plan.microbatches
+    near_bytes = near_limit(kind, count) * cluster.memory_bytes
+    if plan.predicted.peak_memory_bytes <= near_bytes:
         return ""
-    more = MEMORY_MORE[cluster.device.kind]
+    more = memory_more(kind, count)
     text = f" (not compiled: such programs take up to {round(100 * more)} % more"
     if (1 + more) * plan.predicted.peak_memory_bytes > cluster.memory_bytes:
         text += ", which may not fit: planning for less memory leaves room"

@@ -19,12 +19,12 @@ from autopar.cluster import Cluster
 from autopar.cluster.presets import USABLE_MEMORY
 from autopar.compilers.compiled import check_target, compile_for
 from autopar.compilers.targets import CPU, TARGETS, Target
+from autopar.cost.certainty import near_limit
 from autopar.errors import CompileError, InfeasibleError, PlanError
 from autopar.planner.infeasible import round_up, size_text
-from autopar.planner.options import PlanOptions
+from autopar.planner.options import PlanOptions, decide_open
 from autopar.planner.programs import Unfit
 from autopar.plans import Plan
-from autopar.plans.schema import NEAR_LIMIT
 from autopar.runtime.placement import abstract_mesh
 from autopar.runtime.planned import planned_step
 from autopar.steps.analysis import Analysis
@@ -67,7 +67,7 @@ def plan_that_fits(
     compile_s = 0.0
     allowed = float(memory)
     tried = 0
-    while target is not None and _is_near(found, memory):
+    while target is not None and _is_near(found, target.kind, memory):
         start = time.perf_counter()
         held = _compiled_bytes(analysis, found, cluster, target)
         compile_s += time.perf_counter() - start
@@ -98,15 +98,17 @@ def _fixes(options: PlanOptions, held: float) -> Iterator[str]:
     if held:
         enough = size_text(round_up(held))
         yield f"memory={enough}, which the compiler needs for that plan"
-    if options.untried_options:
-        yield ", ".join(options.untried_options)
+    untried = decide_open(options).untried_options
+    if untried:
+        yield ", ".join(untried)
     yield "more devices or a smaller batch"
 
 
-def _is_near(plan: Plan, memory: float) -> bool:
+def _is_near(plan: Plan, kind: str, memory: float) -> bool:
     """Whether a plan is one program, and near the limit."""
     one = len(plan.stages) == 1 and not plan.replicas
-    return one and plan.predicted.peak_memory_bytes > NEAR_LIMIT * memory
+    near_bytes = near_limit(kind, plan.microbatches) * memory
+    return one and plan.predicted.peak_memory_bytes > near_bytes
 
 
 def _with_compiled(

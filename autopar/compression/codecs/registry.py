@@ -81,8 +81,8 @@ def codec_class(name: str) -> type[Codec]:
         known = ", ".join(codec_names())
         raise InputError(
             f"unknown codec {name!r}; known: {known}. A codec of your own is known "
-            "once the module that registers it is imported; on the command line, which "
-            "reads names before the target, only 'auto' considers it."
+            "once the module that registers it is imported; on the command line, the "
+            "target's file has to import it."
         )
     return _CODECS[name]
 
