@@ -19,6 +19,8 @@ import checkout
 import jax
 import pytest
 
+from autopar.compression.codecs import registry
+
 # Pages whose blocks stand on names that their own tests give them.
 ELSEWHERE = {"docs/compression.md": "tests/project/test_compression_page.py"}
 PAGES = [
@@ -98,6 +100,9 @@ def beginning(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
             update(name, value)
 
     monkeypatch.setattr(jax.config, "update", tolerant)
+    # What a page registers is known in that page alone.
+    registry.codec_names()
+    monkeypatch.setattr(registry, "_CODECS", dict(registry._CODECS))
 
 
 @pytest.mark.parametrize("page", PAGES, ids=checkout.relative)
