@@ -1,15 +1,19 @@
 import dataclasses
 import json
 import pathlib
+import shlex
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 from checkout import GOLDEN, ROOT
 from command_line import SMALL, TARGET, Run, assert_fails
 
 import autopar
+from autopar.cli import explaining
 from autopar.plans import SCHEMA, Plan
+from autopar.reports.explain import Alternative, alternatives
 from autopar.reports.table import render
 
 
@@ -227,6 +231,22 @@ def test_explain_attributes_the_whole_step(run: Run, saved: pathlib.Path) -> Non
     assert step.startswith("step ")
     assert_fails(run("explain", saved, "--by", "axis"), "operator and layer")
     assert_fails(run("explain", saved, "--by", "layer", "--tensor", "*"), "give one")
+
+
+def test_explain_names_the_pin_of_a_faster_layout(
+    run: Run, saved: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ("--tensor", "params/0/kernel", "--alternatives", 1)
+    assert "has missed" not in run("explain", saved, *words).out
+
+    def faster(*args: Any, **options: Any) -> list[Alternative]:
+        found = alternatives(*args, **options)
+        return [dataclasses.replace(a, step_s=1e-9) for a in found]
+
+    monkeypatch.setattr(explaining, "alternatives", faster)
+    line = run("explain", saved, *words).out.split("has missed the fastest.")[1]
+    pin = shlex.split(line.splitlines()[0])[-1]
+    assert run("plan", TARGET, "--cluster", "2x4:cpu", "--pin", pin).code == 0
 
 
 def test_explain_compares_layouts(run: Run, saved: pathlib.Path) -> None:
