@@ -15,27 +15,18 @@ Kinds of lines:
 * ``event``: an event that changed nothing, and why;
 * ``wrong``: a message that is no event;
 * ``stop``: the end of a run whose devices are gone.
-
-A line of kind ``progress``, about one a second, says how many steps are done and
-samples consumed, the median seconds from step to step since the line before, and the
-loss, which is the first number that a step returns.
 """
 
 from __future__ import annotations
 
 import json
-import math
 import os
-import statistics
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
-
-import jax
-import numpy as np
 
 from autopar.elastic.events import Resolved
 from autopar.errors import PlanError
@@ -152,92 +143,3 @@ def read_ledger(path: str | os.PathLike[str]) -> list[Mapping[str, Any]]:
             )
         found.append(line)
     return found
-
-
-_EVERY_S = 1.0
-
-
-class Pace:
-    """Writes lines of progress to a ledger."""
-
-    def __init__(
-        self,
-        ledger: Ledger,
-        every_s: float = _EVERY_S,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        """Writes nothing yet.
-
-        Args:
-          ledger: where to.
-          every_s: least seconds between two lines.
-          clock: seconds now.
-        """
-        self._ledger, self._every_s, self._clock = ledger, every_s, clock
-        self._told_s = -math.inf
-        self._done_s: float | None = None
-        self._seconds: list[float] = []
-        self._devices = 0
-
-    def take(
-        self,
-        step: int,
-        position: int,
-        batch: int,
-        devices: int,
-        result: Any,
-        *,
-        last: bool = False,
-        lost: bool = False,
-    ) -> None:
-        """Takes a step that was done.
-
-        Args:
-          step: number of steps done.
-          position: number of samples consumed.
-          batch: samples of the step.
-          devices: of the world that ran it.
-          result: what it returned besides the state.
-          last: whether no other step follows; such a step is always written.
-          lost: whether the step is not finite and its state stays so; likewise.
-        """
-        now = self._clock()
-        if devices != self._devices:
-            # The time since the last step in another world is that of the change.
-            self._devices, self._seconds, self._done_s = devices, [], None
-        if self._done_s is not None:
-            self._seconds.append(now - self._done_s)
-        self._done_s = now
-        if now - self._told_s < self._every_s and not (last or lost):
-            return
-        loss = loss_of(result)
-        finite = loss is None or math.isfinite(loss)
-        self._ledger.write(
-            "progress",
-            step=step,
-            position=position,
-            batch=batch,
-            devices=devices,
-            steps=len(self._seconds),
-            step_s=statistics.median(self._seconds) if self._seconds else None,
-            loss=loss if finite else None,
-            finite=finite and not lost,
-        )
-        self._told_s, self._seconds = now, []
-
-
-def loss_of(result: Any) -> float | None:
-    """The first number in what a step returned; None: there is none.
-
-    >>> loss_of({"accuracy": np.ones(3), "loss": np.float32(0.5)})
-    0.5
-    """
-    for leaf in jax.tree.leaves(result):
-        if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
-            continue
-        found = np.asarray(leaf)
-        if found.ndim == 0 and found.dtype.kind in "fiu":
-            return float(found)
-        if found.ndim == 0 and jax.numpy.issubdtype(found.dtype, jax.numpy.floating):
-            return float(found.astype(np.float32))
-    return None

@@ -198,3 +198,10 @@ def test_importing_starts_no_backend() -> None:
         [sys.executable, "-c", program], capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
+
+
+def test_what_must_begin_at_once_imports_no_jax() -> None:
+    """A supervisor that is started again has to be there before workers give up."""
+    modules = "autopar.elastic.processes.runner, autopar.cli.ledgering"
+    program = f"import sys, {modules}; sys.exit('jax' in sys.modules)"
+    assert not subprocess.run([sys.executable, "-c", program], check=False).returncode

@@ -15,9 +15,10 @@ import jax
 from autopar.cluster import Cluster
 from autopar.elastic import loop
 from autopar.elastic.events import Event
-from autopar.elastic.ledger import Ledger, Pace
+from autopar.elastic.ledger import Ledger
 from autopar.elastic.loop import Step
 from autopar.elastic.nans import Finiteness, OnNan
+from autopar.elastic.pace import Pace
 from autopar.elastic.processes import beside, programs
 from autopar.elastic.processes.following import TeamFollowing
 from autopar.elastic.processes.holding import place

@@ -8,7 +8,8 @@ from typing import Any
 import jax.numpy as jnp
 import pytest
 
-from autopar.elastic.ledger import Ledger, Pace, loss_of
+from autopar.elastic.ledger import Ledger
+from autopar.elastic.pace import Pace, loss_of
 
 
 class Clock:
