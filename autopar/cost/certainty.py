@@ -74,12 +74,12 @@ _SHARED_CORES = dataclasses.replace(
 
 # How much more memory XLA's compilers take than predicted, at the most: of the programs
 # of docs/data/memory.json, and on CPUs of those of docs/record.
-MEMORY_MORE = {"gpu": 0.16, "tpu": 1.31, "cpu": 0.08}
+_MEMORY_MORE = {"gpu": 0.16, "tpu": 1.31, "cpu": 0.08}
 # The same of programs for GPUs that run a loop over microbatches: of five plans of a
 # GPT with 12 layers, with little memory (`autopar audit --target h100`).
 _LOOP_MORE = 0.95
 # A plan that needs more than this part of the memory is near the limit.
-NEAR_LIMIT = 0.75
+_NEAR_LIMIT = 0.75
 
 
 def memory_more(kind: str, microbatches: int) -> float:
@@ -89,8 +89,8 @@ def memory_more(kind: str, microbatches: int) -> float:
       kind: of the device.
       microbatches: that the program runs one after another.
     """
-    more = MEMORY_MORE[kind]
-    return max(more, _LOOP_MORE) if kind == "gpu" and microbatches > 1 else more
+    loops = kind == "gpu" and microbatches > 1
+    return _LOOP_MORE if loops else _MEMORY_MORE[kind]
 
 
 def near_limit(kind: str, microbatches: int) -> float:
@@ -104,8 +104,8 @@ def near_limit(kind: str, microbatches: int) -> float:
       microbatches: that the program runs one after another.
     """
     if microbatches == 1:
-        return NEAR_LIMIT
-    return min(NEAR_LIMIT, 1 / (1 + memory_more(kind, microbatches)))
+        return _NEAR_LIMIT
+    return min(_NEAR_LIMIT, 1 / (1 + memory_more(kind, microbatches)))
 
 
 def certainty_of(device: DeviceSpec) -> Certainty:
