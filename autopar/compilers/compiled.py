@@ -14,7 +14,7 @@ import tempfile
 from typing import Any
 
 from autopar.cluster import Cluster
-from autopar.compilers.targets import Target, topology
+from autopar.compilers.targets import Target, room_options, topology
 from autopar.errors import CompileError, PlanError
 
 # Without a device nothing can be tuned by running it, and products that Triton makes
@@ -108,18 +108,17 @@ def compile_for(lowered: Any, target: Target, cluster: Cluster) -> CompiledProgr
             "devices": cluster.num_devices,
         }
         (folder / "request.json").write_text(json.dumps(request), encoding="utf-8")
-        _run(folder, target)
+        _run(folder, target, cluster)
         memory = json.loads((folder / "memory.json").read_text(encoding="utf-8"))
         text = (folder / "program.txt").read_text(encoding="utf-8")
     return CompiledProgram(text, Memory(**memory))
 
 
-def _run(folder: pathlib.Path, target: Target) -> None:
+def _run(folder: pathlib.Path, target: Target, cluster: Cluster) -> None:
     """Runs the child process; raises what went wrong in it."""
     command = [sys.executable, "-m", "autopar.compilers.child", str(folder)]
-    done = subprocess.run(
-        command, env=_environment(target), capture_output=True, text=True, check=False
-    )
+    own = _environment(target, cluster)
+    done = subprocess.run(command, env=own, capture_output=True, text=True, check=False)
     if done.returncode == 0:
         return
     written = folder / "error.txt"
@@ -132,7 +131,7 @@ def _run(folder: pathlib.Path, target: Target) -> None:
     )
 
 
-def _environment(target: Target) -> dict[str, str]:
+def _environment(target: Target, cluster: Cluster) -> dict[str, str]:
     """The environment of the child process: no backend, and the compiler's flags."""
     path = os.pathsep.join([p for p in sys.path if p] or [os.getcwd()])
     own = {
@@ -151,5 +150,7 @@ def _environment(target: Target) -> dict[str, str]:
         flags.append(_WITH_BARRIERS)
     if target.kind == "gpu":
         said = {f.split("=")[0] for f in flags}
-        flags = [*flags, *(f for f in _GPU_FLAGS if f.split("=")[0] not in said)]
+        room = [f"--{name}={value}" for name, value in room_options(cluster).items()]
+        own_flags = [*_GPU_FLAGS, *room]
+        flags = [*flags, *(f for f in own_flags if f.split("=")[0] not in said)]
     return {**os.environ, **own, "XLA_FLAGS": " ".join(flags)}

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from autopar.cluster import Cluster
+from autopar.cluster.presets import USABLE_MEMORY
 from autopar.errors import PlanError
 
 
@@ -168,6 +169,36 @@ TARGETS: Final = {
     name: Target(name=name, kind="tpu", clock_hz=clock)
     for name, clock in _TPU_CLOCKS_HZ.items()
 }
+
+
+# Of the device's memory, what XLA's scheduler and its rematerialisation leave to a
+# program, in per cent (openxla/xla, ``xla/debug_options_flags.cc``).
+_SLOP_OPTION: Final = "xla_gpu_memory_limit_slop_factor"
+_SLOP_FACTOR: Final = 95
+
+
+def room_options(cluster: Cluster) -> dict[str, str]:
+    """Options by which XLA's compiler makes room in the memory that a plan may use.
+
+    It knows the memory of the device alone. Where a plan may use less, the compiler
+    would keep more at once than the plan takes.
+
+    >>> room_options(Cluster.parse("8:h100,memory=40GB"))
+    {'xla_gpu_memory_limit_slop_factor': '49'}
+    >>> room_options(Cluster.parse("8:h100"))
+    {}
+
+    Args:
+      cluster: with the memory that a program may use; of unlike devices each has its
+        own, and no option is given.
+    """
+    device = cluster.device
+    target = None if cluster.groups else TARGETS.get(device.name)
+    if device.kind != "gpu" or target is None or target.gpu is None:
+        return {}
+    usable = target.gpu.memory_bytes * USABLE_MEMORY
+    factor = max(1, int(_SLOP_FACTOR * device.memory_bytes / usable))
+    return {} if factor >= _SLOP_FACTOR else {_SLOP_OPTION: str(factor)}
 
 
 def target_of(name: str) -> Target:

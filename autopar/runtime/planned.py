@@ -10,6 +10,7 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
+from autopar.compilers.targets import room_options
 from autopar.compression.codecs.blocks import WITH_BARRIERS
 from autopar.compression.fallback import Fallback
 from autopar.errors import PlanError
@@ -311,7 +312,7 @@ def planned_step(
             in_shardings=inputs,
             out_shardings=outputs,
             donate_argnums=carried,
-            compiler_options=_compiler_options(assignment, mesh),
+            compiler_options=_compiler_options(assignment, plan, mesh),
         )
         return made_of(function)
     spec = None if measured is None else measured.spec
@@ -320,12 +321,13 @@ def planned_step(
     made += [] if spec is None else [spec.shardings()]
     step = _synchronised_step(run, found, measured, assignment, guard=guard)
     beside = tuple(range(len(inputs), len(inputs) + len(states)))
+    codecs = found is not None
     function = jax.jit(
         _give_name(step, analysis),
         in_shardings=[*inputs, *states],
         out_shardings=(outputs, *made) if states else outputs,
         donate_argnums=(*carried, *beside) if donate else (),
-        compiler_options=_compiler_options(assignment, mesh, codecs=found is not None),
+        compiler_options=_compiler_options(assignment, plan, mesh, codecs=codecs),
     )
     if gradients is None and found is not None:
         until, shardings = partial_gradients(run, found)
@@ -333,7 +335,7 @@ def planned_step(
             until,
             in_shardings=inputs,
             out_shardings=shardings,
-            compiler_options=_compiler_options(assignment, mesh),
+            compiler_options=_compiler_options(assignment, plan, mesh),
         )
     return made_of(function, gradients=gradients, noise=spec)
 
@@ -434,16 +436,19 @@ def _keep_finite(finite: jax.Array, new: Any, old: Any) -> Any:
 
 
 def _compiler_options(
-    assignment: Assignment, mesh: Any, *, codecs: bool = False
+    assignment: Assignment, plan: Plan, mesh: Any, *, codecs: bool = False
 ) -> dict[str, str] | None:
-    """Keeps the barriers of a program on CPUs, where it has any that matter.
+    """Options of a program: room on GPUs, and on CPUs its barriers, where they matter.
 
     XLA's CPU pipeline drops optimization barriers before it merges equal
     expressions and loops: what was to be computed again is kept instead, and what
     was to be computed once, such as what a codec is to send, is computed again in
     each loop that reads it.
     """
-    if isinstance(mesh, AbstractMesh) or mesh.devices.flat[0].platform != "cpu":
+    platform = "" if isinstance(mesh, AbstractMesh) else mesh.devices.flat[0].platform
+    if platform == "gpu":
+        return room_options(plan.cluster.read()) or None
+    if platform != "cpu":
         return None
     barrier = any(
         op.kind == "optimization_barrier" for op in assignment.graph.operators

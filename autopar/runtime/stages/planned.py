@@ -12,11 +12,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
+from autopar.compilers.targets import room_options
 from autopar.compression.fallback import Fallback
 from autopar.errors import PlanError
 from autopar.planner.record import assignment_of
 from autopar.planner.stages.staged import schedule_of
-from autopar.planner.stages.submeshes import one_stage
+from autopar.planner.stages.submeshes import one_stage, stage_cluster
 from autopar.plans import Plan
 from autopar.runtime import placement
 from autopar.runtime.gradients.state_restorer import restored_state
@@ -356,6 +357,7 @@ def _stages(
     """The stages on their devices, each with the gradients that it sums by codecs."""
     out: list[Stage] = []
     count = 0
+    whole = plan.cluster.read()
     for k, (program, stage, mesh) in enumerate(
         zip(cut.programs, cut.stages, meshes, strict=True)
     ):
@@ -365,7 +367,8 @@ def _stages(
             assignment, own, mesh, fallback, signals=signals, first=count
         )
         count += len(own.gradients)
-        out.append(Stage(program, assignment, mesh, sums=sums))
+        room = room_options(stage_cluster(whole, plan.stages[k].devices))
+        out.append(Stage(program, assignment, mesh, room, sums))
     return out
 
 

@@ -191,7 +191,8 @@ def finish_code(
         in_shardings=(None, states, *[None] * sparse, *totals),
         out_shardings=(leave, states, told, told, *[None] * bool(measured)),
         donate_argnums=tuple(k + 2 + sparse for k in ending.taken_places),
-        compiler_options=_with_barriers(stage),
+        # What a codec is to send is not computed again in each loop that reads it.
+        compiler_options=WITH_BARRIERS if stage.on_cpu else stage.options,
     )
 
 
@@ -210,12 +211,6 @@ def partials_code(stage: Stage, scales: Mapping[int, float]) -> Any:
         if worth_a_codec(m.decision.shape)
     }
     return jax.jit(ending.partials, out_shardings=where)
-
-
-def _with_barriers(stage: Stage) -> dict[str, str] | None:
-    """Options that keep what a codec is to send from being computed again, on CPUs."""
-    on_cpu = stage.mesh.devices.flat[0].platform == "cpu"
-    return {**(stage.options or {}), **WITH_BARRIERS} if on_cpu else None
 
 
 def summed_once(stage: Stage, cut: Cut, crossings: Collection[int]) -> Stage:

@@ -104,7 +104,7 @@ class Stage:
       program: all its equations.
       assignment: the layouts of its values.
       mesh: its devices.
-      options: of the compiler.
+      room: options of the compiler (`autopar.compilers.targets.room_options`).
       sums: the gradients that it sums by codecs; None: there are none.
       early: running sums whose sum over devices is taken at their end, because several
         updates read it.
@@ -115,10 +115,22 @@ class Stage:
     program: StageProgram
     assignment: Assignment
     mesh: Mesh
-    options: Mapping[str, str] | None = None
+    room: Mapping[str, str] = dataclasses.field(default_factory=dict[str, str])
     sums: GradientSums | None = None
     early: frozenset[int] = frozenset()
     handed: frozenset[int] = frozenset()
+
+    @property
+    def on_cpu(self) -> bool:
+        """Whether its devices are there, and CPUs."""
+        mesh = self.mesh
+        here = not isinstance(mesh, AbstractMesh)
+        return here and mesh.devices.flat[0].platform == "cpu"
+
+    @property
+    def options(self) -> dict[str, str] | None:
+        """What its programs are compiled with."""
+        return None if self.on_cpu else dict(self.room) or None
 
     @property
     def coded_values(self) -> frozenset[int]:
@@ -160,7 +172,7 @@ class Stage:
         """The stage with values whose sums over devices are taken."""
         if not whole:
             return self
-        after = dataclasses.replace(self.assignment, settled=whole, _known={})
+        after = dataclasses.replace(self.assignment, settled=whole)
         return dataclasses.replace(self, assignment=after)
 
     def sharding(self, value: int) -> NamedSharding:
@@ -366,7 +378,7 @@ def task_code(
             *(places[v] for v in donated),
             *range(len(inputs), len(inputs) + len(accumulated)),
         ),
-        compiler_options=dict(stage.options) if stage.options else None,
+        compiler_options=stage.options,
     )
     return TaskCode(
         task,
