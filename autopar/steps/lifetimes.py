@@ -376,11 +376,11 @@ def gaps(
 ) -> dict[int, tuple[Gap, ...]]:
     """When results are given up where a program needs more memory than there is.
 
-    XLA's scheduler for GPUs then keeps no product waiting. And results of the forward
-    pass are made again for the backward pass: an instruction is cloned before its next
-    reader (openxla/xla, ``xla/hlo/transforms/simplifiers/hlo_rematerialization.cc``).
-    Calls of libraries, loops and kernels are not cloned: on GPUs products are such
-    calls.
+    XLA's scheduler for GPUs then keeps no product waiting, but in loops: there it does
+    not see what lies outside. And results of the forward pass are made again for the
+    backward pass: an instruction is cloned before its next reader (openxla/xla,
+    ``xla/hlo/transforms/simplifiers/hlo_rematerialization.cc``). Calls of libraries,
+    loops and kernels are not cloned: on GPUs products are such calls.
 
     Args:
       graph: the operator graph.
@@ -399,7 +399,8 @@ def gaps(
             read = read_by.get(value, [])
             found: list[Gap] = []
             needed = max((prompt.needs(r) for r in read), default=-1)
-            if max((life.needs(r) for r in read), default=-1) > needed:
+            in_loop = where[op.index] < where[-1]
+            if not in_loop and max((life.needs(r) for r in read), default=-1) > needed:
                 found.append((needed, max(life.needs(r) for r in read) + 1))
             backward = [r for r in read if r.role is Role.BACKWARD]
             inside = all(where[r.index] == where[op.index] for r in read)
