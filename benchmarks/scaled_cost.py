@@ -78,7 +78,7 @@ def main() -> None:
             for factor, other in others.items():
                 if other.structure != analysis.structure:
                     continue
-                moved = dataclasses.replace(best.assignment, analysis=other, _known={})
+                moved = dataclasses.replace(best.assignment, analysis=other)
                 want = estimate(moved, best.pricer).seconds()
                 found = cost.seconds(factor)
                 errors.append(abs(found / want - 1))

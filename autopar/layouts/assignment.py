@@ -127,6 +127,8 @@ class Assignment:
       waiting: values where a sum is due that waits although it is sent as it is,
         because something looks at its parts.
       settled: values where a sum was due, and has been taken: whole ones.
+      sums_each_microbatch: whether gradients are summed over devices in each
+        microbatch, so that they are kept split; else once a step, where they can wait.
       apart_bytes: gathers over all devices of arrays up to so many bytes are stated
         axis by axis (`autopar.layouts.assignment`).
       graph: the analysis's own.
@@ -140,13 +142,18 @@ class Assignment:
     codecs: dict[int, str] = dataclasses.field(default_factory=dict[int, str])
     waiting: frozenset[int] = frozenset()
     settled: frozenset[int] = frozenset()
+    sums_each_microbatch: bool = False
     apart_bytes: float = 0.0
     # The analysis's own, at hand: a program asks for them of every operator.
     graph: OperatorGraph = dataclasses.field(init=False, repr=False)
     contraction: Contraction = dataclasses.field(init=False, repr=False)
     # Answers by class: a program asks the same of every repeated layer.
+    # A changed assignment begins without them.
     _known: dict[tuple[object, ...], Any] = dataclasses.field(
-        default_factory=dict[tuple[object, ...], Any], compare=False, repr=False
+        default_factory=dict[tuple[object, ...], Any],
+        init=False,
+        compare=False,
+        repr=False,
     )
 
     def __post_init__(self) -> None:
@@ -271,7 +278,8 @@ class Assignment:
         found = [
             stacking
             for d in self.analysis.deferrals
-            if d.hoisted or any(v in self.codecs or v in self.waiting for v in d.ends)
+            if (d.hoisted and not self.sums_each_microbatch)
+            or any(v in self.codecs or v in self.waiting for v in d.ends)
             if (stacking := stacking_of(self, d)) is not None
         ]
         self._known.clear()

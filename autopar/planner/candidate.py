@@ -230,10 +230,24 @@ def choices_of(formulation: Formulation, assignment: Assignment) -> list[int] | 
 
 
 def candidate_of(
-    analysis: Analysis, formulation: Formulation, solution: Solution
+    analysis: Analysis,
+    formulation: Formulation,
+    solution: Solution,
+    *,
+    sums_each_microbatch: bool = False,
 ) -> Candidate:
-    """Turns a solution into layouts and prices what they really do."""
-    assignment = assignment_of(analysis, formulation, solution)
+    """Turns a solution into layouts and prices what they really do.
+
+    Args:
+      analysis: the step.
+      formulation: the problem that the solver was given.
+      solution: what it says.
+      sums_each_microbatch: as in `autopar.layouts.assignment.Assignment`.
+    """
+    assignment = dataclasses.replace(
+        assignment_of(analysis, formulation, solution),
+        sums_each_microbatch=sums_each_microbatch,
+    )
     peak_bytes = peak_of(assignment, formulation.pricer)
     return price_solution(formulation, solution, assignment, peak_bytes)
 

@@ -38,7 +38,10 @@ from autopar.plans.specs import spec_of, spec_text
 from autopar.steps.analysis import Analysis
 
 # What may be edited; costs are stated anew after any of it.
-EDITABLE = ("inputs", "nodes", "copies", "gradients", "predicted", "cluster")
+EDITABLE = (
+    "inputs", "nodes", "copies", "gradients", "sums_each_microbatch", "predicted",
+    "cluster",
+)  # fmt: skip
 # Why other parts may not, by what they are called.
 _OTHER_MESH = (
     "another mesh is another plan: make it with autopar.plan(..., axis_names=, "

@@ -318,21 +318,32 @@ class Programs:
         """Plans the fastest programs in full that were looked at quickly.
 
         One is left out where a bound of all its plans is no less than the best plan.
+        So is one that would have to gain more than the others did.
         """
+        gain = GAP
         near_s = (1 + _NEAR) * self.best.predicted.step_s if self.best else 0.0
         known = self.quick & self.plans.keys()
         found = {n: self.plans[n].predicted.step_s for n in known}
         near = [n for n in sorted(found, key=lambda n: found[n]) if found[n] <= near_s]
         for name in near[:_REFINED]:
-            if self.plans[name].solver.bound >= self.most_s(GAP):
+            quick_s = self.plans[name].predicted.step_s
+            least_s = (1 - gain) * quick_s
+            if max(self.plans[name].solver.bound, least_s) >= self.most_s(GAP):
                 continue
             say(f"planning in full: {name}")
             options, most_s = self.programs[name], self.most_s()
-            with of_program(name):
+            # In its time the solver may find no plan that fits: the quick one stays.
+            with contextlib.suppress(InfeasibleError, TimeOutError), of_program(name):
                 program = self.program(name)
                 plan, _ = self.plan(program, self.cluster, options, most_s=most_s)
-            self.plans[name] = plan
-            self.keep(plan)
+                self.plans[name] = plan
+                self.keep(plan)
+                gain = max(gain, 1 - plan.predicted.step_s / quick_s)
+
+    def free_s(self, name: str) -> float:
+        """Seconds of a step with room for everything; 0 where no plan fits."""
+        plan = self.plans.get(name)
+        return 0.0 if plan is None else plan.predicted.step_s / self.slowed[name]
 
     def is_held_back(self, name: str) -> bool:
         """Whether memory holds a plan back: with room for everything it is faster."""

@@ -155,6 +155,7 @@ def _stage(analysis: Analysis, best: Candidate) -> StagePlan:
         nodes=_node_decisions(analysis, best.assignment, names),
         copies=_copy_decisions(analysis, best.assignment, names),
         rematerialisation=modules_again(analysis),
+        sums_each_microbatch=best.assignment.sums_each_microbatch,
     )
 
 
@@ -312,6 +313,7 @@ def assignment_of(analysis: Analysis, plan: Plan) -> Assignment:
         tuple(from_spec(n.axes, names) for n in plan.nodes),
         copies,
         {g.value: g.codec for g in plan.gradients if g.codec},
+        sums_each_microbatch=plan.stages[0].sums_each_microbatch,
         apart_bytes=apart_bytes(device, math.prod(plan.axis_sizes)),
     )
 

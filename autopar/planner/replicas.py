@@ -136,7 +136,11 @@ def price_replica(view: Analysis, found: Candidate, site: ReplicaDevices) -> Can
         for key, choice in own.copies.items()
     }
     assignment = Assignment(
-        view, (site.count, *own.sizes), tuple(map(_shift_axes, own.strategies)), copies
+        view,
+        (site.count, *own.sizes),
+        tuple(map(_shift_axes, own.strategies)),
+        copies,
+        sums_each_microbatch=own.sums_each_microbatch,
     )
     pricer = Pricer(site.whole, site.mesh(_mesh_on(site, found)))
     return dataclasses.replace(

@@ -34,6 +34,7 @@ from autopar.planner.candidate import (
     WORTHWHILE,
     Candidate,
     choices_of,
+    peak_of,
     price_solution,
 )
 from autopar.planner.codecs.choose import CodecRequest, prices_of, sent_as_asked
@@ -110,6 +111,9 @@ class Limit:
 
 # How often the memory limit is tightened until the exact peak fits.
 _TIGHTENINGS = 5
+# Plans in a row that terms of memory made and that were hardly faster, after which a
+# mesh is done but for rules and codecs: each such problem takes as long as ten without.
+_MOST_ALIKE = 2
 # How often the weights that bound are moved.
 _ROUNDS = 4
 PARTLY = (WHOLE, partly(1.0, 0.33), partly(0.5, 0.0), partly(0.67, 0.67))
@@ -235,6 +239,8 @@ class _Mesh:
         self.bound_s = 0.0
         # Bytes that terms of memory may use; None: every plan fitted so far.
         self.tight: float | None = None
+        # Plans in a row that terms of memory made, and that were hardly faster.
+        self._alike = 0
         # Seconds of the fastest plan, whatever memory it needs.
         self.free_s = math.inf
         # The way that gave the fastest plan of those in which all work counts, the
@@ -276,6 +282,8 @@ class _Mesh:
           PlanError: no plan was found, and none was known.
         """
         if way in self._tried or (self.best is not None and self.limit.over):
+            return None
+        if self._alike >= _MOST_ALIKE and way.prices is None:
             return None
         self._tried.add(way)
         found = self.solve_way(way, self.best)
@@ -511,8 +519,15 @@ class _Mesh:
             if solution.status in (Status.INFEASIBLE, Status.UNKNOWN):
                 break
             found = self.judge_solution((key, inner), formulation, solution)
-            peak_bytes = found.peak_memory_bytes
-            if peak_bytes <= memory:
+            plain_s, peak_bytes = found.step_s, found.peak_memory_bytes
+            if peak_bytes > memory:
+                found = self.summed_each_microbatch(found) or found
+            if found.peak_memory_bytes <= memory:
+                if tight is None:
+                    self.free_s = min(self.free_s, plain_s)
+                elif inner is None and self.best is not None:
+                    least_s = (1 - WORTHWHILE) * self.best.step_s
+                    self._alike = 0 if found.step_s < least_s else self._alike + 1
                 self.record(proposer, found, "", time.thread_time() - begin)
                 return dataclasses.replace(found, weights=way.weights)
             over = (memory - fixed) / (peak_bytes - fixed)
@@ -520,11 +535,8 @@ class _Mesh:
                 tight *= 0.995 * over
             else:
                 self.free_s = min(self.free_s, found.step_s)
-                if (
-                    way.prices is None
-                    and self.best
-                    and found.step_s >= self.best.step_s
-                ):
+                best_s = self.best.step_s if self.best else math.inf
+                if way.prices is None and found.step_s >= best_s:
                     self.record(proposer, None, "no faster", time.thread_time() - begin)
                     return None
                 tight = memory - fixed
@@ -542,6 +554,21 @@ class _Mesh:
         if self.best is not None:
             return None
         raise _failure(self, formulation, solution.status, tight)
+
+    def summed_each_microbatch(self, found: Candidate) -> Candidate | None:
+        """The layouts of a plan with gradients summed in each microbatch, if they fit.
+
+        So they are kept split, where a sum that waits is whole on every device.
+        """
+        own = found.assignment
+        if not any(held.deferral.gradients for held in own.stackings.values()):
+            return None
+        layouts = dataclasses.replace(own, sums_each_microbatch=True)
+        peak_bytes = peak_of(layouts, self.pricer)
+        if peak_bytes > self.pricer.cluster.memory_bytes:
+            return None
+        priced = price_solution(found.formulation, found.solution, layouts, peak_bytes)
+        return dataclasses.replace(priced, formulation=found.formulation)
 
     def record(
         self, proposer: str, found: Candidate | None, note: str, cpu_s: float = 0.0

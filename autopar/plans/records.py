@@ -217,6 +217,9 @@ class StagePlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         backward pass, for people; `Plan.remat` says which layers they belong to.
         Empty: only what the step itself computes again, by ``jax.checkpoint``, and
         copies whose decision is not to be kept.
+      sums_each_microbatch: whether gradients are summed over devices in each
+        microbatch, and kept split; else each device keeps its own part of the sum until
+        the last microbatch, where the layouts allow it.
 
     Raises:
       PlanError: there are no devices, one stands twice, or the mesh has another
@@ -232,6 +235,7 @@ class StagePlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     copies: tuple[CopyDecision, ...]
     gradients: tuple[GradientDecision, ...] = ()
     rematerialisation: tuple[str, ...] = ()
+    sums_each_microbatch: bool = False
 
     def __post_init__(self) -> None:
         """Checks the devices and the mesh over them."""

@@ -211,7 +211,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
       compression: why gradients are sent as they are.
       checks: a sum of each part as it was made; see `edited`.
       compiled_memory_bytes: most bytes on one device by the compiler, which is asked
-        about plans near the limit (`autopar.cost.certainty.near_limit`); 0: it was not.
+        about plans near the limit (`autopar.cost.certainty.NEAR_LIMIT`); 0: it was not.
       worth: what the plan makes of its cluster; None where nobody computed it, as in
         plans of earlier versions.
 
@@ -271,6 +271,13 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
                     )
                 owner[device] = stage.name
         check_replicas(self.replicas, self.microbatches, self.stages)
+        each = any(stage.sums_each_microbatch for stage in self.stages)
+        if each and (len(self.stages) > 1 or self.microbatches == 1):
+            raise PlanError(
+                "sums_each_microbatch is for plans of one stage with two microbatches "
+                f"or more; this one has {len(self.stages)} stages and "
+                f"{self.microbatches} microbatches. Set it to false."
+            )
 
     @property
     def stage(self) -> StagePlan:

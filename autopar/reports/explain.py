@@ -303,7 +303,10 @@ def _evaluate(
     solution = Solution(
         choices=choices, cost=cost, bound=-math.inf, status=Status.FEASIBLE, seconds=0.0
     )
-    made = candidate_of(bound.analysis, formulation, solution)
+    each = bound.assignment.sums_each_microbatch
+    made = candidate_of(
+        bound.analysis, formulation, solution, sums_each_microbatch=each
+    )
     fits = made.peak_memory_bytes <= bound.pricer.cluster.memory_bytes
     return made if fits else None
 

@@ -12,7 +12,7 @@ import math
 import re
 from collections.abc import Iterable, Sequence
 
-from autopar.cost.certainty import memory_more, near_limit
+from autopar.cost.certainty import MEMORY_MORE, NEAR_LIMIT
 from autopar.plans import GradientDecision, Plan, StagePlan
 from autopar.plans.schema import Predicted, set_renderer
 from autopar.plans.specs import spec_text
@@ -98,11 +98,9 @@ def compiled_text(plan: Plan) -> str:
     cluster = plan.cluster.read()
     if cluster.groups:  # each has a limit of its own
         return ""
-    kind, count = cluster.device.kind, plan.microbatches
-    near_bytes = near_limit(kind, count) * cluster.memory_bytes
-    if plan.predicted.peak_memory_bytes <= near_bytes:
+    if plan.predicted.peak_memory_bytes <= NEAR_LIMIT * cluster.memory_bytes:
         return ""
-    more = memory_more(kind, count)
+    more = MEMORY_MORE[cluster.device.kind]
     text = f" (not compiled: such programs take up to {round(100 * more)} % more"
     if (1 + more) * plan.predicted.peak_memory_bytes > cluster.memory_bytes:
         text += ", which may not fit: planning for less memory leaves room"
@@ -188,6 +186,8 @@ def shape_of_plan(plan: Plan) -> str:
     if len(plan.stages) == 1:
         parts = plan.microbatches
         split = f", {parts} microbatches" if parts > 1 else ""
+        if plan.stage.sums_each_microbatch:
+            split += ", gradients summed in each"
         if plan.replicas:
             each = " + ".join(str(r.microbatches) for r in plan.replicas)
             split = f", {each} microbatches"

@@ -301,7 +301,7 @@ def judge_codecs(
 
 def _waiting_cost(candidate: Candidate, texts: Mapping[int, str]) -> CostBreakdown:
     """The cost of a step besides gradients with codecs, whose sums wait."""
-    waiting = dataclasses.replace(candidate.assignment, codecs=dict(texts), _known={})
+    waiting = dataclasses.replace(candidate.assignment, codecs=dict(texts))
     return estimate(waiting, candidate.pricer).cost
 
 

@@ -269,7 +269,7 @@ def _resize_group(
             for rule, assignment in found:
                 if not fits(assignment, mesh.sizes):
                     continue
-                same = dataclasses.replace(assignment, sizes=mesh.sizes, _known={})
+                same = dataclasses.replace(assignment, sizes=mesh.sizes)
                 yield Submesh(group, shape, Pricer(part, mesh), same, rule)
 
 

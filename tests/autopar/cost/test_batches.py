@@ -100,7 +100,7 @@ def anew(name: str, text: str, rows: int) -> float:
     assignment, pricer = planned(name, text)
     other = analysed(name, rows)
     assert len(other.contraction.nodes) == len(assignment.strategies)
-    moved = dataclasses.replace(assignment, analysis=other, _known={})
+    moved = dataclasses.replace(assignment, analysis=other)
     return estimate(moved, pricer).seconds()
 
 

@@ -205,7 +205,7 @@ def test_a_recurrent_gradient_is_summed_once() -> None:
 def test_without_waiting_it_would_be_summed_every_time() -> None:
     case, plan = data_parallel()
     none = dataclasses.replace(plan.analysis, deferrals=())
-    eager = dataclasses.replace(plan, analysis=none, _known={})
+    eager = dataclasses.replace(plan, analysis=none)
 
     found = check_traffic(case, eager)
 
@@ -231,5 +231,5 @@ def test_outside_of_loops_nothing_waits_unasked(name: str) -> None:
         assert plan.stackings == {}
         (some, *_) = [d for d in plan.analysis.deferrals if d.gradients]
         codecs = dict.fromkeys(some.ends, "dense")
-        asked = dataclasses.replace(plan, codecs=codecs, _known={})
+        asked = dataclasses.replace(plan, codecs=codecs)
         assert set(asked.stackings) in (set(), set(some.members))

@@ -206,7 +206,7 @@ def schema_1(cluster: str = "8:cpu") -> dict[str, Any]:
     (stage,) = data.pop("stages")
     for new in ("structure", "microbatches", "schedule", "checks"):
         del data[new]
-    for new in ("name", "devices", "rematerialisation"):
+    for new in ("name", "devices", "rematerialisation", "sums_each_microbatch"):
         del stage[new]
     return data | stage | {"schema": 1, "cluster": cluster}
 

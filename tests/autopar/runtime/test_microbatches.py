@@ -14,12 +14,13 @@ import pytest
 from jax.sharding import PartitionSpec
 
 import autopar
+from autopar.cost.live import SUMS, live
 from autopar.errors import PlanError
 from autopar.layouts.assignment import Assignment
 from autopar.planner.record import restore
 from autopar.steps.analysis import analyse
 
-ROWS, WIDTH = 64, 64
+ROWS, MANY, WIDTH = 64, 8192, 64
 DATA = {"batch": PartitionSpec("data"), "w*": PartitionSpec()}
 
 
@@ -73,9 +74,13 @@ def test_losses_are_those_of_the_whole_batch(count: int) -> None:
     assert f"{count} microbatches" in str(run.plan)
 
 
+def shapes_of(rows: int) -> Any:
+    return jax.eval_shape(lambda: (state(), jnp.asarray(batch(rows))))
+
+
 def wide(count: int, compression: str) -> tuple[autopar.Plan, Assignment]:
     """A plan under which each device has all of the weights and a part of the rows."""
-    shapes = jax.eval_shape(lambda: (state(), jnp.asarray(batch(8192))))
+    shapes = shapes_of(MANY)
     plan = autopar.plan(
         step, *shapes, cluster="8:cpu", axis_names=("data",), pins=DATA,
         microbatches=count, compression=compression,
@@ -106,13 +111,71 @@ def test_codecs_send_the_added_up_gradients() -> None:
 
 
 def test_the_compiler_communicates_what_the_plan_says() -> None:
-    shapes = jax.eval_shape(lambda: (state(), jnp.asarray(batch())))
+    shapes = shapes_of(ROWS)
     plan = autopar.plan(
         step, *shapes, cluster="8:cpu", pins=DATA, axis_names=("data",), microbatches=4
     )
     audit = autopar.audit(step, *shapes, plan=plan)
 
     assert audit.agrees
+
+
+SPLIT = {"batch": PartitionSpec("data"), "w*": PartitionSpec("data")}
+
+
+def summed(each: bool, compression: str = "none") -> autopar.Plan:
+    """Weights split over the devices; gradients summed in each microbatch, or once."""
+    plan = autopar.plan(
+        step, *shapes_of(MANY), cluster="8:cpu", pins=SPLIT, axis_names=("data",),
+        microbatches=4, compression=compression,
+    )  # fmt: skip
+    return plan.with_stage(sums_each_microbatch=each)
+
+
+def test_gradients_summed_in_each_microbatch_are_kept_split() -> None:
+    run = autopar.parallelize(step, plan=summed(True))
+    once = autopar.parallelize(step, plan=summed(False))
+    expected = losses(jax.jit(step), rows=MANY)
+
+    np.testing.assert_allclose(losses(run, rows=MANY), expected, rtol=2e-5)
+    np.testing.assert_allclose(losses(once, rows=MANY), expected, rtol=2e-5)
+    assert run.plan.stage.sums_each_microbatch
+    assert "4 microbatches, gradients summed in each" in str(run.plan)
+    audits = [
+        autopar.audit(step, *shapes_of(MANY), plan=r.plan, compiled=False)
+        for r in (run, once)
+    ]
+    assert all(audit.agrees for audit in audits)
+    # The sums of four microbatches, of weights of which a device keeps an eighth.
+    part = 2 * WIDTH * WIDTH * 4 * 7 / 8
+    sent, sent_once = (p.plan.predicted.communication_bytes for p in (run, once))
+    assert sent > sent_once + 3 * part - 1
+    kept, kept_once = (_sums_kept(r.plan) for r in (run, once))
+    assert kept_once > 1.5 * kept
+
+
+def _sums_kept(plan: autopar.Plan) -> float:
+    """Bytes of the sums of gradients that a device keeps between microbatches."""
+    assignment = restore(analyse(step, shapes_of(MANY)), plan)
+    found = live(assignment, plan.cluster.read().device)
+    ends = {v for d in assignment.analysis.deferrals for v in d.gradients}
+    own = [k for k, v in enumerate(found.values) if int(v) in ends]
+    return float(sum(found.nbytes[k] for k in own if found.kinds[k] != SUMS))
+
+
+def test_codecs_send_what_is_summed_once_a_step() -> None:
+    run = autopar.parallelize(step, plan=summed(True, "int8"))
+    expected = losses(jax.jit(step), rows=MANY)
+
+    np.testing.assert_allclose(losses(run, rows=MANY), expected, rtol=1e-3)
+    assert set(run.telemetry) == {"w/up", "w/down"}
+
+
+def test_sums_in_each_microbatch_are_for_microbatches() -> None:
+    shapes = shapes_of(ROWS)
+    plan = autopar.plan(step, *shapes, cluster="8:cpu", microbatches=1)
+    with pytest.raises(PlanError, match="two microbatches or more"):
+        plan.with_stage(sums_each_microbatch=True)
 
 
 def test_a_saved_plan_is_run_with_its_microbatches(tmp_path: Path) -> None:
@@ -126,8 +189,8 @@ def test_a_saved_plan_is_run_with_its_microbatches(tmp_path: Path) -> None:
 
 
 def test_layouts_are_kept_with_their_microbatches() -> None:
-    shapes = jax.eval_shape(lambda: (state(), jnp.asarray(batch())))
-    more = jax.eval_shape(lambda: (state(), jnp.asarray(batch(2 * ROWS))))
+    shapes = shapes_of(ROWS)
+    more = shapes_of(2 * ROWS)
     first = autopar.plan(step, *shapes, cluster="8:cpu", pins=DATA, microbatches=2)
     kept = autopar.plan(step, *more, cluster="8:cpu", layouts=first)
 
@@ -182,6 +245,39 @@ def test_auto_takes_as_many_as_memory_needs() -> None:
     assert roomy.microbatches == 1
     assert tight.microbatches > 1
     assert tight.predicted.peak_memory_bytes <= 0.5 * need
+
+
+def wide_state(memory: float) -> autopar.Plan:
+    """Gradients take most of its memory."""
+    shapes = (
+        [jax.ShapeDtypeStruct((1024, 1024), jnp.float32)] * 8,
+        jax.ShapeDtypeStruct((4096, 1024), jnp.float32),
+    )
+
+    def loss_of(w: Any, x: Any) -> Any:
+        for one in w:
+            x = jnp.tanh(x @ one)
+        return jnp.mean(x**2)
+
+    def train(w: Any, x: Any) -> Any:
+        loss, grads = jax.value_and_grad(loss_of)(w, x)
+        return jax.tree.map(lambda a, b: a - b, w, grads), loss
+
+    return autopar.plan(
+        train, *shapes, cluster=f"8:h100,memory={int(memory)}B", microbatches=4,
+        remat=0, axis_names=("data",), pins={"x": PartitionSpec("data")},
+    )  # fmt: skip
+
+
+def test_sums_are_taken_in_each_microbatch_where_memory_needs_it() -> None:
+    roomy = wide_state(80e9)
+    need = roomy.predicted.peak_memory_bytes
+    tight = wide_state(0.8 * need)
+
+    assert not roomy.stage.sums_each_microbatch
+    assert tight.stage.sums_each_microbatch
+    assert tight.predicted.peak_memory_bytes <= 0.8 * need
+    assert tight.predicted.communication_bytes > roomy.predicted.communication_bytes
 
 
 @pytest.mark.parametrize("count", [0, -1, 1.5, True, "many"])
