@@ -91,10 +91,16 @@ def priced(row: dict[str, Any], fused: bool, seconds: float) -> Candidate:
     )
     step, args = decoder.train_step(decoder.Decoder(**row["model"]), run)
     analysis = analyse(step, args)
-    for memory in (device.memory_bytes, 10**15):
-        roomy = dataclasses.replace(device, memory_bytes=memory)
+    makes_room = dataclasses.replace(device.corrections, makes_room=True)
+    roomy = (
+        device,
+        # As the compiler of the run may have done.
+        dataclasses.replace(device, calibration=makes_room),
+        dataclasses.replace(device, memory_bytes=10**15),
+    )
+    for one in roomy:
         with contextlib.suppress(InfeasibleError):
-            held = dataclasses.replace(cluster, device=roomy)
+            held = dataclasses.replace(cluster, device=one)
             return within(analysis, held, row, seconds)
     raise SystemExit(f"{row['id']}: no plan of {row['strategy']}")
 

@@ -211,6 +211,7 @@ class _Calibration(msgspec.Struct, forbid_unknown_fields=True):
     overlap: float | None = None
     contention: float | None = None
     whole_messages: bool | None = None
+    makes_room: bool | None = None
 
 
 class _Device(msgspec.Struct, forbid_unknown_fields=True):

@@ -52,6 +52,9 @@ class Calibration:
       contention: seconds of work lost for each second of communication beside it.
       whole_messages: whether communication runs beside work as whole messages, sums
         beside the update too (`autopar.cost.overlap`); else array by array.
+      makes_room: whether the compiler is taken to make room where memory is short
+        (`autopar.cost.live`). Beside communication it often does not, so such plans
+        are made only where nothing else fits, and kept only where they compile.
     """
 
     skew: float = 1.0
@@ -69,6 +72,7 @@ class Calibration:
     overlap: float = 0.0
     contention: float = 0.0
     whole_messages: bool = False
+    makes_room: bool = False
 
     def __post_init__(self) -> None:
         """Checks the values."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import Final
 
 from autopar.cluster import DeviceSpec
 from autopar.cost.breakdown import CostBreakdown, step_s
@@ -74,38 +75,10 @@ _SHARED_CORES = dataclasses.replace(
 
 # How much more memory XLA's compilers take than predicted, at the most: of the programs
 # of docs/data/memory.json, and on CPUs of those of docs/record.
-_MEMORY_MORE = {"gpu": 0.16, "tpu": 1.31, "cpu": 0.08}
-# The same of programs for GPUs that run a loop over microbatches: of five plans of a
-# GPT with 12 layers, with little memory (`autopar audit --target h100`).
-_LOOP_MORE = 0.95
-# A plan that needs more than this part of the memory is near the limit.
-_NEAR_LIMIT = 0.75
-
-
-def memory_more(kind: str, microbatches: int) -> float:
-    """How much more memory a compiler takes than predicted, at the most.
-
-    Args:
-      kind: of the device.
-      microbatches: that the program runs one after another.
-    """
-    loops = kind == "gpu" and microbatches > 1
-    return _LOOP_MORE if loops else _MEMORY_MORE[kind]
-
-
-def near_limit(kind: str, microbatches: int) -> float:
-    """The part of the memory above which a plan may not fit.
-
-    >>> near_limit("gpu", 1), round(near_limit("gpu", 2), 3)
-    (0.75, 0.513)
-
-    Args:
-      kind: of the device.
-      microbatches: that the program runs one after another.
-    """
-    if microbatches == 1:
-        return _NEAR_LIMIT
-    return min(_NEAR_LIMIT, 1 / (1 + memory_more(kind, microbatches)))
+MEMORY_MORE: Final = {"gpu": 0.16, "tpu": 1.31, "cpu": 0.08}
+# A plan that needs more than this part of the memory is near the limit, and may not
+# fit.
+NEAR_LIMIT: Final = 0.75
 
 
 def certainty_of(device: DeviceSpec) -> Certainty:

@@ -98,6 +98,13 @@ def habits_of(device: DeviceSpec) -> Habits:
     TPUs of two cores write more than those of one (docs/record), and no rule for
     what they write is known. They say nothing of their vector memory, and only round.
     """
+    found = _habits_of(device)
+    if device.corrections.makes_room:
+        return found
+    return dataclasses.replace(found, room=(0.0, 0.0))
+
+
+def _habits_of(device: DeviceSpec) -> Habits:
     if device.on_chip_bytes:
         room = room_bytes(device.on_chip_bytes)
         return dataclasses.replace(_ON_CHIP, on_chip_bytes=room)

@@ -16,15 +16,16 @@ from collections.abc import Callable, Iterator
 import msgspec
 
 from autopar.cluster import Cluster
-from autopar.cluster.presets import USABLE_MEMORY
 from autopar.compilers.compiled import check_target, compile_for
 from autopar.compilers.targets import CPU, TARGETS, Target
-from autopar.cost.certainty import near_limit
+from autopar.cost.certainty import NEAR_LIMIT
 from autopar.errors import CompileError, InfeasibleError, PlanError
 from autopar.planner.infeasible import round_up, size_text
 from autopar.planner.options import PlanOptions, decide_open
 from autopar.planner.programs import Unfit
 from autopar.plans import Plan
+from autopar.plans.files import ClusterData
+from autopar.progress import say
 from autopar.runtime.placement import abstract_mesh
 from autopar.runtime.planned import planned_step
 from autopar.steps.analysis import Analysis
@@ -58,21 +59,27 @@ def plan_that_fits(
       InfeasibleError: no plan fits.
     """
     unfit: Unfit = {}
-    first = found = find(cluster, unfit)
-    # What each search took; the step is traced and analysed once.
-    solve_s = found.seconds.solve
     target = _target(cluster) if options.compile_check else None
     # Groups of unequal devices have no target, and no one size of memory.
     memory = 0 if target is None else cluster.memory_bytes
+    try:
+        found = find(cluster, unfit)
+    except InfeasibleError as error:
+        makes_room = target is not None and target.kind != CPU.kind
+        if target is None or not makes_room or error.least_bytes > memory:
+            raise
+        return _with_room_made(analysis, cluster, target, find, error)
+    # What each search took; the step is traced and analysed once.
+    solve_s = found.seconds.solve
     compile_s = 0.0
     allowed = float(memory)
     tried = 0
-    while target is not None and _is_near(found, target.kind, memory):
+    while target is not None and _is_near(found, memory):
         start = time.perf_counter()
         held = _compiled_bytes(analysis, found, cluster, target)
         compile_s += time.perf_counter() - start
         if held <= memory:
-            return _with_compiled(found, first, held, solve_s, compile_s)
+            return _with_compiled(found, cluster, held, solve_s, compile_s)
         expected, tried = found.predicted.peak_memory_bytes, tried + 1
         failure = InfeasibleError(
             f"no plan fits on {cluster}: XLA's compiler for {target.name} needs "
@@ -90,7 +97,41 @@ def plan_that_fits(
         except InfeasibleError as error:
             raise failure from error
         solve_s += found.seconds.solve
-    return _with_compiled(found, first, 0.0, solve_s, compile_s)
+    return _with_compiled(found, cluster, 0.0, solve_s, compile_s)
+
+
+def _with_room_made(
+    analysis: Analysis,
+    cluster: Cluster,
+    target: Target,
+    find: Callable[[Cluster, Unfit], Plan],
+    failure: InfeasibleError,
+) -> Plan:
+    """The plan that fits where the compiler makes room, if it does.
+
+    Args:
+      analysis: the step.
+      cluster: what to plan for.
+      target: what compiles for its devices.
+      find: plans for a cluster.
+      failure: why no plan fits otherwise, which is raised if the compiler needs more.
+    """
+    say("no plan fits; looking for one that fits where the compiler makes room")
+    device = cluster.device
+    makes_room = dataclasses.replace(device.corrections, makes_room=True)
+    roomy = dataclasses.replace(device, calibration=makes_room)
+    try:
+        found = find(dataclasses.replace(cluster, device=roomy), {})
+    except PlanError:
+        raise failure from None
+    start = time.perf_counter()
+    held = 0.0
+    if len(found.stages) == 1:
+        held = _compiled_bytes(analysis, found, cluster, target)
+    if not 0 < held <= cluster.memory_bytes:
+        raise failure
+    spent_s = time.perf_counter() - start
+    return _with_compiled(found, cluster, held, found.seconds.solve, spent_s)
 
 
 def _fixes(options: PlanOptions, held: float) -> Iterator[str]:
@@ -104,19 +145,19 @@ def _fixes(options: PlanOptions, held: float) -> Iterator[str]:
     yield "more devices or a smaller batch"
 
 
-def _is_near(plan: Plan, kind: str, memory: float) -> bool:
+def _is_near(plan: Plan, memory: float) -> bool:
     """Whether a plan is one program, and near the limit."""
     one = len(plan.stages) == 1 and not plan.replicas
-    near_bytes = near_limit(kind, plan.microbatches) * memory
-    return one and plan.predicted.peak_memory_bytes > near_bytes
+    return one and plan.predicted.peak_memory_bytes > NEAR_LIMIT * memory
 
 
 def _with_compiled(
-    found: Plan, first: Plan, held: float, solve_s: float, compile_s: float
+    found: Plan, cluster: Cluster, held: float, solve_s: float, compile_s: float
 ) -> Plan:
     """The plan with what was compiled, for the cluster as it is."""
-    if found is not first:
-        found = msgspec.structs.replace(found, cluster=first.cluster).stamped()
+    given = ClusterData.of(cluster)
+    if found.cluster != given:
+        found = msgspec.structs.replace(found, cluster=given).stamped()
     own = found.seconds
     seconds = msgspec.structs.replace(
         own,
@@ -135,11 +176,6 @@ def _target(cluster: Cluster) -> Target | None:
     target = CPU if kind == CPU.kind else TARGETS.get(name)
     if target is None or target.kind != kind:
         return None
-    if target.gpu is not None:
-        # The compiler makes room by the memory that there is.
-        nbytes = round(cluster.memory_bytes / USABLE_MEMORY)
-        gpu = dataclasses.replace(target.gpu, memory_bytes=nbytes)
-        target = dataclasses.replace(target, gpu=gpu)
     try:
         check_target(target, cluster)
     except PlanError:

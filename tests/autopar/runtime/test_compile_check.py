@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -115,3 +116,35 @@ def test_where_nothing_fits_the_compiler_is_quoted(
         autopar.InfeasibleError, match=r"compiler for cpu needs .*B on each"
     ):
         plan(memory, microbatches=1, remat=0, stages=1)
+
+
+@pytest.mark.parametrize("part", [0.98, 1.1])
+def test_a_plan_that_needs_room_is_kept_where_it_compiles(
+    part: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """XLA's compilers make results again where memory is short; not always enough."""
+    made, args = step()
+    options: Any = {"microbatches": 1, "remat": 0, "stages": 1, "seconds": 2}
+    cluster = autopar.Cluster.parse("1:h100,memory=1GB")
+    small = dataclasses.replace(cluster.device, workspace_bytes=0)
+    cluster = dataclasses.replace(cluster, device=small)
+    roomy = autopar.plan(made, *args, cluster=cluster, **options)
+    memory = int(0.9 * roomy.predicted.peak_memory_bytes)
+    tight = dataclasses.replace(small, memory_bytes=memory)
+    cluster = dataclasses.replace(cluster, device=tight)
+    held = Memory(
+        argument_bytes=int(part * memory), output_bytes=0, alias_bytes=0, temp_bytes=0
+    )
+    monkeypatch.setattr(compile_check, "check_target", lambda *_: None)
+    monkeypatch.setattr(
+        compile_check, "compile_for", lambda *_: CompiledProgram("", held)
+    )
+    if part > 1:
+        with pytest.raises(autopar.InfeasibleError, match="no plan fits on"):
+            autopar.plan(made, *args, cluster=cluster, **options)
+        return
+    found = autopar.plan(made, *args, cluster=cluster, **options)
+
+    assert found.compiled_memory_bytes == held.argument_bytes
+    assert found.cluster.read() == cluster
+    assert not found.edited
