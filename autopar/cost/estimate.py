@@ -441,10 +441,13 @@ def messages_of(
 def is_once(assignment: Assignment, collective: Collective) -> bool:
     """Whether a collective is paid once in a step, not by every microbatch.
 
-    Sums of gradients wait for all microbatches; what an update reads comes once.
+    Sums of gradients wait for all microbatches, unless they are taken in each; what an
+    update reads comes once.
     """
     op = assignment.graph.operators[collective.operator]
     summed = collective.place is not None and collective.step.kind in SUMS
+    if assignment.sums_each_microbatch:
+        summed = summed and collective.value in assignment.stackings
     return summed or op.role is Role.UPDATE or op.kind == "return"
 
 

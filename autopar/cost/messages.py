@@ -38,9 +38,10 @@ def messages(
     out: dict[str, float] = {}
     norms: set[tuple[Group, Place, float]] = set()
     others: set[tuple[Group, Place, float]] = set()
-    left: Sequence[Collective] = collectives
+    # On an axis of one device nothing is sent.
+    left = [c for c in collectives if pricer.group(c.step.axes) > 1]
     if assignment is not None:
-        out, left = _in_order(pricer, collectives, assignment)
+        out, left = _in_order(pricer, left, assignment)
     alone = pricer.runs_as("reduce_scatter") == "all_reduce"
     for c in left:
         if c.step.kind == "slice":

@@ -44,10 +44,15 @@ def infeasible(
     where = f"{rounded_cluster(pricer.cluster)} (mesh {pricer.mesh.label})"
     lines = [f"no plan fits on {where}: {reason}."]
     largest: dict[int, float] = {}
+    numbers: dict[int, int] = {}
     for term in found.terms:
         largest[term.node] = largest.get(term.node, 0.0) + term.least
+        numbers[term.node] = numbers.get(term.node, 0) + (term.least > 0)
     ranked = sorted(largest.items(), key=lambda item: -item[1])[:_LARGEST]
-    names = [f"{_node(analysis, formulation, n)} {size_text(b)}" for n, b in ranked]
+    names = [
+        f"{_node(analysis, formulation, n)} {_together(numbers[n])}{size_text(b)}"
+        for n, b in ranked
+    ]
     if fixed > 0:
         names.append(f"products' work space {size_text(fixed)}")
     lines.append(f"  largest: {'; '.join(names)}")
@@ -142,6 +147,11 @@ def _state_bytes(analysis: Analysis) -> float:
         for i in analysis.graph.inputs
         if i.role is not InputRole.BATCH
     )
+
+
+def _together(number: int) -> str:
+    """That several arrays of a node, as of layers that are alike, are counted."""
+    return f"and {number - 1} like it " if number > 1 else ""
 
 
 def _node(analysis: Analysis, formulation: Formulation, node: int) -> str:

@@ -249,7 +249,8 @@ def another_step(analysis: Analysis, plan: Plan) -> PlanError:
         )
     elif plan.structure == analysis.structure:
         what = (
-            "only the batch differs; layouts=plan in place of plan= keeps the layouts"
+            "only the batch differs; layouts=plan in place of plan= keeps the "
+            "layouts (autopar plan --layouts PLAN)"
         )
     elif plan.structure and only_batch_differs(analysis, plan):
         what = (
