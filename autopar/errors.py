@@ -66,10 +66,12 @@ class InfeasibleError(PlanError):
     Attributes:
       least_bytes: no plan needs less on a device; 0 where no bound is known.
       enough_bytes: memory of a device for which a plan was found; None where none was.
+      free_s: seconds of a step with room for everything; 0 where it is not known.
     """
 
     least_bytes: float = 0.0
     enough_bytes: int | None = None
+    free_s: float = 0.0
 
 
 class TargetError(InputError):

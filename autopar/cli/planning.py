@@ -65,7 +65,7 @@ def plan(
         return Result.of(found.to_json())
     parts = [render(found)]
     if explain_search:
-        parts.append("\n".join(proposal_lines(proposals)))
+        parts.append("\n".join(proposal_lines(proposals, found)))
     return Result("\n\n".join([*parts, planning_times(found)]))
 
 

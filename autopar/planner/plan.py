@@ -33,7 +33,7 @@ from autopar.planner.hints import (
 )
 from autopar.planner.options import DEFAULTS, PlanOptions
 from autopar.planner.problem import Restriction
-from autopar.planner.programs import Planned, Unfit, remat_wanted
+from autopar.planner.programs import NEAR, Planned, Unfit, remat_wanted
 from autopar.planner.record import (
     another_step,
     make_plan,
@@ -200,11 +200,12 @@ def plan_analysis(
         *,
         quick: bool = False,
         most_s: float = math.inf,
+        meshes: Sequence[MeshShape] = (),
     ) -> Planned:
         return _search_layouts(
             program,
             on,
-            meshes_of(program, on, asked),
+            meshes or meshes_of(program, on, asked),
             asked.pins or {},
             codecs,
             asked.seconds,
@@ -398,7 +399,9 @@ def _search_layouts(
         most_s=most_s,
     )
     check_pinned(pins, analysis, result.best.assignment, result.best.pricer.mesh)
-    return Planned(make_plan(analysis, result, asked), result.slowdown)
+    most_s = (1 + NEAR) * result.best.step_s
+    near = tuple(m for m, c in result.tried if c is not None and c.step_s <= most_s)
+    return Planned(make_plan(analysis, result, asked), result.slowdown, near)
 
 
 def _with_layouts(

@@ -16,7 +16,7 @@ from typing import NamedTuple, Protocol
 
 import msgspec
 
-from autopar.cluster import Cluster
+from autopar.cluster import Cluster, MeshShape
 from autopar.cost.pricer import Pricer
 from autopar.errors import InfeasibleError, PlanError
 from autopar.layouts.strategies import Strategy
@@ -134,10 +134,17 @@ def _kept_strategies(
 
 
 class Planned(NamedTuple):
-    """A plan, and how many times as long it takes as with room for everything."""
+    """A plan, and what else its search came to.
+
+    Attributes:
+      plan: the fastest plan.
+      slowed: how many times as long it takes as with room for everything.
+      near: the meshes whose plans are nearly as fast.
+    """
 
     plan: Plan
     slowed: float
+    near: tuple[MeshShape, ...] = ()
 
 
 class Planner(Protocol):
@@ -152,6 +159,7 @@ class Planner(Protocol):
         *,
         quick: bool = False,
         most_s: float = math.inf,
+        meshes: Sequence[MeshShape] = (),
     ) -> Planned:
         """Finds them.
 
@@ -165,6 +173,7 @@ class Planner(Protocol):
             a plan is.
           most_s: seconds of a plan that is known; where none can be faster, the search
             ends.
+          meshes: the only ones to try; none: all.
         """
         ...
 
@@ -176,7 +185,7 @@ GAP = 0.005
 # Most seconds of the solver on a mesh for a program that is looked at quickly.
 _QUICK_S = 2.0
 # Programs that are planned in full: so many, within this part of the fastest one.
-_REFINED, _NEAR = 3, 0.03
+_REFINED, NEAR = 3, 0.03
 # Programs whose steps differ by a smaller part count as equally fast.
 _TOLD = 1e-3
 # Programs that are kept for a second look.
@@ -220,6 +229,8 @@ class Programs:
         self.quick: set[str] = set()
         # How much memory slows plans (`Planned.slowed`).
         self.slowed: dict[str, float] = {}
+        # The fastest meshes of the last program that fits in a number of microbatches.
+        self.near: dict[int, tuple[MeshShape, ...]] = {}
         self.begin_s = time.thread_time()
 
     def judge(self, name: str, make: Callable[[], Plan | None], gain: float) -> None:
@@ -290,6 +301,9 @@ class Programs:
     def fits_in(self, count: int, remat: str = "") -> bool:
         """Whether a plan in microbatches, with layers computed again, fits.
 
+        Programs that differ in these layers have the same fast meshes: once one fits,
+        the others are looked at on these.
+
         Raises:
           PlanError: the step cannot be planned as it is written.
         """
@@ -304,9 +318,12 @@ class Programs:
         def find() -> Plan:
             with of_program(name):
                 program = self.program(name)
-                found, slowed = self.plan(program, self.cluster, options, quick=quick)
-            self.slowed[name] = slowed
-            return found
+                meshes = self.near.get(count, ()) if quick else ()
+                found = self.plan(
+                    program, self.cluster, options, quick=quick, meshes=meshes
+                )
+            self.slowed[name], self.near[count] = found.slowed, found.near
+            return found.plan
 
         self.judge(name, find, 0.0)
         error = self.errors.get(name)
@@ -321,29 +338,32 @@ class Programs:
         So is one that would have to gain more than the others did.
         """
         gain = GAP
-        near_s = (1 + _NEAR) * self.best.predicted.step_s if self.best else 0.0
+        near_s = (1 + NEAR) * self.best.predicted.step_s if self.best else 0.0
         known = self.quick & self.plans.keys()
         found = {n: self.plans[n].predicted.step_s for n in known}
         near = [n for n in sorted(found, key=lambda n: found[n]) if found[n] <= near_s]
         for name in near[:_REFINED]:
             quick_s = self.plans[name].predicted.step_s
-            least_s = (1 - gain) * quick_s
-            if max(self.plans[name].solver.bound, least_s) >= self.most_s(GAP):
+            if self.plans[name].solver.bound >= self.most_s(GAP):
+                continue
+            if (1 - gain) * quick_s >= self.most_s():
                 continue
             say(f"planning in full: {name}")
             options, most_s = self.programs[name], self.most_s()
             # In its time the solver may find no plan that fits: the quick one stays.
             with contextlib.suppress(InfeasibleError, TimeOutError), of_program(name):
                 program = self.program(name)
-                plan, _ = self.plan(program, self.cluster, options, most_s=most_s)
+                plan = self.plan(program, self.cluster, options, most_s=most_s).plan
                 self.plans[name] = plan
                 self.keep(plan)
                 gain = max(gain, 1 - plan.predicted.step_s / quick_s)
 
     def free_s(self, name: str) -> float:
-        """Seconds of a step with room for everything; 0 where no plan fits."""
+        """Seconds of a step with room for everything; 0 where it is not known."""
         plan = self.plans.get(name)
-        return 0.0 if plan is None else plan.predicted.step_s / self.slowed[name]
+        if plan is None:
+            return getattr(self.errors.get(name), "free_s", 0.0)
+        return plan.predicted.step_s / self.slowed[name]
 
     def is_held_back(self, name: str) -> bool:
         """Whether memory holds a plan back: with room for everything it is faster."""

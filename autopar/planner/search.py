@@ -206,6 +206,7 @@ def _no_mesh(
     if len(unfit) < len(failures):
         return next(e for _, e in failures if not isinstance(e, InfeasibleError))
     pricer, failure = min(unfit, key=lambda pair: pair[1].least_bytes)
+    failure.free_s = min(error.free_s for _, error in unfit)
     if untried is None:
         return failure
     limit = min(seconds or _CHECK_S, _CHECK_S)

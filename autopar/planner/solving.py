@@ -624,4 +624,6 @@ def _failure(
         return PlanError(
             f"no plan found on mesh {label}: no choice of layouts is possible."
         )
-    return infeasible(mesh.analysis, mesh.pricer, formulation)
+    failure = infeasible(mesh.analysis, mesh.pricer, formulation)
+    failure.free_s = mesh.free_s if math.isfinite(mesh.free_s) else 0.0
+    return failure

@@ -362,10 +362,14 @@ _HEADING: tuple[str, ...] = (
 )
 
 
-def proposal_lines(proposals: Sequence[Proposal]) -> list[str]:
-    """The proposals in the order in which they were made; the fastest has a star."""
-    judged = [p for p in proposals if p.step_s is not None]
-    fastest = min(judged, key=lambda p: p.step_s or 0.0, default=None)
+def proposal_lines(proposals: Sequence[Proposal], plan: Plan) -> list[str]:
+    """The proposals in the order in which they were made; that of the plan has a star.
+
+    Others may be faster, where the compiler needs more memory for them.
+    """
+    step_s = plan.predicted.step_s
+    judged = (p for p in proposals if p.step_s is not None)
+    taken = next((p for p in judged if math.isclose(p.step_s or 0.0, step_s)), None)
     rows = [_HEADING]
     for one in proposals:
         step, memory = "", ""
@@ -373,7 +377,7 @@ def proposal_lines(proposals: Sequence[Proposal]) -> list[str]:
             step, memory = seconds_text(one.step_s), bytes_text(one.peak_bytes)
         rows.append(
             (
-                "*" if one is fastest else "",
+                "*" if one is taken else "",
                 one.proposer,
                 one.mesh,
                 one.program or "as written",
