@@ -440,24 +440,31 @@ class Programs:
         """The best plan, with what was decided and what it gained."""
         best = self.best
         assert best is not None
-        count, plain = best.microbatches, self.plans.get(program_name(1, ""))
+        count = best.microbatches
         narrowed = self.options.one_stage
         lines = [f"one stage: {narrowed}"] if narrowed else []
         if len(best.stages) > 1 and self.options.stages == "auto":
-            ones = [self.plans[n] for n in self.programs if n in self.plans]
-            one = min(ones, key=lambda p: p.predicted.step_s, default=None)
+            one = self.fastest(lambda _: True)
             lines.append(
                 self.describe_gain(f"{len(best.stages)} stages", best, one, "one")
             )
         if len(best.stages) == 1 and self.options.microbatches == "auto" and count > 1:
+            whole = self.fastest(lambda plan: plan.microbatches == 1)
             lines.append(
-                self.describe_gain(f"{count} microbatches", best, plain, "one")
+                self.describe_gain(f"{count} microbatches", best, whole, "one")
             )
         if best.remat.layers and self.options.remat == "auto":
-            without = self.plans.get(program_name(count, ""))
+            without = self.fastest(lambda plan: not plan.remat.layers)
+            other = without.microbatches if without else count
+            than = "none" if other == count else f"none in {other} microbatches"
             what = f"{len(best.remat.layers)} of {len(best.remat.starts)} layers again"
-            lines.append(self.describe_gain(what, best, without, "none"))
+            lines.append(self.describe_gain(what, best, without, than))
         return msgspec.structs.replace(best, decided=tuple(lines)) if lines else best
+
+    def fastest(self, which: Callable[[Plan], bool]) -> Plan | None:
+        """The fastest plan of one stage of some kind; None: none was found to fit."""
+        ones = [self.plans[n] for n in self.programs if n in self.plans]
+        return min(filter(which, ones), key=lambda p: p.predicted.step_s, default=None)
 
     def describe_gain(
         self, what: str, best: Plan, other: Plan | None, than: str
@@ -476,7 +483,7 @@ class Programs:
         ]
         least = min(bytes_, default=0.0)
         if least <= best.predicted.peak_memory_bytes:
-            return f"{fits}, none was found to fit without"
+            return f"{fits}, no plan looked at fits without"
         return f"{fits}, {size_text(least, ' ')} without"
 
 

@@ -427,7 +427,8 @@ def verdicts(audit: StageAudit) -> list[str]:
         else:
             share = f" ({total / predicted - 1:+.2%})" if predicted else ""
             out.append(
-                f"{name} communicates {bytes_text(total - predicted)} more{share}"
+                f"{name} communicates {bytes_text(abs(total - predicted))} "
+                f"{'more' if total > predicted else 'less'}{share}"
             )
     return out
 

@@ -66,7 +66,9 @@ def plan_that_fits(
         found = find(cluster, unfit)
     except InfeasibleError as error:
         makes_room = target is not None and target.kind != CPU.kind
-        if target is None or not makes_room or error.least_bytes > memory:
+        # Where all was decided, the most frugal programs did not fit.
+        pinned = decide_open(options).untried_options
+        if target is None or not makes_room or not pinned:
             raise
         return _with_room_made(analysis, cluster, target, find, error)
     # What each search took; the step is traced and analysed once.
@@ -192,6 +194,7 @@ def _compiled_bytes(
     analysis: Analysis, plan: Plan, cluster: Cluster, target: Target
 ) -> float:
     """What one device needs by the compiler; 0 where it refuses the program."""
+    say(f"compiling the plan for {target.name}")
     step = planned_step(analysis, plan, abstract_mesh(plan))
     try:
         found = compile_for(step.lower(target.platform), target, cluster)
