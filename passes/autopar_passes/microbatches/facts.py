@@ -189,15 +189,32 @@ def pair_programs(whole: Program, micro: Program, count: int) -> Pair:
     Raises:
       MicrobatchError: they differ in more than the number of rows.
     """
-    _compare(whole.body, micro.body)
-    if len(whole.values) != len(micro.values):
-        raise _depends("it has other arrays for as few as a microbatch has")
+    try:
+        _compare(whole.body, micro.body)
+        if len(whole.values) != len(micro.values):
+            raise _depends("it has other arrays for as few as a microbatch has")
+    except MicrobatchError as error:
+        if not _has_one_row(whole, micro):
+            raise
+        raise MicrobatchError(
+            f"{error} A microbatch would have one row, for which JAX writes some "
+            "operators in another way: take fewer microbatches."
+        ) from error
     dims = tuple(
         _dim(a.shape, b.shape, count)
         for a, b in zip(whole.values, micro.values, strict=True)
     )
     made_by = {v: e for e in walk(micro.body) for v in e.outputs}
     return Pair(whole, micro, count, dims, whole.by_index(), made_by)
+
+
+def _has_one_row(whole: Program, micro: Program) -> bool:
+    """Whether an input of a microbatch has one row of the batch's."""
+    inputs = zip(whole.body.inputs, micro.body.inputs, strict=False)
+    shapes = ((whole.values[a].shape, micro.values[b].shape) for a, b in inputs)
+    return any(
+        y == 1 and x > 1 for a, b in shapes for x, y in zip(a, b, strict=False)
+    )
 
 
 # What `_dim` gives for shapes that no single dimension of rows tells apart.

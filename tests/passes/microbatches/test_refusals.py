@@ -278,6 +278,18 @@ def test_a_program_of_its_own_for_a_number_of_rows_is_refused() -> None:
         split(sgd(loss), (W, X), 2)
 
 
+def test_a_program_of_its_own_for_one_row_names_the_row() -> None:
+    """JAX leaves dimensions of one out of some lookups."""
+
+    def loss(w: Any, ids: Any) -> Any:
+        scores = jax.nn.log_softmax(w[ids])
+        return -jnp.mean(jnp.take_along_axis(scores, ids[..., None] % CLASSES, -1))
+
+    ids = jax.ShapeDtypeStruct((ROWS, 4), jnp.int32)
+    with pytest.raises(PlanError, match="would have one row, .* fewer microbatches"):
+        split(sgd(loss), (W, ids), ROWS)
+
+
 @pytest.mark.parametrize("raised", [TypeError, ValueError])
 def test_a_step_that_states_its_number_of_rows_is_told_so(raised: Any) -> None:
     """The whole batch runs; that a microbatch does not is no error of the step's."""
