@@ -74,11 +74,6 @@ class TimeCurve:
             tuple((latency, slope * part) for latency, slope in self.lines),
         )
 
-    def scale_times(self, factor: float) -> TimeCurve:
-        """All times multiplied."""
-        lines = tuple((factor * a, factor * b) for a, b in self.lines)
-        return TimeCurve(self.starts, lines)
-
 
 def line(latency_s: float, s_per_byte: float) -> TimeCurve:
     """One straight line."""

@@ -47,11 +47,6 @@ def shards(layout: Layout, sizes: Sequence[int]) -> int:
     return math.prod(sizes[a] for axes in layout for a in axes)
 
 
-def replicated_layout(rank: int) -> Layout:
-    """The layout of an array that every device holds whole."""
-    return ((),) * rank
-
-
 def axes_of(layout: Layout) -> frozenset[int]:
     """The mesh axes that a layout uses."""
     return frozenset(a for axes in layout for a in axes)

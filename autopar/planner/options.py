@@ -289,7 +289,7 @@ def _is_of_one_stage(asked: PlanOptions) -> str:
     if isinstance(asked.microbatches, tuple):
         return f"microbatches={list(asked.microbatches)} are those of replicas"
     if asked.remat not in (None, "auto"):
-        return f"remat={asked.remat!r} is for plans of one stage"
+        return f"remat={asked.remat!r} was given, which is for plans of one"
     return ""
 
 
@@ -302,7 +302,7 @@ def decide_open(asked: PlanOptions) -> PlanOptions:
 
     >>> found = decide_open(PlanOptions(remat=4))
     >>> found.stages, found.microbatches, found.one_stage
-    (1, 'auto', 'remat=4 is for plans of one stage')
+    (1, 'auto', 'remat=4 was given, which is for plans of one')
     """
     why = ""
     if asked.stages is None and asked.schedule is None:

@@ -212,9 +212,7 @@ def _has_one_row(whole: Program, micro: Program) -> bool:
     """Whether an input of a microbatch has one row of the batch's."""
     inputs = zip(whole.body.inputs, micro.body.inputs, strict=False)
     shapes = ((whole.values[a].shape, micro.values[b].shape) for a, b in inputs)
-    return any(
-        y == 1 and x > 1 for a, b in shapes for x, y in zip(a, b, strict=False)
-    )
+    return any(y == 1 and x > 1 for a, b in shapes for x, y in zip(a, b, strict=False))
 
 
 # What `_dim` gives for shapes that no single dimension of rows tells apart.

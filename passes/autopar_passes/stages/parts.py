@@ -50,12 +50,6 @@ class Parts:
     homes: dict[int, int]
     gathered: Mapping[int, int]
 
-    def of_value(self, value: int) -> int | None:
-        """The part that makes or holds a value; None: whoever reads it makes it."""
-        if value in self.homes:
-            return self.homes[value]
-        return self.part.get(self.flow.maker.get(value, -1))
-
 
 def parts_of(
     program: Program,

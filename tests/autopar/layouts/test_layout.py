@@ -16,7 +16,6 @@ from autopar.layouts.layout import (
     ReshardStep,
     assignments,
     axes_of,
-    replicated_layout,
     reshard_steps,
     shards,
 )
@@ -112,7 +111,7 @@ def test_never_sends_more_than_gathering_everything(
 ) -> None:
     start, target, partial, sizes = case
     rank = len(start)
-    whole = reshard_steps(start, replicated_layout(rank), partial, "all", sizes)
+    whole = reshard_steps(start, ((),) * rank, partial, "all", sizes)
 
     steps = reshard_steps(start, target, partial, "sum", sizes)
 

@@ -213,7 +213,7 @@ def test_options_of_one_stage_are_said_in_the_plan() -> None:
     step, args = STEPS["mlp"]
     found = autopar.plan(step, *args, cluster=cluster(), remat=2)
 
-    assert found.decided == ("one stage: remat=2 is for plans of one stage",)
+    assert found.decided == ("one stage: remat=2 was given, which is for plans of one",)
     with pytest.raises(PlanError, match="schedule='gpipe' is for a pipeline, and"):
         autopar.plan(step, *args, cluster=cluster(), remat=2, schedule="gpipe")
 

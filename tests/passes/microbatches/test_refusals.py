@@ -286,7 +286,7 @@ def test_a_program_of_its_own_for_one_row_names_the_row() -> None:
         return -jnp.mean(jnp.take_along_axis(scores, ids[..., None] % CLASSES, -1))
 
     ids = jax.ShapeDtypeStruct((ROWS, 4), jnp.int32)
-    with pytest.raises(PlanError, match="would have one row, .* fewer microbatches"):
+    with pytest.raises(PlanError, match=r"would have one row, .* fewer microbatches"):
         split(sgd(loss), (W, ids), ROWS)
 
 
