@@ -478,6 +478,8 @@ class _Mesh:
         left = _TIGHTENINGS
         proposer = f"rule: {name}" if name else way.name
         begin = time.thread_time()
+        # The fastest plan so far whose gradients are summed in each microbatch.
+        each: Candidate | None = None
         while True:
             # Priced once, with terms of memory and without.
             key = tight is not None, way.messages, way.prices, way.small
@@ -521,8 +523,12 @@ class _Mesh:
             found = self.judge_solution((key, inner), formulation, solution)
             plain_s, peak_bytes = found.step_s, found.peak_memory_bytes
             if peak_bytes > memory:
-                found = self.summed_each_microbatch(found) or found
+                each = _faster(each, self.summed_each_microbatch(found))
+            # Sums that wait are worth another problem where that saves time.
+            if each is not None and each.step_s <= (1 + WORTHWHILE) * plain_s:
+                found = each
             if found.peak_memory_bytes <= memory:
+                found = _faster(found, each) or found
                 if tight is None:
                     self.free_s = min(self.free_s, plain_s)
                 elif inner is None and self.best is not None:
@@ -547,6 +553,9 @@ class _Mesh:
             left -= 1
             if left < 0 or (self.best is not None and self.limit.over):
                 break
+        if each is not None:
+            self.record(proposer, each, "", time.thread_time() - begin)
+            return dataclasses.replace(each, weights=way.weights)
         late = solution.status is Status.UNKNOWN
         note = "none is faster" if name and late else "out of time" if late else ""
         note = note or (_TOO_LARGE if tight is not None else "not possible")
@@ -558,9 +567,12 @@ class _Mesh:
     def summed_each_microbatch(self, found: Candidate) -> Candidate | None:
         """The layouts of a plan with gradients summed in each microbatch, if they fit.
 
-        So they are kept split, where a sum that waits is whole on every device.
+        So they are kept split, where a sum that waits is whole on every device. Codecs
+        that were asked for send sums that wait.
         """
         own = found.assignment
+        if self.codecs is not None and not self.codecs.chooses:
+            return None
         if not any(held.deferral.gradients for held in own.stackings.values()):
             return None
         layouts = dataclasses.replace(own, sums_each_microbatch=True)
@@ -603,6 +615,13 @@ class _Mesh:
         # What is proved is of this problem; the choices may be split where it is free.
         solution = dataclasses.replace(solution, choices=known.solution.choices)
         return dataclasses.replace(known, formulation=formulation, solution=solution)
+
+
+def _faster(one: Candidate | None, other: Candidate | None) -> Candidate | None:
+    """The faster of two plans that may be there."""
+    if one is None or other is None:
+        return one or other
+    return other if other.step_s < one.step_s else one
 
 
 def _splits_nothing(node: Node, strategy: Strategy) -> bool:

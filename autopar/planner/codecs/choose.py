@@ -142,6 +142,10 @@ def sent_as_asked(
     mesh = candidate.pricer.mesh.axes
     found = sites(analysis, candidate.assignment, mesh, candidate.collectives)
     _check_codecs(found, request)
+    if candidate.assignment.sums_each_microbatch:
+        return dataclasses.replace(
+            candidate, sending=_as_they_are(candidate, found, request)
+        )
     if request.sent is not None:
         given = {g.name: g for g in request.sent.gradients}
         sending = judge_codecs(
@@ -152,6 +156,25 @@ def sent_as_asked(
     else:
         sending = _choose_sending(candidate, found, request)
     return dataclasses.replace(candidate, sending=sending)
+
+
+def _as_they_are(
+    candidate: Candidate, found: Sequence[Site], request: CodecRequest
+) -> Sending:
+    """Gradients that are summed in each microbatch, because whole ones do not fit.
+
+    Raises:
+      PlanError: codecs were asked for. They send sums of all microbatches.
+    """
+    given = request.sent.gradients if request.sent is not None else ()
+    if request.codec is not None or any(g.codec for g in given):
+        raise PlanError(
+            "gradients that codecs send are whole on each device until the last "
+            "microbatch, and this plan sums them in each because whole ones do not "
+            "fit. Give more memory or devices, or leave compression= out; in a plan "
+            "that was edited, set sums_each_microbatch to false."
+        )
+    return judge_codecs(candidate, found, [""] * len(found), request.errors)
 
 
 def _check_codecs(found: Sequence[Site], request: CodecRequest) -> None:

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec
 
 import autopar
 from autopar.cost.live import SUMS, live
-from autopar.errors import PlanError
+from autopar.errors import InfeasibleError, PlanError
 from autopar.layouts.assignment import Assignment
 from autopar.planner.record import restore
 from autopar.steps.analysis import analyse
@@ -163,12 +163,10 @@ def _sums_kept(plan: autopar.Plan) -> float:
     return float(sum(found.nbytes[k] for k in own if found.kinds[k] != SUMS))
 
 
-def test_codecs_send_what_is_summed_once_a_step() -> None:
+def test_codecs_need_sums_that_wait() -> None:
     run = autopar.parallelize(step, plan=summed(True, "int8"))
-    expected = losses(jax.jit(step), rows=MANY)
-
-    np.testing.assert_allclose(losses(run, rows=MANY), expected, rtol=1e-3)
-    assert set(run.telemetry) == {"w/up", "w/down"}
+    with pytest.raises(PlanError, match="set sums_each_microbatch to false"):
+        losses(run, 1, rows=MANY)
 
 
 def test_sums_in_each_microbatch_are_for_microbatches() -> None:
@@ -247,7 +245,7 @@ def test_auto_takes_as_many_as_memory_needs() -> None:
     assert tight.predicted.peak_memory_bytes <= 0.5 * need
 
 
-def wide_state(memory: float) -> autopar.Plan:
+def wide_state(memory: float, compression: str = "none") -> autopar.Plan:
     """Gradients take most of its memory."""
     shapes = (
         [jax.ShapeDtypeStruct((1024, 1024), jnp.float32)] * 8,
@@ -266,6 +264,7 @@ def wide_state(memory: float) -> autopar.Plan:
     return autopar.plan(
         train, *shapes, cluster=f"8:h100,memory={int(memory)}B", microbatches=4,
         remat=0, axis_names=("data",), pins={"x": PartitionSpec("data")},
+        compression=compression,
     )  # fmt: skip
 
 
@@ -278,6 +277,11 @@ def test_sums_are_taken_in_each_microbatch_where_memory_needs_it() -> None:
     assert tight.stage.sums_each_microbatch
     assert tight.predicted.peak_memory_bytes <= 0.8 * need
     assert tight.predicted.communication_bytes > roomy.predicted.communication_bytes
+    with pytest.raises(InfeasibleError):
+        wide_state(0.8 * need, "int8")
+    auto = wide_state(0.8 * need, "auto")
+    assert auto.stage.sums_each_microbatch
+    assert not any(g.codec for g in auto.gradients)
 
 
 @pytest.mark.parametrize("count", [0, -1, 1.5, True, "many"])
