@@ -571,6 +571,8 @@ class _Mesh:
         that were asked for send sums that wait.
         """
         own = found.assignment
+        if self.analysis.microbatches == 1:
+            return None
         if self.codecs is not None and not self.codecs.chooses:
             return None
         if not any(held.deferral.gradients for held in own.stackings.values()):

@@ -284,6 +284,41 @@ def test_sums_are_taken_in_each_microbatch_where_memory_needs_it() -> None:
     assert not any(g.codec for g in auto.gradients)
 
 
+@pytest.mark.parametrize("part", [0.95, 0.8, 0.6])
+def test_a_loop_of_the_step_itself_has_no_microbatches_to_sum_in(part: float) -> None:
+    """Sums of weights that layers share wait in a loop of the step's own."""
+    shapes = (
+        [jax.ShapeDtypeStruct((1024, 1024), jnp.float32)] * 8,
+        jax.ShapeDtypeStruct((1024, 1024), jnp.float32),
+    )
+
+    def train(w: Any, x: Any) -> Any:
+        def loss_of(w: Any) -> Any:
+            def layer(x: Any, _: Any) -> Any:
+                for one in w:
+                    x = jnp.tanh(x @ one)
+                return x, None
+
+            return jnp.mean(jax.lax.scan(layer, x, None, length=4)[0] ** 2)
+
+        loss, grads = jax.value_and_grad(loss_of)(w)
+        return jax.tree.map(lambda a, b: a - b, w, grads), loss
+
+    def plan(memory: float) -> autopar.Plan:
+        return autopar.plan(
+            train, *shapes, cluster=f"8:h100,memory={int(memory)}B", microbatches=1,
+            remat=0, stages=1, axis_names=("data",), pins={"x": PartitionSpec("data")},
+        )  # fmt: skip
+
+    need = plan(80e9).predicted.peak_memory_bytes
+    try:
+        found = plan(part * need)
+    except InfeasibleError:
+        return
+    assert not found.stage.sums_each_microbatch
+    assert found.predicted.peak_memory_bytes <= part * need
+
+
 @pytest.mark.parametrize("count", [0, -1, 1.5, True, "many"])
 def test_a_wrong_number_is_refused(count: Any) -> None:
     with pytest.raises(PlanError, match="into how many microbatches"):
