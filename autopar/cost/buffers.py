@@ -9,7 +9,7 @@ from autopar.cost.brought import Brought
 from autopar.cost.combining import SUMS
 from autopar.cost.local import Buffer, local_bytes
 from autopar.layouts.assignment import Assignment
-from autopar.layouts.layout import Layout, shards
+from autopar.layouts.layout import shards
 from autopar.steps.lifetimes import Lifetimes
 from autopar.steps.rounding import WIDER, is_narrow
 from autopar_passes.graph.operators import Operator
@@ -107,9 +107,10 @@ class _Homes:
         self, op: Operator, slot: int, part: float
     ) -> tuple[float, float | None]:
         value, assignment = op.outputs[slot], self.assignment
-        if assignment.partial_layout(value) is not None:
+        held = assignment.partial_layout(value)
+        if held is not None:
             # Its sum is taken later, and sums are not rounded before.
-            return self._bytes(value, self._held_layout(value)), None
+            return self._bytes(value, held[1]), None
         home = assignment.home_layout(value)
         nbytes = part * self._bytes(value, home)
         if op.class_index not in assignment.contraction.node_of:
@@ -121,11 +122,6 @@ class _Homes:
             return nbytes, None
         # Sums over devices are taken before the result is rounded.
         return nbytes, (1.0 if partial else part) * self._bytes(value, own)
-
-    def _held_layout(self, value: int) -> Layout:
-        """The layout of a result: at home, or of each device's part of a later sum."""
-        held = self.assignment.partial_layout(value)
-        return self.assignment.home_layout(value) if held is None else held[1]
 
     def _end(self, op: Operator, value: int) -> int:
         """When a result is last needed where and as it was made."""
@@ -154,8 +150,9 @@ class _Homes:
 
     def _accumulator(self, value: int, end: int) -> Buffer:
         """What the microbatches of a step add to, from the first of them on."""
-        nbytes = self._bytes(value, self._held_layout(value))
-        return Buffer(value, nbytes, 0, end, "gradients")
+        held = self.assignment.partial_layout(value)
+        layout = self.assignment.home_layout(value) if held is None else held[1]
+        return Buffer(value, self._bytes(value, layout), 0, end, "gradients")
 
     def _bytes(self, value: int, layout: tuple[tuple[int, ...], ...]) -> float:
         """Bytes of a result on one device, in the type that it lies in."""

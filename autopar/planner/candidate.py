@@ -233,8 +233,7 @@ def candidate_of(
     analysis: Analysis,
     formulation: Formulation,
     solution: Solution,
-    *,
-    sums_each_microbatch: bool = False,
+    like: Assignment | None = None,
 ) -> Candidate:
     """Turns a solution into layouts and prices what they really do.
 
@@ -242,12 +241,11 @@ def candidate_of(
       analysis: the step.
       formulation: the problem that the solver was given.
       solution: what it says.
-      sums_each_microbatch: as in `autopar.layouts.assignment.Assignment`.
+      like: other layouts, which say where gradients are summed; None: once a step.
     """
-    assignment = dataclasses.replace(
-        assignment_of(analysis, formulation, solution),
-        sums_each_microbatch=sums_each_microbatch,
-    )
+    assignment = assignment_of(analysis, formulation, solution)
+    if like is not None and like.sums_each_microbatch:
+        assignment = dataclasses.replace(assignment, sums_each_microbatch=True)
     peak_bytes = peak_of(assignment, formulation.pricer)
     return price_solution(formulation, solution, assignment, peak_bytes)
 

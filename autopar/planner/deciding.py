@@ -152,9 +152,8 @@ def _in_microbatches(search: Programs) -> None:
         if search.best is None and search.too_large():
             _least_memory(search)
             return
-        if before is not None and search.free_s(program_name(count, "")) >= (
-            before.predicted.step_s
-        ):
+        free_s = search.free_s(program_name(count, ""))
+        if before is not None and free_s >= before.predicted.step_s:
             why = "they are slower with room for everything, too"
             search.leave_out(f"layers again in {count} microbatches, and more", why)
             return

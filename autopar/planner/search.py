@@ -273,8 +273,7 @@ def search_of_one(
         status=Status.FEASIBLE,
         seconds=0.0,
     )
-    each = assignment.sums_each_microbatch
-    found = candidate_of(analysis, formulation, solution, sums_each_microbatch=each)
+    found = candidate_of(analysis, formulation, solution, assignment)
     if not math.isfinite(cost):
         # The problem rules out a copy that the layouts of another batch have: there
         # it costs as much to make it anew. A plan that is written down needs a number.

@@ -36,10 +36,7 @@ def tie_broken(analysis: Analysis, found: Candidate) -> Candidate:
     solution = split_most(analysis, found.formulation, found.solution)
     if solution.choices == found.solution.choices:
         return found
-    each = found.assignment.sums_each_microbatch
-    split = candidate_of(
-        analysis, found.formulation, solution, sums_each_microbatch=each
-    )
+    split = candidate_of(analysis, found.formulation, solution, found.assignment)
     limit = max(found.peak_memory_bytes, float(found.pricer.cluster.memory_bytes))
     fits = split.peak_memory_bytes <= limit
     return split if fits and split.step_s <= found.step_s * (1 + 1e-9) else found

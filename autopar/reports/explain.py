@@ -303,10 +303,7 @@ def _evaluate(
     solution = Solution(
         choices=choices, cost=cost, bound=-math.inf, status=Status.FEASIBLE, seconds=0.0
     )
-    each = bound.assignment.sums_each_microbatch
-    made = candidate_of(
-        bound.analysis, formulation, solution, sums_each_microbatch=each
-    )
+    made = candidate_of(bound.analysis, formulation, solution, bound.assignment)
     fits = made.peak_memory_bytes <= bound.pricer.cluster.memory_bytes
     return made if fits else None
 

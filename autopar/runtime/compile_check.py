@@ -65,10 +65,9 @@ def plan_that_fits(
     try:
         found = find(cluster, unfit)
     except InfeasibleError as error:
-        makes_room = target is not None and target.kind != CPU.kind
         # Where all was decided, the most frugal programs did not fit.
         pinned = decide_open(options).untried_options
-        if target is None or not makes_room or not pinned:
+        if target is None or target.kind == CPU.kind or not pinned:
             raise
         return _with_room_made(analysis, cluster, target, find, error)
     # What each search took; the step is traced and analysed once.
