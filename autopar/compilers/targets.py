@@ -175,6 +175,8 @@ TARGETS: Final = {
 # program, in per cent (openxla/xla, ``xla/debug_options_flags.cc``).
 _SLOP_OPTION: Final = "xla_gpu_memory_limit_slop_factor"
 _SLOP_FACTOR: Final = 95
+# The memory of a preset is rounded: a plan may use the whole device from this share on.
+_WHOLE_MEMORY: Final = 0.999
 
 
 def room_options(cluster: Cluster) -> dict[str, str]:
@@ -197,8 +199,10 @@ def room_options(cluster: Cluster) -> dict[str, str]:
     if device.kind != "gpu" or target is None or target.gpu is None:
         return {}
     usable = target.gpu.memory_bytes * USABLE_MEMORY
-    factor = max(1, int(_SLOP_FACTOR * device.memory_bytes / usable))
-    return {} if factor >= _SLOP_FACTOR else {_SLOP_OPTION: str(factor)}
+    share = device.memory_bytes / usable
+    if share > _WHOLE_MEMORY:
+        return {}
+    return {_SLOP_OPTION: str(max(1, int(_SLOP_FACTOR * share)))}
 
 
 def target_of(name: str) -> Target:
