@@ -32,6 +32,7 @@ class CostBreakdown:
       all_gather_bytes: the same in all-gathers.
       reduce_scatter_bytes: the same in reduce-scatters.
       all_to_all_bytes: the same in all-to-alls.
+      collective_permute_bytes: the same in what goes around rings.
       codec_bytes: the same of gradients with codecs.
       parameter_bytes: bytes of parameters that one device holds between steps.
       optimizer_bytes: the same of optimizer state.
@@ -53,6 +54,7 @@ class CostBreakdown:
     all_gather_bytes: float = 0.0
     reduce_scatter_bytes: float = 0.0
     all_to_all_bytes: float = 0.0
+    collective_permute_bytes: float = 0.0
     codec_bytes: float = 0.0
     parameter_bytes: float = 0.0
     optimizer_bytes: float = 0.0
@@ -92,6 +94,7 @@ class CostBreakdown:
             + self.all_gather_bytes
             + self.reduce_scatter_bytes
             + self.all_to_all_bytes
+            + self.collective_permute_bytes
             + self.codec_bytes
         )
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from autopar.cost.brought import Brought
 from autopar.cost.combining import SUMS
 from autopar.cost.local import Buffer, local_bytes
+from autopar.cost.traffic import exchange_axes, exchanged_array
 from autopar.layouts.assignment import Assignment
 from autopar.layouts.layout import shards
 from autopar.steps.lifetimes import Lifetimes
@@ -73,6 +74,8 @@ class _Homes:
         """The buffers of what operators make."""
         written = self.life.written - self.replaced
         for op in among:
+            if op.rule.exchanges:
+                yield from self._exchanged(op)
             for slot, value in enumerate(op.outputs):
                 if value in written:
                     yield from self._result(op, slot)
@@ -90,6 +93,32 @@ class _Homes:
         yield Buffer(value, nbytes, start, end, self._kind(op, value, end))
         if before is not None:
             yield Buffer(value, before, start, start, "collective buffers")
+
+    def _exchanged(self, op: Operator) -> Iterator[Buffer]:
+        """What shards of an operator hold of each other while it runs.
+
+        What goes around is there twice: its own, and the one that comes. What is dealt
+        to an operator is a copy. Its first result is a sum over turns in float32.
+        """
+        assignment, time = self.assignment, self.life.time[op.index]
+        total = 0.0
+        for exchange in op.rule.exchanges:
+            axes = exchange_axes(assignment, op, exchange)
+            dims, value = exchanged_array(op, exchange)
+            layout = assignment.layout(op, dims)
+            nbytes = local_bytes(assignment, value, layout, tiled=self.life.tiled)
+            if not axes:
+                continue
+            if exchange.around:
+                total += 2 * exchange.widened * nbytes
+            elif not exchange.result:
+                total += nbytes
+        if total:
+            value, dims = op.outputs[0], op.rule.results[0]
+            layout = assignment.layout(op, dims)
+            nbytes = local_bytes(assignment, value, layout, tiled=self.life.tiled)
+            wide = WIDER if is_narrow(assignment.graph, value) else 1
+            yield Buffer(value, total + wide * nbytes, time, time, "collective buffers")
 
     def _sizes(self, op: Operator, slot: int) -> tuple[float, float | None]:
         """Bytes of a result, and before its reduction or move if it has one."""

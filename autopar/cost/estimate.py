@@ -32,8 +32,9 @@ from autopar.cost.overlap import Key, Part, PartCut, Timeline
 from autopar.cost.pricer import Pricer
 from autopar.cost.reassociation import compiled_traffic
 from autopar.cost.traffic import Collective, join_messages
+from autopar.cost.work import beside_ring_s
 from autopar.layouts.assignment import Assignment
-from autopar.layouts.layout import Layout, ReshardStep, shards
+from autopar.layouts.layout import Axes, Layout, ReshardStep, shards
 from autopar.layouts.stacking import partial_along, without
 from autopar.steps.positions import PASSES
 from autopar.steps.work import WorkTable, first_splits
@@ -341,6 +342,7 @@ class Messages:
       collectives: of one step.
       once: bool ``[rows]``, whether it is paid once in a step, not by microbatches.
       hideable: bool ``[rows]``, whether nothing waits for it, so that work may hide it.
+      beside: bool ``[rows]``, whether the work of its own operator may hide it.
       row_of: int ``[rows]``, the row of `priced` that says what it takes.
       priced: one collective for each price, and how many dimensions of its array grow
         with the batch.
@@ -350,6 +352,7 @@ class Messages:
     collectives: tuple[Collective, ...]
     once: np.ndarray
     hideable: np.ndarray
+    beside: np.ndarray
     row_of: np.ndarray
     priced: tuple[tuple[Collective, int], ...]
     pricer: Pricer
@@ -432,6 +435,7 @@ def messages_of(
         collectives=tuple(collectives),
         once=np.array([is_once(assignment, c) for c in collectives], bool),
         hideable=np.array([c.place is not None for c in collectives], bool),
+        beside=np.array([c.beside for c in collectives], bool),
         row_of=np.array(row_of, int),
         priced=tuple(priced),
         pricer=pricer,
@@ -526,9 +530,33 @@ class StepEstimate:
         if (scale, last) not in self._hidden:
             work_s, sent_s = self._rows_s(scale)
             sent_s = sent_s if last else np.where(self.messages.once, 0.0, sent_s)
-            lines = self._timelines(work_s, sent_s)
-            self._hidden[scale, last] = self._hidden_s(lines)
+            hidden_s = self._hidden_s(self._timelines(work_s, sent_s))
+            self._hidden[scale, last] = hidden_s + self._beside_s(work_s, sent_s)
         return self._hidden[scale, last]
+
+    def _beside_s(self, work_s: np.ndarray, sent_s: np.ndarray) -> float:
+        """Seconds of communication that run beside the work of their own operators."""
+        rows = np.flatnonzero(self.messages.beside)
+        if not len(rows):
+            return 0.0
+        work = self._by_operator(work_s)
+        sent: dict[int, float] = {}
+        axes: dict[int, Axes] = {}
+        for row in rows:
+            found = self.messages.collectives[row]
+            sent[found.operator] = sent.get(found.operator, 0.0) + float(sent_s[row])
+            axes[found.operator] = found.step.axes
+        return sum(
+            min(own, beside_ring_s(float(work[k]), self.pricer, axes[k]))
+            for k, own in sent.items()
+        )
+
+    def _by_operator(self, work_s: np.ndarray) -> np.ndarray:
+        """Seconds of each operator, of those of each row of work."""
+        places = self.assignment.analysis.positions
+        by_class = np.zeros(len(self.assignment.graph.operators))
+        by_class[self.work.table.operators] = work_s
+        return by_class[places.classes] * places.shares
 
     def _hidden_s(self, lines: Sequence[Timeline]) -> float:
         """Seconds of communication that run beside work."""
@@ -560,15 +588,14 @@ class StepEstimate:
         """
         places = self.assignment.analysis.positions
         whole = self.pricer.cluster.device.corrections.whole_messages
-        by_class, gathers, sums = np.zeros((3, len(self.assignment.graph.operators)))
-        by_class[self.work.table.operators] = work_s
+        gathers, sums = np.zeros((2, len(self.assignment.graph.operators)))
         free = np.flatnonzero(self.messages.hideable)
         made = self.messages.collectives
         ready = np.array([made[k].ready for k in free], int)
         summing = np.array([made[k].step.kind in SUMS for k in free], bool)
         np.add.at(sums, ready[summing], sent_s[free[summing]])
         np.add.at(gathers, ready[~summing], sent_s[free[~summing]])
-        work = by_class[places.classes] * places.shares
+        work = self._by_operator(work_s)
         parts: list[Part] = []
         if whole:
             parts = self.message_places.parts(work, sent_s.tolist())
@@ -616,7 +643,7 @@ class StepEstimate:
     def cost(self) -> CostBreakdown:
         """What a step at the planned batch is spent on."""
         work, sent = self.work, self.messages
-        matrix, hideable = work.table.matrix, sent.hideable
+        matrix, hideable = work.table.matrix, sent.hideable | sent.beside
         latency_s = sent.planned_s - sent.bytes_s
         kinds = np.array([c.step.kind for c in sent.collectives], object)
         moved = {
@@ -628,7 +655,7 @@ class StepEstimate:
         for given, nbytes in zip(inputs, each_held_bytes(self.assignment), strict=True):
             held.setdefault(_HELD.get(given.role, "other_bytes"), []).append(nbytes)
         known = self.pricer.cluster.device.corrections
-        hidden_s = self._hidden_s(self.timelines) if known.overlap else 0.0
+        hidden_s = self._hidden_at(1.0, last=True)
         return CostBreakdown(
             matrix_s=float(work.planned_s[matrix].sum()),
             vector_s=float(work.planned_s[~matrix].sum()),

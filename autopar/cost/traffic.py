@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 import numpy as np
 
@@ -11,11 +11,11 @@ from autopar.cost.combining import FREE, GATHERS, NORMS, SUMS, UPDATED, Group, P
 from autopar.cost.local import sent_bytes
 from autopar.cost.pricer import Pricer
 from autopar.layouts.assignment import Assignment, Way
-from autopar.layouts.layout import ReshardStep
+from autopar.layouts.layout import Axes, ReshardStep, exchange_step
 from autopar.steps.sums import times_due
 from autopar_passes.graph.operators import Operator
 from autopar_passes.graph.roles import Role
-from autopar_passes.rules.factor_rule import INNER
+from autopar_passes.rules.factor_rule import INNER, Dims, Exchange
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -34,6 +34,7 @@ class Collective:
       ready: the operator that completes what it sums, or needs what it gathers.
       message_bytes: size of the message that it travels in, 0 where it is alone.
       message: number of that message in the step, -1 where it is alone.
+      beside: whether it runs beside the work of its operator.
     """
 
     step: ReshardStep
@@ -45,6 +46,7 @@ class Collective:
     ready: int = -1
     message_bytes: float = 0.0
     message: int = -1
+    beside: bool = False
 
     @property
     def size(self) -> float:
@@ -159,6 +161,7 @@ def traffic(
         counted = frozenset(only)
         due = [c for c in due if c.operator in counted]
     out = forms.collectives + _reductions(assignment, forms, among) + due
+    out += _exchanges(assignment, among)
     return sorted(out, key=lambda c: c.operator)
 
 
@@ -323,6 +326,45 @@ def _reductions(
                 if step.kind != "slice"
             )
     return out
+
+
+def _exchanges(
+    assignment: Assignment, among: Sequence[Operator]
+) -> Iterator[Collective]:
+    """Yields what shards of an operator send each other."""
+    for op in among:
+        if not op.rule.exchanges:
+            continue
+        for exchange in op.rule.exchanges:
+            dims, value = exchanged_array(op, exchange)
+            axes = exchange_axes(assignment, op, exchange)
+            layout = assignment.layout(op, dims)
+            step, messages = exchange_step(exchange, axes, layout, assignment.sizes)
+            if messages:
+                nbytes = assignment.graph.values[value].nbytes
+                yield Collective(
+                    step,
+                    nbytes,
+                    op.trips * messages,
+                    value,
+                    op.index,
+                    beside=exchange.around,
+                )
+
+
+def exchange_axes(assignment: Assignment, op: Operator, exchange: Exchange) -> Axes:
+    """The axes over which shards of an operator send each other an array."""
+    factor = assignment.contraction.node(op).members[op.class_index][exchange.factor]
+    return assignment.works_as(op)[factor]
+
+
+def exchanged_array(op: Operator, exchange: Exchange) -> tuple[Dims, int]:
+    """The dimensions of an array that shards send each other, and its value."""
+    if exchange.result:
+        return op.rule.results[exchange.slot], op.outputs[exchange.slot]
+    value = op.inputs[exchange.slot]
+    assert value is not None
+    return op.rule.operands[exchange.slot], value
 
 
 def _is_reduced(assignment: Assignment, op: Operator) -> bool:

@@ -10,7 +10,8 @@ import numpy as np
 from autopar.cost.combining import ALONE, SUMS
 from autopar.cost.compute import work_s
 from autopar.cost.pricer import Pricer
-from autopar.layouts.layout import Axes
+from autopar.cost.traffic import exchanged_array
+from autopar.layouts.layout import Axes, exchange_step
 from autopar.layouts.strategies import Space, Strategy, layout_of, partial_axes
 from autopar.steps.analysis import Analysis
 from autopar.steps.nodes import Node
@@ -65,6 +66,9 @@ def node_seconds(
             continue
         op = work.op
         seconds = work_s(work, _parts(split, mapping), device)
+        if op.rule.exchanges:
+            exposed_s = _exchange_s(analysis, op, node, space, pricer, seconds)
+            waited += analysis.trips[member] * exposed_s
         kernel_s = device.kernel_latency_s if work.kernel else 0.0
         seconds = analysis.trips[member] * (seconds + kernel_s)
         parts = places.work_parts[member]
@@ -159,6 +163,55 @@ def partial_work_s(
         return work_s(work, _parts(split, mapping), device)
 
     return np.array([seconds(axes) - seconds(()) for axes in partials])
+
+
+def _exchange_s(
+    analysis: Analysis,
+    op: Operator,
+    node: Node,
+    space: Space,
+    pricer: Pricer,
+    work_seconds: np.ndarray,
+) -> np.ndarray:
+    """Seconds that an operator waits for what its shards send each other, a run.
+
+    Args:
+      analysis: the step.
+      op: the operator.
+      node: its node.
+      space: the node's strategies.
+      pricer: the mesh and cluster.
+      work_seconds: ``[strategies]``, of a run of the operator.
+    """
+    total = np.zeros(len(space.strategies))
+    for i, strategy in enumerate(space.strategies):
+        around_s = once_s = hidden_s = 0.0
+        for exchange in op.rule.exchanges:
+            axes = strategy[node.members[op.class_index][exchange.factor]]
+            dims, value = exchanged_array(op, exchange)
+            layout = layout_of(strategy, node.dims(op, dims))
+            step, messages = exchange_step(exchange, axes, layout, pricer.sizes)
+            seconds = messages and messages * pricer.collective_s(
+                step, analysis.graph.values[value].nbytes
+            )
+            if exchange.around:
+                around_s += seconds
+                hidden_s = beside_ring_s(work_seconds[i], pricer, axes)
+            else:
+                once_s += seconds
+        total[i] = once_s + max(0.0, around_s - hidden_s)
+    return total
+
+
+def beside_ring_s(work_seconds: float, pricer: Pricer, axes: Axes) -> float:
+    """Seconds of an operator's run beside which arrays go around a ring, at the most.
+
+    In the first of n turns a device waits for nothing; whatever comes in the others is
+    sent beside the turn before.
+    """
+    turns = pricer.group(axes)
+    share = pricer.cluster.device.corrections.overlap
+    return share * work_seconds * (turns - 1) / turns
 
 
 def _inner_sums_s(

@@ -18,6 +18,7 @@ import math
 from collections.abc import Sequence
 
 from autopar.plans import Spec
+from autopar_passes.rules.factor_rule import Exchange
 
 Axes = tuple[int, ...]
 Layout = tuple[Axes, ...]
@@ -28,8 +29,8 @@ class ReshardStep:
     """One elementary collective.
 
     Attributes:
-      kind: ``slice`` (free), ``all_gather``, ``all_to_all``, ``all_reduce`` or
-        ``reduce_scatter``.
+      kind: ``slice`` (free), ``all_gather``, ``all_to_all``, ``all_reduce``,
+        ``reduce_scatter`` or ``collective_permute``.
       axes: the mesh axes that take part.
       fraction: the bytes it is charged for, in the convention of
         `autopar.cost.collectives`, as a fraction of the whole array.
@@ -50,6 +51,23 @@ def shards(layout: Layout, sizes: Sequence[int]) -> int:
 def axes_of(layout: Layout) -> frozenset[int]:
     """The mesh axes that a layout uses."""
     return frozenset(a for axes in layout for a in axes)
+
+
+def exchange_step(
+    exchange: Exchange, axes: Axes, layout: Layout, sizes: Sequence[int]
+) -> tuple[ReshardStep, int]:
+    """A message that the shards of an operator send each other, and how many.
+
+    Args:
+      exchange: of the operator's rule.
+      axes: that split its factor.
+      layout: of the array.
+      sizes: size of each mesh axis.
+    """
+    devices = math.prod(sizes[a] for a in axes)
+    fraction = exchange.part(devices) / shards(layout, sizes)
+    step = ReshardStep("collective_permute", axes, fraction, layout)
+    return step, exchange.messages(devices)
 
 
 # A GPT of 2 layers on 2x4x4 asks for 72,000 different ones in 455,000 calls. Half this

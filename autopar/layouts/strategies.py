@@ -64,6 +64,7 @@ def strategy_space(
         for s in assignments(tuple(factors), tuple(sizes), orders=orders)
         if all(_dense(s, node, d, sizes) for d in compound)
         and all(_split_wholly(s, node, f, sizes) for f in node.whole)
+        and all(_has_halves(s, node, f, sizes) for f in node.halved)
     ]
     return Space(tuple(kept))
 
@@ -96,6 +97,14 @@ def _split_wholly(
     """Whether one mesh axis splits a factor into single elements."""
     axes = strategy[factor]
     return len(axes) == 1 and sizes[axes[0]] == node.factors[factor][0]
+
+
+def _has_halves(
+    strategy: Strategy, node: Node, factor: int, sizes: Sequence[int]
+) -> bool:
+    """Whether a factor is not split, or has shards of an even number of elements."""
+    parts = math.prod(sizes[a] for a in strategy[factor])
+    return parts == 1 or node.factors[factor][0] // parts % 2 == 0
 
 
 def _dense(

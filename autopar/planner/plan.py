@@ -441,8 +441,13 @@ def _with_layouts(
 def check_batch(
     analysis: Analysis, cluster: Cluster, meshes: Sequence[MeshShape]
 ) -> None:
-    """Raises `PlanError` where no mesh axis divides the rows of the batch."""
+    """Raises `PlanError` where no mesh axis divides the rows of the batch.
+
+    Rows of a kernel whose sequence may be split need not be.
+    """
     graph, parts = analysis.graph, analysis.microbatches
+    if any(op.rule.exchanges for op in graph.operators):
+        return
     leading = {
         graph.inputs[k].path: graph.values[graph.inputs[k].value].shape[dim] // parts
         for k, dim in batch_dims(graph).items()

@@ -62,6 +62,7 @@ class Node:
       state: whether the node holds carried state (its layout may use any order
         of axes, since it is stored and not only computed).
       whole: factors that one mesh axis of their size must split.
+      halved: factors whose shards have two halves of as many elements.
     """
 
     index: int
@@ -71,6 +72,7 @@ class Node:
     root: int
     state: bool = False
     whole: tuple[int, ...] = ()
+    halved: tuple[int, ...] = ()
 
     def dims(self, op: Operator, dims: Dims) -> Dims:
         """Translates the factors of a member's rule to those of the node."""
@@ -243,7 +245,7 @@ class _Contractor:
     def can_follow(self, rule: FactorRule, dims: Dims, home: Home) -> bool:
         """Every factor must be a whole dimension of the operand, and as free."""
         node = self.out.nodes[home.node]
-        if node.kind == "contraction" or rule.whole:
+        if node.kind == "contraction" or rule.whole or rule.exchanges:
             return False
         seen: set[int] = set()
         for mine, theirs in zip(dims, home.dims, strict=True):
@@ -289,9 +291,10 @@ class _Contractor:
             else:
                 mapping.append(len(factors))
                 factors.append((size, True))
-        whole = tuple(mapping[f] for f in op.rule.whole)
         node = Node(
-            len(self.out.nodes), kind, factors, {}, op.class_index, state, whole
+            *(len(self.out.nodes), kind, factors, {}, op.class_index, state),
+            whole=tuple(mapping[f] for f in op.rule.whole),
+            halved=tuple(mapping[f] for f in op.rule.halved),
         )
         self.out.nodes.append(node)
         return node, tuple(mapping)

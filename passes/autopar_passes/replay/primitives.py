@@ -14,8 +14,9 @@ from autopar_passes.graph.operators import Operator
 from autopar_passes.layouts import Layout, automatic_axes, partition_spec
 from autopar_passes.program.equations import Equation
 from autopar_passes.program.flatten import INLINED, call_body
+from autopar_passes.replay.ring import Ring
 from autopar_passes.replay.values import Values
-from autopar_passes.rules import manual, pallas_grid, shardy
+from autopar_passes.rules import kernels, manual, pallas_grid, shardy
 from autopar_passes.rules.factor_rule import FactorRule
 from autopar_passes.sums import stacked
 from autopar_passes.sums.finish import BY_SHARDS, Sum, behind, run_and_sum
@@ -138,8 +139,13 @@ def kernel_on_shards(
     if eqn.primitive == manual.PRIMITIVE:
         return _manual(eqn, axes, operands, mesh)
 
+    ring = _ring(eqn, rule, axes, mesh)
+
     def run(*shards: Any) -> tuple[Any, ...]:
-        out = _kernel_shards_bind(eqn, shards)
+        if ring is None:
+            out = _kernel_shards_bind(eqn, shards)
+        else:
+            out = _around_ring(eqn, ring, shards)
         for slot, factors in enumerate(rule.sums):
             names = tuple(mesh.axis_names[a] for f in factors for a in axes.get(f, ()))
             if names:
@@ -200,6 +206,48 @@ def _kernel_shards_bind(eqn: Equation, shards: Sequence[Any]) -> list[Any]:
     shapes = [jax.numpy.shape(x) for x in shards]
     params = pallas_grid.localise_params(eqn.params, shapes)
     return jax_compat.bind_with(eqn, params, *shards)
+
+
+def _ring(
+    eqn: Equation, rule: FactorRule, axes: dict[int, tuple[int, ...]], mesh: Any
+) -> Ring | None:
+    """The devices that split the sequence of an attention; None: nothing does."""
+    factors = {e.factor for e in rule.exchanges}
+    split = tuple(mesh.axis_names[a] for f in factors for a in axes.get(f, ()))
+    if not split:
+        return None
+    size = math.prod(mesh.shape[name] for name in split)
+    return Ring(
+        axes=split,
+        size=size,
+        causal=kernels.is_causal(eqn.params),
+        seq=kernels.sequence_dim(eqn.params),
+    )
+
+
+def _around_ring(eqn: Equation, ring: Ring, shards: Sequence[Any]) -> list[Any]:
+    """Runs cuDNN's attention on blocks of a sequence that is split."""
+    query, key, value, *unused = shards[: kernels.OPERANDS]
+
+    def bind(arrays: Sequence[Any], causal: bool, **given: Any) -> list[Any]:
+        params = kernels.params_of_block(eqn.params, causal=causal) | given
+        return jax_compat.bind_with(eqn, params, *arrays)
+
+    if eqn.primitive == kernels.BACKWARD:
+        rows, out, gradient = shards[kernels.OPERANDS :]
+
+        def backward(
+            q: Any, k: Any, v: Any, out: Any, rows: Any, gradient: Any, causal: bool
+        ) -> Any:
+            return bind([q, k, v, *unused, rows, out, gradient], causal)
+
+        return list(ring.backward(backward, query, key, value, out, rows, gradient))
+
+    def forward(q: Any, k: Any, v: Any, causal: bool) -> Any:
+        return bind([q, k, v, *unused], causal, is_training=True)
+
+    made = ring.forward(forward, query, key, value)
+    return list(made if eqn.params["is_training"] else made[:1])
 
 
 def _axes_of_factors(

@@ -18,6 +18,7 @@ class FactorKind(enum.Enum):
     """What happens when a mesh axis is assigned to a factor."""
 
     PASS = "parallel: each shard is computed alone"
+    EXCHANGED = "parallel: shards send each other what they need"
     REDUCE = "reduced: shards hold partial results"
     BLOCKED = "must be replicated"
 
@@ -29,6 +30,51 @@ INNER = "inner"
 # Per dimension, the factors that make it up, major to minor. () is a
 # dimension of size one.
 Dims = tuple[tuple[int, ...], ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Exchange:
+    """An array that the shards of an operator send each other.
+
+    Nothing is sent where the factor is not split.
+
+    Attributes:
+      factor: of the rule.
+      slot: of the operand, or of the result.
+      result: whether it is a result.
+      around: whether it goes around, shard after shard, beside the operator's work.
+        Else it is dealt: of its two halves each goes to the device that works on it
+        (`worker`), and the work waits for both.
+      widened: how many times wider its elements are than those of the array.
+    """
+
+    factor: int
+    slot: int
+    result: bool = False
+    around: bool = False
+    widened: int = 1
+
+    def messages(self, shards: int) -> int:
+        """How many messages a device sends."""
+        if shards < 2:
+            return 0
+        return shards - 1 if self.around else 2
+
+    def part(self, shards: int) -> float:
+        """The part of a shard in a message, of all devices on average."""
+        if self.around:
+            return float(self.widened)
+        stays = sum(worker(c, shards) == c // 2 for c in range(2 * shards))
+        return 0.5 * (1.0 - stays / (2 * shards))
+
+
+def worker(chunk: int, shards: int) -> int:
+    """The device that works on a chunk, of two for each device: early and late ones.
+
+    >>> [worker(chunk, 2) for chunk in range(4)]
+    [0, 1, 1, 0]
+    """
+    return min(chunk, 2 * shards - 1 - chunk)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -46,6 +92,7 @@ class FactorRule:
         itself adds it up before it hands it on; () where there are none.
       whole: factors that one mesh axis of their size must split; no other way of
         running the operator means the same.
+      exchanges: what shards send each other (`FactorKind.EXCHANGED`).
     """
 
     sizes: tuple[int, ...]
@@ -55,6 +102,7 @@ class FactorRule:
     reduction: str = ""
     sums: tuple[tuple[int, ...], ...] = ()
     whole: tuple[int, ...] = ()
+    exchanges: tuple[Exchange, ...] = ()
 
     def factors_of(self, dims: Dims) -> frozenset[int]:
         """Returns the factors that appear in one operand or result."""
@@ -68,6 +116,11 @@ class FactorRule:
             for f, (size, kind) in enumerate(zip(self.sizes, self.kinds, strict=True))
             if size > 1 and kind is not FactorKind.BLOCKED
         )
+
+    @property
+    def halved(self) -> tuple[int, ...]:
+        """Factors of whose shards the halves are dealt to devices."""
+        return tuple({e.factor for e in self.exchanges if not e.around})
 
     @property
     def reduced_factors(self) -> frozenset[int]:

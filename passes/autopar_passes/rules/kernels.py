@@ -31,6 +31,11 @@ not use has no elements.
 Batch and heads may be split; groups of query heads stay with their key head. The bias
 may lack batch or heads: its gradient is then summed over their shards by the call.
 With dropout each shard draws from the same seed, as under JAX's own partitioning.
+
+The sequence may be split where queries and keys are of one sequence, and nothing but a
+causal mask tells positions apart: shards of keys and values then go around a ring
+(`autopar_passes.replay.ring`). Under a bias, dropout, a sliding window, lengths or
+segments each block would need a part of them that the call has no room for.
 """
 
 from __future__ import annotations
@@ -52,6 +57,7 @@ from autopar_passes.rules.factor_rule import (
     PALLAS_EFFICIENCY,
     TPU,
     Dims,
+    Exchange,
     FactorKind,
     FactorRule,
     KernelWork,
@@ -151,6 +157,9 @@ def _equations(jaxpr: Any) -> Iterator[Any]:
 FORWARD = "dot_product_attention_fwd_wrapper"
 BACKWARD = "dot_product_attention_bwd_wrapper"
 PRIMITIVES = frozenset({FORWARD, BACKWARD})
+# Operands of both; a backward call takes the logarithms of rows, the output and its
+# gradient behind them.
+OPERANDS = 10
 
 # Of the mask types, those that leave out the later keys.
 _CAUSAL = frozenset({"CAUSAL", "PADDING_CAUSAL"})
@@ -170,11 +179,11 @@ class _CallFactors:
         self.kinds: list[FactorKind] = []
         self.known: dict[str, tuple[int, ...]] = {}
 
-    def new(self, name: str, size: int, *, free: bool = False) -> None:
+    def new(self, name: str, size: int, kind: FactorKind = FactorKind.BLOCKED) -> None:
         if size > 1:
             self.known[name] = (len(self.sizes),)
             self.sizes.append(size)
-            self.kinds.append(FactorKind.PASS if free else FactorKind.BLOCKED)
+            self.kinds.append(kind)
 
     def dim(self, *names: str) -> tuple[int, ...]:
         return tuple(f for name in names for f in self.known.get(name, ()))
@@ -202,13 +211,19 @@ class _Call:
         self.qk_dim, self.v_dim = query[3], value[3]
         self.bias = bias
         paged = any(math.prod(o.shape) for o in operands[8:10])
+        free = FactorKind.BLOCKED if paged else FactorKind.PASS
         self.factors = _CallFactors()
         new = self.factors.new
-        new("batch", self.batch, free=not paged)
-        new("kv heads", self.kv_heads, free=not paged)
+        new("batch", self.batch, free)
+        new("kv heads", self.kv_heads, free)
         new("group", self.heads // self.kv_heads)
-        new("q seq", self.q_seq)
-        new("kv seq", self.kv_seq)
+        self.ring = self.q_seq == self.kv_seq and _goes_around(operands, params)
+        if self.ring:
+            new("q seq", self.q_seq, FactorKind.EXCHANGED)
+            self.factors.known["kv seq"] = self.factors.dim("q seq")
+        else:
+            new("q seq", self.q_seq)
+            new("kv seq", self.kv_seq)
         new("qk dim", self.qk_dim)
         new("v dim", self.v_dim if self.v_dim != self.qk_dim else 1)
         self.paged = paged
@@ -266,6 +281,7 @@ def attention_rule(
     operands: Sequence[Any],
     results: Sequence[Any],
     params: dict[str, Any],
+    read: Sequence[bool],
 ) -> FactorRule | None:
     """Returns the rule of a call; None where the sizes are none that it knows.
 
@@ -274,6 +290,7 @@ def attention_rule(
       operands: the abstract operands, each with ``shape``.
       results: the abstract results.
       params: parameters of the primitive.
+      read: for each result, whether anything reads it.
     """
     call = _Call(operands, params)
     known_bias = not math.prod(call.bias) or (
@@ -295,8 +312,51 @@ def attention_rule(
             sums = ((), (), (), call.bias_sums())
     factors = call.factors
     return FactorRule(
-        tuple(factors.sizes), tuple(factors.kinds), tuple(given), tuple(made), sums=sums
+        tuple(factors.sizes),
+        tuple(factors.kinds),
+        tuple(given),
+        tuple(made),
+        sums=sums,
+        exchanges=_exchanges(call, primitive, params, results, read),
     )
+
+
+def _goes_around(operands: Sequence[Any], params: dict[str, Any]) -> bool:
+    """Whether a block of a call is a call on blocks of queries, keys and values."""
+    plain = not params["dropout_rate"] and not params.get("sliding_window_length")
+    masked = getattr(params["mask_type"], "name", "") in ("NO_MASK", "CAUSAL")
+    return plain and masked and not any(math.prod(o.shape) for o in operands[3:10])
+
+
+# Bytes of an element of the sums, which are in float32.
+_SUM_BYTES = 4
+
+
+def _exchanges(
+    call: _Call,
+    primitive: str,
+    params: dict[str, Any],
+    results: Sequence[Any],
+    read: Sequence[bool],
+) -> tuple[Exchange, ...]:
+    """What shards of a sequence send each other (`autopar_passes.replay.ring`)."""
+    factors = call.factors.dim("q seq")
+    if not call.ring or not factors:
+        return ()
+    (factor,) = factors
+    moved = [Exchange(factor, slot, around=True) for slot in (1, 2)]
+    if primitive == BACKWARD:
+        wider = max(1, _SUM_BYTES // results[1].dtype.itemsize)
+        moved += [
+            Exchange(factor, slot, result=True, around=True, widened=wider)
+            for slot in (1, 2)
+        ]
+    if is_causal(params):
+        ordered = (0, 1, 2, *((10, 11, 12) if primitive == BACKWARD else ()))
+        moved += [Exchange(factor, slot) for slot in ordered]
+        made = [slot for slot, one in enumerate(read) if one]
+        moved += [Exchange(factor, slot, result=True) for slot in made]
+    return tuple(moved)
 
 
 def attention_kernel(
@@ -319,17 +379,34 @@ def attention_kernel(
         efficiency=CUDNN_EFFICIENCY,
         platforms=(GPU,),
         own_model_flops=model,
-        causal_flops=model if _is_causal(params) else 0.0,
+        causal_flops=model if is_causal(params) else 0.0,
     )
 
 
-def _is_causal(params: dict[str, Any]) -> bool:
+def is_causal(params: dict[str, Any]) -> bool:
+    """Whether the mask of a call leaves out the later keys."""
     return getattr(params["mask_type"], "name", "") in _CAUSAL
+
+
+def sequence_dim(params: dict[str, Any]) -> int:
+    """The dimension of the sequence, of queries, keys, values and outputs."""
+    return 2 if params["layout"] else 1
+
+
+def params_of_block(params: dict[str, Any], *, causal: bool) -> dict[str, Any]:
+    """The parameters of a call on a block of queries and of keys.
+
+    Args:
+      params: of the whole call.
+      causal: whether queries and keys are at the same positions, under a causal mask.
+    """
+    masks = type(params["mask_type"])
+    return {**params, "mask_type": masks.CAUSAL if causal else masks.NO_MASK}
 
 
 def _part(call: _Call, params: dict[str, Any]) -> float:
     """The part of all pairs of a query and a key that the mask leaves."""
-    part = 0.5 if _is_causal(params) else 1.0
+    part = 0.5 if is_causal(params) else 1.0
     window = params.get("sliding_window_length")
     return part if not window else min(part, window / call.kv_seq)
 
@@ -373,7 +450,9 @@ def kernel_rule(
     name = kernel_name(eqn)
     own = registered_rule(name, operands, results, eqn.params)
     if eqn.primitive in PRIMITIVES:
-        return own or attention_rule(eqn.primitive, operands, results, eqn.params)
+        if own is not None:
+            return own
+        return attention_rule(eqn.primitive, operands, results, eqn.params, read)
     if own is not None:
         return pallas_grid.check_rule(eqn.params, own, name)
     return pallas_grid.grid_rule(eqn.params, read)

@@ -185,6 +185,37 @@ def test_cudnn_splits_batch_and_heads() -> None:
     assert work(forward).platforms == (GPU,)
 
 
+@pytest.mark.parametrize(
+    ("options", "bias", "split"),
+    [
+        ({}, (), True),
+        ({"is_causal": True}, (), True),
+        ({"is_causal": True, "local_window_size": (63, 0)}, (), False),
+        ({}, (1, 1, SEQ, SEQ), False),
+    ],
+    ids=["full", "causal", "window", "bias"],
+)
+def test_a_sequence_is_split_where_blocks_are_calls(
+    options: dict[str, Any], bias: tuple[int, ...], split: bool
+) -> None:
+    arrays = [BSNH, BSNH, BSNH, *([struct(*bias)] if bias else [])]
+    for op in kernels_of(gradient(cudnn(**options)), *arrays):
+        (factor,) = op.rule.results[0][1]
+
+        assert (op.rule.kinds[factor] is FactorKind.EXCHANGED) == split
+        assert (factor in op.rule.free) == split
+        assert bool(op.rule.exchanges) == split
+        # Keys are of the same sequence.
+        assert (op.rule.operands[1][1] == (factor,)) == split
+
+
+def test_keys_of_another_length_are_not_split() -> None:
+    keys = struct(BATCH, SEQ // 2, HEADS, DIM)
+    (op, _) = kernels_of(gradient(cudnn()), BSNH, keys, keys)
+
+    assert not op.rule.exchanges
+
+
 def test_groups_of_query_heads_stay_with_their_key_head() -> None:
     queries, keys = struct(BATCH, SEQ, 6, DIM), struct(BATCH, SEQ, 2, DIM)
     forward, backward = kernels_of(gradient(cudnn()), queries, keys, keys)

@@ -1,0 +1,125 @@
+"""Attention whose sequence is split over devices, in planned steps."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Generator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from cudnn_on_cpu import cudnn_on_cpu
+from jax.sharding import PartitionSpec as P
+from sharing_links import sharing
+
+import autopar
+
+BATCH, SEQ, HEADS, KV, DIM, LAYERS = 2, 64, 4, 2, 8, 2
+WIDTH = HEADS * DIM
+OPTIMIZER = optax.adamw(1e-2)
+
+
+@pytest.fixture(autouse=True)
+def _on_cpu() -> Generator[None]:
+    with cudnn_on_cpu():
+        yield
+
+
+def slow_devices(text: str) -> autopar.Cluster:
+    """A cluster whose devices compute so slowly that all work is worth splitting."""
+    cluster = sharing(autopar.Cluster.parse(text))
+    rates = tuple(
+        (dtype, 1e-4 * rate) for dtype, rate in cluster.device.peak_flops_per_s
+    )
+    device = dataclasses.replace(cluster.device, peak_flops_per_s=rates)
+    return dataclasses.replace(cluster, device=device)
+
+
+def layer(p: Any, x: Any, *, causal: bool) -> Any:
+    rows = x.shape[0]
+    q = (x @ p["q"].astype(x.dtype)).reshape(rows, SEQ, HEADS, DIM)
+    k = (x @ p["k"].astype(x.dtype)).reshape(rows, SEQ, KV, DIM)
+    v = (x @ p["v"].astype(x.dtype)).reshape(rows, SEQ, KV, DIM)
+    mixed = jax.nn.dot_product_attention(
+        q, k, v, is_causal=causal, implementation="cudnn"
+    )
+    return x + mixed.reshape(x.shape) @ p["o"].astype(x.dtype)
+
+
+def training(*, causal: bool = True, remat: bool = False) -> Any:
+    """A step of two layers, its state and a batch."""
+    one = lambda p, x: layer(p, x, causal=causal)  # noqa: E731
+    apply = jax.checkpoint(one) if remat else one
+
+    def step(state: Any, x: Any) -> Any:
+        def loss(params: Any) -> Any:
+            y = x
+            for p in params:
+                y = apply(p, y)
+            return jnp.mean((y - x[:, ::-1]).astype(jnp.float32) ** 2)
+
+        value, grads = jax.value_and_grad(loss)(state["params"])
+        updates, moments = OPTIMIZER.update(grads, state["opt"], state["params"])
+        params = optax.apply_updates(state["params"], updates)
+        return {"params": params, "opt": moments}, value
+
+    key = jax.random.key(0)
+    shapes = {"q": (WIDTH, WIDTH), "k": (WIDTH, KV * DIM), "v": (WIDTH, KV * DIM)}
+    shapes["o"] = (WIDTH, WIDTH)
+    params = [
+        {
+            n: 0.2 * jax.random.normal(jax.random.fold_in(key, 10 * i + j), s)
+            for j, (n, s) in enumerate(shapes.items())
+        }
+        for i in range(LAYERS)
+    ]
+    x = jax.random.normal(key, (BATCH, SEQ, WIDTH))
+    return step, {"params": params, "opt": OPTIMIZER.init(params)}, x
+
+
+def losses(step: Any, state: Any, x: Any) -> list[float]:
+    found: list[float] = []
+    for _ in range(3):
+        state, value = step(state, x)
+        found.append(float(value))
+    return found
+
+
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"microbatches": 2},
+        {"stages": 2, "microbatches": 2},
+        {"compression": "int8"},
+        {"remat": True},
+    ],
+    ids=lambda o: "-".join(o) or "plain",
+)
+def test_a_split_sequence_trains_as_one_device(
+    options: dict[str, Any], causal: bool
+) -> None:
+    options = dict(options)
+    step, state, x = training(causal=causal, remat=options.pop("remat", False))
+    planned = autopar.parallelize(
+        step,
+        cluster=slow_devices("8:cpu"),
+        pins={"x": P(None, "sequence")},
+        axis_names=("sequence",),
+        max_axes=1,
+        seconds=2,
+        donate=False,
+        **options,
+    )
+
+    got = losses(planned, state, x)
+
+    found = autopar.audit(step, state, x, plan=planned.plan)
+    assert found.agrees, str(found)
+    assert "collective_permute" in str(found)
+    limit = 2e-2 if "compression" in options else 1e-5
+    np.testing.assert_allclose(got, losses(jax.jit(step), state, x), rtol=limit)
