@@ -46,6 +46,7 @@ class AxisSplit:
       columns: whether it splits a dimension that stays, of a product of the forward
         pass with parameters split.
       rows: whether it splits one that is summed.
+      ring: whether it splits the sequence of a kernel, whose shards exchange arrays.
       between: part of the other work of the forward pass along a sequence, in bytes,
         that it splits along the sequence.
       parameters: part of the bytes of parameters that it splits.
@@ -55,6 +56,7 @@ class AxisSplit:
     work: Mapping[str, float]
     columns: bool
     rows: bool
+    ring: bool
     between: float
     parameters: float
     optimizer: float
@@ -142,8 +144,10 @@ def _name(kind: str, split: AxisSplit) -> str:
             return "FSDP (ZeRO-3)"
         return "ZeRO-1" if split.optimizer >= _MOST else "data parallel"
     text = _NAMES[kind]
+    if kind == CONTEXT and split.ring:
+        text = f"{text} with ring attention"
     if kind == CONTEXT and split.parameters >= _MOST:
-        return f"{text} with split parameters"
+        return f"{text} {'and' if split.ring else 'with'} split parameters"
     if kind == TENSOR:
         text = f"Megatron {text}" if split.columns and split.rows else text
         return f"{text} with sequence parallelism" if split.between >= _MOST else text
@@ -167,6 +171,7 @@ def split_of(
         parts,
         False in sides,
         True in sides,
+        any(_goes_around(assignment, work.op, axis) for work in products),
         _between(assignment, works, axis),
         _split_share(assignment, InputRole.PARAMETER, axis),
         _split_share(assignment, InputRole.OPTIMIZER_STATE, axis),
@@ -233,6 +238,12 @@ def _split_factors(assignment: Assignment, member: int, axis: int) -> list[int]:
     node, mapping = _place(assignment, member)
     strategy = assignment.strategies[node.index]
     return [f for f, own in enumerate(mapping) if own >= 0 and axis in strategy[own]]
+
+
+def _goes_around(assignment: Assignment, op: Operator, axis: int) -> bool:
+    """Whether an axis splits a factor over which an operator's shards exchange."""
+    moved = {e.factor for e in op.rule.exchanges}
+    return not moved.isdisjoint(_split_factors(assignment, op.index, axis))
 
 
 def _labels(assignment: Assignment, member: int) -> dict[int, str]:
