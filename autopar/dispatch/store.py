@@ -10,7 +10,7 @@ import json
 import pathlib
 import sqlite3
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, TypedDict
 
 import msgspec
 
@@ -337,7 +337,7 @@ class Store:
     def nodes(self) -> list[tuple[str, int, str]]:
         """Name, devices and kind of every node that was ever there, by number."""
         rows = self._rows("select name, devices, kind from nodes order by number")
-        return [(str(n), int(d), str(k)) for n, d, k in rows]
+        return self._checked(rows, list[tuple[str, int, str]], "a node")
 
     def add_decisions(self, at_s: float, decisions: Decisions) -> None:
         """Adds the reasons of jobs whose devices change."""
@@ -355,9 +355,10 @@ class Store:
 
     def decisions(self) -> list[dict[str, Any]]:
         """Every decision, a line for each job whose devices change."""
-        names = ("at_s", "job", "kept", "devices", "gain", "cost_s", "compared", "gap")
+        names = tuple(_Decision.__annotations__)
         rows = self._rows(f"select {', '.join(names)} from decisions order by number")
-        return [dict(zip(names, row, strict=True)) for row in rows]
+        lines = [dict(zip(names, row, strict=True)) for row in rows]
+        return self._checked(lines, list[_Decision], "a decision")
 
     def span(self, job: str, at_s: float, places: Mapping[str, int]) -> None:
         """Says which devices a job has from now on."""
@@ -378,15 +379,50 @@ class Store:
             "select job, start_s, end_s, places from spans order by number"
         )
         try:
-            return [
+            lines = [
                 {"job": j, "start_s": s, "end_s": e, "places": json.loads(p)}
                 for j, s, e, p in rows
             ]
         except (TypeError, ValueError, RecursionError) as error:
             raise ScheduleError(f"{self.path}: a span is damaged: {error}.") from error
+        return self._checked(lines, list[_Span], "a span")
+
+    def _checked(self, found: Any, kind: Any, what: str) -> Any:
+        """What was found, where it is of a kind.
+
+        Raises:
+          ScheduleError: it is not.
+        """
+        try:
+            return msgspec.convert(found, kind)
+        except msgspec.MsgspecError as error:
+            text = f"{self.path}: {what} is damaged: {error}."
+            raise ScheduleError(text) from error
 
     def _all_or_nothing(self) -> _Transaction:
         return _Transaction(self._file)
+
+
+class _Decision(TypedDict):
+    """A decision about a job, as it is stored."""
+
+    at_s: float
+    job: str
+    kept: int
+    devices: int
+    gain: float | None
+    cost_s: float
+    compared: str
+    gap: float | None
+
+
+class _Span(TypedDict):
+    """How long a job had some devices, as it is stored."""
+
+    job: str
+    start_s: float
+    end_s: float | None
+    places: dict[str, int]
 
 
 class _Transaction:

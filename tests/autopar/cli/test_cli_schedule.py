@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import pathlib
+import sqlite3
 import subprocess
 import sys
 
@@ -10,10 +12,13 @@ import pytest
 from command_line import Run, assert_fails
 from dispatching import HALVES, World, handed
 
+from autopar.cli import owning
 from autopar.cli.dispatching import configurations
 from autopar.dispatch.backend import ClusterNode
 from autopar.dispatch.store import Store
 from autopar.dispatch.supervising import FileLock, holder
+from autopar.errors import ScheduleError
+from autopar.scheduler.jobs import Decisions, Reason
 
 ONE = '[[job]]\nname = "one"\nscript = "train.py"\n'
 
@@ -171,6 +176,46 @@ def test_a_damaged_state_is_named(
     assert old in whole
     path.write_bytes(whole.replace(old, new))
     assert_fails(run("jobs", tmp_path), "state.sqlite: ", part)
+
+
+def test_a_damaged_field_of_a_state_is_an_error_of_the_package(
+    tmp_path: pathlib.Path,
+) -> None:
+    """Damage does not keep to what the tables say of their columns."""
+    path = tmp_path / "state.sqlite"
+    store = Store(path)
+    store.add_jobs([handed("one", max=4)])
+    store.set_facts({"begin_s": "0.0", "looked_s": "1.0"})
+    store.number("n1", 4, "h100")
+    store.span("one", 1.0, {"n1": 2})
+    reason = Reason(job="one", devices=2, kept=0, compared="fifo", gain=0.5, cost_s=1.0)
+    store.add_decisions(1.0, Decisions(allocations={}, reasons=(reason,), gap=0.0))
+    store.close()
+    whole = path.read_bytes()
+    for table in ("jobs", "nodes", "decisions", "spans", "facts"):
+        for column in columns_of(path, table):
+            for value in (None, "x", b"\xff", -1, 1.5, 2**62):
+                path.write_bytes(whole)
+                without_rules(path, table, column, value)
+                with contextlib.suppress(ScheduleError):
+                    owning.jobs(tmp_path, decisions=True, as_json=True)
+                    owning.jobs(tmp_path, decisions=True, as_json=False)
+                    owning.show(tmp_path, "one", as_json=False)
+
+
+def columns_of(path: pathlib.Path, table: str) -> list[str]:
+    with contextlib.closing(sqlite3.connect(path)) as file:
+        return [row[1] for row in file.execute(f"pragma table_info({table})")]
+
+
+def without_rules(path: pathlib.Path, table: str, column: str, value: object) -> None:
+    """Sets a column to a value that its table would not take."""
+    with contextlib.closing(sqlite3.connect(path)) as file:
+        file.execute(f"create table other as select * from {table}")
+        file.execute(f"update other set {column} = ?", (value,))
+        file.execute(f"drop table {table}")
+        file.execute(f"alter table other rename to {table}")
+        file.commit()
 
 
 def test_another_job_of_a_name_is_refused(
