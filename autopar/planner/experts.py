@@ -15,11 +15,11 @@ from autopar.errors import PlanError
 from autopar.layouts.strategies import Strategy
 from autopar.planner.candidate import Candidate
 from autopar.planner.problem import Restriction
-from autopar.planner.recipes import Recipe, recipes, restriction_of
+from autopar.planner.recipes import Recipe, has_context, recipes, restriction_of
 from autopar.planner.search import candidate_meshes
 from autopar.planner.solving import solve_mesh
 from autopar.steps.analysis import Analysis
-from autopar.steps.batch import BATCH, SEQUENCE
+from autopar.steps.batch import SEQUENCE
 from autopar.steps.nodes import Node
 from autopar_passes.graph.roles import Role
 
@@ -35,7 +35,7 @@ class Expert:
 
 
 def _with_rows_split(analysis: Analysis, recipe: Recipe, pricer: Pricer) -> Restriction:
-    """A recipe whose data axes split the rows wherever they can.
+    """A recipe whose axes split the rows, or the sequence, wherever they can.
 
     A search may leave axes out. Plans that people write do not: data parallelism whose
     devices all do everything is none.
@@ -55,10 +55,10 @@ def _with_rows_split(analysis: Analysis, recipe: Recipe, pricer: Pricer) -> Rest
             return True
         for factor, name in labels.get(node.index, {}).items():
             size, may_split = node.factors[factor]
-            if name != BATCH or not may_split:
+            if not may_split:
                 continue
-            for axis in recipe.data:
-                if size % sizes[axis] == 0:
+            for axis, rows in recipe.rows.items():
+                if rows == name and size % sizes[axis] == 0:
                     size //= sizes[axis]
                     if axis not in strategy[factor]:
                         return False
@@ -83,7 +83,7 @@ def expert_plans(
     sequences = any(SEQUENCE in x.values() for x in analysis.node_labels.values())
     for mesh in candidate_meshes(cluster):
         pricer = Pricer(cluster, mesh)
-        for recipe in recipes(len(mesh.axes)):
+        for recipe in recipes(len(mesh.axes), context=has_context(analysis)):
             if recipe.sequence and not sequences:
                 continue
             limit = _with_rows_split(analysis, recipe, pricer)

@@ -34,6 +34,8 @@ class Recipe:
         tensor axes.
       within: the data axes over which parameters and optimizer state are split;
         None: all of them.
+      context: axes that split the sequence, in attention, too; state is split over
+        them as over the data axes.
     """
 
     name: str
@@ -43,15 +45,31 @@ class Recipe:
     shard_optimizer: bool = False
     sequence: bool = False
     within: tuple[int, ...] | None = None
+    context: tuple[int, ...] = ()
 
     @property
     def shards(self) -> tuple[int, ...]:
-        """The data axes over which state is split."""
-        return self.data if self.within is None else self.within
+        """The axes over which state is split."""
+        return (*self.data, *self.context) if self.within is None else self.within
+
+    @property
+    def rows(self) -> dict[int, str]:
+        """What each axis splits that splits no part of the model."""
+        return dict.fromkeys(self.data, BATCH) | dict.fromkeys(self.context, SEQUENCE)
 
 
-def recipes(num_axes: int) -> Iterator[Recipe]:
-    """Lists the expert plans on a mesh with this many axes."""
+def has_context(analysis: Analysis) -> bool:
+    """Whether attention of a step may be split along its sequence."""
+    return any(op.rule.exchanges for op in analysis.graph.operators)
+
+
+def recipes(num_axes: int, *, context: bool = False) -> Iterator[Recipe]:
+    """Lists the expert plans on a mesh with this many axes.
+
+    Args:
+      num_axes: of the mesh.
+      context: with those that split sequences of attention.
+    """
     every = tuple(range(num_axes))
     yield Recipe("data parallel", every)
     yield Recipe("ZeRO-1", every, shard_optimizer=True)
@@ -64,11 +82,18 @@ def recipes(num_axes: int) -> Iterator[Recipe]:
         yield Recipe("data x tensor + sequence", data, tensor, sequence=True)
         yield Recipe("FSDP x tensor", data, tensor, True, True)
         yield Recipe("FSDP x tensor + sequence", data, tensor, True, True, True)
+    if context:
+        split = {"shard_parameters": True, "shard_optimizer": True}
+        yield Recipe("FSDP + context parallel", (), context=every, **split)
+        if num_axes > 1:
+            data, last = every[:-1], every[-1:]
+            yield Recipe("FSDP x context parallel", data, context=last, **split)
+            yield Recipe("context x tensor parallel", (), last, context=data, **split)
 
 
 def restriction_of(analysis: Analysis, recipe: Recipe, pricer: Pricer) -> Restriction:
     """Returns which strategies a recipe allows."""
-    labels = analysis.node_labels
+    labels, rows = analysis.node_labels, recipe.rows
     roles = _node_roles(analysis)
     masters = masters_of(analysis) if recipe.shard_optimizer else frozenset[int]()
     full = {
@@ -79,12 +104,12 @@ def restriction_of(analysis: Analysis, recipe: Recipe, pricer: Pricer) -> Restri
     def is_allowed(node: Node, strategy: Strategy) -> bool:
         named = labels.get(node.index, {})
         role = roles.get(node.index)
-        has_batch = BATCH in named.values()
+        has_rows = not {BATCH, *rows.values()}.isdisjoint(named.values())
         used = [(a, named.get(f, "")) for f, axes in enumerate(strategy) for a in axes]
         for axis, name in used:
-            if axis in recipe.data and name != BATCH:
+            if axis in rows and name != rows[axis]:
                 free = node.index in masters
-                free = free or _may_shard(role, recipe, has_batch, node)
+                free = free or _may_shard(role, recipe, has_rows, node)
                 if axis not in recipe.shards or not free:
                     return False
             if axis in recipe.tensor and not _may_tensor(name, recipe, node):
@@ -98,14 +123,14 @@ def restriction_of(analysis: Analysis, recipe: Recipe, pricer: Pricer) -> Restri
 
 
 def _may_shard(
-    role: InputRole | None, recipe: Recipe, has_batch: bool, node: Node
+    role: InputRole | None, recipe: Recipe, has_rows: bool, node: Node
 ) -> bool:
-    """Whether data axes may split something that is not the batch."""
+    """Whether axes of rows may split something that has none."""
     if role in (InputRole.PARAMETER, InputRole.FROZEN):
         return recipe.shard_parameters
     if role is InputRole.OPTIMIZER_STATE:
         return recipe.shard_optimizer
-    return recipe.shard_optimizer and not has_batch and node.kind == "array"
+    return recipe.shard_optimizer and not has_rows and node.kind == "array"
 
 
 def _may_tensor(name: str, recipe: Recipe, node: Node) -> bool:

@@ -48,7 +48,12 @@ from autopar.planner.problem import (
     small_state,
 )
 from autopar.planner.proposals import Proposal, record
-from autopar.planner.recipes import least_bytes, recipes, restriction_of
+from autopar.planner.recipes import (
+    has_context,
+    least_bytes,
+    recipes,
+    restriction_of,
+)
 from autopar.planner.ties import laid_out, tie_broken
 from autopar.planner.weights import (
     HIDDEN,
@@ -420,9 +425,10 @@ class _Mesh:
 
     def ask_experts(self) -> None:
         """Makes the plans that people write."""
+        axes, context = len(self.pricer.mesh.axes), has_context(self.analysis)
         rules = [
             (recipe.name, restriction_of(self.analysis, recipe, self.pricer))
-            for recipe in recipes(len(self.pricer.mesh.axes))
+            for recipe in recipes(axes, context=context)
         ]
         way = dataclasses.replace(self.way, messages=None)
         for name, inner in (("nothing split", _splits_nothing), *rules):

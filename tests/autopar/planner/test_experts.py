@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import functools
 import math
+from typing import Any
 
+import jax
+import jax.numpy as jnp
 import optax
 import pytest
 import step_forms as forms
@@ -13,6 +16,7 @@ from planner_steps import mlp_batch, mlp_loss, mlp_params, training
 
 from autopar import Cluster
 from autopar.cost.pricer import Pricer
+from autopar.cost.traffic import exchange_axes
 from autopar.planner.experts import Expert, expert_plans
 from autopar.planner.hints import pin_restriction, pinned_layouts
 from autopar.planner.problem import Within
@@ -191,7 +195,36 @@ def test_pins_count_in_what_a_rule_must_hold() -> None:
     assert least < 0.5 * least_bytes(analysis(), rule, pricer)
 
 
+@pytest.mark.parametrize("context", [False, True])
 @pytest.mark.parametrize("count", [1, 2, 3])
-def test_recipes_use_every_axis_once(count: int) -> None:
-    for recipe in recipes(count):
-        assert sorted((*recipe.data, *recipe.tensor)) == list(range(count))
+def test_recipes_use_every_axis_once(count: int, context: bool) -> None:
+    for recipe in recipes(count, context=context):
+        used = (*recipe.data, *recipe.tensor, *recipe.context)
+        assert sorted(used) == list(range(count))
+
+
+def test_context_parallel_plans_split_the_sequence_of_attention() -> None:
+    def loss(params: Any, batch: Any) -> Any:
+        x = params["embedding"][batch["tokens"]].astype(jnp.bfloat16)
+        q, k, v = ((x @ params[n].astype(x.dtype)).reshape(2, 64, 2, 16) for n in "qkv")
+        y = jax.nn.dot_product_attention(
+            q, k, v, is_causal=True, implementation="cudnn"
+        )
+        return jnp.mean(y.astype(jnp.float32) ** 2)
+
+    params = {n: jnp.zeros((32, 32)) for n in "qkv"} | {
+        "embedding": jnp.zeros((128, 32))
+    }
+    tokens = {"tokens": jnp.zeros((2, 64), jnp.int32)}
+    step = analyse(*training(loss, params, tokens, optax.sgd(1e-2)))
+    found = {e.name: e for e in expert_plans(step, Cluster.parse("4:h100"))}
+
+    candidate = found["FSDP + context parallel"].candidate
+    assert candidate is not None
+    kernels = [op for op in step.graph.operators if op.rule.exchanges]
+    assert len(kernels) == 2
+    for op in kernels:
+        for exchange in op.rule.exchanges:
+            axes = exchange_axes(candidate.assignment, op, exchange)
+            assert math.prod(candidate.mesh.sizes[a] for a in axes) == 4
+    assert all("context" not in name for name in experts())
