@@ -135,22 +135,15 @@ class Ring:
         )
         logs = _chunks(rows, 2, parts)
 
+        def part(own: Any, keys: Array, values: Array, seen: Any) -> list[Array]:
+            found = block(
+                *(queries[own], keys, values),
+                *(outs[own], logs[own], gradients[own], False),
+            )
+            return [jnp.where(seen, x, 0).astype(jnp.float32) for x in found]
+
         def turn(number: Any, k: Array, v: Array, held: Any) -> Any:
-            of_query, *travelling = held
-            if number is not _FIRST:
-                travelling = [self._send(x) for x in travelling]
-            of_key, of_value = travelling
-            keys, values = (_chunks(x, self.seq, parts) for x in (k, v))
-            for own, other, seen in self._blocks(number, dealt):
-                found = block(
-                    *(queries[own], keys[other], values[other]),
-                    *(outs[own], logs[own], gradients[own], False),
-                )
-                part = [jnp.where(seen, x, 0).astype(jnp.float32) for x in found]
-                of_query = of_query.at[own].add(part[0])
-                of_key = of_key.at[other].add(part[1])
-                of_value = of_value.at[other].add(part[2])
-            return of_query, of_key, of_value
+            return self._backward_turn(part, number, (k, v), held, dealt)
 
         held = of_query, *(jnp.zeros_like(x) for x in own)
         of_query, *travelling = self._around(turn, (k, v), held)
@@ -159,6 +152,22 @@ class Ring:
             self._return(_joined(x.astype(like.dtype), self.seq), self.seq, dealt)
             for x, like in zip((of_query, *home), (query, key, value), strict=True)
         )
+
+    def _backward_turn(
+        self, part: Any, number: Any, moved: tuple[Array, Array], held: Any, dealt: bool
+    ) -> Any:
+        """Adds the gradients of a turn's blocks to those that are held."""
+        of_query, *travelling = held
+        if number is not _FIRST:
+            travelling = [self._send(x) for x in travelling]
+        of_key, of_value = travelling
+        keys, values = (_chunks(x, self.seq, 1 + dealt) for x in moved)
+        for own, other, seen in self._blocks(number, dealt):
+            added = part(own, keys[other], values[other], seen)
+            of_query = of_query.at[own].add(added[0])
+            of_key = of_key.at[other].add(added[1])
+            of_value = of_value.at[other].add(added[2])
+        return of_query, of_key, of_value
 
     def _around(self, turn: Any, moved: tuple[Array, Array], held: Any) -> Any:
         """Runs all turns but that in which a device has its own keys and values.
