@@ -1,0 +1,135 @@
+"""Plans for long sequences: Llama 8B's steps, their parts and utilisation.
+
+    python benchmarks/long_context.py [--only TEXT] [--seconds 10] [--json FILE]
+
+Each row is a step with cuDNN's attention, planned with everything decided: sequence,
+rows of the batch, cluster. A row of 8,192 tokens with as many tokens a device stands
+beside each way of computing layers again, as what the others are compared with. Beside
+the plan stand those that people write for long sequences (`autopar compare`). Writes
+the figures to ``docs/data/long_context.json`` and prints a table.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import pathlib
+import time
+from typing import Any
+
+import decoder
+import large
+import workloads
+
+import autopar
+from autopar.errors import PlanError
+from autopar.planner.experts import expert_plans
+from autopar.steps.analysis import analyse
+
+DATA = pathlib.Path(__file__).parent.parent / "docs" / "data" / "long_context.json"
+# Tokens of a row, rows, cluster, and how layers are computed again.
+ROWS = (
+    (8_192, 64, "8x8:h100", "full"),
+    (131_072, 1, "8x8:h100", "full"),
+    (131_072, 4, "8x8:h100", "full"),
+    (131_072, 1, "16x8:h100", "full"),
+    (1_048_576, 4, "8x8:h100", "full"),
+    (1_048_576, 4, "16x8:h100", "full"),
+    (8_192, 64, "8x8:h100", "none"),
+    (131_072, 1, "8x8:h100", "none"),
+    (131_072, 1, "8:h100", "full"),
+)
+
+
+def figures(
+    sequence: int, batch: int, cluster: str, remat: str, seconds: float
+) -> dict[str, Any]:
+    """The figures of one row."""
+    run = decoder.Run(
+        sequence=sequence,
+        batch=batch,
+        dtype="bfloat16",
+        remat=remat,
+        attention="cudnn",
+    )
+    step, args = decoder.train_step(large.LANGUAGE["llama-8b"].model, run)
+    found: dict[str, Any] = {
+        "sequence": sequence, "rows": batch, "cluster": cluster, "remat": remat,
+    }  # fmt: skip
+    begin = time.process_time()
+    try:
+        plan = autopar.plan(
+            step, *args, cluster=cluster, seconds=seconds, compile_check=False
+        )
+    except PlanError as error:
+        return found | {"refused": str(error).split("\n", 1)[0]}
+    worth = plan.worth
+    assert worth is not None
+    found |= {
+        "cpu_s": round(time.process_time() - begin, 1),
+        "mesh": list(plan.axis_sizes),
+        "microbatches": plan.microbatches,
+        "step_s": plan.predicted.step_s,
+        "mfu": worth.mfu,
+        "causal_mfu": worth.causal_mfu,
+        "tokens_per_s": worth.tokens_per_s,
+        "most_repeated": max((axis.repeated for axis in worth.axes), default=0.0),
+        "memory_bytes": plan.predicted.peak_memory_bytes,
+        "scheme": worth.scheme,
+    }
+    analysis = analyse(step, args)
+    by_hand = {
+        f"{expert.name} on {expert.mesh}": expert.candidate.step_s
+        for expert in expert_plans(analysis, autopar.Cluster.parse(cluster), seconds=3)
+        if expert.candidate is not None
+    }
+    if by_hand:
+        name = min(by_hand, key=lambda n: by_hand[n])
+        found |= {"best_by_hand": name, "best_by_hand_s": by_hand[name]}
+    return found
+
+
+def table(rows: list[dict[str, Any]]) -> None:
+    """Prints the rows."""
+    workloads.row(
+        *("tokens", "rows", "cluster", "again", "mesh", "step s", "MFU %"),
+        *("causal half %", "repeats %", "GB", "best by hand s", "scheme"),
+    )
+    workloads.row(*["---"] * 12)
+    for r in rows:
+        first = (f"{r['sequence']:,}", r["rows"], r["cluster"], r["remat"])
+        if "refused" in r:
+            workloads.row(*first, *[""] * 7, r["refused"])
+            continue
+        workloads.row(
+            *first,
+            "x".join(map(str, r["mesh"])),
+            f"{r['step_s']:.3f}",
+            f"{100 * r['mfu']:.1f}",
+            f"{100 * r['causal_mfu']:.1f}",
+            f"{100 * r['most_repeated']:.1f}",
+            f"{r['memory_bytes'] / 1e9:.1f}",
+            f"{r['best_by_hand_s']:.3f}" if "best_by_hand_s" in r else "none fits",
+            r["scheme"],
+        )
+
+
+def main() -> None:
+    """Runs the rows."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
+    parser.add_argument("--only", default="", help="rows whose text has this")
+    parser.add_argument("--seconds", type=float, default=10.0, help="of the solver")
+    parser.add_argument("--json", type=pathlib.Path, default=DATA, help="data file")
+    asked = parser.parse_args()
+    rows = [
+        figures(*row, asked.seconds)
+        for row in ROWS
+        if asked.only in " ".join(map(str, row))
+    ]
+    table(rows)
+    data = {"command": "python benchmarks/long_context.py", "rows": rows}
+    asked.json.write_text(json.dumps(data, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
