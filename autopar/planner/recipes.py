@@ -83,12 +83,13 @@ def recipes(num_axes: int, *, context: bool = False) -> Iterator[Recipe]:
         yield Recipe("FSDP x tensor", data, tensor, True, True)
         yield Recipe("FSDP x tensor + sequence", data, tensor, True, True, True)
     if context:
-        split = {"shard_parameters": True, "shard_optimizer": True}
-        yield Recipe("FSDP + context parallel", (), context=every, **split)
+        yield Recipe("FSDP + context parallel", (), (), True, True, context=every)
         if num_axes > 1:
             data, last = every[:-1], every[-1:]
-            yield Recipe("FSDP x context parallel", data, context=last, **split)
-            yield Recipe("context x tensor parallel", (), last, context=data, **split)
+            yield Recipe("FSDP x context parallel", data, (), True, True, context=last)
+            yield Recipe(
+                "context x tensor parallel", (), last, True, True, context=data
+            )
 
 
 def restriction_of(analysis: Analysis, recipe: Recipe, pricer: Pricer) -> Restriction:
