@@ -214,9 +214,9 @@ def _ring(
     """The devices that split the sequence of an attention; None: nothing does."""
     factors = {e.factor for e in rule.exchanges}
     split = tuple(mesh.axis_names[a] for f in factors for a in axes.get(f, ()))
-    if not split:
-        return None
     size = math.prod(mesh.shape[name] for name in split)
+    if size == 1:
+        return None
     return Ring(
         axes=split,
         size=size,

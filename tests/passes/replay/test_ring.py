@@ -7,10 +7,13 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from cudnn_on_cpu import attention, block_gradients
+from cudnn_on_cpu import attention, block_gradients, cudnn_on_cpu
 from jax._src.cudnn import fused_attention_stablehlo as fused
 from jax.sharding import PartitionSpec as P
+from kernel_cases import cudnn, gradient, struct, traced
 
+from autopar_passes.graph.operators import Operator
+from autopar_passes.replay.primitives import kernel_on_shards
 from autopar_passes.replay.ring import Ring
 
 
@@ -74,3 +77,51 @@ def test_a_ring_attends_as_one_device(
     np.testing.assert_allclose(rows, whole_rows, atol=2e-6)
     for got, wanted in zip(found, jax.grad(loss, (0, 1, 2))(q, k, v), strict=True):
         np.testing.assert_allclose(got, wanted, atol=1e-5)
+
+
+@pytest.mark.parametrize("devices", [1, 4])
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+def test_a_kernel_runs_on_an_axis_of_any_number_of_devices(
+    causal: bool, devices: int
+) -> None:
+    """A plan may give an axis of one device to a sequence, which is no ring then."""
+    shape = (2, 16, 2, 4)
+    mesh = jax.make_mesh(
+        (devices,),
+        ("a",),
+        devices=jax.devices()[:devices],
+        axis_types=(jax.sharding.AxisType.Auto,),
+    )
+    with cudnn_on_cpu():
+        arrays = [struct(*shape, dtype=np.float32)] * 3
+        made, graph = traced(gradient(cudnn(is_causal=causal)), *arrays)
+        equations = made.program.by_index()
+        forward, backward = [op for op in graph.operators if op.kernel is not None]
+
+        def both(op: Operator, *given: Any) -> tuple[Any, Any]:
+            """What a kernel makes of whole arrays, and of shards."""
+            eqn = equations[op.equation]
+            (factor,) = {e.factor for e in op.rule.exchanges}
+            operands, results = (
+                [tuple((0,) if factor in d else () for d in dims) for dims in arrays]
+                for arrays in (op.rule.operands, op.rule.results)
+            )
+
+            def on_shards(*x: Any) -> Any:
+                return kernel_on_shards(eqn, op.rule, x, operands, results, mesh)
+
+            def whole(*x: Any) -> Any:
+                return eqn.source.primitive.bind(*x, **eqn.params)
+
+            return jax.jit(whole)(*given), jax.jit(on_shards)(*given)
+
+        given = [
+            jax.random.normal(jax.random.key(k), made.program.values[v].shape)
+            for k, v in enumerate(equations[forward.equation].inputs)
+        ]
+        wanted, got = both(forward, *given)
+        out, rows = wanted
+        of_whole, of_shards = both(backward, *given, rows, out, out + 1)
+    pairs = zip((*wanted, *of_whole), (*got, *of_shards), strict=True)
+    for one, other in pairs:
+        np.testing.assert_allclose(one, other, atol=1e-5)
