@@ -84,7 +84,7 @@ def expert_plans(
     for mesh in candidate_meshes(cluster):
         pricer = Pricer(cluster, mesh)
         for recipe in recipes(len(mesh.axes), context=has_context(analysis)):
-            if recipe.sequence and not sequences:
+            if (recipe.sequence or recipe.context) and not sequences:
                 continue
             limit = _with_rows_split(analysis, recipe, pricer)
             try:
