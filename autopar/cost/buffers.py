@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from autopar.cost.brought import Brought
 from autopar.cost.combining import SUMS
 from autopar.cost.local import Buffer, local_bytes
-from autopar.cost.traffic import exchange_axes, exchanged_array
+from autopar.cost.traffic import exchanges_of
 from autopar.layouts.assignment import Assignment
 from autopar.layouts.layout import shards
 from autopar.steps.lifetimes import Lifetimes
@@ -74,8 +74,7 @@ class _Homes:
         """The buffers of what operators make."""
         written = self.life.written - self.replaced
         for op in among:
-            if op.rule.exchanges:
-                yield from self._exchanged(op)
+            yield from self._exchanged(op)
             for slot, value in enumerate(op.outputs):
                 if value in written:
                     yield from self._result(op, slot)
@@ -102,13 +101,8 @@ class _Homes:
         """
         assignment, time = self.assignment, self.life.time[op.index]
         total = 0.0
-        for exchange in op.rule.exchanges:
-            axes = exchange_axes(assignment, op, exchange)
-            dims, value = exchanged_array(op, exchange)
-            layout = assignment.layout(op, dims)
-            nbytes = local_bytes(assignment, value, layout, tiled=self.life.tiled)
-            if not axes:
-                continue
+        for exchange, step, _, value in exchanges_of(assignment, op):
+            nbytes = local_bytes(assignment, value, step.layout, tiled=self.life.tiled)
             if exchange.around:
                 total += 2 * exchange.widened * nbytes
             elif not exchange.result:

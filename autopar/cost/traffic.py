@@ -333,23 +333,24 @@ def _exchanges(
 ) -> Iterator[Collective]:
     """Yields what shards of an operator send each other."""
     for op in among:
-        if not op.rule.exchanges:
-            continue
-        for exchange in op.rule.exchanges:
-            dims, value = exchanged_array(op, exchange)
-            axes = exchange_axes(assignment, op, exchange)
-            layout = assignment.layout(op, dims)
-            step, messages = exchange_step(exchange, axes, layout, assignment.sizes)
-            if messages:
-                nbytes = assignment.graph.values[value].nbytes
-                yield Collective(
-                    step,
-                    nbytes,
-                    op.trips * messages,
-                    value,
-                    op.index,
-                    beside=exchange.around,
-                )
+        for exchange, step, messages, value in exchanges_of(assignment, op):
+            nbytes, trips = assignment.graph.values[value].nbytes, op.trips * messages
+            yield Collective(
+                step, nbytes, trips, value, op.index, beside=exchange.around
+            )
+
+
+def exchanges_of(
+    assignment: Assignment, op: Operator
+) -> Iterator[tuple[Exchange, ReshardStep, int, int]]:
+    """Yields the exchanges of an operator: a message, their number, and the array."""
+    for exchange in op.rule.exchanges:
+        dims, value = exchanged_array(op, exchange)
+        axes = exchange_axes(assignment, op, exchange)
+        layout = assignment.layout(op, dims)
+        step, messages = exchange_step(exchange, axes, layout, assignment.sizes)
+        if messages:
+            yield exchange, step, messages, value
 
 
 def exchange_axes(assignment: Assignment, op: Operator, exchange: Exchange) -> Axes:

@@ -188,12 +188,13 @@ def _exchange_s(
         around_s = once_s = hidden_s = 0.0
         for exchange in op.rule.exchanges:
             axes = strategy[node.members[op.class_index][exchange.factor]]
+            if not axes:
+                continue
             dims, value = exchanged_array(op, exchange)
             layout = layout_of(strategy, node.dims(op, dims))
             step, messages = exchange_step(exchange, axes, layout, pricer.sizes)
-            seconds = messages and messages * pricer.collective_s(
-                step, analysis.graph.values[value].nbytes
-            )
+            nbytes = analysis.graph.values[value].nbytes
+            seconds = messages * pricer.collective_s(step, nbytes)
             if exchange.around:
                 around_s += seconds
                 hidden_s = beside_ring_s(work_seconds[i], pricer, axes)

@@ -34,6 +34,7 @@ from autopar.planner.hints import (
 from autopar.planner.options import DEFAULTS, PlanOptions
 from autopar.planner.problem import Restriction
 from autopar.planner.programs import NEAR, Planned, Unfit, remat_wanted
+from autopar.planner.recipes import has_context
 from autopar.planner.record import (
     another_step,
     make_plan,
@@ -446,7 +447,7 @@ def check_batch(
     Rows of a kernel whose sequence may be split need not be.
     """
     graph, parts = analysis.graph, analysis.microbatches
-    if any(op.rule.exchanges for op in graph.operators):
+    if has_context(analysis):
         return
     leading = {
         graph.inputs[k].path: graph.values[graph.inputs[k].value].shape[dim] // parts

@@ -292,7 +292,12 @@ class _Contractor:
                 mapping.append(len(factors))
                 factors.append((size, True))
         node = Node(
-            *(len(self.out.nodes), kind, factors, {}, op.class_index, state),
+            len(self.out.nodes),
+            kind,
+            factors,
+            {},
+            op.class_index,
+            state,
             whole=tuple(mapping[f] for f in op.rule.whole),
             halved=tuple(mapping[f] for f in op.rule.halved),
         )

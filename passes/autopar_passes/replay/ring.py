@@ -230,11 +230,7 @@ class Ring:
         if not dealt:
             return x
         even, odd = (
-            jax.lax.ppermute(
-                part,
-                self.axes,
-                [(i, worker(2 * i + k, self.size)) for i in range(self.size)],
-            )
+            jax.lax.ppermute(part, self.axes, self._workers(k))
             for k, part in enumerate(jnp.split(x, 2, dim))
         )
         first = self._has_even_first()
@@ -246,14 +242,21 @@ class Ring:
         if not dealt:
             return x
         early, late = jnp.split(x, 2, dim)
-        first, n = self._has_even_first(), self.size
+        first = self._has_even_first()
         pairs = jnp.where(first, early, late), jnp.where(first, late, early)
-        homes = [sorted((i, 2 * n - 1 - i), key=lambda c: c % 2) for i in range(n)]
         halves = [
-            jax.lax.ppermute(part, self.axes, [(i, homes[i][k] // 2) for i in range(n)])
+            jax.lax.ppermute(part, self.axes, [(w, i) for i, w in self._workers(k)])
             for k, part in enumerate(pairs)
         ]
         return jnp.concatenate(halves, dim)
+
+    def _workers(self, odd: int) -> list[tuple[int, int]]:
+        """Each device, and the one that works on its chunk with an odd number, or not.
+
+        Args:
+          odd: 1 for the chunks with odd numbers, 0 for the others.
+        """
+        return [(i, worker(2 * i + odd, self.size)) for i in range(self.size)]
 
     def _has_even_first(self) -> Array:
         """Whether this device's early chunk has an even number."""
