@@ -15,6 +15,7 @@ link between the groups.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -200,8 +201,6 @@ def on_replica(
     return with_turns(analysis, turns), pricer
 
 
-Counts = Sequence[int]
-
 # What a plan says of how it was found.
 STATUS = "shares and layouts of replicas compared"
 # Another number of microbatches is tried where it should save this part of a step.
@@ -263,10 +262,13 @@ def plan_replicas(analysis: Analysis, cluster: Cluster, options: PlanOptions) ->
     whole = analysis.whole or analysis
     best: Dealt | None = None
     failed: InfeasibleError | None = None
+    left = list(_numbers(whole, options, len(sites)))
     tried = 0
-    for count in _numbers(whole, options, len(sites)):
-        if best is not None and not _promises(best, count):
-            continue
+    while left and tried < _TRIED:
+        count = left[0] if best is None else _most_promising(best, left)
+        if count is None:
+            break
+        left.remove(count)
         say(f"dealing {count} microbatches out to {len(sites)} replicas")
         try:
             found = _deal_best(whole, options, sites, count)
@@ -280,8 +282,6 @@ def plan_replicas(analysis: Analysis, cluster: Cluster, options: PlanOptions) ->
         tried += 1
         if best is None or found.step_s < best.step_s:
             best = found
-        if tried == _TRIED:
-            break
     if best is None:
         assert failed is not None
         raise failed
@@ -335,9 +335,10 @@ def _numbers(whole: Analysis, options: PlanOptions, least: int) -> Iterator[int]
     yield from found
 
 
-def _promises(best: Dealt, count: int) -> bool:
-    """Whether another number of microbatches may be worth a search."""
-    return best.expected_s(count) < (1 - _WORTHWHILE) * best.step_s
+def _most_promising(best: Dealt, counts: Sequence[int]) -> int | None:
+    """The number of microbatches that may save most; None: none is worth a search."""
+    least_s, count = min((best.expected_s(count), count) for count in counts)
+    return count if least_s < (1 - _WORTHWHILE) * best.step_s else None
 
 
 def _deal_best(
@@ -351,14 +352,19 @@ def _deal_best(
     """
     base = as_asked(whole, dataclasses.replace(options, microbatches=count))
     check_can_be_dealt_out(base)
+    view = functools.cache(functools.partial(with_turns, base))
     found: list[Dealt] = []
     failed: InfeasibleError | None = None
+    known: list[object] = []
     for site in {site.kind: site for site in sites}.values():
         try:
-            layouts = _search_alone(
-                with_turns(base, count // len(sites)), options, site
-            )
-            found.append(_best_shares(base, layouts, sites, options))
+            layouts = _search_alone(view(count // len(sites)), options, site)
+            own = layouts.assignment
+            axes = [(axis.level, axis.size) for axis in layouts.pricer.mesh.axes]
+            key = axes, own.strategies, own.copies, own.sums_each_microbatch
+            if key not in known:
+                known.append(key)
+                found.append(_best_shares(view, layouts, sites, options))
         except InfeasibleError as error:
             failed = error
     if not found:
@@ -393,24 +399,30 @@ def _search_alone(
 
 
 def _best_shares(
-    base: Analysis,
+    view: Callable[[int], Analysis],
     layouts: Candidate,
     sites: Sequence[ReplicaDevices],
     options: PlanOptions,
 ) -> Dealt:
     """The best shares for given layouts.
 
+    Args:
+      view: the number of microbatches of a replica -> what it runs.
+      layouts: on the mesh of a replica alone.
+      sites: of the replicas.
+      options: may say the shares.
+
     Raises:
       InfeasibleError: a replica does not fit the memory of its devices.
     """
-    count, views = base.microbatches, dict[int, Analysis]()
+    base = view(1).counted
+    assert base is not None
     known: dict[tuple[object, int], Candidate] = {}
 
     def at(site: ReplicaDevices, turns: int) -> Candidate:
         key = site.kind, turns
         if key not in known:
-            view = views.setdefault(turns, with_turns(base, turns))
-            known[key] = price_replica(view, layouts, site)
+            known[key] = price_replica(view(turns), layouts, site)
             _check_fits(known[key], site)
         return known[key]
 
@@ -420,14 +432,14 @@ def _best_shares(
 
     if isinstance(options.microbatches, tuple):
         return deal_counts(options.microbatches)
-    even = tuple(
-        count // len(sites) + (k < count % len(sites)) for k in range(len(sites))
-    )
-    shares = best_shares(lambda k, n: at(sites[k], n).step_s, even)
+    prices = [functools.partial(at, site) for site in sites]
+    shares = best_shares(lambda k, n: prices[k](n).step_s, len(sites), base.microbatches)
     return deal_counts(tuple(shares))
 
 
-def best_shares(price: Callable[[int, int], float], even: Counts) -> Counts:
+def best_shares(
+    price: Callable[[int, int], float], replicas: int, count: int
+) -> Sequence[int]:
     """The shares whose last replica ends first, of few prices.
 
     Seconds grow with microbatches, and nearly in proportion: what is hidden beside work
@@ -438,17 +450,16 @@ def best_shares(price: Callable[[int, int], float], even: Counts) -> Counts:
 
     Args:
       price: the number of a replica and of its microbatches -> seconds.
-      even: equal shares; their sum is that of all.
+      replicas: how many there are.
+      count: microbatches of all of them.
     """
-    most = sum(even) - len(even) + 1
-    known: list[dict[int, float]] = [{} for _ in even]
-    asked: list[tuple[int, int]] = []
-    for k, n in enumerate(even):
-        asked += [(k, 1), (k, n), (k, most)]
+    most = count - replicas + 1
+    known: list[dict[int, float]] = [{} for _ in range(replicas)]
+    asked = [(k, n) for k in range(replicas) for n in (1, most)]
     while True:
         for k, n in asked:
             known[k][n] = price(k, n)
-        shares = deal_out([_between(row, most) for row in known], sum(even))
+        shares = deal_out([_between(row, most) for row in known], count)
         wanted = [(k, m) for k, n in enumerate(shares) for m in (n, n + 1)]
         asked = [(k, n) for k, n in wanted if n <= most and n not in known[k]]
         if not asked:

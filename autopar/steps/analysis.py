@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -99,6 +99,21 @@ class Origin:
     call: StepCall
 
 
+_Fact = TypeVar("_Fact")
+
+
+class _untimed(functools.cached_property[_Fact]):  # noqa: N801, as property is
+    """A fact that does not know how often operators run.
+
+    The analyses of replicas have it from the one that they differ from in that alone.
+    """
+
+    def __get__(self, instance: Any, owner: type | None = None) -> _Fact:
+        if instance is None or instance.counted is None:
+            return super().__get__(instance, owner)
+        return getattr(instance.counted, self.func.__name__)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Analysis:
     """A program, its graph and its contraction; made once, used by every plan.
@@ -120,6 +135,8 @@ class Analysis:
       written: of a step without its checkpoints, the analysis of the step with them.
       turns: microbatches that one replica runs (`autopar.steps.microbatches`); None:
         all.
+      counted: the analysis that differs only in how often operators run; None: it
+        shares its facts with none.
       in_parts: whether its passes are programs of their own, as those of a stage.
       trace_s: seconds of tracing.
       graph_s: seconds of building graph and contraction.
@@ -140,6 +157,7 @@ class Analysis:
     remat: Rematerialisation = AS_WRITTEN
     written: Analysis | None = None
     turns: int | None = None
+    counted: Analysis | None = None
     in_parts: bool = False
     trace_s: float = 0.0
     graph_s: float = 0.0
@@ -179,7 +197,7 @@ class Analysis:
         """What `autopar.steps.stages.with_pieces` has made of it."""
         return {}
 
-    @functools.cached_property
+    @_untimed
     def attention(self) -> tuple[Attention, ...]:
         """The attention that the step writes out."""
         program = self.program
@@ -187,7 +205,7 @@ class Analysis:
         constants = dict(zip(closed_over, program.constants, strict=True))
         return written_attention(self.graph, constants)
 
-    @functools.cached_property
+    @_untimed
     def stacked_inputs(self) -> dict[int, int]:
         """The flat arguments that are stacked layers -> how many they are."""
         return stacked_state(self.program, self.carried_arguments)
@@ -205,13 +223,13 @@ class Analysis:
             )
         return self.traced
 
-    @functools.cached_property
+    @_untimed
     def carried_arguments(self) -> dict[int, int]:
         """Flat argument -> flat output that is its next value."""
         inputs = enumerate(self.graph.inputs)
         return {k: given.output for k, given in inputs if given.output >= 0}
 
-    @functools.cached_property
+    @_untimed
     def input_paths(self) -> dict[int, str]:
         """Value of an input -> where it is in the arguments."""
         return {given.value: given.path for given in self.graph.inputs}
@@ -231,7 +249,7 @@ class Analysis:
         """The number of times that all operators of each class run in a step."""
         return class_trips(self.graph)
 
-    @functools.cached_property
+    @_untimed
     def fusion(self) -> Fusion:
         """The values that are in memory after fusion."""
         return fusion(self.graph, frozenset(self.contraction.floating))
@@ -274,7 +292,7 @@ class Analysis:
     def _work_tables(self) -> dict[bool, WorkTable]:
         return {}
 
-    @functools.cached_property
+    @_untimed
     def _streamed_fusion(self) -> Fusion:
         """`fusion`, by a compiler that makes operands of products as they are read."""
         floating = frozenset(self.contraction.floating)
@@ -351,24 +369,24 @@ class Analysis:
             self._lives[habits] = known
         return known
 
-    @functools.cached_property
+    @_untimed
     def rounded_values(self) -> Rounded:
         """The values that compilers for TPUs keep or send in bfloat16."""
         equations = self.program.by_index()
         return find_rounded(self.graph, self.contraction, self.readings, equations)
 
-    @functools.cached_property
+    @_untimed
     def in_kernels(self) -> frozenset[int]:
         """The values that hand-written kernels read and write."""
         kernels = [op for op in self.graph.operators if op.kernel is not None]
         arrays = (v for op in kernels for v in (*op.inputs, *op.outputs))
         return frozenset(v for v in arrays if v is not None)
 
-    @functools.cached_property
+    @_untimed
     def _lives(self) -> dict[Habits, Lifetimes]:
         return {}
 
-    @functools.cached_property
+    @_untimed
     def _gradients(self) -> dict[int, int]:
         """The products of the backward pass that only the update waits for.
 
@@ -377,7 +395,7 @@ class Analysis:
         kinds = {op.index for op in self.graph.operators if op.kind in PRODUCTS}
         return {k: end for k, end in self._summing.items() if k in kinds}
 
-    @functools.cached_property
+    @_untimed
     def _summing(self) -> dict[int, int]:
         """`_gradients`, with sums of elements such as those for scales."""
         return {
@@ -386,22 +404,22 @@ class Analysis:
             if op.role is Role.BACKWARD and op.class_index in self.independent.summing
         }
 
-    @functools.cached_property
+    @_untimed
     def readings(self) -> Readings:
         """What operators read, grouped by how it is brought to them."""
         return readings(self.graph, self.contraction)
 
-    @functools.cached_property
+    @_untimed
     def independent(self) -> Independent:
         """The operators whose collectives need no other's result."""
         return independent(self.graph, self.deferrals)
 
-    @functools.cached_property
+    @_untimed
     def followers(self) -> tuple[Operator, ...]:
         """The operators behind sums that only the update waits for, and the update."""
         return followers(self.graph, self.independent.summing)
 
-    @functools.cached_property
+    @_untimed
     def ranks(self) -> np.ndarray:
         """The place of each operator where gradients' products run last.
 
@@ -422,12 +440,12 @@ class Analysis:
         """The pass of each operator, and where the sums it adds to are complete."""
         return positions(self.graph, self.contraction, self.deferrals, self.trips)
 
-    @functools.cached_property
+    @_untimed
     def dim_labels(self) -> DimLabels:
         """The dimensions and factors that grow with the batch."""
         return dim_labels(self.graph)
 
-    @functools.cached_property
+    @_untimed
     def node_labels(self) -> Labels:
         """The factors of nodes that are the batch's or the sequence's."""
         return factor_labels(self.dim_labels, self.contraction)
@@ -449,19 +467,19 @@ class Analysis:
         hoisted = [d for d in self.deferrals if d.hoisted]
         return sums_due(self.graph, self.contraction, hoisted)
 
-    @functools.cached_property
+    @_untimed
     def shared_sums(self) -> SharedSums:
         """The sums that may be one, but for those that wait in loops."""
         waiting = set[int]().union(*(d.members for d in self.deferrals if d.hoisted))
         found = [r for r in self.reassociations if waiting.isdisjoint(r.between)]
         return find_shared_sums(self.graph, found)
 
-    @functools.cached_property
+    @_untimed
     def shares(self) -> dict[int, float]:
         """The part of a sum that operators pay, by class, where sums may be one."""
         return shares(self.graph, self.shared_sums)
 
-    @functools.cached_property
+    @_untimed
     def reassociations(self) -> tuple[Reassociation, ...]:
         """The additions of two sums that a compiler may take as one."""
         return reassociations(self.graph)

@@ -344,7 +344,8 @@ def with_turns(analysis: Analysis, turns: int) -> Analysis:
         for op in analysis.graph.operators
     )
     graph = dataclasses.replace(analysis.graph, operators=operators)
-    return dataclasses.replace(analysis.with_operators(graph), turns=turns)
+    replica = analysis.with_operators(graph)
+    return dataclasses.replace(replica, turns=turns, counted=analysis)
 
 
 def _loop(analysis: Analysis) -> Equation:

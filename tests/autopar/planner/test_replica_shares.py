@@ -26,10 +26,11 @@ def test_few_prices_find_the_best_shares(replicas: int) -> None:
         # Some take no more for a microbatch more, and some many times as much.
         steps = draw.integers(0, 4, (replicas, count)) ** draw.integers(0, 3)
         rows = np.cumsum(steps, axis=1)
-        even = tuple(
-            count // replicas + (k < count % replicas) for k in range(replicas)
-        )
-        found = best_shares(lambda k, n, rows=rows: float(rows[k, n - 1]), even)
+
+        def price(k: int, n: int, rows: Any = rows) -> float:
+            return float(rows[k, n - 1])
+
+        found = best_shares(price, replicas, count)
 
         every = itertools.product(range(1, count + 1), repeat=replicas)
         least = min(end_s(rows, c) for c in every if sum(c) == count)
