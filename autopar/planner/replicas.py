@@ -432,9 +432,11 @@ def _best_shares(
 
     if isinstance(options.microbatches, tuple):
         return deal_counts(options.microbatches)
-    prices = [functools.partial(at, site) for site in sites]
-    shares = best_shares(lambda k, n: prices[k](n).step_s, len(sites), base.microbatches)
-    return deal_counts(tuple(shares))
+
+    def price(k: int, turns: int) -> float:
+        return at(sites[k], turns).step_s
+
+    return deal_counts(tuple(best_shares(price, len(sites), base.microbatches)))
 
 
 def best_shares(

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 
@@ -102,16 +102,23 @@ class Origin:
 _Fact = TypeVar("_Fact")
 
 
-class _untimed(functools.cached_property[_Fact]):  # noqa: N801, as property is
-    """A fact that does not know how often operators run.
+class _untimed(Generic[_Fact]):
+    """A fact that does not know how often operators run; found once.
 
     The analyses of replicas have it from the one that they differ from in that alone.
     """
 
-    def __get__(self, instance: Any, owner: type | None = None) -> _Fact:
-        if instance is None or instance.counted is None:
-            return super().__get__(instance, owner)
-        return getattr(instance.counted, self.func.__name__)
+    def __init__(self, find: Callable[[Any], _Fact]) -> None:
+        self.find, self.name = find, find.__name__
+        self.__doc__ = find.__doc__
+
+    def __get__(self, instance: Analysis | None, owner: type | None = None) -> _Fact:
+        if instance is None:
+            raise AttributeError(self.name)
+        if instance.counted is not None:
+            return getattr(instance.counted, self.name)
+        # Behind this, the instance has the fact itself.
+        return instance.__dict__.setdefault(self.name, self.find(instance))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
