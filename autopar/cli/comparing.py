@@ -76,7 +76,7 @@ def compare(
         rows += [expert_row(e, cluster) for e in experts]
         rows += [pipeline_row(p) for p in piped]
         if repeats:
-            plans = ours | _plans(analysis, experts, cluster)
+            plans = ours | _plans(experts, cluster)
             plans |= {p.name: p.plan for p in piped if p.plan is not None}
             took = measure_plans(analysis, plans, repeats=repeats)
             rows = [row | {"measured_s": took.get(row["name"])} for row in rows]
@@ -283,12 +283,12 @@ def expert_row(expert: Expert, cluster: Cluster) -> dict[str, Any]:
     }
 
 
-def _plans(
-    analysis: Analysis, experts: Sequence[Expert], cluster: Cluster
-) -> dict[str, Plan]:
+def _plans(experts: Sequence[Expert], cluster: Cluster) -> dict[str, Plan]:
     """The experts' plans that fit."""
     return {
-        e.name: make_plan(analysis, SearchResult(e.candidate, (), 0.0))
+        e.name: make_plan(
+            e.candidate.assignment.analysis, SearchResult(e.candidate, (), 0.0)
+        )
         for e in experts
         if e.candidate is not None and fits(e, cluster)
     }

@@ -21,6 +21,7 @@ from autopar.planner.solving import solve_mesh
 from autopar.steps.analysis import Analysis
 from autopar.steps.batch import SEQUENCE
 from autopar.steps.nodes import Node
+from autopar.steps.update_batches import in_update_batches
 from autopar_passes.graph.roles import Role
 
 
@@ -80,6 +81,7 @@ def expert_plans(
       seconds: time limit of the solver for each.
     """
     out: list[Expert] = []
+    analysis = in_update_batches(analysis, cluster.num_devices)
     sequences = any(SEQUENCE in x.values() for x in analysis.node_labels.values())
     for mesh in candidate_meshes(cluster):
         pricer = Pricer(cluster, mesh)

@@ -58,6 +58,7 @@ from autopar.plans.schema import Seconds
 from autopar.plans.specs import check_divides, spec_of
 from autopar.steps.analysis import Analysis
 from autopar.steps.batch import batch_dims
+from autopar.steps.update_batches import in_update_batches
 
 
 def rebatch_plan(analysis: Analysis, plan: Plan) -> Plan:
@@ -313,6 +314,7 @@ def plan_beside(
         ]
         if not meshes:
             raise
+    analysis = in_update_batches(analysis, cluster.num_devices)
     pins = _state_pins(analysis, running)
     codecs = request_of(options, sent)
     return _search_layouts(

@@ -33,6 +33,7 @@ from autopar.progress import say
 from autopar.steps.analysis import Analysis
 from autopar.steps.nodes import Node
 from autopar.steps.remat import layer_starts, rematerialise
+from autopar.steps.update_batches import in_update_batches
 from autopar_passes.graph.roles import InputRole
 
 
@@ -64,18 +65,21 @@ def remat_wanted(analysis: Analysis, options: PlanOptions) -> Rematerialisation:
     return Rematerialisation(layers=tuple(layers), starts=starts, level=level)
 
 
-def as_asked(analysis: Analysis, options: PlanOptions) -> Analysis:
+def as_asked(analysis: Analysis, options: PlanOptions, devices: int = 1) -> Analysis:
     """The step in the microbatches, and with the layers computed again, of options.
+
+    Its update is in batches for so many devices.
 
     Raises:
       PlanError: it cannot be split or rewritten so.
     """
-    return rematerialise(
+    made = rematerialise(
         analysis,
         remat_wanted(analysis, options),
         options.count,
         couple=options.coupled == "microbatch",
     )
+    return in_update_batches(made, devices)
 
 
 # Seconds of the solver, for the layouts of what is computed again.
@@ -292,7 +296,9 @@ class Programs:
         """The step as a program's options ask for it; see `as_asked`."""
         found = self.analyses.pop(name, None)
         if found is None:
-            found = as_asked(self.analysis, self.programs[name])
+            found = as_asked(
+                self.analysis, self.programs[name], self.cluster.num_devices
+            )
         self.analyses[name] = found
         for old in list(self.analyses)[:-_PROGRAMS]:
             del self.analyses[old]

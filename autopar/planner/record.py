@@ -44,6 +44,7 @@ from autopar.plans.specs import spec_text
 from autopar.steps.analysis import Analysis
 from autopar.steps.names import node_name, operator_name
 from autopar.steps.remat import modules_again, rematerialise
+from autopar.steps.update_batches import in_update_batches
 from autopar.units import seconds_text
 from autopar.version import __version__
 from autopar_passes.graph.roles import InputRole
@@ -209,17 +210,21 @@ def _copy_decisions(
 
 
 def split_as(analysis: Analysis, plan: Plan) -> Analysis:
-    """The step in the microbatches of a plan, with the layers that it computes again.
+    """The step as a plan runs it.
+
+    In its microbatches, with the layers that it computes again, and with the update in
+    batches for its devices.
 
     Raises:
       PlanError: it cannot be split or rewritten so.
     """
-    as_planned = plan.microbatches, plan.remat
-    if len(plan.stages) > 1 or as_planned == (analysis.microbatches, analysis.remat):
+    if len(plan.stages) > 1:
         return analysis
-    return rematerialise(
-        analysis, plan.remat, plan.microbatches, couple=bool(plan.local)
-    )
+    if (plan.microbatches, plan.remat) != (analysis.microbatches, analysis.remat):
+        couple = bool(plan.local)
+        analysis = rematerialise(analysis, plan.remat, plan.microbatches, couple=couple)
+    devices = 1 if plan.replicas else math.prod(plan.axis_sizes)
+    return in_update_batches(analysis, devices)
 
 
 def check_plan(analysis: Analysis, plan: Plan) -> None:

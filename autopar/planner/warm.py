@@ -32,6 +32,7 @@ from autopar.planner.solving import HIDDEN, solve_mesh
 from autopar.plans import Plan
 from autopar.steps.analysis import Analysis
 from autopar.steps.nodes import Node
+from autopar.steps.update_batches import in_update_batches
 
 # Seconds of the solver on each mesh, and seconds after which no other mesh is tried.
 MESH_S, ALL_S = 0.6, 1.2
@@ -73,7 +74,7 @@ def warm_plan(
       InfeasibleError: no plan fits the memory of a device.
       PlanError: a pin does not fit, or the batch cannot be split.
     """
-    split = _split(analysis, options, running)
+    split = _split(analysis, cluster, options, running)
     meshes = _order_meshes(meshes_of(split, cluster, options), running)
     asked = request_of(options, sent, errors)
     codecs = None if asked.mode == "none" else asked
@@ -85,15 +86,17 @@ def warm_plan(
     return make_plan(split, result, codecs)
 
 
-def _split(analysis: Analysis, options: PlanOptions, running: Plan) -> Analysis:
+def _split(
+    analysis: Analysis, cluster: Cluster, options: PlanOptions, running: Plan
+) -> Analysis:
     """The step as is asked for; what nobody said: as it runs."""
     count, remat = options.microbatches, options.remat
-    if count in (None, "auto") and remat in (None, "auto"):
-        return split_as(analysis, running)
+    same = count in (None, "auto", running.microbatches)
+    if same and remat in (None, "auto"):
+        return in_update_batches(split_as(analysis, running), cluster.num_devices)
     count = running.microbatches if count in (None, "auto") else options.count
-    if remat in (None, "auto") and count == running.microbatches:
-        return split_as(analysis, running)
-    return as_asked(analysis, dataclasses.replace(options, microbatches=count))
+    wanted = dataclasses.replace(options, microbatches=count)
+    return as_asked(analysis, wanted, cluster.num_devices)
 
 
 def _order_meshes(meshes: Sequence[MeshShape], running: Plan) -> list[MeshShape]:

@@ -144,6 +144,8 @@ class Analysis:
         all.
       counted: the analysis that differs only in how often operators run; None: it
         shares its facts with none.
+      alone: of a step whose update computes equal matrices at once
+        (`autopar.steps.update_batches`), the analysis that computes each alone.
       in_parts: whether its passes are programs of their own, as those of a stage.
       trace_s: seconds of tracing.
       graph_s: seconds of building graph and contraction.
@@ -165,6 +167,7 @@ class Analysis:
     written: Analysis | None = None
     turns: int | None = None
     counted: Analysis | None = None
+    alone: Analysis | None = None
     in_parts: bool = False
     trace_s: float = 0.0
     graph_s: float = 0.0
@@ -192,6 +195,11 @@ class Analysis:
     @functools.cached_property
     def rewritten(self) -> dict[tuple[int, bool, Rematerialisation], Analysis]:
         """What `autopar.steps.remat.rematerialise` has made of it."""
+        return {}
+
+    @functools.cached_property
+    def batched(self) -> dict[int, Analysis]:
+        """What `autopar.steps.update_batches.in_update_batches` has made of it."""
         return {}
 
     @functools.cached_property

@@ -400,20 +400,18 @@ class Builder:
     ) -> list[Any]:
         """`calls`, for a function that is a flat program without constants."""
         assert not inner.constants
-        numbers = dict(zip(inner.body.inputs, atoms, strict=True))
-        named = dict(zip(inner.body.outputs, results, strict=False))
-        for eqn in inner.body.equations:
-            for value in eqn.outputs:
+        numbers = dict(zip(inner.body.outputs, results, strict=False))
+        numbers.update(zip(inner.body.inputs, atoms, strict=True))
+
+        def number(value: int) -> int:
+            if value not in numbers:
                 of = inner.values[value]
-                if value in named:
-                    numbers[value] = named[value]
-                else:
-                    numbers[value] = self.value(of.shape, of.dtype)
-            read = tuple(numbers[a] if isinstance(a, int) else a for a in eqn.inputs)
-            outputs = tuple(numbers[v] for v in eqn.outputs)
-            self.equations.append(
-                Equation(self.index(), eqn.source, read, outputs, stack)
-            )
+                numbers[value] = self.value(of.shape, of.dtype)
+            return numbers[value]
+
+        for eqn in inner.body.equations:
+            new = renumber_equation(eqn, number, lambda _: self.index())
+            self.equations.append(dataclasses.replace(new, name_stack=stack))
         return [numbers[a] if isinstance(a, int) else a for a in inner.body.outputs]
 
 

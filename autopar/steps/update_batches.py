@@ -1,0 +1,73 @@
+"""The analysis of a step whose update is computed in batches of equal matrices."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+
+from autopar.steps.analysis import Analysis, analyse_program
+from autopar_passes.graph.build import step_graph
+from autopar_passes.graph.operators import update_equations
+from autopar_passes.graph.roles import Role
+from autopar_passes.program.equations import walk
+from autopar_passes.program.update_batches import batch_updates
+
+
+def in_update_batches(analysis: Analysis, devices: int) -> Analysis:
+    """Returns the analysis of a step that a plan on so many devices runs.
+
+    Where the update computes the same for several matrices, as Muon does, it computes
+    as many of them at once as there are devices
+    (`autopar_passes.program.update_batches`).
+
+    Args:
+      analysis: of the step in its microbatches, with the layers that it computes again.
+      devices: of the plan, which has one stage.
+
+    Returns:
+      ``analysis`` itself where no two computations are equal.
+    """
+    alone = analysis.alone or analysis
+    if devices == 1 or alone.traced is None:
+        return alone
+    known = alone.batched.get(devices)
+    if known is None:
+        known = alone.batched[devices] = _batched(alone, devices)
+    return known
+
+
+def _batched(analysis: Analysis, devices: int) -> Analysis:
+    start = time.perf_counter()
+    program = batch_updates(analysis.program, _updating(analysis), devices)
+    if program is analysis.program:
+        return analysis
+    traced = dataclasses.replace(analysis.pytrees, program=program)
+    made = analyse_program(
+        program,
+        step_graph(traced, like=analysis.graph),
+        output_paths=traced.output_paths,
+    )
+    return dataclasses.replace(
+        analysis,
+        program=program,
+        graph=made.graph,
+        contraction=made.contraction,
+        sources=made.sources,
+        deferrals=made.deferrals,
+        traced=traced,
+        whole=analysis.whole or analysis,
+        alone=analysis,
+        graph_s=analysis.graph_s + time.perf_counter() - start,
+    )
+
+
+def _updating(analysis: Analysis) -> frozenset[int]:
+    """The equations of the update; a loop over microbatches is of all passes."""
+    operators = analysis.graph.operators
+    others = {op.equation for op in operators if op.role is Role.BACKWARD}
+    whole = analysis.program.by_index()
+    return frozenset(
+        index
+        for index in update_equations(analysis.program, analysis.graph)
+        if others.isdisjoint(e.index for r in whole[index].regions for e in walk(r))
+    )

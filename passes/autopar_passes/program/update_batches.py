@@ -1,0 +1,356 @@
+"""Computes equal products and factorisations of an update in batches.
+
+Optimizers such as Muon, Shampoo or SOAP take many products, or a factorisation, of the
+gradient of each matrix alone. A sharding can split such a computation only within the
+matrix, where each product ends in a sum over devices. This pass stacks matrices for
+which the update computes the same, and computes each stack at once, as ``jax.vmap``
+would. Then a split of the stack is another one of its shardings: each device has some
+matrices whole, and they come and go by one exchange of their parts. Megatron-LM deals
+out the matrices of Muon to data-parallel ranks likewise.
+
+A stack holds at most a given number of matrices, the number of devices as a rule. With
+one matrix a device at a time, memory holds the temporaries of one matrix, as it would
+if each was computed alone.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Collection, Iterator, Sequence
+from typing import Any
+
+import jax
+
+from autopar_passes.program.equations import (
+    Atom,
+    Equation,
+    Program,
+    Region,
+    Scalar,
+    evaluate,
+    walk,
+)
+from autopar_passes.program.flatten import Builder, flatten, next_index
+
+# What is worth a stack: everything else takes about as long as it takes to stack it.
+_PRODUCTS = frozenset({"dot_general"})
+_FACTORISATIONS = frozenset(
+    {
+        "cholesky",
+        "eig",
+        "eigh",
+        "geqrf",
+        "hessenberg",
+        "householder_product",
+        "lu",
+        "qr",
+        "schur",
+        "svd",
+        "triangular_solve",
+        "tridiagonal",
+    }
+)
+_WORTH_STACKING = _PRODUCTS | _FACTORISATIONS
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Computation:
+    """Equations of an update with all that lies on the ways between them.
+
+    Attributes:
+      equations: in the order of the program.
+      inputs: what they read of others, in the order of its first use.
+      outputs: what others read of them.
+      form: what two computations share that do the same.
+    """
+
+    equations: tuple[Equation, ...]
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    form: object
+
+
+def batch_updates(program: Program, update: Collection[int], size: int) -> Program:
+    """The program with equal computations of its update in batches.
+
+    Equations that stay keep their numbers, and so do all values.
+
+    Args:
+      program: flat.
+      update: indices of the top-level equations of its update.
+      size: the most computations in a batch.
+
+    Returns:
+      The same program where no two computations are equal, or where their order may
+      matter to somebody outside.
+    """
+    if size < 2 or any(eqn.source.effects for eqn in program.body.equations):
+        return program
+    alike: dict[object, list[_Computation]] = {}
+    for found in _first_of(program, list(_computations(program, update))):
+        alike.setdefault(found.form, []).append(found)
+    parts = (
+        members[first : first + size]
+        for members in alike.values()
+        for first in range(0, len(members), size)
+    )
+    # Computations of the same inputs are one, as the compiler finds.
+    batches = [part for part in parts if len({one.inputs for one in part}) > 1]
+    if not batches:
+        return program
+    builder = Builder(program.values, next_index(program))
+    for batch in batches:
+        _write(builder, program, batch)
+    gone = {eqn.index for batch in batches for one in batch for eqn in one.equations}
+    made = {v for batch in batches for one in batch for v in one.outputs}
+    # No computation needs another one, so all of them may stand in one place.
+    ahead: list[Equation] = []
+    behind: list[Equation] = []
+    for eqn in program.body.equations:
+        if eqn.index in gone:
+            continue
+        late = not made.isdisjoint(_read_by(eqn))
+        (behind if late else ahead).append(eqn)
+        if late:
+            made.update(eqn.outputs)
+    body = dataclasses.replace(
+        program.body, equations=(*ahead, *builder.equations, *behind)
+    )
+    return dataclasses.replace(program, values=tuple(builder.values), body=body)
+
+
+def _first_of(
+    program: Program, computations: Sequence[_Computation]
+) -> list[_Computation]:
+    """The computations that need none of the others.
+
+    A step that updates twice has some that need others, by way of the second forward
+    pass.
+    """
+    late = {v for one in computations for v in one.outputs}
+    for eqn in program.body.equations:
+        if not late.isdisjoint(_read_by(eqn)):
+            late.update(eqn.outputs)
+    return [one for one in computations if late.isdisjoint(one.inputs)]
+
+
+def _read_by(eqn: Equation) -> Iterator[int]:
+    """The values that an equation reads, those that its regions read included."""
+    yield from (a for a in eqn.inputs if isinstance(a, int))
+    for region in eqn.regions:
+        for inner in region.equations:
+            yield from _read_by(inner)
+        yield from (a for a in region.outputs if isinstance(a, int))
+
+
+def _computations(program: Program, update: Collection[int]) -> Iterator[_Computation]:
+    """The computations of an update; no equation of the update is between two."""
+    own = [eqn for eqn in program.body.equations if eqn.index in update]
+    readers: dict[int, set[int]] = {}
+    for eqn in program.body.equations:
+        for value in _read_by(eqn):
+            readers.setdefault(value, set()).add(eqn.index)
+    for value in program.body.outputs:
+        if isinstance(value, int):
+            readers.setdefault(value, set()).add(_OUTSIDE)
+    for part in _connected(_between(own)):
+        equations = _with_preparation(program, own, part, readers)
+        inside = {eqn.index for eqn in equations}
+        outputs = tuple(
+            v
+            for eqn in equations
+            for v in eqn.outputs
+            if readers.get(v, set()) - inside
+        )
+        form = _Form(program)
+        for eqn in equations:
+            form.add(eqn)
+        key = (tuple(form.equations), tuple(form.numbers[v] for v in outputs))
+        yield _Computation(tuple(equations), tuple(form.given), outputs, key)
+
+
+# The index of what reads the results of a program.
+_OUTSIDE = -1
+
+
+def _connected(equations: Sequence[Equation]) -> list[list[Equation]]:
+    """The equations in parts that do not read of each other."""
+    maker = {v: eqn.index for eqn in equations for v in eqn.outputs}
+    root = {eqn.index: eqn.index for eqn in equations}
+
+    def find(index: int) -> int:
+        while root[index] != index:
+            root[index] = root[root[index]]
+            index = root[index]
+        return index
+
+    for eqn in equations:
+        for value in _read_by(eqn):
+            if value in maker:
+                root[find(eqn.index)] = find(maker[value])
+    parts: dict[int, list[Equation]] = {}
+    for eqn in equations:
+        parts.setdefault(find(eqn.index), []).append(eqn)
+    return list(parts.values())
+
+
+def _with_preparation(
+    program: Program,
+    own: Sequence[Equation],
+    part: Sequence[Equation],
+    readers: dict[int, set[int]],
+) -> list[Equation]:
+    """A part with the reductions that only it reads, if it takes no more bytes then.
+
+    Such as the norm that a matrix is divided by: of a matrix that is whole on a device
+    it needs no sum over devices.
+    """
+    taken = {eqn.index: eqn for eqn in part}
+    made = {v for eqn in part for v in eqn.outputs}
+    given = {v for eqn in part for v in _read_by(eqn)} - made
+
+    def nbytes() -> int:
+        return sum(program.values[v].nbytes for v in given)
+
+    best, limit, reduces = list(taken), nbytes() + 1, False
+    for eqn in reversed(own):
+        alone = all(readers.get(v, set()) <= taken.keys() for v in eqn.outputs)
+        if eqn.index in taken or given.isdisjoint(eqn.outputs) or not alone:
+            continue
+        taken[eqn.index] = eqn
+        given.difference_update(eqn.outputs)
+        given.update(_read_by(eqn))
+        reduces = reduces or eqn.primitive.startswith("reduce_")
+        if reduces and nbytes() < limit:
+            best, limit = list(taken), nbytes()
+    return [eqn for eqn in own if eqn.index in set(best)]
+
+
+def _between(own: Sequence[Equation]) -> list[Equation]:
+    """The equations worth stacking, and those on the ways from one to another."""
+    worth = {
+        eqn.index
+        for eqn in own
+        if eqn.primitive in _WORTH_STACKING
+        or any(e.primitive in _WORTH_STACKING for r in eqn.regions for e in walk(r))
+    }
+    made: set[int] = set()
+    behind: set[int] = set()
+    for eqn in own:
+        if eqn.index in worth or not made.isdisjoint(_read_by(eqn)):
+            behind.add(eqn.index)
+            made.update(eqn.outputs)
+    needed: set[int] = set()
+    ahead: set[int] = set()
+    for eqn in reversed(own):
+        if eqn.index in worth or not needed.isdisjoint(eqn.outputs):
+            ahead.add(eqn.index)
+            needed.update(_read_by(eqn))
+    return [eqn for eqn in own if eqn.index in ahead & behind]
+
+
+class _Form:
+    """Names equations by what they do, whatever the numbers of their values are."""
+
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        # Values -> numbers in the order in which they are met.
+        self.numbers: dict[int, int] = {}
+        self.given: list[int] = []
+        self.equations: list[object] = []
+
+    def add(self, eqn: Equation) -> None:
+        self.equations.append(self.of(eqn))
+
+    def of(self, eqn: Equation) -> object:
+        read = tuple(self.atom(a) for a in eqn.inputs)
+        regions = tuple(self.region(r) for r in eqn.regions)
+        # Regions stand for the parameters that hold their programs.
+        params = tuple(
+            (key, _hashed(value))
+            for key, value in sorted(eqn.params.items())
+            if not (eqn.regions and _holds_program(value))
+        )
+        return eqn.primitive, params, read, regions, self.define(eqn.outputs)
+
+    def region(self, region: Region) -> object:
+        inputs = self.define(region.inputs)
+        equations = tuple(self.of(eqn) for eqn in region.equations)
+        return inputs, equations, tuple(self.atom(a) for a in region.outputs)
+
+    def define(self, values: Sequence[int]) -> tuple[object, ...]:
+        for value in values:
+            self.numbers[value] = len(self.numbers)
+        return tuple(self.shape(v) for v in values)
+
+    def atom(self, atom: Atom) -> object:
+        if isinstance(atom, Scalar):
+            return "scalar", str(atom.aval.dtype), str(atom.value)
+        if atom not in self.numbers:
+            self.given.append(atom)
+            self.define((atom,))
+        return self.numbers[atom], self.shape(atom)
+
+    def shape(self, value: int) -> tuple[object, ...]:
+        of = self.program.values[value]
+        return of.shape, str(of.dtype)
+
+
+def _hashed(value: Any) -> object:
+    try:
+        hash(value)
+    except TypeError:
+        return repr(value)
+    return value
+
+
+def _holds_program(value: Any) -> bool:
+    """Whether a parameter is a jaxpr, or holds some."""
+    if isinstance(value, tuple | list):
+        return any(map(_holds_program, value))
+    return hasattr(value, "eqns")
+
+
+def _write(builder: Builder, program: Program, batch: Sequence[_Computation]) -> None:
+    """Adds the equations of a batch, which make the results of its members."""
+    first = batch[0]
+    sub = Program(
+        program.values, Region(first.inputs, first.equations, first.outputs), ()
+    )
+    columns = list(zip(*(one.inputs for one in batch), strict=True))
+    shared = [len(set(column)) == 1 for column in columns]
+    atoms = [
+        value
+        for column, same in zip(columns, shared, strict=True)
+        for value in (column[:1] if same else column)
+    ]
+    count = len(batch)
+
+    def run(*arrays: Any) -> list[Any]:
+        given = iter(arrays)
+        stacks = [
+            next(given) if same else _stacked(list(itertools.islice(given, count)))
+            for same in shared
+        ]
+        axes = [None if same else 0 for same in shared]
+        made = jax.vmap(lambda *xs: evaluate(sub, *xs), axes)(*stacks)
+        return [row for stack in made for row in _rows(stack)]
+
+    outputs = zip(*(one.outputs for one in batch), strict=True)
+    forms = [builder.values[a] for a in atoms]
+    structs = [jax.ShapeDtypeStruct(v.shape, v.dtype) for v in forms]
+    inner = flatten(jax.make_jaxpr(run)(*structs))
+    results = list(itertools.chain.from_iterable(outputs))
+    builder.add(inner, atoms, first.equations[0].name_stack, results)
+
+
+def _stacked(arrays: Sequence[Any]) -> Any:
+    """The stack of some arrays."""
+    return jax.lax.concatenate([jax.lax.expand_dims(x, (0,)) for x in arrays], 0)
+
+
+def _rows(stack: Any) -> list[Any]:
+    """The rows of a stack."""
+    parts = jax.lax.split(stack, (1,) * stack.shape[0], 0)
+    return [jax.lax.squeeze(part, (0,)) for part in parts]
