@@ -3,7 +3,7 @@
 Two families: ``gpt`` (layer normalisation, an MLP with GELU, learned positions, output
 weights tied to the embedding) and ``llama`` (RMS normalisation, a gated MLP, rotary
 positions, grouped keys and values, output weights of its own). Parameters are float32
-and are cast where they are used; the optimizer is AdamW.
+and are cast where they are used; the optimizer is AdamW, or Muon for layers' matrices.
 """
 
 from __future__ import annotations
@@ -59,6 +59,7 @@ class Run:
         computed again with the others, though nothing needs it.
       attention: implementation of ``jax.nn.dot_product_attention``, ``pallas`` for
         JAX's flash attention on TPUs, or ``plain``.
+      optimizer: ``adamw`` or ``muon``.
     """
 
     sequence: int
@@ -66,6 +67,7 @@ class Run:
     dtype: str
     remat: str
     attention: str
+    optimizer: str = "adamw"
 
 
 POLICIES: dict[str, Callable[..., Any] | None] = {
@@ -177,9 +179,36 @@ def _waits(x: jax.Array, gradient: jax.Array) -> tuple[jax.Array]:
 needed.defvjp(_needed, _waits)
 
 
+# The dimensions that matrices of layers take products over, and those that they make.
+_DIMENSIONS = {"query": ((0,), (1, 2)), "out": ((0, 1), (2,))}
+_DIMENSIONS |= {"key": _DIMENSIONS["query"], "value": _DIMENSIONS["query"]}
+_DIMENSIONS |= dict.fromkeys(("up", "gate", "down"), ((0,), (1,)))
+
+
+def matrices(params: Tree) -> Any:
+    """The matrices of layers, as Muon takes them; None for other parameters."""
+    return {
+        name: {
+            part: optax.contrib.MuonDimensionNumbers(*_DIMENSIONS[part])
+            if part in _DIMENSIONS
+            else None
+            for part in own
+        }
+        if isinstance(own, dict)
+        else None
+        for name, own in params.items()
+    }
+
+
+OPTIMIZERS: dict[str, Callable[[], optax.GradientTransformation]] = {
+    "adamw": lambda: optax.adamw(1e-4),
+    "muon": lambda: optax.contrib.muon(1e-4, muon_weight_dimension_numbers=matrices),
+}
+
+
 def train_step(model: Decoder, run: Run) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     """The step ``(state, batch) -> (state, loss)`` and its abstract arguments."""
-    optimizer = optax.adamw(1e-4)
+    optimizer = OPTIMIZERS[run.optimizer]()
     how = {"family": model.family, "how": run.attention}
 
     def layer(p: Tree, x: jax.Array) -> jax.Array:

@@ -17,8 +17,7 @@ def in_update_batches(analysis: Analysis, devices: int) -> Analysis:
     """Returns the analysis of a step that a plan on so many devices runs.
 
     Where the update computes the same for several matrices, as Muon does, it computes
-    as many of them at once as there are devices
-    (`autopar_passes.program.update_batches`).
+    them in batches (`autopar_passes.program.update_batches`).
 
     Args:
       analysis: of the step in its microbatches, with the layers that it computes again.

@@ -8,9 +8,10 @@ would. Then a split of the stack is another one of its shardings: each device ha
 matrices whole, and they come and go by one exchange of their parts. Megatron-LM deals
 out the matrices of Muon to data-parallel ranks likewise.
 
-A stack holds at most a given number of matrices, the number of devices as a rule. With
-one matrix a device at a time, memory holds the temporaries of one matrix, as it would
-if each was computed alone.
+A stack has the same number of matrices for each device, and what is left over is a
+stack of its own. Small matrices come several to a device, as one small product leaves
+most of a device idle. Large ones come one to a device, so that memory holds the
+temporaries of one matrix, as it would if each was computed alone.
 """
 
 from __future__ import annotations
@@ -71,7 +72,12 @@ class _Computation:
     form: object
 
 
-def batch_updates(program: Program, update: Collection[int], size: int) -> Program:
+# The most bytes of the largest arrays of computations that a device has at a time, if
+# it has several. A product with a result of this size takes a GPU for milliseconds.
+MOST_BYTES = 1 << 26
+
+
+def batch_updates(program: Program, update: Collection[int], devices: int) -> Program:
     """The program with equal computations of its update in batches.
 
     Equations that stay keep their numbers, and so do all values.
@@ -79,22 +85,22 @@ def batch_updates(program: Program, update: Collection[int], size: int) -> Progr
     Args:
       program: flat.
       update: indices of the top-level equations of its update.
-      size: the most computations in a batch.
+      devices: that a batch is for.
 
     Returns:
       The same program where no two computations are equal, or where their order may
       matter to somebody outside.
     """
-    if size < 2 or any(eqn.source.effects for eqn in program.body.equations):
+    if devices < 2 or any(eqn.source.effects for eqn in program.body.equations):
         return program
     alike: dict[object, list[_Computation]] = {}
     for found in _first_of(program, list(_computations(program, update))):
         alike.setdefault(found.form, []).append(found)
-    parts = (
-        members[first : first + size]
+    parts = [
+        part
         for members in alike.values()
-        for first in range(0, len(members), size)
-    )
+        for part in _parts(members, devices * _at_a_time(program, members[0]), devices)
+    ]
     # Computations of the same inputs are one, as the compiler finds.
     batches = [part for part in parts if len({one.inputs for one in part}) > 1]
     if not batches:
@@ -118,6 +124,22 @@ def batch_updates(program: Program, update: Collection[int], size: int) -> Progr
         program.body, equations=(*ahead, *builder.equations, *behind)
     )
     return dataclasses.replace(program, values=tuple(builder.values), body=body)
+
+
+def _at_a_time(program: Program, one: _Computation) -> int:
+    """How many of such computations a device has at a time."""
+    made = (program.values[v].nbytes for eqn in one.equations for v in eqn.outputs)
+    return max(1, MOST_BYTES // max(made))
+
+
+def _parts(
+    members: Sequence[_Computation], most: int, devices: int
+) -> Iterator[Sequence[_Computation]]:
+    """Batches of the same number for each device, and one of what is left over."""
+    even = len(members) - len(members) % devices
+    for first in range(0, even, most):
+        yield members[first : min(first + most, even)]
+    yield members[even:]
 
 
 def _first_of(

@@ -12,6 +12,7 @@ import pytest
 
 from autopar_passes.graph.build import step_graph
 from autopar_passes.graph.operators import update_equations
+from autopar_passes.program import update_batches
 from autopar_passes.program.equations import Program, evaluate
 from autopar_passes.program.trace import trace
 from autopar_passes.program.update_batches import batch_updates
@@ -87,14 +88,13 @@ def stacks(program: Program) -> list[int]:
 
 
 @pytest.mark.parametrize("name", UPDATES)
-@pytest.mark.parametrize("size", [2, 3, 8])
-def test_results_are_those_of_each_matrix_alone(name: str, size: int) -> None:
+@pytest.mark.parametrize("devices", [2, 3, 8])
+def test_results_are_those_of_each_matrix_alone(name: str, devices: int) -> None:
     step = step_of(UPDATES[name])
     found, update, args = traced(step, [(8, 8)] * 5)
-    made = batch_updates(found.program, update, size)
+    made = batch_updates(found.program, update, devices)
 
-    batches = stacks(made)
-    assert max(batches) == min(size, 5)
+    assert max(stacks(made)) == {2: 4, 3: 3, 8: 5}[devices]
     wanted = evaluate(found.program, *jax.tree.leaves(args))
     for a, b in zip(evaluate(made, *jax.tree.leaves(args)), wanted, strict=True):
         np.testing.assert_allclose(a, b, rtol=2e-6, atol=2e-6)
@@ -112,6 +112,13 @@ def test_matrices_of_other_shapes_have_batches_of_their_own() -> None:
     found, update, _ = traced(step, [(6, 6), *shapes])
     made = batch_updates(found.program, update, 8)
     assert sorted(stacks(made)) == [2, 3]
+
+
+def test_large_matrices_come_one_to_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    found, update, _ = traced(step_of(products), [(8, 8)] * 7)
+    assert stacks(batch_updates(found.program, update, 2)) == [6]
+    monkeypatch.setattr(update_batches, "MOST_BYTES", 8 * 8 * 4)
+    assert stacks(batch_updates(found.program, update, 2)) == [2, 2, 2]
 
 
 def test_the_norm_of_a_matrix_is_taken_in_the_batch() -> None:
