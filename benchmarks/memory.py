@@ -111,7 +111,7 @@ def row_of(case: Case, known: Mapping[str, Any] | None) -> dict[str, Any]:
     analysis = analyse(*STEPS[case.step]())
     cluster = autopar.Cluster.parse(case.cluster)
     if known is None:
-        plan = plan_analysis(analysis, cluster, PlanOptions(seconds=2))
+        plan = plan_analysis(analysis, cluster, PlanOptions(seconds=2, stages=1))
         start = time.perf_counter()
         compiled = compiled_bytes(case, analysis, plan, cluster)
         known = {

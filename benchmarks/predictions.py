@@ -57,7 +57,7 @@ def main() -> int:
             step, args = workloads.arguments(name, batch=batch)
             analysis = analyse(step, args)
             plan = plan_analysis(
-                analysis, cluster, PlanOptions(seconds=options.seconds)
+                analysis, cluster, PlanOptions(seconds=options.seconds, stages=1)
             )
             row(name, shape, analysis, plan)
     return 0

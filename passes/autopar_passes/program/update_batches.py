@@ -17,8 +17,9 @@ temporaries of one matrix, as it would if each was computed alone.
 from __future__ import annotations
 
 import dataclasses
+import heapq
 import itertools
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -176,8 +177,11 @@ def _computations(program: Program, update: Collection[int]) -> Iterator[_Comput
     for value in program.body.outputs:
         if isinstance(value, int):
             readers.setdefault(value, set()).add(_OUTSIDE)
+    maker = {v: k for k, eqn in enumerate(own) for v in eqn.outputs}
     for part in _connected(_between(own)):
-        equations = _with_preparation(program, own, part, readers)
+        places = {maker[v] for eqn in part for v in eqn.outputs}
+        places |= _preparation(program, own, maker, places, readers)
+        equations = [own[k] for k in sorted(places)]
         inside = {eqn.index for eqn in equations}
         outputs = tuple(
             v
@@ -217,36 +221,55 @@ def _connected(equations: Sequence[Equation]) -> list[list[Equation]]:
     return list(parts.values())
 
 
-def _with_preparation(
+def _preparation(
     program: Program,
     own: Sequence[Equation],
-    part: Sequence[Equation],
-    readers: dict[int, set[int]],
-) -> list[Equation]:
-    """A part with the reductions that only it reads, if it takes no more bytes then.
+    maker: Mapping[int, int],
+    part: Collection[int],
+    readers: Mapping[int, set[int]],
+) -> set[int]:
+    """The reductions that only a part reads, if it takes no more bytes with them.
 
     Such as the norm that a matrix is divided by: of a matrix that is whole on a device
     it needs no sum over devices.
+
+    Args:
+      program: flat.
+      own: the equations of the update.
+      maker: value -> the place of its equation among them.
+      part: places of connected equations.
+      readers: value -> the indices of the equations that read it.
+
+    Returns:
+      Places of the reductions, and of what is between them and the part.
     """
-    taken = {eqn.index: eqn for eqn in part}
-    made = {v for eqn in part for v in eqn.outputs}
-    given = {v for eqn in part for v in _read_by(eqn)} - made
-
-    def nbytes() -> int:
-        return sum(program.values[v].nbytes for v in given)
-
-    best, limit, reduces = list(taken), nbytes() + 1, False
-    for eqn in reversed(own):
-        alone = all(readers.get(v, set()) <= taken.keys() for v in eqn.outputs)
-        if eqn.index in taken or given.isdisjoint(eqn.outputs) or not alone:
+    taken = {own[k].index for k in part}
+    made = {v for k in part for v in own[k].outputs}
+    given = {v for k in part for v in _read_by(own[k])} - made
+    found, best = set[int](), set[int]()
+    limit = sum(program.values[v].nbytes for v in given) + 1
+    reduces = False
+    # What makes the given values, the last equation first: its readers are behind it.
+    waiting = [-maker[v] for v in given if v in maker]
+    heapq.heapify(waiting)
+    while waiting:
+        place = -heapq.heappop(waiting)
+        eqn = own[place]
+        alone = all(readers.get(v, set()) <= taken for v in eqn.outputs)
+        if place in found or not alone:
             continue
-        taken[eqn.index] = eqn
+        found.add(place)
+        taken.add(eqn.index)
         given.difference_update(eqn.outputs)
         given.update(_read_by(eqn))
+        for value in _read_by(eqn):
+            if value in maker:
+                heapq.heappush(waiting, -maker[value])
         reduces = reduces or eqn.primitive.startswith("reduce_")
-        if reduces and nbytes() < limit:
-            best, limit = list(taken), nbytes()
-    return [eqn for eqn in own if eqn.index in set(best)]
+        nbytes = sum(program.values[v].nbytes for v in given)
+        if reduces and nbytes < limit:
+            best, limit = set(found), nbytes
+    return best
 
 
 def _between(own: Sequence[Equation]) -> list[Equation]:
