@@ -2,7 +2,7 @@
 
     python benchmarks/search_table.py run [--checkout DIR] [--only TEXT] [--decide]
         [--save FOLDER] [--judge FOLDER] --out FILE
-    python benchmarks/search_table.py compare OLD NEW [--json FILE]
+    python benchmarks/search_table.py compare OLD NEW [--judged FILE] [--json FILE]
 
 Each case is planned in a process of its own. Written are the predicted time of a step,
 the gap and the status, the scheme and the mesh, and CPU seconds from the step to the
@@ -11,7 +11,9 @@ plan. With ``--decide`` stages, microbatches and rematerialisation are decided, 
 checkout perhaps, instead of searching. So two checkouts are compared by one cost model.
 Cases named ``tight`` have about 1.05 times the least memory for which a plan was found.
 ``compare`` prints one row a case, and exits with 1 where a new plan is slower by over
-half a percent, or takes over half of the old CPU seconds. The rows go to a file, too.
+half a percent, or takes over half of the old CPU seconds. Steps of old plans are those
+of ``--judged`` where it has them. A search that was stopped took its limit at least.
+The rows go to a file, too.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ import argparse
 import json
 import os
 import pathlib
+import re
 import statistics
 import subprocess
 import sys
@@ -121,11 +124,15 @@ def main() -> int:
     beside = commands.add_parser("compare")
     beside.add_argument("old", type=pathlib.Path)
     beside.add_argument("new", type=pathlib.Path)
+    beside.add_argument("--judged", type=pathlib.Path, help="old plans, priced anew")
     beside.add_argument("--json", type=pathlib.Path)
     options = parser.parse_args()
     if options.command == "compare":
         old, new = (json.loads(p.read_text()) for p in (options.old, options.new))
-        return compared(old, new, options.json)
+        judged = json.loads(options.judged.read_text()) if options.judged else {}
+        return compared(
+            {k: _judged(old[k], judged.get(k)) for k in old}, new, options.json
+        )
     if options.save:
         options.save.mkdir(parents=True, exist_ok=True)
     known = json.loads(options.out.read_text()) if options.out.exists() else {}
@@ -165,6 +172,20 @@ def planned(name: str, asked: argparse.Namespace) -> dict[str, Any]:
     return {"error": why, "wall_s": time.perf_counter() - begin}
 
 
+def _judged(old: dict[str, Any], judged: dict[str, Any] | None) -> dict[str, Any]:
+    """An old case with the step of its plan as another model has it.
+
+    A search that was stopped has the seconds of its limit.
+    """
+    found = dict(old)
+    if stopped := re.match(r"not within (\d+) s", old.get("error", "")):
+        found |= {"cpu_s": float(stopped[1]), "stopped": True}
+    if judged is not None:
+        found.pop("step_s", None)
+        found |= {k: judged[k] for k in ("step_s", "scheme", "mesh") if k in judged}
+    return found
+
+
 def compared(
     old: dict[str, Any], new: dict[str, Any], file: pathlib.Path | None
 ) -> int:
@@ -176,22 +197,26 @@ def compared(
     missed = 0
     for name in CASES:
         a, b = old.get(name, {}), new.get(name, {})
-        if "step_s" not in a or "step_s" not in b:
-            print(f"| {name} | {_short(a)} | {_short(b)} | | | | |")
-            continue
-        ratio, cpu = b["step_s"] / a["step_s"], b["cpu_s"] / a["cpu_s"]
-        ratios.append(cpu)
-        kept = ("step_s", "cpu_s", "gap", "status", "scheme", "mesh")
+        kept = ("step_s", "cpu_s", "gap", "status", "scheme", "mesh", "stopped")
         sides = (("old", a), ("new", b))
-        row = {f"{side}_{key}": found[key] for side, found in sides for key in kept}
+        row = {f"{s}_{k}": found[k] for s, found in sides for k in kept if k in found}
         rows.append({"case": name, **row})
-        bad = ratio > 1.005 or cpu > 0.5
+        ratio = b["step_s"] / a["step_s"] if "step_s" in a and "step_s" in b else None
+        cpu = b["cpu_s"] / a["cpu_s"] if "cpu_s" in a and "cpu_s" in b else None
+        if cpu is not None:
+            ratios.append(cpu)
+        bad = (ratio or 0.0) > 1.005 or (cpu or 0.0) > 0.5
         missed += bad
-        print(
-            f"| {name}{' *' if bad else ''} | {a['step_s'] * 1e3:.4g} | "
-            f"{b['step_s'] * 1e3:.4g} | {ratio:.4f} | {a['cpu_s']:.1f} | "
-            f"{b['cpu_s']:.1f} | {b['gap']:.3f} |"
+        cells = (
+            name + " *" * bad,
+            _short(a),
+            _short(b),
+            "" if ratio is None else f"{ratio:.4f}",
+            _seconds(a),
+            _seconds(b),
+            f"{b['gap']:.3f}" if "gap" in b else "",
         )
+        print(f"| {' | '.join(cells)} |")
     if file is not None:
         file.write_text(json.dumps({"rows": rows}, indent=1) + "\n")
     if ratios:
@@ -199,9 +224,15 @@ def compared(
     return int(missed > 0)
 
 
+def _seconds(found: dict[str, Any]) -> str:
+    if "cpu_s" not in found:
+        return ""
+    return f"{'over ' * bool(found.get('stopped'))}{found['cpu_s']:.1f}"
+
+
 def _short(found: dict[str, Any]) -> str:
     seconds = found.get("step_s")
-    return f"{seconds * 1e3:.4g}" if seconds else found.get("error", "-")[:60]
+    return f"{seconds * 1e3:.4g}" if seconds else ""
 
 
 if __name__ == "__main__":

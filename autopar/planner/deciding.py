@@ -51,6 +51,7 @@ from autopar.steps.analysis import Analysis
 from autopar.steps.batch import batch_rows
 from autopar.steps.microbatches import numbers_of_microbatches
 from autopar.steps.remat import layer_starts, named_values
+from autopar.steps.update_batches import equations_of_update
 from autopar_passes.remat.copies import DOTS, FULL, NAMES
 
 # Numbers of layers that are tried of each level, at most and about.
@@ -233,8 +234,11 @@ def _again(search: Programs, count: int) -> None:
     """Proposes layers that compute again, in a number of microbatches."""
     plain = program_name(count, "")
     held = plain not in search.plans or search.is_held_back(plain)
-    equations = search.analysis.program.body.equations
-    loops = any(e.primitive == "scan" and e.params["length"] > 1 for e in equations)
+    own = equations_of_update(search.analysis)
+    loops = any(
+        e.primitive == "scan" and e.params["length"] > 1 and e.index not in own
+        for e in search.analysis.program.body.equations
+    )
     if not held and not loops:
         why = "they save memory, which does not hold the plan back, and no stacks"
         search.leave_out("layers again", why)

@@ -37,7 +37,7 @@ def in_update_batches(analysis: Analysis, devices: int) -> Analysis:
 
 def _batched(analysis: Analysis, devices: int) -> Analysis:
     start = time.perf_counter()
-    program = batch_updates(analysis.program, _updating(analysis), devices)
+    program = batch_updates(analysis.program, equations_of_update(analysis), devices)
     if program is analysis.program:
         return analysis
     traced = dataclasses.replace(analysis.pytrees, program=program)
@@ -60,7 +60,7 @@ def _batched(analysis: Analysis, devices: int) -> Analysis:
     )
 
 
-def _updating(analysis: Analysis) -> frozenset[int]:
+def equations_of_update(analysis: Analysis) -> frozenset[int]:
     """The equations of the update; a loop over microbatches is of all passes."""
     operators = analysis.graph.operators
     others = {op.equation for op in operators if op.role is Role.BACKWARD}
