@@ -38,7 +38,7 @@ LEAST = 256
 # one kernel does.
 MOST_BYTES = 1 << 16
 # fmt: off
-_ELEMENTWISE = frozenset({
+ELEMENTWISE = frozenset({
     "abs", "add", "add_any", "and", "atan2", "cbrt", "ceil", "clamp",
     "convert_element_type", "copy", "cos", "cosh", "div", "eq", "erf", "erf_inv", "exp",
     "exp2", "expm1", "floor", "ge", "gt", "integer_pow", "is_finite", "le", "log",
@@ -46,7 +46,7 @@ _ELEMENTWISE = frozenset({
     "real", "reduce_precision", "rem", "round", "rsqrt", "select_n", "sign", "sin",
     "sinh", "sqrt", "square", "sub", "tan", "tanh", "xor",
 })
-_SHAPED = frozenset({
+SHAPED = frozenset({
     "argmax", "argmin", "broadcast_in_dim", "dot_general", "expand_dims", "reduce_and",
     "reduce_max", "reduce_min", "reduce_or", "reduce_prod", "reduce_sum", "reshape",
     "squeeze", "transpose",
@@ -213,7 +213,7 @@ class EqualGroups:
         return 0 if position in self.linked else slot
 
     def _may_stack(self, eqn: Equation) -> bool:
-        if eqn.primitive not in _ELEMENTWISE | _SHAPED or eqn.regions:
+        if eqn.primitive not in ELEMENTWISE | SHAPED or eqn.regions:
             return False
         made = [self.values[v] for v in eqn.outputs]
         return all(v.nbytes <= MOST_BYTES and not v.name for v in made)
@@ -235,7 +235,7 @@ class EqualGroups:
                 self.same.update(zip(eqn.outputs, equations[0].outputs, strict=True))
             self.repeated.update(members[1:])
             return
-        elementwise = equations[0].primitive in _ELEMENTWISE
+        elementwise = equations[0].primitive in ELEMENTWISE
         homes = [self._home(columns[j]) for j in varied]
         small = all(self.values[columns[j][0]].nbytes <= MOST_BYTES for j in varied)
         if not small or not (elementwise or all(h is not None for h in homes)):

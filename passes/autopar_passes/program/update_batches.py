@@ -24,6 +24,7 @@ from typing import Any
 
 import jax
 
+from autopar_passes.program.equal_leaves import ELEMENTWISE, SHAPED
 from autopar_passes.program.equations import (
     Atom,
     Equation,
@@ -54,6 +55,28 @@ _FACTORISATIONS = frozenset(
     }
 )
 _WORTH_STACKING = _PRODUCTS | _FACTORISATIONS
+# What does the same for each row of a stack under ``jax.vmap``. Random bits may not,
+# and of kernels and calls of other code it is not known.
+_SAFE = _WORTH_STACKING | ELEMENTWISE | SHAPED
+_SAFE |= {
+    "concatenate",
+    "cond",
+    "copy_p",
+    "cumsum",
+    "dynamic_slice",
+    "dynamic_update_slice",
+    "gather",
+    "iota",
+    "lu_pivots_to_permutation",
+    "pad",
+    "rev",
+    "scan",
+    "scatter",
+    "slice",
+    "sort",
+    "split",
+    "while",
+}
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -179,6 +202,8 @@ def _computations(program: Program, update: Collection[int]) -> Iterator[_Comput
             readers.setdefault(value, set()).add(_OUTSIDE)
     maker = {v: k for k, eqn in enumerate(own) for v in eqn.outputs}
     for part in _connected(_between(own)):
+        if not all(map(_is_safe, part)):
+            continue
         places = {maker[v] for eqn in part for v in eqn.outputs}
         places |= _preparation(program, own, maker, places, readers)
         equations = [own[k] for k in sorted(places)]
@@ -194,6 +219,12 @@ def _computations(program: Program, update: Collection[int]) -> Iterator[_Comput
             form.add(eqn)
         key = (tuple(form.equations), tuple(form.numbers[v] for v in outputs))
         yield _Computation(tuple(equations), tuple(form.given), outputs, key)
+
+
+def _is_safe(eqn: Equation) -> bool:
+    """Whether an equation, with those of its regions, may be run on stacks."""
+    inner = itertools.chain.from_iterable(map(walk, eqn.regions))
+    return all(e.primitive in _SAFE for e in (eqn, *inner))
 
 
 # The index of what reads the results of a program.
@@ -256,7 +287,7 @@ def _preparation(
         place = -heapq.heappop(waiting)
         eqn = own[place]
         alone = all(readers.get(v, set()) <= taken for v in eqn.outputs)
-        if place in found or not alone:
+        if place in found or not alone or not _is_safe(eqn):
             continue
         found.add(place)
         taken.add(eqn.index)

@@ -157,6 +157,18 @@ def test_nothing_changes_without_equal_products() -> None:
     assert batch_updates(alone.program, own, 4) is alone.program
 
 
+def test_random_numbers_stay_those_of_their_keys() -> None:
+    def noisy(w: Any, g: Any) -> Any:
+        key = jax.random.key_data(jax.random.key(0)) + g[0, 0].astype(jnp.uint32)
+        drawn = jax.random.normal(jax.random.wrap_key_data(key), g.shape)
+        return w - (g @ g.T) @ drawn @ (g.T @ g)
+
+    found, update, _ = traced(step_of(noisy), [(8, 8)] * 3)
+    made = batch_updates(found.program, update, 4)
+    drawn = [e for e in made.body.equations if e.primitive == "random_bits"]
+    assert len(drawn) == 3
+
+
 def test_steps_with_effects_stay_in_their_order() -> None:
     def told(w: Any, g: Any) -> Any:
         jax.debug.print("{}", g[0, 0])
