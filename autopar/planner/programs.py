@@ -465,6 +465,13 @@ class Programs:
             than = "none" if other == count else f"none in {other} microbatches"
             what = f"{len(best.remat.layers)} of {len(best.remat.starts)} layers again"
             lines.append(self.describe_gain(what, best, without, than))
+        name = next((n for n in self.programs if self.plans.get(n) is best), None)
+        if name is not None and (batches := self.program(name).batches):
+            lines.append(
+                f"update in batches: {sum(batches)} matrices in {len(batches)} "
+                f"{'stacks' if len(batches) > 1 else 'stack'}, so that a device may "
+                "have some of them whole"
+            )
         return msgspec.structs.replace(best, decided=tuple(lines)) if lines else best
 
     def fastest(self, which: Callable[[Plan], bool]) -> Plan | None:

@@ -146,6 +146,7 @@ class Analysis:
         shares its facts with none.
       alone: of a step whose update computes equal matrices at once
         (`autopar.steps.update_batches`), the analysis that computes each alone.
+      batches: how many matrices it computes at once, each time.
       in_parts: whether its passes are programs of their own, as those of a stage.
       trace_s: seconds of tracing.
       graph_s: seconds of building graph and contraction.
@@ -168,6 +169,7 @@ class Analysis:
     turns: int | None = None
     counted: Analysis | None = None
     alone: Analysis | None = None
+    batches: tuple[int, ...] = ()
     in_parts: bool = False
     trace_s: float = 0.0
     graph_s: float = 0.0

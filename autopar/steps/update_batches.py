@@ -37,8 +37,9 @@ def in_update_batches(analysis: Analysis, devices: int) -> Analysis:
 
 def _batched(analysis: Analysis, devices: int) -> Analysis:
     start = time.perf_counter()
-    program = batch_updates(analysis.program, equations_of_update(analysis), devices)
-    if program is analysis.program:
+    own = equations_of_update(analysis)
+    program, batches = batch_updates(analysis.program, own, devices)
+    if not batches:
         return analysis
     traced = dataclasses.replace(analysis.pytrees, program=program)
     made = analyse_program(
@@ -56,6 +57,7 @@ def _batched(analysis: Analysis, devices: int) -> Analysis:
         traced=traced,
         whole=analysis.whole or analysis,
         alone=analysis,
+        batches=batches,
         graph_s=analysis.graph_s + time.perf_counter() - start,
     )
 

@@ -101,7 +101,9 @@ class _Computation:
 MOST_BYTES = 1 << 26
 
 
-def batch_updates(program: Program, update: Collection[int], devices: int) -> Program:
+def batch_updates(
+    program: Program, update: Collection[int], devices: int
+) -> tuple[Program, tuple[int, ...]]:
     """The program with equal computations of its update in batches.
 
     Equations that stay keep their numbers, and so do all values.
@@ -112,11 +114,12 @@ def batch_updates(program: Program, update: Collection[int], devices: int) -> Pr
       devices: that a batch is for.
 
     Returns:
-      The same program where no two computations are equal, or where their order may
+      The program, and the number of computations in each batch. It is the same one
+      without batches where no two computations are equal, or where their order may
       matter to somebody outside.
     """
     if devices < 2 or any(eqn.source.effects for eqn in program.body.equations):
-        return program
+        return program, ()
     alike: dict[object, list[_Computation]] = {}
     for found in _first_of(program, list(_computations(program, update))):
         alike.setdefault(found.form, []).append(found)
@@ -128,7 +131,7 @@ def batch_updates(program: Program, update: Collection[int], devices: int) -> Pr
     # Computations of the same inputs are one, as the compiler finds.
     batches = [part for part in parts if len({one.inputs for one in part}) > 1]
     if not batches:
-        return program
+        return program, ()
     builder = Builder(program.values, next_index(program))
     for batch in batches:
         _write(builder, program, batch)
@@ -147,13 +150,14 @@ def batch_updates(program: Program, update: Collection[int], devices: int) -> Pr
     body = dataclasses.replace(
         program.body, equations=(*ahead, *builder.equations, *behind)
     )
-    return dataclasses.replace(program, values=tuple(builder.values), body=body)
+    made_of = dataclasses.replace(program, values=tuple(builder.values), body=body)
+    return made_of, tuple(map(len, batches))
 
 
 def _at_a_time(program: Program, one: _Computation) -> int:
     """How many of such computations a device has at a time."""
     made = (program.values[v].nbytes for eqn in one.equations for v in eqn.outputs)
-    return max(1, MOST_BYTES // max(made))
+    return max(1, MOST_BYTES // max(1, *made))
 
 
 def _parts(

@@ -106,6 +106,7 @@ def test_a_saved_plan_deals_them_out_again(tmp_path: Path) -> None:
     plan.save(tmp_path / "plan.json")
     saved = Plan.load(tmp_path / "plan.json")
     assert deals_out(saved)
+    assert "update in batches: 8 matrices in 1 stack" in str(saved)
     assert_equal(autopar.parallelize(given[0], plan=saved), given)
 
 
