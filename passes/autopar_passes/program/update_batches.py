@@ -57,26 +57,29 @@ _FACTORISATIONS = frozenset(
 _WORTH_STACKING = _PRODUCTS | _FACTORISATIONS
 # What does the same for each row of a stack under ``jax.vmap``. Random bits may not,
 # and of kernels and calls of other code it is not known.
-_SAFE = _WORTH_STACKING | ELEMENTWISE | SHAPED
-_SAFE |= {
-    "concatenate",
-    "cond",
-    "copy_p",
-    "cumsum",
-    "dynamic_slice",
-    "dynamic_update_slice",
-    "gather",
-    "iota",
-    "lu_pivots_to_permutation",
-    "pad",
-    "rev",
-    "scan",
-    "scatter",
-    "slice",
-    "sort",
-    "split",
-    "while",
-}
+_SAFE = (
+    _WORTH_STACKING
+    | ELEMENTWISE
+    | SHAPED
+    | {
+        "concatenate",
+        "cond",
+        "cumsum",
+        "dynamic_slice",
+        "dynamic_update_slice",
+        "gather",
+        "iota",
+        "lu_pivots_to_permutation",
+        "pad",
+        "rev",
+        "scan",
+        "scatter",
+        "slice",
+        "sort",
+        "split",
+        "while",
+    }
+)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
