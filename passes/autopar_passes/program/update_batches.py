@@ -1,12 +1,12 @@
-"""Computes equal products and factorisations of an update in batches.
+"""Computes equal products of an update in batches.
 
-Optimizers such as Muon, Shampoo or SOAP take many products, or a factorisation, of the
-gradient of each matrix alone. A sharding can split such a computation only within the
-matrix, where each product ends in a sum over devices. This pass stacks matrices for
-which the update computes the same, and computes each stack at once, as ``jax.vmap``
-would. Then a split of the stack is another one of its shardings: each device has some
-matrices whole, and they come and go by one exchange of their parts. Megatron-LM deals
-out the matrices of Muon to data-parallel ranks likewise.
+Optimizers such as Muon take many products of the gradient of each matrix alone. A
+sharding can split such a computation only within the matrix, where each product ends in
+a sum over devices. This pass stacks matrices for which the update computes the same,
+and computes each stack at once, as ``jax.vmap`` would. Then a split of the stack is
+another one of its shardings: each device has some matrices whole, and they come and go
+by one exchange of their parts. Megatron-LM deals out the matrices of Muon to
+data-parallel ranks likewise.
 
 A stack has the same number of matrices for each device, and what is left over is a
 stack of its own. Small matrices come several to a device, as one small product leaves
@@ -37,39 +37,22 @@ from autopar_passes.program.equations import (
 from autopar_passes.program.flatten import Builder, flatten, next_index
 
 # What is worth a stack: everything else takes about as long as it takes to stack it.
+# Factorisations are not: compilers run them whole on each device.
 _PRODUCTS = frozenset({"dot_general"})
-_FACTORISATIONS = frozenset(
-    {
-        "cholesky",
-        "eig",
-        "eigh",
-        "geqrf",
-        "hessenberg",
-        "householder_product",
-        "lu",
-        "qr",
-        "schur",
-        "svd",
-        "triangular_solve",
-        "tridiagonal",
-    }
-)
-_WORTH_STACKING = _PRODUCTS | _FACTORISATIONS
-# What does the same for each row of a stack under ``jax.vmap``. Random bits may not,
-# and of kernels and calls of other code it is not known.
+# What does the same for each row of a stack under ``jax.vmap``, and no more work than
+# that. A ``cond`` whose predicate differs computes both branches, random bits may be
+# others, and of kernels and calls of other code it is not known.
 _SAFE = (
-    _WORTH_STACKING
+    _PRODUCTS
     | ELEMENTWISE
     | SHAPED
     | {
         "concatenate",
-        "cond",
         "cumsum",
         "dynamic_slice",
         "dynamic_update_slice",
         "gather",
         "iota",
-        "lu_pivots_to_permutation",
         "pad",
         "rev",
         "scan",
@@ -77,7 +60,6 @@ _SAFE = (
         "slice",
         "sort",
         "split",
-        "while",
     }
 )
 
@@ -209,7 +191,7 @@ def _computations(program: Program, update: Collection[int]) -> Iterator[_Comput
             readers.setdefault(value, set()).add(_OUTSIDE)
     maker = {v: k for k, eqn in enumerate(own) for v in eqn.outputs}
     for part in _connected(_between(own)):
-        if not all(map(_is_safe, part)):
+        if not all(map(_is_safe, part)) or sum(map(_products, part)) < _LEAST:
             continue
         places = {maker[v] for eqn in part for v in eqn.outputs}
         places |= _preparation(program, own, maker, places, readers)
@@ -226,6 +208,17 @@ def _computations(program: Program, update: Collection[int]) -> Iterator[_Comput
             form.add(eqn)
         key = (tuple(form.equations), tuple(form.numbers[v] for v in outputs))
         yield _Computation(tuple(equations), tuple(form.given), outputs, key)
+
+
+# The fewest products that are worth the exchange of matrices, there and back.
+_LEAST = 2
+
+
+def _products(eqn: Equation) -> int:
+    """How many products an equation takes in all."""
+    inner = sum(_products(e) for r in eqn.regions for e in r.equations)
+    times = eqn.params["length"] if eqn.primitive == "scan" else 1
+    return (eqn.primitive in _PRODUCTS) + times * inner
 
 
 def _is_safe(eqn: Equation) -> bool:
@@ -315,8 +308,8 @@ def _between(own: Sequence[Equation]) -> list[Equation]:
     worth = {
         eqn.index
         for eqn in own
-        if eqn.primitive in _WORTH_STACKING
-        or any(e.primitive in _WORTH_STACKING for r in eqn.regions for e in walk(r))
+        if eqn.primitive in _PRODUCTS
+        or any(e.primitive in _PRODUCTS for r in eqn.regions for e in walk(r))
     }
     made: set[int] = set()
     behind: set[int] = set()

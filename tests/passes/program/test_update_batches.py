@@ -50,8 +50,6 @@ def shared(w: Any, g: Any) -> Any:
 UPDATES: dict[str, Update] = {
     "products": products,
     "loop": loop,
-    "factorised": factorised,
-    "chosen": chosen,
     "shared": shared,
 }
 
@@ -167,6 +165,12 @@ def test_random_numbers_stay_those_of_their_keys() -> None:
     made, _ = batch_updates(found.program, update, 4)
     drawn = [e for e in made.body.equations if e.primitive == "random_bits"]
     assert len(drawn) == 3
+
+
+@pytest.mark.parametrize("update", [factorised, chosen])
+def test_factorisations_and_branches_stay_as_they_are(update: Update) -> None:
+    found, own, _ = traced(step_of(update), [(8, 8)] * 3)
+    assert batch_updates(found.program, own, 4) == (found.program, ())
 
 
 def test_steps_with_effects_stay_in_their_order() -> None:
