@@ -74,7 +74,7 @@ class _Homes:
         """The buffers of what operators make."""
         written = self.life.written - self.replaced
         for op in among:
-            yield from self._exchanged(op)
+            yield from self._exchange_buffers(op)
             for slot, value in enumerate(op.outputs):
                 if value in written:
                     yield from self._result(op, slot)
@@ -93,7 +93,7 @@ class _Homes:
         if before is not None:
             yield Buffer(value, before, start, start, "collective buffers")
 
-    def _exchanged(self, op: Operator) -> Iterator[Buffer]:
+    def _exchange_buffers(self, op: Operator) -> Iterator[Buffer]:
         """What shards of an operator hold of each other while it runs.
 
         What goes around is there twice: its own, and the one that comes. What is dealt

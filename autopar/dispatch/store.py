@@ -337,7 +337,7 @@ class Store:
     def nodes(self) -> list[tuple[str, int, str]]:
         """Name, devices and kind of every node that was ever there, by number."""
         rows = self._rows("select name, devices, kind from nodes order by number")
-        return self._checked(rows, list[tuple[str, int, str]], "a node")
+        return self._check(rows, list[tuple[str, int, str]], "a node")
 
     def add_decisions(self, at_s: float, decisions: Decisions) -> None:
         """Adds the reasons of jobs whose devices change."""
@@ -358,7 +358,7 @@ class Store:
         names = tuple(_Decision.__annotations__)
         rows = self._rows(f"select {', '.join(names)} from decisions order by number")
         lines = [dict(zip(names, row, strict=True)) for row in rows]
-        return self._checked(lines, list[_Decision], "a decision")
+        return self._check(lines, list[_Decision], "a decision")
 
     def span(self, job: str, at_s: float, places: Mapping[str, int]) -> None:
         """Says which devices a job has from now on."""
@@ -385,9 +385,9 @@ class Store:
             ]
         except (TypeError, ValueError, RecursionError) as error:
             raise ScheduleError(f"{self.path}: a span is damaged: {error}.") from error
-        return self._checked(lines, list[_Span], "a span")
+        return self._check(lines, list[_Span], "a span")
 
-    def _checked(self, found: Any, kind: Any, what: str) -> Any:
+    def _check(self, found: Any, kind: Any, what: str) -> Any:
         """What was found, where it is of a kind.
 
         Raises:

@@ -200,7 +200,7 @@ class Analysis:
         return {}
 
     @functools.cached_property
-    def batched(self) -> dict[int, Analysis]:
+    def batch_versions(self) -> dict[int, Analysis]:
         """What `autopar.steps.update_batches.in_update_batches` has made of it."""
         return {}
 

@@ -299,7 +299,7 @@ class _Contractor:
             op.class_index,
             state,
             whole=tuple(mapping[f] for f in op.rule.whole),
-            halved=tuple(mapping[f] for f in op.rule.halved),
+            halved=tuple(mapping[f] for f in op.rule.halved_factors),
         )
         self.out.nodes.append(node)
         return node, tuple(mapping)

@@ -29,13 +29,13 @@ def in_update_batches(analysis: Analysis, devices: int) -> Analysis:
     alone = analysis.alone or analysis
     if devices == 1 or alone.traced is None:
         return alone
-    known = alone.batched.get(devices)
+    known = alone.batch_versions.get(devices)
     if known is None:
-        known = alone.batched[devices] = _batched(alone, devices)
+        known = alone.batch_versions[devices] = _with_batches(alone, devices)
     return known
 
 
-def _batched(analysis: Analysis, devices: int) -> Analysis:
+def _with_batches(analysis: Analysis, devices: int) -> Analysis:
     start = time.perf_counter()
     own = equations_of_update(analysis)
     program, batches = batch_updates(analysis.program, own, devices)

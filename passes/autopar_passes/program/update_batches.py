@@ -190,7 +190,7 @@ def _computations(program: Program, update: Collection[int]) -> Iterator[_Comput
         if isinstance(value, int):
             readers.setdefault(value, set()).add(_OUTSIDE)
     maker = {v: k for k, eqn in enumerate(own) for v in eqn.outputs}
-    for part in _connected(_between(own)):
+    for part in _connected_parts(_between(own)):
         if not all(map(_is_safe, part)) or sum(map(_products, part)) < _LEAST:
             continue
         places = {maker[v] for eqn in part for v in eqn.outputs}
@@ -231,7 +231,7 @@ def _is_safe(eqn: Equation) -> bool:
 _OUTSIDE = -1
 
 
-def _connected(equations: Sequence[Equation]) -> list[list[Equation]]:
+def _connected_parts(equations: Sequence[Equation]) -> list[list[Equation]]:
     """The equations in parts that do not read of each other."""
     maker = {v: eqn.index for eqn in equations for v in eqn.outputs}
     root = {eqn.index: eqn.index for eqn in equations}
@@ -344,7 +344,7 @@ class _Form:
         regions = tuple(self.region(r) for r in eqn.regions)
         # Regions stand for the parameters that hold their programs.
         params = tuple(
-            (key, _hashed(value))
+            (key, _hashable(value))
             for key, value in sorted(eqn.params.items())
             if not (eqn.regions and _holds_program(value))
         )
@@ -373,7 +373,7 @@ class _Form:
         return of.shape, str(of.dtype)
 
 
-def _hashed(value: Any) -> object:
+def _hashable(value: Any) -> object:
     try:
         hash(value)
     except TypeError:
@@ -406,7 +406,7 @@ def _write(builder: Builder, program: Program, batch: Sequence[_Computation]) ->
     def run(*arrays: Any) -> list[Any]:
         given = iter(arrays)
         stacks = [
-            next(given) if same else _stacked(list(itertools.islice(given, count)))
+            next(given) if same else _stack_rows(list(itertools.islice(given, count)))
             for same in shared
         ]
         axes = [None if same else 0 for same in shared]
@@ -421,7 +421,7 @@ def _write(builder: Builder, program: Program, batch: Sequence[_Computation]) ->
     builder.add(inner, atoms, first.equations[0].name_stack, results)
 
 
-def _stacked(arrays: Sequence[Any]) -> Any:
+def _stack_rows(arrays: Sequence[Any]) -> Any:
     """The stack of some arrays."""
     return jax.lax.concatenate([jax.lax.expand_dims(x, (0,)) for x in arrays], 0)
 

@@ -92,8 +92,8 @@ class Ring:
             return held
 
         held = self._around(turn, (k, v), held)
-        out = _joined(held[0].astype(query.dtype), self.seq)
-        rows = _joined(held[1], 2)
+        out = _join(held[0].astype(query.dtype), self.seq)
+        rows = _join(held[1], 2)
         return self._return(out, self.seq, dealt), self._return(rows, 2, dealt)
 
     def backward(
@@ -149,7 +149,7 @@ class Ring:
         of_query, *travelling = self._around(turn, (k, v), held)
         home = (x + self._send(y) for x, y in zip(own, travelling, strict=True))
         return tuple(
-            self._return(_joined(x.astype(like.dtype), self.seq), self.seq, dealt)
+            self._return(_join(x.astype(like.dtype), self.seq), self.seq, dealt)
             for x, like in zip((of_query, *home), (query, key, value), strict=True)
         )
 
@@ -268,6 +268,6 @@ def _chunks(x: Array, dim: int, parts: int) -> Array:
     return jnp.stack(jnp.split(x, parts, dim))
 
 
-def _joined(chunks: Array, dim: int) -> Array:
+def _join(chunks: Array, dim: int) -> Array:
     """The inverse of `_chunks`."""
     return jnp.concatenate(list(chunks), dim)

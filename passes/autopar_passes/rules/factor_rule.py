@@ -118,7 +118,7 @@ class FactorRule:
         )
 
     @property
-    def halved(self) -> tuple[int, ...]:
+    def halved_factors(self) -> tuple[int, ...]:
         """Factors of whose shards the halves are dealt to devices."""
         return tuple({e.factor for e in self.exchanges if not e.around})
 
