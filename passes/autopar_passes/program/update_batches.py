@@ -305,12 +305,7 @@ def _preparation(
 
 def _between(own: Sequence[Equation]) -> list[Equation]:
     """The equations worth stacking, and those on the ways from one to another."""
-    worth = {
-        eqn.index
-        for eqn in own
-        if eqn.primitive in _PRODUCTS
-        or any(e.primitive in _PRODUCTS for r in eqn.regions for e in walk(r))
-    }
+    worth = {eqn.index for eqn in own if _products(eqn)}
     made: set[int] = set()
     behind: set[int] = set()
     for eqn in own:
