@@ -14,7 +14,7 @@ import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 
-from autopar.backends import leash
+from autopar.elastic.processes import leash
 
 # How long an actor whose script has ended waits to be asked how.
 _ASKED_S = 120.0

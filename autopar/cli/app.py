@@ -30,7 +30,7 @@ from autopar.cli.commands.plans import (
     plan,
     sweep,
 )
-from autopar.cli.commands.runs import demo, ledger, run, workers
+from autopar.cli.commands.runs import demo, ledger, run, secret, worker, workers
 from autopar.cli.failures import STOPPED, stoppable
 from autopar.cli.output import Result, Stdout
 from autopar.terminal import fold_text, follow_width
@@ -53,12 +53,14 @@ _COMMANDS: tuple[Callable[..., _Returned], ...] = (
     doctor,
     demo,
     run,
+    worker,
     workers,
+    secret,
 )
 # By name: words after the script of a command are the script's own.
 _SETTINGS = {"run": {"allow_interspersed_args": False}}
 # These show what happens while they run.
-_SHOWN = (demo, run, clusters.logs)
+_SHOWN = (demo, run, worker, clusters.logs)
 # Commands of several words, such as ``autopar checkpoint show``.
 _GROUPS: dict[str, tuple[str, tuple[Callable[..., _Returned], ...]]] = {
     "checkpoint": (

@@ -88,6 +88,8 @@ EXAMPLES = {
     "--to safetensors",
     "demo": "autopar demo --devices 8 --steps 20",
     "run": "autopar run --processes 4 train.py --rate 0.1",
+    "worker": "autopar worker --supervisor 10.0.0.1:7000 --secret run.secret",
+    "secret": "autopar secret run.secret",
     "workers": "autopar workers --folder runs/gpt --processes 3",
 }
 

@@ -21,10 +21,14 @@ from autopar.backends.ray import RayLauncher
 from autopar.backends.slots import PlacedLauncher, Slots
 from autopar.checkpoint.folders import put
 from autopar.dispatch.backend import Ending
-from autopar.elastic.processes.launching import Launcher, LocalLauncher
+from autopar.elastic.processes.launching import (
+    Launcher,
+    LocalLauncher,
+    python_command,
+)
 from autopar.elastic.processes.link import CHECKPOINT_VARIABLE, EVERY_VARIABLE
 from autopar.elastic.processes.members import MemberLimits
-from autopar.elastic.processes.runner import RunJob, Runner, python_command
+from autopar.elastic.processes.runner import RunJob, Runner
 from autopar.errors import PlanError
 
 # So much of the end of an output is read for its last line.

@@ -111,11 +111,44 @@ def fill_place(address: str, index: int, connect_s: int) -> None:
         client.shutdown()
 
 
-def enter_world(client: Any, address: str, index: int, count: int) -> None:
-    """Makes a connected client that of JAX's next backend."""
+def enter_world(client: Any, host: str, index: int, count: int) -> None:
+    """Makes a connected client that of JAX's next backend.
+
+    Args:
+      client: of a coordination service.
+      host: address at which the other processes reach this one.
+      index: number of this process.
+      count: number of processes.
+    """
     state = _distributed.global_state
-    state.client, state.coordinator_address = client, address
+    # JAX itself does not read the address once there is a client; `transfer_server`
+    # takes its host.
+    state.client, state.coordinator_address = client, _with_port(host)
     state.process_id, state.num_processes = index, count
+    _gloo_at(host)
+
+
+def _with_port(host: str) -> str:
+    return f"[{host}]:1" if ":" in host else f"{host}:1"
+
+
+def _gloo_at(host: str) -> None:
+    """Lets gloo listen at an address of this host.
+
+    By default it takes what the host's name resolves to, which on many hosts is one of
+    loopback (0.10.2 has no setting for it).
+    """
+
+    def made() -> Any:
+        state = _distributed.global_state
+        if state.client is None:
+            return _xla_bridge.make_cpu_client()
+        collectives = _jax.make_gloo_tcp_collectives(
+            distributed_client=state.client, hostname=host
+        )
+        return _xla_bridge.make_cpu_client(collectives=collectives)
+
+    _xla_bridge.register_backend_factory("cpu", made, priority=0, fail_quietly=False)
 
 
 def leave_world() -> Any:

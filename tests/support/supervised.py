@@ -64,7 +64,7 @@ class Fake:
                 "ready",
                 generation=-1,
                 holds=holds or {},
-                port=9000 + worker,
+                address=f"127.0.0.1:{9000 + worker}",
                 pid=100 + worker,
                 devices=1,
                 rows=self.rows,

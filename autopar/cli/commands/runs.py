@@ -12,6 +12,14 @@ from autopar.cli import options
 from autopar.cli.options import BackendName
 from autopar.cli.output import Result
 
+_Secret = Annotated[
+    pathlib.Path | None,
+    typer.Option(
+        metavar="FILE",
+        help="Made by `autopar secret`; by default the text of AUTOPAR_SECRET.",
+    ),
+]
+
 
 def run(
     script: Annotated[
@@ -74,16 +82,26 @@ def run(
             help="Of the Ray cluster; by default RAY_ADDRESS, or that of this machine."
         ),
     ] = "",
+    listen: Annotated[
+        str,
+        typer.Option(
+            metavar="HOST:PORT",
+            help="Run them on other hosts, whose `autopar worker` call here.",
+        ),
+    ] = "",
+    secret: _Secret = None,
 ) -> Result:
     """Runs a training script in several processes, which may go and come.
 
     A process that dies is left out, and the others go on; `autopar workers` changes
     their number. A run whose supervisor was killed is taken up by the same command.
-    On a Ray cluster, a node that joins takes a process more.
+    On a Ray cluster, a node that joins takes a process more. With --listen, hosts that
+    join take as many as they have slots, up to --max. On SIGUSR1 the run is saved, and
+    ends with status 75; the same command goes on with it.
     """
     # They import JAX, which help must not.
     from autopar.backends.ray import RayLauncher  # as they do
-    from autopar.elastic.processes import runner  # as they do
+    from autopar.elastic.processes import hosts, launching, network, runner  # as they
     from autopar.elastic.processes.members import MemberLimits  # as they do
 
     if not least <= processes <= most:
@@ -92,28 +110,111 @@ def run(
         )
     if not pathlib.Path(script[0]).is_file():
         raise typer.BadParameter(f"there is no script {script[0]}.")
+    if address and backend is not BackendName.RAY:
+        raise typer.BadParameter("--address is that of a cluster: add --backend ray.")
+    ray = backend is BackendName.RAY
+    if listen and ray:
+        raise typer.BadParameter("give one of --listen and --backend ray.")
+    if secret is not None and not listen:
+        raise typer.BadParameter("--secret is for other hosts: add --listen HOST:PORT.")
+    reached, port = network.Network(), 0
+    if listen:
+        try:
+            host, port = network.split_address(listen)
+        except ValueError as error:
+            raise typer.BadParameter(f"--listen: {error}.") from error
+        reached = network.Network(host, network.read_secret(secret))
     job = runner.RunJob(
-        command=runner.python_command(script),
+        command=launching.python_command(script),
         limits=MemberLimits(
             processes=processes,
             least=least,
             most=most,
             restarts=restarts,
             silent_s=silence,
+            # A world without a supervisor trains on for the time of grace.
+            fence_s=grace + silence if listen else 0.0,
         ),
         folder=folder,
         devices=devices,
         grace_s=grace,
-        ahead=ahead,
+        # It would run the script here, where no worker is.
+        ahead=ahead and not listen,
         collective_s=collective,
+        network=reached,
+        port=port,
     )
-    if address and backend is not BackendName.RAY:
-        raise typer.BadParameter("--address is that of a cluster: add --backend ray.")
-    ray = backend is BackendName.RAY
-    launcher = RayLauncher(script, processes, address) if ray else None
+    launcher: launching.Launcher | None = None
+    if ray:
+        launcher = RayLauncher(script, processes, address)
+    elif listen:
+        launcher = hosts.HostLauncher(script, silence)
     made = runner.Runner(job, launcher)
     code = made.run()
     return Result(made.summary(), code, failed=code != 0)
+
+
+def worker(
+    supervisor: Annotated[
+        str,
+        typer.Option(metavar="HOST:PORT", help="Where `autopar run --listen` is."),
+    ],
+    secret: _Secret = None,
+    slots: Annotated[
+        int, typer.Option(min=1, help="How many processes this host takes.")
+    ] = 1,
+    folder: Annotated[
+        pathlib.Path, typer.Option(help="Where they keep plans and programs.")
+    ] = pathlib.Path("autopar-worker"),
+    address: Annotated[
+        str,
+        typer.Option(
+            help="Of this host, as the others reach it; by default the one from which "
+            "it reaches the supervisor."
+        ),
+    ] = "",
+    grace: Annotated[
+        float,
+        typer.Option(min=0, help="Seconds that a supervisor that is away has to come."),
+    ] = 60.0,
+) -> Result:
+    """Lets this host take processes of a run that `autopar run --listen` supervises.
+
+    The script has to be on this host at the same path, relative to the folder that the
+    command is started in. SIGTERM and Ctrl-C let its processes leave the run before the
+    command ends.
+    """
+    # They import NumPy, which help must not.
+    from autopar.elastic.processes import hosts, network
+
+    options_ = hosts.AgentOptions(
+        supervisor=supervisor,
+        secret=network.read_secret(secret),
+        slots=slots,
+        folder=folder,
+        address=address,
+        grace_s=grace,
+    )
+    code = hosts.Agent(options_).run()
+    return Result("autopar worker: this host has left the run", code, failed=code != 0)
+
+
+def secret(
+    file: Annotated[
+        pathlib.Path, typer.Argument(metavar="FILE", help="To write; it must be new.")
+    ],
+) -> Result:
+    """Makes a secret for a run on several hosts: a key and a certificate.
+
+    Copy the file to each host. Who has it can join the run and read its state.
+    """
+    # It imports NumPy, which help must not.
+    from autopar.elastic.processes import network
+
+    network.create_secret(file)
+    return Result(
+        f"{file}: a new secret; copy it to each host, and keep it from others"
+    )
 
 
 _FOLDER = pathlib.Path("autopar-run")

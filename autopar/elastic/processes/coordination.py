@@ -1,9 +1,10 @@
 """The process that hosts the coordination services of all worlds.
 
 It is apart from the supervisor, whose death workers must survive, and ends with the
-workers. Commands come as JSON lines on stdin: ``open`` a service for some processes,
-``fill`` a world with processes that stand for those that died before they connected,
-``close`` a service that nobody uses any more, and ``ping``.
+workers. JAX's services know no secret, so they listen on loopback. Workers of other
+hosts reach them through a door with TLS. Commands come as JSON lines on stdin: ``open``
+a service for some processes, ``fill`` a world with processes that stand for those that
+died before they connected, ``close`` a service that nobody uses any more, and ``ping``.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import contextlib
 import json
 import os
 import queue
+import socket
 import subprocess
 import sys
 import threading
@@ -21,6 +23,12 @@ from typing import Any
 
 from autopar.elastic.processes import members
 from autopar.elastic.processes.members import ProcessId
+from autopar.elastic.processes.network import (
+    End,
+    Listener,
+    Network,
+    split_address,
+)
 from autopar.errors import RunError
 
 # The supervisor's side of the process that hosts coordination services.
@@ -37,13 +45,14 @@ class ServiceProcess:
       up: whether it has answered.
     """
 
-    def __init__(self, silent_s: float) -> None:
+    def __init__(self, silent_s: float, network: Network) -> None:
         """Has started none.
 
         Args:
           silent_s: longest without an answer before it is killed.
+          network: on which workers reach it.
         """
-        self._silent_s = silent_s
+        self._silent_s, self._network = silent_s, network
         self._child: subprocess.Popen[str] | None = None
         self._answers: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         self._heard_s = self._asked_s = 0.0
@@ -60,7 +69,7 @@ class ServiceProcess:
             stderr=subprocess.DEVNULL,
             text=True,
             start_new_session=True,
-            env={**os.environ, "JAX_PLATFORMS": "cpu"},
+            env={**os.environ, **self._network.variables(), "JAX_PLATFORMS": "cpu"},
         )
         self._child, self._answers, self.up = child, queue.SimpleQueue(), False
         self._heard_s = time.monotonic() + _START_S
@@ -161,8 +170,9 @@ class Services:
         # The supervisor, which shares this module, starts without JAX.
         from autopar_passes import jax_processes
 
-        self._jax = jax_processes
+        self._jax, self._network = jax_processes, Network.of_environment()
         self._running: dict[int, tuple[str, Any]] = {}
+        self._doors: dict[int, Door] = {}
         # A descriptor of each worker that used a service.
         self._workers: dict[ProcessId, int] = {}
 
@@ -171,7 +181,10 @@ class Services:
         self._watch(processes)
         address, service = self._jax.open_service(len(processes))
         self._running[generation] = address, service
-        return address
+        if self._network.is_local:
+            return address
+        self._doors[generation] = door = Door(address, self._network)
+        return door.address
 
     def _watch(self, processes: list[Any]) -> None:
         for worker, descriptor in list(self._workers.items()):
@@ -203,12 +216,90 @@ class Services:
         """Ends a service that no process is connected to."""
         if generation in self._running:
             _, service = self._running.pop(generation)
+            if (door := self._doors.pop(generation, None)) is not None:
+                door.close()
             service.shutdown()
 
     def wait_for_workers(self) -> None:
         """Returns once all processes that used a service are gone."""
         for descriptor in self._workers.values():
             members.has_ended(descriptor, wait_s=None)
+        # Workers of other hosts are known by their connections alone.
+        alone_s = time.monotonic()
+        while self._doors and time.monotonic() - alone_s < _CONNECT_S:
+            if any(door.is_used for door in self._doors.values()):
+                alone_s = time.monotonic()
+            time.sleep(1.0)
+
+
+class Door:
+    """Passes connections of workers, which have the secret, to a service on loopback.
+
+    Attributes:
+      address: where workers connect to.
+    """
+
+    def __init__(self, service: str, network: Network) -> None:
+        """Opens.
+
+        Args:
+          service: address of the service.
+          network: on which it is reached.
+        """
+        self._service = split_address(service)
+        self._lock = threading.Lock()
+        self._ends: list[End] = []
+        self._listener: Listener = network.listen(self._serve)
+        self.address = network.address(self._listener.port)
+
+    @property
+    def is_used(self) -> bool:
+        """Whether a worker is connected."""
+        with self._lock:
+            return bool(self._ends)
+
+    def close(self) -> None:
+        """Takes no more connections, and ends those there are."""
+        self._listener.close()
+        with self._lock:
+            ends = list(self._ends)
+        for end in ends:
+            hang_up(end)
+
+    def _serve(self, end: End) -> None:
+        try:
+            service = socket.create_connection(self._service, _CONNECT_S)
+        except OSError:
+            end.close()
+            return
+        service.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        service.settimeout(None)
+        with self._lock:
+            self._ends.append(end)
+        threading.Thread(target=pass_on, args=(service, end), daemon=True).start()
+        pass_on(end, service)
+        with self._lock:
+            self._ends.remove(end)
+        end.close()
+        service.close()
+
+
+_CHUNK = 1 << 16
+
+
+def pass_on(taken: End, given: End) -> None:
+    """Passes bytes on until one side ends, and ends the other."""
+    with contextlib.suppress(OSError):
+        while data := taken.recv(_CHUNK):
+            given.sendall(data)
+    hang_up(given)
+    hang_up(taken)
+
+
+def hang_up(end: End) -> None:
+    """Ends a connection, and the waits of threads for it."""
+    with contextlib.suppress(OSError):
+        end.shutdown(socket.SHUT_RDWR)
 
 
 def main() -> None:

@@ -48,6 +48,35 @@ class Reports(Protocol):
         ...
 
 
+@runtime_checkable
+class HostReports(Reports, Protocol):
+    """What a launcher of hosts tells and asks the run besides."""
+
+    def on_wait(self, worker: int) -> None:
+        """A worker waits until a host has room."""
+        ...
+
+    def on_start(self, worker: int) -> None:
+        """A worker that waited has been started."""
+        ...
+
+    def on_leave(self, worker: int) -> None:
+        """The host of a worker is about to go."""
+        ...
+
+    def on_unreached(self, worker: int, *, spare: bool) -> None:
+        """A worker cannot be reached; whether it runs is not known."""
+        ...
+
+    def on_host(self, name: str, slots: int) -> None:
+        """A host has joined, with room for so many workers; 0: it is gone."""
+        ...
+
+    def has_link(self, worker: int) -> bool:
+        """Whether a worker is connected to the supervisor."""
+        ...
+
+
 class Launcher(Protocol):
     """Starts workers somewhere, and says when they end."""
 
@@ -103,6 +132,20 @@ class Placing(Protocol):
           The workers that have no place any more.
         """
         ...
+
+
+def python_command(script: Sequence[str]) -> tuple[str, ...]:
+    """The command that runs a script with its arguments."""
+    return (sys.executable, *script)
+
+
+def threads_needed(devices: int) -> str:
+    """Threads of a worker (``NPROC``): collectives take one for a device and its peer.
+
+    Args:
+      devices: simulated in the process.
+    """
+    return str(max(os.cpu_count() or 1, 2 * devices))
 
 
 class LocalLauncher:

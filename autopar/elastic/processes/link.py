@@ -21,8 +21,8 @@ from autopar.elastic.processes.members import (
     Connection,
     Message,
     ProcessId,
-    connect_to_supervisor,
 )
+from autopar.elastic.processes.network import Network, split_address
 from autopar.errors import PlanError, RunError
 
 # Where `autopar run` tells its workers how to reach it.
@@ -45,20 +45,20 @@ class Address:
     """How a worker reaches its supervisor.
 
     Attributes:
-      port: on loopback.
+      supervisor: ``HOST:PORT`` of the supervisor.
       token: proves that it is one of the supervisor's workers.
       worker: number of this worker in the run; never used twice.
       grace_s: how long it goes on without a supervisor.
     """
 
-    port: int
+    supervisor: str
     token: str
     worker: int
     grace_s: float
 
     def __str__(self) -> str:
         """The text for `VARIABLE`."""
-        return f"{self.port}:{self.token}:{self.worker}:{self.grace_s:g}"
+        return f"{self.supervisor}:{self.token}:{self.worker}:{self.grace_s:g}"
 
     @classmethod
     def parse(cls, text: str) -> Address:
@@ -68,8 +68,9 @@ class Address:
           PlanError: it is none.
         """
         try:
-            port, token, worker, grace = text.split(":")
-            return cls(int(port), token, int(worker), float(grace))
+            supervisor, token, worker, grace = text.rsplit(":", 3)
+            split_address(supervisor)
+            return cls(supervisor, token, int(worker), float(grace))
         except ValueError as error:
             raise PlanError(
                 f"{VARIABLE}={text!r} was not set by `autopar run`: unset it, or start "
@@ -83,23 +84,28 @@ class Link:
     def __init__(
         self,
         address: Address,
+        network: Network,
         broke: Callable[[], None],
         settled: Callable[[int], None],
+        *,
+        holds: bool = False,
     ) -> None:
         """Connects.
 
         Args:
           address: of the supervisor.
+          network: on which it is reached.
           broke: ends the waits of this process's world; it is called from a thread,
             again and again until the main thread has left the world.
           settled: is told the generation of a world whose processes all have the
             state; what older ones held is not needed any more.
+          holds: whether no step starts while the supervisor is gone.
 
         Raises:
           OSError: there is no supervisor.
         """
-        self.address = address
-        self._broke, self._settled = broke, settled
+        self.address, self._network = address, network
+        self._broke, self._settled, self._holds = broke, settled, holds
         self._changed = threading.Condition()
         self._orders: list[Message] = []
         self._generation = self._aborted = self._own = -1
@@ -165,7 +171,7 @@ class Link:
     def may_start(self, step: int) -> bool:
         """Whether a step may start; otherwise the world is to be left before it."""
         with self._changed:
-            while self._paused and not self.must_leave:
+            while self._must_wait and not self.must_leave:
                 self._wait()
             if self.must_leave or (self._limit is not None and step > self._limit):
                 return False
@@ -174,6 +180,10 @@ class Link:
         if first:  # who dies soon has said that there is a state
             self.say("beat", step=step, phase="step")
         return True
+
+    @property
+    def _must_wait(self) -> bool:
+        return self._paused or (self._holds and self.is_lost)
 
     def finish(self, step: int) -> bool:
         """Waits until all processes have done the last step.
@@ -289,7 +299,8 @@ class Link:
         )
 
     def _connect(self) -> Connection:
-        made = connect_to_supervisor("127.0.0.1", self.address.port, timeout_s=10.0)
+        end = self._network.connect(self.address.supervisor, timeout_s=10.0)
+        made = Connection(end)
         own = ProcessId.of(os.getpid())
         made.send(
             "hello",

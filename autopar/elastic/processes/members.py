@@ -17,6 +17,8 @@ import threading
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Protocol
 
+from autopar.elastic.processes.network import End
+
 # Of the fields behind the name in ``/proc/PID/stat``: field 22 of proc(5).
 _STARTED = 19
 
@@ -103,14 +105,18 @@ _LONGEST_BYTES = 64 << 20
 
 
 class Connection:
-    """One end of a connection; any thread may send, one receives."""
+    """One end of a connection; any thread may send, one receives.
 
-    def __init__(self, end: socket.socket) -> None:
+    Attributes:
+      is_open: whether the end of what comes has not been seen.
+    """
+
+    def __init__(self, end: End) -> None:
         """Takes a connected socket."""
-        end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._socket = end
         self._lines = end.makefile("rb")
         self._lock = threading.Lock()
+        self.is_open = True
 
     @property
     def ports(self) -> frozenset[int]:
@@ -131,8 +137,8 @@ class Connection:
             return False
         return True
 
-    def patience(self, seconds: float) -> None:
-        """Waits no longer for a message than so many seconds."""
+    def patience(self, seconds: float | None) -> None:
+        """Waits no longer for a message than so many seconds; None: for ever."""
         self._socket.settimeout(seconds)
 
     def receive(self) -> Message | None:
@@ -141,8 +147,11 @@ class Connection:
             line = self._lines.readline(_LONGEST_BYTES)
             found = json.loads(line) if line else None
         except (OSError, ValueError):
-            return None
-        return found if isinstance(found, dict) and "kind" in found else None
+            found = None
+        if isinstance(found, dict) and "kind" in found:
+            return found
+        self.is_open = False
+        return None
 
     def close(self) -> None:
         """Closes it; the other end is told."""
@@ -150,26 +159,6 @@ class Connection:
             self._socket.shutdown(socket.SHUT_RDWR)
         with contextlib.suppress(OSError):
             self._socket.close()
-
-
-def connect_to_supervisor(host: str, port: int, timeout_s: float) -> Connection:
-    """Connects to a supervisor.
-
-    Raises:
-      OSError: nobody listens there.
-    """
-    end = socket.create_connection((host, port), timeout=timeout_s)
-    end.settimeout(None)
-    return Connection(end)
-
-
-def open_listener(port: int = 0) -> socket.socket:
-    """A socket that listens on loopback.
-
-    Raises:
-      OSError: the port is taken.
-    """
-    return socket.create_server(("127.0.0.1", port), backlog=64)
 
 
 def has_token(message: Message | None, token: str) -> bool:
@@ -240,6 +229,7 @@ class MemberLimits:
       silent_s: longest without a word of a worker that is connected.
       leave_s: longest from an order to leave until it is followed.
       stuck_s: longest without progress of a whole world.
+      fence_s: how long a world that cannot be reached may go on to train.
     """
 
     processes: int
@@ -250,6 +240,7 @@ class MemberLimits:
     silent_s: float = 15.0
     leave_s: float = 60.0
     stuck_s: float = 1800.0
+    fence_s: float = 0.0
 
 
 @dataclasses.dataclass(slots=True)
@@ -258,7 +249,7 @@ class WorkerMember:
 
     Attributes:
       phase: ``starting``, ``ready`` for a world, or ``in`` one.
-      since_s: when the phase began.
+      since_s: when the phase began; infinite where it waits for a host.
       heard_s: when it was last heard of.
       connected: whether it has a connection.
       ready: its last message that it is ready.
@@ -306,7 +297,7 @@ def overdue(member: WorkerMember, limits: MemberLimits, now: float) -> str:
     """
     if member.connected and now - member.heard_s > limits.silent_s:
         return f"silent for {limits.silent_s:g} s"
-    waited = now - member.since_s
+    waited = now - member.since_s  # less than nothing where it waits for a host
     if member.phase == "starting" and waited > limits.start_s:
         return f"not ready {limits.start_s:g} s after its start"
     if member.phase == "in" and now > member.leave_by_s:

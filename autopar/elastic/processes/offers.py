@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-import socket
 import threading
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -18,7 +17,8 @@ import numpy as np
 
 from autopar.elastic.processes import tiles
 from autopar.elastic.processes.holding import Holding, Tiles, numpy_dtype
-from autopar.elastic.processes.members import has_token, open_listener
+from autopar.elastic.processes.members import has_token
+from autopar.elastic.processes.network import End, Network
 from autopar.elastic.processes.tiles import Tile
 from autopar.errors import PlanError
 
@@ -29,24 +29,23 @@ class Offers:
     """The holdings of this process and copies of others, offered on a port."""
 
     def __init__(
-        self, token: str, obey: Callable[[Mapping[str, Any]], Any] = lambda _: None
+        self,
+        token: str,
+        network: Network,
+        obey: Callable[[Mapping[str, Any]], Any] = lambda _: None,
     ) -> None:
         """Listens, and holds nothing yet.
 
         Args:
           token: that requests must have.
+          network: where others ask.
           obey: follows an order of another process, and returns the answer.
         """
         self._token, self._obey = token, obey
         self._lock = threading.Lock()
         self._held: dict[str, Holding] = {}
-        self._server = open_listener()
-        threading.Thread(target=self._accept, daemon=True, name="offers").start()
-
-    @property
-    def port(self) -> int:
-        """Where others ask."""
-        return int(self._server.getsockname()[1])
+        #: Where others ask, as ``HOST:PORT``.
+        self.address = network.address(network.listen(self._serve).port)
 
     def put(self, holding: Holding) -> None:
         """Offers a holding, with what is held of its version already."""
@@ -82,18 +81,9 @@ class Offers:
             found = self._held.get(name)
         return {} if found is None else found.tiles
 
-    def _accept(self) -> None:
-        while True:
-            try:
-                end, _ = self._server.accept()
-            except OSError:
-                return
-            end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            threading.Thread(target=self._serve, args=(end,), daemon=True).start()
-
-    def _serve(self, end: socket.socket) -> None:
+    def _serve(self, end: End) -> None:
         """Answers one connection until it closes or asks what it must not."""
-        stream = end.makefile("rwb")
+        stream = end.makefile("rb")
         try:
             while line := stream.readline(_LONGEST_LINE):
                 request = json.loads(line)
@@ -104,6 +94,7 @@ class Offers:
                     end.sendall(answer.encode() + b"\n")
                 elif "copies" in request:
                     self._take(request, stream)
+                    end.sendall(b"{}\n")
                 else:
                     self._give(request, end)
         except (OSError, ValueError, KeyError, EOFError):
@@ -111,7 +102,7 @@ class Offers:
         finally:
             end.close()
 
-    def _give(self, request: Mapping[str, Any], end: socket.socket) -> None:
+    def _give(self, request: Mapping[str, Any], end: End) -> None:
         tile, wanted = (tiles.from_data(request[k]) for k in ("tile", "part"))
         held = self.tiles(request["version"]).get(request["path"], {})
         if tile not in held:
@@ -139,8 +130,6 @@ class Offers:
                 extra=request["extra"],
             )
         )
-        stream.write(b"{}\n")
-        stream.flush()
 
 
 def _raw(array: np.ndarray) -> memoryview:
@@ -166,10 +155,12 @@ class Peer:
       OSError: from each method, when the other process is gone.
     """
 
-    def __init__(self, port: int, token: str, timeout_s: float = 30.0) -> None:
+    def __init__(
+        self, address: str, token: str, network: Network, timeout_s: float = 30.0
+    ) -> None:
         """Connects."""
-        self._end = socket.create_connection(("127.0.0.1", port), timeout=timeout_s)
-        self._end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._end = network.connect(address, timeout_s)
+        self._end.settimeout(timeout_s)
         self._stream = self._end.makefile("rb")
         self._token = token
 
@@ -237,22 +228,22 @@ class StateSource:
     Attributes:
       version: names it.
       shapes: path -> shape and dtype of each array.
-      holders: port of a process's offers -> path -> its tiles.
+      holders: address of a process's offers -> path -> its tiles.
     """
 
     version: str
     shapes: Mapping[str, tuple[tuple[int, ...], str]]
-    holders: Mapping[int, Mapping[str, frozenset[Tile]]]
+    holders: Mapping[str, Mapping[str, frozenset[Tile]]]
 
     @classmethod
     def from_data(cls, data: Mapping[str, Any]) -> StateSource:
         """Reads the supervisor's message."""
         holders = {
-            int(port): {
+            address: {
                 path: frozenset(map(tiles.from_data, some))
                 for path, some in held.items()
             }
-            for port, held in data["holders"].items()
+            for address, held in data["holders"].items()
         }
         shapes = {p: (tuple(s), d) for p, (s, d) in data["shapes"].items()}
         return cls(version=data["version"], shapes=shapes, holders=holders)
@@ -266,13 +257,14 @@ class Fetcher:
       remote_bytes: that came from other processes.
     """
 
-    def __init__(self, source: StateSource, offers: Offers, token: str) -> None:
+    def __init__(
+        self, source: StateSource, offers: Offers, token: str, network: Network
+    ) -> None:
         """Connects to nobody yet."""
         self.local_bytes = self.remote_bytes = 0
-        self._source, self._token = source, token
+        self._source, self._token, self._network = source, token, network
         self._own: Tiles = offers.tiles(source.version)
-        self._own_port = offers.port
-        self._peers: dict[int, Peer] = {}
+        self._peers: dict[str, Peer] = {}
         self._turn = 0
 
     @property
@@ -323,14 +315,14 @@ class Fetcher:
             self.local_bytes += into.nbytes
             return
         holders = [
-            p for p, x in self._source.holders.items() if tile in x.get(path, ())
+            a for a, x in self._source.holders.items() if tile in x.get(path, ())
         ]
         # In turn, so that one holder does not serve everybody.
         self._turn += 1
-        port = holders[self._turn % len(holders)]
-        if port not in self._peers:
-            self._peers[port] = Peer(port, self._token)
-        self._peers[port].fetch(self._source.version, path, tile, part, into)
+        address = holders[self._turn % len(holders)]
+        if address not in self._peers:
+            self._peers[address] = Peer(address, self._token, self._network)
+        self._peers[address].fetch(self._source.version, path, tile, part, into)
         self.remote_bytes += into.nbytes
 
     def close(self) -> None:

@@ -16,7 +16,8 @@ from typing import Annotated, Any
 
 import msgspec
 
-from autopar.elastic.processes.members import Message, connect_to_supervisor
+from autopar.elastic.processes.members import Connection, Message
+from autopar.elastic.processes.network import Network
 from autopar.errors import PlanError
 from autopar.units import number_of
 from autopar.whole_files import WaitingLines, write_whole
@@ -38,9 +39,9 @@ class _StateFields(msgspec.Struct):
     numbers: _Count
     token: str
     run: str
-    port: Annotated[int, msgspec.Meta(ge=0, le=65535)] = 0
-    reached: Annotated[int, msgspec.Meta(ge=-1)] = -1
     address: str = ""
+    reached: Annotated[int, msgspec.Meta(ge=-1)] = -1
+    secret: str = ""
     formed: bool = True
 
 
@@ -171,7 +172,8 @@ def command(folder: pathlib.Path, **words: Any) -> Message:
             "there is no run.json. Start one: autopar run --folder "
             f"{shlex.quote(str(folder))} SCRIPT.py"
         )
-    connection = connect_to_supervisor("127.0.0.1", state["port"], timeout_s=_ANSWER_S)
+    network = Network(secret=state["secret"])
+    connection = Connection(network.connect(state["address"], _ANSWER_S))
     connection.patience(_ANSWER_S)
     connection.send("command", token=state["token"], **words)
     answer = connection.receive()

@@ -12,68 +12,85 @@ service that died before; the world is then to be left.
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import os
 import socket
+import sys
 import threading
 from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
+from autopar.elastic.processes.coordination import hang_up, pass_on
+from autopar.elastic.processes.network import (
+    End,
+    Network,
+    join_address,
+    split_address,
+)
 from autopar_passes import jax_processes
 
 # Ends the waits of collectives whose other side is gone or has left.
 #
 # A collective of gloo waits for ever for a process that does not come. Shutting down
-# the connections between workers turns the wait into an error (Linux only, one
-# machine).
+# the connections between workers turns the wait into an error (Linux only).
 
 _ESTABLISHED, _LISTENING = "01", "0A"
 # gloo numbers the connections that it waits for; a world has few of them.
 _NUMBERS = 64
 
 
-def break_connections(peers: Iterable[int], but: Collection[int]) -> int:
-    """Shuts down this process's TCP connections to other processes.
+def break_connections(
+    pids: Iterable[int],
+    hosts: Collection[str],
+    but: Collection[int],
+    older: Collection[int] = (),
+) -> int:
+    """Shuts down this process's TCP connections to other processes of a world.
 
     Args:
-      peers: process ids of the other ends.
+      pids: process ids of the other ends that are on this host.
+      hosts: addresses of other hosts; what connects to them is the world's, as far as
+        can be seen from here.
       but: ports whose connections stay.
+      older: inodes of sockets to other hosts that stay, as they are from before.
 
     Returns:
       How many there were.
     """
     rows = _rows(_ESTABLISHED)
     inode_at = {(here, there): inode for here, there, inode in rows}
-    theirs = {inode for pid in peers for inode in inodes(pid)}
+    theirs = {inode for pid in pids for inode in inodes(pid)}
     own = inodes(os.getpid())
     count = 0
     for here, there, inode in rows:
-        other = inode_at.get((there, here))
-        if inode not in own or other not in theirs:
+        far = _host(there) in hosts and inode not in older
+        if inode not in own or not (far or inode_at.get((there, here)) in theirs):
             continue
         if not {_port(here), _port(there)} & set(but):
             count += _shut_down(own[inode])
     return count
 
 
-def listening() -> frozenset[int]:
-    """The ports on which this process waits for connections."""
+def listening() -> frozenset[str]:
+    """The addresses at which this process waits for connections."""
     own = inodes(os.getpid())
-    return frozenset(_port(here) for here, _, x in _rows(_LISTENING) if x in own)
+    found = {here for here, _, x in _rows(_LISTENING) if x in own}
+    return frozenset(join_address(_host(x), _port(x)) for x in found)
 
 
-def knock(ports: Iterable[int]) -> None:
+def knock(addresses: Iterable[str]) -> None:
     """Connects in the place of processes that gloo waits for, and hangs up.
 
     A process that died would have connected, and gloo waits for it without a limit.
 
     Args:
-      ports: on which gloo listens.
+      addresses: at which gloo listens.
     """
-    for port in ports:
+    for address in addresses:
         for number in range(_NUMBERS):
             with (
                 contextlib.suppress(OSError),
-                socket.create_connection(("127.0.0.1", port), 1.0) as end,
+                socket.create_connection(split_address(address), 1.0) as end,
             ):
                 end.sendall(number.to_bytes(8, "little"))
 
@@ -91,6 +108,17 @@ def _rows(state: str) -> list[tuple[str, str, int]]:
 
 def _port(address: str) -> int:
     return int(address.rpartition(":")[2], 16)
+
+
+def _host(address: str) -> str:
+    """The host of an address in ``/proc/net/tcp``: words of the processor's order."""
+    digits = bytes.fromhex(address.rpartition(":")[0])
+    words = [digits[k : k + 4] for k in range(0, len(digits), 4)]
+    if sys.byteorder == "little":
+        words = [word[::-1] for word in words]
+    found = ipaddress.ip_address(b"".join(words))
+    mapped = getattr(found, "ipv4_mapped", None)
+    return str(mapped or found)
 
 
 def inodes(pid: int) -> dict[int, int]:
@@ -130,17 +158,19 @@ class Relay:
       alone: whether it connects to nobody, as the service had died.
     """
 
-    def __init__(self, address: str, index: int, count: int, limit_s: float) -> None:
+    def __init__(
+        self, address: str, network: Network, index: int, count: int, limit_s: float
+    ) -> None:
         """Listens.
 
         Args:
           address: of the service.
+          network: on which it is reached.
           index: number of this process in the world.
           count: number of processes of the world.
           limit_s: longest that this process may take to connect.
         """
-        host, _, port = address.rpartition(":")
-        self._target = host.strip("[]"), int(port)
+        self._target, self._network = address, network
         self._index, self._count, self._limit_s = index, count, limit_s
         self._client: Any = None
         self._own: Any = None  # a service of this process, in the place of the other
@@ -149,7 +179,7 @@ class Relay:
         self._registered, self._connected = threading.Event(), threading.Event()
         self._closed = False
         self._lock = threading.Lock()
-        self._ends: list[socket.socket] = []
+        self._ends: list[End] = []
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
         self._start(self._accept)
@@ -171,7 +201,7 @@ class Relay:
             own, self._own = self._own, None
         self._connected.set()
         for end in ends:
-            _hang_up(end)
+            hang_up(end)
             end.close()
         if own is not None:
             own.shutdown()
@@ -185,6 +215,7 @@ class Relay:
                 own, _ = self._listener.accept()
             except OSError:
                 return
+            own.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             self._start(self._serve, own)
 
     def _serve(self, own: socket.socket) -> None:
@@ -194,7 +225,7 @@ class Relay:
         service = self._reach()
         if not self._keep(service):
             return
-        self._start(_pass_on, own, service)
+        self._start(pass_on, own, service)
         answers = _Answers()
         with contextlib.suppress(OSError):
             while data := service.recv(_CHUNK):
@@ -205,28 +236,26 @@ class Relay:
             self._connected.wait()
             shut_down(self._client)
             self.close()
-        _hang_up(own)
+        hang_up(own)
 
-    def _reach(self) -> socket.socket:
+    def _reach(self) -> End:
         """A connection to the service, or to one of this process where it is dead."""
         if not self.alone:
             with contextlib.suppress(OSError):
-                return socket.create_connection(self._target, self._limit_s)
+                return self._network.connect(self._target, self._limit_s)
             self._stand_in()
-        return socket.create_connection(self._target)
+        return Network().connect(self._target, self._limit_s)
 
     def _stand_in(self) -> None:
         """Starts a service at which all are there as soon as this process is."""
         self.alone = True
         address, self._own = jax_processes.open_service(self._count)
-        self._target = "127.0.0.1", int(address.rpartition(":")[2])
-
+        self._target = address
         for index in set(range(self._count)) - {self._index}:
             self._start(jax_processes.fill_place, address, index, int(self._limit_s))
 
-    def _keep(self, end: socket.socket) -> bool:
+    def _keep(self, end: End) -> bool:
         """Keeps a socket to close it; False: the relay is closed already."""
-        end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         with self._lock:
             if not self._closed:
                 self._ends.append(end)
@@ -268,17 +297,3 @@ def shut_down(client: Any) -> None:
     if client is not None:
         with contextlib.suppress(Exception):
             client.shutdown()
-
-
-def _pass_on(taken: socket.socket, given: socket.socket) -> None:
-    """Passes bytes on until one side ends."""
-    with contextlib.suppress(OSError):
-        while data := taken.recv(_CHUNK):
-            given.sendall(data)
-    _hang_up(given)
-
-
-def _hang_up(end: socket.socket) -> None:
-    """Ends a connection, and the waits of threads for it."""
-    with contextlib.suppress(OSError):
-        end.shutdown(socket.SHUT_RDWR)

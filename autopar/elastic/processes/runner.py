@@ -11,7 +11,6 @@ import pathlib
 import queue
 import secrets
 import signal
-import socket
 import sys
 import threading
 import time
@@ -22,11 +21,13 @@ from typing import Any
 from autopar.elastic.events import Resolved
 from autopar.elastic.ledger import event_data
 from autopar.elastic.processes.coordination import ServiceProcess
+from autopar.elastic.processes.hosts import HostLauncher
 from autopar.elastic.processes.launching import (
     Launcher,
     LocalLauncher,
     Placing,
     start_helper,
+    threads_needed,
 )
 from autopar.elastic.processes.link import (
     AHEAD_VARIABLE,
@@ -44,8 +45,8 @@ from autopar.elastic.processes.members import (
     end_text,
     has_token,
     late,
-    open_listener,
 )
+from autopar.elastic.processes.network import End, Listener, Network, split_address
 from autopar.elastic.processes.records import Records, read_state, workers_command
 from autopar.elastic.processes.supervisor import Supervisor
 from autopar.errors import PlanError, RunError
@@ -103,6 +104,16 @@ class Console:
                 self._reason = f"{data['error']}".partition("\n")[0]
             case "abort":
                 self._reason = self._reason or data["reason"]
+            case "fence":
+                return [
+                    "the workers of the last world cannot be reached, and may train "
+                    f"on: another world waits for {data['seconds']:g} s"
+                ]
+            case "host" if data["slots"]:
+                room = number_of(data["slots"], "worker")
+                return [f"host {data['name']} joined, with room for {room}"]
+            case "host":
+                return [f"host {data['name']} is gone"]
             case "refused" if "reason" in data:
                 return [f"refused: {data['reason']}"]
             case "service gone":
@@ -159,6 +170,8 @@ _TICK_S, _AWAY_S = 0.25, 3.0
 _COLLECTIVE = "xla_cpu_collective_timeout_seconds"
 # Commands without arguments.
 _PLAIN = ("status", "stop", "suspend")
+# How long a process that connects may take to say who it is.
+_FIRST_S = 10.0
 # How long workers may take to end when told to.
 _END_S = 10.0
 _LATE = f"it has not ended within {_END_S:g} s"
@@ -176,6 +189,8 @@ class RunJob:
       grace_s: how long workers go on without a supervisor.
       ahead: whether a process prepares programs of likely next worlds.
       collective_s: longest that a process waits for another one in a collective.
+      network: on which workers reach the supervisor.
+      port: at which they do; 0: one that is free.
     """
 
     command: tuple[str, ...]
@@ -185,6 +200,8 @@ class RunJob:
     grace_s: float = 60.0
     ahead: bool = True
     collective_s: int = 10
+    network: Network = dataclasses.field(default_factory=Network)
+    port: int = 0
 
 
 class Runner:
@@ -220,13 +237,11 @@ class Runner:
         if not known:
             self._say_anew(reached)
         self._token = known.get("token") or secrets.token_hex(16)
-        self._server = self._listening_on(known.get("port", 0))
-        self._port = int(self._server.getsockname()[1])
         self._connections: dict[int, Connection] = {}
         # Whether a worker has said a word to this supervisor; one that it starts will.
         self._heard = not known
         self._turned_s = time.monotonic()
-        self._service = ServiceProcess(job.limits.silent_s)
+        self._service = ServiceProcess(job.limits.silent_s, job.network)
         # Whether the world is to be formed again, with a service of this process.
         self._renews = bool(known.get("world"))
         # That of an earlier supervisor, until its worlds have been left.
@@ -239,12 +254,22 @@ class Runner:
         self._listening = Listening(job.limits, self, self._follow, job.folder)
         if known:
             self._adopt(known)
+        before_at = known.get("address")
+        port = split_address(before_at)[1] if before_at else job.port
+        self._server = self._listening_on(port)
+        self._address = job.network.address(self._server.port)
 
-    def _listening_on(self, port: int) -> socket.socket:
-        """A socket on the port that an earlier supervisor had; 0: any."""
+    def _listening_on(self, port: int) -> Listener:
+        """A listener on the port that an earlier supervisor had; 0: any."""
+        host = self._job.network.host
         try:
-            return open_listener(port)
+            return self._job.network.listen(self._receive, port)
         except OSError as error:
+            if not self._job.network.is_local:
+                raise PlanError(
+                    f"--listen: port {port} of {host} cannot be had: {error.strerror}. "
+                    "Name an address of this host and a port that is free."
+                ) from error
             raise PlanError(
                 f"port {port}, at which the processes of {self._job.folder} look for "
                 f"their supervisor, cannot be had: {error.strerror}. Another `autopar "
@@ -254,8 +279,12 @@ class Runner:
 
     def run(self) -> int:
         """Runs until the script has ended in all processes; returns the exit code."""
-        threading.Thread(target=self._accept, daemon=True).start()
         self._service.start()
+        if not self._job.network.is_local:
+            _print(
+                f"listens at {self._address}. Run `autopar worker --supervisor "
+                "HOST:PORT --secret FILE` on each host, with an address of this one."
+            )
         if not self.supervisor.members:
             self.supervisor.begin()
         self._write()
@@ -305,7 +334,7 @@ class Runner:
 
     @contextlib.contextmanager
     def _signals(self) -> Generator[None]:
-        """SIGINT and SIGTERM end the run and its workers."""
+        """SIGINT and SIGTERM end the run; SIGUSR1 has it saved, to go on later."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
@@ -314,8 +343,13 @@ class Runner:
             del number, frame
             self._events.put(lambda: self.supervisor.stop("interrupted.", 130))
 
+        def suspend(number: int, frame: Any) -> None:
+            del number, frame
+            self._events.put(lambda: self.supervisor.suspend())
+
         wakeup = signal.set_wakeup_fd(-1)  # who listens there would end this process
         before = {s: signal.signal(s, stop) for s in (signal.SIGINT, signal.SIGTERM)}
+        before[signal.SIGUSR1] = signal.signal(signal.SIGUSR1, suspend)
         try:
             yield
         finally:
@@ -349,7 +383,7 @@ class Runner:
 
     def spawn(self, worker: int) -> None:
         """See `Actions`."""
-        address = Address(self._port, self._token, worker, self._job.grace_s)
+        address = Address(self._address, self._token, worker, self._job.grace_s)
         env = {**self._environment(), VARIABLE: str(address)}
         self._processes[worker] = None
         self._processes[worker] = process = self._launcher.start(worker, env)
@@ -363,9 +397,7 @@ class Runner:
         }
         if self._job.devices is not None:
             env["JAX_NUM_CPU_DEVICES"] = str(self._job.devices)
-        # Collectives need a thread for each device and its peer.
-        devices = self._job.devices or 1
-        env.setdefault("NPROC", str(max(os.cpu_count() or 1, 2 * devices)))
+        env.setdefault("NPROC", threads_needed(self._job.devices or 1))
         # gloo may miss that a send has failed, and wait for the flag's half hour.
         flags = env.get("XLA_FLAGS", "")
         if _COLLECTIVE not in flags:
@@ -444,6 +476,32 @@ class Runner:
         """See `Reports`."""
         self._events.put(lambda: self._grow(machines))
 
+    def on_wait(self, worker: int) -> None:
+        """See `HostReports`."""
+        self._events.put(lambda: self.supervisor.on_wait(worker))
+
+    def on_start(self, worker: int) -> None:
+        """See `HostReports`."""
+        self._events.put(lambda: self.supervisor.on_start(worker))
+
+    def on_leave(self, worker: int) -> None:
+        """See `HostReports`."""
+        left = {"kind": "leave", "worker": worker}
+        self._events.put(lambda: self.supervisor.take(worker, left))
+
+    def on_unreached(self, worker: int, *, spare: bool) -> None:
+        """See `HostReports`."""
+        self._events.put(lambda: self._on_gone(worker, None, spare, reached=False))
+
+    def on_host(self, name: str, slots: int) -> None:
+        """See `HostReports`."""
+        self._events.put(lambda: self.log("host", name=name, slots=slots))
+
+    def has_link(self, worker: int) -> bool:
+        """See `HostReports`."""
+        connection = self._connections.get(worker)
+        return connection is not None and connection.is_open
+
     def _grow(self, machines: int) -> None:
         """Takes a worker more for each machine that joined, up to the most."""
         wanted = self.supervisor.wanted
@@ -451,11 +509,16 @@ class Runner:
         if processes > wanted:
             self.supervisor.resize(processes)
 
-    def _on_gone(self, worker: int, code: int | None, spare: bool = False) -> None:
+    def _on_gone(
+        self, worker: int, code: int | None, spare: bool, *, reached: bool = True
+    ) -> None:
         self._processes.pop(worker, None)
         if (connection := self._connections.pop(worker, None)) is not None:
             connection.close()
-        self.supervisor.on_end(worker, code, spare=spare)
+        if reached:
+            self.supervisor.on_end(worker, code, spare=spare)
+        else:
+            self.supervisor.on_unreached(worker, spare=spare)
 
     def _end(self) -> None:
         """Ends all processes that are left."""
@@ -486,21 +549,18 @@ class Runner:
 
     # Messages.
 
-    def _accept(self) -> None:
-        while True:
-            try:
-                end, _ = self._server.accept()
-            except OSError:
-                return
-            threading.Thread(target=self._receive, args=(end,), daemon=True).start()
-
-    def _receive(self, end: socket.socket) -> None:
+    def _receive(self, end: End) -> None:
         connection = Connection(end)
+        connection.patience(_FIRST_S)
         first = connection.receive()
+        if first is not None and first["kind"] == "host":
+            self._receive_host(first, connection)
+            return
         if first is None or not has_token(first, self._token):
             connection.send("refused", reason="wrong token")
             connection.close()
             return
+        connection.patience(None)
         if first["kind"] == "command":
             self._events.put(lambda: self._obey(first, connection))
             return
@@ -510,6 +570,15 @@ class Runner:
             self._events.put(
                 lambda message=message: self.supervisor.take(worker, message)
             )
+
+    def _receive_host(self, first: Message, connection: Connection) -> None:
+        """Serves the agent of a host; its secret is as good as a token."""
+        if isinstance(self._launcher, HostLauncher):
+            self._launcher.serve(first, connection)
+            return
+        reason = "the run is on one machine: start it with `autopar run --listen`."
+        connection.send("refused", reason=reason)
+        connection.close()
 
     def _greet(self, worker: int, first: Message, connection: Connection) -> None:
         self._connections[worker], self._heard = connection, True
@@ -556,7 +625,8 @@ class Runner:
     def _write(self) -> None:
         data = {
             "run": self._run,
-            "port": self._port,
+            "address": self._address,
+            "secret": self._job.network.secret,
             "token": self._token,
             "pid": os.getpid(),
             "workers": {str(w): _data(x) for w, x in self._processes.items()},
@@ -587,8 +657,3 @@ class Runner:
 
 def _data(process: ProcessId | None) -> Message | None:
     return None if process is None else process.to_data()
-
-
-def python_command(script: Sequence[str]) -> tuple[str, ...]:
-    """The command that runs a script with its arguments."""
-    return (sys.executable, *script)

@@ -24,8 +24,8 @@ from autopar.units import number_of
 
 # Who belongs to the next world, and with which state it goes on.
 
-# Port of a worker's offers -> version -> what it holds, as `Offers.listed` says.
-Held = Mapping[int, Mapping[str, Mapping[str, Any]]]
+# Address of a worker's offers -> version -> what it holds, as `Offers.listed` says.
+Held = Mapping[str, Mapping[str, Mapping[str, Any]]]
 
 
 def latest_state(held: Held) -> dict[str, Any] | None:
@@ -36,7 +36,7 @@ def latest_state(held: Held) -> dict[str, Any] | None:
     """
     versions = {name for mine in held.values() for name in mine}
     for name in sorted(versions, key=_order, reverse=True):
-        mine = {port: x[name] for port, x in held.items() if name in x}
+        mine = {address: x[name] for address, x in held.items() if name in x}
         shapes = {p: s for x in mine.values() for p, s in x["shapes"].items()}
         plain = {path: shape for path, (shape, _) in shapes.items()}
         if tiles.complete(plain, [x["tiles"] for x in mine.values()]):
@@ -46,7 +46,7 @@ def latest_state(held: Held) -> dict[str, Any] | None:
                 "step": some["step"],
                 "shapes": shapes,
                 "extra": some["extra"],
-                "holders": {port: x["tiles"] for port, x in mine.items()},
+                "holders": {address: x["tiles"] for address, x in mine.items()},
             }
     return None
 
@@ -60,7 +60,7 @@ def describe_world(
       ready: what each worker said as it became ready.
       workers: of the world.
     """
-    keys = ("port", "pid", "devices")
+    keys = ("address", "pid", "devices")
     return [{k: ready[w][k] for k in keys} | {"worker": w} for w in workers]
 
 
@@ -232,6 +232,8 @@ class Supervisor:
         self._progress_s = clock()
         self._early_s = math.inf
         self._ever = False
+        # Until when a world may train on whose workers cannot be reached.
+        self._fenced_s, self._says_fence = -math.inf, False
 
     def begin(self) -> None:
         """Starts the first workers."""
@@ -362,6 +364,22 @@ class Supervisor:
             handler(worker, member, message)
         self._advance()
 
+    def on_wait(self, worker: int) -> None:
+        """A worker waits for a host, for any length."""
+        if (member := self.members.get(worker)) is not None:
+            member.since_s = math.inf
+
+    def on_start(self, worker: int) -> None:
+        """A worker that waited has been started."""
+        if (member := self.members.get(worker)) is not None:
+            member.since_s = member.heard_s = self._clock()
+
+    def on_unreached(self, worker: int, *, spare: bool) -> None:
+        """A worker cannot be reached; whether it trains on is not known."""
+        if worker in self.world and worker in self.members:
+            self._fenced_s = self._clock() + self.limits.fence_s
+        self.on_end(worker, None, spare=spare)
+
     def on_end(self, worker: int, code: int | None, *, spare: bool = False) -> None:
         """A worker's process has ended; see `Reports`."""
         member = self.members.pop(worker, None)
@@ -448,6 +466,8 @@ class Supervisor:
             self._abort("a worker's script has ended")
         if self.state == "run" and now - self._progress_s > self.limits.stuck_s:
             self._abort("no progress")
+        if self.state == "gather" and self.result is None:
+            self._form_if_ready()
 
     def _take_hello(self, worker: int, member: WorkerMember, message: Message) -> None:
         """Tells a worker that connects again what it missed, and that all is well."""
@@ -618,6 +638,8 @@ class Supervisor:
         if not self._ever and waiting:
             return  # a run begins with all
         ready = members.ready_of(self.members)
+        if self._is_fenced(ready):
+            return
         new = choose_workers(
             ready, self.wanted, self._leaving, members.rows_of(self.members)
         )
@@ -629,6 +651,19 @@ class Supervisor:
             error = members.last_error(self.members) if new else self._ended
             self.stop(f"{why}; the last error was: {error}" if error else f"{why}.", 1)
 
+    def _is_fenced(self, ready: Sequence[int]) -> bool:
+        """Whether the last world may train on, so that another one must wait.
+
+        It cannot where one of its processes has left it: no collective ends without.
+        """
+        if any(w in self.world for w in ready) or not self._ever:
+            return False
+        left_s = self._fenced_s - self._clock()
+        if left_s > 0 and not self._says_fence:
+            self._do.log("fence", seconds=round(left_s, 1))
+        self._says_fence = left_s > 0
+        return left_s > 0
+
     def _form(self, workers: list[int]) -> None:
         if self.generation:
             self._do.close(self.generation - 1)
@@ -638,7 +673,7 @@ class Supervisor:
         self._planned_for = self.cluster
         self._renews, self._pause_s = False, None
         readies = {w: m.ready for w, m in self.members.items() if m.ready}
-        state = latest_state({r["port"]: r["holds"] for r in readies.values()})
+        state = latest_state({r["address"]: r["holds"] for r in readies.values()})
         address = ""
         if len(workers) > 1:
             address = self._do.open(self.generation, processes_of(readies, workers))

@@ -7,6 +7,7 @@ finished; the supervisor finds the latest step of which all is held by someone.
 from __future__ import annotations
 
 import atexit
+import collections
 import contextlib
 import dataclasses
 import gc
@@ -30,10 +31,12 @@ from autopar.elastic.processes.link import (
     Link,
 )
 from autopar.elastic.processes.members import Message, ProcessId
+from autopar.elastic.processes.network import Network, join_address, split_address
 from autopar.elastic.processes.offers import Fetcher, Offers, Peer, StateSource
 from autopar.elastic.processes.relay import (
     Relay,
     break_connections,
+    inodes,
     knock,
     listening,
     shut_down,
@@ -50,26 +53,26 @@ from autopar_passes import jax_processes
 class Copier:
     """Sends the state after each step to other processes, one step behind at most."""
 
-    def __init__(self, token: str) -> None:
+    def __init__(self, token: str, network: Network) -> None:
         """Has nobody to send to yet."""
-        self._token = token
+        self._token, self._network = token, network
         self._changed = threading.Condition()
         self._waiting: Holding | None = None
         self._busy = False
-        self._ports: tuple[int, ...] = ()
-        self._peers: dict[int, Peer] = {}
+        self._takers: tuple[str, ...] = ()
+        self._peers: dict[str, Peer] = {}
         threading.Thread(target=self._work, daemon=True, name="copies").start()
 
-    def aim(self, ports: Sequence[int]) -> None:
-        """Sends to the offers at these ports from now on."""
+    def aim(self, takers: Sequence[str]) -> None:
+        """Sends to the offers at these addresses from now on."""
         with self._changed:
-            self._ports, self._waiting = tuple(ports), None
+            self._takers, self._waiting = tuple(takers), None
 
     def send(self, held: Holding) -> None:
         """Sends copies in the background, once those of the step before have come."""
         self.wait()
         with self._changed:
-            if self._ports:
+            if self._takers:
                 self._waiting, self._busy = held, True
                 self._changed.notify_all()
 
@@ -87,19 +90,19 @@ class Copier:
                     self._changed.notify_all()
                     self._changed.wait()
                 held, self._waiting = self._waiting, None
-                ports = self._ports
-            for port in ports:
+                takers = self._takers
+            for address in takers:
                 # Who is gone is noticed by the supervisor.
                 with contextlib.suppress(OSError):
-                    self._copy(port, held)
+                    self._copy(address, held)
 
-    def _copy(self, port: int, held: Holding) -> None:
+    def _copy(self, address: str, held: Holding) -> None:
         try:
-            if port not in self._peers:
-                self._peers[port] = Peer(port, self._token)
-            self._peers[port].copy(held)
+            if address not in self._peers:
+                self._peers[address] = Peer(address, self._token, self._network)
+            self._peers[address].copy(held)
         except OSError:
-            if (peer := self._peers.pop(port, None)) is not None:
+            if (peer := self._peers.pop(address, None)) is not None:
                 peer.close()
             raise
 
@@ -225,16 +228,21 @@ class Team:
         self._recent: list[tuple[int, dict[str, Any], Mapping[str, Any]]] = []
         self._survive, self.rows, self._events = survive, rows, tuple(events)
         self._trains = False
-        # Ports that this process listened on before it joined its world.
-        self._listening: frozenset[int] = frozenset()
-        self._offers = Offers(address.token, self._obey)
-        self._copier = Copier(address.token)
+        # What this process listened at, and its sockets, before it joined its world.
+        self._listening: frozenset[str] = frozenset()
+        self._older: frozenset[int] = frozenset()
+        self._network = Network.of_environment()
+        self._offers = Offers(address.token, self._network, self._obey)
+        self._copier = Copier(address.token, self._network)
         self._caller: Threads | None = None
         try:
-            self._link = Link(address, self._break, self._drop_older)
+            # A world without a supervisor must not train beside one that has another.
+            holds = not (self._network.is_local or saves)
+            handlers = self._break, self._drop_older
+            self._link = Link(address, self._network, *handlers, holds=holds)
         except OSError as error:
             raise PlanError(
-                f"no supervisor at port {address.port} ({error}). Start the script "
+                f"no supervisor at {address.supervisor} ({error}). Start the script "
                 "with `autopar run --processes N script.py`."
             ) from error
         threading.Thread(target=self._watch, daemon=True, name="watch").start()
@@ -283,7 +291,8 @@ class Team:
         """Does what the supervisor does for a pause; the first process calls it."""
         generation, token = form["generation"], self._link.address.token
         self._last_generation = generation
-        peers = [Peer(m["port"], token) for m in form["members"][1:]]
+        others = form["members"][1:]
+        peers = [Peer(m["address"], token, self._network) for m in others]
         started = [self._link.pause(generation)]
         started += [p.order("pause", generation=generation) for p in peers]
         last = max(k for k in started if k is not None)
@@ -325,7 +334,7 @@ class Team:
             self._link.say(
                 "ready",
                 holds=self._offers.describe(),
-                port=self._offers.port,
+                address=self._offers.address,
                 pid=os.getpid(),
                 process=None if own is None else own.to_data(),
                 devices=local_devices(),
@@ -344,10 +353,13 @@ class Team:
     def _join(self, form: Message) -> Joined:
         self._form = form
         index, count = form["rank"], len(form["members"])
-        address = form["address"]
+        address = self._beside_supervisor(form["address"])
         jax_processes.leave_world()
-        relay = None if count == 1 else Relay(address, index, count, _CONNECT_S)
+        network, relay = self._network, None
+        if count > 1:
+            relay = Relay(address, network, index, count, _CONNECT_S)
         self._relay, self._listening = relay, listening()
+        self._older = frozenset(inodes(os.getpid()))
         if relay is not None:
             client = jax_processes.coordination_client(relay.address, index, _CONNECT_S)
             client.connect()
@@ -355,7 +367,7 @@ class Team:
             relay.on_client(client)
             if relay.alone:
                 raise WorldBroken("the coordination service died as the world formed")
-            jax_processes.enter_world(client, address, index, count)
+            jax_processes.enter_world(client, network.host, index, count)
         self._check_alive()
         devices = tuple(jax.devices())
         self._check_alive()
@@ -365,10 +377,10 @@ class Team:
         fetch = None
         if source is not None:
             token = self._link.address.token
-            fetch = Fetcher(StateSource.from_data(source), self._offers, token)
+            wanted = StateSource.from_data(source)
+            fetch = Fetcher(wanted, self._offers, token, network)
         members = form["members"]
-        ring = [members[(index + k) % count] for k in range(1, count)]
-        self._copier.aim([m["port"] for m in ring[: self._survive]])
+        self._copier.aim(takers([m["address"] for m in members], index, self._survive))
         return Joined(
             world=world,
             generation=form["generation"],
@@ -379,6 +391,13 @@ class Team:
             cluster=form.get("cluster"),
             why=form.get("why", ""),
         )
+
+    def _beside_supervisor(self, address: str) -> str:
+        """An address on the supervisor's host, by the way on which it is reached."""
+        if self._network.is_local or not address:
+            return address
+        host, _ = split_address(self._link.address.supervisor)
+        return join_address(host, split_address(address)[1])
 
     def _check_alive(self) -> None:
         if self._link.must_leave:
@@ -541,10 +560,13 @@ class Team:
 
     def _end_waits(self, form: Message) -> None:
         """Shuts connections down, and says that nobody comes who is waited for."""
-        ports = {m["port"] for m in form["members"]} | self._link.ports
+        members = [(*split_address(m["address"]), m["pid"]) for m in form["members"]]
+        ports = {port for _, port, _ in members} | self._link.ports
         ports.add(int(form["address"].rpartition(":")[2] or 0))
-        pids = [m["pid"] for m in form["members"] if m["pid"] != os.getpid()]
-        break_connections(pids, ports)
+        own, host = os.getpid(), self._network.host
+        pids = [pid for there, _, pid in members if there == host and pid != own]
+        hosts = {there for there, _, _ in members} - {host}
+        break_connections(pids, hosts, ports, self._older)
         self._cancel_calls()
         if not self._trains:  # gloo connects in the first step of a world
             knock(listening() - self._listening)
@@ -559,6 +581,34 @@ class Team:
         if reason:
             print(f"autopar: {reason}", file=sys.stderr)
         sys.exit(order.get("code", 0))
+
+
+def takers(addresses: Sequence[str], index: int, count: int) -> list[str]:
+    """Who takes copies of a process: the next ones on other hosts, each on its own.
+
+    Where there are fewer hosts, the next ones on hosts that have a copy already, and
+    last those of its own host.
+
+    Args:
+      addresses: of the processes by rank.
+      index: rank of the process.
+      count: how many copies there should be.
+
+    >>> takers(["a:1", "a:2", "b:1", "c:1"], 0, 2)
+    ['b:1', 'c:1']
+    >>> takers(["a:1", "a:2", "a:3"], 2, 1)
+    ['a:1']
+    """
+    size = len(addresses)
+    ring = [addresses[(index + k) % size] for k in range(1, size)]
+    used = collections.Counter({split_address(addresses[index])[0]: size})
+    found: list[str] = []
+    while ring and len(found) < count:
+        best = min(ring, key=lambda x: used[split_address(x)[0]])
+        used[split_address(best)[0]] += 1
+        ring.remove(best)
+        found.append(best)
+    return found
 
 
 def _older(held: holding.Holding, generation: int, step: int) -> bool:

@@ -13,7 +13,7 @@ import time
 
 import pytest
 
-from autopar.backends import leash
+from autopar.elastic.processes import leash
 from autopar.backends.ray_worker import ScriptActor
 
 WAIT = "import pathlib, sys, time; pathlib.Path(sys.argv[1]).touch(); time.sleep(300)"

@@ -14,6 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from autopar import PlanError
 from autopar.elastic.processes import holding, programs, tiles
+from autopar.elastic.processes.network import Network, new_secret
 from autopar.elastic.processes.offers import Fetcher, Offers, Peer, StateSource
 from autopar.elastic.processes.supervisor import latest_state
 from autopar.elastic.processes.team import Copier
@@ -59,28 +60,34 @@ def half(given: holding.Holding, first: bool) -> holding.Holding:
     )
 
 
+@pytest.fixture(params=[False, True], ids=["loopback", "tls"])
+def network(request: pytest.FixtureRequest) -> Network:
+    """A network of one machine, and one of several hosts."""
+    return Network("127.0.0.1", new_secret()) if request.param else Network()
+
+
 @pytest.fixture
-def two() -> tuple[Offers, Offers]:
+def two(network: Network) -> tuple[Offers, Offers]:
     """Two processes that together hold a state after step 3."""
     held = holding.hold(state(), step=3, generation=2, extra={})
-    offers = Offers(TOKEN), Offers(TOKEN)
+    offers = Offers(TOKEN, network), Offers(TOKEN, network)
     for own, first in zip(offers, (True, False), strict=True):
         own.put(half(held, first))
     return offers
 
 
 def source_of(offers: tuple[Offers, ...]) -> StateSource:
-    found = latest_state({x.port: x.describe() for x in offers})
+    found = latest_state({x.address: x.describe() for x in offers})
     assert found is not None
     assert (found["step"], found["extra"]) == (3, {"position": 24})
     return StateSource.from_data(found)
 
 
 def test_another_layout_is_put_together_from_two_processes(
-    two: tuple[Offers, Offers],
+    two: tuple[Offers, Offers], network: Network
 ) -> None:
     """Bit by bit; what the process itself holds is not fetched."""
-    fetch = Fetcher(source_of(two), two[0], TOKEN)
+    fetch = Fetcher(source_of(two), two[0], TOKEN, network)
     want = state()
     mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("x", "y"))
     specs = {"rows": ("y", "x"), "blocks": ("x",), "keys": ("y",)}
@@ -104,9 +111,9 @@ def test_another_layout_is_put_together_from_two_processes(
     assert fetch.remote_bytes == fetch.local_bytes - 4 - 3 * 8 * 4  # count and whole
 
 
-def test_nobody_holds_a_part(two: tuple[Offers, Offers]) -> None:
-    assert latest_state({two[0].port: two[0].describe()}) is None
-    fetch = Fetcher(source_of(two), two[0], TOKEN)
+def test_nobody_holds_a_part(two: tuple[Offers, Offers], network: Network) -> None:
+    assert latest_state({two[0].address: two[0].describe()}) is None
+    fetch = Fetcher(source_of(two), two[0], TOKEN, network)
     with pytest.raises(PlanError, match="no 'other'"):
         fetch("other", ((0,), (4,)))
     two[1].keep(lambda held: False)
@@ -115,14 +122,14 @@ def test_nobody_holds_a_part(two: tuple[Offers, Offers]) -> None:
     fetch.close()
 
 
-def test_copies_come_whole(two: tuple[Offers, Offers]) -> None:
+def test_copies_come_whole(two: tuple[Offers, Offers], network: Network) -> None:
     """Both halves are at one process, once the other's copies have come."""
-    copier = Copier(TOKEN)
-    copier.aim([two[0].port])
+    copier = Copier(TOKEN, network)
+    copier.aim([two[0].address])
     held = holding.hold(state(), step=3, generation=2, extra={"position": 24})
     copier.send(half(held, first=False))
     copier.wait()
-    alone = latest_state({two[0].port: two[0].describe()})
+    alone = latest_state({two[0].address: two[0].describe()})
     assert alone is not None
     np.testing.assert_array_equal(
         two[0].tiles("3.2")["rows"][((7, 0), (8, 8))],
@@ -131,17 +138,19 @@ def test_copies_come_whole(two: tuple[Offers, Offers]) -> None:
     assert set(two[0].tiles("3.2")["keys"]) == set(held.tiles["keys"])
 
 
-def test_a_process_that_is_gone_does_not_stop_copies() -> None:
+def test_a_process_that_is_gone_does_not_stop_copies(network: Network) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-    copier = Copier(TOKEN)
-    copier.aim([port])
+    copier = Copier(TOKEN, network)
+    copier.aim([f"127.0.0.1:{port}"])
     copier.send(holding.hold(state(), step=3, generation=2, extra={}))
     copier.wait()
 
 
-def test_who_has_no_token_gets_nothing(two: tuple[Offers, Offers]) -> None:
-    peer = Peer(two[0].port, "guess")
+def test_who_has_no_token_gets_nothing(
+    two: tuple[Offers, Offers], network: Network
+) -> None:
+    peer = Peer(two[0].address, "guess", network)
     tile = tiles.whole((8, 8))
     with pytest.raises((ConnectionError, OSError)):
         peer.fetch("3.2", "rows", tile, tile, np.empty((8, 8), np.float32))

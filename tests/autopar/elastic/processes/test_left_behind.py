@@ -12,6 +12,7 @@ import pytest
 
 from autopar.elastic.processes import link
 from autopar.elastic.processes import team as teams
+from autopar.elastic.processes.network import Network
 from autopar.elastic.processes.team import Team, WorldBroken
 
 
@@ -38,7 +39,8 @@ class Supervisor:
 @pytest.fixture
 def supervisor(monkeypatch: pytest.MonkeyPatch) -> Supervisor:
     found = Supervisor()
-    monkeypatch.setattr(link, "connect_to_supervisor", lambda *_, **__: found)
+    monkeypatch.setattr(link, "Connection", lambda _: found)
+    monkeypatch.setattr(Network, "connect", lambda *_, **__: None)
     return found
 
 
@@ -46,7 +48,7 @@ def supervisor(monkeypatch: pytest.MonkeyPatch) -> Supervisor:
 def team(supervisor: Supervisor, monkeypatch: pytest.MonkeyPatch) -> Iterator[Team]:
     monkeypatch.setattr(teams, "Offers", lambda *_: None)
     monkeypatch.setattr(Team, "_end_waits", lambda *_: None)
-    found = Team(link.Address(1, "token", 0, 60.0), survive=0, rows=0)
+    found = Team(link.Address("127.0.0.1:1", "token", 0, 60.0), survive=0, rows=0)
     found._form = {"generation": 3, "rank": 0, "members": [{}, {}], "address": ""}
     supervisor.order("form", generation=3)
     assert found._link.order()["kind"] == "form"

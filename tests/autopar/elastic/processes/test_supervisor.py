@@ -30,7 +30,7 @@ def test_survivors_go_on_without_the_dead() -> None:
     fake.ready(2, holds=holding(6, 1, WHOLE))
     assert fake.world() == [1, 2]
     state = fake.of("form")[-1][1]["state"]
-    assert (state["step"], list(state["holders"])) == (6, [9002])
+    assert (state["step"], list(state["holders"])) == (6, ["127.0.0.1:9002"])
 
 
 def test_the_latest_step_of_which_all_is_held() -> None:
@@ -40,7 +40,10 @@ def test_the_latest_step_of_which_all_is_held() -> None:
     fake.ready(0, holds=own)
     fake.ready(1, holds=holding(5, 1, RIGHT))
     state = fake.of("form")[-1][1]["state"]
-    assert (state["step"], sorted(state["holders"])) == (5, [9000, 9001])
+    assert (state["step"], sorted(state["holders"])) == (
+        5,
+        ["127.0.0.1:9000", "127.0.0.1:9001"],
+    )
 
 
 def test_tiles_of_two_worlds_are_not_mixed() -> None:

@@ -15,7 +15,7 @@ class OwnLink:
 
     lost = False
 
-    def __init__(self, address: Address, *_: Any) -> None:
+    def __init__(self, address: Address, *_: Any, **__: Any) -> None:
         self.address = address
         self.limits: list[tuple[int, int]] = []
 
@@ -30,7 +30,7 @@ class OwnLink:
 def team(monkeypatch: pytest.MonkeyPatch) -> teams.Team:
     monkeypatch.setattr(teams, "Link", OwnLink)
     monkeypatch.setattr(teams, "Offers", lambda *_: None)
-    found = teams.Team(Address(1, "token", 0, 60.0), survive=0, rows=0)
+    found = teams.Team(Address("127.0.0.1:1", "token", 0, 60.0), survive=0, rows=0)
     found._form = {"generation": 3, "rank": 1, "members": []}
     return found
 

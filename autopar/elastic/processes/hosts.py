@@ -1,0 +1,533 @@
+"""Workers on other hosts: the agent of a host, and what the supervisor knows of it.
+
+An agent (`autopar worker`) calls the supervisor, starts workers as it is told, and
+tells of their ends. Workers die with their agent: no process stays behind on a host.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+import os
+import pathlib
+import platform
+import queue
+import secrets
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from autopar.elastic.processes import leash
+from autopar.elastic.processes.launching import (
+    HostReports,
+    LocalLauncher,
+    Reports,
+    python_command,
+    threads_needed,
+)
+from autopar.elastic.processes.link import FOLDER_VARIABLE, VARIABLE, Address
+from autopar.elastic.processes.members import Connection, Message, ProcessId
+from autopar.elastic.processes.network import Network, route_to
+from autopar.errors import PlanError, RunError
+from autopar.units import number_of
+from autopar.version import __version__
+
+_BEAT_S = 1.0
+# A host without a word for so long cannot be reached, and its workers not be killed.
+_SILENT_S = 5.0
+# How long an agent may be away before workers that are away, too, are given up.
+_AWAY_S = 3.0
+_RETRY_S = 0.5
+# How long workers may take to leave a host that is asked to go.
+_LEAVE_S = 60.0
+
+
+@dataclasses.dataclass(slots=True)
+class Host:
+    """What the supervisor knows of a host.
+
+    Attributes:
+      name: of the host.
+      slots: how many workers it takes.
+      connection: to its agent; None: the agent is away.
+      workers: that it runs.
+      heard_s: when its agent was last heard of (`time.monotonic`).
+      leaves: whether it takes no more workers.
+    """
+
+    name: str
+    slots: int
+    connection: Connection | None
+    workers: set[int]
+    heard_s: float
+    leaves: bool = False
+
+    @property
+    def room(self) -> int:
+        """How many workers more it takes."""
+        open_ = self.connection is not None and not self.leaves
+        return self.slots - len(self.workers) if open_ else 0
+
+    @property
+    def is_reached(self) -> bool:
+        """Whether its agent has been heard of a short while ago."""
+        heard = time.monotonic() - self.heard_s < _SILENT_S
+        return self.connection is not None and heard
+
+
+class HostLauncher:
+    """Starts workers by the agents of hosts, as these come and go.
+
+    A worker waits until a host has room. Hosts are filled one after another, so that
+    processes that are near to each other share a world.
+    """
+
+    def __init__(self, words: Sequence[str], silent_s: float) -> None:
+        """Knows no hosts yet.
+
+        Args:
+          words: path of the script and its arguments.
+          silent_s: longest without a word of an agent before it is given up.
+        """
+        self._words, self._silent_s = tuple(words), silent_s
+        self._lock = threading.RLock()
+        self._hosts: dict[str, Host] = {}
+        self._waiting: dict[int, Mapping[str, str]] = {}
+        # Workers that an earlier supervisor had, whose agents have not called yet.
+        self._claimed: dict[int, float] = {}
+        self._reports: HostReports | None = None
+        self._closed = False
+
+    def begin(self, run: str, reports: Reports) -> None:
+        """See `Launcher`."""
+        del run
+        assert isinstance(reports, HostReports)
+        self._reports = reports
+
+    def start(self, worker: int, environment: Mapping[str, str]) -> ProcessId | None:
+        """See `Launcher`."""
+        # An agent has its own variables; it is sent what the run sets.
+        own = {k: v for k, v in environment.items() if os.environ.get(k) != v}
+        with self._lock:
+            self._waiting[worker] = own
+            self._told.on_wait(worker)
+            self._place()
+        return None
+
+    def watch(self, worker: int, process: ProcessId | None) -> bool:
+        """See `Launcher`; whether it runs is known once its agent has called."""
+        del process
+        with self._lock:
+            self._claimed[worker] = time.monotonic()
+        return True
+
+    def signal(self, worker: int, number: int) -> None:
+        """See `Launcher`; a worker that cannot be reached counts as gone if killed."""
+        gone = waits = False
+        with self._lock:
+            host = next((h for h in self._hosts.values() if worker in h.workers), None)
+            if self._waiting.pop(worker, None) is not None:
+                waits = True
+            elif host is not None and host.is_reached:
+                assert host.connection is not None
+                host.connection.send("signal", worker=worker, number=int(number))
+            elif number == signal.SIGKILL:
+                gone = self._claimed.pop(worker, None) is not None or host is not None
+                if host is not None:
+                    host.workers.discard(worker)
+        if waits:
+            self._told.on_end(worker, None)
+        elif gone:
+            self._told.on_unreached(worker, spare=self._has_room())
+
+    def close(self) -> None:
+        """See `Launcher`; agents end, too."""
+        with self._lock:
+            self._closed = True
+            for host in self._hosts.values():
+                if host.connection is not None:
+                    host.connection.send("end")
+
+    @property
+    def _told(self) -> HostReports:
+        assert self._reports is not None
+        return self._reports
+
+    def _has_room(self) -> bool:
+        with self._lock:
+            return any(h.room > 0 for h in self._hosts.values())
+
+    def _place(self) -> None:
+        """Starts workers that wait where there is room; holds the lock."""
+        for worker in sorted(self._waiting):
+            free = [h for h in self._hosts.values() if h.room > 0]
+            if not free:
+                return
+            host = max(free, key=lambda h: len(h.workers))
+            assert host.connection is not None
+            environment = self._waiting.pop(worker)
+            host.workers.add(worker)
+            given = {"words": self._words, "environment": environment}
+            host.connection.send("start", worker=worker, **given)
+            self._told.on_start(worker)
+
+    def serve(self, first: Message, connection: Connection) -> None:
+        """Serves an agent until its connection ends.
+
+        Args:
+          first: what it has said of its host.
+          connection: to it.
+        """
+        if wrong := _mismatch(first):
+            connection.send("refused", reason=wrong)
+            connection.close()
+            return
+        name = str(first["agent"])
+        connection.patience(self._silent_s)
+        connection.send("welcome")
+        self._welcome(name, first, connection)
+        while (message := connection.receive()) is not None:
+            self._take(name, message)
+        connection.close()
+        self._miss(name, connection)
+
+    def _welcome(self, name: str, first: Message, connection: Connection) -> None:
+        running = {int(w) for w in first["workers"]}
+        with self._lock:
+            host = self._hosts.get(name)
+            new = host is None
+            if host is None:
+                host = Host(first["name"], first["slots"], connection, set(), 0.0)
+                self._hosts[name] = host
+            host.connection, host.heard_s = connection, time.monotonic()
+            mine = running & self._claimed.keys()
+            host.workers |= mine
+            for worker in mine:
+                del self._claimed[worker]
+            ended = host.workers - running
+            stray = running - host.workers
+            host.workers -= ended
+            # Given up while the agent was away: another one has its place.
+            for worker in stray:
+                connection.send("signal", worker=worker, number=signal.SIGKILL)
+            if self._closed:
+                connection.send("end")
+            self._place()
+            room = max(0, host.room - len(self._claimed)) if new else 0
+        for worker in ended:
+            self._told.on_end(worker, first["ended"].get(str(worker)))
+        if new:
+            self._told.on_host(host.name, host.slots)
+        if room:
+            self._told.on_join(room)
+
+    def _take(self, name: str, message: Message) -> None:
+        with self._lock:
+            host = self._hosts[name]
+            host.heard_s = time.monotonic()
+            if message["kind"] == "leave":
+                host.leaves = True
+                leaving = sorted(host.workers)
+            elif message["kind"] == "ended":
+                host.workers.discard(int(message["worker"]))
+                self._place()
+        if message["kind"] == "ended":
+            self._told.on_end(int(message["worker"]), message["code"])
+        elif message["kind"] == "leave":
+            for worker in leaving:
+                self._told.on_leave(worker)
+
+    def _miss(self, name: str, connection: Connection) -> None:
+        """Gives workers up whose agent is away, where they are away, too."""
+        with self._lock:
+            host = self._hosts[name]
+            if host.connection is not connection:
+                return  # it has called again
+            host.connection = None
+        end = time.monotonic() + _AWAY_S
+        while time.monotonic() < end or host.workers:
+            time.sleep(_RETRY_S)
+            with self._lock:
+                if host.connection is not None or self._closed:
+                    return
+                late = time.monotonic() > end
+                gone = [w for w in host.workers if not self._told.has_link(w)]
+                gone = sorted(gone) if late else []
+                host.workers -= set(gone)
+            for worker in gone:
+                self._told.on_unreached(worker, spare=self._has_room())
+        with self._lock:
+            if host.connection is None:
+                del self._hosts[name]
+                self._told.on_host(host.name, 0)
+
+
+def _mismatch(first: Message) -> str:
+    """Why the agent of a host cannot take part; '': it can."""
+    own = _versions()
+    theirs = first.get("versions")
+    if not isinstance(theirs, dict) or theirs != own:
+        return (
+            f"the supervisor has {_listed(own)}, and this host "
+            f"{_listed(theirs if isinstance(theirs, dict) else {})}: install the same."
+        )
+    if not isinstance(first.get("slots"), int) or first["slots"] < 1:
+        return f"--slots {first.get('slots')!r} must be a number from 1 on."
+    return ""
+
+
+def _versions() -> dict[str, str]:
+    # Not of jax: an agent starts without it, and a script may choose its own.
+    return {
+        "autopar": __version__,
+        "python": ".".join(platform.python_version_tuple()[:2]),
+    }
+
+
+def _listed(versions: Mapping[str, str]) -> str:
+    return " and ".join(f"{k} {v}" for k, v in versions.items()) or "no version"
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class AgentOptions:
+    """What `autopar worker` is asked for.
+
+    Attributes:
+      supervisor: ``HOST:PORT`` of the supervisor.
+      secret: of the run, as PEM text.
+      slots: how many workers this host takes.
+      folder: where workers keep plans and programs.
+      address: of this host, as others reach it; '': that on the way to the supervisor.
+      grace_s: how long a supervisor that is away is waited for.
+    """
+
+    supervisor: str
+    secret: str
+    slots: int
+    folder: pathlib.Path
+    address: str = ""
+    grace_s: float = 60.0
+
+
+class Agent:
+    """Starts workers of a run on this host."""
+
+    def __init__(self, options: AgentOptions) -> None:
+        """Has not called yet."""
+        self._options = options
+        self._name = secrets.token_hex(8)
+        self._events: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._launcher: LocalLauncher | None = None
+        self._running: set[int] = set()
+        self._ended: dict[int, int | None] = {}
+        self._connection: Connection | None = None
+        self._network = Network("", options.secret)
+        self._code: int | None = None
+        self._leave_by_s = math.inf
+        self._refused = ""
+
+    def run(self) -> int:
+        """Takes part until the run ends, or this host is asked to go.
+
+        Returns:
+          The exit status.
+
+        Raises:
+          PlanError: the supervisor refuses this host, or cannot be reached.
+          RunError: the supervisor has gone and not come back.
+        """
+        self._call()
+        with self._signals():
+            while self._code is None:
+                with contextlib.suppress(queue.Empty):
+                    self._events.get(timeout=0.1)()
+                self._look_after()
+        self._end_workers()
+        if self._connection is not None:
+            self._connection.close()
+        return self._code
+
+    def _say(self, text: str) -> None:
+        print(f"autopar worker: {text}", file=sys.stderr, flush=True)
+
+    def _call(self) -> None:
+        """Connects to the supervisor; it may start later than this process."""
+        options, said = self._options, False
+        end = time.monotonic() + options.grace_s
+        while True:
+            try:
+                host = options.address or route_to(options.supervisor)
+                self._network = Network(host, options.secret)
+                connection = Connection(self._network.connect(options.supervisor, 10.0))
+                break
+            except ValueError as error:
+                raise PlanError(f"--supervisor: {error}.") from error
+            except OSError as error:
+                if time.monotonic() > end:
+                    raise self._unreached(error) from error
+                if not said:
+                    self._say(
+                        f"waits for a supervisor at {options.supervisor}: {error}"
+                    )
+                said = True
+            if self._leave_by_s < math.inf:
+                self._code = 0
+                return
+            time.sleep(_RETRY_S)
+        connection.send(
+            "host",
+            agent=self._name,
+            name=f"{socket.gethostname()} ({host})",
+            slots=options.slots,
+            versions=_versions(),
+            workers=sorted(self._running),
+            ended={str(w): code for w, code in self._ended.items()},
+        )
+        connection.patience(10.0)
+        answer = connection.receive()
+        if answer is None:
+            raise PlanError(
+                f"{options.supervisor} hung up: it has another secret, or is no "
+                "supervisor of `autopar run --listen`."
+            )
+        if answer["kind"] == "refused":
+            raise PlanError(f"the supervisor refuses this host: {answer['reason']}")
+        connection.patience(None)
+        self._connection = connection
+        takes = number_of(options.slots, "worker")
+        self._say(f"joined the run at {options.supervisor}; this host takes {takes}")
+        for work in (self._listen, self._beat):
+            threading.Thread(target=work, args=(connection,), daemon=True).start()
+
+    def _unreached(self, error: OSError) -> PlanError | RunError:
+        options = self._options
+        where = f"no supervisor at {options.supervisor} within {options.grace_s:g} s"
+        if self._running or self._ended:
+            return RunError(f"{where}: {error}. The workers of this host are ended.")
+        return PlanError(
+            f"{where}: {error}. Start `autopar run --listen` there, and give this host "
+            "the same secret."
+        )
+
+    def _listen(self, connection: Connection) -> None:
+        while (message := connection.receive()) is not None:
+            self._events.put(lambda message=message: self._obey(message))
+        self._events.put(lambda: self._lose(connection))
+
+    def _beat(self, connection: Connection) -> None:
+        while connection.is_open and connection.send("beat"):
+            time.sleep(_BEAT_S)
+
+    def _lose(self, connection: Connection) -> None:
+        """Looks for a supervisor that was started again."""
+        if connection is not self._connection or self._code is not None:
+            return
+        connection.close()
+        self._connection = None
+        try:
+            self._call()
+        except (PlanError, RunError):
+            self._end_workers()
+            raise
+
+    def _obey(self, message: Message) -> None:
+        match message["kind"]:
+            case "start":
+                self._start(message)
+            case "signal" if self._launcher is not None:
+                self._launcher.signal(int(message["worker"]), int(message["number"]))
+            case "end":
+                self._code = 0
+            case _:
+                pass
+
+    def _start(self, message: Message) -> None:
+        worker, words = int(message["worker"]), list(map(str, message["words"]))
+        if not pathlib.Path(words[0]).is_file():
+            self._say(f"there is no script {words[0]} in {os.getcwd()} on this host")
+            self._report(worker, 2)
+            return
+        if self._launcher is None:
+            # Workers must not outlive this process: nobody else could end them.
+            command = [sys.executable, leash.__file__, str(os.getpid())]
+            command += python_command(words)
+            self._launcher = LocalLauncher(command, names=True)
+            self._launcher.begin("", self)
+        self._running.add(worker)
+        self._launcher.start(worker, self._environment(message["environment"]))
+
+    def _environment(self, given: Mapping[str, str]) -> dict[str, str]:
+        told = dataclasses.replace(
+            Address.parse(given[VARIABLE]), supervisor=self._options.supervisor
+        )
+        devices = int(given.get("JAX_NUM_CPU_DEVICES", 1))
+        own = {"NPROC": threads_needed(devices)}
+        return {
+            **own,
+            **os.environ,
+            **given,
+            **self._network.variables(),
+            VARIABLE: str(told),
+            FOLDER_VARIABLE: str(self._options.folder.absolute()),
+        }
+
+    def on_end(self, worker: int, code: int | None, *, spare: bool = False) -> None:
+        """See `Reports`."""
+        del spare
+        self._events.put(lambda: self._report(worker, code))
+
+    def _report(self, worker: int, code: int | None) -> None:
+        self._running.discard(worker)
+        self._ended[worker] = code
+        if self._connection is not None:
+            self._connection.send("ended", worker=worker, code=code)
+
+    def _look_after(self) -> None:
+        """Ends once all workers have left a host that is asked to go."""
+        if self._leave_by_s < math.inf and (
+            not self._running or time.monotonic() > self._leave_by_s
+        ):
+            self._code = 0
+
+    @contextlib.contextmanager
+    def _signals(self) -> Iterator[None]:
+        """SIGTERM and SIGINT ask the workers of this host to leave; twice: at once."""
+
+        def leave(number: int, frame: Any) -> None:
+            del number, frame
+            if self._leave_by_s < math.inf:
+                self._leave_by_s = 0.0
+                return
+            self._leave_by_s = time.monotonic() + _LEAVE_S
+            self._events.put(self._ask_to_leave)
+
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        both = (signal.SIGTERM, signal.SIGINT)
+        before = {s: signal.signal(s, leave) for s in both}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _ask_to_leave(self) -> None:
+        self._say("leaves the run; its workers end after the step that they are in")
+        if self._connection is not None:
+            self._connection.send("leave")
+
+    def _end_workers(self) -> None:
+        launcher, end = self._launcher, time.monotonic() + _RETRY_S
+        while launcher is not None and self._running:
+            for worker in self._running if time.monotonic() > end else ():
+                launcher.signal(worker, signal.SIGKILL)
+            with contextlib.suppress(queue.Empty):
+                self._events.get(timeout=0.1)()
+        if launcher is not None:
+            launcher.close()
