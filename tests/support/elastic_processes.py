@@ -31,28 +31,35 @@ class Run:
 
     def started(self) -> subprocess.Popen[str]:
         """Starts `autopar run`; once more where its supervisor was killed."""
-        given = {"folder": self.folder, "no-ahead": None, **self.options}
-        script = given.pop("script", SCRIPT)
-        flags = given.pop("flags", FLAGS)
-        options = [f"--{k}" if v is None else f"--{k}={v}" for k, v in given.items()]
-        places = (ROOT, ROOT / "solver", ROOT / "passes", ROOT / "tests" / "support")
-        env = {
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join(map(str, places)),
-            "XLA_FLAGS": flags,
-            "JAX_PLATFORMS": "cpu",
-            "NPROC": "4",
-        }
         self.folder.mkdir(exist_ok=True)
         with open(self.folder / "output", "a") as output:
             return subprocess.Popen(
-                [sys.executable, "-m", "autopar", "run", *options, str(script)]
-                + [str(word) for word in self.words],
-                env=env,
+                self.command_line(),
+                env=self.environment(),
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 text=True,
             )
+
+    def command_line(self) -> list[str]:
+        """The command that starts it."""
+        given = {"folder": self.folder, "no-ahead": None, **self.options}
+        script = given.pop("script", SCRIPT)
+        given.pop("flags", None)
+        options = [f"--{k}" if v is None else f"--{k}={v}" for k, v in given.items()]
+        words = [str(script), *map(str, self.words)]
+        return [sys.executable, "-m", "autopar", "run", *options, *words]
+
+    def environment(self) -> dict[str, str]:
+        """Of its processes."""
+        places = (ROOT, ROOT / "solver", ROOT / "passes", ROOT / "tests" / "support")
+        return {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(map(str, places)),
+            "XLA_FLAGS": self.options.get("flags", FLAGS),
+            "JAX_PLATFORMS": "cpu",
+            "NPROC": "4",
+        }
 
     def output(self) -> str:
         return (self.folder / "output").read_text()

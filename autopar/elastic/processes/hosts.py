@@ -19,7 +19,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any
 
 from autopar.elastic.processes import leash
@@ -58,6 +58,7 @@ class Host:
       workers: that it runs.
       heard_s: when its agent was last heard of (`time.monotonic`).
       leaves: whether it takes no more workers.
+      missed: how many workers were given up as it could not be reached.
     """
 
     name: str
@@ -66,12 +67,20 @@ class Host:
     workers: set[int]
     heard_s: float
     leaves: bool = False
+    missed: int = 0
+
+    def give_up(self, workers: Sequence[int]) -> None:
+        """Counts workers as gone; when its agent calls again, they are ended."""
+        self.workers -= set(workers)
+        self.missed += len(workers)
+        if workers and self.connection is not None:
+            self.connection.close()
 
     @property
     def room(self) -> int:
         """How many workers more it takes."""
-        open_ = self.connection is not None and not self.leaves
-        return self.slots - len(self.workers) if open_ else 0
+        takes = self.is_reached and not self.leaves
+        return self.slots - len(self.workers) if takes else 0
 
     @property
     def is_reached(self) -> bool:
@@ -139,7 +148,7 @@ class HostLauncher:
             elif number == signal.SIGKILL:
                 gone = self._claimed.pop(worker, None) is not None or host is not None
                 if host is not None:
-                    host.workers.discard(worker)
+                    host.give_up([worker])
         if waits:
             self._told.on_end(worker, None)
         elif gone:
@@ -218,7 +227,10 @@ class HostLauncher:
             if self._closed:
                 connection.send("end")
             self._place()
-            room = max(0, host.room - len(self._claimed)) if new else 0
+            # Workers of an earlier supervisor may be its own.
+            room = max(0, host.room - len(self._claimed))
+            room = room if new else min(room, host.missed)
+            host.missed = 0
         for worker in ended:
             self._told.on_end(worker, first["ended"].get(str(worker)))
         if new:
@@ -230,9 +242,9 @@ class HostLauncher:
         with self._lock:
             host = self._hosts[name]
             host.heard_s = time.monotonic()
+            leaving = sorted(host.workers)
             if message["kind"] == "leave":
                 host.leaves = True
-                leaving = sorted(host.workers)
             elif message["kind"] == "ended":
                 host.workers.discard(int(message["worker"]))
                 self._place()
@@ -258,7 +270,7 @@ class HostLauncher:
                 late = time.monotonic() > end
                 gone = [w for w in host.workers if not self._told.has_link(w)]
                 gone = sorted(gone) if late else []
-                host.workers -= set(gone)
+                host.give_up(gone)
             for worker in gone:
                 self._told.on_unreached(worker, spare=self._has_room())
         with self._lock:
@@ -481,6 +493,9 @@ class Agent:
         del spare
         self._events.put(lambda: self._report(worker, code))
 
+    def on_join(self, machines: int) -> None:
+        """See `Reports`; an agent has one host."""
+
     def _report(self, worker: int, code: int | None) -> None:
         self._running.discard(worker)
         self._ended[worker] = code
@@ -495,7 +510,7 @@ class Agent:
             self._code = 0
 
     @contextlib.contextmanager
-    def _signals(self) -> Iterator[None]:
+    def _signals(self) -> Generator[None]:
         """SIGTERM and SIGINT ask the workers of this host to leave; twice: at once."""
 
         def leave(number: int, frame: Any) -> None:

@@ -13,8 +13,8 @@ import time
 
 import pytest
 
-from autopar.elastic.processes import leash
 from autopar.backends.ray_worker import ScriptActor
+from autopar.elastic.processes import leash
 
 WAIT = "import pathlib, sys, time; pathlib.Path(sys.argv[1]).touch(); time.sleep(300)"
 

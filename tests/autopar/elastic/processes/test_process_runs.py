@@ -14,15 +14,10 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import checkout
-import elastic_runs
-import jax
-import numpy as np
 import pytest
-import step_forms as forms
 from command_line import exit_code
 from elastic_processes import LIMIT_S, Run
-
-import autopar
+from process_losses import check_losses
 
 pytestmark = pytest.mark.cluster
 
@@ -42,26 +37,6 @@ def start(tmp_path: pathlib.Path) -> Iterator[Start]:
     yield started
     for run in runs:
         run.clean()
-
-
-def check_losses(run: Run, steps: int) -> None:
-    """All steps were done, and each as in a run of one process without changes."""
-    step = autopar.parallelize(forms.plain_step, cluster="1:cpu", split_batch=False)
-    alone = autopar.elastic(
-        step,
-        forms.create_plain,
-        elastic_runs.source,
-        batch=forms.BATCH,
-        steps=steps,
-        args=(jax.random.key(0),),
-        ahead=False,
-    )
-    want = elastic_runs.losses(alone)
-    found = run.steps()
-    assert {k for k, _ in found} == set(range(steps))
-    np.testing.assert_allclose(
-        [loss for _, loss in found], [want[k] for k, _ in found], rtol=2e-5
-    )
 
 
 def test_processes_join_and_leave(start: Start) -> None:

@@ -569,3 +569,25 @@ class TestSuspending:
                 fake.tell(worker, "finished", generation=1, step=9)
         assert fake.supervisor.resize(4) == "the run is ending."
         assert fake.started == [0, 1]
+
+
+class TestUnreached:
+    """Workers of other hosts that cannot be reached may train on."""
+
+    def test_nothing_waits_where_one_has_left_their_world(self) -> None:
+        fake = running(2, fence_s=30.0)
+        fake.supervisor.on_unreached(1, spare=False)
+        fake.ready(0, holds=holding(5, 1, WHOLE))
+        assert fake.world() == [0]
+
+    def test_another_world_waits_where_all_are_out_of_reach(self) -> None:
+        fake = running(2, fence_s=30.0)
+        for worker in range(2):
+            fake.supervisor.on_unreached(worker, spare=True)
+        new = fake.started[2:]
+        fake.ready(*new)
+        assert len(fake.of("form")) == 2
+        assert any("may train on" in line for line in fake.printed)
+        fake.now = 31.0
+        fake.supervisor.tick()
+        assert fake.world() == new

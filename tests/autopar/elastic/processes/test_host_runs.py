@@ -1,0 +1,122 @@
+"""Runs over several hosts: hosts come, go and are lost; losses are those of one."""
+
+from __future__ import annotations
+
+import pathlib
+import signal
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from host_runs import HostRun, Hosts, why_not
+from process_losses import check_losses
+
+REASON = why_not()
+pytestmark = [
+    pytest.mark.cluster,
+    pytest.mark.skipif(bool(REASON), reason=REASON),
+]
+
+Start = Callable[..., HostRun]
+
+
+@pytest.fixture(scope="module")
+def hosts() -> Iterator[Hosts]:
+    """Three hosts, and one for the supervisor."""
+    made = Hosts(4)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def start(hosts: Hosts, tmp_path: pathlib.Path) -> Iterator[Start]:
+    """Starts a run and the agents of its hosts."""
+    runs: list[HostRun] = []
+
+    def started(*words: Any, agents: int = 3, **options: Any) -> HostRun:
+        folder = tmp_path / "run"
+        run = HostRun(hosts, folder, folder / "losses", *words, **options)
+        runs.append(run)
+        for host in range(agents):
+            run.start_agent(host)
+        return run
+
+    yield started
+    for run in runs:
+        run.clean()
+    for host in range(hosts.count):
+        hosts.link(host, up=True)
+
+
+def test_workers_and_agents_are_killed_and_hosts_join(start: Start) -> None:
+    """State is split over hosts; what one of them had alone lies on others, too."""
+    run = start(300, 1, 0.03, processes=2, agents=2)
+    run.wait_for_size(2)
+    run.start_agent(2)
+    run.wait_for_size(3)
+    run.kill(run.world()[0])
+    run.wait_for_size(2)
+    host = run.host_of(run.world()[1])
+    run.agents[host].kill()  # its workers die with it
+    run.wait_for_size(1)
+    run.start_agent(host)
+    run.wait_for_size(2)
+    assert run.wait() == 0, run.output()
+    assert all(agent.wait(20) == 0 for h, agent in run.agents.items() if h != host)
+    check_losses(run, 300)
+
+
+def test_a_host_is_lost_and_comes_back(start: Start, hosts: Hosts) -> None:
+    """Nothing ends its connections; its workers are led out when it is back."""
+    run = start(400, 1, 0.03, processes=3, silence=5)
+    run.wait_for_size(3)
+    host = run.host_of(run.world()[1])
+    hosts.link(host, up=False)
+    run.wait_for_size(2)
+    hosts.link(host, up=True)
+    run.wait_for_size(3)
+    assert run.wait() == 0, run.output()
+    check_losses(run, 400)
+
+
+def test_a_host_that_is_asked_to_go(start: Start) -> None:
+    run = start(300, 0, 0.03, processes=3)
+    run.wait_for_size(3)
+    host = run.host_of(run.world()[0])
+    run.agents[host].send_signal(signal.SIGTERM)
+    run.wait_for_size(2)
+    assert run.agents[host].wait(60) == 0
+    assert run.wait() == 0, run.output()
+    check_losses(run, 300)
+
+
+def test_the_supervisor_is_killed_and_started_again(start: Start) -> None:
+    """Workers train on meanwhile, and agents find it again."""
+    run = start(300, 1, 0.03, processes=3)
+    run.wait_for_size(3)
+    worlds = len(run.worlds())
+    run.kill_supervisor()
+    run.process = run.started()
+    run.wait_for_worlds(worlds + 1)
+    run.kill(run.world()[2])
+    run.wait_for_size(2)
+    assert run.wait() == 0, run.output()
+    check_losses(run, 300)
+
+
+def test_two_worlds_never_train(start: Start, hosts: Hosts, tmp_path: Any) -> None:
+    """All hosts are cut off from the supervisor, and train on as long as they may.
+
+    Another one waits for them; it starts from the checkpoint they have saved.
+    """
+    saves = tmp_path / "saves"
+    run = start(400, 1, 0.05, saves, processes=2, agents=2, silence=3, grace=6)
+    run.wait_for_size(2)
+    hosts.link(hosts.count - 1, up=False)
+    run.start_agent(2)
+    run.wait_for_words("may train on")
+    hosts.link(hosts.count - 1, up=True)
+    run.wait_for_words("another")
+    run.wait_for_worlds(2)
+    assert run.wait() == 0, run.output()
+    check_losses(run, 400)

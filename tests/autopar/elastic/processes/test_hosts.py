@@ -1,0 +1,246 @@
+"""Workers on hosts whose agents are only written down."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from typing import Any
+
+import pytest
+
+from autopar.elastic.processes import hosts
+from autopar.elastic.processes.hosts import HostLauncher
+
+
+class Agent:
+    """The supervisor's end of the connection to an agent."""
+
+    def __init__(self) -> None:
+        self.sent: list[tuple[str, dict[str, Any]]] = []
+        self.is_open = True
+        self._told = threading.Semaphore(0)
+        self._says: list[Any] = []
+
+    def send(self, kind: str, **data: Any) -> bool:
+        self.sent.append((kind, data))
+        return True
+
+    def patience(self, seconds: float | None) -> None:
+        pass
+
+    def say(self, kind: str, **data: Any) -> None:
+        """What the agent says next."""
+        self._says.append({"kind": kind, **data})
+        self._told.release()
+
+    def receive(self) -> Any:
+        self._told.acquire()
+        return self._says.pop(0)
+
+    def close(self) -> None:
+        if self.is_open:
+            self.is_open = False
+            self._says.append(None)
+            self._told.release()
+
+    def started(self) -> list[int]:
+        return [data["worker"] for kind, data in self.sent if kind == "start"]
+
+
+class Run:
+    """What a launcher tells the run."""
+
+    def __init__(self) -> None:
+        self.told: list[tuple[Any, ...]] = []
+        self.linked: set[int] = set()
+
+    def on_end(self, worker: int, code: int | None, *, spare: bool = False) -> None:
+        self.told.append(("end", worker, code))
+
+    def on_unreached(self, worker: int, *, spare: bool) -> None:
+        self.told.append(("unreached", worker, spare))
+
+    def on_join(self, machines: int) -> None:
+        self.told.append(("join", machines))
+
+    def on_wait(self, worker: int) -> None:
+        self.told.append(("wait", worker))
+
+    def on_start(self, worker: int) -> None:
+        self.told.append(("start", worker))
+
+    def on_leave(self, worker: int) -> None:
+        self.told.append(("leave", worker))
+
+    def on_host(self, name: str, slots: int) -> None:
+        self.told.append(("host", name, slots))
+
+    def has_link(self, worker: int) -> bool:
+        return worker in self.linked
+
+    def wait_for(self, *wanted: Any) -> None:
+        end = time.monotonic() + 20
+        while wanted not in self.told:
+            assert time.monotonic() < end, self.told
+            time.sleep(0.005)
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> tuple[HostLauncher, Run]:
+    monkeypatch.setattr(hosts, "_AWAY_S", 0.05)
+    monkeypatch.setattr(hosts, "_RETRY_S", 0.01)
+    launcher, run = HostLauncher(["train.py"], 5.0), Run()
+    launcher.begin("run", run)
+    return launcher, run
+
+
+def call(launcher: HostLauncher, name: str, slots: int = 1, **more: Any) -> Agent:
+    """An agent calls, and has been greeted."""
+    agent = Agent()
+    first = {
+        "agent": name,
+        "name": name,
+        "slots": slots,
+        "versions": hosts._versions(),
+        "workers": [],
+        "ended": {},
+        **more,
+    }
+    serving = threading.Thread(target=launcher.serve, args=(first, agent), daemon=True)
+    serving.start()
+    end = time.monotonic() + 20
+    while not agent.sent and time.monotonic() < end:
+        time.sleep(0.005)
+    time.sleep(0.02)
+    return agent
+
+
+def test_workers_wait_for_hosts_and_fill_one_after_another(
+    made: tuple[HostLauncher, Run],
+) -> None:
+    launcher, run = made
+    for worker in range(3):
+        launcher.start(worker, {})
+    assert run.told == [("wait", 0), ("wait", 1), ("wait", 2)]
+    one = call(launcher, "one", slots=2)
+    assert one.started() == [0, 1]
+    two = call(launcher, "two", slots=4)
+    assert two.started() == [2]
+    run.wait_for("join", 3)
+    for worker in (3, 4):
+        launcher.start(worker, {})
+    assert two.started() == [2, 3, 4]
+
+
+def test_a_worker_that_ends_leaves_room(made: tuple[HostLauncher, Run]) -> None:
+    launcher, run = made
+    launcher.start(0, {})
+    agent = call(launcher, "one")
+    launcher.start(1, {})
+    assert agent.started() == [0]
+    agent.say("ended", worker=0, code=3)
+    run.wait_for("end", 0, 3)
+    assert agent.started() == [0, 1]
+
+
+def test_an_agent_that_dies_takes_its_workers_along(
+    made: tuple[HostLauncher, Run],
+) -> None:
+    """Not those that are still connected: perhaps only the agent's line was cut."""
+    launcher, run = made
+    for worker in range(2):
+        launcher.start(worker, {})
+    agent = call(launcher, "one", slots=2)
+    run.linked = {1}
+    agent.close()
+    run.wait_for("unreached", 0, False)
+    time.sleep(0.1)
+    assert ("unreached", 1, False) not in run.told
+    run.linked = set()
+    run.wait_for("unreached", 1, False)
+    run.wait_for("host", "one", 0)
+
+
+def test_an_agent_that_calls_again_has_its_workers(
+    made: tuple[HostLauncher, Run],
+) -> None:
+    """What has ended meanwhile is told; what was given up meanwhile is killed."""
+    launcher, run = made
+    for worker in range(3):
+        launcher.start(worker, {})
+    agent = call(launcher, "one", slots=3)
+    agent.close()
+    again = call(launcher, "one", 3, workers=[0, 9], ended={"1": -9, "2": 0})
+    run.wait_for("end", 1, -9)
+    run.wait_for("end", 2, 0)
+    assert ("signal", {"worker": 9, "number": signal.SIGKILL}) in again.sent
+    assert not any(t[0] == "unreached" for t in run.told)
+
+
+def test_a_worker_that_cannot_be_reached_is_given_up_and_killed_later(
+    made: tuple[HostLauncher, Run], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launcher, run = made
+    launcher.start(0, {})
+    agent = call(launcher, "one")
+    launcher.signal(0, signal.SIGKILL)
+    assert agent.sent[-1] == ("signal", {"worker": 0, "number": signal.SIGKILL})
+    monkeypatch.setattr(hosts, "_SILENT_S", -1.0)
+    launcher.signal(0, signal.SIGTERM)
+    assert len(agent.sent) == 3
+    launcher.signal(0, signal.SIGKILL)
+    run.wait_for("unreached", 0, False)
+    monkeypatch.setattr(hosts, "_SILENT_S", 5.0)
+    again = call(launcher, "one", workers=[0])
+    assert ("signal", {"worker": 0, "number": signal.SIGKILL}) in again.sent
+    run.wait_for("join", 1)
+
+
+def test_workers_of_an_earlier_supervisor(made: tuple[HostLauncher, Run]) -> None:
+    launcher, run = made
+    for worker in (4, 5):
+        assert launcher.watch(worker, None)
+    agent = call(launcher, "one", slots=1, workers=[4])
+    assert not any(kind == "signal" for kind, _ in agent.sent)
+    assert ("join", 1) not in run.told
+    launcher.signal(5, signal.SIGKILL)
+    run.wait_for("unreached", 5, False)
+
+
+def test_a_host_that_leaves_takes_no_more(made: tuple[HostLauncher, Run]) -> None:
+    launcher, run = made
+    launcher.start(0, {})
+    agent = call(launcher, "one", slots=2)
+    agent.say("leave")
+    run.wait_for("leave", 0)
+    launcher.start(1, {})
+    assert agent.started() == [0]
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        ({"versions": {"autopar": "0.0.1"}}, "install the same"),
+        ({"versions": None}, "install the same"),
+        ({"slots": 0}, "--slots"),
+        ({"slots": "2"}, "--slots"),
+    ],
+)
+def test_an_agent_that_does_not_fit_is_refused(
+    made: tuple[HostLauncher, Run], more: dict[str, Any], words: str
+) -> None:
+    launcher, run = made
+    agent = call(launcher, "one", **more)
+    kind, data = agent.sent[0]
+    assert kind == "refused"
+    assert words in data["reason"]
+    assert not run.told
+
+
+def test_the_end_of_a_run_is_told(made: tuple[HostLauncher, Run]) -> None:
+    launcher, _ = made
+    agent = call(launcher, "one")
+    launcher.close()
+    assert agent.sent[-1] == ("end", {})
+    assert call(launcher, "two").sent[-1] == ("end", {})

@@ -1,0 +1,31 @@
+"""The losses of a run of several processes, against one that trains alone."""
+
+from __future__ import annotations
+
+import elastic_runs
+import jax
+import numpy as np
+import step_forms as forms
+from elastic_processes import Run
+
+import autopar
+
+
+def check_losses(run: Run, steps: int) -> None:
+    """All steps were done, and each as in a run of one process without changes."""
+    step = autopar.parallelize(forms.plain_step, cluster="1:cpu", split_batch=False)
+    alone = autopar.elastic(
+        step,
+        forms.create_plain,
+        elastic_runs.source,
+        batch=forms.BATCH,
+        steps=steps,
+        args=(jax.random.key(0),),
+        ahead=False,
+    )
+    want = elastic_runs.losses(alone)
+    found = run.steps()
+    assert {k for k, _ in found} == set(range(steps))
+    np.testing.assert_allclose(
+        [loss for _, loss in found], [want[k] for k, _ in found], rtol=2e-5
+    )
