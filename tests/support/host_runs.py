@@ -18,7 +18,7 @@ from typing import Any
 
 from elastic_processes import Run
 
-from autopar.elastic.processes.network import create_secret
+from autopar.elastic.processes.certificates import create_secret
 
 PORT = 7000
 

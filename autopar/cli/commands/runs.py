@@ -208,10 +208,10 @@ def secret(
 
     Copy the file to each host. Who has it can join the run and read its state.
     """
-    # It imports NumPy, which help must not.
-    from autopar.elastic.processes import network
+    # It takes a while to import.
+    from autopar.elastic.processes import certificates
 
-    network.create_secret(file)
+    certificates.create_secret(file)
     return Result(
         f"{file}: a new secret; copy it to each host, and keep it from others"
     )

@@ -14,7 +14,8 @@ import pytest
 
 from autopar import PlanError
 from autopar.elastic.processes import network
-from autopar.elastic.processes.network import End, Network, new_secret
+from autopar.elastic.processes.certificates import create_secret, new_secret
+from autopar.elastic.processes.network import End, Network
 
 SECRET = new_secret()
 OWN = Network("127.0.0.1", SECRET)
@@ -111,16 +112,16 @@ def test_many_strangers_keep_nobody_out(
 
 def test_a_secret_is_its_owners_alone(tmp_path: pathlib.Path) -> None:
     path = tmp_path / "secret"
-    network.create_secret(path)
+    create_secret(path)
     assert path.stat().st_mode & 0o777 == 0o600
     assert network.read_secret(path) == path.read_text()
     with pytest.raises(PlanError, match="exists"):
-        network.create_secret(path)
+        create_secret(path)
     path.chmod(0o644)
     with pytest.raises(PlanError, match="chmod 600"):
         network.read_secret(path)
     with pytest.raises(PlanError, match="cannot be written"):
-        network.create_secret(tmp_path / "no" / "secret")
+        create_secret(tmp_path / "no" / "secret")
 
 
 @pytest.mark.parametrize("text", ["", "secret", SECRET[:300], SECRET[-400:]])
