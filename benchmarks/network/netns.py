@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import concurrent.futures
+import ctypes
 import os
 import pathlib
 import re
@@ -10,7 +12,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 PREFIX = "apb"
 NAME = re.compile(rf"({PREFIX}(\d+))(w\d+|v\d+|br)")
@@ -130,3 +133,20 @@ def clean(everything: bool = False) -> list[str]:
         if everything or not pathlib.Path(f"/proc/{pid}").exists()
     ]
     return [name for prefix in dead for name in remove(prefix)]
+
+
+T = TypeVar("T")
+_NEW_NET = 0x40000000  # CLONE_NEWNET of <sched.h>
+
+
+def inside(space: str, function: Callable[[], T]) -> T:
+    """Calls a function in a thread that is in a namespace; its sockets stay there."""
+
+    def enter() -> T:
+        with open(f"/var/run/netns/{space}") as file:
+            if ctypes.CDLL(None, use_errno=True).setns(file.fileno(), _NEW_NET):
+                raise BedUnavailable(os.strerror(ctypes.get_errno()))
+        return function()
+
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        return pool.submit(enter).result()

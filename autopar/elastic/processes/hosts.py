@@ -219,9 +219,10 @@ class HostLauncher:
             for worker in mine:
                 del self._claimed[worker]
             ended = host.workers - running
-            stray = running - host.workers
-            host.workers -= ended
-            # Given up while the agent was away: another one has its place.
+            # Given up while the agent was away; its state may be the last one there is.
+            back = {w for w in running - host.workers if self._told.may_return(w)}
+            stray = running - host.workers - back
+            host.workers = (host.workers - ended) | back
             for worker in stray:
                 connection.send("signal", worker=worker, number=signal.SIGKILL)
             if self._closed:

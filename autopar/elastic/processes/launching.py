@@ -72,6 +72,10 @@ class HostReports(Reports, Protocol):
         """A host has joined, with room for so many workers; 0: it is gone."""
         ...
 
+    def may_return(self, worker: int) -> bool:
+        """Whether a worker that was given up may take part again."""
+        ...
+
     def has_link(self, worker: int) -> bool:
         """Whether a worker is connected to the supervisor."""
         ...

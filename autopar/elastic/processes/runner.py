@@ -497,6 +497,10 @@ class Runner:
         """See `HostReports`."""
         self._events.put(lambda: self.log("host", name=name, slots=slots))
 
+    def may_return(self, worker: int) -> bool:
+        """See `HostReports`."""
+        return self.supervisor.may_return(worker)
+
     def has_link(self, worker: int) -> bool:
         """See `HostReports`."""
         connection = self._connections.get(worker)

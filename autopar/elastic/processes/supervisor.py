@@ -267,6 +267,11 @@ class Supervisor:
             self.members[worker] = members.adopt(self._clock(), inside=False)
             self.numbers = max(self.numbers, worker + 1)
 
+    def may_return(self, worker: int) -> bool:
+        """Whether no world has formed since a worker was given up."""
+        formed = members.all_formed(self.members, self.world)
+        return worker in self.world and not formed and self.result is None
+
     @property
     def forms(self) -> bool:
         """Whether a world is being formed, for which it needs its service."""
@@ -479,6 +484,12 @@ class Supervisor:
             self._do.send(worker, "abort", generation=self.generation)
         elif worker in self.world and self.state == "pause" and member.started is None:
             self._do.send(worker, "pause", generation=self.generation)
+        elif self.state == "gather" and message["generation"] == self.generation:
+            # It was given up as it could not be reached, and has missed the order.
+            self.wanted = min(self.wanted + 1, self.limits.most)
+            self._phase(member, "in")
+            member.leave_by_s = self._clock() + self.limits.leave_s
+            self._do.send(worker, "abort", generation=self.generation)
 
     def _lead_out(self, worker: int, member: WorkerMember, generation: int) -> None:
         """Makes a worker leave a world that this supervisor knows nothing of."""
@@ -654,9 +665,13 @@ class Supervisor:
     def _is_fenced(self, ready: Sequence[int]) -> bool:
         """Whether the last world may train on, so that another one must wait.
 
-        It cannot where one of its processes has left it: no collective ends without.
+        It cannot where one of its processes has left it: no collective ends without. But
+        what this one holds may not be all of the state.
         """
-        if any(w in self.world for w in ready) or not self._ever:
+        held = [self.members[w].ready for w in ready if w in self.world]
+        if not self._ever or latest_state(
+            {m["address"]: m["holds"] for m in held if m}
+        ):
             return False
         left_s = self._fenced_s - self._clock()
         if left_s > 0 and not self._says_fence:

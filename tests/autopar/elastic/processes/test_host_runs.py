@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from host_runs import HostRun, Hosts, why_not
+from host_runs import Bed, HostRun, why_not
 from process_losses import check_losses
 
 REASON = why_not()
@@ -21,15 +21,14 @@ Start = Callable[..., HostRun]
 
 
 @pytest.fixture(scope="module")
-def hosts() -> Iterator[Hosts]:
+def hosts() -> Iterator[Bed]:
     """Three hosts, and one for the supervisor."""
-    made = Hosts(4)
-    yield made
-    made.close()
+    with Bed(4) as made:
+        yield made
 
 
 @pytest.fixture
-def start(hosts: Hosts, tmp_path: pathlib.Path) -> Iterator[Start]:
+def start(hosts: Bed, tmp_path: pathlib.Path) -> Iterator[Start]:
     """Starts a run and the agents of its hosts."""
     runs: list[HostRun] = []
 
@@ -44,8 +43,8 @@ def start(hosts: Hosts, tmp_path: pathlib.Path) -> Iterator[Start]:
     yield started
     for run in runs:
         run.clean()
-    for host in range(hosts.count):
-        hosts.link(host, up=True)
+        for host in range(4):
+            run.link(host, up=True)
 
 
 def test_workers_and_agents_are_killed_and_hosts_join(start: Start) -> None:
@@ -66,14 +65,14 @@ def test_workers_and_agents_are_killed_and_hosts_join(start: Start) -> None:
     check_losses(run, 300)
 
 
-def test_a_host_is_lost_and_comes_back(start: Start, hosts: Hosts) -> None:
+def test_a_host_is_lost_and_comes_back(start: Start) -> None:
     """Nothing ends its connections; its workers are led out when it is back."""
     run = start(400, 1, 0.03, processes=3, silence=5)
     run.wait_for_size(3)
     host = run.host_of(run.world()[1])
-    hosts.link(host, up=False)
+    run.link(host, up=False)
     run.wait_for_size(2)
-    hosts.link(host, up=True)
+    run.link(host, up=True)
     run.wait_for_size(3)
     assert run.wait() == 0, run.output()
     check_losses(run, 400)
@@ -104,18 +103,17 @@ def test_the_supervisor_is_killed_and_started_again(start: Start) -> None:
     check_losses(run, 300)
 
 
-def test_two_worlds_never_train(start: Start, hosts: Hosts, tmp_path: Any) -> None:
+def test_two_worlds_never_train(start: Start) -> None:
     """All hosts are cut off from the supervisor, and train on as long as they may.
 
-    Another one waits for them; it starts from the checkpoint they have saved.
+    Another one waits for them, and has their state when they are back.
     """
-    saves = tmp_path / "saves"
-    run = start(400, 1, 0.05, saves, processes=2, agents=2, silence=3, grace=6)
+    run = start(400, 1, 0.05, "saves", processes=2, agents=2, silence=3, grace=6)
     run.wait_for_size(2)
-    hosts.link(hosts.count - 1, up=False)
+    run.link(-1, up=False)
     run.start_agent(2)
     run.wait_for_words("may train on")
-    hosts.link(hosts.count - 1, up=True)
+    run.link(-1, up=True)
     run.wait_for_words("another")
     run.wait_for_worlds(2)
     assert run.wait() == 0, run.output()

@@ -591,3 +591,18 @@ class TestUnreached:
         fake.now = 31.0
         fake.supervisor.tick()
         assert fake.world() == new
+
+    def test_workers_that_are_back_before_another_world_bring_their_state(self) -> None:
+        fake = running(2, fence_s=30.0)
+        for worker in range(2):
+            fake.supervisor.on_unreached(worker, spare=False)
+        for worker in range(2):
+            assert fake.supervisor.may_return(worker)
+            fake.supervisor.meet(worker)
+            fake.tell(worker, "hello", generation=1, phase="step")
+        assert [w for w, _ in fake.of("abort")][-2:] == [0, 1]
+        fake.ready(0, 1, holds=holding(5, 1, WHOLE))
+        assert fake.world() == [0, 1]
+        assert fake.of("form")[-1][1]["state"]["step"] == 5
+        fake.formed(0, 1, step=5)
+        assert not fake.supervisor.may_return(0)

@@ -1,0 +1,311 @@
+"""Lets everything fail at random, while a script trains on up to four hosts.
+
+    python benchmarks/network/soak_hosts.py --seed 61 62 63 --events 200
+
+As `benchmarks/soak.py`, with an agent on each host and the supervisor on a fifth one.
+Hosts are network namespaces. Events kill workers, agents and the supervisor, cut hosts
+off for good and for a while, part the hosts in halves, stop all processes of a host,
+and let hosts join and leave.
+Two worlds never train at once where no step goes back by more than recovery explains.
+"""
+
+from __future__ import annotations
+
+import argparse
+import concurrent.futures
+import contextlib
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from typing import Any
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
+
+import netns
+import soak
+from bed import Bed, Host
+from soak_figures import SCRIPT, report
+
+from autopar.elastic.processes.certificates import create_secret
+from autopar.elastic.processes.records import command
+
+HOSTS = 4
+PORT = 7000
+SILENCE_S, GRACE_S = 5, 8
+
+
+class HostSoak(soak.Soak):
+    """A run over hosts that events happen to."""
+
+    def __init__(self, folder: pathlib.Path, seed: int, bed: Bed) -> None:
+        """Starts a run.
+
+        Args:
+          folder: for all files.
+          seed: of the events.
+          bed: the hosts; the last one is the supervisor's.
+        """
+        self.bed, self.secret = bed, folder / "secret"
+        self.agents: dict[int, subprocess.Popen[Any]] = {}
+        self.cut: set[int] = set()
+        create_secret(self.secret)
+        super().__init__(folder, seed)
+
+    @property
+    def home(self) -> Host:
+        """The host of the supervisor."""
+        return self.bed.hosts[-1]
+
+    def begin(self) -> None:
+        """Starts a run in a folder of its own, and an agent on each host."""
+        self.end_agents()
+        self.run_folder = self.folder / f"run{len(self.runs)}"
+        self.results = self.folder / f"results{len(self.runs)}"
+        self.run_folder.mkdir()
+        self.results.mkdir()
+        self.runs.append(self.results)
+        self.supervise()
+        for host in range(HOSTS):
+            self.start_agent(host)
+        self.wait(lambda: self.trains(-1))
+
+    def _start(self, host: Host, words: list[str]) -> subprocess.Popen[Any]:
+        checkpoint = str(self.results / "checkpoint")
+        with open(self.results / "output", "a") as output:
+            return subprocess.Popen(
+                ["ip", "netns", "exec", host.namespace, sys.executable, *words],
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, "SOAK_CHECKPOINT": checkpoint, "NPROC": "4"},
+            )
+
+    def supervise(self) -> None:
+        """Starts `autopar run`, again where it was killed."""
+        at = f"{self.home.address}:{PORT}"
+        words = ["-m", "autopar", "run", "--listen", at, "--secret", str(self.secret)]
+        words += ["--processes", "3", "--min", "1", "--max", str(HOSTS)]
+        words += ["--silence", str(SILENCE_S), "--grace", str(GRACE_S)]
+        words += ["--restarts", "1000000", "--folder", str(self.run_folder)]
+        words += [str(SCRIPT), str(self.results / "losses"), str(10**7)]
+        self.process = self._start(self.home, words)
+
+    def start_agent(self, host: int) -> None:
+        """Starts the agent of a host that has none."""
+        if (agent := self.agents.get(host)) is not None:
+            if agent.poll() is None:
+                return
+            agent.wait()
+        at = f"{self.home.address}:{PORT}"
+        words = ["-m", "autopar", "worker", "--supervisor", at]
+        words += ["--secret", str(self.secret), "--grace", "120"]
+        words += ["--folder", str(self.folder / f"host{host}")]
+        self.agents[host] = self._start(self.bed.hosts[host], words)
+
+    def status(self) -> dict[str, Any]:
+        """What the supervisor says now; nothing where it does not answer."""
+        with contextlib.suppress(OSError, ValueError, KeyError):
+            return self.ask(command="status")["status"]
+        return {}
+
+    def ask(self, **words: Any) -> Any:
+        """Gives the supervisor a command."""
+        return netns.inside(
+            self.home.namespace, lambda: command(self.run_folder, **words)
+        )
+
+    def pids(self, host: int) -> list[int]:
+        """The processes of a host."""
+        space = self.bed.hosts[host].namespace
+        return [int(x) for x in netns.output("ip", "netns", "pids", space).split()]
+
+    def home_of(self, worker: int) -> int:
+        """The host of a worker."""
+        pid = int(self.status()["workers"][str(worker)]["pid"])
+        return next(h for h in range(HOSTS) if pid in self.pids(h))
+
+    def link(self, host: int, *, up: bool) -> None:
+        """Takes a host's link up or down."""
+        words = ["-n", self.bed.hosts[host].namespace, "link", "set", "eth0"]
+        netns.command(["ip", *words, "up" if up else "down"], "set a link")
+        (self.cut.discard if up else self.cut.add)(host)
+
+    # Events. Each returns what is to be waited for.
+
+    def event(self) -> bool:
+        """Lets one event happen, and waits until the run has recovered from it."""
+        good = super().event()
+        for host in list(self.cut):
+            self.link(host, up=True)
+        for host in range(HOSTS):
+            self.start_agent(host)
+        return good
+
+    def _some(self, world: list[int], count: int = 1) -> frozenset[int]:
+        chosen = self.draw.sample(world, count)
+        known = self.status()["workers"]
+        for worker in chosen:
+            with contextlib.suppress(OSError):
+                os.kill(int(known[str(worker)]["pid"]), signal.SIGKILL)
+        return frozenset(chosen)
+
+    def _agent(self, found: Any, world: Any, generation: int) -> Any:
+        """Kills an agent, whose workers die with it."""
+        worker = self.draw.choice(world)
+        self.agents[self.home_of(worker)].kill()
+        return {"generation": generation, "dead": frozenset([worker])}
+
+    def _goes(self, found: Any, world: Any, generation: int) -> Any:
+        """A host is asked to go."""
+        worker = self.draw.choice(world)
+        self.agents[self.home_of(worker)].terminate()
+        return {"generation": generation, "dead": frozenset([worker])}
+
+    def _join(self, found: Any, world: Any, generation: int) -> Any:
+        self.ask(command="resize", processes=len(world) + 1)
+        return {"generation": generation, "size": lambda n: n > len(world)}
+
+    def _down(self, found: Any, world: Any, generation: int) -> Any:
+        """A host is cut off until the others train without it."""
+        worker = self.draw.choice(world)
+        self.link(self.home_of(worker), up=False)
+        return {"generation": generation, "dead": frozenset([worker])}
+
+    def _glitch(self, found: Any, world: Any, generation: int) -> Any:
+        """A link is down for 2 to 20 s: the world goes on with the host, or without."""
+        host = self.home_of(self.draw.choice(world))
+        found["which"] = seconds = round(self.draw.uniform(2, 20), 1)
+        self.link(host, up=False)
+        time.sleep(seconds)
+        self.link(host, up=True)
+        return {"generation": generation - 1}
+
+    def _halves(self, found: Any, world: Any, generation: int) -> Any:
+        """Half of the hosts, perhaps all that train, part from the supervisor."""
+        hosts = [self.home_of(w) for w in world]
+        parted = self.draw.sample(
+            hosts, self.draw.choice([len(hosts) // 2, len(hosts)])
+        )
+        found["which"] = f"{len(parted)} of {len(hosts)}"
+        bridge = f"{self.bed.prefix}br2"
+        netns.command(["ip", "link", "add", bridge, "type", "bridge"], "add a bridge")
+        netns.command(["ip", "link", "set", bridge, "up"], "start the bridge")
+        for host in parted:
+            self._master(host, bridge)
+        time.sleep(self.draw.uniform(2, 25))
+        for host in parted:
+            self._master(host, f"{self.bed.prefix}br")
+        netns.command(["ip", "link", "delete", bridge], "remove the bridge")
+        # Out of reach, all may have saved and ended.
+        found["back"] = len(parted) == len(hosts)
+        return {"generation": generation - 1}
+
+    def _master(self, host: int, bridge: str) -> None:
+        outer = self.bed.hosts[host].outer
+        netns.command(["ip", "link", "set", outer, "master", bridge], "move a link")
+
+    def _slow(self, found: Any, world: Any, generation: int) -> Any:
+        """All processes of a host stand still for a while."""
+        pids = self.pids(self.home_of(self.draw.choice(world)))
+        found["which"] = seconds = round(self.draw.uniform(0.5, 10), 1)
+        for number, pause_s in ((signal.SIGSTOP, seconds), (signal.SIGCONT, 0.0)):
+            for pid in pids:
+                with contextlib.suppress(OSError):
+                    os.kill(pid, number)
+            time.sleep(pause_s)
+        return {"generation": generation - 1}
+
+    def _away(self, found: Any, world: Any, generation: int) -> Any:
+        """The supervisor's host is off for a while: its link, and the supervisor."""
+        home = ["ip", "-n", self.home.namespace, "link", "set", "eth0"]
+        netns.command([*home, "down"], "set a link")
+        self.process.kill()
+        self.process.wait()
+        time.sleep(self.draw.uniform(0, 4))
+        netns.command([*home, "up"], "set a link")
+        self.supervise()
+        return {"generation": generation}
+
+    # The end.
+
+    def end_agents(self) -> None:
+        """Kills all agents; their workers die with them."""
+        for agent in self.agents.values():
+            agent.kill()
+            agent.wait()
+
+    def finish(self) -> None:
+        """Ends the run, and all that is left of it."""
+        asked, code = self.process.poll() is None, None
+        with contextlib.suppress(OSError, ValueError, subprocess.TimeoutExpired):
+            self.ask(command="stop")
+            code = self.process.wait(60)
+        if asked:
+            self.stops.append(code == 0)
+        self.end_agents()
+        if (service := self.service()) is not None:
+            service.kill()
+        self.process.kill()
+        self.process.wait()
+
+
+# Fewest and most processes of the world that an event may happen to.
+KINDS = {
+    "kill": (2, HOSTS),
+    "agent": (2, HOSTS),
+    "goes": (2, HOSTS),
+    "join": (1, HOSTS - 1),
+    "down": (2, HOSTS),
+    "glitch": (2, HOSTS),
+    "halves": (2, HOSTS),
+    "slow": (2, HOSTS),
+    "service": (2, HOSTS),
+    "supervisor": (1, HOSTS),
+    "away": (1, HOSTS),
+    "forming": (3, HOSTS),
+    "saving": (2, HOSTS),
+}
+
+
+def run_seed(seed: int, events: int, kinds: list[str]) -> dict[str, Any]:
+    """The figures of the events that a seed draws."""
+    soak.KINDS.clear()
+    soak.KINDS.update({kind: KINDS[kind] for kind in kinds})
+    with tempfile.TemporaryDirectory() as temporary, Bed(HOSTS + 1) as bed:
+        folder = pathlib.Path(temporary)
+        made = HostSoak(folder, seed, bed)
+        begin = time.time()
+        try:
+            made.run(events)
+        finally:
+            made.close()
+        seconds = round(time.time() - begin)
+        return {**report(made, seed, soak.KINDS), "seconds": seconds}
+
+
+def main() -> None:
+    """Runs and reports."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seed", type=int, nargs="+", default=[1])
+    parser.add_argument("--events", type=int, default=20)
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
+    parser.add_argument("--jobs", type=int, default=1, help="seeds at a time")
+    data = pathlib.Path(__file__).parents[2] / "docs" / "data" / "soak_hosts.json"
+    parser.add_argument("--out", type=pathlib.Path, default=data)
+    given = parser.parse_args()
+    found: list[dict[str, Any]] = []
+    with concurrent.futures.ProcessPoolExecutor(given.jobs) as pool:
+        jobs = [pool.submit(run_seed, s, given.events, given.kinds) for s in given.seed]
+        for done in concurrent.futures.as_completed(jobs):
+            found.append(done.result())
+            print(json.dumps(found[-1], indent=1), flush=True)
+            made = {**soak.data_of(given, found), "seeds": found}
+            given.out.write_text(json.dumps(made, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
