@@ -484,7 +484,11 @@ class Supervisor:
             self._do.send(worker, "abort", generation=self.generation)
         elif worker in self.world and self.state == "pause" and member.started is None:
             self._do.send(worker, "pause", generation=self.generation)
-        elif self.state == "gather" and message["generation"] == self.generation:
+        elif (
+            self.state == "gather"
+            and member.phase == "starting"
+            and message["generation"] == self.generation
+        ):
             # It was given up as it could not be reached, and has missed the order.
             self.wanted = min(self.wanted + 1, self.limits.most)
             self._phase(member, "in")
@@ -665,13 +669,12 @@ class Supervisor:
     def _is_fenced(self, ready: Sequence[int]) -> bool:
         """Whether the last world may train on, so that another one must wait.
 
-        It cannot where one of its processes has left it: no collective ends without. But
-        what this one holds may not be all of the state.
+        It cannot where one of its processes has left it, as no collective ends without.
+        But what those hold that have left may not be all of the state.
         """
-        held = [self.members[w].ready for w in ready if w in self.world]
-        if not self._ever or latest_state(
-            {m["address"]: m["holds"] for m in held if m}
-        ):
+        left = [self.members[w].ready for w in ready if w in self.world]
+        held = {m["address"]: m["holds"] for m in left if m}
+        if not self._ever or latest_state(held):
             return False
         left_s = self._fenced_s - self._clock()
         if left_s > 0 and not self._says_fence:
