@@ -90,6 +90,11 @@ class HostRun(Run):
         space = netns.output("ip", "netns", "identify", str(self.pid(worker))).strip()
         return next(h for h in self.agents if self.hosts.hosts[h].namespace == space)
 
+    def programs(self) -> list[set[str]]:
+        """The names of the programs that each host keeps."""
+        folders = [self.folder.parent / f"host{host}" for host in sorted(self.agents)]
+        return [{x.name for x in folder.glob("programs/*")} for folder in folders]
+
     def world(self) -> list[int]:
         """The workers that train."""
         return self.worlds()[-1] if self.worlds() else []

@@ -42,6 +42,8 @@ class Offers:
           obey: follows an order of another process, and returns the answer.
         """
         self._token, self._obey = token, obey
+        # Reads a compiled program by its name, for processes of other hosts.
+        self.program: Callable[[str], bytes | None] = lambda _: None
         self._lock = threading.Lock()
         self._held: dict[str, Holding] = {}
         #: Where others ask, as ``HOST:PORT``.
@@ -92,6 +94,8 @@ class Offers:
                 if "order" in request:
                     answer = json.dumps({"answer": self._obey(request)})
                     end.sendall(answer.encode() + b"\n")
+                elif "program" in request:
+                    _send_bytes(end, self.program(str(request["program"])))
                 elif "copies" in request:
                     self._take(request, stream)
                     end.sendall(b"{}\n")
@@ -105,12 +109,10 @@ class Offers:
     def _give(self, request: Mapping[str, Any], end: End) -> None:
         tile, wanted = (tiles.from_data(request[k]) for k in ("tile", "part"))
         held = self.tiles(request["version"]).get(request["path"], {})
-        if tile not in held:
-            end.sendall(b'{"bytes": -1}\n')
-            return
-        part = np.ascontiguousarray(held[tile][tiles.within(wanted, tile)])
-        end.sendall(json.dumps({"bytes": part.nbytes}).encode() + b"\n")
-        end.sendall(_raw(part))
+        found = held.get(tile)
+        if found is not None:
+            found = _raw(np.ascontiguousarray(found[tiles.within(wanted, tile)]))
+        _send_bytes(end, found)
 
     def _take(self, request: Mapping[str, Any], stream: Any) -> None:
         """Takes another process's tiles; they count once all have come."""
@@ -130,6 +132,14 @@ class Offers:
                 extra=request["extra"],
             )
         )
+
+
+def _send_bytes(end: End, found: bytes | memoryview | None) -> None:
+    """Sends how many bytes there are, and then these; -1: there is nothing."""
+    count = -1 if found is None else len(found)
+    end.sendall(json.dumps({"bytes": count}).encode() + b"\n")
+    if found is not None:
+        end.sendall(found)
 
 
 def _raw(array: np.ndarray) -> memoryview:
@@ -202,6 +212,15 @@ class Peer:
             self._end.sendall(_raw(np.ascontiguousarray(holding.tiles[path][tile])))
         if not self._stream.readline():
             raise ConnectionError("another process is gone")
+
+    def program(self, name: str) -> bytes | None:
+        """A compiled program that the other process has; None: it has not."""
+        self._ask(program=name)
+        count = json.loads(self._stream.readline() or b'{"bytes": -1}')["bytes"]
+        found = self._stream.read(count) if count >= 0 else b""
+        if count >= 0 and len(found) < count:
+            raise ConnectionError("another process is gone")
+        return found if count >= 0 else None
 
     def order(self, order: str, **data: Any) -> Any:
         """Gives an order, and returns the answer."""

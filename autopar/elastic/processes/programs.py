@@ -11,7 +11,9 @@ import hashlib
 import os
 import pathlib
 import pickle
+import re
 import time
+from collections.abc import Callable
 from importlib import metadata
 from typing import Any
 
@@ -73,9 +75,11 @@ class StoredPrograms:
 
     Attributes:
       folder: what is read from it is run, so its files are sealed.
+      fetch: asks the first process of the world for a program that this host lacks.
     """
 
     folder: pathlib.Path
+    fetch: Callable[[str], bytes | None] = lambda _: None
 
     @property
     def _files(self) -> SealedFolder:
@@ -106,7 +110,7 @@ class StoredPrograms:
             agreement.exchange_data(world, "compiling")
             with agreement.tell_errors(world, "loading the program"):
                 if world.process_index:
-                    found = self._read(name, planned)
+                    found = self._read(name, planned) or self._fetched(name, planned)
                     if found is None:
                         found, how = planned.lower().compile(), "compiled"
             agreement.exchange_data(world, "loading the program")
@@ -130,6 +134,19 @@ class StoredPrograms:
         found = jax_processes.compile_whole(planned.lower())
         self._write(name, found)
         return found, "compiled"
+
+    def content(self, name: str) -> bytes | None:
+        """A program as it is kept, for other hosts; None: there is none."""
+        known = re.fullmatch(r"[0-9a-f]{32}", name)
+        return self._files.read(name) if known else None
+
+    def _fetched(self, name: str, planned: PlannedStep) -> Any:
+        """The program of the first process, kept from now on; None: it has none."""
+        data = self.fetch(name)
+        if data is None:
+            return None
+        self._files.write(name, data)
+        return self._read(name, planned)
 
     def _read(self, name: str, planned: PlannedStep) -> Any:
         """The program of a file; None where there is none that can be used."""

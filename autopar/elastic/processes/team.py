@@ -524,6 +524,26 @@ class Team:
         """Whether an error came from the loss of a process, or from leaving."""
         return isinstance(error, Exception) and self._link.verdict(error)
 
+    def offer_programs(self, content: Callable[[str], bytes | None]) -> None:
+        """Lets processes of other hosts have compiled programs by their names."""
+        self._offers.program = content
+
+    def first_program(self, name: str) -> bytes | None:
+        """A program of the first process of the world; None where it is on this host.
+
+        Raises:
+          OSError: the first process is gone.
+        """
+        assert self._form is not None
+        first = self._form["members"][0]["address"]
+        if split_address(first)[0] == self._network.host:
+            return None  # they share a folder
+        peer = Peer(first, self._link.address.token, self._network)
+        try:
+            return peer.program(name)
+        finally:
+            peer.close()
+
     def leave(self) -> None:
         """Leaves the world; the state of the last steps stays on the host."""
         assert self._form is not None

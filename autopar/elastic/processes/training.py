@@ -390,7 +390,9 @@ class TeamRun:
             self._follow_on(joined)
         self._train_step.prepare(*self._shapes.arguments(), *self._rest(joined.step))
         planned_s = time.perf_counter() - begin
-        program = StoredPrograms(self._folder / "programs").ready(
+        stored = StoredPrograms(self._folder / "programs", self._team.first_program)
+        self._team.offer_programs(stored.content)
+        program = stored.ready(
             self._train_step.running.planned,
             world,
             donate=self._donate,

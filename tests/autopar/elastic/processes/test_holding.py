@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pathlib
 import socket
 from typing import Any
 
@@ -164,3 +165,27 @@ def test_keys_outlive_their_backend() -> None:
     assert jax.random.key_data(key).tolist() == jax.random.key_data(given[0]).tolist()
     assert isinstance(ones, np.ndarray)
     assert five == 5
+
+
+def test_a_program_comes_from_another_host(
+    two: tuple[Offers, Offers], network: Network
+) -> None:
+    """Whole or not at all, and connections are of use after each answer."""
+    kept = {"a": b"", "b": bytes(range(256)) * 5000}
+    two[0].program = kept.get
+    peer = Peer(two[0].address, TOKEN, network)
+    assert [peer.program(name) for name in ("b", "c", "a", "b")] == [
+        kept["b"],
+        None,
+        b"",
+        kept["b"],
+    ]
+    peer.close()
+
+
+def test_only_names_of_programs_are_read(tmp_path: pathlib.Path) -> None:
+    (tmp_path / "programs").mkdir(mode=0o700)
+    (tmp_path / "secret").write_text("x")
+    stored = programs.StoredPrograms(tmp_path / "programs")
+    assert stored.content("../secret") is None
+    assert stored.content("0" * 32) is None

@@ -87,6 +87,9 @@ def test_a_host_that_is_asked_to_go(start: Start) -> None:
     assert run.agents[host].wait(60) == 0
     assert run.wait() == 0, run.output()
     check_losses(run, 300)
+    # What one host has compiled, the others have got: who compiles keeps its own alone.
+    kept = run.programs()
+    assert kept[host] <= kept[(host + 1) % 3] == kept[(host + 2) % 3] != set()
 
 
 def test_the_supervisor_is_killed_and_started_again(start: Start) -> None:
