@@ -42,14 +42,18 @@ SILENCE_S, GRACE_S = 5, 8
 class HostSoak(soak.Soak):
     """A run over hosts that events happen to."""
 
-    def __init__(self, folder: pathlib.Path, seed: int, bed: Bed) -> None:
+    def __init__(
+        self, folder: pathlib.Path, seed: int, bed: Bed, processes: int = 3
+    ) -> None:
         """Starts a run.
 
         Args:
           folder: for all files.
           seed: of the events.
           bed: the hosts; the last one is the supervisor's.
+          processes: how many the run begins with.
         """
+        self._processes = str(processes)
         self.bed, self.secret = bed, folder / "secret"
         self.agents: dict[int, subprocess.Popen[Any]] = {}
         self.cut: set[int] = set()
@@ -88,7 +92,7 @@ class HostSoak(soak.Soak):
         """Starts `autopar run`, again where it was killed."""
         at = f"{self.home.address}:{PORT}"
         words = ["-m", "autopar", "run", "--listen", at, "--secret", str(self.secret)]
-        words += ["--processes", "3", "--min", "1", "--max", str(HOSTS)]
+        words += ["--processes", self._processes, "--min", "1", "--max", str(HOSTS)]
         words += ["--silence", str(SILENCE_S), "--grace", str(GRACE_S)]
         words += ["--restarts", "1000000", "--folder", str(self.run_folder)]
         words += [str(SCRIPT), str(self.results / "losses"), str(10**7)]
