@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import importlib
 import os
@@ -16,6 +17,7 @@ from autopar.backends.ray_worker import ScriptActor
 from autopar.backends.slots import LiveNode, Placer, Places, live_nodes
 from autopar.elastic.processes.launching import Reports
 from autopar.elastic.processes.members import ProcessId
+from autopar.elastic.processes.network import Network
 from autopar.elastic.sources.source import Watched
 from autopar.errors import PlanError
 
@@ -39,6 +41,7 @@ class RayLauncher:
         processes: int,
         address: str = "",
         places: Placer | None = None,
+        network: Network | None = None,
     ) -> None:
         """Connects to the cluster.
 
@@ -47,11 +50,13 @@ class RayLauncher:
           processes: how many workers the run begins with.
           address: of the cluster; '' for ``RAY_ADDRESS``, or that of this machine.
           places: says which node takes a worker; None: that with fewest.
+          network: of the run; None: workers are on this machine alone.
 
         Raises:
           PlanError: Ray is not installed, there is no cluster, or it is too small.
         """
         self._words = tuple(words)
+        self._network = network or Network()
         self._ray = connect(address)
         self._lock = threading.Lock()
         self._places: Placer = places or Places()
@@ -90,7 +95,9 @@ class RayLauncher:
             )
             .remote()
         )
-        ending = actor.run.remote(self._words, os.getcwd(), dict(environment))
+        variables = dataclasses.replace(self._network, host=node.address).variables()
+        given = {**environment, **variables}
+        ending = actor.run.remote(self._words, os.getcwd(), given)
         self._wait(worker, actor, ending)
         return None
 
@@ -175,18 +182,24 @@ class RayLauncher:
                 watched.call(functools.partial(self._reports.on_join, new))
 
     def _nodes(self) -> tuple[list[LiveNode], int]:
-        return nodes_here(self._ray)
+        if self._network.is_local:
+            return nodes_here(self._ray)
+        return live_nodes(self._ray.nodes(), _CPUS, None)
 
     def _begin_with(self, processes: int) -> None:
         """Takes the nodes there are; raises an error where a run could not begin."""
         nodes, elsewhere = self._nodes()
         self._places.update(nodes)
         room = sum(x.room for x in nodes)
-        far = f" {elsewhere} nodes are on other machines, which a run cannot use yet."
+        far = (
+            f" {elsewhere} nodes are on other machines: add --listen HOST:PORT and "
+            "--secret FILE, with an address of this machine that they reach."
+        )
+        where = " on this machine" if self._network.is_local else ""
         if room < processes:
             raise PlanError(
-                f"the Ray cluster has room for {room} workers of {_CPUS:g} CPU each on "
-                f"this machine, and --processes asks for {processes}."
+                f"the Ray cluster has room for {room} workers of {_CPUS:g} CPU each"
+                f"{where}, and --processes asks for {processes}."
                 f"{far if elsewhere else ''} Add nodes, or ask for fewer."
             )
 

@@ -34,15 +34,14 @@ class LiveNode:
 
 
 def live_nodes(
-    listed: Sequence[Mapping[str, Any]], cpus: float, address: str
+    listed: Sequence[Mapping[str, Any]], cpus: float, address: str | None
 ) -> tuple[list[LiveNode], int]:
     """The nodes that can take workers.
 
     Args:
       listed: as ``ray.nodes()`` says.
       cpus: CPUs that a worker needs.
-      address: of the machine whose nodes are asked for: all processes of a run are on
-        one machine.
+      address: of the machine whose nodes are asked for; None: of any.
 
     Returns:
       The nodes, and how many there are besides on other machines.
@@ -57,7 +56,7 @@ def live_nodes(
         if x["Alive"]
     ]
     able = [x for x in nodes if x.room > 0]
-    here = [x for x in able if x.address == address]
+    here = [x for x in able if address in (None, x.address)]
     return here, len(able) - len(here)
 
 

@@ -129,7 +129,8 @@ class HostSoak(soak.Soak):
 
     def home_of(self, worker: int) -> int:
         """The host of a worker."""
-        pid = int(self.status()["workers"][str(worker)]["pid"])
+        self.wait(lambda: bool(self.status()["workers"][str(worker)]["pid"]))
+        pid = self.status()["workers"][str(worker)]["pid"]
         return next(h for h in range(HOSTS) if pid in self.pids(h))
 
     def link(self, host: int, *, up: bool) -> None:

@@ -5,9 +5,9 @@
 Two hosts train, another one has the supervisor, and one that has no secret tries: it
 connects to every port that anybody listens at, says nothing, or words of our own
 protocol with a guessed token; greets with the certificate of another run; sends again
-what was sent with the secret; and opens thousands of connections. For each it is written down
-how many answers had any content, and the longest time between two steps beside the time
-before. The run has to train on, and losses to be those of one process.
+what was sent with the secret; and opens thousands of connections. Each row counts the
+answers with any content, and has the longest time between two steps, beside that
+before. The run has to train on, and losses have to be those of one process.
 """
 
 from __future__ import annotations

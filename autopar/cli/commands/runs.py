@@ -86,7 +86,8 @@ def run(
         str,
         typer.Option(
             metavar="HOST:PORT",
-            help="Run them on other hosts, whose `autopar worker` call here.",
+            help="Run them on other hosts, whose `autopar worker` call here, or whose "
+            "nodes are in the Ray cluster.",
         ),
     ] = "",
     secret: _Secret = None,
@@ -113,8 +114,6 @@ def run(
     if address and backend is not BackendName.RAY:
         raise typer.BadParameter("--address is that of a cluster: add --backend ray.")
     ray = backend is BackendName.RAY
-    if listen and ray:
-        raise typer.BadParameter("give one of --listen and --backend ray.")
     if secret is not None and not listen:
         raise typer.BadParameter("--secret is for other hosts: add --listen HOST:PORT.")
     reached, port = network.Network(), 0
@@ -124,6 +123,10 @@ def run(
         except ValueError as error:
             raise typer.BadParameter(f"--listen: {error}.") from error
         reached = network.Network(host, network.read_secret(secret))
+        if ray and host in ("0.0.0.0", "::"):
+            raise typer.BadParameter(
+                "--listen with --backend ray: name the address that nodes reach."
+            )
     job = runner.RunJob(
         command=launching.python_command(script),
         limits=MemberLimits(
@@ -146,7 +149,7 @@ def run(
     )
     launcher: launching.Launcher | None = None
     if ray:
-        launcher = RayLauncher(script, processes, address)
+        launcher = RayLauncher(script, processes, address, network=reached)
     elif listen:
         launcher = hosts.HostLauncher(script, silence)
     made = runner.Runner(job, launcher)

@@ -132,8 +132,29 @@ class HostLauncher:
         """See `Launcher`; whether it runs is known once its agent has called."""
         del process
         with self._lock:
+            if not self._claimed:
+                threading.Thread(target=self._await_claimed, daemon=True).start()
             self._claimed[worker] = time.monotonic()
         return True
+
+    def _await_claimed(self) -> None:
+        """Gives up workers that no agent has: they had been waiting for a host."""
+        while True:
+            time.sleep(_RETRY_S)
+            late_s = time.monotonic() - self._silent_s
+            with self._lock:
+                gone = [
+                    w
+                    for w, since_s in self._claimed.items()
+                    if since_s < late_s and not self._told.has_link(w)
+                ]
+                for worker in gone:
+                    del self._claimed[worker]
+                left = bool(self._claimed) and not self._closed
+            for worker in sorted(gone):
+                self._told.on_unreached(worker, spare=self._has_room())
+            if not left:
+                return
 
     def signal(self, worker: int, number: int) -> None:
         """See `Launcher`; a worker that cannot be reached counts as gone if killed."""

@@ -261,6 +261,7 @@ class WorkerMember:
       leave_by_s: when it must have left its world.
       dismissed: whether it was told to end.
       trained: whether it has had the state of any world.
+      pid: number of its process; None: it has not connected yet.
     """
 
     phase: str = "starting"
@@ -276,6 +277,7 @@ class WorkerMember:
     leave_by_s: float = math.inf
     dismissed: bool = False
     trained: bool = False
+    pid: int | None = None
 
 
 def late(members: Mapping[int, WorkerMember], now: float) -> frozenset[int]:
@@ -401,7 +403,7 @@ def describe(members: Mapping[int, WorkerMember]) -> dict[str, Any]:
         str(w): {
             "phase": m.phase,
             "step": m.step,
-            "pid": None if m.ready is None else m.ready.get("pid"),
+            "pid": m.pid,
         }
         for w, m in sorted(members.items())
     }

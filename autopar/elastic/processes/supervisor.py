@@ -477,6 +477,8 @@ class Supervisor:
     def _take_hello(self, worker: int, member: WorkerMember, message: Message) -> None:
         """Tells a worker that connects again what it missed, and that all is well."""
         member.formed = member.formed or message.get("phase") == "step"
+        process = ProcessId.from_data(message.get("process"))
+        member.pid = None if process is None else process.pid
         self._do.send(worker, "welcome", generation=self.generation)
         if self.result is not None:
             self._do.send(worker, "end", code=self.result, reason="")

@@ -11,6 +11,11 @@ from typing import Any
 import pytest
 
 from autopar.backends import ray as backend
+from autopar.elastic.processes.network import (
+    HOST_VARIABLE,
+    SECRET_VARIABLE,
+    Network,
+)
 from autopar.errors import PlanError
 
 
@@ -35,9 +40,14 @@ class Actor:
         self.ends: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self.signals: list[int] = []
         self.options: dict[str, Any] = {}
-        self.run = types.SimpleNamespace(remote=lambda *_: self)
+        self.given: tuple[Any, ...] = ()
+        self.run = types.SimpleNamespace(remote=self._take)
         self.wait = types.SimpleNamespace(remote=lambda: self)
         self.signal = types.SimpleNamespace(remote=self.signals.append)
+
+    def _take(self, *given: Any) -> Actor:
+        self.given = given
+        return self
 
 
 class Ray(types.ModuleType):
@@ -52,7 +62,7 @@ class Ray(types.ModuleType):
         strategies = types.SimpleNamespace(
             NodeAffinitySchedulingStrategy=lambda name, soft: name
         )
-        self.machine = "10.0.0.1"
+        self.machine, self.addresses = "10.0.0.1", ["10.0.0.1"]
         self.util = types.SimpleNamespace(
             scheduling_strategies=strategies, get_node_ip_address=lambda: self.machine
         )
@@ -66,7 +76,7 @@ class Ray(types.ModuleType):
             {
                 "NodeID": f"node {k}",
                 "Alive": True,
-                "NodeManagerAddress": "10.0.0.1",
+                "NodeManagerAddress": self.addresses[k % len(self.addresses)],
                 "Resources": {"CPU": 1.0},
             }
             for k in range(self.count)
@@ -222,3 +232,19 @@ def test_without_ray(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(PlanError, match=r"pip install 'autopar\[ray\]'"):
         backend.RayLauncher(["train.py"], 1)
+
+
+def test_nodes_of_other_machines_are_told_their_address(ray: Ray) -> None:
+    """Where the run has a secret; without one they take no worker."""
+    ray.addresses = ["10.0.0.1", "10.0.0.2"]
+    with pytest.raises(PlanError, match="--listen"):
+        backend.RayLauncher(["train.py"], 2)
+    network = Network("10.0.0.1", "secret")
+    made = backend.RayLauncher(["train.py"], 2, network=network)
+    made.begin("run", Reports())
+    for worker in range(2):
+        made.start(worker, {"SEED": "1"})
+    given = [actor.given[2] for actor in ray.actors.values()]
+    assert {x[HOST_VARIABLE] for x in given} == {"10.0.0.1", "10.0.0.2"}
+    assert all(x[SECRET_VARIABLE] == "secret" and x["SEED"] == "1" for x in given)
+    made.close()

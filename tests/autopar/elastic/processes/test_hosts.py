@@ -214,6 +214,22 @@ def test_workers_of_an_earlier_supervisor(made: tuple[HostLauncher, Run]) -> Non
     run.wait_for("unreached", 5, False)
 
 
+def test_workers_of_an_earlier_supervisor_that_no_agent_has(
+    made: tuple[HostLauncher, Run], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They had been waiting for a host; one that is connected has lost its agent."""
+    launcher, run = made
+    monkeypatch.setattr(launcher, "_silent_s", 0.05)
+    run.linked = {5}
+    for worker in (4, 5):
+        assert launcher.watch(worker, None)
+    run.wait_for("unreached", 4, False)
+    time.sleep(0.1)
+    assert ("unreached", 5, False) not in run.told
+    agent = call(launcher, "one", workers=[5])
+    assert not any(kind == "signal" for kind, _ in agent.sent)
+
+
 def test_a_host_that_leaves_takes_no_more(made: tuple[HostLauncher, Run]) -> None:
     launcher, run = made
     launcher.start(0, {})
