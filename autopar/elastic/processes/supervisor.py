@@ -101,6 +101,20 @@ def choose_workers(
     return left[: sizes[0]] if sizes else left
 
 
+def side_by_side(
+    ready: Mapping[int, Message], workers: Sequence[int]
+) -> tuple[int, ...]:
+    """The workers by rank: those of a host together, so that axes do not mix links.
+
+    Args:
+      ready: what each worker said as it became ready.
+      workers: of the world; the oldest ones first.
+    """
+    hosts = {w: ready[w]["address"].rpartition(":")[0] for w in workers}
+    first = {host: w for w, host in reversed(hosts.items())}
+    return tuple(sorted(workers, key=lambda w: (first[hosts[w]], w)))
+
+
 # What broke a world: the loss of a process, or what its own script does.
 
 # Worlds in a row that may break at one step though nobody died.
@@ -689,10 +703,11 @@ class Supervisor:
             self._do.close(self.generation - 1)
         self.generation += 1
         self._causes += self._changes(workers)
+        readies = {w: m.ready for w, m in self.members.items() if m.ready}
+        workers = list(side_by_side(readies, workers))
         self.world, self.state, self._ever = tuple(workers), "run", True
         self._planned_for = self.cluster
         self._renews, self._pause_s = False, None
-        readies = {w: m.ready for w, m in self.members.items() if m.ready}
         state = latest_state({r["address"]: r["holds"] for r in readies.values()})
         address = ""
         if len(workers) > 1:

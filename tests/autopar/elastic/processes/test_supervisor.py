@@ -8,7 +8,7 @@ import pytest
 from supervised import LEFT, RIGHT, WHOLE, Fake, holding, running
 
 from autopar.elastic.processes.members import SUSPENDED, MemberLimits
-from autopar.elastic.processes.supervisor import Supervisor
+from autopar.elastic.processes.supervisor import Supervisor, side_by_side
 
 
 def test_a_run_begins_with_all() -> None:
@@ -18,6 +18,12 @@ def test_a_run_begins_with_all() -> None:
     fake.ready(0)
     assert [(w, d["rank"]) for w, d in fake.of("form")] == [(0, 0), (1, 1)]
     assert fake.of("form")[0][1]["state"] is None
+
+
+def test_processes_of_a_host_are_neighbours() -> None:
+    ready = {w: {"address": f"{host}:{w}"} for w, host in enumerate("abacb")}
+    assert side_by_side(ready, [0, 1, 2, 3, 4]) == (0, 2, 1, 4, 3)
+    assert side_by_side(ready, [1, 2, 4]) == (1, 4, 2)
 
 
 def test_survivors_go_on_without_the_dead() -> None:
