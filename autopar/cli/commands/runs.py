@@ -288,6 +288,7 @@ def workers(
         f"worker {name}: {found['phase']}"
         + (f", step {found['step']}" if found["step"] >= 0 else "")
         + (f", process {found['pid']}" if found["pid"] else "")
+        + (f" on {found['host']}" if found["host"] not in (None, "127.0.0.1") else "")
         for name, found in status["workers"].items()
     ]
     world = f"world of {number_of(len(status['world']), 'process')}"

@@ -17,7 +17,7 @@ import threading
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Protocol
 
-from autopar.elastic.processes.network import End
+from autopar.elastic.processes.network import End, split_address
 
 # Of the fields behind the name in ``/proc/PID/stat``: field 22 of proc(5).
 _STARTED = 19
@@ -404,6 +404,7 @@ def describe(members: Mapping[int, WorkerMember]) -> dict[str, Any]:
             "phase": m.phase,
             "step": m.step,
             "pid": m.pid,
+            "host": None if m.ready is None else split_address(m.ready["address"])[0],
         }
         for w, m in sorted(members.items())
     }
