@@ -16,6 +16,7 @@ import queue
 import secrets
 import signal
 import socket
+import ssl
 import sys
 import threading
 import time
@@ -270,6 +271,9 @@ class HostLauncher:
             elif message["kind"] == "ended":
                 host.workers.discard(int(message["worker"]))
                 self._place()
+        if message.get("wrong"):
+            said = f"autopar run: host {host.name}: {message['wrong']}"
+            print(said, file=sys.stderr, flush=True)
         if message["kind"] == "ended":
             self._told.on_end(int(message["worker"]), message["code"])
         elif message["kind"] == "leave":
@@ -399,6 +403,11 @@ class Agent:
                 self._network = Network(host, options.secret)
                 connection = Connection(self._network.connect(options.supervisor, 10.0))
                 break
+            except ssl.SSLError as error:
+                raise PlanError(
+                    f"{options.supervisor} has another secret, or is no supervisor of "
+                    "`autopar run --listen`: copy its secret to this host."
+                ) from error
             except ValueError as error:
                 raise PlanError(f"--supervisor: {error}.") from error
             except OSError as error:
@@ -483,8 +492,9 @@ class Agent:
     def _start(self, message: Message) -> None:
         worker, words = int(message["worker"]), list(map(str, message["words"]))
         if not pathlib.Path(words[0]).is_file():
-            self._say(f"there is no script {words[0]} in {os.getcwd()} on this host")
-            self._report(worker, 2)
+            wrong = f"there is no script {words[0]} in {os.getcwd()}"
+            self._say(wrong)
+            self._report(worker, 2, wrong)
             return
         if self._launcher is None:
             # Workers must not outlive this process: nobody else could end them.
@@ -518,11 +528,11 @@ class Agent:
     def on_join(self, machines: int) -> None:
         """See `Reports`; an agent has one host."""
 
-    def _report(self, worker: int, code: int | None) -> None:
+    def _report(self, worker: int, code: int | None, wrong: str = "") -> None:
         self._running.discard(worker)
         self._ended[worker] = code
         if self._connection is not None:
-            self._connection.send("ended", worker=worker, code=code)
+            self._connection.send("ended", worker=worker, code=code, wrong=wrong)
 
     def _look_after(self) -> None:
         """Ends once all workers have left a host that is asked to go."""
