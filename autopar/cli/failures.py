@@ -5,8 +5,8 @@
 compiler in C runs for seconds before, and where the interrupt is raised in a callback
 of the garbage collector, as JAX has one, it is lost. So a thread watches too.
 
-*Spelling.* The planner names its options as Python does, such as ``remat='auto'``; here
-they become ``--remat auto``, for every message at once.
+*Spelling.* The planner's messages spell options as Python does, such as
+``remat='auto'``. Here they become ``--remat auto``, in one place for all messages.
 """
 
 from __future__ import annotations

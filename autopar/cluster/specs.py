@@ -200,8 +200,8 @@ _STAND_INS = {
     "uint4": ("int4", "int8"),
     "uint8": ("int8",),
 }
-# What the matrix units of GPUs and TPUs do not multiply, or no faster than the vector
-# units (float64 on an A100 and an H100).
+# Types that the matrix units of GPUs and TPUs cannot multiply, or multiply no faster
+# than the vector units do (float64 on an A100 and an H100).
 _VECTOR_ONLY = frozenset(
     {
         "bool", "int16", "int32", "int64", "uint16", "uint32", "uint64", "float64",

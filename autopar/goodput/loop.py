@@ -216,7 +216,7 @@ def first_decision(
 # them. How far single steps scatter, over the root of how many are averaged, is how far
 # off an average may be.
 
-# Steps whose scatter is kept, and the fewest that say anything.
+# The scatter is that of so many of the last steps, and is given from so many steps on.
 _KEPT, _FEWEST = 64, 5
 
 

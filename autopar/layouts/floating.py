@@ -15,7 +15,7 @@ def kept_layout(assignment: Assignment, value: int) -> Layout:
     is made: split as what it is made of, so that nothing is gathered.
 
     Args:
-      assignment: the layouts of the program that makes it.
+      assignment: the layouts of the program that makes the value.
       value: the value.
     """
     return _kept_layout(assignment, value, {})

@@ -4,7 +4,7 @@ The exact model (`autopar.cost.live`) knows both ends of a resharding; a
 term of the problem knows one node. So the terms leave out the short-lived
 forms between two nodes, and the search checks the exact peak of what the
 solver returns and tightens the limit where that is over. The work space of products
-is no term: `fixed_bytes` has it, and the limit of the problem is so much lower.
+is no term: `fixed_bytes` has it, and the limit of the problem is lower by as much.
 """
 
 from __future__ import annotations

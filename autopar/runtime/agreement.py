@@ -350,7 +350,7 @@ def check_rows(world: World, shapes: Mapping[str, tuple[int, ...]]) -> None:
 def check_equal(
     world: World, leaves: Mapping[str, Any], *, first: bool = False
 ) -> None:
-    """Checks that arrays of this process alone have the same values everywhere.
+    """Checks that arrays that each process holds alone are equal in all processes.
 
     Only a digest is sent, by the devices: this is done in every step.
 

@@ -365,7 +365,8 @@ def _encode_signs(
 
 
 def _decode_signs(codes: jax.Array) -> jax.Array:
-    # Two long loops over half a block, not eight short ones: a CPU takes a third.
+    # On a CPU two long loops over half a block take a third of the time of eight
+    # short ones.
     # The halves are joined last, as in `_decode_int4`; see `blocks` on why.
     copies = add_barrier(jnp.concatenate([codes] * 4, axis=-1))
     places = np.repeat(1 << np.arange(4), codes.shape[-1]).astype(np.uint8)

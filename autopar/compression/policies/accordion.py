@@ -20,8 +20,8 @@ steps from residual ``e_0`` to ``e_T`` has
 
 which is what is compared. The observation after a change of level only gives ``e_0``.
 
-To go on to ``high`` saves time, and may be put off (`Saving`); the norms are followed
-meanwhile. To go back to ``low`` may not.
+A change to ``high`` saves time, and may be put off (`Saving`); the norms are followed
+meanwhile. A change back to ``low`` is never put off.
 """
 
 from __future__ import annotations

@@ -28,7 +28,8 @@ from autopar_solver import (
     play,
 )
 
-# How often stages are searched anew with less memory, to fit what a schedule keeps.
+# The stages are searched again at most so often, each time with less memory, until
+# what the schedule keeps fits.
 _ROUNDS = 4
 
 

@@ -433,7 +433,8 @@ class Goodput:
 def _single(curves: _Curves) -> float:
     """Goodput on one device, as an average over the devices of all kinds that run it.
 
-    Where one device does not run it, a device's share of the fewest that do.
+    Where one device of a kind cannot run the job: the goodput of the fewest devices
+    that can, divided by their number.
     """
     found: list[float] = []
     weights: list[int] = []

@@ -449,7 +449,9 @@ class _Round:
 
 
 def _large_plan(placement: int) -> str:
-    """Offload on one node; over nodes the table's mean stands for all plans."""
+    """Returns a name in the table: offload on one node; over several nodes ``3d``, for
+    which the table has the mean of all plans.
+    """
     return "zero-offload" if placement < 10 else "3d"
 
 

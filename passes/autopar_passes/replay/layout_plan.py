@@ -68,8 +68,9 @@ class LayoutPlan(Protocol):
     def sums(self, value: int, *, handed: bool = False) -> tuple[Sum, ...]:
         """Returns the collectives that end a partial value, where they are written.
 
-        The last one's layout may be that of the slices that its readers keep. Empty:
-        the compiler finds the collectives from the layouts that are stated.
+        Where the readers of the value keep slices of it, the last collective may leave
+        each device its slice. Empty: the compiler finds the collectives from the
+        layouts that are stated.
 
         Args:
           value: the value.

@@ -100,7 +100,11 @@ def check_selection(problem: CodecSelection, result: SelectionResult) -> None:
 
 
 def _finishes(problem: CodecSelection, choices: Sequence[int]) -> list[float]:
-    """When the link is done with each gradient, in its order; [0.0] without any."""
+    """When the link has sent each gradient, in the order in which it sends them.
+
+    Returns:
+      Seconds; [0.0] where there are no gradients.
+    """
     finish, finishes = 0.0, list[float]()
     for index in problem.order:
         wire = float(problem.wire_s[index][choices[index]])

@@ -324,7 +324,8 @@ class SelectionIncumbent:
         )
 
 
-# Improves the choices of a codec selection by one or two gradients at a time.
+# Local search for a codec selection: it changes the codecs of one gradient, or of two,
+# at a time.
 #
 # With ``end[j] = ready[j] + sum_(m >= j) wire[m]`` over the link's order, exposed time
 # is what the largest ``end`` is after the backward pass. A change of gradient ``l`` by

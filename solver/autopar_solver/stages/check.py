@@ -229,7 +229,7 @@ def _check_pipeline(problem: StageProblem, pipeline: Pipeline) -> None:
 
 
 def devices_used(problem: StageProblem, options: Sequence[int]) -> list[int]:
-    """By device group of the problem, how many devices some options take together."""
+    """Counts the devices that the given options take in each device group."""
     used = [0] * len(problem.groups)
     for option in options:
         used[problem.options[option].group] += problem.options[option].devices
