@@ -1,0 +1,197 @@
+"""Jobs of a real Slurm: nodes drain, fail and come back, and the limit comes."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+from checkout import ROOT
+from slurm_cluster import SlurmCluster, missing_programs, wait_for
+
+from autopar.launching.slurm import SlurmJob, job_script
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
+
+STAND_IN = ROOT / "tests" / "support" / "slurm_stand_in.py"
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmCluster]:
+    if missing := missing_programs():
+        pytest.skip(f"no {', '.join(missing)}: apt-get install slurm-wlm munge")
+    made = SlurmCluster(tmp_path_factory.mktemp("slurm"))
+    try:
+        yield made
+    finally:
+        made.stop()
+
+
+class Job:
+    """A job whose supervisor and agents train nothing."""
+
+    def __init__(
+        self, cluster: SlurmCluster, place: pathlib.Path, nodes: tuple[int, int]
+    ) -> None:
+        self.cluster, self.folder = cluster, place / "run"
+        self.folder.mkdir()
+        self.output = place / "output"
+        self.last(10**6)
+        job = SlurmJob(
+            script=("train.py",),
+            nodes=nodes,
+            place=place,
+            folder=pathlib.Path("run"),
+            sbatch=(f"--output={self.output}",),
+            command=(sys.executable, str(STAND_IN)),
+            look_s=1,
+        )
+        done = subprocess.run(
+            ["sbatch", "--parsable"],
+            input=job_script(job),
+            env=cluster.env,
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        self.number = int(done.stdout)
+
+    def last(self, step: int) -> None:
+        """Ends the run behind a step."""
+        (self.folder / "most").write_text(str(step))
+
+    def events(self) -> list[str]:
+        path = self.folder / "events"
+        return path.read_text().splitlines() if path.exists() else []
+
+    def wait_for(self, *events: str) -> None:
+        """Waits until these have happened, in any order."""
+        self.wait_until(lambda: set(events) <= set(self.events()))
+
+    def wait_until(self, done: Callable[[], bool]) -> None:
+        try:
+            wait_for(done, "")
+        except AssertionError:
+            pytest.fail(f"{self.events()}\n{self.output.read_text()}")
+
+    def joined(self) -> list[str]:
+        """The nodes that joined, in order."""
+        return [x.split()[1] for x in self.events() if x.startswith("joined")]
+
+    def supervisor(self) -> int:
+        """The process of the last supervisor."""
+        return [int(x.split()[1]) for x in self.events() if x.startswith("super")][-1]
+
+    def forget(self) -> None:
+        (self.folder / "events").unlink()
+
+    def finish(self) -> None:
+        """Lets the run end, and the job with it."""
+        self.last(0)
+        wait_for(
+            lambda: self.cluster.state(self.number) in ("COMPLETED", ""),
+            self.output.read_text(),
+        )
+
+
+def joined(*nodes: str) -> list[str]:
+    return [f"joined {node}" for node in nodes]
+
+
+def test_a_node_drains_and_comes_back(
+    cluster: SlurmCluster, tmp_path: pathlib.Path
+) -> None:
+    job = Job(cluster, tmp_path, (2, 4))
+    job.wait_for(*joined("n1", "n2", "n3", "n4"))
+    secret = job.folder / "secret.pem"
+    assert secret.stat().st_mode & 0o777 == 0o600
+
+    cluster.do("scontrol", "update", "nodename=n4", "state=drain", "reason=State=IDLE")
+    job.wait_for("left n4")  # it was not killed
+    assert cluster.state(job.number) == "RUNNING"
+    job.forget()
+    cluster.do("scontrol", "update", "nodename=n4", "state=resume")
+    job.wait_for("joined n4")
+    assert job.events() == ["joined n4"]
+    job.finish()
+
+
+def test_a_supervisor_that_dies_is_started_again(
+    cluster: SlurmCluster, tmp_path: pathlib.Path
+) -> None:
+    job = Job(cluster, tmp_path, (2, 2))
+    job.wait_for(*joined("n1", "n2"))
+    before = job.supervisor()
+    job.forget()
+    os.kill(before, signal.SIGKILL)
+    job.wait_for(*joined("n1", "n2"))
+    assert job.supervisor() != before
+    job.finish()
+
+
+def test_a_job_saves_before_its_limit_and_goes_on(
+    cluster: SlurmCluster, tmp_path: pathlib.Path
+) -> None:
+    """On those nodes that are there then."""
+    job = Job(cluster, tmp_path, (2, 4))
+    job.wait_for(*joined("n1", "n2", "n3", "n4"))
+    # As Slurm does shortly before the limit, which is in minutes.
+    cluster.do("scancel", "--batch", "--signal=USR1", str(job.number))
+    wait_for(lambda: (job.folder / "saved").exists(), "not saved")
+    step = int((job.folder / "saved").read_text())
+    assert f"suspended at {step}" in job.events()
+    job.forget()
+    cluster.do("scontrol", "update", "nodename=n3", "state=drain", "reason=test")
+    try:
+        cluster.start_at_once(job.number)
+        job.wait_for(*joined("n1", "n2", "n4"))
+        started = [x for x in job.events() if x.startswith("supervisor")]
+        assert [x.split()[-4:] for x in started] == [["of", "3", "from", str(step)]]
+    finally:
+        cluster.do("scontrol", "update", "nodename=n3", "state=resume")
+    job.finish()
+
+
+def test_too_few_nodes_are_waited_for(
+    cluster: SlurmCluster, tmp_path: pathlib.Path
+) -> None:
+    job = Job(cluster, tmp_path, (2, 2))
+    job.wait_for(*joined("n1", "n2"))
+    job.forget()
+    cluster.do("scontrol", "update", "nodename=n2", "state=drain", "reason=test")
+    try:
+        cluster.start_at_once(job.number)
+        job.wait_until(lambda: len(job.joined()) == 2)
+        assert "n2" not in job.joined()
+    finally:
+        cluster.do("scontrol", "update", "nodename=n2", "state=resume")
+    job.finish()
+
+
+def test_nodes_die(cluster: SlurmCluster, tmp_path: pathlib.Path) -> None:
+    """The job lives on without another node, and without its first one is requeued."""
+    job = Job(cluster, tmp_path, (2, 4))
+    job.wait_for(*joined("n1", "n2", "n3", "n4"))
+    try:
+        cluster.kill("n3")
+        job.wait_for("lost n3")
+        held = ("squeue", "-h", "-j", str(job.number), "-o", "%N")
+        wait_for(lambda: cluster.do(*held) == "n[1-2,4]", "n3 is still of the job")
+        step = len(job.events())
+        time.sleep(3)
+        assert job.events()[step:] == []  # nobody starts an agent there
+
+        cluster.kill("n1")
+        job.forget()
+        cluster.start_at_once(job.number)
+        job.wait_for(*joined("n2", "n4"))
+        assert "the first node, n1, is" in job.output.read_text()
+    finally:
+        for node in ("n1", "n3"):
+            cluster.start(node)
+    job.finish()
