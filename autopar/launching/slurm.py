@@ -275,7 +275,7 @@ describe_nodes() {
 
 # What a step on a node does: it runs the agent, which is told to leave by SIGURG, as
 # any other process of the step ignores that. Where the agent fails since the first node
-# is gone, and this script with it, the job is requeued from here.
+# is gone, and this script and its output with it, the job is requeued from here.
 work() {
     local first=$1 host=$2 port=$3 look=$4 agent code name address state
     shift 4
@@ -294,7 +294,6 @@ work() {
         read -r name address state < <(describe_nodes "$first")
         case $state in
             *DOWN* | *NOT_RESPONDING* | *FAIL* | *\**)
-                say "the first node, $first, is $state; the job is requeued"
                 scontrol requeue incomplete "$SLURM_JOB_ID"
                 ;;
         esac
@@ -338,7 +337,7 @@ join() {
     fi
     left[$1]=
     local functions
-    functions=$(declare -f say describe_nodes work)
+    functions=$(declare -f describe_nodes work)
     srun --overlap --nodes=1 --ntasks=1 --nodelist="$1" --job-name="autopar-$1" \
         --input=none bash -c "$functions; work \"\$@\"" work "$first" "$host" "$port" \
         "$look" "${autopar[@]}" worker --supervisor "$host:$port" --secret "$secret" \
@@ -398,6 +397,7 @@ fi
 chmod 600 -- "$secret" || exit 2
 [[ ${SLURM_CPUS_PER_TASK-} ]] && export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK
 
+say "start ${SLURM_RESTART_COUNT:-0} of the job, on $SLURM_JOB_NODELIST"
 declare -A steps left failures
 suspending='' starts=0
 first=$SLURMD_NODENAME

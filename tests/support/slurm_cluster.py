@@ -133,11 +133,21 @@ PartitionName=p Nodes=ALL Default=YES MaxTime=INFINITE State=UP
         """The state of a job; '' where Slurm has forgotten it."""
         return self.do("squeue", "-h", "-t", "all", "-j", str(job), "-o", "%T")
 
-    def start_at_once(self, job: int) -> None:
-        """Has a job that was requeued start again; Slurm lets it wait two minutes."""
-        wait_for(lambda: self.state(job) == "PENDING", "the job is not requeued")
-        self.do("scontrol", "update", f"jobid={job}", "StartTime=now")
-        wait_for(lambda: self.state(job) == "RUNNING", "the job does not start again")
+    def start_at_once(self, job: int, restarts: int = 1) -> None:
+        """Waits until a job that is requeued runs again.
+
+        Args:
+          job: its number; Slurm would let it wait two minutes.
+          restarts: how often it has been requeued then.
+        """
+
+        def starts() -> bool:
+            if self.state(job) == "PENDING":
+                self.do("scontrol", "update", f"jobid={job}", "StartTime=now")
+            shown = self.do("scontrol", "show", "job", str(job)).split()
+            return {"JobState=RUNNING", f"Restarts={restarts}"} <= set(shown)
+
+        wait_for(starts, f"job {job} does not start again")
 
     def processes(self, node: str) -> list[int]:
         """The processes of jobs on a node, their step daemons first."""

@@ -190,7 +190,9 @@ def test_nodes_die(cluster: SlurmCluster, tmp_path: pathlib.Path) -> None:
         job.forget()
         cluster.start_at_once(job.number)
         job.wait_for(*joined("n2", "n4"))
-        assert "the first node, n1, is" in job.output.read_text()
+        text = job.output.read_text()
+        assert "start 0 of the job, on n[1-4]" in text
+        assert "start 1 of the job, on n[2,4]" in text
     finally:
         for node in ("n1", "n3"):
             cluster.start(node)
