@@ -392,7 +392,7 @@ cd -- "$place" || exit 2
 mkdir -p -- "$folder" || exit 2
 secret=$folder/secret.pem
 if [[ ! -s $secret ]]; then
-    (umask 077 && "${autopar[@]}" secret "$secret") || exit 2
+    (umask 077 && "${autopar[@]}" secret "$secret" >/dev/null) || exit 2
 fi
 chmod 600 -- "$secret" || exit 2
 [[ ${SLURM_CPUS_PER_TASK-} ]] && export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pathlib
 import signal
@@ -10,10 +11,16 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 
+import elastic_runs
+import jax
+import numpy as np
 import pytest
+import step_forms as forms
 from checkout import ROOT
+from processes import FLAGS
 from slurm_cluster import SlurmCluster, missing_programs, wait_for
 
+import autopar
 from autopar.launching.slurm import SlurmJob, job_script
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
@@ -30,6 +37,19 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmCluster]:
         yield made
     finally:
         made.stop()
+
+
+def submit(cluster: SlurmCluster, job: SlurmJob, **variables: str) -> int:
+    """Hands a job in; returns its number."""
+    done = subprocess.run(
+        ["sbatch", "--parsable"],
+        input=job_script(job),
+        env=cluster.env | variables,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return int(done.stdout)
 
 
 class Job:
@@ -51,15 +71,7 @@ class Job:
             command=(sys.executable, str(STAND_IN)),
             look_s=1,
         )
-        done = subprocess.run(
-            ["sbatch", "--parsable"],
-            input=job_script(job),
-            env=cluster.env,
-            capture_output=True,
-            text=True,
-            check=True,
-        )
-        self.number = int(done.stdout)
+        self.number = submit(cluster, job)
 
     def last(self, step: int) -> None:
         """Ends the run behind a step."""
@@ -197,3 +209,89 @@ def test_nodes_die(cluster: SlurmCluster, tmp_path: pathlib.Path) -> None:
         for node in ("n1", "n3"):
             cluster.start(node)
     job.finish()
+
+
+def found_losses(folder: pathlib.Path) -> list[tuple[int, float]]:
+    """Every step and loss that a process has written."""
+    lines = [
+        line
+        for path in folder.glob("losses.*")
+        if path.suffix[1:].isdigit()
+        for line in path.read_text().splitlines()
+    ]
+    return [(int(k), float(loss)) for k, loss in map(json.loads, lines)]
+
+
+def losses_alone(steps: int) -> list[float]:
+    """The losses of one process that nothing disturbs."""
+    step = autopar.parallelize(forms.plain_step, cluster="1:cpu", split_batch=False)
+    alone = autopar.elastic(
+        step,
+        forms.create_plain,
+        elastic_runs.source,
+        batch=forms.BATCH,
+        steps=steps,
+        args=(jax.random.key(0),),
+        ahead=False,
+    )
+    return elastic_runs.losses(alone)
+
+
+def test_a_script_trains_on_when_a_node_drains_and_the_limit_comes(
+    cluster: SlurmCluster, tmp_path: pathlib.Path
+) -> None:
+    steps = 150
+    script = str(ROOT / "tests" / "support" / "elastic_script.py")
+    out = str(tmp_path / "losses")
+    job = SlurmJob(
+        script=(script, out, str(steps), "1", "0.05", "saves"),
+        nodes=(2, 3),
+        place=tmp_path,
+        sbatch=(f"--output={tmp_path / 'output'}",),
+        look_s=1,
+    )
+    places = (ROOT, ROOT / "solver", ROOT / "passes", ROOT / "tests" / "support")
+    number = submit(
+        cluster,
+        job,
+        PYTHONPATH=os.pathsep.join(map(str, places)),
+        XLA_FLAGS=FLAGS,
+        JAX_PLATFORMS="cpu",
+        NPROC="4",
+    )
+
+    def worlds() -> list[int]:
+        """How many processes each world has had that formed."""
+        log = tmp_path / "autopar-run" / "log.jsonl"
+        lines = log.read_text().splitlines() if log.exists() else []
+        read = [json.loads(line) for line in lines if line.endswith("}")]
+        return [len(x["workers"]) for x in read if x["event"] == "formed"]
+
+    def wait_for_world(*sizes: int) -> None:
+        def trains() -> bool:
+            return worlds() == list(sizes) and len(found_losses(tmp_path)) > before + 5
+
+        before = len(found_losses(tmp_path))
+        try:
+            wait_for(trains, "", 120.0)
+        except AssertionError:
+            pytest.fail(f"{worlds()}\n{(tmp_path / 'output').read_text()}")
+
+    wait_for_world(3)
+    cluster.do("scontrol", "update", "nodename=n3", "state=drain", "reason=test")
+    try:
+        wait_for_world(3, 2)
+    finally:
+        cluster.do("scontrol", "update", "nodename=n3", "state=resume")
+    wait_for_world(3, 2, 3)
+    cluster.do("scancel", "--batch", "--signal=USR1", str(number))
+    cluster.start_at_once(number)
+    wait_for_world(3, 2, 3, 3)
+    (tmp_path / "go").touch()
+    wait_for(lambda: cluster.state(number) in ("COMPLETED", ""), "no end", 120.0)
+
+    found, want = found_losses(tmp_path), losses_alone(steps)
+    assert {k for k, _ in found} == set(range(steps))
+    np.testing.assert_allclose(
+        [loss for _, loss in found], [want[k] for k, _ in found], rtol=2e-5
+    )
