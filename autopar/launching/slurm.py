@@ -384,6 +384,7 @@ look() {
             [[ ${steps[$name]-} == ended && ${failures[$name]-0} -gt 5 ]] || return
         done
         say "no agent can be started: see their errors above"
+        failed=yes
         kill "$supervisor"
     fi
 }
@@ -399,7 +400,7 @@ chmod 600 -- "$secret" || exit 2
 
 say "start ${SLURM_RESTART_COUNT:-0} of the job, on $SLURM_JOB_NODELIST"
 declare -A steps left failures
-suspending='' starts=0
+suspending='' failed='' starts=0
 first=$SLURMD_NODENAME
 read -r name host state < <(describe_nodes "$first")
 host=${host:-$first}
@@ -412,6 +413,7 @@ while :; do
     if ! kill -0 "$supervisor" 2>/dev/null; then
         wait "$supervisor"
         code=$?
+        [[ $failed ]] && exit 1
         ((code > 128 && code != 130 && starts < 10)) || break
         say "the supervisor died by signal $((code - 128)); another one starts"
         start_supervisor

@@ -4,7 +4,8 @@ Usage: slurm_stand_in.py secret FILE | run ... --folder DIR ... | worker ...
 
 The supervisor counts a step a tenth of a second while an agent is there, up to as many
 as there are in the file ``most`` of the folder. It writes who comes and goes to
-``events``, and saves the number of steps in ``saved`` on SIGUSR1.
+``events``, and saves the number of steps in ``saved`` on SIGUSR1. Agents fail where
+there is a file ``fail``.
 """
 
 from __future__ import annotations
@@ -84,7 +85,8 @@ def supervise(listen: str, folder: pathlib.Path, processes: str) -> int:
 def work(address: str, folder: pathlib.Path) -> int:
     """Is there until the run ends, or it is asked to leave."""
     name, connected = os.environ["SLURMD_NODENAME"], None
-    (folder / f"agent-{name}").write_text(str(os.getpid()))
+    if (folder / "fail").exists():
+        return 1
 
     def leave(*_: object) -> None:
         if connected is not None:

@@ -56,10 +56,17 @@ class Job:
     """A job whose supervisor and agents train nothing."""
 
     def __init__(
-        self, cluster: SlurmCluster, place: pathlib.Path, nodes: tuple[int, int]
+        self,
+        cluster: SlurmCluster,
+        place: pathlib.Path,
+        nodes: tuple[int, int],
+        *,
+        fail: bool = False,
     ) -> None:
         self.cluster, self.folder = cluster, place / "run"
         self.folder.mkdir()
+        if fail:
+            (self.folder / "fail").touch()
         self.output = place / "output"
         self.last(10**6)
         job = SlurmJob(
@@ -169,20 +176,37 @@ def test_a_job_saves_before_its_limit_and_goes_on(
     job.finish()
 
 
-def test_too_few_nodes_are_waited_for(
-    cluster: SlurmCluster, tmp_path: pathlib.Path
+@pytest.mark.parametrize(
+    ("nodes", "node", "left"), [((2, 2), "n2", 2), ((1, 4), "n1", 3)]
+)
+def test_too_few_nodes_or_another_first_one_are_waited_for(
+    cluster: SlurmCluster,
+    tmp_path: pathlib.Path,
+    nodes: tuple[int, int],
+    node: str,
+    left: int,
 ) -> None:
-    job = Job(cluster, tmp_path, (2, 2))
-    job.wait_for(*joined("n1", "n2"))
+    job = Job(cluster, tmp_path, nodes)
+    job.wait_until(lambda: len(job.joined()) == nodes[1])
     job.forget()
-    cluster.do("scontrol", "update", "nodename=n2", "state=drain", "reason=test")
+    cluster.do("scontrol", "update", f"nodename={node}", "state=drain", "reason=test")
     try:
         cluster.start_at_once(job.number)
-        job.wait_until(lambda: len(job.joined()) == 2)
-        assert "n2" not in job.joined()
+        job.wait_until(lambda: len(job.joined()) == left)
+        assert node not in job.joined()
     finally:
-        cluster.do("scontrol", "update", "nodename=n2", "state=resume")
+        cluster.do("scontrol", "update", f"nodename={node}", "state=resume")
     job.finish()
+
+
+def test_agents_that_always_fail_end_the_job(
+    cluster: SlurmCluster, tmp_path: pathlib.Path
+) -> None:
+    job = Job(cluster, tmp_path, (2, 2), fail=True)
+    wait_for(lambda: cluster.state(job.number) in ("FAILED", ""), "goes on")
+    text = job.output.read_text()
+    assert "the agent of n2 failed 6 times; the node is given up" in text
+    assert "no agent can be started" in text
 
 
 def test_nodes_die(cluster: SlurmCluster, tmp_path: pathlib.Path) -> None:
