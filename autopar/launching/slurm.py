@@ -273,6 +273,22 @@ describe_nodes() {
     }'
 }
 
+# The address of this node on the way to another one of the job, as its own name may
+# lead to loopback; of one node: that in Slurm.
+own_address() {
+    local name address state own=$first found=''
+    while read -r name address state; do
+        if [[ $name == "$first" ]]; then
+            own=$address
+        elif [[ ! $found ]]; then
+            address=$(getent ahostsv4 "$address" || getent ahosts "$address")
+            found=$(ip -oneline route get "${address%%[[:space:]]*}" 2>/dev/null |
+                sed -n 's/.* src \([^ ]*\).*/\1/p')
+        fi
+    done < <(describe_nodes "$SLURM_JOB_NODELIST")
+    echo "${found:-$own}"
+}
+
 # What a step on a node does: it runs the agent, which is told to leave by SIGURG, as
 # any other process of the step ignores that. Where the agent fails since the first node
 # is gone, and this script and its output with it, the job is requeued from here.
@@ -312,7 +328,7 @@ start_supervisor() {
     ((starts += 1))
     (
         trap '' USR1 # until the supervisor listens for it
-        exec "${autopar[@]}" run --listen "$host:$port" --secret "$secret" \
+        exec "${autopar[@]}" run --listen "$supervisor_at" --secret "$secret" \
             --processes "$((SLURM_JOB_NUM_NODES * slots))" --min 1 \
             --max "$((most * slots))" --folder "$folder" "${run[@]}" "${script[@]}"
     ) &
@@ -340,8 +356,8 @@ join() {
     functions=$(declare -f describe_nodes work)
     srun --overlap --nodes=1 --ntasks=1 --nodelist="$1" --job-name="autopar-$1" \
         --input=none bash -c "$functions; work \"\$@\"" work "$first" "$host" "$port" \
-        "$look" "${autopar[@]}" worker --supervisor "$host:$port" --secret "$secret" \
-        --slots "$slots" --folder "$folder" &
+        "$look" "${autopar[@]}" worker --supervisor "$supervisor_at" \
+        --secret "$secret" --slots "$slots" --folder "$folder" &
     steps[$1]=$!
 }
 
@@ -360,6 +376,13 @@ leave() {
 # Goes with the nodes of the job: some fail, drain, or come back.
 look() {
     local nodes found name address state usable=() leaving=()
+    # This node may be cut off, and the job have started again elsewhere.
+    if [[ $(<"$folder/owner") != "$owner" ]]; then
+        say "a later start of the job, or another job, has $folder; this one ends"
+        failed=yes
+        kill "$supervisor"
+        return
+    fi
     nodes=$(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%N 2>/dev/null)
     found=$(describe_nodes "$nodes")
     [[ $nodes && $found ]] || return # Slurm does not answer now
@@ -399,12 +422,15 @@ chmod 600 -- "$secret" || exit 2
 [[ ${SLURM_CPUS_PER_TASK-} ]] && export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK
 
 say "start ${SLURM_RESTART_COUNT:-0} of the job, on $SLURM_JOB_NODELIST"
+owner=$SLURM_JOB_ID.${SLURM_RESTART_COUNT:-0}
+echo "$owner" >"$folder/owner"
 declare -A steps left failures
 suspending='' failed='' starts=0
 first=$SLURMD_NODENAME
-read -r name host state < <(describe_nodes "$first")
-host=${host:-$first}
+host=$(own_address)
 port=$((20000 + SLURM_JOB_ID % 12000))
+supervisor_at=$host:$port
+[[ $host == *:* ]] && supervisor_at=[$host]:$port
 
 trap suspend USR1
 start_supervisor

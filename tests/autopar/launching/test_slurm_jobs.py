@@ -64,7 +64,7 @@ class Job:
         fail: bool = False,
     ) -> None:
         self.cluster, self.folder = cluster, place / "run"
-        self.folder.mkdir()
+        self.folder.mkdir(exist_ok=True)
         if fail:
             (self.folder / "fail").touch()
         self.output = place / "output"
@@ -207,6 +207,21 @@ def test_agents_that_always_fail_end_the_job(
     text = job.output.read_text()
     assert "the agent of n2 failed 6 times; the node is given up" in text
     assert "no agent can be started" in text
+
+
+def test_the_job_that_started_last_has_the_folder(
+    cluster: SlurmCluster, tmp_path: pathlib.Path
+) -> None:
+    """So a first node that was cut off ends what it goes on with."""
+    first = Job(cluster, tmp_path, (1, 1))
+    first.wait_until(lambda: len(first.joined()) == 1)
+    first.forget()
+    last = Job(cluster, tmp_path, (1, 1))
+    last.wait_until(lambda: len(last.joined()) == 1)
+    wait_for(lambda: cluster.state(first.number) in ("FAILED", ""), "goes on")
+    assert "this one ends" in last.output.read_text()
+    assert cluster.state(last.number) == "RUNNING"
+    last.finish()
 
 
 def test_nodes_die(cluster: SlurmCluster, tmp_path: pathlib.Path) -> None:
