@@ -289,32 +289,40 @@ own_address() {
     echo "${found:-$own}"
 }
 
+# Whether the supervisor is there. Where it is not, and Slurm does not hear of the first
+# node either, this script is gone with it, and the job is requeued by another node.
+check_supervisor() {
+    local name address state
+    timeout 5 bash -c ': <>"/dev/tcp/$0/$1"' "$2" "$3" 2>/dev/null && return
+    read -r name address state < <(describe_nodes "$1")
+    case $state in
+        *DOWN* | *NOT_RESPONDING* | *FAIL* | *\**)
+            scontrol requeue incomplete "$SLURM_JOB_ID"
+            ;;
+    esac
+    return 1
+}
+
 # What a step on a node does: it runs the agent, which is told to leave by SIGURG, as
-# any other process of the step ignores that. Where the agent fails since the first node
-# is gone, and this script and its output with it, the job is requeued from here.
+# any other process of the step ignores that.
 work() {
-    local first=$1 host=$2 port=$3 look=$4 agent code name address state
+    local first=$1 host=$2 port=$3 look=$4 agent code next=$((SECONDS + 60))
     shift 4
     "$@" &
     agent=$!
     trap 'kill -TERM "$agent" 2>/dev/null' URG
+    while kill -0 "$agent" 2>/dev/null; do
+        if ((SECONDS >= next)); then
+            check_supervisor "$first" "$host" "$port"
+            next=$((SECONDS + look))
+        fi
+        sleep 1
+    done
     wait "$agent"
     code=$?
-    while kill -0 "$agent" 2>/dev/null; do
-        wait "$agent"
-        code=$?
-    done
     ((code == 0)) && exit 0
     # The end of this script ends the step, so this ends, too.
-    until timeout 5 bash -c ': <>"/dev/tcp/$0/$1"' "$host" "$port" 2>/dev/null; do
-        read -r name address state < <(describe_nodes "$first")
-        case $state in
-            *DOWN* | *NOT_RESPONDING* | *FAIL* | *\**)
-                scontrol requeue incomplete "$SLURM_JOB_ID"
-                ;;
-        esac
-        sleep "$look"
-    done
+    until check_supervisor "$first" "$host" "$port"; do sleep "$look"; done
     exit "$code"
 }
 
@@ -353,7 +361,7 @@ join() {
     fi
     left[$1]=
     local functions
-    functions=$(declare -f describe_nodes work)
+    functions=$(declare -f describe_nodes check_supervisor work)
     srun --overlap --nodes=1 --ntasks=1 --nodelist="$1" --job-name="autopar-$1" \
         --input=none bash -c "$functions; work \"\$@\"" work "$first" "$host" "$port" \
         "$look" "${autopar[@]}" worker --supervisor "$supervisor_at" \
