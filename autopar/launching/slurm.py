@@ -411,6 +411,12 @@ look() {
     else
         for name in "${leaving[@]}"; do leave "$name"; done
         for name in "${usable[@]}"; do join "$name"; done
+        # A supervisor that takes up where the first node failed wants as many workers
+        # as the last world had.
+        if [[ $resumed ]] && ((SECONDS > 10)); then
+            timeout 30 "${autopar[@]}" workers --folder "$folder" \
+                --processes "$((${#usable[@]} * slots))" >/dev/null 2>&1 && resumed=''
+        fi
         for name in "${usable[@]}"; do
             [[ ${steps[$name]-} == ended && ${failures[$name]-0} -gt 5 ]] || return
         done
@@ -434,6 +440,7 @@ owner=$SLURM_JOB_ID.${SLURM_RESTART_COUNT:-0}
 echo "$owner" >"$folder/owner"
 declare -A steps left failures
 suspending='' failed='' starts=0
+resumed=${SLURM_RESTART_COUNT-}
 first=$SLURMD_NODENAME
 host=$(own_address)
 port=$((20000 + SLURM_JOB_ID % 12000))

@@ -1,6 +1,7 @@
 """Stands in for autopar in jobs of Slurm: a supervisor and agents that train nothing.
 
 Usage: slurm_stand_in.py secret FILE | run ... --folder DIR ... | worker ...
+| workers ...
 
 The supervisor counts a step a tenth of a second while an agent is there, up to as many
 as there are in the file ``most`` of the folder. It writes who comes and goes to
@@ -24,6 +25,11 @@ def main() -> int:
     command, *words = sys.argv[1:]
     if command == "secret":
         pathlib.Path(words[0]).write_text("secret")
+        return 0
+    if command == "workers":
+        folder, processes = words[words.index("--folder") + 1], words[-1]
+        with (pathlib.Path(folder) / "events").open("a") as file:
+            file.write(f"asked for {processes}\n")
         return 0
     parser = argparse.ArgumentParser()
     for name in ("listen", "supervisor", "secret", "processes", "min", "max", "folder"):

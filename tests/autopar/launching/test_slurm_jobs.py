@@ -244,6 +244,7 @@ def test_nodes_die(cluster: SlurmCluster, tmp_path: pathlib.Path) -> None:
         text = job.output.read_text()
         assert "start 0 of the job, on n[1-4]" in text
         assert "start 1 of the job, on n[2,4]" in text
+        job.wait_for("asked for 2")
     finally:
         for node in ("n1", "n3"):
             cluster.start(node)
