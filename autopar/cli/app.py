@@ -19,7 +19,7 @@ import typer
 from typer.core import TyperGroup
 
 from autopar.cli import failures, options
-from autopar.cli.commands import clusters, runs
+from autopar.cli.commands import clusters, launching, runs
 from autopar.cli.commands.clusters import doctor, profile, schedule, simulate
 from autopar.cli.commands.plans import (
     audit,
@@ -58,7 +58,9 @@ _COMMANDS: tuple[Callable[..., _Returned], ...] = (
     secret,
 )
 # By name: words after the script of a command are the script's own.
-_SETTINGS = {"run": {"allow_interspersed_args": False}}
+_SETTINGS = {
+    name: {"allow_interspersed_args": False} for name in ("run", "launch slurm")
+}
 # These show what happens while they run.
 _SHOWN = (demo, run, worker, clusters.logs)
 # Commands of several words, such as ``autopar checkpoint show``.
@@ -79,6 +81,10 @@ _GROUPS: dict[str, tuple[str, tuple[Callable[..., _Returned], ...]]] = {
             clusters.logs,
             clusters.show,
         ),
+    ),
+    "launch": (
+        "Starts elastic runs on clusters that other programs manage.",
+        (launching.slurm,),
     ),
 }
 # What a group does without a word of its own.

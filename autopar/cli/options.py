@@ -86,6 +86,7 @@ EXAMPLES = {
     "checkpoint verify": "autopar checkpoint verify checkpoints",
     "checkpoint convert": "autopar checkpoint convert checkpoints model.safetensors "
     "--to safetensors",
+    "launch slurm": "autopar launch slurm --nodes 2-8 --time 4:00:00 --submit train.py",
     "demo": "autopar demo --devices 8 --steps 20",
     "run": "autopar run --processes 4 train.py --rate 0.1",
     "worker": "autopar worker --supervisor 10.0.0.1:7000 --secret run.secret",

@@ -1,0 +1,1 @@
+"""Starts elastic runs on clusters that other programs manage."""
