@@ -59,7 +59,7 @@ _COMMANDS: tuple[Callable[..., _Returned], ...] = (
 )
 # By name: words after the script of a command are the script's own.
 _SETTINGS = {
-    name: {"allow_interspersed_args": False} for name in ("run", "launch slurm")
+    name: {"allow_interspersed_args": False} for name in ("run", "launch slurm", "launch kubernetes")
 }
 # These show what happens while they run.
 _SHOWN = (demo, run, worker, clusters.logs)
@@ -84,7 +84,7 @@ _GROUPS: dict[str, tuple[str, tuple[Callable[..., _Returned], ...]]] = {
     ),
     "launch": (
         "Starts elastic runs on clusters that other programs manage.",
-        (launching.slurm,),
+        (launching.slurm, launching.kubernetes),
     ),
 }
 # What a group does without a word of its own.

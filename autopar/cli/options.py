@@ -86,6 +86,8 @@ EXAMPLES = {
     "checkpoint verify": "autopar checkpoint verify checkpoints",
     "checkpoint convert": "autopar checkpoint convert checkpoints model.safetensors "
     "--to safetensors",
+    "launch kubernetes": "autopar launch kubernetes --name gpt --image "
+    "registry.example/gpt:1 --nodes 2-8 --out run.yaml train.py",
     "launch slurm": "autopar launch slurm --nodes 2-8 --time 4:00:00 --submit train.py",
     "demo": "autopar demo --devices 8 --steps 20",
     "run": "autopar run --processes 4 train.py --rate 0.1",

@@ -84,3 +84,98 @@ def slurm(
     if submit:
         return Result(launcher.submit(job))
     return Result(launcher.job_script(job) if out is None else f"{out}: a batch script")
+
+
+def kubernetes(
+    script: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="SCRIPT.py [ARGUMENT]...",
+            help="The script in the image, which calls autopar.elastic, and its own "
+            "arguments.",
+        ),
+    ],
+    name: Annotated[str, typer.Option(help="Of the run, such as gpt-small.")],
+    image: Annotated[
+        str, typer.Option(help="Of the pods; it has autopar and the script.")
+    ],
+    nodes: Annotated[
+        str,
+        typer.Option(
+            metavar="N|MIN-MAX", help="Fewest and most pods with workers, such as 2-8."
+        ),
+    ],
+    slots: Annotated[int, typer.Option(min=1, help="Workers of each pod.")] = 1,
+    resources: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME=QUANTITY,...",
+            help="Of each pod, such as cpu=4,memory=16Gi,nvidia.com/gpu=8.",
+        ),
+    ] = "",
+    secret: Annotated[
+        pathlib.Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Made by `autopar secret`, to put into the YAML; by default the "
+            "Secret NAME-secret of the cluster has it.",
+        ),
+    ] = None,
+    claim: Annotated[
+        str,
+        typer.Option(
+            "--checkpoint-claim",
+            metavar="PVC",
+            help="A volume claim, mounted at /checkpoints by all pods.",
+        ),
+    ] = "",
+    queue: Annotated[
+        str, typer.Option(metavar="QUEUE", help="Kueue's local queue.")
+    ] = "",
+    topology: Annotated[
+        str,
+        typer.Option(
+            metavar="KEY",
+            help="A label of nodes, such as topology.kubernetes.io/zone: pods are "
+            "placed on nodes that have one value of it, if they can.",
+        ),
+    ] = "",
+    namespace: Annotated[str, typer.Option(help="Of all objects.")] = "",
+    plain: Annotated[
+        bool, typer.Option("--plain", help="Two Jobs, for a cluster without JobSet.")
+    ] = False,
+    out: Annotated[
+        pathlib.Path | None,
+        typer.Option(help="Write the YAML to a file, not to stdout."),
+    ] = None,
+) -> Result:
+    """Writes an elastic run as YAML of Kubernetes: a JobSet, or Jobs.
+
+    Pods join the run as they get nodes, and leave it as they lose them.
+    """
+    # They import NumPy, which help must not.
+    from autopar.elastic.processes.network import read_secret
+    from autopar.launching import kubernetes as launcher  # as they do
+    from autopar.launching.slurm import read_nodes  # as they do
+    from autopar.whole_files import export_whole, write_whole  # as they do
+
+    run = launcher.KubernetesRun(
+        name=name,
+        image=image,
+        script=tuple(script),
+        nodes=read_nodes(nodes),
+        slots=slots,
+        resources=launcher.read_resources(resources),
+        namespace=namespace,
+        queue=queue,
+        topology=topology,
+        checkpoint_claim=claim,
+        secret="" if secret is None else read_secret(secret),
+    )
+    text = launcher.to_yaml(run, plain=plain)
+    if out is None:
+        return Result(text.rstrip("\n"))
+    # Others may not read a file that has the secret.
+    write = export_whole if secret is None else write_whole
+    write(out, text.encode())
+    return Result(f"{out}: start the run by `kubectl create -f {out}`")
