@@ -180,6 +180,14 @@ def worker(
         float,
         typer.Option(min=0, help="Seconds that a supervisor that is away has to come."),
     ] = 60.0,
+    leave_status: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            max=255,
+            help="Exit status where this host is asked to leave before the run ends.",
+        ),
+    ] = 0,
 ) -> Result:
     """Lets this host take processes of a run that `autopar run --listen` supervises.
 
@@ -197,9 +205,11 @@ def worker(
         folder=folder,
         address=address,
         grace_s=grace,
+        leave_status=leave_status,
     )
     code = hosts.Agent(options_).run()
-    return Result("autopar worker: this host has left the run", code, failed=code != 0)
+    failed = code not in (0, leave_status)
+    return Result("autopar worker: this host has left the run", code, failed=failed)
 
 
 def secret(

@@ -342,6 +342,7 @@ class AgentOptions:
       folder: where workers keep plans and programs.
       address: of this host, as others reach it; '': that on the way to the supervisor.
       grace_s: how long a supervisor that is away is waited for.
+      leave_status: exit status where this host leaves before the run has ended.
     """
 
     supervisor: str
@@ -350,6 +351,7 @@ class AgentOptions:
     folder: pathlib.Path
     address: str = ""
     grace_s: float = 60.0
+    leave_status: int = 0
 
 
 class Agent:
@@ -419,7 +421,7 @@ class Agent:
                     )
                 said = True
             if self._leave_by_s < math.inf:
-                self._code = 0
+                self._code = options.leave_status
                 return
             time.sleep(_RETRY_S)
         connection.send(
@@ -539,7 +541,7 @@ class Agent:
         if self._leave_by_s < math.inf and (
             not self._running or time.monotonic() > self._leave_by_s
         ):
-            self._code = 0
+            self._code = self._options.leave_status
 
     @contextlib.contextmanager
     def _signals(self) -> Generator[None]:
