@@ -59,7 +59,8 @@ _COMMANDS: tuple[Callable[..., _Returned], ...] = (
 )
 # By name: words after the script of a command are the script's own.
 _SETTINGS = {
-    name: {"allow_interspersed_args": False} for name in ("run", "launch slurm", "launch kubernetes")
+    name: {"allow_interspersed_args": False}
+    for name in ("run", "launch slurm", "launch kubernetes")
 }
 # These show what happens while they run.
 _SHOWN = (demo, run, worker, clusters.logs)

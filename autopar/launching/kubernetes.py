@@ -392,9 +392,7 @@ def _on_status(container: str, status: int) -> Object:
     }
 
 
-def _pod(
-    run: KubernetesRun, component: str, container: Object, grace_s: int
-) -> Object:
+def _pod(run: KubernetesRun, component: str, container: Object, grace_s: int) -> Object:
     """The template of a pod, with what all pods have."""
     reference = {"name": run.secret_name, "key": _SECRET_KEY}
     container["env"] += [
