@@ -5,9 +5,9 @@ worker`). Both are pods of Jobs, in a JobSet or on their own:
 
 - The agents' Job is indexed, with as many indexes as there may be hosts. A pod that has
   no node yet waits, and joins the run later.
-- An agent that is asked to leave ends with `SUSPENDED`, and with 0 only when the run has
-  ended. An index with status 0 is done for the Job, so any other end of a pod makes room
-  for another pod. One index with status 0 completes the Job.
+- An agent that leaves ends with `SUSPENDED`, and with 0 only when the run is done. An
+  index with status 0 is done for the Job, so any other end of a pod makes room for
+  another pod. One index with status 0 completes the Job.
 - The supervisor's pod has the run saved before it ends. Its status is `SUSPENDED` then,
   and a pod that takes its place goes on from what was saved.
 - Pods find the supervisor by the name of a headless Service.

@@ -2,7 +2,7 @@
 
 A pod has process and mount namespaces of its own, so that its command is process 1, and
 the name of the Service resolves to an address of the supervisor's pod on loopback.
-Folders stand for volumes: their paths replace the mount paths in commands and variables.
+Folders stand for volumes: their paths replace mount paths in commands and variables.
 """
 
 from __future__ import annotations

@@ -185,7 +185,7 @@ def worker(
         typer.Option(
             min=0,
             max=255,
-            help="Exit status where this host is asked to leave before the run ends.",
+            help="Exit status where this host leaves a run that is not done.",
         ),
     ] = 0,
 ) -> Result:

@@ -182,7 +182,7 @@ class HostLauncher:
             self._closed = True
             for host in self._hosts.values():
                 if host.connection is not None:
-                    host.connection.send("end")
+                    host.connection.send("end", done=self._told.is_done())
 
     @property
     def _told(self) -> HostReports:
@@ -248,7 +248,7 @@ class HostLauncher:
             for worker in stray:
                 connection.send("signal", worker=worker, number=signal.SIGKILL)
             if self._closed:
-                connection.send("end")
+                connection.send("end", done=self._told.is_done())
             self._place()
             # Workers of an earlier supervisor may be its own.
             room = max(0, host.room - len(self._claimed))
@@ -342,7 +342,8 @@ class AgentOptions:
       folder: where workers keep plans and programs.
       address: of this host, as others reach it; '': that on the way to the supervisor.
       grace_s: how long a supervisor that is away is waited for.
-      leave_status: exit status where this host leaves before the run has ended.
+      leave_status: exit status where this host leaves a run that is not done: the host
+        was asked to, or the run was suspended or has failed.
     """
 
     supervisor: str
@@ -487,7 +488,7 @@ class Agent:
             case "signal" if self._launcher is not None:
                 self._launcher.signal(int(message["worker"]), int(message["number"]))
             case "end":
-                self._code = 0
+                self._code = 0 if message["done"] else self._options.leave_status
             case _:
                 pass
 

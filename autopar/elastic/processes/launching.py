@@ -80,6 +80,10 @@ class HostReports(Reports, Protocol):
         """Whether a worker is connected to the supervisor."""
         ...
 
+    def is_done(self) -> bool:
+        """Whether the run has ended without an error, and was not suspended."""
+        ...
+
 
 class Launcher(Protocol):
     """Starts workers somewhere, and says when they end."""

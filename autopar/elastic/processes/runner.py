@@ -506,6 +506,10 @@ class Runner:
         connection = self._connections.get(worker)
         return connection is not None and connection.is_open
 
+    def is_done(self) -> bool:
+        """See `HostReports`."""
+        return self.supervisor.result == 0
+
     def _grow(self, machines: int) -> None:
         """Takes a worker more for each machine that joined, up to the most."""
         wanted = self.supervisor.wanted
