@@ -7,6 +7,7 @@ import pathlib
 import pytest
 from kubernetes_pods import Cluster, wait_for, why_not
 
+from autopar.elastic.processes.certificates import new_secret
 from autopar.launching.kubernetes import KubernetesRun, to_yaml
 
 REASON = why_not()
@@ -25,7 +26,7 @@ def test_pods_come_and_go(tmp_path: pathlib.Path) -> None:
         script=script,
         nodes=(2, 3),
         checkpoint_claim="claim",
-        secret=secret_text(tmp_path),
+        secret=new_secret(),
     )
     (tmp_path / "claim").mkdir()
     cluster = Cluster(to_yaml(run), tmp_path)
@@ -46,9 +47,3 @@ def test_pods_come_and_go(tmp_path: pathlib.Path) -> None:
         assert "trains from step 0 on" not in supervisor.output()
     finally:
         cluster.close()
-
-
-def secret_text(folder: pathlib.Path) -> str:
-    """A new secret."""
-    create_secret(folder / "secret")
-    return (folder / "secret").read_text()
