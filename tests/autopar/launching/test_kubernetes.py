@@ -84,9 +84,10 @@ def test_kueue_reads_labels_and_annotations() -> None:
         "kueue.x-k8s.io/job-min-parallelism": "2",
         "kueue.x-k8s.io/job-completions-equal-parallelism": "true",
     }
-    assert "annotations" not in objects(run_of(queue="q", nodes=(2, 2)), plain=True)[
-        -1
-    ]["metadata"]
+    assert (
+        "annotations"
+        not in objects(run_of(queue="q", nodes=(2, 2)), plain=True)[-1]["metadata"]
+    )
 
 
 @pytest.mark.parametrize(
