@@ -267,5 +267,5 @@ def test_the_end_of_a_run_is_told(made: tuple[HostLauncher, Run]) -> None:
     launcher, _ = made
     agent = call(launcher, "one")
     launcher.close()
-    assert agent.sent[-1] == ("end", {})
-    assert call(launcher, "two").sent[-1] == ("end", {})
+    assert agent.sent[-1] == ("end", {"done": True})
+    assert call(launcher, "two").sent[-1] == ("end", {"done": True})
