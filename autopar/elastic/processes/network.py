@@ -338,7 +338,11 @@ _PASSING = frozenset(
 
 
 def keep_alive(end: socket.socket) -> None:
-    """Lets the kernel notice within a minute that the other host is gone."""
+    """Lets the kernel notice within a minute that the other host is gone.
+
+    It asks a connection that is quiet, and waits for what it has sent.
+    """
+    end.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 30_000)
     end.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     end.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 20)
     end.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 10)

@@ -16,9 +16,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from autopar import PlanError
 from autopar.elastic.processes import holding, programs, tiles
 from autopar.elastic.processes.certificates import new_secret
+from autopar.elastic.processes.members import latest_state
 from autopar.elastic.processes.network import Network
 from autopar.elastic.processes.offers import Fetcher, Offers, Peer, StateSource
-from autopar.elastic.processes.supervisor import latest_state
 from autopar.elastic.processes.team import Copier
 
 TOKEN = "secret"

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from supervised import LEFT, RIGHT, WHOLE, Fake, holding, running
 
-from autopar.elastic.processes.members import SUSPENDED, MemberLimits
-from autopar.elastic.processes.supervisor import Supervisor, side_by_side
+from autopar.elastic.processes.members import SUSPENDED, MemberLimits, side_by_side
+from autopar.elastic.processes.supervisor import Supervisor
 
 
 def test_a_run_begins_with_all() -> None:
