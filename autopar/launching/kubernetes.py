@@ -337,7 +337,7 @@ def _supervisor_job(run: KubernetesRun) -> Object:
     wrong = {"action": "FailJob", **_on_status("supervisor", 2)}
     return {
         "backoffLimit": _RETRIES,
-        "podFailurePolicy": {"rules": [wrong, *_ignored("supervisor")]},
+        "podFailurePolicy": {"rules": [wrong, *_ignore_exits("supervisor")]},
         "template": template,
     }
 
@@ -367,13 +367,13 @@ def _workers_job(run: KubernetesRun) -> Object:
         "parallelism": most,
         "completions": most,
         "backoffLimit": _RETRIES * most,
-        "podFailurePolicy": {"rules": _ignored("worker")},
+        "podFailurePolicy": {"rules": _ignore_exits("worker")},
         "successPolicy": {"rules": [{"succeededCount": 1}]},
         "template": template,
     }
 
 
-def _ignored(container: str) -> list[Object]:
+def _ignore_exits(container: str) -> list[Object]:
     """Ends of pods that are no failures: they have left, or were asked to go."""
     disrupted = [{"type": "DisruptionTarget", "status": "True"}]
     return [

@@ -125,7 +125,7 @@ class HostLauncher:
         own = {k: v for k, v in environment.items() if os.environ.get(k) != v}
         with self._lock:
             self._waiting[worker] = own
-            self._told.on_wait(worker)
+            self._reports_there.on_wait(worker)
             self._place()
         return None
 
@@ -147,13 +147,13 @@ class HostLauncher:
                 gone = [
                     w
                     for w, since_s in self._claimed.items()
-                    if since_s < late_s and not self._told.has_link(w)
+                    if since_s < late_s and not self._reports_there.has_link(w)
                 ]
                 for worker in gone:
                     del self._claimed[worker]
                 left = bool(self._claimed) and not self._closed
             for worker in sorted(gone):
-                self._told.on_unreached(worker, spare=self._has_room())
+                self._reports_there.on_unreached(worker, spare=self._has_room())
             if not left:
                 return
 
@@ -172,9 +172,9 @@ class HostLauncher:
                 if host is not None:
                     host.give_up([worker])
         if waits:
-            self._told.on_end(worker, None)
+            self._reports_there.on_end(worker, None)
         elif gone:
-            self._told.on_unreached(worker, spare=self._has_room())
+            self._reports_there.on_unreached(worker, spare=self._has_room())
 
     def close(self) -> None:
         """See `Launcher`; agents end, too."""
@@ -182,10 +182,10 @@ class HostLauncher:
             self._closed = True
             for host in self._hosts.values():
                 if host.connection is not None:
-                    host.connection.send("end", done=self._told.is_done())
+                    host.connection.send("end", done=self._reports_there.is_done())
 
     @property
-    def _told(self) -> HostReports:
+    def _reports_there(self) -> HostReports:
         assert self._reports is not None
         return self._reports
 
@@ -205,7 +205,7 @@ class HostLauncher:
             host.workers.add(worker)
             given = {"words": self._words, "environment": environment}
             host.connection.send("start", worker=worker, **given)
-            self._told.on_start(worker)
+            self._reports_there.on_start(worker)
 
     def serve(self, first: Message, connection: Connection) -> None:
         """Serves an agent until its connection ends.
@@ -242,24 +242,26 @@ class HostLauncher:
                 del self._claimed[worker]
             ended = host.workers - running
             # Given up while the agent was away; its state may be the last one there is.
-            back = {w for w in running - host.workers if self._told.may_return(w)}
+            back = {
+                w for w in running - host.workers if self._reports_there.may_return(w)
+            }
             stray = running - host.workers - back
             host.workers = (host.workers - ended) | back
             for worker in stray:
                 connection.send("signal", worker=worker, number=signal.SIGKILL)
             if self._closed:
-                connection.send("end", done=self._told.is_done())
+                connection.send("end", done=self._reports_there.is_done())
             self._place()
             # Workers of an earlier supervisor may be its own.
             room = max(0, host.room - len(self._claimed))
             room = room if new else min(room, host.missed)
             host.missed = 0
         for worker in ended:
-            self._told.on_end(worker, first["ended"].get(str(worker)))
+            self._reports_there.on_end(worker, first["ended"].get(str(worker)))
         if new:
-            self._told.on_host(host.name, host.slots)
+            self._reports_there.on_host(host.name, host.slots)
         if room:
-            self._told.on_join(room)
+            self._reports_there.on_join(room)
 
     def _take(self, name: str, message: Message) -> None:
         with self._lock:
@@ -275,10 +277,10 @@ class HostLauncher:
             said = f"autopar run: host {host.name}: {message['wrong']}"
             print(said, file=sys.stderr, flush=True)
         if message["kind"] == "ended":
-            self._told.on_end(int(message["worker"]), message["code"])
+            self._reports_there.on_end(int(message["worker"]), message["code"])
         elif message["kind"] == "leave":
             for worker in leaving:
-                self._told.on_leave(worker)
+                self._reports_there.on_leave(worker)
 
     def _miss(self, name: str, connection: Connection) -> None:
         """Gives workers up whose agent is away, where they are away, too."""
@@ -294,15 +296,15 @@ class HostLauncher:
                 if host.connection is not None or self._closed:
                     return
                 late = time.monotonic() > end
-                gone = [w for w in host.workers if not self._told.has_link(w)]
+                gone = [w for w in host.workers if not self._reports_there.has_link(w)]
                 gone = sorted(gone) if late else []
                 host.give_up(gone)
             for worker in gone:
-                self._told.on_unreached(worker, spare=self._has_room())
+                self._reports_there.on_unreached(worker, spare=self._has_room())
         with self._lock:
             if host.connection is None:
                 del self._hosts[name]
-                self._told.on_host(host.name, 0)
+                self._reports_there.on_host(host.name, 0)
 
 
 def _mismatch(first: Message) -> str:
@@ -311,8 +313,9 @@ def _mismatch(first: Message) -> str:
     theirs = first.get("versions")
     if not isinstance(theirs, dict) or theirs != own:
         return (
-            f"the supervisor has {_listed(own)}, and this host "
-            f"{_listed(theirs if isinstance(theirs, dict) else {})}: install the same."
+            f"the supervisor has {_list_versions(own)}, and this host "
+            f"{_list_versions(theirs if isinstance(theirs, dict) else {})}: install the "
+            "same."
         )
     if not isinstance(first.get("slots"), int) or first["slots"] < 1:
         return f"--slots {first.get('slots')!r} must be a number from 1 on."
@@ -327,7 +330,7 @@ def _versions() -> dict[str, str]:
     }
 
 
-def _listed(versions: Mapping[str, str]) -> str:
+def _list_versions(versions: Mapping[str, str]) -> str:
     return " and ".join(f"{k} {v}" for k, v in versions.items()) or "no version"
 
 
@@ -415,7 +418,7 @@ class Agent:
                 raise PlanError(f"--supervisor: {error}.") from error
             except OSError as error:
                 if time.monotonic() > end:
-                    raise self._unreached(error) from error
+                    raise self._unreached_error(error) from error
                 if not said:
                     self._say(
                         f"waits for a supervisor at {options.supervisor}: {error}"
@@ -450,7 +453,7 @@ class Agent:
         for work in (self._listen, self._beat):
             threading.Thread(target=work, args=(connection,), daemon=True).start()
 
-    def _unreached(self, error: OSError) -> PlanError | RunError:
+    def _unreached_error(self, error: OSError) -> PlanError | RunError:
         options = self._options
         where = f"no supervisor at {options.supervisor} within {options.grace_s:g} s"
         if self._running or self._ended:

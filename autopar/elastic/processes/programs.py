@@ -110,7 +110,9 @@ class StoredPrograms:
             agreement.exchange_data(world, "compiling")
             with agreement.tell_errors(world, "loading the program"):
                 if world.process_index:
-                    found = self._read(name, planned) or self._fetched(name, planned)
+                    found = self._read(name, planned) or self._fetch_program(
+                        name, planned
+                    )
                     if found is None:
                         found, how = planned.lower().compile(), "compiled"
             agreement.exchange_data(world, "loading the program")
@@ -140,7 +142,7 @@ class StoredPrograms:
         known = re.fullmatch(r"[0-9a-f]{32}", name)
         return self._files.read(name) if known else None
 
-    def _fetched(self, name: str, planned: PlannedStep) -> Any:
+    def _fetch_program(self, name: str, planned: PlannedStep) -> Any:
         """The program of the first process, kept from now on; None: it has none."""
         data = self.fetch(name)
         if data is None:

@@ -316,6 +316,9 @@ class Supervisor:
         member = self.members.pop(worker, None)
         if member is None:
             return
+        if member.trained and member.pid is None:
+            # An earlier supervisor had it: that one's absence may have ended it.
+            code = None
         self._do.log("gone", worker=worker, code=code, phase=member.phase)
         if worker in self.world and worker not in self._leaving:
             self._causes.append(f"worker {worker} {members.end_text(code)}")
@@ -435,7 +438,7 @@ class Supervisor:
     def _take_ready(self, worker: int, member: WorkerMember, message: Message) -> None:
         self._phase(member, "ready")
         member.ready, member.started, member.formed = message, None, False
-        member.finished, member.broken = False, ""
+        member.finished, member.broken, member.pid = False, "", message["pid"]
         self._do.log("ready", worker=worker)
         if self.state == "stop":
             self._do.send(worker, "end", code=0, reason="")

@@ -612,3 +612,14 @@ class TestUnreached:
         assert fake.of("form")[-1][1]["state"]["step"] == 5
         fake.formed(0, 1, step=5)
         assert not fake.supervisor.may_return(0)
+
+
+def test_workers_that_ended_as_their_supervisor_was_away_are_no_failure() -> None:
+    """They have saved, and the run goes on from there."""
+    fake = running(2)
+    fake.formed(0, 1, step=3)
+    after = Supervisor(MemberLimits(processes=2), fake, lambda: fake.now)
+    after.adopt({**fake.supervisor.notes(), "workers": {"0": None, "1": None}})
+    for worker in range(2):
+        after.on_end(worker, 1)
+    assert after.lost
