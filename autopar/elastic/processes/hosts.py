@@ -312,10 +312,10 @@ def _mismatch(first: Message) -> str:
     own = _versions()
     theirs = first.get("versions")
     if not isinstance(theirs, dict) or theirs != own:
+        known = theirs if isinstance(theirs, dict) else {}
         return (
             f"the supervisor has {_list_versions(own)}, and this host "
-            f"{_list_versions(theirs if isinstance(theirs, dict) else {})}: install the "
-            "same."
+            f"{_list_versions(known)}: install the same."
         )
     if not isinstance(first.get("slots"), int) or first["slots"] < 1:
         return f"--slots {first.get('slots')!r} must be a number from 1 on."
