@@ -22,6 +22,7 @@ from property_tests import examples
 
 import autopar
 from autopar.cluster import DeviceSpec
+from autopar.cost.buffers import buffers
 from autopar.cost.live import (
     LOST,
     OVERHEAD,
@@ -450,6 +451,33 @@ def test_gradients_of_a_loop_are_made_in_the_loop() -> None:
     assert all(reads[index] <= ends[index] for index in inside)
     # The first gradient behind the loop is put off; what another product reads is not.
     assert sum(reads[index] > index for index in behind) == 1
+
+
+@pytest.mark.parametrize("kind", ["cpu", "gpu"])
+def test_a_loop_holds_its_carry_to_its_end_and_a_slice_until_it_is_read(
+    kind: str,
+) -> None:
+    def step(c: Any, xs: Any) -> Any:
+        def body(c: Any, x: Any) -> Any:
+            y = jnp.sin(c @ x)
+            y = jnp.cos(y @ y.T) @ y
+            return y @ y.T, y
+
+        _, ys = jax.lax.scan(body, jnp.sin(c @ c), xs)
+        return c, jnp.sum(ys[0] @ c)
+
+    case = harness.prepare(step, (jnp.ones((16, 16)), jnp.ones((8, 16, 16))))
+    plan = harness.random_plan(case, (2,), random.Random(0), replicated=True)
+    life = case.analysis.life(HABITS[kind])
+    ends = {b.value: b.end for b in buffers(plan, life)}
+    (carry,) = (op for op in case.graph.operators if op.kind == "carry")
+    (piece,) = (op for op in case.graph.operators if op.kind == "slice_step")
+    (reader,) = (op for op in case.graph.operators if piece.outputs[0] in op.inputs)
+    last = life.until[carry.index]
+
+    # Nothing reads the last carry.
+    assert ends[carry.outputs[1]] == last
+    assert ends[piece.outputs[0]] == life.time[reader.index] < last
 
 
 def test_products_have_work_space() -> None:
