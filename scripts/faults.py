@@ -36,7 +36,7 @@ import subprocess
 import sys
 import tarfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -55,8 +55,8 @@ _TEXTS = ("planner/option_texts.py", "planner/infeasible.py")
 _TEXT_FUNCTIONS = re.compile(r"__repr__|__str__|text|message|lines?$|^_why|^_short$")
 _SAYING = re.compile(r"warnings\.warn|\bsay$|progress\.|LOGGER|log\.")
 TIMEOUT_S = 120
-# The shortest tests that execute a fault come first, for so long.
-FIRST_S = 40.0
+# Some tests of every file that executes a fault come first, for so long.
+FIRST_S = 60.0
 
 _TURNED: dict[type[ast.cmpop], tuple[type[ast.cmpop], ...]] = {
     ast.Lt: (ast.LtE, ast.Gt),
@@ -349,7 +349,7 @@ class Copy:
             "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
             "FAULTS_OUT": str(out),
         }
-        words = ["-m", "pytest", "-p", "fault_probe", "-m", "not cluster"]
+        words = ["-m", "pytest", "-p", "fault_probe"]
         # Two folders, each with a `conftest.py`, would be one module to the doctests.
         words += ["--ignore-glob=*/conftest.py", f"--timeout={TIMEOUT_S}", *options]
         with (self.work / "pytest.log").open("a") as log:
@@ -370,7 +370,9 @@ class Copy:
                     os.killpg(process.pid, signal.SIGKILL)
 
 
-def note_reach(work: Copy, faults: Sequence[Fault], tests: Sequence[str]) -> None:
+def note_reach(
+    work: Copy, faults: Sequence[Fault], tests: Sequence[str], marks: str
+) -> None:
     """Runs tests without a fault, and notes what each executes."""
     probes: dict[str, dict[tuple[int, int], list[str]]] = {}
     for fault in faults:
@@ -383,7 +385,7 @@ def note_reach(work: Copy, faults: Sequence[Fault], tests: Sequence[str]) -> Non
             calls = "; ".join(f"__import__('fault_probe').reach({k!r})" for k in keys)
             source.insert(line - 1, f"{' ' * column}{calls}\n")
         work.write(path, "".join(source).encode())
-    work.test(tests, work.work / "reach.jsonl", limit_s=7200)
+    work.test(tests, work.work / "reach.jsonl", "-m", marks, limit_s=7200)
 
 
 def key_of(fault: Fault) -> str:
@@ -410,58 +412,62 @@ class Reach:
 
     def tests(self, fault: Fault) -> list[str]:
         """The passing tests that execute a fault, the nearest and shortest first."""
-        rooms = pathlib.PurePath(fault.path).parts
-        reached = self._tests[key_of(fault)]
-        if fault.probe is None or "" in reached:
-            reached = set(self.seconds)
-        good = {t for t in reached & self.seconds.keys() if t not in self._failed}
+        rooms = set(pathlib.PurePath(fault.path).parts)
+        good = self.seconds.keys() - self._failed
+        reached = self._tests[key_of(fault)] & good
 
         def distance(test: str) -> int:
-            return -len(
-                set(pathlib.PurePath(test.partition("::")[0]).parts) & set(rooms)
-            )
+            return -len(rooms.intersection(pathlib.PurePath(test).parts))
 
-        by_time = sorted(good, key=lambda t: (self.seconds[t], t))
+        def by_file(tests: Iterable[str]) -> list[str]:
+            # The fixtures of a module are made once if its tests stand together.
+            return sorted(tests, key=lambda t: (distance(t), t))
+
+        # The shortest test of each file, then the next: tests of one file are alike.
+        turns: dict[str, int] = collections.defaultdict(int)
+        ranked: list[tuple[int, int, str]] = []
+        for test in sorted(reached, key=lambda t: (self.seconds[t], t)):
+            file = test.partition("::")[0]
+            ranked.append((turns[file], distance(test), test))
+            turns[file] += 1
         spent, first = 0.0, list[str]()
-        for test in sorted(by_time, key=distance):
-            if spent + self.seconds[test] <= FIRST_S:
-                spent += self.seconds[test]
+        for _, _, test in sorted(ranked):
+            spent += self.seconds[test]
+            if spent <= FIRST_S:
                 first.append(test)
-        # The fixtures of a module are made once if its tests stand together.
-        rest = sorted(good - set(first), key=lambda t: (distance(t), t))
-        return first + rest
+        # What runs as a module is imported, or between tests, may concern any of them.
+        is_everywhere = fault.probe is None or "" in self._tests[key_of(fault)]
+        others = good - reached if is_everywhere else ()
+        return [*first, *by_file(reached.difference(first)), *by_file(others)]
+
+    def within(self, tests: Iterable[str], limit_s: float) -> Iterator[str]:
+        """The first tests that take no longer than a limit, together."""
+        for test in tests:
+            limit_s -= self.seconds[test]
+            if limit_s < 0:
+                return
+            yield test
 
 
-def try_fault(work: Copy, reach: Reach, fault: Fault, limit_s: float) -> dict[str, Any]:
-    """Runs the tests of a fault, and says which of them found it."""
-    tests, spent = list[str](), 0.0
-    for test in reach.tests(fault):
-        spent += reach.seconds[test]
-        if spent > limit_s:
-            break
-        tests.append(test)
+def try_fault(
+    work: Copy, fault: Fault, tests: Sequence[str], limit_s: float
+) -> dict[str, Any]:
+    """Runs tests with a fault, and says which of them found it, and which did not."""
     out = work.work / "fault.jsonl"
-    out.unlink(missing_ok=True)
+    out.write_text("")
     shutil.rmtree(work.tree / ".hypothesis", ignore_errors=True)
     source = work.sources[fault.path]
     work.write(fault.path, fault.applied(source))
-    start = time.monotonic()
     try:
-        code = work.test(tests, out, "-x", limit_s=5 * limit_s + 300) if tests else 5
+        code = work.test(tests, out, "-x", limit_s=limit_s)
     finally:
         work.write(fault.path, source)
     rows = [json.loads(line) for line in out.read_text().splitlines()]
     failed = [r[1] for r in rows if r[0] == "test" and r[2] == "failed"]
     by = failed[0] if failed else "no answer in time" if code is None else None
-    if by is None and code not in (0, 5):
+    if by is None and code:
         by = f"pytest ended with {code}"
-    return {
-        "found": by is not None,
-        "by": by,
-        "seconds": round(time.monotonic() - start),
-        "tests": len({r[1] for r in rows if r[0] == "test"}),
-        "tests_left": 0 if by else len(reach.tests(fault)) - len(tests),
-    }
+    return {"by": by, "passed": [r[1] for r in rows if r[0] == "test"]}
 
 
 def row_of(area: str, number: int, fault: Fault, source: bytes) -> dict[str, Any]:
@@ -481,6 +487,7 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=30, help="faults of each area")
     parser.add_argument("--at", default="HEAD", help="a commit")
     parser.add_argument("--work", type=pathlib.Path, help="folder for the copy")
+    parser.add_argument("--marks", default="not cluster", help="of tests for reach")
     parser.add_argument("--limit-s", type=float, default=1e9, help="tests of a fault")
     parser.add_argument("--json", type=pathlib.Path, default=DATA)
     given = parser.parse_intermixed_args()
@@ -501,7 +508,7 @@ def main() -> None:
         return
     work = Copy(given.work, tree)
     if given.what == "reach":
-        note_reach(work, [fault for _, _, fault in order], given.tests)
+        note_reach(work, [fault for _, _, fault in order], given.tests, given.marks)
         return
     reach = Reach(work.work / "reach.jsonl")
     command = f"python scripts/faults.py run --at {commit} --seed {given.seed}"
@@ -509,11 +516,28 @@ def main() -> None:
     if given.json.exists():
         data = json.loads(given.json.read_text())
     rows = {(r["area"], r["number"]): r for r in data["rows"]}
+    # Those that were tried already, but not with all tests, come last.
+    order.sort(key=lambda fault: fault[:2] in rows)
     for area, number, fault in order:
-        known = rows.get((area, number))
-        if known is None or (not known["found"] and known["tests_left"]):
-            row = row_of(area, number, fault, tree[fault.path])
-            row |= try_fault(work, reach, fault, given.limit_s)
+        row = row_of(area, number, fault, tree[fault.path])
+        row |= rows.get((area, number), {"found": False, "by": None, "seconds": 0})
+        known = work.work / "passed" / f"{area}{number}.json"
+        passed = set(json.loads(known.read_text())) if known.exists() else set[str]()
+        tests = [t for t in reach.tests(fault) if t not in passed]
+        some = list(reach.within(tests, given.limit_s))
+        row["tests"], row["tests_left"] = len(passed), len(tests)
+        if not row["found"] and (some or (area, number) not in rows):
+            start = time.monotonic()
+            limit_s = 5 * sum(reach.seconds[t] for t in some) + 300
+            tried = try_fault(work, fault, some, limit_s) if some else {}
+            passed.update(tried.get("passed", ()))
+            known.parent.mkdir(exist_ok=True)
+            known.write_text(json.dumps(sorted(passed)))
+            row["by"] = tried.get("by")
+            row["found"] = row["by"] is not None
+            row["seconds"] += round(time.monotonic() - start)
+            row["tests"] = len(passed)
+            row["tests_left"] = 0 if row["found"] else len(tests) - len(some)
             print(json.dumps(row), flush=True)
             rows[area, number] = row
             listed = sorted(
