@@ -422,6 +422,16 @@ def test_memory_at_the_peak_is_named() -> None:
     assert len(found) > 2
 
 
+@pytest.mark.parametrize("kind", HABITS)
+def test_the_peak_is_the_inputs_and_what_is_named(kind: str) -> None:
+    case = prepared()
+    plan = harness.random_plan(case, (2, 4), random.Random(1))
+    found = live(plan, CLUSTER.device, case.analysis.life(HABITS[kind]))
+    named = sum(found.held_bytes().values()) + sum(found.at_peak().values())
+
+    assert named == pytest.approx(found.peak_bytes())
+
+
 def test_gradients_of_a_loop_are_made_in_the_loop() -> None:
     """A loop adds up gradients of parts of the batch; one more gradient follows it."""
 
