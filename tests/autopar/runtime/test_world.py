@@ -57,6 +57,10 @@ class TestDevices:
         with pytest.raises(PlanError, match=r"not among .* \[10, 11, 12, 13\]"):
             World(DEVICES[:4]).take(chosen)
 
+    def test_devices_in_a_list_are_as_good(self) -> None:
+        """As jax.devices() has them; a world is a value, and can be a key."""
+        assert {World(list(DEVICES[:4])): 1} == {World(DEVICES[:4]): 1}
+
     def test_take_twice(self) -> None:
         with pytest.raises(PlanError, match="twice"):
             World(DEVICES[:4]).take([10, DEVICES[0]])
