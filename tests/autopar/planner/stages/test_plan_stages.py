@@ -187,6 +187,17 @@ def test_every_size_of_a_microbatch_is_tried_on_every_submesh() -> None:
             assert any(n / 1.4 < t < 1.4 * n for t in tried)
 
 
+def test_microbatches_of_a_row_have_layouts_where_the_fastest_split_rows() -> None:
+    """Of the whole batch the rows are split; one row cannot be."""
+    tall = analysed(residual, blocks(2), struct(4096, 64))
+    found = plan_stages(
+        tall, Cluster.parse("1x2:cpu"), microbatches=[4096], stages=1, seconds=5
+    )
+    assert found.microbatches == 4096
+    (stage,) = found.stages
+    assert len(stage.devices) == 2
+
+
 def test_stages_split_state_where_the_schedule_keeps_many_activations() -> None:
     """One microbatch fits beside whole state, all of them do not."""
     narrow = analysed(residual, blocks(4, 64), struct(1024, 64))
