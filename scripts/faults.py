@@ -478,6 +478,48 @@ def row_of(area: str, number: int, fault: Fault, source: bytes) -> dict[str, Any
     return {**place, "kind": fault.kind, "before": before, "after": after}
 
 
+class Table:
+    """The rows of the data, written anew with each that is added."""
+
+    def __init__(self, path: pathlib.Path, command: str) -> None:
+        """Reads the rows that are there."""
+        self.path = path
+        self.data: dict[str, Any] = {"command": command, "rows": []}
+        if path.exists():
+            self.data = json.loads(path.read_text())
+        self.rows = {(r["area"], r["number"]): r for r in self.data["rows"]}
+
+    def add(self, row: dict[str, Any]) -> None:
+        """Adds a row, or replaces that of the same fault."""
+        self.rows[row["area"], row["number"]] = row
+        areas = list(AREAS)
+        order = sorted(self.rows, key=lambda key: (areas.index(key[0]), key[1]))
+        lines = ",\n".join(json.dumps(self.rows[key]) for key in order)
+        head = json.dumps({k: v for k, v in self.data.items() if k != "rows"})
+        self.path.write_text(f'{head[:-1]}, "rows": [\n{lines}\n]}}\n')
+
+
+def go_on(
+    work: Copy, reach: Reach, fault: Fault, row: dict[str, Any], most_s: float
+) -> None:
+    """Tries a fault with tests that it has not passed yet; fills in its row."""
+    known = work.work / "passed" / f"{row['area']}{row['number']}.json"
+    passed = set(json.loads(known.read_text())) if known.exists() else set[str]()
+    tests = [t for t in reach.tests(fault) if t not in passed]
+    some = list(reach.within(tests, most_s))
+    start = time.monotonic()
+    limit_s = 5 * sum(reach.seconds[t] for t in some) + 300
+    tried = try_fault(work, fault, some, limit_s) if some else {}
+    passed.update(tried.get("passed", ()))
+    known.parent.mkdir(exist_ok=True)
+    known.write_text(json.dumps(sorted(passed)))
+    row["by"] = tried.get("by")
+    row["found"] = row["by"] is not None
+    row["seconds"] += round(time.monotonic() - start)
+    row["tests"] = len(passed)
+    row["tests_left"] = 0 if row["found"] else len(tests) - len(some)
+
+
 def main() -> None:
     """Prints faults, notes which tests reach them, or tries them."""
     parser = argparse.ArgumentParser(description="Tries the tests with faults.")
@@ -485,6 +527,7 @@ def main() -> None:
     parser.add_argument("tests", nargs="*", help="for reach: files and folders")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--count", type=int, default=30, help="faults of each area")
+    parser.add_argument("--areas", nargs="+", choices=AREAS, default=list(AREAS))
     parser.add_argument("--at", default="HEAD", help="a commit")
     parser.add_argument("--work", type=pathlib.Path, help="folder for the copy")
     parser.add_argument("--marks", default="not cluster", help="of tests for reach")
@@ -499,9 +542,9 @@ def main() -> None:
         text=True,
     ).stdout.strip()
     tree = tree_at(commit)
-    drawn = {area: draw(tree, area, given.seed, given.count) for area in AREAS}
+    drawn = {area: draw(tree, area, given.seed, given.count) for area in given.areas}
     # The first of each area, then the second.
-    order = [(a, k + 1, drawn[a][k]) for k in range(given.count) for a in AREAS]
+    order = [(a, k + 1, drawn[a][k]) for k in range(given.count) for a in given.areas]
     if given.what == "draw":
         for area, number, fault in order:
             print(json.dumps(row_of(area, number, fault, tree[fault.path])))
@@ -511,42 +554,17 @@ def main() -> None:
         note_reach(work, [fault for _, _, fault in order], given.tests, given.marks)
         return
     reach = Reach(work.work / "reach.jsonl")
-    command = f"python scripts/faults.py run --at {commit} --seed {given.seed}"
-    data: dict[str, Any] = {"command": command, "rows": []}
-    if given.json.exists():
-        data = json.loads(given.json.read_text())
-    rows = {(r["area"], r["number"]): r for r in data["rows"]}
+    table = Table(given.json, f"python scripts/faults.py run --at {commit}")
     # Those that were tried already, but not with all tests, come last.
-    order.sort(key=lambda fault: fault[:2] in rows)
+    order.sort(key=lambda fault: fault[:2] in table.rows)
     for area, number, fault in order:
         row = row_of(area, number, fault, tree[fault.path])
-        row |= rows.get((area, number), {"found": False, "by": None, "seconds": 0})
-        known = work.work / "passed" / f"{area}{number}.json"
-        passed = set(json.loads(known.read_text())) if known.exists() else set[str]()
-        tests = [t for t in reach.tests(fault) if t not in passed]
-        some = list(reach.within(tests, given.limit_s))
-        row["tests"], row["tests_left"] = len(passed), len(tests)
-        if not row["found"] and (some or (area, number) not in rows):
-            start = time.monotonic()
-            limit_s = 5 * sum(reach.seconds[t] for t in some) + 300
-            tried = try_fault(work, fault, some, limit_s) if some else {}
-            passed.update(tried.get("passed", ()))
-            known.parent.mkdir(exist_ok=True)
-            known.write_text(json.dumps(sorted(passed)))
-            row["by"] = tried.get("by")
-            row["found"] = row["by"] is not None
-            row["seconds"] += round(time.monotonic() - start)
-            row["tests"] = len(passed)
-            row["tests_left"] = 0 if row["found"] else len(tests) - len(some)
+        row |= {"found": False, "by": None, "seconds": 0}
+        row |= table.rows.get((area, number), {})
+        if not row["found"]:
+            go_on(work, reach, fault, row, given.limit_s)
             print(json.dumps(row), flush=True)
-            rows[area, number] = row
-            listed = sorted(
-                rows.items(), key=lambda r: (list(AREAS).index(r[0][0]), r[0][1])
-            )
-            data["rows"] = [row for _, row in listed]
-            lines = ",\n".join(json.dumps(row) for row in data["rows"])
-            head = json.dumps({k: v for k, v in data.items() if k != "rows"})
-            given.json.write_text(f'{head[:-1]}, "rows": [\n{lines}\n]}}\n')
+            table.add(row)
 
 
 if __name__ == "__main__":

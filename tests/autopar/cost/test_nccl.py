@@ -138,6 +138,23 @@ def test_large_messages_use_every_port_at_once(kind: str) -> None:
     assert found == pytest.approx(max(want, sent / 235e9), rel=0.1)
 
 
+@pytest.mark.parametrize(
+    ("nbytes", "start_s", "step_s", "part"),
+    [(1e3, 6.8e-6, 5.0e-6, 0.92 / 3.8), (1e8, 8.4e-6, 14.0e-6, 0.92)],
+    ids=["LL", "Simple"],
+)
+def test_trees_of_hosts_take_what_nccls_table_says(
+    nbytes: float, start_s: float, step_s: float, part: float
+) -> None:
+    """NCCL's src/graph/tuning.cc: ``baseLatencies`` and ``hwLatencies``, tree, net."""
+    found = seconds(
+        "64x1:h100,network=200Gb/s,network_latency=8us", "all_reduce", nbytes
+    )
+    sent_s = 2 * nbytes / 25e9 / part
+
+    assert found == pytest.approx(start_s + 2 * 6 * step_s + sent_s, rel=1e-6)
+
+
 def test_slower_networks_have_longer_steps() -> None:
     fast, slow = "16x8:h100", "16x8:h100,network_latency=80us"
     assert seconds(slow, "all_gather", 1e3) > 3 * seconds(fast, "all_gather", 1e3)
