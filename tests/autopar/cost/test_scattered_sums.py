@@ -6,12 +6,13 @@ import math
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import planner_harness as harness
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autopar.cost.traffic import scatter_sum
+from autopar.cost.traffic import _Forms, _sliced_axes, scatter_sum
 from autopar.cost.work import node_seconds
 from autopar.layouts.layout import ReshardStep
 from autopar.layouts.strategies import strategy_space
@@ -37,6 +38,27 @@ def test_scatters_in_turn_send_what_one_over_all_axes_sends(
     rest = [s for s in made if s.kind == "all_reduce"]
     assert {s.axes for s in rest} == ({tuple(a for a in axes if a not in kept)} - {()})
     assert all(s.fraction == pytest.approx(1 / slices) for s in rest)
+
+
+@pytest.mark.parametrize(
+    ("kind", "axes", "kept"),
+    [
+        ("slice", (0,), {0}),
+        ("slice", (0, 1), {0, 1}),
+        # The compiler merges a slice with a sum over all axes of the slice alone.
+        ("slice", (0, 2), set[int]()),
+        ("all_gather", (0,), set[int]()),
+    ],
+)
+def test_a_sum_is_scattered_over_the_axes_of_its_slice(
+    kind: str, axes: tuple[int, ...], kept: set[int]
+) -> None:
+    start: tuple[object, ...] = (0, False)
+    end = (*start, ((0,),))
+    step = ReshardStep(kind, axes, 1.0, ((0,),))
+    forms = _Forms([], {start: {end: step}}, {end}, False, np.zeros(1, dtype=bool))
+
+    assert _sliced_axes(forms, start, frozenset({0, 1})) == kept
 
 
 def test_a_kernel_that_sums_over_its_rows_waits_for_the_sum() -> None:
