@@ -10,7 +10,9 @@ them execute the statement of each fault, for how long they run and whether they
 ``run`` gives each fault the passing tests that execute it, the nearest and shortest
 first, up to the first that fails; a test that takes `TIMEOUT_S` has found the fault.
 The rows in docs/data/faults.json are written as they come: a run that was stopped goes
-on with the faults that have none, or whose tests were not all run for `--limit-s`.
+on with the faults that have none, or whose tests were not all run for `--limit-s`. A
+reader adds to the rows of those that no test finds: `verdict` (equivalent, or speed)
+with its `reason`, and `test_added`, a test that finds the fault since.
 
 cosmic-ray and mutmut were not taken: they draw by no seed, have no left-out statements
 or defaults, and run one command or their own coverage for each fault.
@@ -561,7 +563,8 @@ def main() -> None:
         row = row_of(area, number, fault, tree[fault.path])
         row |= {"found": False, "by": None, "seconds": 0}
         row |= table.rows.get((area, number), {})
-        if not row["found"]:
+        # What a reader has judged to change no result is not tried again.
+        if not row["found"] and "verdict" not in row:
             go_on(work, reach, fault, row, given.limit_s)
             print(json.dumps(row), flush=True)
             table.add(row)

@@ -432,6 +432,30 @@ def test_the_peak_is_the_inputs_and_what_is_named(kind: str) -> None:
     assert named == pytest.approx(found.peak_bytes())
 
 
+@pytest.mark.parametrize("kind", HABITS)
+def test_an_array_is_there_until_it_is_brought_to_its_reader(kind: str) -> None:
+    """In whatever layout it is read: until then it lies as it was made."""
+
+    def step(x: Any, weights: Any) -> Any:
+        first, second, third = (x @ w for w in weights)
+        return x, jnp.sum((second @ third.T) @ first)
+
+    weights = [jnp.ones((16, 16))] * 3
+    case = harness.prepare(step, (jnp.ones((16, 16)), weights))
+    first = next(op for op in case.graph.operators if op.kind == "dot_general")
+    life = case.analysis.life(HABITS[kind])
+    (read,) = (
+        life.arrives(first.outputs[0], op.index)
+        for op in case.graph.operators
+        if first.outputs[0] in op.inputs
+    )
+    for seed in range(8):
+        plan = harness.random_plan(case, (2, 4), random.Random(seed))
+        found = [b for b in buffers(plan, life) if b.value == first.outputs[0]]
+        there = {t for b in found for t in range(b.start, b.end + 1)}
+        assert there >= set(range(life.time[first.index], read + 1))
+
+
 def test_gradients_of_a_loop_are_made_in_the_loop() -> None:
     """A loop adds up gradients of parts of the batch; one more gradient follows it."""
 
