@@ -502,13 +502,19 @@ class Table:
 
 
 def go_on(
-    work: Copy, reach: Reach, fault: Fault, row: dict[str, Any], most_s: float
+    work: Copy,
+    reach: Reach,
+    fault: Fault,
+    row: dict[str, Any],
+    among: tuple[str, ...],
+    most_s: float,
 ) -> None:
     """Tries a fault with tests that it has not passed yet; fills in its row."""
     known = work.work / "passed" / f"{row['area']}{row['number']}.json"
     passed = set(json.loads(known.read_text())) if known.exists() else set[str]()
     tests = [t for t in reach.tests(fault) if t not in passed]
-    some = list(reach.within(tests, most_s))
+    chosen = [t for t in tests if t.startswith(among)]
+    some = list(reach.within(chosen, most_s))
     start = time.monotonic()
     limit_s = 5 * sum(reach.seconds[t] for t in some) + 300
     tried = try_fault(work, fault, some, limit_s) if some else {}
@@ -526,10 +532,10 @@ def main() -> None:
     """Prints faults, notes which tests reach them, or tries them."""
     parser = argparse.ArgumentParser(description="Tries the tests with faults.")
     parser.add_argument("what", choices=("draw", "reach", "run"))
-    parser.add_argument("tests", nargs="*", help="for reach: files and folders")
+    parser.add_argument("tests", nargs="*", help="files and folders")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--count", type=int, default=30, help="faults of each area")
-    parser.add_argument("--areas", nargs="+", choices=AREAS, default=list(AREAS))
+    parser.add_argument("--only", nargs="+", help="faults to run, such as judge19")
     parser.add_argument("--at", default="HEAD", help="a commit")
     parser.add_argument("--work", type=pathlib.Path, help="folder for the copy")
     parser.add_argument("--marks", default="not cluster", help="of tests for reach")
@@ -544,9 +550,9 @@ def main() -> None:
         text=True,
     ).stdout.strip()
     tree = tree_at(commit)
-    drawn = {area: draw(tree, area, given.seed, given.count) for area in given.areas}
+    drawn = {area: draw(tree, area, given.seed, given.count) for area in AREAS}
     # The first of each area, then the second.
-    order = [(a, k + 1, drawn[a][k]) for k in range(given.count) for a in given.areas]
+    order = [(a, k + 1, drawn[a][k]) for k in range(given.count) for a in AREAS]
     if given.what == "draw":
         for area, number, fault in order:
             print(json.dumps(row_of(area, number, fault, tree[fault.path])))
@@ -556,6 +562,7 @@ def main() -> None:
         note_reach(work, [fault for _, _, fault in order], given.tests, given.marks)
         return
     reach = Reach(work.work / "reach.jsonl")
+    among = tuple(given.tests) or ("",)
     table = Table(given.json, f"python scripts/faults.py run --at {commit}")
     # Those that were tried already, but not with all tests, come last.
     order.sort(key=lambda fault: fault[:2] in table.rows)
@@ -563,9 +570,11 @@ def main() -> None:
         row = row_of(area, number, fault, tree[fault.path])
         row |= {"found": False, "by": None, "seconds": 0}
         row |= table.rows.get((area, number), {})
+        if given.only and f"{area}{number}" not in given.only:
+            continue
         # What a reader has judged to change no result is not tried again.
         if not row["found"] and "verdict" not in row:
-            go_on(work, reach, fault, row, given.limit_s)
+            go_on(work, reach, fault, row, among, given.limit_s)
             print(json.dumps(row), flush=True)
             table.add(row)
 
