@@ -4,25 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import random
-from typing import Any
 
-import jax
 import planner_harness as harness
 import pytest
-from planner_steps import mlp_batch, mlp_block, mlp_loss, mlp_params, training
+from planner_steps import mlp_batch, mlp_loss, mlp_params, training
 
 import autopar
 from autopar.cost.buffers import buffers, sending_times
-from autopar.cost.combining import GATHERS
 from autopar.cost.live import habits_of
-from autopar.cost.traffic import traffic
 from autopar.layouts.assignment import Assignment
 from autopar.planner.options import PlanOptions
 from autopar.planner.plan import plan_analysis
 from autopar.planner.record import restore
 from autopar.steps.analysis import Analysis, analyse
 from autopar.steps.lifetimes import Lifetimes
-from autopar_passes.graph.roles import Role
 
 CLUSTER = autopar.Cluster.parse("8:cpu")
 
@@ -113,28 +108,3 @@ def test_every_sum_is_sent_behind_its_maker(seed: int) -> None:
 
     for value, time in sending_times(plan, life, case.graph.operators).items():
         assert life.time[makers[value].index] <= time
-
-
-def test_gathers_of_one_message_are_of_one_pass() -> None:
-    """Layers that are computed again wait for a barrier, and updates for gradients."""
-
-    def loss(params: Any, batch: Any) -> Any:
-        x = batch["x"]
-        for p in params:
-            x = jax.checkpoint(mlp_block)(p, x)
-        return ((x - batch["y"]) ** 2).mean()
-
-    case = harness.prepare(*training(loss, mlp_params(), mlp_batch()))
-    makers = case.analysis.contraction.producer
-    passes: dict[Any, set[Role]] = {}
-    for seed in range(3):
-        plan = harness.random_plan(case, (2, 4), random.Random(seed))
-        for found in traffic(plan):
-            if found.place is not None and found.step.kind in GATHERS:
-                known = passes.setdefault(found.place, set())
-                known.add(makers[found.value].role)
-
-    assert all(len(known) == 1 for known in passes.values())
-    assert set().union(*passes.values()) == set(Role)
-    # Each of the two layers has a barrier of its own.
-    assert len(passes) == 4
