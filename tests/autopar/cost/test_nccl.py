@@ -56,6 +56,21 @@ def test_measured_groups_take_what_their_knots_say(rates: str, kind: str) -> Non
             assert collective_s(kind, nbytes, [of]) == pytest.approx(want, rel=1e-9)
 
 
+@pytest.mark.parametrize("rates", ["h100", "b200"])
+@pytest.mark.parametrize("kind", ["all_gather", "reduce_scatter"])
+def test_a_group_between_two_takes_their_mean(rates: str, kind: str) -> None:
+    """Six devices are between four and eight that send as many bytes each."""
+    knots, link = collective_knots(rates, kind), PRESETS[rates].inner
+    assert knots is not None
+    for nbytes in knots.nbytes:
+        sent = nbytes * 5 / 6
+        four, eight = (
+            collective_s(kind, sent * n / (n - 1), [axis(link, n)]) for n in (4, 8)
+        )
+        found = collective_s(kind, nbytes, [axis(link, 6)])
+        assert found == pytest.approx((four + eight) / 2, rel=1e-9)
+
+
 @given(st.sampled_from(GPUS), shapes, kinds, bytes_, st.floats(1.0, 100.0))
 def test_more_bytes_take_no_less(
     name: str, shape: str, kind: str, nbytes: float, factor: float
