@@ -563,7 +563,9 @@ def main() -> None:
         return
     reach = Reach(work.work / "reach.jsonl")
     among = tuple(given.tests) or ("",)
-    table = Table(given.json, f"python scripts/faults.py run --at {commit}")
+    table = Table(
+        given.json, f"python scripts/faults.py run --at {commit} --seed {given.seed}"
+    )
     # Those that were tried already, but not with all tests, come last.
     order.sort(key=lambda fault: fault[:2] in table.rows)
     for area, number, fault in order:
