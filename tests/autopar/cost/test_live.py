@@ -22,6 +22,7 @@ from property_tests import examples
 
 import autopar
 from autopar.cluster import DeviceSpec
+from autopar.cost.buffers import buffers
 from autopar.cost.live import (
     LOST,
     OVERHEAD,
@@ -421,6 +422,40 @@ def test_memory_at_the_peak_is_named() -> None:
     assert len(found) > 2
 
 
+@pytest.mark.parametrize("kind", HABITS)
+def test_the_peak_is_the_inputs_and_what_is_named(kind: str) -> None:
+    case = prepared()
+    plan = harness.random_plan(case, (2, 4), random.Random(1))
+    found = live(plan, CLUSTER.device, case.analysis.life(HABITS[kind]))
+    named = sum(found.held_bytes().values()) + sum(found.at_peak().values())
+
+    assert named == pytest.approx(found.peak_bytes())
+
+
+@pytest.mark.parametrize("kind", HABITS)
+def test_an_array_is_there_until_it_is_brought_to_its_reader(kind: str) -> None:
+    """In whatever layout it is read: until then it lies as it was made."""
+
+    def step(x: Any, weights: Any) -> Any:
+        first, second, third = (x @ w for w in weights)
+        return x, jnp.sum((second @ third.T) @ first)
+
+    weights = [jnp.ones((16, 16))] * 3
+    case = harness.prepare(step, (jnp.ones((16, 16)), weights))
+    first = next(op for op in case.graph.operators if op.kind == "dot_general")
+    life = case.analysis.life(HABITS[kind])
+    (read,) = (
+        life.arrives(first.outputs[0], op.index)
+        for op in case.graph.operators
+        if first.outputs[0] in op.inputs
+    )
+    for seed in range(8):
+        plan = harness.random_plan(case, (2, 4), random.Random(seed))
+        found = [b for b in buffers(plan, life) if b.value == first.outputs[0]]
+        there = {t for b in found for t in range(b.start, b.end + 1)}
+        assert there >= set(range(life.time[first.index], read + 1))
+
+
 def test_gradients_of_a_loop_are_made_in_the_loop() -> None:
     """A loop adds up gradients of parts of the batch; one more gradient follows it."""
 
@@ -450,6 +485,33 @@ def test_gradients_of_a_loop_are_made_in_the_loop() -> None:
     assert all(reads[index] <= ends[index] for index in inside)
     # The first gradient behind the loop is put off; what another product reads is not.
     assert sum(reads[index] > index for index in behind) == 1
+
+
+@pytest.mark.parametrize("kind", ["cpu", "gpu"])
+def test_a_loop_holds_its_carry_to_its_end_and_a_slice_until_it_is_read(
+    kind: str,
+) -> None:
+    def step(c: Any, xs: Any) -> Any:
+        def body(c: Any, x: Any) -> Any:
+            y = jnp.sin(c @ x)
+            y = jnp.cos(y @ y.T) @ y
+            return y @ y.T, y
+
+        _, ys = jax.lax.scan(body, jnp.sin(c @ c), xs)
+        return c, jnp.sum(ys[0] @ c)
+
+    case = harness.prepare(step, (jnp.ones((16, 16)), jnp.ones((8, 16, 16))))
+    plan = harness.random_plan(case, (2,), random.Random(0), replicated=True)
+    life = case.analysis.life(HABITS[kind])
+    ends = {b.value: b.end for b in buffers(plan, life)}
+    (carry,) = (op for op in case.graph.operators if op.kind == "carry")
+    (piece,) = (op for op in case.graph.operators if op.kind == "slice_step")
+    (reader,) = (op for op in case.graph.operators if piece.outputs[0] in op.inputs)
+    last = life.until[carry.index]
+
+    # Nothing reads the last carry.
+    assert ends[carry.outputs[1]] == last
+    assert ends[piece.outputs[0]] == life.time[reader.index] < last
 
 
 def test_products_have_work_space() -> None:

@@ -56,6 +56,21 @@ def test_measured_groups_take_what_their_knots_say(rates: str, kind: str) -> Non
             assert collective_s(kind, nbytes, [of]) == pytest.approx(want, rel=1e-9)
 
 
+@pytest.mark.parametrize("rates", ["h100", "b200"])
+@pytest.mark.parametrize("kind", ["all_gather", "reduce_scatter"])
+def test_a_group_between_two_takes_their_mean(rates: str, kind: str) -> None:
+    """Six devices are between four and eight that send as many bytes each."""
+    knots, link = collective_knots(rates, kind), PRESETS[rates].inner
+    assert knots is not None
+    for nbytes in knots.nbytes:
+        sent = nbytes * 5 / 6
+        four, eight = (
+            collective_s(kind, sent * n / (n - 1), [axis(link, n)]) for n in (4, 8)
+        )
+        found = collective_s(kind, nbytes, [axis(link, 6)])
+        assert found == pytest.approx((four + eight) / 2, rel=1e-9)
+
+
 @given(st.sampled_from(GPUS), shapes, kinds, bytes_, st.floats(1.0, 100.0))
 def test_more_bytes_take_no_less(
     name: str, shape: str, kind: str, nbytes: float, factor: float
@@ -136,6 +151,23 @@ def test_large_messages_use_every_port_at_once(kind: str) -> None:
     want = part * 1e11 / 8 / network
     found = seconds("8x8:a100", kind, 1e11)
     assert found == pytest.approx(max(want, sent / 235e9), rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "start_s", "step_s", "part"),
+    [(1e3, 6.8e-6, 5.0e-6, 0.92 / 3.8), (1e8, 8.4e-6, 14.0e-6, 0.92)],
+    ids=["LL", "Simple"],
+)
+def test_trees_of_hosts_take_what_nccls_table_says(
+    nbytes: float, start_s: float, step_s: float, part: float
+) -> None:
+    """NCCL's src/graph/tuning.cc: ``baseLatencies`` and ``hwLatencies``, tree, net."""
+    found = seconds(
+        "64x1:h100,network=200Gb/s,network_latency=8us", "all_reduce", nbytes
+    )
+    sent_s = 2 * nbytes / 25e9 / part
+
+    assert found == pytest.approx(start_s + 2 * 6 * step_s + sent_s, rel=1e-6)
 
 
 def test_slower_networks_have_longer_steps() -> None:

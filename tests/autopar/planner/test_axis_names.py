@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import dataclasses
+import random
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import planner_harness as harness
 import pytest
 from jax.sharding import PartitionSpec as P
+from planner_steps import training
 
 import autopar
+from autopar.layouts.strategies import strategy_space
+from autopar.planner.scheme import split_of
+from autopar.steps.batch import SEQUENCE
+from autopar_passes.graph.roles import Role
 
 
 def array(*shape: int) -> jax.ShapeDtypeStruct:
@@ -103,3 +111,38 @@ def test_names_of_a_plan_can_be_pinned_and_edited() -> None:
     assert kept.inputs["params/up"] == ((), ("expert",), ())
     with pytest.raises(autopar.PlanError, match="no mesh axis 'experts'"):
         planned(*step, **WHOLE, pins={"params/up": P("experts")})
+
+
+def test_sequence_parallelism_is_of_what_lies_between_products() -> None:
+    """Neither products nor the backward pass count."""
+
+    def loss(params: Any, tokens: jax.Array) -> jax.Array:
+        return mlp(params, jnp.sin(params["embed"][tokens]))
+
+    params = {**wide(64, 64), "embed": array(32, 64)}
+    case = harness.prepare(
+        *training(loss, params, jax.ShapeDtypeStruct((2, 8), jnp.int32))
+    )
+    works = case.analysis.works()
+    counted = {
+        case.contraction.node_of[index]
+        for index, work in works.items()
+        if work.op.role is Role.FORWARD and not work.is_matrix
+    }
+    plan = harness.random_plan(case, (4,), random.Random(0), replicated=True)
+
+    def between(chosen: Callable[[int], bool]) -> float:
+        """The share where the chosen nodes split their sequences."""
+        strategies = list(plan.strategies)
+        for node in filter(lambda n: chosen(n.index), case.contraction.nodes):
+            labels = case.analysis.node_labels.get(node.index, {})
+            space = strategy_space(case.graph, case.contraction, node, (4,))
+            for strategy in space.strategies:
+                split = [f for f, axes in enumerate(strategy) if axes]
+                if any(labels.get(f) == SEQUENCE for f in split):
+                    strategies[node.index] = strategy
+        made = dataclasses.replace(plan, strategies=tuple(strategies))
+        return split_of(made, list(works.values()), 0).between
+
+    assert between(lambda index: index in counted) == 1.0
+    assert between(lambda index: index not in counted) == 0.0

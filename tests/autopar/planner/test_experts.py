@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from typing import Any
@@ -15,8 +16,11 @@ from jax.sharding import PartitionSpec
 from planner_steps import mlp_batch, mlp_loss, mlp_params, training
 
 from autopar import Cluster
+from autopar.cluster import LinkSpec, MeshShape
+from autopar.cost.estimate import estimate
 from autopar.cost.pricer import Pricer
 from autopar.cost.traffic import exchange_axes
+from autopar.planner.candidate import Candidate
 from autopar.planner.experts import Expert, expert_plans
 from autopar.planner.hints import pin_restriction, pinned_layouts
 from autopar.planner.problem import Within
@@ -203,7 +207,10 @@ def test_recipes_use_every_axis_once(count: int, context: bool) -> None:
         assert sorted(used) == list(range(count))
 
 
-def test_context_parallel_plans_split_the_sequence_of_attention() -> None:
+@functools.cache
+def around() -> tuple[Analysis, Candidate]:
+    """A step whose attention sends keys and values around rings of four devices."""
+
     def loss(params: Any, batch: Any) -> Any:
         x = params["embedding"][batch["tokens"]].astype(jnp.bfloat16)
         q, k, v = ((x @ params[n].astype(x.dtype)).reshape(2, 64, 2, 16) for n in "qkv")
@@ -218,9 +225,28 @@ def test_context_parallel_plans_split_the_sequence_of_attention() -> None:
     tokens = {"tokens": jnp.zeros((2, 64), jnp.int32)}
     step = analyse(*training(loss, params, tokens, optax.sgd(1e-2)))
     found = {e.name: e for e in expert_plans(step, Cluster.parse("4:h100"))}
-
     candidate = found["FSDP + context parallel"].candidate
     assert candidate is not None
+    return step, candidate
+
+
+@pytest.mark.parametrize("bandwidth", [1e3, 1e15])
+def test_a_ring_hides_no_more_than_it_sends_and_than_work_lasts(
+    bandwidth: float,
+) -> None:
+    _, candidate = around()
+    link = LinkSpec(latency_s=0.0, bandwidth_bytes_per_s=bandwidth)
+    axes = (dataclasses.replace(axis, link=link) for axis in candidate.mesh.axes)
+    pricer = dataclasses.replace(candidate.pricer, mesh=MeshShape(axes=tuple(axes)))
+    found = estimate(candidate.assignment, pricer)
+    sent_s = found.cost.hideable_s + found.cost.hideable_latency_s
+
+    assert found.messages.beside.any()
+    assert 0 < found.cost.cover_s <= min(sent_s, found.cost.work_s) * (1 + 1e-9)
+
+
+def test_context_parallel_plans_split_the_sequence_of_attention() -> None:
+    step, candidate = around()
     kernels = [op for op in step.graph.operators if op.rule.exchanges]
     assert len(kernels) == 2
     for op in kernels:

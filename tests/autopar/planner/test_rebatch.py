@@ -123,6 +123,19 @@ class TestOtherSteps:
         with pytest.raises(PlanError, match="belongs to another step"):
             plan_analysis(other, CLUSTER, PlanOptions(layouts=planned()))
 
+    def test_of_other_weights(self) -> None:
+        """It is another step, not one whose batch does not divide."""
+
+        def thinner(array: Any) -> Any:
+            shape = [6 if size == forms.HIDDEN else size for size in array.shape]
+            return jax.ShapeDtypeStruct(shape, array.dtype)
+
+        state = jax.eval_shape(forms.create_plain, jax.random.key(0))
+        other = jax.tree.map(thinner, state)
+        found = analyse(forms.plain_step, (*other, forms.batch_structs(16)))
+        with pytest.raises(PlanError, match="belongs to another step"):
+            plan_analysis(found, CLUSTER, PlanOptions(layouts=planned()))
+
     def test_of_which_only_the_fingerprint_is_known(self) -> None:
         """Plans of schema 1 do not say their structure."""
         old = msgspec.structs.replace(planned(), structure="", checks={})

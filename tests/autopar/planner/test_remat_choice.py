@@ -155,6 +155,17 @@ def test_layers_that_cannot_be_enough_are_not_planned() -> None:
     assert len(again) <= 8
 
 
+def test_a_proposal_says_whether_memory_ruled_it_out() -> None:
+    step, args = STEPS["mlp"]
+    analysis = analyse(step, args)
+    state = sum(x.nbytes for x in jax.tree.leaves(args[0]))
+    options = PlanOptions(**AS_WRITTEN_OPTIONS)
+    with recorded_proposals() as proposals, pytest.raises(InfeasibleError):
+        plan_analysis(analysis, cluster(state // 2), options)
+
+    assert {p.note for p in proposals if p.note} == {"does not fit"}
+
+
 def test_far_too_little_memory_is_told_what_all_that_saves_it_needs() -> None:
     """Where the state alone is too large, nothing is tried that could be enough."""
     step, args = STEPS["mlp"]

@@ -200,6 +200,16 @@ def named_cluster(text: str, ids: tuple[int, ...]) -> Cluster:
     return left
 
 
+def test_the_old_state_stays_unless_it_is_given_up() -> None:
+    step = autopar.parallelize(small_step.step, cluster="2:cpu", devices=[0, 1])
+    first, _ = small_step.trained(step, small_step.state(), 1)
+    second = step.replan("2:cpu", first, devices=[2, 3])
+    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(first))
+
+    step.replan("2:cpu", second, devices=[4, 5], consume=True)
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(second))
+
+
 class TestReading:
     """Clusters as text, plans as files."""
 

@@ -17,7 +17,8 @@ import small_step
 import autopar
 from autopar import PlanError
 from autopar.runtime import agreement, arguments
-from autopar.runtime.world import World
+from autopar.runtime.world import JaxChannel, World
+from autopar_passes import jax_compat
 from autopar_passes.program.calls import StepCall
 from autopar_passes.program.trace import open_arguments
 
@@ -55,6 +56,10 @@ class TestDevices:
     def test_take_what_is_not_there(self, chosen: Any) -> None:
         with pytest.raises(PlanError, match=r"not among .* \[10, 11, 12, 13\]"):
             World(DEVICES[:4]).take(chosen)
+
+    def test_devices_in_a_list_are_as_good(self) -> None:
+        """As jax.devices() has them; a world is a value, and can be a key."""
+        assert {World(list(DEVICES[:4])): 1} == {World(DEVICES[:4]): 1}
 
     def test_take_twice(self) -> None:
         with pytest.raises(PlanError, match="twice"):
@@ -121,6 +126,28 @@ class TestBatches:
                 error
             )
             assert "each process passes as many rows" in str(error)
+
+
+def test_messages_of_any_length_pass_through_the_devices(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Without a coordination service: a gather takes rows of one length."""
+    messages = b"", b"a", b"the longest"
+    passed: list[bytes] = []
+
+    def gather(_: JaxChannel, row: bytes) -> list[bytes]:
+        passed.append(row)
+        if len(passed) % 2:
+            return [len(message).to_bytes(8, "little") for message in messages]
+        return [message.ljust(len(row), b"\0") for message in messages]
+
+    monkeypatch.setattr(JaxChannel, "gather", gather)
+    monkeypatch.setattr(jax_compat, "coordination", lambda: None)
+    for message in messages:
+        found = JaxChannel().exchange(message, "a test")
+        assert found == dict(enumerate(messages))
+
+    assert {len(row) for row in passed[1::2]} == {len(b"the longest")}
 
 
 def test_two_worlds_in_one_process() -> None:

@@ -37,6 +37,9 @@ BAD = {
         transient_bytes=COSTS.transient_bytes - 99
     ),
     "positive and differ": lambda: dataclasses.replace(PROBLEM, costs=(COSTS, COSTS)),
+    "numbers of microbatches must be positive": lambda: dataclasses.replace(
+        PROBLEM, costs=(COSTS, dataclasses.replace(COSTS, microbatches=0))
+    ),
     "max_stages must be": lambda: dataclasses.replace(PROBLEM, max_stages=0),
     "is of no layer": lambda: dataclasses.replace(
         PROBLEM,

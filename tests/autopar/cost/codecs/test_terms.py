@@ -25,13 +25,16 @@ def test_a_measured_codec_takes_what_was_measured() -> None:
     assert local_s(parse_codec("bf16"), (2000, 1000), device) == pytest.approx(2e-3)
 
 
-def test_other_parameters_are_taken_in_proportion() -> None:
+@pytest.mark.parametrize(("rank", "nearest", "seconds"), [(30, 32, 7e-9), (3, 2, 1e-9)])
+def test_other_parameters_are_taken_in_proportion(
+    rank: int, nearest: int, seconds: float
+) -> None:
     """To the passes of the one that is nearest."""
-    low, high, own = (parse_codec(f"powersgd:rank={r}") for r in (2, 32, 30))
+    near, own = (parse_codec(f"powersgd:rank={r}") for r in (nearest, rank))
     pairs = (("powersgd:rank=2", 1e-9), ("powersgd:rank=32", 7e-9))
     device = dataclasses.replace(PLAIN, codec_s_per_element=pairs)
-    passes = {c: local_s(c, (1, 1), PLAIN) for c in (low, high, own)}
-    expected = 7e-9 * passes[own] / passes[high]
+    passes = {c: local_s(c, (1, 1), PLAIN) for c in (near, own)}
+    expected = seconds * passes[own] / passes[near]
     assert local_s(own, (1, 1), device) == pytest.approx(expected)
 
 

@@ -30,10 +30,11 @@ from autopar.planner.stages.plan import (
     plan_stages,
     rows_to_split,
 )
-from autopar.planner.stages.submeshes import batch_splits, divides, submeshes
+from autopar.planner.stages.submeshes import Rule, batch_splits, divides, submeshes
 from autopar.planner.weights import WHOLE
 from autopar.plans import Plan
 from autopar.steps.analysis import analyse
+from autopar.steps.batch import BATCH, SEQUENCE
 from autopar_solver import Schedule, ScheduleKind
 
 SLOW = "2x2:cpu,network=100Mb/s"
@@ -185,6 +186,31 @@ def test_every_size_of_a_microbatch_is_tried_on_every_submesh() -> None:
         tried = [n for n in counts if divides(splits, 1 / n)]
         for n in able:
             assert any(n / 1.4 < t < 1.4 * n for t in tried)
+
+
+def test_microbatches_of_a_row_have_layouts_where_the_fastest_split_rows() -> None:
+    """Of the whole batch the rows are split; one row cannot be."""
+    tall = analysed(residual, blocks(2), struct(4096, 64))
+    found = plan_stages(
+        tall, Cluster.parse("1x2:cpu"), microbatches=[4096], stages=1, seconds=5
+    )
+    assert found.microbatches == 4096
+    (stage,) = found.stages
+    assert len(stage.devices) == 2
+
+
+def test_a_rule_that_splits_the_model_splits_sequences_between_products_alone() -> None:
+    """Unless it says so: weights would have gradients that devices add up."""
+    tensor = Rule("tensor", tensor=(0,))
+    sequence = dataclasses.replace(tensor, sequence=True)
+    for rule in (tensor, sequence):
+        for kind in ("contraction", "elementwise"):
+            assert rule.allows(kind, "", (0,))
+            assert rule.allows(kind, BATCH, (1,))
+            assert not rule.allows(kind, BATCH, (0,))
+    assert tensor.allows("elementwise", SEQUENCE, (0,))
+    assert not tensor.allows("contraction", SEQUENCE, (0,))
+    assert sequence.allows("contraction", SEQUENCE, (0,))
 
 
 def test_stages_split_state_where_the_schedule_keeps_many_activations() -> None:

@@ -14,7 +14,9 @@ from compressed_cases import case_of, fresh, on_host, spoilt
 from autopar.compression.codecs import registry
 from autopar.compression.codecs.codec import Reduced
 from autopar.compression.codecs.dense import Dense
+from autopar.compression.gradient import MOST_LOST
 from autopar.compression.policies.policy import GradientReport
+from autopar.runtime.gradients.telemetry import MeasuredGradient
 
 NAME = "data_parallel"
 
@@ -123,3 +125,12 @@ def test_a_codec_that_fails_is_found_where_nothing_is_measured(
         reports = step.telemetry.values()
     assert {r.skipped for r in reports} == {1}
     jax.tree.map(np.testing.assert_array_equal, on_host(state), before)
+
+
+@pytest.mark.parametrize(
+    ("expected", "most"), [(0.0, 0.1), (0.04, 0.1), (0.3, 0.6), (0.8, MOST_LOST)]
+)
+def test_twice_what_was_expected_is_warned_of(expected: float, most: float) -> None:
+    """A tenth never is, however little was expected; nearly all always is."""
+    found = MeasuredGradient("w", "int4", expected)
+    assert found.most == pytest.approx(most)
