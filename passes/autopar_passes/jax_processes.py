@@ -139,7 +139,7 @@ def _gloo_at(host: str) -> None:
     loopback (0.10.2 has no setting for it).
     """
 
-    def made() -> Any:
+    def create_client() -> Any:
         state = _distributed.global_state
         if state.client is None:
             return _xla_bridge.make_cpu_client()
@@ -148,7 +148,9 @@ def _gloo_at(host: str) -> None:
         )
         return _xla_bridge.make_cpu_client(collectives=collectives)
 
-    _xla_bridge.register_backend_factory("cpu", made, priority=0, fail_quietly=False)
+    _xla_bridge.register_backend_factory(
+        "cpu", create_client, priority=0, fail_quietly=False
+    )
 
 
 def leave_world() -> Any:
