@@ -121,3 +121,18 @@ def test_two_worlds_never_train(start: Start) -> None:
     run.wait_for_worlds(2)
     assert run.wait() == 0, run.output()
     check_losses(run, 400)
+
+
+def test_stages_over_hosts(start: Start) -> None:
+    """Activations pass between hosts; one is lost in the middle of a schedule."""
+    run = start(120, 2, 0.03, "saves", "none", 2, processes=4, agents=0)
+    for host in range(2):
+        run.start_agent(host, slots=2)
+    run.wait_for_size(4)
+    host = run.host_of(run.world()[2])
+    run.agents[host].kill()
+    run.wait_for_size(2)
+    run.start_agent(host, slots=2)
+    run.wait_for_size(4)
+    assert run.wait() == 0, run.output()
+    check_losses(run, 120)
