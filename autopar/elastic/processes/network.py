@@ -21,7 +21,7 @@ import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from autopar.errors import PlanError
+from autopar.errors import InputError, PlanError
 
 # The secret, as PEM text, and the address of a worker's own host.
 SECRET_VARIABLE = "AUTOPAR_SECRET"
@@ -447,14 +447,14 @@ def split_address(address: str) -> tuple[str, int]:
     """Host and port of ``HOST:PORT``.
 
     Raises:
-      ValueError: it is none.
+      InputError: it is none.
 
     >>> split_address("[fd00::1]:7000")
     ('fd00::1', 7000)
     """
     host, separator, port = address.rpartition(":")
     if not (separator and host and port.isdigit() and int(port) < 1 << 16):
-        raise ValueError(f"{address!r} is no HOST:PORT")
+        raise InputError(f"{address!r} is no HOST:PORT")
     return host.strip("[]"), int(port)
 
 
