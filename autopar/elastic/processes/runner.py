@@ -589,14 +589,23 @@ class Runner:
         connection.close()
 
     def _greet(self, worker: int, first: Message, connection: Connection) -> None:
+        if not self.supervisor.meet(worker):
+            self._send_home(worker, first, connection)
+            return
         self._connections[worker], self._heard = connection, True
         process = ProcessId.from_data(first.get("process"))
         known = worker in self._processes or self._launcher.watch(worker, process)
         self._processes[worker] = process
-        self.supervisor.meet(worker)
         if not known:
             self.on_end(worker, None)
         self.supervisor.take(worker, first)
+
+    @staticmethod
+    def _send_home(worker: int, first: Message, connection: Connection) -> None:
+        """Ends a worker that was given up as it could not be reached."""
+        reason = f"worker {worker} was out of reach, and the run goes on without it"
+        connection.send("abort", generation=first.get("generation", -1))
+        connection.send("end", code=1, reason=reason)
 
     def _obey(self, message: Message, connection: Connection) -> None:
         """Carries out a command of `autopar workers`."""

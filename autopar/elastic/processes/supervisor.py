@@ -187,11 +187,19 @@ class Supervisor:
             self.members[worker] = members.adopt(now, inside=inside, formed=formed)
         self.state = "run" if self._ever else "gather"
 
-    def meet(self, worker: int) -> None:
-        """Takes up a worker that an earlier supervisor could not write down."""
-        if worker not in self.members and self.result is None:
-            self.members[worker] = members.adopt(self._clock(), inside=False)
-            self.numbers = max(self.numbers, worker + 1)
+    def meet(self, worker: int) -> bool:
+        """Takes up a worker that an earlier supervisor could not write down.
+
+        Returns:
+          False: it was given up, and another world has formed since.
+        """
+        if worker in self.members or self.result is not None:
+            return True
+        if worker < self.numbers and not self.may_return(worker):
+            return False
+        self.members[worker] = members.adopt(self._clock(), inside=False)
+        self.numbers = max(self.numbers, worker + 1)
+        return True
 
     def may_return(self, worker: int) -> bool:
         """Whether no world has formed since a worker was given up."""

@@ -586,6 +586,15 @@ class TestUnreached:
         fake.ready(0, holds=holding(5, 1, WHOLE))
         assert fake.world() == [0]
 
+    def test_one_that_is_back_after_another_world_formed_changes_nothing(self) -> None:
+        fake = running(3)
+        fake.supervisor.on_unreached(1, spare=False)
+        fake.ready(0, 2, holds=holding(5, 1, WHOLE))
+        fake.formed(0, 2, step=5)
+        assert not fake.supervisor.meet(1)
+        assert fake.supervisor.meet(7)  # one of an earlier supervisor
+        assert fake.supervisor.world == (0, 2)
+
     def test_another_world_waits_where_all_are_out_of_reach(self) -> None:
         fake = running(2, fence_s=30.0)
         for worker in range(2):
