@@ -13,6 +13,7 @@ import os
 import pathlib
 import platform
 import queue
+import re
 import secrets
 import signal
 import socket
@@ -31,13 +32,29 @@ from autopar.elastic.processes.launching import (
     python_command,
     threads_needed,
 )
-from autopar.elastic.processes.link import FOLDER_VARIABLE, VARIABLE, Address
+from autopar.elastic.processes.link import (
+    CHECKPOINT_VARIABLE,
+    EVERY_VARIABLE,
+    FOLDER_VARIABLE,
+    VARIABLE,
+    Address,
+)
 from autopar.elastic.processes.members import Connection, Message, ProcessId
-from autopar.elastic.processes.network import Network, route_to
-from autopar.errors import PlanError, RunError
+from autopar.elastic.processes.network import Network, open_listener, route_to
+from autopar.errors import InputError, PlanError, RunError
+from autopar.sealed_files import KEY_VARIABLE
 from autopar.units import number_of
 from autopar.version import __version__
 
+_OF_RUN = (
+    VARIABLE,
+    KEY_VARIABLE,
+    CHECKPOINT_VARIABLE,
+    EVERY_VARIABLE,
+    "JAX_NUM_CPU_DEVICES",
+    "XLA_FLAGS",
+)
+_FLAG = re.compile(r"--xla_cpu_collective_timeout_seconds=\d+")
 _BEAT_S = 1.0
 # A host without a word for so long cannot be reached, and its workers not be killed.
 _SILENT_S = 5.0
@@ -104,7 +121,7 @@ class HostLauncher:
           words: path of the script and its arguments.
           silent_s: longest without a word of an agent before it is given up.
         """
-        self._words, self._silent_s = tuple(words), silent_s
+        self._words, self._silent_s, self._run = tuple(words), silent_s, ""
         self._lock = threading.RLock()
         self._hosts: dict[str, Host] = {}
         self._waiting: dict[int, Mapping[str, str]] = {}
@@ -115,14 +132,13 @@ class HostLauncher:
 
     def begin(self, run: str, reports: Reports) -> None:
         """See `Launcher`."""
-        del run
         assert isinstance(reports, HostReports)
-        self._reports = reports
+        self._run, self._reports = run, reports
 
     def start(self, worker: int, environment: Mapping[str, str]) -> ProcessId | None:
         """See `Launcher`."""
-        # An agent has its own variables; it is sent what the run sets.
-        own = {k: v for k, v in environment.items() if os.environ.get(k) != v}
+        # An agent has its own variables; it is sent those of the run.
+        own = {k: environment[k] for k in _OF_RUN if k in environment}
         with self._lock:
             self._waiting[worker] = own
             self._reports_there.on_wait(worker)
@@ -218,9 +234,13 @@ class HostLauncher:
             connection.send("refused", reason=wrong)
             connection.close()
             return
+        if first.get("run") not in ("", self._run):
+            connection.send("other run")  # numbers of its workers mean others here
+            connection.close()
+            return
         name = str(first["agent"])
         connection.patience(self._silent_s)
-        connection.send("welcome")
+        connection.send("welcome", run=self._run)
         self._welcome(name, first, connection)
         while (message := connection.receive()) is not None:
             self._take(name, message)
@@ -364,7 +384,7 @@ class Agent:
     def __init__(self, options: AgentOptions) -> None:
         """Has not called yet."""
         self._options = options
-        self._name = secrets.token_hex(8)
+        self._name, self._run = secrets.token_hex(8), ""
         self._events: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._launcher: LocalLauncher | None = None
         self._running: set[int] = set()
@@ -373,7 +393,14 @@ class Agent:
         self._network = Network("", options.secret)
         self._code: int | None = None
         self._leave_by_s = math.inf
-        self._refused = ""
+        if options.address:
+            try:
+                open_listener(options.address, 0).close()
+            except OSError as error:
+                raise PlanError(
+                    f"--address {options.address} is none of this host's: "
+                    f"{error.strerror}."
+                ) from error
 
     def run(self) -> int:
         """Takes part until the run ends, or this host is asked to go.
@@ -405,16 +432,14 @@ class Agent:
         end = time.monotonic() + options.grace_s
         while True:
             try:
-                host = options.address or route_to(options.supervisor)
-                self._network = Network(host, options.secret)
-                connection = Connection(self._network.connect(options.supervisor, 10.0))
-                break
-            except ssl.SSLError as error:
+                if self._greet():
+                    break
+            except ssl.SSLCertVerificationError as error:
                 raise PlanError(
-                    f"{options.supervisor} has another secret, or is no supervisor of "
-                    "`autopar run --listen`: copy its secret to this host."
+                    f"{options.supervisor} has another secret: copy that of `autopar run "
+                    "--listen` to this host."
                 ) from error
-            except ValueError as error:
+            except InputError as error:
                 raise PlanError(f"--supervisor: {error}.") from error
             except OSError as error:
                 if time.monotonic() > end:
@@ -425,12 +450,30 @@ class Agent:
                     )
                 said = True
             if self._leave_by_s < math.inf:
+                self._say("the supervisor is away: the workers of this host are ended")
                 self._code = options.leave_status
                 return
             time.sleep(_RETRY_S)
+        takes = number_of(options.slots, "worker")
+        self._say(f"joined the run at {options.supervisor}; this host takes {takes}")
+        for work in (self._listen, self._beat):
+            threading.Thread(target=work, args=(self._connection,), daemon=True).start()
+
+    def _greet(self) -> bool:
+        """Calls the supervisor once; False: workers of another run had to end first.
+
+        Raises:
+          OSError: nobody answers.
+          PlanError: the supervisor refuses this host.
+        """
+        options = self._options
+        host = options.address or route_to(options.supervisor)
+        self._network = Network(host, options.secret)
+        connection = Connection(self._network.connect(options.supervisor, 10.0))
         connection.send(
             "host",
             agent=self._name,
+            run=self._run,
             name=f"{socket.gethostname()} ({host})",
             slots=options.slots,
             versions=_versions(),
@@ -440,18 +483,20 @@ class Agent:
         connection.patience(10.0)
         answer = connection.receive()
         if answer is None:
-            raise PlanError(
-                f"{options.supervisor} hung up: it has another secret, or is no "
-                "supervisor of `autopar run --listen`."
-            )
+            connection.close()
+            raise ConnectionError("it hung up")
+        if answer["kind"] == "other run":
+            connection.close()
+            self._say("another run is there now: the workers of the last one end")
+            self._end_workers()
+            self._name, self._run, self._launcher = secrets.token_hex(8), "", None
+            self._ended.clear()
+            return False
         if answer["kind"] == "refused":
             raise PlanError(f"the supervisor refuses this host: {answer['reason']}")
         connection.patience(None)
-        self._connection = connection
-        takes = number_of(options.slots, "worker")
-        self._say(f"joined the run at {options.supervisor}; this host takes {takes}")
-        for work in (self._listen, self._beat):
-            threading.Thread(target=work, args=(connection,), daemon=True).start()
+        self._connection, self._run = connection, str(answer["run"])
+        return True
 
     def _unreached_error(self, error: OSError) -> PlanError | RunError:
         options = self._options
@@ -517,10 +562,15 @@ class Agent:
         )
         devices = int(given.get("JAX_NUM_CPU_DEVICES", 1))
         own = {"NPROC": threads_needed(devices)}
+        flags = os.environ.get("XLA_FLAGS", "")
+        wanted = _FLAG.search(given.get("XLA_FLAGS", ""))
+        if wanted is not None and not _FLAG.search(flags):
+            flags = f"{flags} {wanted[0]}"
         return {
             **own,
             **os.environ,
             **given,
+            "XLA_FLAGS": flags,
             **self._network.variables(),
             VARIABLE: str(told),
             FOLDER_VARIABLE: str(self._options.folder.absolute()),

@@ -215,6 +215,9 @@ class Relay:
                 own, _ = self._listener.accept()
             except OSError:
                 return
+            if not _is_own(own):
+                own.close()  # a user of this host, who has no secret
+                continue
             own.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             self._start(self._serve, own)
 
@@ -262,6 +265,16 @@ class Relay:
                 return True
         end.close()
         return False
+
+
+def _is_own(end: socket.socket) -> bool:
+    """Whether the other side of a connection on loopback is this process, too."""
+    here, there = end.getsockname()[1], end.getpeername()[1]
+    mine = inodes(os.getpid())
+    return any(
+        (_port(own), _port(other)) == (there, here) and inode in mine
+        for own, other, inode in _rows(_ESTABLISHED)
+    )
 
 
 class _Answers:

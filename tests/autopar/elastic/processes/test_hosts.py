@@ -110,6 +110,7 @@ def call(launcher: HostLauncher, name: str, slots: int = 1, **more: Any) -> Agen
         "name": name,
         "slots": slots,
         "versions": hosts._versions(),
+        "run": "",
         "workers": [],
         "ended": {},
         **more,
