@@ -436,8 +436,8 @@ class Agent:
                     break
             except ssl.SSLCertVerificationError as error:
                 raise PlanError(
-                    f"{options.supervisor} has another secret: copy that of `autopar run "
-                    "--listen` to this host."
+                    f"{options.supervisor} has another secret: copy that of `autopar "
+                    "run --listen` to this host."
                 ) from error
             except InputError as error:
                 raise PlanError(f"--supervisor: {error}.") from error
