@@ -258,9 +258,9 @@ class Runner:
         port = split_address(before_at)[1] if before_at else job.port
         if job.port not in (0, port):
             raise PlanError(
-                f"the run in {job.folder} listens at {before_at}, where its workers look: "
-                f"use --listen {before_at}, or remove {job.folder}/run.json once they "
-                "have ended."
+                f"the run in {job.folder} listens at {before_at}, where its workers "
+                f"look for it: use --listen {before_at}, or remove "
+                f"{job.folder}/run.json once they have ended."
             )
         self._server = self._listening_on(port)
         self._address = job.network.address(self._server.port)
