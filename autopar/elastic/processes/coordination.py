@@ -27,6 +27,8 @@ from autopar.elastic.processes.network import (
     End,
     Listener,
     Network,
+    hang_up,
+    pass_on,
     split_address,
 )
 from autopar.errors import RunError
@@ -282,24 +284,6 @@ class Door:
             self._ends.remove(end)
         end.close()
         service.close()
-
-
-_CHUNK = 1 << 16
-
-
-def pass_on(taken: End, given: End) -> None:
-    """Passes bytes on until one side ends, and ends the other."""
-    with contextlib.suppress(OSError):
-        while data := taken.recv(_CHUNK):
-            given.sendall(data)
-    hang_up(given)
-    hang_up(taken)
-
-
-def hang_up(end: End) -> None:
-    """Ends a connection, and the waits of threads for it."""
-    with contextlib.suppress(OSError):
-        end.shutdown(socket.SHUT_RDWR)
 
 
 def main() -> None:

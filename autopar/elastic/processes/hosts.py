@@ -26,6 +26,7 @@ from typing import Any
 
 from autopar.elastic.processes import leash
 from autopar.elastic.processes.launching import (
+    COLLECTIVE_FLAG,
     HostReports,
     LocalLauncher,
     Reports,
@@ -46,6 +47,7 @@ from autopar.sealed_files import KEY_VARIABLE
 from autopar.units import number_of
 from autopar.version import __version__
 
+# What a worker gets from its run; all else it has from its host.
 _OF_RUN = (
     VARIABLE,
     KEY_VARIABLE,
@@ -54,7 +56,7 @@ _OF_RUN = (
     "JAX_NUM_CPU_DEVICES",
     "XLA_FLAGS",
 )
-_FLAG = re.compile(r"--xla_cpu_collective_timeout_seconds=\d+")
+_FLAG = re.compile(rf"--{COLLECTIVE_FLAG}=\d+")
 _BEAT_S = 1.0
 # A host without a word for so long cannot be reached, and its workers not be killed.
 _SILENT_S = 5.0

@@ -147,6 +147,10 @@ def python_command(script: Sequence[str]) -> tuple[str, ...]:
     return (sys.executable, *script)
 
 
+# gloo may miss that a send has failed, and waits for this flag of XLA's: half an hour.
+COLLECTIVE_FLAG = "xla_cpu_collective_timeout_seconds"
+
+
 def threads_needed(devices: int) -> str:
     """Threads of a worker (``NPROC``): collectives take one for a device and its peer.
 

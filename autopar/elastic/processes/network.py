@@ -275,7 +275,7 @@ class Listener:
             except OSError as error:
                 if self._server.fileno() < 0 or error.errno not in _PASSING:
                     return
-                self._drop(0)  # too many descriptors are open
+                self._drop()  # too many descriptors are open
                 continue
             with contextlib.suppress(OSError):
                 end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -299,13 +299,13 @@ class Listener:
                 *self._strangers[: max(0, len(self._strangers) - _STRANGERS)],
             ]
         for _, old in crowd:
-            _hang_up(old)
+            hang_up(old)
 
-    def _drop(self, left: int) -> None:
+    def _drop(self) -> None:
         with self._lock:
-            crowd = self._strangers[: max(0, len(self._strangers) - left)]
+            crowd = list(self._strangers)
         for _, old in crowd:
-            _hang_up(old)
+            hang_up(old)
 
     def _take(self, end: socket.socket) -> None:
         taken: End = end
@@ -349,7 +349,17 @@ def keep_alive(end: socket.socket) -> None:
     end.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 4)
 
 
-def _hang_up(end: socket.socket) -> None:
+def pass_on(taken: End, given: End) -> None:
+    """Passes bytes on until one side ends, and ends the other."""
+    with contextlib.suppress(OSError):
+        while data := taken.recv(_PIECE):
+            given.sendall(data)
+    hang_up(given)
+    hang_up(taken)
+
+
+def hang_up(end: End) -> None:
+    """Ends a connection, and the waits of threads for it."""
     with contextlib.suppress(OSError):
         end.shutdown(socket.SHUT_RDWR)
 

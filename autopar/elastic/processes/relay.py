@@ -20,11 +20,12 @@ import threading
 from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
-from autopar.elastic.processes.coordination import hang_up, pass_on
 from autopar.elastic.processes.network import (
     End,
     Network,
+    hang_up,
     join_address,
+    pass_on,
     split_address,
 )
 from autopar_passes import jax_processes

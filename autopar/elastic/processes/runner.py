@@ -23,6 +23,7 @@ from autopar.elastic.ledger import event_data
 from autopar.elastic.processes.coordination import ServiceProcess
 from autopar.elastic.processes.hosts import HostLauncher
 from autopar.elastic.processes.launching import (
+    COLLECTIVE_FLAG,
     Launcher,
     LocalLauncher,
     Placing,
@@ -167,7 +168,6 @@ def _describe_leaving(data: Mapping[str, Any]) -> str:
 
 # A process that turns to nothing for so long was stopped.
 _TICK_S, _AWAY_S = 0.25, 3.0
-_COLLECTIVE = "xla_cpu_collective_timeout_seconds"
 # Commands without arguments.
 _PLAIN = ("status", "stop", "suspend")
 # How long a process that connects may take to say who it is.
@@ -404,10 +404,9 @@ class Runner:
         if self._job.devices is not None:
             env["JAX_NUM_CPU_DEVICES"] = str(self._job.devices)
         env.setdefault("NPROC", threads_needed(self._job.devices or 1))
-        # gloo may miss that a send has failed, and wait for the flag's half hour.
         flags = env.get("XLA_FLAGS", "")
-        if _COLLECTIVE not in flags:
-            env["XLA_FLAGS"] = f"{flags} --{_COLLECTIVE}={self._job.collective_s}"
+        if COLLECTIVE_FLAG not in flags:
+            env["XLA_FLAGS"] = f"{flags} --{COLLECTIVE_FLAG}={self._job.collective_s}"
         return env
 
     def _prepare(self) -> None:
