@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import queue
+import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -10,7 +13,7 @@ from typing import Any
 import jax
 import pytest
 
-from autopar.elastic.processes import link
+from autopar.elastic.processes import link, relay
 from autopar.elastic.processes import team as teams
 from autopar.elastic.processes.network import Network
 from autopar.elastic.processes.team import Team, WorldBroken
@@ -148,3 +151,22 @@ def test_a_client_is_used_once_it_is_connected(
     with pytest.raises(WorldBroken):
         team._join(form)
     assert seen == [None]
+
+
+def test_a_relay_knows_connections_of_other_processes() -> None:
+    """A local user could end a world by connecting to a worker's relay."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        with socket.create_connection(("127.0.0.1", port)):
+            own, _ = server.accept()
+            with own:
+                assert relay._is_own(own)
+        line = (
+            f"import socket; socket.create_connection(('127.0.0.1', {port})); input()"
+        )
+        command = [sys.executable, "-c", line]
+        with subprocess.Popen(command, stdin=subprocess.PIPE) as child:
+            stranger, _ = server.accept()
+            with stranger:
+                assert not relay._is_own(stranger)
+            child.communicate(b"\n")
