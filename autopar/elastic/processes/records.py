@@ -7,6 +7,10 @@ them when there is room again. Nothing here imports JAX: commands answer at once
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import fcntl
+import io
 import json
 import pathlib
 import shlex
@@ -98,12 +102,58 @@ def ending_text(ended: Mapping[str, Any]) -> str:
     return f"the run has ended after {steps} with exit code {code}: {reason}"
 
 
+def _hold(folder: pathlib.Path) -> io.FileIO:
+    """Locks a folder for as long as the file is open; the kernel ends it with us.
+
+    Raises:
+      PlanError: another process has it, or it cannot be used.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        held = io.FileIO(folder / "lock", "a")
+    except OSError as error:
+        raise PlanError(
+            f"{folder} cannot be the folder of a run: {error.strerror}. Name another "
+            "one with --folder."
+        ) from error
+    try:
+        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        held.close()
+        raise PlanError(
+            f"another `autopar run` serves {folder}: see `{workers_command(folder)}`, "
+            "or name another folder with --folder."
+        ) from error
+    except OSError as error:
+        if error.errno not in (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS):
+            held.close()
+            raise PlanError(
+                f"{folder}/lock cannot be locked: {error.strerror}. Name another "
+                "folder with --folder."
+            ) from error
+        print(
+            f"autopar run: the file system of {folder} has no locks: see to it that "
+            "no other `autopar run` serves that folder.",
+            file=sys.stderr,
+            flush=True,
+        )
+    return held
+
+
 class Records:
     """Writes the log and the state of a run."""
 
     def __init__(self, folder: pathlib.Path) -> None:
-        """Writes nothing yet."""
+        """Takes the folder, which one supervisor has at a time; writes nothing yet.
+
+        Args:
+          folder: of the run.
+
+        Raises:
+          PlanError: another supervisor has it, or it cannot be used.
+        """
         self._folder, self._state = folder, folder / "run.json"
+        self._held = _hold(folder)
         self._log = WaitingLines(folder / "log.jsonl", _WAITING)
         self._kept: bytes | None = None
         self._failed = False
@@ -134,8 +184,16 @@ class Records:
             self._say("can be written again")
         self._failed = False
 
+    def close(self) -> None:
+        """Leaves the folder to others."""
+        self._held.close()
+
     def end(self) -> None:
         """Removes the state: the run has ended."""
+        with contextlib.closing(self._held):
+            self._end()
+
+    def _end(self) -> None:
         self._kept = None
         self.flush()
         try:

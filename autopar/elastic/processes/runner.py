@@ -46,6 +46,7 @@ from autopar.elastic.processes.members import (
     end_text,
     has_token,
     late,
+    unplaced,
 )
 from autopar.elastic.processes.network import End, Listener, Network, split_address
 from autopar.elastic.processes.records import Records, read_state, workers_command
@@ -67,6 +68,7 @@ class Console:
         self._folder = folder
         self._world: frozenset[int] | None = None
         self._awaited: frozenset[int] = frozenset()
+        self._unplaced: frozenset[int] = frozenset()
         # Whether a line has said why the next world forms, and what is said otherwise.
         self._explained, self._reason = False, ""
         self._ends = False
@@ -156,6 +158,17 @@ class Console:
             )
         self._awaited |= late
 
+    def say_unplaced(self, unplaced: frozenset[int]) -> None:
+        """Says once of each worker that no host has room for it."""
+        if new := sorted(unplaced - self._unplaced):
+            verb = "waits" if len(new) == 1 else "wait"
+            _print(
+                f"{name_numbers('worker', new)} {verb} for a host with room: run "
+                "`autopar worker` on one more, or ask for fewer processes with "
+                f"`{workers_command(self._folder)} --processes N`."
+            )
+        self._unplaced = unplaced
+
 
 def _print(text: str) -> None:
     sys.stderr.write(f"autopar run: {text}\n")
@@ -217,15 +230,15 @@ class Runner:
         Raises:
           PlanError: the folder cannot be used, or another supervisor runs there.
         """
-        try:
-            job.folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise PlanError(
-                f"{job.folder} cannot be the folder of a run: {error.strerror}. Name "
-                "another one with --folder."
-            ) from error
         self._job = job
         self._records = Records(job.folder)
+        try:
+            self._set_up(job, launcher)
+        except BaseException:
+            self._records.close()
+            raise
+
+    def _set_up(self, job: RunJob, launcher: Launcher | None) -> None:
         self._events: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._console = Console(job.folder)
         several = job.limits.processes > 1
@@ -369,7 +382,9 @@ class Runner:
             while True:
                 self._events.get_nowait()()
         self._records.flush()
-        self._console.say_awaited(late(self.supervisor.members, time.monotonic()))
+        workers, now = self.supervisor.members, time.monotonic()
+        self._console.say_awaited(late(workers, now))
+        self._console.say_unplaced(unplaced(workers, now))
         away, self._turned_s = time.monotonic() - self._turned_s, time.monotonic()
         if away > _AWAY_S:
             self.supervisor.excuse(away)
@@ -489,9 +504,9 @@ class Runner:
         """See `HostReports`."""
         self._events.put(lambda: self.supervisor.on_start(worker))
 
-    def on_leave(self, worker: int) -> None:
+    def on_leave(self, worker: int, *, spare: bool) -> None:
         """See `HostReports`."""
-        left = {"kind": "leave", "worker": worker}
+        left = {"kind": "leave", "worker": worker, "spare": spare}
         self._events.put(lambda: self.supervisor.take(worker, left))
 
     def on_unreached(self, worker: int, *, spare: bool) -> None:
