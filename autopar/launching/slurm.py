@@ -306,7 +306,7 @@ check_supervisor() {
 # What a step on a node does: it runs the agent, which is told to leave by SIGURG, as
 # any other process of the step ignores that.
 work() {
-    local first=$1 host=$2 port=$3 look=$4 agent code next=$((SECONDS + 60))
+    local first=$1 host=$2 port=$3 look=$4 agent code next=$((SECONDS + 4 * $4))
     shift 4
     "$@" &
     agent=$!

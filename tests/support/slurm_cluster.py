@@ -178,11 +178,15 @@ PartitionName=p Nodes=ALL Default=YES MaxTime=INFINITE State=UP
                     os.kill(pid, how)
         self._slurmd.pop(node).wait()
 
-    def stop(self) -> None:
-        """Ends all jobs and daemons."""
+    def end_jobs(self) -> None:
+        """Ends all jobs; those that do not end within seconds are left."""
         self.do("scancel", "--user", subprocess.getoutput("id -un"))
         with contextlib.suppress(AssertionError):
             wait_for(lambda: not self.do("squeue", "-h"), "jobs are left", 15.0)
+
+    def stop(self) -> None:
+        """Ends all jobs and daemons."""
+        self.end_jobs()
         for node in list(self._slurmd):
             for pid in self.processes(node):
                 with contextlib.suppress(OSError):

@@ -81,6 +81,8 @@ def supervise(listen: str, folder: pathlib.Path, processes: str) -> int:
     while not asked.is_set() and step < int((folder / "most").read_text()):
         time.sleep(0.1)
         step += bool(agents)
+    # Python takes its handlers back as it ends, and another signal would kill it then.
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     saved.write_text(str(step))
     note(f"{'suspended' if asked.is_set() else 'done'} at {step}")
     for end in list(agents.values()):

@@ -29,7 +29,7 @@ STAND_IN = ROOT / "tests" / "support" / "slurm_stand_in.py"
 
 
 @pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmCluster]:
+def daemons(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmCluster]:
     if missing := missing_programs():
         pytest.skip(f"no {', '.join(missing)}: apt-get install slurm-wlm munge")
     made = SlurmCluster(tmp_path_factory.mktemp("slurm"))
@@ -37,6 +37,13 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmCluster]:
         yield made
     finally:
         made.stop()
+
+
+@pytest.fixture
+def cluster(daemons: SlurmCluster) -> Iterator[SlurmCluster]:
+    """Without jobs, whatever became of those of the test before."""
+    yield daemons
+    daemons.end_jobs()
 
 
 def submit(cluster: SlurmCluster, job: SlurmJob, **variables: str) -> int:
