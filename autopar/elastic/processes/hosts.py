@@ -65,6 +65,8 @@ _AWAY_S = 3.0
 _RETRY_S = 0.5
 # How long workers may take to leave a host that is asked to go.
 _LEAVE_S = 60.0
+# How often a host that is asked to go asks the supervisor: others may have come.
+_ASK_S = 5.0
 
 
 @dataclasses.dataclass(slots=True)
@@ -127,6 +129,8 @@ class HostLauncher:
         self._lock = threading.RLock()
         self._hosts: dict[str, Host] = {}
         self._waiting: dict[int, Mapping[str, str]] = {}
+        # The variables of those that were started, for another host.
+        self._given: dict[int, Mapping[str, str]] = {}
         # Workers that an earlier supervisor had, whose agents have not called yet.
         self._claimed: dict[int, float] = {}
         self._reports: HostReports | None = None
@@ -219,7 +223,7 @@ class HostLauncher:
                 return
             host = max(free, key=lambda h: len(h.workers))
             assert host.connection is not None
-            environment = self._waiting.pop(worker)
+            environment = self._given[worker] = self._waiting.pop(worker)
             host.workers.add(worker)
             given = {"words": self._words, "environment": environment}
             host.connection.send("start", worker=worker, **given)
@@ -289,20 +293,37 @@ class HostLauncher:
         with self._lock:
             host = self._hosts[name]
             host.heard_s = time.monotonic()
-            leaving = sorted(host.workers)
-            if message["kind"] == "leave":
-                host.leaves = True
-            elif message["kind"] == "ended":
-                host.workers.discard(int(message["worker"]))
-                self._place()
-        if message.get("wrong"):
-            said = f"autopar run: host {host.name}: {message['wrong']}"
-            print(said, file=sys.stderr, flush=True)
         if message["kind"] == "ended":
-            self._reports_there.on_end(int(message["worker"]), message["code"])
+            self._take_end(host, message)
         elif message["kind"] == "leave":
-            for worker in leaving:
-                self._reports_there.on_leave(worker)
+            self._take_leave(host)
+
+    def _take_end(self, host: Host, message: Message) -> None:
+        """A worker has ended; without a script on its host, another one starts it."""
+        worker, wrong = int(message["worker"]), message.get("wrong")
+        if wrong:
+            said = f"autopar run: host {host.name}: {wrong}"
+            print(said, file=sys.stderr, flush=True)
+        with self._lock:
+            host.workers.discard(worker)
+            environment = self._given.pop(worker, None)
+            waiting = environment if wrong else None
+            if waiting is not None:
+                host.leaves, self._waiting[worker] = True, waiting
+                self._reports_there.on_wait(worker)
+            self._place()
+        if waiting is None:
+            self._reports_there.on_end(worker, message["code"])
+
+    def _take_leave(self, host: Host) -> None:
+        """A host is about to go; its workers ask to go, where another has room too."""
+        with self._lock:
+            host.leaves = True
+            leaving = sorted(host.workers)
+            room = sum(h.room for h in self._hosts.values()) - len(self._waiting)
+        # Those that were refused before are the last ones.
+        for left, worker in zip(range(len(leaving), 0, -1), leaving, strict=True):
+            self._reports_there.on_leave(worker, spare=left <= room)
 
     def _miss(self, name: str, connection: Connection) -> None:
         """Gives workers up whose agent is away, where they are away, too."""
@@ -395,6 +416,7 @@ class Agent:
         self._network = Network("", options.secret)
         self._code: int | None = None
         self._leave_by_s = math.inf
+        self._asked_s = -math.inf
         if options.address:
             try:
                 open_listener(options.address, 0).close()
@@ -546,9 +568,9 @@ class Agent:
         worker, words = int(message["worker"]), list(map(str, message["words"]))
         if not pathlib.Path(words[0]).is_file():
             wrong = f"there is no script {words[0]} in {os.getcwd()}"
-            self._say(wrong)
             self._report(worker, 2, wrong)
-            return
+            self._end_workers()
+            raise PlanError(f"{wrong}: start `autopar worker` in the script's folder.")
         if self._launcher is None:
             # Workers must not outlive this process: nobody else could end them.
             command = [sys.executable, leash.__file__, str(os.getpid())]
@@ -598,6 +620,8 @@ class Agent:
             not self._running or time.monotonic() > self._leave_by_s
         ):
             self._code = self._options.leave_status
+        elif self._leave_by_s < math.inf and time.monotonic() > self._asked_s + _ASK_S:
+            self._ask_to_leave()
 
     @contextlib.contextmanager
     def _signals(self) -> Generator[None]:
@@ -609,7 +633,6 @@ class Agent:
                 self._leave_by_s = 0.0
                 return
             self._leave_by_s = time.monotonic() + _LEAVE_S
-            self._events.put(self._ask_to_leave)
 
         if threading.current_thread() is not threading.main_thread():
             yield
@@ -623,7 +646,9 @@ class Agent:
                 signal.signal(number, handler)
 
     def _ask_to_leave(self) -> None:
-        self._say("leaves the run; its workers end after the step that they are in")
+        if self._asked_s == -math.inf:
+            self._say("leaves the run; its workers end after the step that they are in")
+        self._asked_s = time.monotonic()
         if self._connection is not None:
             self._connection.send("leave")
 

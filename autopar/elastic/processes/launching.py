@@ -60,8 +60,8 @@ class HostReports(Reports, Protocol):
         """A worker that waited has been started."""
         ...
 
-    def on_leave(self, worker: int) -> None:
-        """The host of a worker is about to go."""
+    def on_leave(self, worker: int, *, spare: bool) -> None:
+        """The host of a worker is about to go; another one may have room for it."""
         ...
 
     def on_unreached(self, worker: int, *, spare: bool) -> None:

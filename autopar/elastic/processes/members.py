@@ -261,6 +261,7 @@ class WorkerMember:
       step: the last step it is known to have started.
       leave_by_s: when it must have left its world.
       dismissed: whether it was told to end.
+      refused: whether it has asked to leave, and must stay.
       trained: whether it has had the state of any world.
       pid: number of its process; None: it has not connected yet.
     """
@@ -277,6 +278,7 @@ class WorkerMember:
     step: int = -1
     leave_by_s: float = math.inf
     dismissed: bool = False
+    refused: bool = False
     trained: bool = False
     pid: int | None = None
 
@@ -287,6 +289,15 @@ def late(members: Mapping[int, WorkerMember], now: float) -> frozenset[int]:
         worker
         for worker, member in members.items()
         if member.phase == "starting" and now - member.since_s > _LATE_S
+    )
+
+
+def unplaced(members: Mapping[int, WorkerMember], now: float) -> frozenset[int]:
+    """The workers that have waited for a host for a while."""
+    return frozenset(
+        worker
+        for worker, member in members.items()
+        if member.since_s == math.inf and now - member.heard_s > _LATE_S
     )
 
 
@@ -402,7 +413,7 @@ def describe(members: Mapping[int, WorkerMember]) -> dict[str, Any]:
     """The workers in a few words, as plain data."""
     return {
         str(w): {
-            "phase": m.phase,
+            "phase": m.phase if m.since_s < math.inf else "waiting for a host",
             "step": m.step,
             "pid": m.pid,
             "host": None if m.ready is None else split_address(m.ready["address"])[0],

@@ -49,16 +49,18 @@ def read_secret(path: pathlib.Path | None) -> str:
     else:
         where = str(path)
         try:
-            text, mode = path.read_text(), path.stat().st_mode
+            text, found = path.read_text(), path.stat()
         except (OSError, ValueError) as error:
             reason = getattr(error, "strerror", None) or "it is no text"
             raise PlanError(
                 f"{path} cannot be read: {reason}. Make a secret by `autopar secret "
                 "FILE`, and copy it to each host."
             ) from error
-        if mode & stat.S_IRWXO:
+        # Where a file is another one's, a group may be how this user reads it.
+        mine = stat.S_IRWXG if found.st_uid == os.getuid() else 0
+        if found.st_mode & (stat.S_IRWXO | mine):
             raise PlanError(
-                f"every user of this host can read {path}: run `chmod 600 {path}`."
+                f"other users of this host can read {path}: run `chmod 600 {path}`."
             )
     try:
         _contexts(text)

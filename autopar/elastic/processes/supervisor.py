@@ -233,14 +233,24 @@ class Supervisor:
         if wrong := self.place(processes, leaving):
             self._do.log("refused", reason=wrong)
 
-    def remove(self, worker: int) -> str:
-        """Asks a worker to go; returns what is wrong with it, or ''."""
+    def remove(self, worker: int, *, spare: bool = False) -> str:
+        """Asks a worker to go; returns what is wrong with it, or ''.
+
+        Args:
+          worker: its number.
+          spare: whether another one can take its place.
+        """
         if worker not in self.members:
             return f"there is no worker {worker}."
-        if len(members.staying_of(self.members, self._leaving)) - 1 < self.limits.least:
-            return f"at least {self.limits.least} processes must stay (--min)."
+        least = self.limits.least
+        staying = len(members.staying_of(self.members, self._leaving))
+        if staying - 1 + spare < least:
+            return f"at least {number_of(least, 'process')} must stay (--min)."
         self._leaving |= {worker}
-        self.wanted = max(self.limits.least, self.wanted - 1)
+        if spare:
+            self._spawn()
+        else:
+            self.wanted = max(least, self.wanted - 1)
         self._do.log("remove", worker=worker)
         self._advance()
         return ""
@@ -497,9 +507,14 @@ class Supervisor:
         self._do.heard(message["event"])
 
     def _take_leave(self, worker: int, member: WorkerMember, message: Message) -> None:
-        """A worker that is about to be killed asks to go before."""
-        if worker not in self._leaving and (wrong := self.remove(worker)):
-            self._do.log("refused", worker=worker, reason=wrong)
+        """A worker that is about to be killed asks to go before, again and again."""
+        if worker in self._leaving:
+            return
+        wrong = self.remove(worker, spare=message.get("spare", False))
+        if wrong and not member.refused:
+            why = f"worker {worker} cannot leave: {wrong}"
+            self._do.log("refused", worker=worker, reason=why)
+        member.refused = bool(wrong)
 
     def _take_broken(self, worker: int, member: WorkerMember, message: Message) -> None:
         member.broken = message["error"]
@@ -582,6 +597,8 @@ class Supervisor:
         workers = [*self.world, *members.ready_of(self.members)]
         rows = members.rows_of(self.members)
         new = choose_workers(workers, self.wanted, self._leaving, rows)
+        if len(new) < self.limits.least and not self._ending:
+            return False  # until those that are starting are ready
         changed = new != sorted(self.world) or self.cluster != self._planned_for
         return changed or self._renews or bool(self._ending)
 

@@ -92,6 +92,19 @@ def test_a_host_that_is_asked_to_go(start: Start) -> None:
     assert kept[host] <= kept[(host + 1) % 3] == kept[(host + 2) % 3] != set()
 
 
+def test_the_only_host_is_asked_to_go(start: Start) -> None:
+    """Another one has room, so the state goes there."""
+    run = start(300, 0, 0.03, processes=1, max=1, agents=1)
+    run.wait_for_size(1)
+    run.start_agent(1)
+    run.wait_for(lambda: run.output().count("joined, with room") == 2)
+    run.agents[0].send_signal(signal.SIGTERM)
+    assert run.agents[0].wait(60) == 0
+    run.wait_for_worlds(2)
+    assert run.wait() == 0, run.output()
+    check_losses(run, 300)
+
+
 def test_the_supervisor_is_killed_and_started_again(start: Start) -> None:
     """Workers train on meanwhile, and agents find it again."""
     run = start(300, 1, 0.03, processes=3)

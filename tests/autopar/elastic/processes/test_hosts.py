@@ -71,8 +71,8 @@ class Run:
     def on_start(self, worker: int) -> None:
         self.told.append(("start", worker))
 
-    def on_leave(self, worker: int) -> None:
-        self.told.append(("leave", worker))
+    def on_leave(self, worker: int, *, spare: bool) -> None:
+        self.told.append(("leave", worker, spare))
 
     def on_host(self, name: str, slots: int) -> None:
         self.told.append(("host", name, slots))
@@ -239,9 +239,39 @@ def test_a_host_that_leaves_takes_no_more(made: tuple[HostLauncher, Run]) -> Non
     launcher.start(0, {})
     agent = call(launcher, "one", slots=2)
     agent.say("leave")
-    run.wait_for("leave", 0)
+    run.wait_for("leave", 0, False)
     launcher.start(1, {})
     assert agent.started() == [0]
+
+
+def test_a_host_that_leaves_learns_of_room_that_comes(
+    made: tuple[HostLauncher, Run],
+) -> None:
+    launcher, run = made
+    for worker in range(2):
+        launcher.start(worker, {})
+    agent = call(launcher, "one", slots=2)
+    agent.say("leave")
+    run.wait_for("leave", 1, False)
+    call(launcher, "two")
+    agent.say("leave")
+    run.wait_for("leave", 1, True)
+    assert run.told.count(("leave", 0, False)) == 2
+
+
+def test_a_worker_starts_elsewhere_where_its_host_has_no_script(
+    made: tuple[HostLauncher, Run], capfd: pytest.CaptureFixture[str]
+) -> None:
+    launcher, run = made
+    launcher.start(0, {})
+    one = call(launcher, "one", slots=2)
+    one.say("ended", worker=0, code=2, wrong="there is no script")
+    time.sleep(0.1)
+    assert one.started() == [0]
+    assert call(launcher, "two").started() == [0]
+    assert not any(t[0] == "end" for t in run.told)
+    assert run.told.count(("wait", 0)) == 2
+    assert "host one: there is no script" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -117,9 +117,10 @@ def test_a_secret_is_its_owners_alone(tmp_path: pathlib.Path) -> None:
     assert network.read_secret(path) == path.read_text()
     with pytest.raises(PlanError, match="exists"):
         create_secret(path)
-    path.chmod(0o644)
-    with pytest.raises(PlanError, match="chmod 600"):
-        network.read_secret(path)
+    for mode in (0o644, 0o640):
+        path.chmod(mode)
+        with pytest.raises(PlanError, match="chmod 600"):
+            network.read_secret(path)
     with pytest.raises(PlanError, match="cannot be written"):
         create_secret(tmp_path / "no" / "secret")
 

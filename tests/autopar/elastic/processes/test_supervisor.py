@@ -142,6 +142,25 @@ class TestChangesAtAStep:
         fake = running(2, least=2)
         assert "--min" in fake.supervisor.remove(1)
 
+    def test_the_last_one_leaves_once_another_has_its_state(self) -> None:
+        """Its host goes, and another one has room: nobody waits meanwhile."""
+        fake = running(1)
+        fake.tell(0, "leave", spare=False)
+        fake.tell(0, "leave", spare=False)
+        said = "refused: worker 0 cannot leave: at least 1 process must stay (--min)."
+        assert fake.printed.count(said) == 1
+        fake.tell(0, "leave", spare=True)
+        fake.tell(0, "leave", spare=True)
+        assert fake.started == [0, 1]
+        assert not fake.of("pause")
+        fake.ready(1)
+        fake.tell(0, "started", generation=1, step=7)
+        fake.ready(0, holds=holding(8, 1, WHOLE))
+        assert fake.world() == [1]
+        fake.formed(1, step=8)
+        assert [w for w, _ in fake.of("end")] == [0]
+        assert fake.supervisor.wanted == 1
+
 
 class TestEvents:
     def test_those_that_an_event_names_go(self) -> None:
