@@ -40,6 +40,8 @@ _OF_OTHERS = (
     "TimeoutError",
     "WorldBroken",
 )
+# Of these JAX raises errors of any kind, such as ValueError.
+_TRANSPORTS = ("Gloo", "gloo", "NCCL")
 # For so long after a loss, any error may come from it: a process that meets the end of
 # another one between two calls may read half of what it expects.
 _AFTERMATH_S = 30.0
@@ -81,7 +83,8 @@ class Breaks:
           error: its kind and its text, with a colon between them.
         """
         kind = error.partition(":")[0]
-        return self.aftermath or any(part in kind for part in _OF_OTHERS)
+        known = any(part in kind for part in _OF_OTHERS)
+        return self.aftermath or known or any(x in error for x in _TRANSPORTS)
 
     def too_many(self, size: int) -> bool:
         """Counts an error of a world; whether there were too many at one step.

@@ -30,6 +30,13 @@ class TestWhoseErrorItIs:
         assert [w for w, _ in fake.of("own")] == ([0] if killed_s is None else [])
         assert (len(fake.of("abort")) > count) == (killed_s is not None)
 
+    def test_an_error_of_a_transport_is_of_others(self) -> None:
+        """Whatever kind it is: JAX raises ValueError where a gather fails."""
+        fake = running(2)
+        error = "ValueError: UNKNOWN: Gloo AllGather failed: Connection closed by peer"
+        fake.tell(0, "broken", generation=1, error=error)
+        assert [w for w, _ in fake.of("abort")] == [0, 1]
+
     def test_an_error_is_not_its_own_once_the_world_is_left(self) -> None:
         fake = running(3)
         fake.tell(0, "broken", generation=1, error="ValueError: half")
