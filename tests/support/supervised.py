@@ -44,6 +44,9 @@ class Fake:
     def close(self, generation: int) -> None:
         pass
 
+    def sent(self, worker: int, message: Any) -> None:
+        self.said.append((worker, message))
+
     def log(self, event: str, **data: Any) -> None:
         self.printed += self._console.lines(event, data)
 

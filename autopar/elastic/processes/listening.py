@@ -12,11 +12,13 @@ import contextlib
 import dataclasses
 import pathlib
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from autopar.cluster import Cluster
 from autopar.elastic.events import Event, Inbox, Notes, Resolved, ids_there
+from autopar.elastic.processes.links import LinkWatch, Sent
 from autopar.elastic.processes.members import MemberLimits
 from autopar.elastic.processes.records import workers_command
 from autopar.elastic.processes.sizing import cluster_of
@@ -66,6 +68,7 @@ class Listening:
         self._world: Cluster | None = None
         self._devices = 1
         self._sources: dict[str, Source] = {}
+        self._links = LinkWatch()
 
     def on_world(self, said: Mapping[str, Any]) -> None:
         """A world has formed; starts the sources that its script names.
@@ -75,6 +78,7 @@ class Listening:
             ``devices`` of a process; ``events``, texts of sources.
         """
         world = Cluster.from_data(said["cluster"])
+        self._links.begin(time.monotonic())
         with self._lock:
             self._world, self._devices = world, said["devices"]
             if self._inbox is None:
@@ -110,6 +114,26 @@ class Listening:
             self.put(Event.from_data(data))
         except EventError as error:
             self.wrong("script", str(error))
+
+    def on_sent(self, worker: int, sent: Sent) -> None:
+        """Takes what a worker of the world has sent to other hosts.
+
+        A link that has become slower or faster than planned is an event.
+        """
+        factor = self._links.take(time.monotonic(), worker, sent)
+        world = self._world
+        if factor is None or world is None or not world.levels:
+            return
+        level = world.levels[0]
+        rate = float(f"{level.link.bandwidth_bytes_per_s * factor:.2g}")
+        self.put(
+            Event(
+                kind="link",
+                level=level.name,
+                bandwidth_bytes_per_s=rate,
+                source="links",
+            )
+        )
 
     # As a sink of the sources.
 

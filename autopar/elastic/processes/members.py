@@ -212,6 +212,10 @@ class Actions(Protocol):
         """Takes an event, as plain data, that a worker's script has sent."""
         ...
 
+    def sent(self, worker: int, message: Message) -> None:
+        """Takes what a worker of the world has sent to other hosts."""
+        ...
+
     def log(self, event: str, **data: Any) -> None:
         """Writes down what happens."""
         ...

@@ -482,3 +482,16 @@ def route_to(address: str) -> str:
     with socket.socket(family, kind, protocol) as probe:
         probe.connect(target)  # a datagram socket sends nothing here
         return str(probe.getsockname()[0])
+
+
+def inodes(pid: int) -> dict[int, int]:
+    """Inode -> descriptor of each socket of a process; none of one that is gone."""
+    found: dict[int, int] = {}
+    folder = f"/proc/{pid}/fd"
+    with contextlib.suppress(OSError):
+        for name in os.listdir(folder):
+            with contextlib.suppress(OSError):
+                target = os.readlink(f"{folder}/{name}")
+                if target.startswith("socket:["):
+                    found[int(target[8:-1])] = int(name)
+    return found

@@ -24,6 +24,7 @@ from autopar.elastic.processes.network import (
     End,
     Network,
     hang_up,
+    inodes,
     join_address,
     pass_on,
     split_address,
@@ -120,19 +121,6 @@ def _host(address: str) -> str:
     found = ipaddress.ip_address(b"".join(words))
     mapped = getattr(found, "ipv4_mapped", None)
     return str(mapped or found)
-
-
-def inodes(pid: int) -> dict[int, int]:
-    """Inode -> descriptor of each socket of a process; none of one that is gone."""
-    found: dict[int, int] = {}
-    folder = f"/proc/{pid}/fd"
-    with contextlib.suppress(OSError):
-        for name in os.listdir(folder):
-            with contextlib.suppress(OSError):
-                target = os.readlink(f"{folder}/{name}")
-                if target.startswith("socket:["):
-                    found[int(target[8:-1])] = int(name)
-    return found
 
 
 def _shut_down(descriptor: int) -> int:

@@ -36,6 +36,7 @@ from autopar.elastic.processes.link import (
     VARIABLE,
     Address,
 )
+from autopar.elastic.processes.links import Sent
 from autopar.elastic.processes.listening import Listening, WantedAction
 from autopar.elastic.processes.members import (
     SUSPENDED,
@@ -462,6 +463,11 @@ class Runner:
     def heard(self, event: Any) -> None:
         """See `Actions`."""
         self._listening.heard(event)
+
+    def sent(self, worker: int, message: Message) -> None:
+        """See `Actions`."""
+        found = Sent(int(message["nbytes"]), float(message["busy_s"]))
+        self._listening.on_sent(worker, found)
 
     def _follow(self, wanted: WantedAction) -> None:
         cluster = None if wanted.cluster is None else wanted.cluster.to_data()

@@ -30,13 +30,18 @@ from autopar.elastic.processes.link import (
     Address,
     Link,
 )
+from autopar.elastic.processes.links import TELL_S, Traffic
 from autopar.elastic.processes.members import Message, ProcessId
-from autopar.elastic.processes.network import Network, join_address, split_address
+from autopar.elastic.processes.network import (
+    Network,
+    inodes,
+    join_address,
+    split_address,
+)
 from autopar.elastic.processes.offers import Fetcher, Offers, Peer, StateSource
 from autopar.elastic.processes.relay import (
     Relay,
     break_connections,
-    inodes,
     knock,
     listening,
     shut_down,
@@ -246,6 +251,8 @@ class Team:
                 "with `autopar run --processes N script.py`."
             ) from error
         threading.Thread(target=self._watch, daemon=True, name="watch").start()
+        if not self._network.is_local:
+            threading.Thread(target=self._tell_sent, daemon=True, name="sent").start()
 
     @property
     def is_orphaned(self) -> bool:
@@ -273,6 +280,14 @@ class Team:
     def lost_error(self, saved: str) -> RunError:
         """The error of a run without a supervisor; says what was saved."""
         return self._link.lost_error(saved)
+
+    def _tell_sent(self) -> None:
+        """Tells the supervisor what this process sends to other hosts."""
+        traffic = Traffic(self._network.host)
+        while True:
+            time.sleep(TELL_S)
+            sent = traffic.take()
+            self._link.say("sent", nbytes=sent.nbytes, busy_s=sent.busy_s)
 
     def _watch(self) -> None:
         """Makes all processes stop at one step where the supervisor is gone.
