@@ -44,7 +44,7 @@ class Fake:
     def close(self, generation: int) -> None:
         pass
 
-    def sent(self, worker: int, message: Any) -> None:
+    def on_sent(self, worker: int, message: Any) -> None:
         self.said.append((worker, message))
 
     def log(self, event: str, **data: Any) -> None:

@@ -6,7 +6,7 @@ acknowledged, and how long some were on their way (``tcpi_bytes_acked`` and
 the step's own exchanges got, so nothing is sent to measure it. Time in which the
 receiver had no room (``tcpi_rwnd_limited``) is none of the link's.
 
-Sent over other transports, such as InfiniBand, bytes are not seen, and no link changes.
+Bytes that other transports send, such as InfiniBand, are not seen: no link changes.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _ACKED, _BUSY = struct.Struct("=120xQ"), struct.Struct("=168xQQ")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Sent:
+class SentBytes:
     """What connections have sent.
 
     Attributes:
@@ -51,13 +51,13 @@ class Sent:
     nbytes: int
     busy_s: float
 
-    def __add__(self, other: Sent) -> Sent:
+    def __add__(self, other: SentBytes) -> SentBytes:
         """Both together."""
-        return Sent(self.nbytes + other.nbytes, self.busy_s + other.busy_s)
+        return SentBytes(self.nbytes + other.nbytes, self.busy_s + other.busy_s)
 
-    def __sub__(self, other: Sent) -> Sent:
+    def __sub__(self, other: SentBytes) -> SentBytes:
         """What was sent after the other."""
-        return Sent(self.nbytes - other.nbytes, self.busy_s - other.busy_s)
+        return SentBytes(self.nbytes - other.nbytes, self.busy_s - other.busy_s)
 
     @property
     def rate(self) -> float | None:
@@ -66,7 +66,7 @@ class Sent:
         return self.nbytes / self.busy_s if known else None
 
 
-_NONE = Sent(0, 0.0)
+_NONE = SentBytes(0, 0.0)
 
 
 class Traffic:
@@ -79,16 +79,20 @@ class Traffic:
           host: address of this host; what stays on it is left out.
         """
         self._host = host
-        self._before: Mapping[int, Sent] = {}
+        self._before: Mapping[int, SentBytes] = {}
 
-    def take(self) -> Sent:
+    def take(self) -> SentBytes:
         """What was sent since it was asked last."""
-        now = {k: x for k, fd in inodes(os.getpid()).items() if (x := self._sent(fd))}
+        now = {
+            k: x
+            for k, fd in inodes(os.getpid()).items()
+            if (x := self._read_socket(fd))
+        }
         fresh = [x - self._before.get(k, _NONE) for k, x in now.items()]
         self._before = now
         return sum(fresh, _NONE)
 
-    def _sent(self, descriptor: int) -> Sent | None:
+    def _read_socket(self, descriptor: int) -> SentBytes | None:
         """What a connection to another host has sent; None: it is none."""
         with contextlib.suppress(OSError, struct.error):
             with socket.socket(fileno=os.dup(descriptor)) as found:
@@ -100,7 +104,7 @@ class Traffic:
                     return None
                 data = found.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
             (acked,), (busy, full) = _ACKED.unpack_from(data), _BUSY.unpack_from(data)
-            return Sent(acked, max(0, busy - full) / 1e6)
+            return SentBytes(acked, max(0, busy - full) / 1e6)
         return None
 
     def _is_local(self, peer: str) -> bool:
@@ -114,7 +118,7 @@ class LinkWatch:
     def __init__(self) -> None:
         """No world has formed."""
         self._began_s = 0.0
-        self._current: dict[int, Sent] = {}
+        self._current: dict[int, SentBytes] = {}
         self._window = -1
         self._rates: dict[int, list[float | None]] = {}
         self._told = True
@@ -128,7 +132,7 @@ class LinkWatch:
         self._began_s, self._told = now + _SETTLE_S, False
         self._current, self._rates, self._window = {}, {}, -1
 
-    def take(self, now: float, worker: int, sent: Sent) -> float | None:
+    def take(self, now: float, worker: int, sent: SentBytes) -> float | None:
         """Takes what a worker has sent since it told last.
 
         Returns:
@@ -142,7 +146,7 @@ class LinkWatch:
             self._end_window()
             self._window = window
         self._current[worker] = self._current.get(worker, _NONE) + sent
-        factor = self._changed()
+        factor = self._find_factor()
         self._told = factor is not None
         return factor
 
@@ -151,7 +155,7 @@ class LinkWatch:
             self._rates.setdefault(worker, []).append(sent.rate)
         self._current = {}
 
-    def _changed(self) -> float | None:
+    def _find_factor(self) -> float | None:
         """The factor of the slowest link, where it has changed for long enough."""
         found = [x for x in map(_factors, self._rates.values()) if x]
         slower = [max(x) <= 1 / _FACTOR for x in found]

@@ -18,7 +18,7 @@ from typing import Any
 
 from autopar.cluster import Cluster
 from autopar.elastic.events import Event, Inbox, Notes, Resolved, ids_there
-from autopar.elastic.processes.links import LinkWatch, Sent
+from autopar.elastic.processes.links import LinkWatch, SentBytes
 from autopar.elastic.processes.members import MemberLimits
 from autopar.elastic.processes.records import workers_command
 from autopar.elastic.processes.sizing import cluster_of
@@ -115,7 +115,7 @@ class Listening:
         except EventError as error:
             self.wrong("script", str(error))
 
-    def on_sent(self, worker: int, sent: Sent) -> None:
+    def on_sent(self, worker: int, sent: SentBytes) -> None:
         """Takes what a worker of the world has sent to other hosts.
 
         A link that has become slower or faster than planned is an event.

@@ -212,7 +212,7 @@ class Actions(Protocol):
         """Takes an event, as plain data, that a worker's script has sent."""
         ...
 
-    def sent(self, worker: int, message: Message) -> None:
+    def on_sent(self, worker: int, message: Message) -> None:
         """Takes what a worker of the world has sent to other hosts."""
         ...
 
@@ -296,7 +296,7 @@ def late(members: Mapping[int, WorkerMember], now: float) -> frozenset[int]:
     )
 
 
-def unplaced(members: Mapping[int, WorkerMember], now: float) -> frozenset[int]:
+def find_unplaced(members: Mapping[int, WorkerMember], now: float) -> frozenset[int]:
     """The workers that have waited for a host for a while."""
     return frozenset(
         worker

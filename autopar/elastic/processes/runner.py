@@ -36,7 +36,7 @@ from autopar.elastic.processes.link import (
     VARIABLE,
     Address,
 )
-from autopar.elastic.processes.links import Sent
+from autopar.elastic.processes.links import SentBytes
 from autopar.elastic.processes.listening import Listening, WantedAction
 from autopar.elastic.processes.members import (
     SUSPENDED,
@@ -47,7 +47,7 @@ from autopar.elastic.processes.members import (
     end_text,
     has_token,
     late,
-    unplaced,
+    find_unplaced,
 )
 from autopar.elastic.processes.network import End, Listener, Network, split_address
 from autopar.elastic.processes.records import Records, read_state, workers_command
@@ -385,7 +385,7 @@ class Runner:
         self._records.flush()
         workers, now = self.supervisor.members, time.monotonic()
         self._console.say_awaited(late(workers, now))
-        self._console.say_unplaced(unplaced(workers, now))
+        self._console.say_unplaced(find_unplaced(workers, now))
         away, self._turned_s = time.monotonic() - self._turned_s, time.monotonic()
         if away > _AWAY_S:
             self.supervisor.excuse(away)
@@ -464,9 +464,9 @@ class Runner:
         """See `Actions`."""
         self._listening.heard(event)
 
-    def sent(self, worker: int, message: Message) -> None:
+    def on_sent(self, worker: int, message: Message) -> None:
         """See `Actions`."""
-        found = Sent(int(message["nbytes"]), float(message["busy_s"]))
+        found = SentBytes(int(message["nbytes"]), float(message["busy_s"]))
         self._listening.on_sent(worker, found)
 
     def _follow(self, wanted: WantedAction) -> None:

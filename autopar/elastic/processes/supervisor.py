@@ -511,7 +511,7 @@ class Supervisor:
 
     def _take_sent(self, worker: int, member: WorkerMember, message: Message) -> None:
         if self.state == "run" and worker in self.world and self._all_train():
-            self._do.sent(worker, message)
+            self._do.on_sent(worker, message)
 
     def _take_leave(self, worker: int, member: WorkerMember, message: Message) -> None:
         """A worker that is about to be killed asks to go before, again and again."""

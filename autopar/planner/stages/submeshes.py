@@ -463,7 +463,7 @@ def _keeping(
             split[node.index] = frozenset(axes), most_split(node, axes, largest)
     labels = analysis.node_labels
 
-    def allowed(node: Node, strategy: Strategy) -> bool:
+    def is_allowed(node: Node, strategy: Strategy) -> bool:
         named = labels.get(node.index, {})
         for factor, axes in enumerate(strategy):
             if not rule.allows(node.kind, named.get(factor, ""), axes):
@@ -471,7 +471,7 @@ def _keeping(
         wanted, most = split.get(node.index, (frozenset[int](), 0))
         return sum(a in wanted for axes in strategy for a in axes) >= most
 
-    return allowed
+    return is_allowed
 
 
 Wanted = tuple[int, tuple[int, ...]]

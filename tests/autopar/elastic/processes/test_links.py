@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from autopar.elastic.processes.links import LinkWatch, Sent, Traffic
+from autopar.elastic.processes.links import LinkWatch, SentBytes, Traffic
 
 MB = 1e6
 
@@ -24,7 +24,7 @@ def changes(*rates: Sequence[float], tell_s: float = 1.0) -> list[tuple[float, f
     watch.begin(100.0)
     for k in range(0, len(rates[0]), round(tell_s)):
         for worker, mine in enumerate(rates):
-            sent = Sent(round(mine[k] * 0.2), 0.2 if mine[k] else 0.0)
+            sent = SentBytes(round(mine[k] * 0.2), 0.2 if mine[k] else 0.0)
             if (factor := watch.take(100.0 + k, worker, sent)) is not None:
                 found.append((k, factor))
     return found
@@ -67,7 +67,7 @@ def test_another_world_begins_anew() -> None:
     for begin, rate in ((0.0, 10 * MB), (100.0, MB)):
         watch.begin(begin)
         for k in range(100):
-            assert watch.take(begin + k, 0, Sent(round(rate), 1.0)) is None
+            assert watch.take(begin + k, 0, SentBytes(round(rate), 1.0)) is None
 
 
 def test_what_a_connection_has_sent(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -76,7 +76,7 @@ def test_what_a_connection_has_sent(monkeypatch: pytest.MonkeyPatch) -> None:
         own = socket.create_connection(server.getsockname())
         other, _ = server.accept()
         traffic = Traffic("10.0.0.1")
-        assert traffic.take() == Sent(0, 0.0)
+        assert traffic.take() == SentBytes(0, 0.0)
         monkeypatch.setattr(traffic, "_is_local", lambda _: False)
         before = traffic.take()
         size = 1 << 22
