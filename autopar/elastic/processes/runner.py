@@ -45,9 +45,9 @@ from autopar.elastic.processes.members import (
     Message,
     ProcessId,
     end_text,
+    find_unplaced,
     has_token,
     late,
-    find_unplaced,
 )
 from autopar.elastic.processes.network import End, Listener, Network, split_address
 from autopar.elastic.processes.records import Records, read_state, workers_command
