@@ -1,9 +1,10 @@
-"""Files that are there whole or not at all, also on a disk that fills up."""
+"""Files that are there whole or not at all, also on a disk that fills up; and locks."""
 
 from __future__ import annotations
 
 import collections
 import contextlib
+import fcntl
 import os
 import pathlib
 import secrets
@@ -102,3 +103,53 @@ class WaitingLines:
         if self._lines:
             append_lines(self._path, b"".join(self._lines))
             self._lines.clear()
+
+
+class FileLock:
+    """A lock that ends with the process that holds it."""
+
+    def __init__(self, path: pathlib.Path) -> None:
+        """Is not held yet."""
+        self._path = path
+        self._descriptor: int | None = None
+
+    def take(self) -> bool:
+        """Takes the lock; returns whether nobody else has it.
+
+        Raises:
+          OSError: the file cannot be made, or its file system has no locks.
+        """
+        descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(descriptor)
+            return False
+        except OSError:
+            os.close(descriptor)
+            raise
+        self._descriptor = descriptor
+        os.ftruncate(descriptor, 0)
+        os.write(descriptor, str(os.getpid()).encode())
+        return True
+
+    def free(self) -> None:
+        """Gives the lock back."""
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+
+
+def holder(path: pathlib.Path) -> int:
+    """The process that holds a lock; 0: nobody does."""
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return 0
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return int(os.read(descriptor, 32) or b"1")
+    finally:
+        os.close(descriptor)
+    return 0

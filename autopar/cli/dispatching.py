@@ -23,7 +23,6 @@ from autopar.dispatch.running import ProcessRuns
 from autopar.dispatch.scheduler import Scheduler, SchedulerSettings
 from autopar.dispatch.specs import Handed, read_jobs
 from autopar.dispatch.store import FAILED, RUNNING, STOPPING, JobRecord, Store
-from autopar.dispatch.supervising import FileLock
 from autopar.dispatch.views import MoveTimes
 from autopar.errors import AutoparError, ScheduleError
 from autopar.planner.options import DEFAULTS
@@ -34,7 +33,7 @@ from autopar.scheduler.simulator.engine import History, Options, simulate
 from autopar.scheduler.simulator.metrics import Metrics, metrics, timeline_page
 from autopar.scheduler.simulator.traces.recorded import Trace, read_trace
 from autopar.scheduler.simulator.traces.spot import read_events
-from autopar.whole_files import export_whole
+from autopar.whole_files import FileLock, export_whole
 
 # These know the programs of published traces alone.
 _OF_TRACES = ("rubick",)

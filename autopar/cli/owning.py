@@ -15,10 +15,10 @@ from autopar.dispatch.owners import carry_out, record_wish
 from autopar.dispatch.running import ProcessRuns
 from autopar.dispatch.specs import JobSpec, check, read_jobs
 from autopar.dispatch.store import DONE, ENDED, JobRecord, Store
-from autopar.dispatch.supervising import FileLock, holder
 from autopar.errors import ScheduleError
 from autopar.terminal import columns
 from autopar.units import seconds_text
+from autopar.whole_files import FileLock, holder
 
 STATE_FILE = "state.sqlite"
 _HEADING = (

@@ -20,9 +20,10 @@ from typing import Any
 from autopar.checkpoint.folders import put
 from autopar.dispatch.backend import Ending, Look
 from autopar.dispatch.store import JobRecord
-from autopar.dispatch.supervising import ending_file, holder
+from autopar.dispatch.supervising import ending_file
 from autopar.elastic.processes.records import command
 from autopar.errors import ScheduleError
+from autopar.whole_files import holder
 
 
 class ProcessRuns:

@@ -7,7 +7,6 @@ Usage: python -m autopar.dispatch.supervising FOLDER
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import pathlib
@@ -30,54 +29,12 @@ from autopar.elastic.processes.link import CHECKPOINT_VARIABLE, EVERY_VARIABLE
 from autopar.elastic.processes.members import MemberLimits
 from autopar.elastic.processes.runner import RunJob, Runner
 from autopar.errors import PlanError
+from autopar.whole_files import FileLock
 
 # So much of the end of an output is read for its last line.
 _TAIL_BYTES = 4096
 # What stands before the line of a worker among several.
 _NUMBER = re.compile(r"^\[\d+\] ")
-
-
-class FileLock:
-    """A lock that ends with the process that holds it."""
-
-    def __init__(self, path: pathlib.Path) -> None:
-        """Is not held yet."""
-        self._path = path
-        self._descriptor: int | None = None
-
-    def take(self) -> bool:
-        """Takes the lock; returns whether nobody else has it."""
-        descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(descriptor)
-            return False
-        self._descriptor = descriptor
-        os.ftruncate(descriptor, 0)
-        os.write(descriptor, str(os.getpid()).encode())
-        return True
-
-    def free(self) -> None:
-        """Gives the lock back."""
-        if self._descriptor is not None:
-            os.close(self._descriptor)
-            self._descriptor = None
-
-
-def holder(path: pathlib.Path) -> int:
-    """The process that holds a lock; 0: nobody does."""
-    try:
-        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-    except FileNotFoundError:
-        return 0
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return int(os.read(descriptor, 32) or b"1")
-    finally:
-        os.close(descriptor)
-    return 0
 
 
 def main(folder: pathlib.Path) -> None:

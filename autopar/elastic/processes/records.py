@@ -7,10 +7,7 @@ them when there is room again. Nothing here imports JAX: commands answer at once
 
 from __future__ import annotations
 
-import contextlib
 import errno
-import fcntl
-import io
 import json
 import pathlib
 import shlex
@@ -24,7 +21,7 @@ from autopar.elastic.processes.members import Connection, Message
 from autopar.elastic.processes.network import Network
 from autopar.errors import PlanError
 from autopar.units import number_of
-from autopar.whole_files import WaitingLines, write_whole
+from autopar.whole_files import FileLock, WaitingLines, write_whole
 
 # Lines that wait for room at most; older ones are given up.
 _WAITING = 10_000
@@ -102,34 +99,21 @@ def ending_text(ended: Mapping[str, Any]) -> str:
     return f"the run has ended after {steps} with exit code {code}: {reason}"
 
 
-def _hold(folder: pathlib.Path) -> io.FileIO:
-    """Locks a folder for as long as the file is open; the kernel ends it with us.
+def _lock(folder: pathlib.Path) -> FileLock:
+    """Locks a folder until this process ends or frees it.
 
     Raises:
       PlanError: another process has it, or it cannot be used.
     """
+    lock, taken = FileLock(folder / "supervisor.lock"), True
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        held = io.FileIO(folder / "lock", "a")
-    except OSError as error:
-        raise PlanError(
-            f"{folder} cannot be the folder of a run: {error.strerror}. Name another "
-            "one with --folder."
-        ) from error
-    try:
-        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        held.close()
-        raise PlanError(
-            f"another `autopar run` serves {folder}: see `{workers_command(folder)}`, "
-            "or name another folder with --folder."
-        ) from error
+        taken = lock.take()
     except OSError as error:
         if error.errno not in (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS):
-            held.close()
             raise PlanError(
-                f"{folder}/lock cannot be locked: {error.strerror}. Name another "
-                "folder with --folder."
+                f"{folder} cannot be the folder of a run: {error.strerror}. Name "
+                "another one with --folder."
             ) from error
         print(
             f"autopar run: the file system of {folder} has no locks: see to it that "
@@ -137,7 +121,12 @@ def _hold(folder: pathlib.Path) -> io.FileIO:
             file=sys.stderr,
             flush=True,
         )
-    return held
+    if not taken:
+        raise PlanError(
+            f"another `autopar run` serves {folder}: see `{workers_command(folder)}`, "
+            "or name another folder with --folder."
+        )
+    return lock
 
 
 class Records:
@@ -153,7 +142,7 @@ class Records:
           PlanError: another supervisor has it, or it cannot be used.
         """
         self._folder, self._state = folder, folder / "run.json"
-        self._held = _hold(folder)
+        self._lock = _lock(folder)
         self._log = WaitingLines(folder / "log.jsonl", _WAITING)
         self._kept: bytes | None = None
         self._failed = False
@@ -186,20 +175,17 @@ class Records:
 
     def close(self) -> None:
         """Leaves the folder to others."""
-        self._held.close()
+        self._lock.free()
 
     def end(self) -> None:
         """Removes the state: the run has ended."""
-        with contextlib.closing(self._held):
-            self._end()
-
-    def _end(self) -> None:
         self._kept = None
         self.flush()
         try:
             self._state.unlink(missing_ok=True)
         except OSError as error:
             self._say(f"cannot be written: {error.strerror}. Remove {self._state.name}")
+        self._lock.free()
 
     def _say(self, what: str) -> None:
         text = f"autopar run: {self._folder} {what}."

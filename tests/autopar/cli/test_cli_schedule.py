@@ -16,9 +16,9 @@ from autopar.cli import owning
 from autopar.cli.dispatching import configurations
 from autopar.dispatch.backend import ClusterNode
 from autopar.dispatch.store import Store
-from autopar.dispatch.supervising import FileLock, holder
 from autopar.errors import ScheduleError
 from autopar.scheduler.jobs import Decisions, Reason
+from autopar.whole_files import FileLock, holder
 
 ONE = '[[job]]\nname = "one"\nscript = "train.py"\n'
 

@@ -17,8 +17,8 @@ from autopar.dispatch.backend import Look
 from autopar.dispatch.running import ProcessRuns
 from autopar.dispatch.specs import Handed, JobSpec
 from autopar.dispatch.store import JobRecord
-from autopar.dispatch.supervising import holder
 from autopar.elastic.processes.members import SUSPENDED
+from autopar.whole_files import holder
 
 pytestmark = pytest.mark.cluster
 
