@@ -19,13 +19,43 @@ from autopar.elastic.processes.launching import Reports
 from autopar.elastic.processes.members import ProcessId
 from autopar.elastic.processes.network import Network
 from autopar.elastic.sources.source import Watched
-from autopar.errors import PlanError
+from autopar.errors import InputError, PlanError
 
 _NAMESPACE = "autopar"
 _POLL_S = 1.0
 # One method runs the script; others are called meanwhile.
 _CALLS = 4
-_CPUS = 1.0
+# What a worker takes of its node unless it is said.
+WORKER_RESOURCES: Mapping[str, float] = {"CPU": 1.0}
+# Kinds of resources for which actors have an option of their own.
+_OPTIONS = {"CPU": "num_cpus", "GPU": "num_gpus"}
+
+
+def read_resources(texts: Sequence[str]) -> Mapping[str, float]:
+    """What a worker takes of its node, from texts such as ``GPU=2``.
+
+    Raises:
+      InputError: a text is no positive number of a kind, or a kind comes twice.
+
+    >>> read_resources(["GPU=2"])
+    {'CPU': 1.0, 'GPU': 2.0}
+    """
+    found: dict[str, float] = {}
+    for text in texts:
+        kind, _, number = text.partition("=")
+        try:
+            much = float(number)
+        except ValueError:
+            much = 0.0
+        if not kind or not 0 < much < 1e6 or (much > 1 and much % 1):
+            raise InputError(
+                f"{text!r}: expected a kind of resource and how much of it a worker "
+                "takes, such as GPU=1 or TPU=4; of fractions, only those below 1."
+            )
+        if kind in found:
+            raise InputError(f"{kind} is given twice; give it once.")
+        found[kind] = much
+    return {**WORKER_RESOURCES, **found}
 
 
 class RayLauncher:
@@ -42,6 +72,7 @@ class RayLauncher:
         address: str = "",
         places: Placer | None = None,
         network: Network | None = None,
+        resources: Mapping[str, float] = WORKER_RESOURCES,
     ) -> None:
         """Connects to the cluster.
 
@@ -51,12 +82,13 @@ class RayLauncher:
           address: of the cluster; '' for ``RAY_ADDRESS``, or that of this machine.
           places: says which node takes a worker; None: that with fewest.
           network: of the run; None: workers are on this machine alone.
+          resources: kind of a resource -> how much of it a worker takes.
 
         Raises:
           PlanError: Ray is not installed, there is no cluster, or it is too small.
         """
         self._words = tuple(words)
-        self._network = network or Network()
+        self._network, self._resources = network or Network(), dict(resources)
         self._ray = connect(address)
         self._lock = threading.Lock()
         self._places: Placer = places or Places()
@@ -90,7 +122,7 @@ class RayLauncher:
                 lifetime="detached",
                 max_concurrency=_CALLS,
                 max_restarts=0,
-                num_cpus=_CPUS,
+                **_options(self._resources),
                 scheduling_strategy=strategy,
             )
             .remote()
@@ -183,8 +215,8 @@ class RayLauncher:
 
     def _nodes(self) -> tuple[list[LiveNode], int]:
         if self._network.is_local:
-            return nodes_here(self._ray)
-        return live_nodes(self._ray.nodes(), _CPUS, None)
+            return nodes_here(self._ray, self._resources)
+        return live_nodes(self._ray.nodes(), self._resources, None)
 
     def _begin_with(self, processes: int) -> None:
         """Takes the nodes there are; raises an error where a run could not begin."""
@@ -196,9 +228,10 @@ class RayLauncher:
             "--secret FILE, with an address of this machine that they reach."
         )
         where = " on this machine" if self._network.is_local else ""
+        each = " and ".join(f"{much:g} {k}" for k, much in self._resources.items())
         if room < processes:
             raise PlanError(
-                f"the Ray cluster has room for {room} workers of {_CPUS:g} CPU each"
+                f"the Ray cluster has room for {room} workers of {each} each"
                 f"{where}, and --processes asks for {processes}."
                 f"{far if elsewhere else ''} Add nodes, or ask for fewer."
             )
@@ -222,9 +255,20 @@ def connect(address: str) -> Any:
     return ray
 
 
-def nodes_here(ray: Any) -> tuple[list[LiveNode], int]:
+def nodes_here(
+    ray: Any, resources: Mapping[str, float] = WORKER_RESOURCES
+) -> tuple[list[LiveNode], int]:
     """The nodes that can take workers, and how many there are on other machines."""
-    return live_nodes(ray.nodes(), _CPUS, ray.util.get_node_ip_address())
+    return live_nodes(ray.nodes(), resources, ray.util.get_node_ip_address())
+
+
+def _options(resources: Mapping[str, float]) -> dict[str, Any]:
+    """The options of an actor that takes these resources."""
+    named = {_OPTIONS[k]: x for k, x in resources.items() if k in _OPTIONS}
+    return {
+        **named,
+        "resources": {k: x for k, x in resources.items() if k not in _OPTIONS},
+    }
 
 
 def _ray() -> Any:

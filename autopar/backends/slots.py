@@ -34,13 +34,15 @@ class LiveNode:
 
 
 def live_nodes(
-    listed: Sequence[Mapping[str, Any]], cpus: float, address: str | None
+    listed: Sequence[Mapping[str, Any]],
+    resources: Mapping[str, float],
+    address: str | None,
 ) -> tuple[list[LiveNode], int]:
     """The nodes that can take workers.
 
     Args:
       listed: as ``ray.nodes()`` says.
-      cpus: CPUs that a worker needs.
+      resources: kind of a resource -> how much of it a worker takes.
       address: of the machine whose nodes are asked for; None: of any.
 
     Returns:
@@ -50,7 +52,10 @@ def live_nodes(
         LiveNode(
             name=x["NodeID"],
             address=x["NodeManagerAddress"],
-            room=int(x["Resources"].get("CPU", 0) // cpus),
+            room=min(
+                int(x["Resources"].get(kind, 0) // much)
+                for kind, much in resources.items()
+            ),
         )
         for x in listed
         if x["Alive"]

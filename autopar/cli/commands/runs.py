@@ -82,6 +82,14 @@ def run(
             help="Of the Ray cluster; by default RAY_ADDRESS, or that of this machine."
         ),
     ] = "",
+    resource: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="KIND=NUMBER",
+            help="What a process takes of its node of a Ray cluster, such as GPU=1; "
+            "one CPU unless CPU= is given.",
+        ),
+    ] = None,
     listen: Annotated[
         str,
         typer.Option(
@@ -101,7 +109,7 @@ def run(
     ends with status 75; the same command goes on with it.
     """
     # They import JAX, which help must not.
-    from autopar.backends.ray import RayLauncher  # as they do
+    from autopar.backends.ray import RayLauncher, read_resources  # as they do
     from autopar.elastic.processes import hosts, launching, network, runner  # as they
     from autopar.elastic.processes.members import MemberLimits  # as they do
 
@@ -114,6 +122,12 @@ def run(
     if address and backend is not BackendName.RAY:
         raise typer.BadParameter("--address is that of a cluster: add --backend ray.")
     ray = backend is BackendName.RAY
+    if resource and not ray:
+        raise typer.BadParameter("--resource is of a Ray node: add --backend ray.")
+    try:
+        taken = read_resources(resource or ())
+    except ValueError as error:
+        raise typer.BadParameter(f"--resource: {error}") from error
     if secret is not None and not listen:
         raise typer.BadParameter("--secret is for other hosts: add --listen HOST:PORT.")
     reached, port = network.Network(), 0
@@ -149,7 +163,9 @@ def run(
     )
     launcher: launching.Launcher | None = None
     if ray:
-        launcher = RayLauncher(script, processes, address, network=reached)
+        launcher = RayLauncher(
+            script, processes, address, network=reached, resources=taken
+        )
     elif listen:
         launcher = hosts.HostLauncher(script, silence)
     made = runner.Runner(job, launcher)

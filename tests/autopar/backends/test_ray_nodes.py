@@ -43,10 +43,16 @@ def test_dead_nodes_and_those_without_cpus_take_none() -> None:
             listed("large", True, CPU=4.0),
             listed("far", True, "10.0.0.2", CPU=4.0),
         ],
-        cpus=2.0,
+        {"CPU": 2.0},
         address="10.0.0.1",
     )
     assert found == ([LiveNode(name="large", address="10.0.0.1", room=2)], 1)
+
+
+def test_a_node_has_room_by_its_scarcest_resource() -> None:
+    listed_nodes = [listed("a", True, CPU=8.0, GPU=4.0), listed("b", True, CPU=8.0)]
+    found = live_nodes(listed_nodes, {"CPU": 1.0, "GPU": 2.0}, None)
+    assert found == ([LiveNode(name="a", address="10.0.0.1", room=2)], 0)
 
 
 def test_workers_spread_over_nodes_until_there_is_no_room() -> None:
