@@ -62,6 +62,7 @@ class Ray(types.ModuleType):
         strategies = types.SimpleNamespace(
             NodeAffinitySchedulingStrategy=lambda name, soft: name
         )
+        self.resources = {"CPU": 1.0}
         self.machine, self.addresses = "10.0.0.1", ["10.0.0.1"]
         self.util = types.SimpleNamespace(
             scheduling_strategies=strategies, get_node_ip_address=lambda: self.machine
@@ -77,7 +78,7 @@ class Ray(types.ModuleType):
                 "NodeID": f"node {k}",
                 "Alive": True,
                 "NodeManagerAddress": self.addresses[k % len(self.addresses)],
-                "Resources": {"CPU": 1.0},
+                "Resources": self.resources,
             }
             for k in range(self.count)
         ]
@@ -220,6 +221,28 @@ def test_clusters_that_cannot_run_it(
 ) -> None:
     with pytest.raises(PlanError, match=says):
         backend.RayLauncher(["train.py"], processes, address)
+
+
+def test_workers_take_what_they_are_said_to(ray: Ray) -> None:
+    resources = backend.read_resources(["GPU=2", "TPU=4"])
+    with pytest.raises(PlanError, match="room for 0 workers of 1 CPU and 2 GPU and"):
+        backend.RayLauncher(["train.py"], 1, resources=resources)
+    ray.resources = {"CPU": 1.0, "GPU": 2.0, "TPU": 8.0}
+    made = backend.RayLauncher(["train.py"], 2, resources=resources)
+    made.begin("run", Reports())
+    made.start(0, {})
+    options = ray.actors["autopar-run-0"].options
+    assert (options["num_cpus"], options["num_gpus"]) == (1, 2)
+    assert options["resources"] == {"TPU": 4}
+    made.close()
+
+
+@pytest.mark.parametrize("text", ["GPU", "GPU=0", "GPU=-1", "GPU=1.5", "=1", "GPU=x"])
+def test_what_is_no_resource(text: str) -> None:
+    with pytest.raises(ValueError, match="expected a kind of resource"):
+        backend.read_resources([text])
+    with pytest.raises(ValueError, match="twice"):
+        backend.read_resources(["GPU=1", "GPU=2"])
 
 
 def test_a_cluster_of_other_machines(ray: Ray) -> None:
