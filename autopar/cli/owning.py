@@ -15,6 +15,7 @@ from autopar.dispatch.owners import carry_out, record_wish
 from autopar.dispatch.running import ProcessRuns
 from autopar.dispatch.specs import JobSpec, check, read_jobs
 from autopar.dispatch.store import DONE, ENDED, JobRecord, Store
+from autopar.elastic.processes.records import command
 from autopar.errors import ScheduleError
 from autopar.terminal import columns
 from autopar.units import seconds_text
@@ -125,6 +126,7 @@ def show(state: pathlib.Path, name: str, *, as_json: bool) -> Result:
         "args": list(spec.args),
         "folder": str(folder),
         "output": str(folder / "output"),
+        "hangs": _hangs(folder) if job.given_devices else [],
     }
     if as_json:
         return Result.of({**data, **figures, "decisions": decided, "spans": spans})
@@ -144,8 +146,17 @@ def show(state: pathlib.Path, name: str, *, as_json: bool) -> Result:
         "guaranteed": "yes" if spec.guaranteed else "no",
     }
     lines = [f"{key:<12}{value}" for key, value in shown.items() if value]
+    lines += [f"{'hangs':<12}{text}" for text in data["hangs"]]
     lines += ["", *(_decision(line) for line in decided)] if decided else []
     return Result("\n".join([*lines, "", _age(figures)]))
+
+
+def _hangs(folder: pathlib.Path) -> list[str]:
+    """The workers of a job for which others wait, a sentence each."""
+    try:
+        return command(folder, command="status")["status"]["hangs"]
+    except (OSError, ValueError, KeyError):
+        return []  # its own process starts, ends, or is of an earlier release
 
 
 def _devices(job: JobRecord) -> str:

@@ -25,7 +25,11 @@ _EVERY_S = 1.0
 
 
 class Pace:
-    """Writes lines of progress to a ledger."""
+    """Writes lines of progress to a ledger.
+
+    Attributes:
+      loss: the one of the last line; None: there is none, or it is not finite.
+    """
 
     def __init__(
         self,
@@ -42,6 +46,7 @@ class Pace:
         """
         self._ledger, self._every_s, self._clock = ledger, every_s, clock
         self._told_s = -math.inf
+        self.loss: float | None = None
         self._done_s: float | None = None
         self._seconds: list[float] = []
         self._devices = 0
@@ -79,6 +84,7 @@ class Pace:
             return
         loss = loss_of(result)
         finite = loss is None or math.isfinite(loss)
+        self.loss = loss if finite else None
         self._ledger.write(
             "progress",
             step=step,
@@ -87,7 +93,7 @@ class Pace:
             devices=devices,
             steps=len(self._seconds),
             step_s=statistics.median(self._seconds) if self._seconds else None,
-            loss=loss if finite else None,
+            loss=self.loss,
             finite=finite and not lost,
         )
         self._told_s, self._seconds = now, []

@@ -142,6 +142,13 @@ class Run:
         there = self.last_step()
         self.wait_for(lambda: self.last_step() >= there + steps)
 
+    def reached(self) -> int:
+        """The last step that the supervisor has heard of; -1: none."""
+        try:
+            return self.ask(command="status")["status"]["reached"]
+        except OSError:
+            return -1  # it has not started yet
+
     def steps(self) -> list[tuple[int, float]]:
         """Every step and loss that any process wrote."""
         found: list[tuple[int, float]] = []

@@ -252,7 +252,8 @@ _STOPS = "the run is asked to end: its workers end after the step that they are 
 
 def workers(
     place: Annotated[
-        pathlib.Path | None, typer.Argument(metavar="FOLDER", hidden=True)
+        pathlib.Path | None,
+        typer.Argument(metavar="[WORKER]", help="With --stacks: its number."),
     ] = None,
     *,
     folder: Annotated[
@@ -266,24 +267,40 @@ def workers(
         int | None, typer.Option(min=0, help="The number of a worker that should go.")
     ] = None,
     stop: Annotated[bool, typer.Option("--stop", help="End the run.")] = False,
+    stacks: Annotated[
+        bool,
+        typer.Option(
+            "--stacks",
+            help="Print the Python stacks of all workers, or of the WORKER behind it.",
+        ),
+    ] = False,
     as_json: options.Json = False,
 ) -> Result:
-    """Shows the processes of a run, and adds or removes some."""
+    """Shows the processes of a run, and adds or removes some.
+
+    A worker for which the others wait is named, with what it is in and since when.
+    """
     # They import NumPy, which help must not.
     from autopar.elastic.processes.records import (
         command,
         ending_text,
         read_ending,
     )
+    from autopar.elastic.processes.stacks import stack_lines  # as they do
     from autopar.errors import PlanError  # as it does
     from autopar.units import number_of  # as it does
 
+    wanted: int | None = None
+    if stacks and place is not None and str(place).isdigit():
+        wanted, place = int(str(place)), None
     if place is not None and folder != _FOLDER:
         raise typer.BadParameter(f"give the folder once: --folder {folder}.")
     folder = place or folder  # one without --folder is of an earlier release
-    asked = [processes is not None, remove is not None, stop]
+    asked = [processes is not None, remove is not None, stop, stacks]
     if sum(asked) > 1:
-        raise typer.BadParameter("give one of --processes, --remove and --stop.")
+        raise typer.BadParameter(
+            "give one of --processes, --remove, --stop and --stacks."
+        )
     if not any(asked) and (ended := read_ending(folder)) is not None:
         found = json.dumps({"ended": ended}, indent=1)
         return Result(found if as_json else f"{folder}: {ending_text(ended)}")
@@ -294,6 +311,8 @@ def workers(
         elif remove is not None:
             answer = command(folder, command="remove", worker=remove)
             told = [f"worker {remove} is asked to go"]
+        elif stacks:
+            answer, told = command(folder, command="stacks", worker=wanted), []
         else:
             answer = command(folder, command="stop" if stop else "status")
             told = [_STOPS] if stop else []
@@ -308,6 +327,14 @@ def workers(
     if answer["wrong"]:
         raise PlanError(answer["wrong"])
     status = answer["status"]
+    if stacks:
+        missing = answer["missing"]
+        if wanted is not None and missing:
+            raise PlanError(missing[str(wanted)])
+        keys = ("stacks", "missing")
+        found = json.dumps({k: answer[k] for k in keys}, indent=1)
+        text = found if as_json else "\n".join(stack_lines(answer))
+        return Result(text, 1 if missing else 0)
     if as_json:
         return Result(json.dumps(status, indent=1))
     lines = [
@@ -315,10 +342,11 @@ def workers(
         + (f", step {found['step']}" if found["step"] >= 0 else "")
         + (f", process {found['pid']}" if found["pid"] else "")
         + (f" on {found['host']}" if found["host"] not in (None, "127.0.0.1") else "")
+        + (f": {found['doing']}" if found["doing"] else "")
         for name, found in status["workers"].items()
     ]
     world = f"world of {number_of(len(status['world']), 'process')}"
-    return Result("\n".join([*told, world, *lines]))
+    return Result("\n".join([*told, world, *lines, *status["hangs"]]))
 
 
 def ledger(

@@ -17,6 +17,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
+from autopar.elastic.processes.activity import Activity, stacks_text
 from autopar.elastic.processes.members import (
     Connection,
     Message,
@@ -79,7 +80,11 @@ class Address:
 
 
 class Link:
-    """Orders from the supervisor, and what it must know of this worker."""
+    """Orders from the supervisor, and what it must know of this worker.
+
+    Attributes:
+      activity: what the training loop does now.
+    """
 
     def __init__(
         self,
@@ -106,6 +111,7 @@ class Link:
         """
         self.address, self._network = address, network
         self._broke, self._settled, self._holds = broke, settled, holds
+        self.activity = Activity()
         self._changed = threading.Condition()
         self._orders: list[Message] = []
         self._generation = self._aborted = self._own = -1
@@ -170,6 +176,7 @@ class Link:
 
     def may_start(self, step: int) -> bool:
         """Whether a step may start; otherwise the world is to be left before it."""
+        self.activity.enter("order", step)
         with self._changed:
             while self._must_wait and not self.must_leave:
                 self._wait()
@@ -192,6 +199,7 @@ class Link:
           Whether they have, or nobody is there to say it; otherwise the world is to
           be left.
         """
+        self.activity.enter("finish", step)
         self.say("finished", step=step)
         with self._changed:
             self._phase = "finished"
@@ -357,6 +365,8 @@ class Link:
             self.say("started", step=answer)
         if kind == "settled":
             self._settled(generation)
+        if kind == "stacks":
+            self.say("stacks", text=stacks_text())
         if kind == "abort":
             threading.Thread(
                 target=self._break, args=(generation,), daemon=True
@@ -368,6 +378,7 @@ class Link:
             self._generation, self._started = generation, -1
             self._limit, self._paused = None, False
             self._phase = "forming"
+            self.activity.begin()
 
     def _break(self, generation: int) -> None:
         """Ends all waits until the main thread has left the world."""
@@ -383,5 +394,5 @@ class Link:
         while True:
             with self._changed:
                 step, phase = self._started, self._phase
-            self.say("beat", step=step, phase=phase)
+            self.say("beat", step=step, phase=phase, doing=self.activity.data())
             time.sleep(_BEAT_S)

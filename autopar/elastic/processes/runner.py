@@ -51,6 +51,7 @@ from autopar.elastic.processes.members import (
 )
 from autopar.elastic.processes.network import End, Listener, Network, split_address
 from autopar.elastic.processes.records import Records, read_state, workers_command
+from autopar.elastic.processes.stacks import StackRequests
 from autopar.elastic.processes.supervisor import Supervisor
 from autopar.errors import PlanError, RunError
 from autopar.sealed_files import KEY_VARIABLE, key_to_share
@@ -85,6 +86,8 @@ class Console:
         >>> Console(pathlib.Path("run")).lines("gone", {"worker": 1, "code": -9})
         ['worker 1 died by signal 9']
         """
+        if event in ("hang", "hang over"):
+            return [data["text"]]
         found = self._lines(event, data)
         self._explained = (self._explained or bool(found)) and event != "formed"
         return found
@@ -232,6 +235,7 @@ class Runner:
           PlanError: the folder cannot be used, or another supervisor runs there.
         """
         self._job = job
+        self._stacks = StackRequests(self.send)
         self._records = Records(job.folder)
         try:
             self._set_up(job, launcher)
@@ -390,6 +394,7 @@ class Runner:
         if away > _AWAY_S:
             self.supervisor.excuse(away)
         self.supervisor.tick()
+        self._stacks.settle()
         if self._service.has_died():
             self.log("service gone")
             self._service.start()
@@ -601,9 +606,14 @@ class Runner:
         worker = int(first["worker"])
         self._events.put(lambda: self._greet(worker, first, connection))
         while (message := connection.receive()) is not None:
-            self._events.put(
-                lambda message=message: self.supervisor.take(worker, message)
-            )
+            self._events.put(lambda message=message: self._take(worker, message))
+
+    def _take(self, worker: int, message: Message) -> None:
+        """Takes a message of a worker."""
+        if message["kind"] == "stacks":
+            self._stacks.take(worker, message["text"])
+        else:
+            self.supervisor.take(worker, message)
 
     def _receive_host(self, first: Message, connection: Connection) -> None:
         """Serves the agent of a host; its secret is as good as a token."""
@@ -635,12 +645,23 @@ class Runner:
 
     def _obey(self, message: Message, connection: Connection) -> None:
         """Carries out a command of `autopar workers`."""
+
+        def answer(wrong: str = "", **more: Any) -> None:
+            status = dict(self.supervisor.status())
+            connection.send("answer", wrong=wrong, status=status, **more)
+            connection.close()
+
         try:
-            wrong = self._run_command(message.get("command"), message)
+            if message.get("command") == "stacks":
+                wanted = message["worker"]
+                wrong = self._stacks.ask(self._processes, wanted, answer)
+                if not wrong:
+                    return  # the answer comes when the workers have answered
+            else:
+                wrong = self._run_command(message.get("command"), message)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             wrong = f"the command {message.get('command')!r} lacks or misuses {error}."
-        connection.send("answer", wrong=wrong, status=dict(self.supervisor.status()))
-        connection.close()
+        answer(wrong)
 
     def _run_command(self, command: Any, message: Message) -> str:
         """Carries out a command; returns what is wrong, or ''."""

@@ -25,6 +25,7 @@ from autopar.elastic.processes.members import (
     processes_of,
     side_by_side,
 )
+from autopar.elastic.processes.watching import Watch
 from autopar.units import number_of
 
 # What broke a world: the loss of a process, or what its own script does.
@@ -121,7 +122,11 @@ _EARLY_S = 5.0
 
 
 class Supervisor:
-    """Forms worlds and watches them."""
+    """Forms worlds and watches them.
+
+    Attributes:
+      watch: names the workers for which others wait.
+    """
 
     def __init__(
         self,
@@ -132,6 +137,7 @@ class Supervisor:
         """Has no workers yet; see `begin`. The clock says seconds now."""
         self.limits, self._do, self._clock = limits, actions, clock
         self.members: dict[int, WorkerMember] = {}
+        self.watch = Watch(limits)
         self.generation = self.numbers = 0
         self.wanted = limits.processes
         self.world: tuple[int, ...] = ()
@@ -404,11 +410,16 @@ class Supervisor:
     def excuse(self, away_s: float) -> None:
         """Judges nobody by a time in which this process did nothing."""
         self._progress_s += away_s
+        self.watch.excuse(away_s)
         members.excuse(self.members, away_s)
 
     def tick(self) -> None:
         """Looks for workers that are silent, slow or stuck."""
         now = self._clock()
+        if self.result is None and self.state != "end":
+            leaves, world = self.state == "gather", self.world
+            for event, data in self.watch.look(now, self.members, world, leaves=leaves):
+                self._do.log(event, **data)
         for worker, member in list(self.members.items()):
             if why := members.overdue(member, self.limits, now):
                 self._do.log("kill", worker=worker, reason=why)
@@ -467,7 +478,7 @@ class Supervisor:
             self._abort("a worker has left")  # while there was no supervisor
 
     def _take_beat(self, worker: int, member: WorkerMember, message: Message) -> None:
-        del worker
+        self.watch.hear(worker, message.get("doing"), self._clock())
         if message["step"] > member.step:
             member.step = message["step"]
             self._progress_s = self._clock()
@@ -766,4 +777,8 @@ class Supervisor:
     def status(self) -> Mapping[str, Any]:
         """The run in a few words, as plain data."""
         workers = members.describe(self.members)
-        return {**self.notes(), "state": self.state, "workers": workers}
+        for worker in self.members:
+            doing = self.watch.describe(worker, self._clock())
+            workers[str(worker)]["doing"] = doing
+        known = {"state": self.state, "workers": workers, "hangs": self.watch.texts()}
+        return {**self.notes(), **known}

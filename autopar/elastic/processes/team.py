@@ -23,6 +23,7 @@ from typing import Any, TypeVar
 import jax
 
 from autopar.elastic.processes import holding
+from autopar.elastic.processes.activity import Activity
 from autopar.elastic.processes.holding import Holding
 from autopar.elastic.processes.link import (
     FOLDER_VARIABLE,
@@ -272,6 +273,11 @@ class Team:
     def is_stopped(self) -> bool:
         """Whether the loop of the script is to end at this step."""
         return self._link.is_stopped
+
+    @property
+    def activity(self) -> Activity:
+        """What the training loop does now, for the supervisor."""
+        return self._link.activity
 
     def say_saving(self) -> None:
         """Says that this process has done its last step, and saves the state."""

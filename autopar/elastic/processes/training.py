@@ -93,6 +93,8 @@ class TeamRun:
         self._follow = None if following is None else following(self._record)
         self._create, self._args = create_state, programs.on_host(tuple(args))
         self._team, self._donate, self.ledger = team, donate, ledger
+        self._activity = team.activity
+        self._activity.program, self._activity.tasks = step.__name__, self._tasks
         self._base = step.setting.cluster
         self._folder = team.folder
         self.state: Any = None
@@ -203,6 +205,7 @@ class TeamRun:
                     self._steps = self.step if until(done) else self._steps
                 planned, before = self._train_step.running.planned, self._before
                 self._before = planned
+                self._activity.enter("script", done.step)
                 if planned is before:
                     return done
                 return dataclasses.replace(done, plan=self.plan)
@@ -222,6 +225,7 @@ class TeamRun:
             at = (self.step, self.position, self._samples.batch, len(world.devices))
             lost = self.nans.hopeless
             self._pace.take(*at, done.result, last=last, lost=lost)
+            self._activity.done(*at[:3], self._pace.loss)
 
     def _is_reached(self) -> bool:
         """Whether the steps were worth what they were to be."""
@@ -243,6 +247,7 @@ class TeamRun:
     def _end(self) -> None:
         """Saves the last state, and waits for the others."""
         self._team.say_saving()
+        self._activity.enter("save", self.step)
         try:
             self._saves.end(self.state, self.step, self.position)
         except Exception as error:
@@ -265,6 +270,7 @@ class TeamRun:
         try:
             result = self._run()
             ran = True
+            self._activity.enter("save", step)
             self._saves.after(self.state, self.step, self.position)
         except Exception as error:
             self._broke_s = self._broke_s or begin
@@ -285,10 +291,13 @@ class TeamRun:
         planned = self._train_step.running.planned
         count = len(splat(self.state))
         known = planned_batch(planned, count, world)
+        self._activity.enter("samples", self.step)
         rest, named = self._samples.arguments(self.step, world, known)
         if world.process_count > 1 and len(self.plan.stages) == 1:
             rest = (rest[0], *placed_rest(planned, count + 1, rest[1:]))
+        self._activity.enter("program", self.step)
         returned = self._call(rest, named)
+        self._activity.enter("after", self.step)
         analysis = self._train_step.running.analysed.analysis
         state, result = carried_out(analysis, self.state, returned)
         host = programs.on_host(result)
@@ -342,6 +351,11 @@ class TeamRun:
             return None
         data, scheme = placed.to_data(), scheme_text(self.plan)
         return self._team.say_placed(step, arrays, extra, data, scheme, self._broke_s)
+
+    def _tasks(self) -> dict[str, Any]:
+        """Which task this process is in; empty where there is one stage."""
+        pipeline = self._train_step.running.planned.pipeline
+        return {} if pipeline is None else pipeline.progress()
 
     def _by_path(self, state: Any) -> dict[str, Any]:
         """The arrays of a state by path."""
@@ -406,6 +420,8 @@ class TeamRun:
         placed_s = time.perf_counter() - begin - planned_s - program.seconds
         pause_s = self._keep(self.state, self.step, placed=cluster)
         self._broke_s = None
+        self._activity.sent_bytes = self.plan.predicted.communication_bytes
+        self._activity.enter("script", self.step - 1)
         seconds = {
             "pause_s": pause_s,
             "plan_s": planned_s,

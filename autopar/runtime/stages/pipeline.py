@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import operator
 import re
 from collections import defaultdict
@@ -227,6 +228,10 @@ class StagePipeline:
         self.recorder: Any = None
         # Seconds in which the last step issued the tasks of its microbatches.
         self.issuing_s = 0.0
+        # For who watches the run: the task of each stage here that was issued last,
+        # and the stages of which one is being issued.
+        self.issued: dict[int, Issue] = {}
+        self.inside: set[int] = set()
         # CPUs run small programs and callbacks where they are issued: a thread for
         # each stage keeps one from waiting for another.
         on_cpu = first is not None and first.platform == "cpu"
@@ -301,6 +306,54 @@ class StagePipeline:
     def here(self, stage: int) -> bool:
         """Whether a stage runs in this process."""
         return self.links is None or self.links.index in self.processes[stage]
+
+    @contextlib.contextmanager
+    def running(self, issue: Issue) -> Generator[None]:
+        """Notes that a task is being issued; CPUs may run it meanwhile."""
+        stage = issue.key.stage
+        self.issued[stage] = issue
+        self.inside.add(stage)
+        yield
+        self.inside.discard(stage)
+
+    def progress(self) -> dict[str, Any]:
+        """Which task this process is in; any thread may ask.
+
+        Devices run tasks later than they are issued, so the last one that was issued
+        need not have begun. One whose call has not returned runs in the call, as small
+        programs of CPUs and functions of the host do, or waits for room in a queue.
+
+        Returns:
+          ``task``, its name; ``number``, from 1 in the order of the schedule, above
+          ``of`` for what follows the microbatches; ``of``, the number of tasks;
+          ``left``, how many its stage has not issued; and ``inside``, whether its call
+          has not returned. Empty before the first task.
+        """
+        issued = [self._issued(*x) for x in list(self.issued.items())]
+        inside = [x for x in issued if x["inside"]]
+        return min(inside or issued, key=lambda x: x["number"], default={})
+
+    @functools.cached_property
+    def _numbers(self) -> dict[tuple[str, int, int, int], int]:
+        """Phase, stage, part and microbatch of each task -> its number."""
+        return {
+            (i.key.phase.value, i.key.stage, i.key.number, i.microbatch): k
+            for k, i in enumerate(self.order, 1)
+        }
+
+    def _issued(self, stage: int, issue: Issue) -> dict[str, Any]:
+        """The task that a stage has issued last."""
+        key, own, of = issue.key, self.by_stage[stage], len(self.order)
+        found = {"task": f"stage {stage} {key.phase.value}", "number": of + 1}
+        left = 0
+        if issue.microbatch >= 0:
+            name = key.phase.value, stage, key.number, issue.microbatch
+            found = {
+                "task": f"{found['task']} {issue.microbatch}",
+                "number": self._numbers[name],
+            }
+            left = len(own) - 1 - own.index(issue)
+        return {**found, "of": of, "left": left, "inside": stage in self.inside}
 
     # What each task takes and gives.
 

@@ -152,6 +152,8 @@ class _Run(Transfers):
     def issue_all(self) -> None:
         """Issues the tasks of all microbatches of this process's stages."""
         pipeline = self.pipeline
+        pipeline.issued.clear()
+        pipeline.inside.clear()
         if pipeline.threads is None:
             for issue in pipeline.order:
                 if pipeline.here(issue.key.stage):
@@ -209,7 +211,8 @@ class _Run(Transfers):
         """Issues a task of the schedule."""
         if self.pipeline.links is not None:
             self.receive(issue.key.stage)
-        self.task(self.pipeline.calls[issue.key], issue.microbatch)
+        with self.pipeline.running(issue):
+            self.task(self.pipeline.calls[issue.key], issue.microbatch)
 
     def receive(self, stage: int) -> None:
         """Asks other processes for what the next tasks of a stage read."""
@@ -336,7 +339,8 @@ class _Run(Transfers):
             return
         step, issued = self.step[key.stage], self.now()
         try:
-            made = code.function(*call.inputs(step), *self.finite(code))
+            with self.pipeline.running(Issue(key, -1)):
+                made = code.function(*call.inputs(step), *self.finite(code))
         except Exception as error:
             raise task_error(key, -1, error, self.operators(code)) from error
         self.record(code, -1, issued, made)

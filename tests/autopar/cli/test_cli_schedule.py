@@ -7,6 +7,7 @@ import pathlib
 import sqlite3
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 from command_line import Run, assert_fails
@@ -149,6 +150,31 @@ def test_jobs_are_listed(run: Run, tmp_path: pathlib.Path) -> None:
     assert [job["state"] for job in data["jobs"]] == ["done", "failed"]
     assert data["decisions"][0]["job"] == "one"
     assert "configurations" in run("jobs", tmp_path, "--decisions").out
+
+
+def test_a_job_whose_worker_hangs(
+    run: Run, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Asked of the job's own process, while it has devices."""
+    store = Store(tmp_path / "state.sqlite")
+    store.add_jobs([handed("one", max=4)])
+    asked: list[pathlib.Path] = []
+
+    def answer(folder: pathlib.Path, **words: str) -> dict[str, Any]:
+        asked.append(folder)
+        return {"status": {"hangs": ["worker 1 is stopped by a signal"]}}
+
+    monkeypatch.setattr(owning, "command", answer)
+    words = ("jobs", "show", "one", "--state", tmp_path)
+    assert "\nhangs " not in run(*words).out
+    assert not asked
+    store.update(store.job("one"), places={"n1": 2})
+    store.close()
+    assert "hangs       worker 1 is stopped by a signal" in run(*words).out
+    assert run(*words, "--json").json["hangs"] == ["worker 1 is stopped by a signal"]
+    assert asked[0] == tmp_path / "jobs" / "one"
+    monkeypatch.undo()
+    assert "\nhangs " not in run(*words).out  # its process has not started yet
 
 
 def test_jobs_of_no_scheduler(run: Run, tmp_path: pathlib.Path) -> None:

@@ -1,0 +1,119 @@
+"""Asks workers for the Python stacks of their threads, for `autopar workers --stacks`.
+
+The thread of a worker's link answers, so it does also while the main thread waits in a
+collective. A process that is stopped does not.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from autopar.elastic.processes.members import ProcessId
+from autopar.elastic.processes.watching import process_state
+
+# How long workers may take to answer; the command waits for twice as long.
+_ANSWER_S = 5.0
+
+
+@dataclasses.dataclass(slots=True)
+class _Request:
+    reply: Callable[..., object]
+    due_s: float
+    waits: dict[int, ProcessId | None]
+    stacks: dict[int, str]
+
+
+class StackRequests:
+    """The requests that workers have not answered yet."""
+
+    def __init__(
+        self,
+        send: Callable[[int, str], None],
+        clock: Callable[[], float] = time.monotonic,
+        state_of: Callable[[ProcessId | None], str] = process_state,
+    ) -> None:
+        """Has none.
+
+        Args:
+          send: sends a worker an order.
+          clock: seconds now.
+          state_of: state of a process of this machine (`process_state`).
+        """
+        self._send, self._clock, self._state_of = send, clock, state_of
+        self._requests: list[_Request] = []
+
+    def ask(
+        self,
+        workers: Mapping[int, ProcessId | None],
+        wanted: int | None,
+        reply: Callable[..., object],
+    ) -> str:
+        """Asks workers for their stacks.
+
+        Args:
+          workers: all there are, and their processes.
+          wanted: the number of one; None: all.
+          reply: is called with ``stacks``, worker -> text, and ``missing``, worker ->
+            why there are none and what to do.
+
+        Returns:
+          What is wrong, or ''.
+        """
+        if wanted is not None and wanted not in workers:
+            return f"there is no worker {wanted}."
+        asked = {w: p for w, p in workers.items() if wanted in (None, w)}
+        due_s = self._clock() + _ANSWER_S
+        self._requests.append(_Request(reply, due_s, asked, {}))
+        for worker in asked:
+            self._send(worker, "stacks")
+        return ""
+
+    def take(self, worker: int, text: str) -> None:
+        """Takes the answer of a worker."""
+        for request in self._requests:
+            if worker in request.waits:
+                del request.waits[worker]
+                request.stacks[worker] = text
+
+    def settle(self) -> None:
+        """Replies to the requests that are answered, or whose time is over."""
+        now = self._clock()
+        for request in list(self._requests):
+            if not request.waits or now > request.due_s:
+                self._requests.remove(request)
+                missing = {w: self._why(w, p) for w, p in request.waits.items()}
+                request.reply(stacks=request.stacks, missing=missing)
+
+    def _why(self, worker: int, process: ProcessId | None) -> str:
+        """Why a worker has not answered, and what to do."""
+        start = f"worker {worker} has not answered within {_ANSWER_S:g} s: "
+        state = self._state_of(process)
+        if process is not None and state in ("T", "t"):
+            return (
+                f"{start}its process {process.pid} is stopped by a signal. "
+                f"`kill -CONT {process.pid}` lets it go on."
+            )
+        if process is not None and state:
+            return (
+                f"{start}its process {process.pid} is there, but its Python threads do "
+                "not run, or have not started yet. "
+                f"`py-spy dump --native --pid {process.pid}` shows them from outside."
+            )
+        return (
+            f"{start}its process has not started, is stopped, or its host or the "
+            "network is down. Look for it on its host: `ps -o pid,stat,wchan,cmd`; "
+            "`kill -CONT PID` lets a process of state T go on."
+        )
+
+
+def stack_lines(answer: Mapping[str, Any]) -> Sequence[str]:
+    """What is printed of an answer.
+
+    Args:
+      answer: ``stacks`` and ``missing``, by worker.
+    """
+    lines = [f"worker {w}\n\n{text}" for w, text in answer["stacks"].items()]
+    return [*lines, *answer["missing"].values()]

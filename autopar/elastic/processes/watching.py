@@ -1,0 +1,590 @@
+"""Names the worker for which the others of a world wait, while the run goes on.
+
+What is known of a worker is what its heartbeats say (`autopar.elastic.processes.
+activity`), when the last one came, and for processes of this machine their state in
+``/proc``. A finding says no more than that:
+
+* ``stopped``: the process is stopped by a signal;
+* ``silent``: nothing was heard of it for half of the time after which it is killed;
+* ``own``: it is in its own code (the script, the source of samples, a save, the
+  compiler), and others have waited as long in the program of the step;
+* ``task``: all are in one step of stages, and it alone is inside the call of a task;
+* ``behind``: it is inside the program of a step that all others have finished;
+* ``all``: all are at one place of one step, so that none can be named;
+* ``slow``: it spends more of each step in its own code than the others.
+
+A worker is named late rather than wrongly: not in the first steps of a world, which
+compile and connect, and not before several times of what its steps usually take.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import pathlib
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from autopar.elastic.processes.activity import FIRST_STEPS, PLACES
+from autopar.elastic.processes.members import (
+    MemberLimits,
+    ProcessId,
+    WorkerMember,
+)
+from autopar.elastic.processes.network import split_address
+from autopar.units import name_numbers, runs_of, seconds_text
+
+# Least seconds without progress before a worker is named, by where it is. A script may
+# write logs, and a save may be long; what compiles is not judged for ten minutes.
+_LEAST_S = {"samples": 5.0, "program": 5.0, "script": 8.0, "after": 60.0, "save": 60.0}
+_COMPILE_S, _FIRST_S, _ALL_S = 600.0, 60.0, 60.0
+# As many times what a step usually takes, and the longest of the last thousand.
+_USUAL, _LONGEST, _ALL_USUAL = 10.0, 2.0, 20.0
+# A stopped process is looked for after so long without a word.
+_STOPPED_S = 2.0
+_HEARD_S = 1.5
+# What is slow takes so many times as long as the others, and so much of a step, in so
+# many steps and for so long.
+_SLOW, _SLOW_SHARE, _SLOW_LEAST_S, _SLOW_STEPS, _SLOW_S = 3.0, 0.5, 0.05, 20, 10.0
+# Where a loop is in code of its own, and where it may wait for others.
+_OWN, _WAITS = ("samples", "script", "after", "save"), ("program", "finish")
+_IN_WORDS = {
+    "samples": "in the source of samples for step {step}",
+    "script": "in its script before step {next}",
+    "after": "keeping the state of step {step}",
+    "save": "saving after step {step}",
+    "program": "inside the program {program} of step {step}",
+    "finish": "waiting for the end of the run",
+    "order": "waiting for the start of step {step}",
+}
+
+
+def process_state(process: ProcessId | None) -> str:
+    """The state of a process of this machine in a letter, as ``T`` where it is stopped.
+
+    Field 3 of proc(5). '' where it is on another machine, or has ended.
+    """
+    if process is None or ProcessId.of(process.pid) != process:
+        return ""
+    try:
+        text = pathlib.Path(f"/proc/{process.pid}/stat").read_text()
+        return text.rpartition(")")[2].split()[0]
+    except (OSError, IndexError):
+        return ""
+
+
+@dataclasses.dataclass(slots=True)
+class Seen:
+    """What the last heartbeat of a worker said.
+
+    Attributes:
+      doing: see `autopar.elastic.processes.activity.Activity.data`.
+      since_s: when the worker was first heard of where it is, on the watch's clock.
+      heard_s: when the heartbeat came.
+    """
+
+    doing: Mapping[str, Any]
+    since_s: float
+    heard_s: float
+
+    @property
+    def place(self) -> str:
+        """Where it is; ``compile`` where it compiles, traces or plans."""
+        return "compile" if self.doing.get("compiles") else self.doing["place"]
+
+    @property
+    def position(self) -> tuple[int, int]:
+        """The step, and the place in it as a number: later ones are larger."""
+        return self.doing["step"], PLACES.index(self.doing["place"])
+
+    @property
+    def progress(self) -> tuple[Any, ...]:
+        """Differs from what it was where the worker has made progress."""
+        task = self.doing.get("task", {})
+        return (*self.position, task.get("number"), task.get("inside"))
+
+    @property
+    def is_known(self) -> bool:
+        """Whether enough steps of its world were done to know what they take."""
+        return self.doing.get("steps", 0) > FIRST_STEPS
+
+    def stalled_s(self, now: float) -> float:
+        """Seconds without progress, by the worker's clock and by that of the watch."""
+        said = self.doing["for_s"] + max(0.0, now - self.heard_s)
+        return min(said, now - self.since_s)
+
+
+@dataclasses.dataclass(slots=True)
+class Finding:
+    """A worker that is named, from when to when.
+
+    Attributes:
+      kind: see the module.
+      worker: its number; None where none can be told.
+      data: for the log.
+      progress: of those that have to go on for it to end.
+      begun_s: when it began, on the watch's clock.
+    """
+
+    kind: str
+    worker: int | None
+    data: dict[str, Any]
+    progress: Mapping[int, tuple[Any, ...]]
+    begun_s: float
+
+
+class Watch:
+    """Looks at the workers of a world again and again.
+
+    Attributes:
+      hang_s: worker -> seconds for which it was named so far, slow ones left out.
+    """
+
+    def __init__(
+        self, limits: MemberLimits, state_of: Callable[..., str] = process_state
+    ) -> None:
+        """Has seen nobody.
+
+        Args:
+          limits: times of the run.
+          state_of: state of a process of this machine, as `process_state` says it.
+        """
+        self._limits, self._state_of = limits, state_of
+        self.seen: dict[int, Seen] = {}
+        self._open: dict[tuple[str, int | None], Finding] = {}
+        self._slow_since: dict[int, float] = {}
+        self._slow_until: dict[int, float] = {}
+        self._looked_s: float | None = None
+        self.hang_s: dict[int, float] = {}
+
+    def hear(self, worker: int, doing: Mapping[str, Any] | None, now: float) -> None:
+        """Takes what a heartbeat says; None: it is of a worker that says nothing."""
+        if doing is None:
+            return
+        new, old = Seen(doing, now, now), self.seen.get(worker)
+        if old is not None and old.progress == new.progress:
+            new.since_s = old.since_s
+        self.seen[worker] = new
+
+    def excuse(self, away_s: float) -> None:
+        """Judges nobody by a time in which nobody looked."""
+        for seen in self.seen.values():
+            seen.since_s += away_s
+            seen.heard_s += away_s
+
+    def look(
+        self,
+        now: float,
+        members: Mapping[int, WorkerMember],
+        world: Sequence[int],
+        *,
+        leaves: bool,
+    ) -> list[tuple[str, dict[str, Any]]]:
+        """What began and what ended since the last look, as events of the log.
+
+        Args:
+          now: seconds on the supervisor's clock.
+          members: the workers.
+          world: of them those that train together, by rank.
+          leaves: whether the world is being left; those who have are waiting.
+        """
+        self._count(now)
+        for worker in self.seen.keys() - members.keys():
+            del self.seen[worker]
+        found = {(f.kind, f.worker): f for f in self._find(now, members, world, leaves)}
+        events: list[tuple[str, dict[str, Any]]] = []
+        for key, finding in list(self._open.items()):
+            if how := self._how_over(finding, now, members):
+                del self._open[key]
+                for_s = round(now - finding.begun_s, 1)
+                data = {"worker": finding.worker, "hang": finding.kind}
+                data |= {"seconds": for_s, "how": how}
+                events.append(("hang over", {**data, "text": _end_text(data)}))
+        named = {worker for _, worker in self._open}
+        for key, finding in found.items():
+            if key in self._open:
+                self._open[key].data = finding.data  # the time that has passed
+            elif finding.worker not in named:
+                self._open[key] = finding
+                events.append(("hang", finding.data))
+        return events
+
+    def texts(self) -> list[str]:
+        """What holds now, a sentence each."""
+        return [finding.data["text"] for finding in self._open.values()]
+
+    def named(self) -> frozenset[int]:
+        """The workers that are named now, slow ones left out."""
+        found = self._open.values()
+        return frozenset(f.worker for f in found if f.worker is not None and _hangs(f))
+
+    def describe(self, worker: int, now: float) -> str:
+        """Where a worker is, in words; '' where it has not said it."""
+        if (seen := self.seen.get(worker)) is None or seen.doing["step"] < 0:
+            return ""
+        for_s = seen.doing["for_s"] + max(0.0, now - seen.heard_s)
+        since = f" for {for_s:.0f} s" if for_s >= 2.0 else ""
+        return f"{_place_text(seen)}{since}"
+
+    def _count(self, now: float) -> None:
+        passed = 0.0 if self._looked_s is None else now - self._looked_s
+        self._looked_s = now
+        for worker in self.named():
+            self.hang_s[worker] = self.hang_s.get(worker, 0.0) + passed
+
+    def _how_over(
+        self,
+        finding: Finding,
+        now: float,
+        members: Mapping[int, WorkerMember],
+    ) -> str:
+        """How a finding has ended; '' where it holds on."""
+        worker, kind = finding.worker, finding.kind
+        if worker is not None:
+            if (member := members.get(worker)) is None:
+                return "it is gone"
+            if kind in ("stopped", "silent"):
+                return "it answers" if now - member.heard_s < _HEARD_S else ""
+            if member.phase != "in":
+                return "it has left its world"
+        if kind == "slow":
+            holds = now < self._slow_until.get(worker or 0, 0.0)
+            return "" if holds else "it is as fast as the others"
+        there = {w: s.progress for w, s in self.seen.items()}
+        moved = [w for w, p in finding.progress.items() if there.get(w) != p]
+        return "it goes on" if moved else ""
+
+    def _find(
+        self,
+        now: float,
+        members: Mapping[int, WorkerMember],
+        world: Sequence[int],
+        leaves: bool,
+    ) -> list[Finding]:
+        make = _Maker(now, members, world, self.seen)
+        quiet = self._quiet(make)
+        inside = [w for w in world if _is_inside(members.get(w)) and w in self.seen]
+        fresh = all(now - self.seen[w].heard_s < 2 * _HEARD_S for w in inside)
+        if quiet or not fresh or not inside:
+            return quiet  # the others wait for those, or nobody knows
+        gone = _waiting_outside(members, now) if leaves else {}
+        stuck = _own_code(make, inside, gone)
+        # Who is inside a program may wait for one that is not there.
+        if not stuck and not leaves and len(inside) == len(world):
+            stuck = _in_program(make, inside) or _all_alike(make, inside)
+            if not stuck:
+                return self._slow(make, inside)
+        return stuck
+
+    def _quiet(self, make: _Maker) -> list[Finding]:
+        """The workers of which nothing is heard."""
+        found: list[Finding] = []
+        for worker, member in make.members.items():
+            silent_s = make.now - member.heard_s
+            if not member.connected or silent_s < _STOPPED_S:
+                continue
+            ready = member.ready or {}
+            process = ProcessId.from_data(ready.get("process"))
+            state = self._state_of(process)
+            if state in ("T", "t"):
+                found.append(make.finding("stopped", worker, silent_s))
+            elif (
+                member.formed
+                and (seen := self.seen.get(worker)) is not None
+                and seen.is_known
+                and silent_s >= max(_LEAST_S["program"], self._limits.silent_s / 2)
+            ):
+                found.append(make.finding("silent", worker, silent_s, state=state))
+        return found
+
+    def _slow(self, make: _Maker, inside: Sequence[int]) -> list[Finding]:
+        """The workers whose own code takes most of each step of all."""
+        found: list[Finding] = []
+        own = {w: _own_s(self.seen[w].doing) for w in inside}
+        for worker in inside:
+            doing = self.seen[worker].doing
+            others = [x for w, x in own.items() if w != worker]
+            if not others or doing.get("measured", 0) < _SLOW_STEPS:
+                continue
+            usual_s = statistics.median(others)
+            more_s = own[worker] - usual_s
+            share_s = max(_SLOW_LEAST_S, _SLOW_SHARE * doing["step_s"])
+            if own[worker] <= _SLOW * usual_s or more_s <= share_s:
+                continue
+            if make.now > self._slow_until.get(worker, -math.inf):
+                self._slow_since[worker] = make.now
+            self._slow_until[worker] = make.now + _SLOW_S
+            if (for_s := make.now - self._slow_since[worker]) >= _SLOW_S:
+                waits = [w for w in inside if w != worker]
+                more = {"own_s": own[worker], "others_s": usual_s}
+                found.append(make.finding("slow", worker, for_s, waits=waits, **more))
+        return found
+
+
+def _hangs(finding: Finding) -> bool:
+    return finding.kind not in ("slow", "all")
+
+
+def _is_inside(member: WorkerMember | None) -> bool:
+    """Whether a worker has the state of its world, and trains."""
+    return member is not None and member.phase == "in" and member.formed
+
+
+def _waiting_outside(
+    members: Mapping[int, WorkerMember], now: float
+) -> dict[int, float]:
+    """The workers that have left a world, and for how long."""
+    return {w: now - m.since_s for w, m in members.items() if m.phase == "ready"}
+
+
+def _own_s(doing: Mapping[str, Any]) -> float:
+    return doing.get("samples_s", 0.0) + doing.get("script_s", 0.0)
+
+
+def _limit_s(make: _Maker, workers: Sequence[int], place: str) -> float:
+    """Seconds without progress after which a worker at a place is named."""
+    seen = [make.seen[w] for w in workers]
+    usual_s = max((s.doing.get("step_s", 0.0) for s in seen), default=0.0)
+    longest_s = max((s.doing.get("longest_s", 0.0) for s in seen), default=0.0)
+    least_s = _COMPILE_S if place == "compile" else _LEAST_S[place]
+    if not all(s.is_known for s in seen):
+        least_s = max(least_s, _FIRST_S)
+    return max(least_s, _USUAL * usual_s, _LONGEST * longest_s)
+
+
+def _own_code(
+    make: _Maker, inside: Sequence[int], outside: Mapping[int, float]
+) -> list[Finding]:
+    """The workers in their own code for which others wait.
+
+    Args:
+      make: makes findings.
+      inside: the workers of the world that have not left it.
+      outside: those that have -> for how many seconds.
+    """
+    found: list[Finding] = []
+    for worker in inside:
+        seen = make.seen[worker]
+        if seen.doing["place"] not in _OWN and seen.place != "compile":
+            continue
+        waits = dict(outside)
+        for other in inside:
+            there = make.seen[other]
+            if there.place in _WAITS and there.position > seen.position:
+                waits[other] = there.stalled_s(make.now)
+        held_s = min(seen.stalled_s(make.now), max(waits.values(), default=0.0))
+        if waits and held_s >= _limit_s(make, inside, seen.place):
+            more = {"waits": sorted(waits)}
+            found.append(make.finding("own", worker, seen.stalled_s(make.now), **more))
+    return found
+
+
+def _in_program(make: _Maker, inside: Sequence[int]) -> list[Finding]:
+    """The worker whose part of a program the others wait for."""
+    seen = {w: make.seen[w] for w in inside}
+    first = min(s.position for s in seen.values())
+    late = [w for w, s in seen.items() if s.position == first]
+    if len(inside) < 2 or any(seen[w].place != "program" for w in late):
+        return []
+    stalled_s = min(s.stalled_s(make.now) for s in seen.values())
+    if stalled_s < _limit_s(make, inside, "program"):
+        return []
+    if len(late) == 1 and all(
+        s.place in _WAITS for w, s in seen.items() if w not in late
+    ):
+        waits = [w for w in inside if w not in late]
+        return [make.finding("behind", late[0], stalled_s, waits=waits)]
+    if len(late) < len(inside):
+        return []
+    return _issuing(make, inside, stalled_s)
+
+
+def _issuing(make: _Maker, inside: Sequence[int], for_s: float) -> list[Finding]:
+    """The worker that is inside the call of a task that others have passed."""
+    tasks = {w: task for w in inside if (task := make.seen[w].doing.get("task"))}
+    called = [w for w, task in tasks.items() if task["inside"]]
+    if len(called) != 1 or len(tasks) < len(inside):
+        return []
+    (worker,), waits = called, [w for w in inside if w not in called]
+    # What others have still to issue before it may be what it waits for.
+    number = tasks[worker]["number"]
+    if any(tasks[w]["left"] and tasks[w]["number"] < number for w in waits):
+        return []
+    return [make.finding("task", worker, for_s, waits=waits, task=tasks[worker])]
+
+
+def _all_alike(make: _Maker, inside: Sequence[int]) -> list[Finding]:
+    """That all are at one place of one step, and none can be named."""
+    seen = [make.seen[w] for w in inside]
+    places = {(s.position, s.place) for s in seen}
+    if len(places) > 1 or seen[0].place not in ("program", "samples"):
+        return []
+    stalled_s = min(s.stalled_s(make.now) for s in seen)
+    usual_s = max(s.doing.get("step_s", 0.0) for s in seen)
+    limit_s = _limit_s(make, inside, seen[0].place)
+    if stalled_s < max(limit_s, _ALL_S, _ALL_USUAL * usual_s):
+        return []
+    return [make.finding("all", None, stalled_s)]
+
+
+# The sentences.
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Maker:
+    """Makes findings of what is known now."""
+
+    now: float
+    members: Mapping[int, WorkerMember]
+    world: Sequence[int]
+    seen: Mapping[int, Seen]
+
+    def finding(
+        self,
+        kind: str,
+        worker: int | None,
+        for_s: float,
+        *,
+        waits: Sequence[int] | None = None,
+        **more: Any,
+    ) -> Finding:
+        """A finding, with all that is known of the worker.
+
+        Args:
+          kind: see the module.
+          worker: its number.
+          for_s: seconds since it made progress, or was heard of.
+          waits: the workers that wait for it; None: all others that train.
+          **more: what the kind has besides.
+        """
+        there = [w for w in self.world if _is_inside(self.members.get(w))]
+        asked = there if worker is None else [worker]
+        if waits is None:
+            inside = worker in self.world
+            waits = [w for w in there if w != worker] if inside else []
+        seen = self.seen.get(asked[0]) if asked else None
+        doing = {} if seen is None else seen.doing
+        keys = ("place", "step", "program", "frame", "busy")
+        keys = (*keys, "samples_s", "script_s")
+        data: dict[str, Any] = {
+            "worker": worker,
+            "hang": kind,
+            **({} if worker is None else self._who(worker)),
+            **{key: doing[key] for key in keys if key in doing},
+            "seconds": round(for_s, 1),
+            "since_s": round(time.time() - for_s, 1),
+            "waits": list(waits),
+            **more,
+        }
+        data["text"] = _text(data, seen, there)
+        progress = {w: self.seen[w].progress for w in asked if w in self.seen}
+        return Finding(kind, worker, data, progress, self.now - for_s)
+
+    def _who(self, worker: int) -> dict[str, Any]:
+        """The process, host and devices of a worker."""
+        member = self.members[worker]
+        ready = member.ready or {}
+        host = split_address(ready["address"])[0] if "address" in ready else None
+        devices: list[int] = []
+        if worker in self.world and ready.get("devices"):
+            first = self.world.index(worker) * ready["devices"]
+            devices = list(range(first, first + ready["devices"]))
+        return {"pid": member.pid, "host": host, "devices": devices}
+
+
+def _who_text(data: Mapping[str, Any]) -> str:
+    parts = [] if data["pid"] is None else [f"process {data['pid']}"]
+    if data["host"] not in (None, "127.0.0.1"):
+        parts.append(f"host {data['host']}")
+    for run in runs_of(data["devices"]):
+        last = f" to {run[-1]}" if len(run) > 1 else ""
+        parts.append(f"device{'s' if last else ''} {run[0]}{last}")
+    return f"worker {data['worker']}" + (f" ({', '.join(parts)})" if parts else "")
+
+
+def _place_text(seen: Seen) -> str:
+    """Where a worker is, as the end of a sentence."""
+    doing, place = seen.doing, seen.place
+    if place == "compile":
+        return f"compiling, tracing or planning in step {doing['step']}"
+    name = f"'{doing['program']}'" if doing.get("program") else "that is compiled"
+    step = doing["step"]
+    text = _IN_WORDS[place].format(step=step, next=step + 1, program=name)
+    if place == "program" and (task := doing.get("task")):
+        return f"{text}, has issued {_task_text(task)}"
+    return text
+
+
+def _task_text(task: Mapping[str, Any]) -> str:
+    if task["number"] > task["of"]:
+        return f"'{task['task']}', behind the {task['of']} tasks of the schedule"
+    return f"task {task['number']} of {task['of']} '{task['task']}'"
+
+
+def _how_text(data: Mapping[str, Any]) -> str:
+    """Which line of the user's code it is, and whether that takes a CPU."""
+    parts = [data["frame"]] if data.get("frame") else []
+    share = data.get("busy", 0.25)
+    if share > 0.5:
+        parts.append("it computes")
+    elif share < 0.05:
+        parts.append("it sleeps, or waits for something")
+    return f" ({'; '.join(parts)})" if parts else ""
+
+
+def _text(data: Mapping[str, Any], seen: Seen | None, there: Sequence[int]) -> str:
+    """A finding as a sentence."""
+    kind, for_s = data["hang"], f"{data['seconds']:.0f} s"
+    step = f" in step {data['step']}" if data.get("step", -1) >= 0 else ""
+    waits = ""
+    if data["waits"]:
+        verb = "waits" if len(data["waits"]) == 1 else "wait"
+        waits = f"; {name_numbers('worker', data['waits'])} {verb} for it"
+    if kind == "all":
+        assert seen is not None
+        many = f"all {len(there)} workers have"
+        if len(there) == 1:
+            many = f"worker {there[0]} has"
+        return (
+            f"{many} been {_place_text(seen)} for {for_s}{_how_text(data)}; "
+            "`autopar workers --stacks` shows where"
+        )
+    who = _who_text(data)
+    match kind:
+        case "stopped":
+            what = f"is stopped by a signal{step}: nothing was heard of it for {for_s}"
+        case "silent" if data["state"]:
+            what = (
+                f"has said nothing for {for_s}{step}: its process is there, but its "
+                "Python threads do not run, as in a call that keeps the interpreter"
+            )
+        case "silent":
+            what = (
+                f"has said nothing for {for_s}{step}: its process is stopped, or its "
+                "host or the network is down"
+            )
+        case "task":
+            what = f"has been{step}, {_task_text(data['task'])}, for {for_s}"
+        case "behind":
+            assert seen is not None
+            what = f"has been {_place_text(seen)} for {for_s}; the others are done"
+        case "slow":
+            where = "script" if data["script_s"] > data["samples_s"] else "samples"
+            code = "its script" if where == "script" else "its source of samples"
+            what = (
+                f"is slow: {code} takes {seconds_text(data['own_s'])} of each step, "
+                f"and {seconds_text(data['others_s'])} in other workers"
+            )
+        case _:
+            assert seen is not None
+            what = f"has been {_place_text(seen)} for {for_s}{_how_text(data)}"
+    return f"{who} {what}{waits}"
+
+
+def _end_text(data: Mapping[str, Any]) -> str:
+    if data["worker"] is None:
+        return f"all workers made no progress for {data['seconds']:.0f} s: they go on"
+    slow = "was slow" if data["hang"] == "slow" else "made no progress"
+    return f"worker {data['worker']} {slow} for {data['seconds']:.0f} s: {data['how']}"
