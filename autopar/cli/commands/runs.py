@@ -99,6 +99,13 @@ def run(
         ),
     ] = "",
     secret: _Secret = None,
+    metrics: Annotated[
+        str,
+        typer.Option(
+            metavar="[HOST:]PORT",
+            help="Serve metrics for Prometheus; at 127.0.0.1 where no host is named.",
+        ),
+    ] = "",
 ) -> Result:
     """Runs a training script in several processes, which may go and come.
 
@@ -111,6 +118,7 @@ def run(
     # They import JAX, which help must not.
     from autopar.backends.ray import RayLauncher, read_resources  # as they do
     from autopar.elastic.processes import hosts, launching, network, runner  # as they
+    from autopar.elastic.processes import metrics as serving  # as they do
     from autopar.elastic.processes.members import MemberLimits  # as they do
 
     if not least <= processes <= most:
@@ -141,6 +149,15 @@ def run(
             raise typer.BadParameter(
                 "--listen with --backend ray: name the address that nodes reach."
             )
+    served: serving.RunMetrics | None = None
+    if metrics:
+        try:
+            at = serving.read_address(metrics)
+        except ValueError as error:
+            raise typer.BadParameter(
+                f"--metrics: {error}. Give a port, or HOST:PORT of this host."
+            ) from error
+        served = serving.RunMetrics(*at)
     job = runner.RunJob(
         command=launching.python_command(script),
         limits=MemberLimits(
@@ -168,7 +185,7 @@ def run(
         )
     elif listen:
         launcher = hosts.HostLauncher(script, silence)
-    made = runner.Runner(job, launcher)
+    made = runner.Runner(job, launcher, served)
     code = made.run()
     return Result(made.summary(), code, failed=code != 0)
 

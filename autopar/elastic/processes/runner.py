@@ -49,6 +49,7 @@ from autopar.elastic.processes.members import (
     has_token,
     late,
 )
+from autopar.elastic.processes.metrics import RunMetrics
 from autopar.elastic.processes.network import End, Listener, Network, split_address
 from autopar.elastic.processes.records import Records, read_state, workers_command
 from autopar.elastic.processes.stacks import StackRequests
@@ -224,17 +225,23 @@ class RunJob:
 class Runner:
     """Starts and ends processes, and brings messages to the supervisor."""
 
-    def __init__(self, job: RunJob, launcher: Launcher | None = None) -> None:
+    def __init__(
+        self,
+        job: RunJob,
+        launcher: Launcher | None = None,
+        metrics: RunMetrics | None = None,
+    ) -> None:
         """Listens; a run whose supervisor died is taken up again.
 
         Args:
           job: what is run.
           launcher: starts the workers; on this machine by default.
+          metrics: serves what is known of the run; None: nobody does.
 
         Raises:
           PlanError: the folder cannot be used, or another supervisor runs there.
         """
-        self._job = job
+        self._job, self._metrics = job, metrics
         self._stacks = StackRequests(self.send)
         self._records = Records(job.folder)
         try:
@@ -309,6 +316,8 @@ class Runner:
                 f"listens at {self._address}. Run `autopar worker --supervisor "
                 "HOST:PORT --secret FILE` on each host, with an address of this one."
             )
+        if self._metrics is not None:
+            _print(f"serves metrics at {self._metrics.url}")
         if not self.supervisor.members:
             self.supervisor.begin()
         self._write()
@@ -395,6 +404,8 @@ class Runner:
             self.supervisor.excuse(away)
         self.supervisor.tick()
         self._stacks.settle()
+        if self._metrics is not None:
+            self._metrics.update(self.supervisor, self._turned_s)
         if self._service.has_died():
             self.log("service gone")
             self._service.start()
@@ -492,6 +503,8 @@ class Runner:
         """See `Actions`."""
         self._records.log({"time_s": round(time.time(), 4), "event": event, **data})
         self._console.say(event, data)
+        if self._metrics is not None:
+            self._metrics.note(event, data)
         if event in ("form", "start"):
             self._write()
         if event == "formed" and self._job.ahead and self._ahead is None:
@@ -585,6 +598,8 @@ class Runner:
         self._launcher.close()
         self._records.end()
         self._server.close()
+        if self._metrics is not None:
+            self._metrics.close()
 
     # Messages.
 
