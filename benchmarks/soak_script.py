@@ -25,8 +25,9 @@ WIDTH = int(sys.argv[3]) if len(sys.argv) > 3 else 16
 DEPTH = int(sys.argv[4]) if len(sys.argv) > 4 else 2
 PACE_S = float(os.environ.get("SOAK_PACE_S", "0.01"))
 # Links that cost nothing make plans split even small states, so that processes need
-# each other's shards.
-SPLIT = os.environ.get("SOAK_SPLIT", "1") == "1"
+# each other's shards; links that cost much make plans keep all of it everywhere.
+SPLIT = os.environ.get("SOAK_SPLIT", "1")
+LINKS = {"1": (1e-12, 1e15), "whole": (1.0, 1e6)}
 SURVIVE = int(os.environ.get("SOAK_SURVIVE", "2"))
 # It forgets roundings: other sums in other worlds do not add up.
 TX = optax.chain(optax.add_decayed_weights(1e-3), optax.sgd(0.02, momentum=0.9))
@@ -34,11 +35,14 @@ TX = optax.chain(optax.add_decayed_weights(1e-3), optax.sgd(0.02, momentum=0.9))
 
 def cluster() -> autopar.Cluster | None:
     """A cluster of one process, which grows with the world; None: this machine's."""
-    if not SPLIT:
+    if SPLIT not in LINKS:
         return None
+    latency_s, bandwidth = LINKS[SPLIT]
     found = autopar.Cluster.parse("2:cpu")
     links = [
-        dataclasses.replace(x.link, latency_s=1e-12, bandwidth_bytes_per_s=1e15)
+        dataclasses.replace(
+            x.link, latency_s=latency_s, bandwidth_bytes_per_s=bandwidth
+        )
         for x in found.levels
     ]
     levels = tuple(

@@ -21,6 +21,14 @@ class BackendName(enum.StrEnum):
     RAY = "ray"
 
 
+class RecoveryName(enum.StrEnum):
+    """How processes recover from a broken world."""
+
+    AUTO = "auto"
+    INPLACE = "inplace"
+    RESPAWN = "respawn"
+
+
 Target = Annotated[str, typer.Argument(help="file.py:function or module:function.")]
 PlanOrTarget = Annotated[
     str, typer.Argument(metavar="PLAN", help="A plan.json, or a target.")

@@ -10,7 +10,7 @@ Kinds of lines:
 * ``batch measured``: what a step took and was worth before and after it;
 * ``batch refused``: a way to go on that could not be planned;
 * ``world``: a world of processes that formed in a run of `autopar run`: what led to it,
-  and how long its pause was;
+  how long its pause was, and what starting processes again was of it;
 * ``refused``: a change that could not be planned;
 * ``event``: an event that changed nothing, and why;
 * ``wrong``: a message that is no event;

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from autopar.cli import options
-from autopar.cli.options import BackendName
+from autopar.cli.options import BackendName, RecoveryName
 from autopar.cli.output import Result
 
 _Secret = Annotated[
@@ -68,6 +68,21 @@ def run(
             help="Seconds that a process waits for another one in a collective.",
         ),
     ] = 10,
+    recovery: Annotated[
+        RecoveryName,
+        typer.Option(
+            help="What processes do as their world breaks: join the next one in place, "
+            "or end and be started again (respawn); auto: in place on CPUs alone."
+        ),
+    ] = RecoveryName.AUTO,
+    keep_every: Annotated[
+        int,
+        typer.Option(
+            "--keep-every",
+            min=1,
+            help="Under respawn, write the state to shared memory every so many steps.",
+        ),
+    ] = 10,
     ahead: Annotated[
         bool,
         typer.Option(help="Prepare programs of likely next worlds in a process more."),
@@ -120,6 +135,7 @@ def run(
     from autopar.elastic.processes import hosts, launching, network, runner  # as they
     from autopar.elastic.processes import metrics as serving  # as they do
     from autopar.elastic.processes.members import MemberLimits  # as they do
+    from autopar.elastic.processes.recovery import Recovery  # as they do
 
     if not least <= processes <= most:
         raise typer.BadParameter(
@@ -136,6 +152,10 @@ def run(
         taken = read_resources(resource or ())
     except ValueError as error:
         raise typer.BadParameter(f"--resource: {error}") from error
+    if ray and recovery is RecoveryName.RESPAWN:
+        raise typer.BadParameter(
+            "--recovery respawn needs shared memory of the host: leave --backend ray."
+        )
     if secret is not None and not listen:
         raise typer.BadParameter("--secret is for other hosts: add --listen HOST:PORT.")
     reached, port = network.Network(), 0
@@ -177,6 +197,7 @@ def run(
         collective_s=collective,
         network=reached,
         port=port,
+        recovery=Recovery(recovery.value, keep_every),
     )
     launcher: launching.Launcher | None = None
     if ray:

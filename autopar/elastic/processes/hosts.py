@@ -42,6 +42,7 @@ from autopar.elastic.processes.link import (
 )
 from autopar.elastic.processes.members import Connection, Message, ProcessId
 from autopar.elastic.processes.network import Network, open_listener, route_to
+from autopar.elastic.processes.recovery import RECOVERY_VARIABLE, RESPAWNED
 from autopar.errors import InputError, PlanError, RunError
 from autopar.sealed_files import KEY_VARIABLE
 from autopar.units import number_of
@@ -51,6 +52,7 @@ from autopar.version import __version__
 _OF_RUN = (
     VARIABLE,
     KEY_VARIABLE,
+    RECOVERY_VARIABLE,
     CHECKPOINT_VARIABLE,
     EVERY_VARIABLE,
     "JAX_NUM_CPU_DEVICES",
@@ -105,6 +107,11 @@ class Host:
         return self.slots - len(self.workers) if takes else 0
 
     @property
+    def may_respawn(self) -> bool:
+        """Whether a worker that it had has room, also where the host is to leave."""
+        return self.is_reached and self.slots > len(self.workers)
+
+    @property
     def is_reached(self) -> bool:
         """Whether its agent has been heard of a short while ago."""
         heard = time.monotonic() - self.heard_s < _SILENT_S
@@ -131,6 +138,8 @@ class HostLauncher:
         self._waiting: dict[int, Mapping[str, str]] = {}
         # The variables of those that were started, for another host.
         self._given: dict[int, Mapping[str, str]] = {}
+        # Host in whose shared memory the state of a worker is.
+        self._homes: dict[int, Host] = {}
         # Workers that an earlier supervisor had, whose agents have not called yet.
         self._claimed: dict[int, float] = {}
         self._reports: HostReports | None = None
@@ -147,8 +156,9 @@ class HostLauncher:
         own = {k: environment[k] for k in _OF_RUN if k in environment}
         with self._lock:
             self._waiting[worker] = own
-            self._reports_there.on_wait(worker)
             self._place()
+            if worker in self._waiting:
+                self._reports_there.on_wait(worker)
         return None
 
     def watch(self, worker: int, process: ProcessId | None) -> bool:
@@ -218,10 +228,14 @@ class HostLauncher:
     def _place(self) -> None:
         """Starts workers that wait where there is room; holds the lock."""
         for worker in sorted(self._waiting):
-            free = [h for h in self._hosts.values() if h.room > 0]
+            home = self._homes.get(worker)
+            free = [h for h in self._hosts.values() if h is home and h.may_respawn] or [
+                h for h in self._hosts.values() if h.room > 0
+            ]
             if not free:
-                return
+                continue
             host = max(free, key=lambda h: len(h.workers))
+            self._homes[worker] = host
             assert host.connection is not None
             environment = self._given[worker] = self._waiting.pop(worker)
             host.workers.add(worker)
@@ -264,9 +278,11 @@ class HostLauncher:
             host.connection, host.heard_s = connection, time.monotonic()
             mine = running & self._claimed.keys()
             host.workers |= mine
-            for worker in mine:
+            left = {w for w in self._claimed if str(w) in first["ended"]}
+            for worker in mine | left:
                 del self._claimed[worker]
-            ended = host.workers - running
+                self._homes[worker] = host
+            ended = (host.workers - running) | left
             # Given up while the agent was away; its state may be the last one there is.
             back = {
                 w for w in running - host.workers if self._reports_there.may_return(w)
@@ -279,7 +295,7 @@ class HostLauncher:
                 connection.send("end", done=self._reports_there.is_done())
             self._place()
             # Workers of an earlier supervisor may be its own.
-            room = max(0, host.room - len(self._claimed))
+            room = max(0, host.room - len(self._claimed) - len(left))
             room = room if new else min(room, host.missed)
             host.missed = 0
         for worker in ended:
@@ -310,6 +326,7 @@ class HostLauncher:
             waiting = environment if wrong else None
             if waiting is not None:
                 host.leaves, self._waiting[worker] = True, waiting
+                self._homes.pop(worker, None)
                 self._reports_there.on_wait(worker)
             self._place()
         if waiting is None:
@@ -576,8 +593,10 @@ class Agent:
             command = [sys.executable, leash.__file__, str(os.getpid())]
             command += python_command(words)
             self._launcher = LocalLauncher(command, names=True)
-            self._launcher.begin("", self)
+            # Another agent on this host takes up what this one's workers leave.
+            self._launcher.begin(f"{self._run}@{self._network.host}", self)
         self._running.add(worker)
+        self._ended.pop(worker, None)
         self._launcher.start(worker, self._environment(message["environment"]))
 
     def _environment(self, given: Mapping[str, str]) -> dict[str, str]:
@@ -616,8 +635,9 @@ class Agent:
 
     def _look_after(self) -> None:
         """Ends once all workers have left a host that is asked to go."""
+        left = not self._running and RESPAWNED not in self._ended.values()
         if self._leave_by_s < math.inf and (
-            not self._running or time.monotonic() > self._leave_by_s
+            left or time.monotonic() > self._leave_by_s
         ):
             self._code = self._options.leave_status
         elif self._leave_by_s < math.inf and time.monotonic() > self._asked_s + _ASK_S:

@@ -14,6 +14,11 @@ from typing import Protocol, runtime_checkable
 
 from autopar.elastic.processes import members, output
 from autopar.elastic.processes.members import ProcessId
+from autopar.elastic.processes.recovery import (
+    SHARED_VARIABLE,
+    remove_shared,
+    shared_prefix,
+)
 
 # Linux sends this process a signal as the thread ends that started it, and changes the
 # program at once, so that no time is left in which it could miss that.
@@ -176,19 +181,22 @@ class LocalLauncher:
         self._printing: list[subprocess.Popen[bytes]] = []
         self._descriptors: dict[int, int] = {}
         self._reports: Reports | None = None
+        # Of the memory of its workers, and whose there may be.
+        self._shared, self._workers = "", set[int]()
 
     def begin(self, run: str, reports: Reports) -> None:
         """See `Launcher`."""
-        del run
-        self._reports = reports
+        self._reports, self._shared = reports, shared_prefix(run)
 
     def start(self, worker: int, environment: Mapping[str, str]) -> ProcessId | None:
         """See `Launcher`."""
+        self._workers.add(worker)
+        own = {SHARED_VARIABLE: self._shared} if self._shared else {}
         with self._printing_of(worker) as (stdout, stderr):
             child = subprocess.Popen(
                 self._command,
                 # What goes to a pipe would wait for more of it.
-                env={"PYTHONUNBUFFERED": "1", **environment},
+                env={"PYTHONUNBUFFERED": "1", **environment, **own},
                 stdin=subprocess.DEVNULL,
                 stdout=stdout,
                 stderr=stderr,
@@ -223,6 +231,7 @@ class LocalLauncher:
 
     def watch(self, worker: int, process: ProcessId | None) -> bool:
         """See `Launcher`."""
+        self._workers.add(worker)
         descriptor = None if process is None else process.open()
         if descriptor is None:
             return False
@@ -251,7 +260,8 @@ class LocalLauncher:
                 signal.pidfd_send_signal(descriptor, number)
 
     def close(self) -> None:
-        """See `Launcher`."""
+        """See `Launcher`; what workers have left in shared memory goes."""
+        remove_shared(self._shared, self._workers)
         end = time.monotonic() + _SHOWN_S
         for printing in self._printing:
             with contextlib.suppress(subprocess.TimeoutExpired):

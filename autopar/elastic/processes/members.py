@@ -19,6 +19,7 @@ from typing import Any, Protocol
 
 from autopar.elastic.processes import tiles
 from autopar.elastic.processes.network import End, split_address
+from autopar.elastic.processes.recovery import RESPAWNED
 
 # Of the fields behind the name in ``/proc/PID/stat``: field 22 of proc(5).
 _STARTED = 19
@@ -268,6 +269,7 @@ class WorkerMember:
       refused: whether it has asked to leave, and must stay.
       trained: whether it has had the state of any world.
       pid: number of its process; None: it has not connected yet.
+      respawns: whether its process ends with its world, and is started again.
     """
 
     phase: str = "starting"
@@ -285,6 +287,7 @@ class WorkerMember:
     refused: bool = False
     trained: bool = False
     pid: int | None = None
+    respawns: bool = False
 
 
 def late(members: Mapping[int, WorkerMember], now: float) -> frozenset[int]:
@@ -363,6 +366,43 @@ def never_starts(member: WorkerMember, code: int | None, restarts: int) -> bool:
     """
     killed = code is None or (code < 0 and restarts > 0)
     return member.phase == "starting" and not killed
+
+
+def starts_again(
+    member: WorkerMember, code: int | None, now: float, *, gathers: bool
+) -> bool:
+    """Whether a worker has ended as it left its world, to be started again.
+
+    Args:
+      member: the worker.
+      code: its exit status, negative for a signal; None: not known.
+      now: seconds on the supervisor's clock.
+      gathers: whether its world is being left. What ends a process then, such as a
+        broken collective, ends it as an order to leave does.
+    """
+    if code == RESPAWNED:
+        return True
+    if code == -signal.SIGKILL and now <= member.leave_by_s:
+        return False  # it was no order: `restarts` says what becomes of the dead
+    # One that an earlier supervisor had may have ended while there was none.
+    unseen = member.trained and member.pid is None
+    return member.respawns and member.phase == "in" and (gathers or unseen)
+
+
+def respawned(member: WorkerMember, now: float) -> WorkerMember:
+    """A worker whose process is started again.
+
+    Args:
+      member: the worker.
+      now: seconds on the supervisor's clock.
+    """
+    return WorkerMember(
+        since_s=now,
+        heard_s=now,
+        respawns=True,
+        trained=member.trained,
+        dismissed=member.dismissed,
+    )
 
 
 def end_text(code: int | None) -> str:

@@ -77,6 +77,11 @@ class Offers:
             held = dict(self._held)
         return {name: holding.describe() for name, holding in held.items()}
 
+    def holdings(self) -> list[Holding]:
+        """All that is offered."""
+        with self._lock:
+            return list(self._held.values())
+
     def tiles(self, name: str) -> Tiles:
         """The tiles of a version."""
         with self._lock:

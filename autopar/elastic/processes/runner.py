@@ -52,6 +52,13 @@ from autopar.elastic.processes.members import (
 from autopar.elastic.processes.metrics import RunMetrics
 from autopar.elastic.processes.network import End, Listener, Network, split_address
 from autopar.elastic.processes.records import Records, read_state, workers_command
+from autopar.elastic.processes.recovery import (
+    RECOVERY_VARIABLE,
+    Recovery,
+    have_notes,
+    remove_shared,
+    shared_prefix,
+)
 from autopar.elastic.processes.stacks import StackRequests
 from autopar.elastic.processes.supervisor import Supervisor
 from autopar.errors import PlanError, RunError
@@ -209,6 +216,7 @@ class RunJob:
       collective_s: longest that a process waits for another one in a collective.
       network: on which workers reach the supervisor.
       port: at which they do; 0: one that is free.
+      recovery: how workers recover from a broken world.
     """
 
     command: tuple[str, ...]
@@ -220,6 +228,7 @@ class RunJob:
     collective_s: int = 10
     network: Network = dataclasses.field(default_factory=Network)
     port: int = 0
+    recovery: Recovery = dataclasses.field(default_factory=Recovery)
 
 
 class Runner:
@@ -432,6 +441,7 @@ class Runner:
             **os.environ,
             FOLDER_VARIABLE: str(self._job.folder.absolute()),
             KEY_VARIABLE: self._key,
+            RECOVERY_VARIABLE: str(self._job.recovery),
         }
         if self._job.devices is not None:
             env["JAX_NUM_CPU_DEVICES"] = str(self._job.devices)
@@ -621,10 +631,14 @@ class Runner:
         worker = int(first["worker"])
         self._events.put(lambda: self._greet(worker, first, connection))
         while (message := connection.receive()) is not None:
-            self._events.put(lambda message=message: self._take(worker, message))
+            self._events.put(
+                lambda message=message: self._take(worker, message, connection)
+            )
 
-    def _take(self, worker: int, message: Message) -> None:
-        """Takes a message of a worker."""
+    def _take(self, worker: int, message: Message, connection: Connection) -> None:
+        """Takes a message of a worker, unless its process has ended since."""
+        if self._connections.get(worker) is not connection:
+            return
         if message["kind"] == "stacks":
             self._stacks.take(worker, message["text"])
         else:
@@ -724,7 +738,11 @@ class Runner:
         self._processes: dict[int, ProcessId | None] = {
             w: x for w, x in found.items() if self._launcher.watch(w, x)
         }
-        return known if self._processes else {}
+        prefix = shared_prefix(self._run)
+        if self._processes or (found and have_notes(prefix, known["world"])):
+            return known
+        remove_shared(prefix)  # another run begins, which has its state from elsewhere
+        return {}
 
     def _adopt(self, known: Message) -> None:
         """Takes up the workers of a supervisor that is gone."""

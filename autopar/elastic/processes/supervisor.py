@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from autopar.elastic.processes import members
+from autopar.elastic.processes.breaks import Breaks
 from autopar.elastic.processes.members import (
     SUSPENDED,
     Actions,
@@ -25,93 +26,9 @@ from autopar.elastic.processes.members import (
     processes_of,
     side_by_side,
 )
+from autopar.elastic.processes.recovery import RESPAWNED
 from autopar.elastic.processes.watching import Watch
 from autopar.units import number_of
-
-# What broke a world: the loss of a process, or what its own script does.
-
-# Worlds in a row that may break at one step though nobody died.
-_BREAKS = 3
-# Errors that the loss of another process may have caused.
-_OF_OTHERS = (
-    "RuntimeError",
-    "RunError",
-    "Connection",
-    "OSError",
-    "TimeoutError",
-    "WorldBroken",
-)
-# Of these JAX raises errors of any kind, such as ValueError.
-_TRANSPORTS = ("Gloo", "gloo", "NCCL")
-# For so long after a loss, any error may come from it: a process that meets the end of
-# another one between two calls may read half of what it expects.
-_AFTERMATH_S = 30.0
-# So long after an error, no process is found to be gone: it was the script's own.
-_OWN_S = 3.0
-
-
-class Breaks:
-    """Counts the worlds that break, and says what is blamed on the loss of others."""
-
-    def __init__(self, clock: Callable[[], float]) -> None:
-        """Nothing has broken yet.
-
-        Args:
-          clock: seconds now.
-        """
-        self._clock = clock
-        self._lost_s = -math.inf
-        self._count = 0
-        self._due_s: dict[int, float] = {}
-
-    def on_kill(self) -> None:
-        """A process of a world was killed."""
-        self._lost_s = self._clock()
-
-    def on_progress(self) -> None:
-        """A world has formed with a later step than those before."""
-        self._count = 0
-
-    @property
-    def aftermath(self) -> bool:
-        """Whether a process was lost a short while ago."""
-        return self._clock() - self._lost_s < _AFTERMATH_S
-
-    def of_others(self, error: str) -> bool:
-        """Whether an error may have been caused by the loss of another process.
-
-        Args:
-          error: its kind and its text, with a colon between them.
-        """
-        kind = error.partition(":")[0]
-        known = any(part in kind for part in _OF_OTHERS)
-        return self.aftermath or known or any(x in error for x in _TRANSPORTS)
-
-    def too_many(self, size: int) -> bool:
-        """Counts an error of a world; whether there were too many at one step.
-
-        Args:
-          size: number of processes of the world.
-        """
-        self._count += 1
-        return self._count > _BREAKS * max(1, size)
-
-    def wait(self, worker: int) -> None:
-        """A worker waits to hear whether the loss of another one explains its error."""
-        self._due_s[worker] = self._clock() + _OWN_S
-
-    def on_leave(self) -> None:
-        """The world is left: that explains the errors of its processes."""
-        self._due_s.clear()
-
-    def own(self) -> list[int]:
-        """The workers whose error is their own by now; each is named once."""
-        now = self._clock()
-        found = [worker for worker, due_s in self._due_s.items() if due_s <= now]
-        for worker in found:
-            del self._due_s[worker]
-        return found
-
 
 # How long a world may take to save its state.
 _SAVE_S = 300.0
@@ -194,6 +111,7 @@ class Supervisor:
         for worker in map(int, known["workers"]):
             inside = worker in self.world
             self.members[worker] = members.adopt(now, inside=inside, formed=formed)
+            self.members[worker].respawns = inside and known.get("respawns", False)
         self.state = "run" if self._ever else "gather"
 
     def meet(self, worker: int) -> bool:
@@ -336,6 +254,7 @@ class Supervisor:
         """A worker cannot be reached; whether it trains on is not known."""
         if worker in self.world and worker in self.members:
             self._fenced_s = self._clock() + self.limits.fence_s
+            self.members[worker].respawns = False  # its state is out of reach, too
         self.on_end(worker, None, spare=spare)
 
     def on_end(self, worker: int, code: int | None, *, spare: bool = False) -> None:
@@ -343,7 +262,10 @@ class Supervisor:
         member = self.members.pop(worker, None)
         if member is None:
             return
-        if member.trained and member.pid is None:
+        if self._respawn(worker, code, member):
+            self._advance()
+            return
+        if member.trained and member.pid is None and member.phase == "in":
             # An earlier supervisor had it: that one's absence may have ended it.
             code = None
         self._do.log("gone", worker=worker, code=code, phase=member.phase)
@@ -383,6 +305,23 @@ class Supervisor:
                 self._breaks.on_kill()
             self._lose(worker, replace=died, spare=spare)
         self._advance()
+
+    def _respawn(self, worker: int, code: int | None, member: WorkerMember) -> bool:
+        """Starts a worker again that has ended as it left its world, if it did."""
+        gathers = self.state == "gather"
+        if self.result is not None or not (gathers or self.state in ("run", "pause")):
+            return False
+        now = self._clock()
+        if not members.starts_again(member, code, now, gathers=gathers):
+            return False
+        self._do.log("respawn", worker=worker, code=code)
+        if worker in self.world and not gathers:
+            self._abort(f"worker {worker} has left")  # while there was no supervisor
+        elif worker in self.world and code != RESPAWNED:
+            self._do.fill(self.generation, [self.world.index(worker)])
+        self.members[worker] = members.respawned(member, now)
+        self._do.spawn(worker)
+        return True
 
     def _on_early_end(
         self, worker: int, code: int | None, member: WorkerMember
@@ -498,7 +437,7 @@ class Supervisor:
             self._end_outside()
 
     def _take_formed(self, worker: int, member: WorkerMember, message: Message) -> None:
-        member.formed = True
+        member.formed, member.respawns = True, message.get("respawns", False)
         pauses = [x for x in (self._pause_s, message.get("pause_s")) if x is not None]
         self._pause_s = max(pauses, default=None)
         self._progress_s = self._clock()
@@ -622,7 +561,8 @@ class Supervisor:
 
     def _form_if_ready(self) -> None:
         waiting = [m for m in self.members.values() if m.phase != "ready"]
-        if any(m.phase == "in" for m in waiting):
+        again = [m for m in waiting if m.respawns and m.since_s < math.inf]
+        if again or any(m.phase == "in" for m in waiting):
             return
         if not self._ever and waiting:
             return  # a run begins with all
@@ -728,7 +668,10 @@ class Supervisor:
             self._leave_at_once()
         if replace and (spare or self._restarts > 0):
             self._restarts -= 0 if spare else 1
+            again = any(m.respawns for m in self.members.values())
             self._spawn()
+            # It starts no later than those that are started again, which wait for it.
+            self.members[self.numbers - 1].respawns = again
         else:
             staying = len(members.staying_of(self.members, self._leaving))
             self.wanted = max(self.limits.least, min(self.wanted, staying))
@@ -772,7 +715,8 @@ class Supervisor:
         names = ("generation", "wanted", "numbers", "cluster", "reached", "world")
         formed = members.all_formed(self.members, self.world)
         known = {name: getattr(self, name) for name in names}
-        return {**known, "formed": formed}
+        respawns = any(m.respawns for m in self.members.values())
+        return {**known, "formed": formed, "respawns": respawns}
 
     def status(self) -> Mapping[str, Any]:
         """The run in a few words, as plain data."""

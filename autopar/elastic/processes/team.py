@@ -47,6 +47,7 @@ from autopar.elastic.processes.relay import (
     listening,
     shut_down,
 )
+from autopar.elastic.processes.respawning import Respawning
 from autopar.errors import PlanError, RunError
 from autopar.runtime.key_values import KeyValueExchange
 from autopar.runtime.threads import Threads
@@ -237,6 +238,7 @@ class Team:
         # What this process listened at, and its sockets, before it joined its world.
         self._listening: frozenset[str] = frozenset()
         self._older: frozenset[int] = frozenset()
+        self.respawning = Respawning(address.worker)
         self._network = Network.of_environment()
         self._offers = Offers(address.token, self._network, self._obey)
         self._copier = Copier(address.token, self._network)
@@ -352,6 +354,7 @@ class Team:
         """Waits for a world and joins it; until it forms, again."""
         own = ProcessId.of(os.getpid())
         while True:
+            self.respawning.load(self._offers)
             self._link.say(
                 "ready",
                 holds=self._offers.describe(),
@@ -391,6 +394,7 @@ class Team:
             jax_processes.enter_world(client, network.host, index, count)
         self._check_alive()
         devices = tuple(jax.devices())
+        self.respawning.decide(devices[0].platform)
         self._check_alive()
         channel = WorldChannel(self._client, index, count, self._check_alive)
         world = World(devices, index, count, channel if count > 1 else LoneChannel())
@@ -450,6 +454,10 @@ class Team:
         self.keep_state(step, arrays, extra)
         self._trains = False
         self._copier.wait()
+        if self.respawning.is_on and self._survive:
+            if not self.respawning.is_due(step):
+                self._write(step, arrays, extra)
+            self.respawning.wait()
         pause_s = None if broke_s is None else time.perf_counter() - broke_s
         self._link.say(
             "formed",
@@ -459,6 +467,7 @@ class Team:
             devices=local_devices(),
             events=self._events,
             pause_s=pause_s,
+            respawns=self.respawning.is_on,
         )
         return pause_s
 
@@ -477,6 +486,8 @@ class Team:
         # A process may be a step ahead, and copies two steps behind.
         window = 3 if own else 1
         self._recent = [*self._recent, (step, arrays, extra)][-window:]
+        if self._survive and self.respawning.is_due(step):
+            self._write(step, arrays, extra)
         if own and self._survive:
             shapes = holding.shapes_of(arrays)
             self._copier.send(
@@ -490,6 +501,15 @@ class Team:
             )
             generation = self._form["generation"]
             self._offers.keep(lambda h: not _older(h, generation, step - window))
+
+    def _write(self, step: int, arrays: dict[str, Any], extra: Any) -> None:
+        """Writes a state to shared memory in the background."""
+        assert self._form is not None
+        generation = self._form["generation"]
+        self.respawning.write(
+            lambda: holding.hold(arrays, step=step, generation=generation, extra=extra),
+            spare=3 if holding.only_here(arrays) else 1,
+        )
 
     def run(self, function: Callable[[], T]) -> T:
         """Calls a function that may wait for processes that are gone.
@@ -510,12 +530,15 @@ class Team:
         if not self._link.ends(call, _PATIENCE_S):
             self._caller = None  # its thread waits
             # XLA's threads must not come back to an interpreter that ends.
-            atexit.register(futures.wait, [call], _LEFT_BEHIND_S)
+            if not self.respawning.is_on:
+                atexit.register(futures.wait, [call], _LEFT_BEHIND_S)
             raise WorldBroken("a step waits for a process that is gone")
         return call.result()
 
     def may_start(self, step: int) -> bool:
         """Whether a step may start; otherwise the world is to be left before it."""
+        if self.respawning.is_due(step + 1):
+            self.respawning.wait()
         return self._link.may_start(step)
 
     def finish(self, step: int) -> bool:
@@ -523,6 +546,7 @@ class Team:
         finished = self._link.finish(step)
         if finished and self._link.is_lost:  # nothing is left that could be taken up
             (self.folder / "run.json").unlink(missing_ok=True)
+            self.respawning.remove()
         return finished
 
     def resize(self, processes: int) -> None:
@@ -566,15 +590,14 @@ class Team:
             peer.close()
 
     def leave(self) -> None:
-        """Leaves the world; the state of the last steps stays on the host."""
+        """Leaves the world; the state of the last steps stays on the host.
+
+        Where this process cannot go on without its world, it ends here.
+        """
         assert self._form is not None
-        generation = self._form["generation"]
-        for step, arrays, extra in self._recent:
-            if any(x.is_deleted() for x in arrays.values() if hasattr(x, "is_deleted")):
-                continue  # consumed by a step that broke
-            self._offers.put(
-                holding.hold(arrays, step=step, generation=generation, extra=extra)
-            )
+        if self.respawning.is_on:
+            self.respawning.end(self._last_states)
+        self._hold_recent()
         self._recent = []
         self._copier.aim([])
         with self._breaking:
@@ -589,9 +612,26 @@ class Team:
         # Connections of the old world close with its last array: others wait for them.
         gc.collect()
 
+    def _last_states(self) -> list[Holding]:
+        """All that this process offers as it leaves its world."""
+        self._hold_recent()
+        return self._offers.holdings()
+
+    def _hold_recent(self) -> None:
+        """Offers the states of the last steps."""
+        assert self._form is not None
+        generation = self._form["generation"]
+        for step, arrays, extra in self._recent:
+            if any(x.is_deleted() for x in arrays.values() if hasattr(x, "is_deleted")):
+                continue  # consumed by a step that broke
+            self._offers.put(
+                holding.hold(arrays, step=step, generation=generation, extra=extra)
+            )
+
     def _drop_older(self, generation: int) -> None:
         """Drops what older worlds held: every process of a newer one has the state."""
         self._offers.keep(lambda h: int(h.version.split(".")[1]) >= generation)
+        self.respawning.drop(generation)
 
     def _break(self) -> None:
         """Ends the waits of the world; called from a thread."""

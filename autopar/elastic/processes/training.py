@@ -101,15 +101,20 @@ class TeamRun:
         self.step, self._saves = 0, saves
         # Of the run, whoever runs it: a scheduler reads it.
         self._pace = Pace(Ledger(team.folder / "progress.jsonl"))
-        self._yielded = -1
+        # Of the process before this one, whose place it takes.
+        before = team.respawning.notes
+        self._yielded = int(before.get("yielded", -1))
         # What ran the step that was yielded last.
         self._before: Any = None
         self._stopped = self._finished = False
+        # Whether the world is left before the next step.
+        self._leaves = False
         self._seconds: list[float] = []
         self._display = loop.Display(steps, shows)
         self._shapes: StateShapes | None = None
         self._study()
-        self._broke_s: float | None = None
+        # The clock is that of the host, and goes on from process to process.
+        self._broke_s: float | None = before.get("broke_s")
         self._join()
 
     @property
@@ -178,6 +183,8 @@ class TeamRun:
           RunError: the state was lost, or saved as the supervisor is gone.
         """
         while True:
+            if self._leaves:
+                self._reform()
             if self._stopped:
                 self.close()
                 raise StopIteration
@@ -276,9 +283,12 @@ class TeamRun:
             self._broke_s = self._broke_s or begin
             if not self._team.broken(error):
                 raise
-            self._reform()
-            if not ran or self.step <= step:
-                return None  # it runs again
+            if ran and self._team.respawning.is_on:
+                self._leaves = True  # the result ends with this process
+            else:
+                self._reform()
+                if not ran or self.step <= step:
+                    return None  # it runs again
         seconds = time.perf_counter() - begin
         self._seconds = [*self._seconds[-19:], seconds]
         done = Step(step=step, position=position, result=result, seconds=seconds)
@@ -372,6 +382,8 @@ class TeamRun:
     def _leave(self) -> None:
         if (checkpoints := self._saves.checkpoints) is not None:
             checkpoints.abandon()  # it would wait for processes that are gone
+        known = {"yielded": self._yielded, "broke_s": self._broke_s}
+        self._team.respawning.note(**known)
         self._team.leave()
 
     def _join(self) -> None:
@@ -427,6 +439,7 @@ class TeamRun:
             "plan_s": planned_s,
             "compile_s": program.seconds,
             "place_s": placed_s,
+            **self._team.respawning.seconds(),
         }
         self._write(joined, program.how, seconds)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pathlib
 import signal
 from collections.abc import Callable, Iterator
@@ -103,6 +104,29 @@ def test_the_only_host_is_asked_to_go(start: Start) -> None:
     run.wait_for_worlds(2)
     assert run.wait() == 0, run.output()
     check_losses(run, 300)
+
+
+def test_processes_start_again_on_their_hosts(start: Start) -> None:
+    """Where their state is; a host that is asked to go hands its state out first."""
+    run = start(200, 1, 0.03, processes=3, recovery="respawn")
+    run.wait_for_size(3)
+    first = {w: (run.host_of(w), run.pid(w)) for w in run.world()}
+    run.kill(run.world()[1])
+    run.wait_for_size(2)
+    second = {w: (run.host_of(w), run.pid(w)) for w in run.world()}
+    assert {w: host for w, (host, _) in second.items()}.items() <= {
+        (w, host) for w, (host, _) in first.items()
+    }
+    assert not {pid for _, pid in second.values()} & {x for _, x in first.values()}
+    name, leaves = run.state()["run"], run.world()[0]
+    host = run.host_of(leaves)
+    run.agents[host].send_signal(signal.SIGTERM)
+    run.wait_for(lambda: leaves not in run.world())
+    assert run.agents[host].wait(60) == 0
+    assert run.wait() == 0, run.output()
+    check_losses(run, 200)
+    assert all(agent.wait(20) == 0 for agent in run.agents.values())
+    assert not [x for x in os.listdir("/dev/shm") if name in x]
 
 
 def test_the_supervisor_is_killed_and_started_again(start: Start) -> None:
