@@ -79,6 +79,7 @@ class Soak:
         """Starts `autopar run`, again where it was killed."""
         sizes = ["--processes", "3", "--min", "1", "--max", str(MOST)]
         rest = ["--silence", str(SILENCE_S), "--restarts", "1000000", "--no-ahead"]
+        rest += ["--recovery", os.environ.get("SOAK_RECOVERY", "auto")]
         where = ["--folder", str(self.run_folder)]
         given = [str(SCRIPT), str(self.results / "losses"), str(10**7)]
         checkpoint = str(self.results / "checkpoint")
@@ -447,6 +448,7 @@ def data_of(given: Any, found: list[dict[str, Any]]) -> dict[str, Any]:
         "command": " ".join(
             ["python benchmarks/soak.py --seed", seeds, "--events", str(given.events)]
             + (["--kinds", *given.kinds] if given.kinds else [])
+            + (["--recovery", given.recovery] if given.recovery != "auto" else [])
         ),
         "summary": {name: sum(x[name] for x in found) for name in names},
         "seeds": found,
@@ -489,7 +491,9 @@ def main() -> None:
     parser.add_argument("--keep", type=pathlib.Path, help="folder for all files")
     data = HERE.parent / "docs" / "data" / "soak.json"
     parser.add_argument("--out", type=pathlib.Path, default=data)
+    parser.add_argument("--recovery", default="auto", help="inplace or respawn")
     given = parser.parse_args()
+    os.environ["SOAK_RECOVERY"] = given.recovery
     kinds, found = given.kinds or list(KINDS), dict[int, dict[str, Any]]()
     with concurrent.futures.ProcessPoolExecutor(given.jobs) as pool:
         waiting = [

@@ -95,6 +95,7 @@ class HostSoak(soak.Soak):
         words += ["--processes", self._processes, "--min", "1", "--max", str(HOSTS)]
         words += ["--silence", str(SILENCE_S), "--grace", str(GRACE_S)]
         words += ["--restarts", "1000000", "--folder", str(self.run_folder)]
+        words += ["--recovery", os.environ.get("SOAK_RECOVERY", "auto")]
         words += [str(SCRIPT), str(self.results / "losses"), str(10**7)]
         self.process = self._start(self.home, words)
 
@@ -301,7 +302,9 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=1, help="seeds at a time")
     data = pathlib.Path(__file__).parents[2] / "docs" / "data" / "soak_hosts.json"
     parser.add_argument("--out", type=pathlib.Path, default=data)
+    parser.add_argument("--recovery", default="auto", help="inplace or respawn")
     given = parser.parse_args()
+    os.environ["SOAK_RECOVERY"] = given.recovery
     found: list[dict[str, Any]] = []
     with concurrent.futures.ProcessPoolExecutor(given.jobs) as pool:
         jobs = [pool.submit(run_seed, s, given.events, given.kinds) for s in given.seed]
