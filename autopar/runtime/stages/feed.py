@@ -164,6 +164,8 @@ class Feed:
         links, out = self.pipeline.links, dict[Place, Any]()
         for number, (place, rows) in enumerate(ran.noise.items()):
             found = noise.added_up(place, list(rows)) if rows else None
+            if self.pipeline.alone:
+                jax.block_until_ready(found)
             if links is not None:
                 tag, lies = ("noise", number), noise.lies(place)
                 found = links.everywhere(tag, noise.struct(place), lies, found)

@@ -237,6 +237,10 @@ class StagePipeline:
         on_cpu = first is not None and first.platform == "cpu"
         count = 1 if self.joint else len(stages)
         self.threads = Threads(count, "stage") if on_cpu else None
+        # On CPUs a collective is known by its devices alone, and programs of different
+        # threads run in any order. Nothing else that processes do together may run
+        # beside a stage of several of them: it could be of the same devices.
+        self.alone = self.joint and on_cpu
         self.by_stage = [
             [issue for issue in order if issue.key.stage == stage]
             for stage in range(len(stages))

@@ -166,7 +166,7 @@ class _Run(Transfers):
             run_in_threads(pipeline.threads, by_stage, self.issue, join=links.wait_for)
 
     def settle(self) -> None:
-        """Waits for tasks that call functions of the host.
+        """Waits for tasks that call functions of the host, and that must run alone.
 
         Devices run tasks later than they are issued, and so does a function fail. The
         state is then as before the step: no update is issued yet, or none took it over.
@@ -175,14 +175,17 @@ class _Run(Transfers):
           StageError: one failed.
         """
         links = self.pipeline.links
-        if not self.watched:
+        if not self.watched and not self.pipeline.alone:
             return
         self.wait_all() if links is None else links.wait_for(self.wait_all)
 
     def wait_all(self) -> None:
-        """Waits for all tasks that are watched."""
+        """Waits for all tasks that are watched, and those that must run alone."""
         for call, number, made in self.watched:
             self.wait(call, number, made)
+        if self.pipeline.alone:
+            made = [*self.latest.values(), self.sums, self.results]
+            jax.block_until_ready(made)
 
     def wait(self, call: Call, number: int, made: Sequence[Any]) -> None:
         """Waits for results of a task.
@@ -243,6 +246,8 @@ class _Run(Transfers):
         self.record(code, number, issued, made)
         made = self.keep_measured(code, made)
         rest = self.hand_out(code, made, micro, number)
+        if rest and self.pipeline.alone:
+            self.latest[key] = min(made[:rest], key=lambda x: x.nbytes)
         if call.calls_back:
             self.watch(call, number, made, rest)
         if code.accumulated:
@@ -345,6 +350,8 @@ class _Run(Transfers):
             raise task_error(key, -1, error, self.operators(code)) from error
         self.record(code, -1, issued, made)
         made = self.keep_measured(code, made)
+        if made and self.pipeline.alone:
+            self.latest[key] = min(made, key=lambda x: x.nbytes)
         if call.calls_back:
             self.watch(call, -1, made, len(made))
         for value in code.donated:

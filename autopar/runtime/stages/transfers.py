@@ -15,6 +15,7 @@ from autopar.runtime.stages.pipeline import Call, StageCopy, StagePipeline
 from autopar.runtime.stages.routes import Route
 from autopar.runtime.stages.stage import RESULT, Sent
 from autopar.runtime.stages.transport import Fetched, Tag
+from autopar_passes.stages.cut import TaskKey
 
 
 class Transfers:
@@ -41,6 +42,8 @@ class Transfers:
         self.noise: dict[Place, list[Any]] = {place: [] for place in places}
         # Tasks that call functions of the host, with the microbatch and a result.
         self.watched: list[tuple[Call, int, Sequence[Any]]] = []
+        # What each task has made last that no other takes over, where it runs alone.
+        self.latest: dict[TaskKey, Any] = {}
         # Of other processes: what has been asked for, and what they were handed.
         self.asked: dict[Tag, Fetched] = {}
         self.handed: set[Tag] = set()

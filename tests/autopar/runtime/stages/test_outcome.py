@@ -1,6 +1,7 @@
 """Functions of the host that fail in a stage are an error, and change nothing."""
 
 import functools
+import types
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +12,7 @@ from stage_cases import adam, batch, copied, mean_loss
 
 import autopar
 from autopar.errors import StageError
+from autopar.runtime.stages.run import _Run
 
 FAILS: list[bool] = []
 
@@ -53,3 +55,27 @@ def test_a_function_of_the_host_that_fails_is_an_error_of_its_stage(kind):
     expected = mean_loss(jax.device_get(state["params"]), batch())
     state, value = step(state, example)  # nothing was consumed
     np.testing.assert_allclose(value, expected, rtol=2e-5)
+
+
+class Made:
+    """A result that says when it is waited for."""
+
+    nbytes = 4
+
+    def __init__(self, waited):
+        self.waited = waited
+
+    def block_until_ready(self):
+        self.waited.append(self)
+
+
+@pytest.mark.parametrize("alone", [False, True])
+def test_tasks_that_run_alone_are_waited_for(alone):
+    """Before processes meet again: what they do together must not meet a task."""
+    waited = []
+    run = object.__new__(_Run)
+    run.pipeline = types.SimpleNamespace(alone=alone, links=None)
+    run.watched, run.sums, run.results = [], {0: {1: Made(waited)}}, {2: Made(waited)}
+    run.latest = {"task": Made(waited)}
+    run.settle()
+    assert len(waited) == (3 if alone else 0)
