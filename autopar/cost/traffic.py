@@ -103,6 +103,7 @@ class _Forms:
       read: the forms that are read, but for those below.
       rounds: whether what only products read is sent in bfloat16.
       whole: of each value, whether it is read as it lies.
+      made: the forms that each program has, by its number.
     """
 
     collectives: list[Collective]
@@ -110,6 +111,7 @@ class _Forms:
     read: set[Form]
     rounds: bool
     whole: np.ndarray
+    made: set[tuple[int, Form]] = dataclasses.field(default_factory=set)
 
     def is_read(self, form: Form) -> bool:
         """Whether an operator reads a form."""
@@ -236,17 +238,22 @@ def _read(
     way: Way,
     trips: float,
 ) -> None:
-    """Adds the collectives that bring a value to one reader, each form made once."""
+    """Adds the collectives that bring a value to one reader.
+
+    Each program makes a form once. What goes from one program to another is as it was
+    made, so that both make the forms that they read.
+    """
     steps, fresh = way
+    program = assignment.analysis.programs.get(op.equation, 0)
     form: Form = (source, fresh)
     if fresh:
         forms.read.add((source, False))
     for step in steps:
         before, form = form, (*form, step.layout)
-        made = forms.children.setdefault(before, {})
-        if form in made:
+        forms.children.setdefault(before, {})[form] = step
+        if (program, form) in forms.made:
             continue
-        made[form] = step
+        forms.made.add((program, form))
         if step.kind != "slice":
             nbytes = sent_bytes(assignment.analysis, source, rounds=forms.rounds)
             place = _gather_place(assignment, forms, source, op, step)

@@ -103,7 +103,9 @@ def _message_parts(
 ) -> Iterator[tuple[str, str, str, float]]:
     """The seconds of each collective: what, phase, name and seconds."""
     sent = found.messages
-    for c, own in zip(sent.collectives, sent.planned_s.tolist(), strict=True):
+    priced = zip(sent.collectives, sent.planned_s.tolist(), strict=True)
+    crossing = ((c, c.seconds(bound.pricer)) for c in bound.crossing)
+    for c, own in (*priced, *crossing):
         op = bound.analysis.graph.operators[c.operator]
         name = layer_of(op) if by == LAYER else array_name(bound.analysis, c.value)
         yield c.step.kind, op.role.value, name, own
@@ -127,7 +129,9 @@ def _of_the_whole(bound: BoundPlan, cost: CostBreakdown) -> Iterator[AttributedT
     if cost.contention_s:
         yield AttributedTime(SLOWED, (), "", cost.contention_s)
     if any(gradient.codec for gradient in bound.plan.gradients):
-        yield AttributedTime(CODECS, (), "", bound.plan.predicted.step_s - step_s(cost))
+        rest_s = bound.plan.predicted.step_s - step_s(cost)
+        rest_s -= math.fsum(c.seconds(bound.pricer) for c in bound.crossing)
+        yield AttributedTime(CODECS, (), "", rest_s)
     if hidden := min(cost.cover_s, cost.hideable_total_s):
         yield AttributedTime(HIDDEN, (), "", -hidden)
 

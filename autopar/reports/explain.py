@@ -40,13 +40,24 @@ Say = Callable[[str], None]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class BoundPlan:
-    """A plan with the step that it is for, and its communication."""
+    """A plan with the step that it is for, and its communication.
+
+    Attributes:
+      analysis: the step.
+      plan: the plan.
+      assignment: its layouts.
+      pricer: its mesh and cluster.
+      collectives: all that its devices send each other.
+      crossing: those of them that bring to a stage's layouts what other stages send,
+        and from them what they get.
+    """
 
     analysis: Analysis
     plan: Plan
     assignment: Assignment
     pricer: Pricer
     collectives: tuple[Collective, ...]
+    crossing: tuple[Collective, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

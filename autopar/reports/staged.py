@@ -12,7 +12,7 @@ from autopar.cost.reassociation import compiled_traffic
 from autopar.cost.traffic import join_messages
 from autopar.planner.record import assignment_of
 from autopar.planner.stages.entry import cut_as
-from autopar.planner.stages.stage_costs import link_bytes
+from autopar.planner.stages.stage_costs import link_bytes, wire_collectives
 from autopar.planner.stages.submeshes import one_stage, stage_pricers
 from autopar.plans import Plan
 from autopar.reports.attribution import AttributedTime, attribute, step_of
@@ -86,12 +86,18 @@ def bind_stages(analysis: Analysis, plan: Plan, cluster: Cluster) -> BoundStages
     """
     cut = cut_as(analysis, plan)
     busy = busy_s(plan)
+    alone = [_alone(plan, number, seconds) for number, seconds in enumerate(busy)]
+    layouts = [assignment_of(cut.stages[k], own) for k, own in enumerate(alone)]
     stages: list[BoundPlan] = []
     for number, pricer in enumerate(stage_pricers(plan, cluster)):
-        own = _alone(plan, number, busy[number])
-        assignment = assignment_of(cut.stages[number], own)
-        collectives = tuple(join_messages(pricer, compiled_traffic(assignment, pricer)))
-        bound = BoundPlan(assignment.analysis, own, assignment, pricer, collectives)
+        assignment = layouts[number]
+        found = join_messages(pricer, compiled_traffic(assignment, pricer))
+        crossing = tuple(c for _, c in wire_collectives(cut, number, layouts))
+        collectives = tuple(sorted([*found, *crossing], key=lambda c: c.operator))
+        own = alone[number]
+        bound = BoundPlan(
+            assignment.analysis, own, assignment, pricer, collectives, crossing
+        )
         stages.append(bound)
     return BoundStages(plan, cut, tuple(stages))
 

@@ -147,7 +147,8 @@ class Analysis:
       alone: of a step whose update computes equal matrices at once
         (`autopar.steps.update_batches`), the analysis that computes each alone.
       batches: how many matrices it computes at once, each time.
-      in_parts: whether its passes are programs of their own, as those of a stage.
+      programs: of a stage, equation -> the number of the program that runs it, as its
+        passes are programs of their own; none: all is one program.
       trace_s: seconds of tracing.
       graph_s: seconds of building graph and contraction.
     """
@@ -170,7 +171,7 @@ class Analysis:
     counted: Analysis | None = None
     alone: Analysis | None = None
     batches: tuple[int, ...] = ()
-    in_parts: bool = False
+    programs: Mapping[int, int] = dataclasses.field(default_factory=dict)
     trace_s: float = 0.0
     graph_s: float = 0.0
 
@@ -338,7 +339,7 @@ class Analysis:
           habits: of the compiler (`autopar.cost.live.habits_of`).
         """
         known = self._lives.get(habits)
-        if known is None and self.in_parts and habits.breadth_first:
+        if known is None and self.programs and habits.breadth_first:
             known = self._lives[habits] = in_program_order(self.life(PLAIN))
         if known is None:
             floating = frozenset(self.contraction.floating)

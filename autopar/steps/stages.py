@@ -21,7 +21,7 @@ from autopar_passes.jax_effects import is_ordered
 from autopar_passes.layer_loops.operators import whole_path
 from autopar_passes.layer_loops.split import in_pieces
 from autopar_passes.microbatches.facts import Microbatched
-from autopar_passes.program.equations import Equation
+from autopar_passes.program.equations import Equation, walk
 from autopar_passes.stages.cut import Cut, StageProgram, cut, stage_program, verify_cut
 from autopar_passes.stages.parts import CutError, Parts, hoist_sums, parts_of
 
@@ -99,7 +99,7 @@ def cut_step(
     _check_order(program.body.equations, found, placed, stages)
     verify_cut(tasks)
     programs = tuple(stage_program(tasks, k) for k in range(stages))
-    made = tuple(_analyse_stage(analysis, found, p) for p in programs)
+    made = tuple(_analyse_stage(analysis, found, tasks, p) for p in programs)
     return CutStep(
         found=found,
         analysis=analysis,
@@ -151,7 +151,7 @@ def _check_order(
 
 
 def _analyse_stage(
-    analysis: Analysis, found: Microbatched, stage: StageProgram
+    analysis: Analysis, found: Microbatched, tasks: Cut, stage: StageProgram
 ) -> Analysis:
     """The analysis of a stage over its microbatches."""
     paths = analysis.input_paths
@@ -174,7 +174,24 @@ def _analyse_stage(
     graph = dataclasses.replace(graph, accumulated=found.accumulated_values & made)
     made = analyse_program(stage.program, graph)
     made = dataclasses.replace(made, spares=analysis.spares)
-    return dataclasses.replace(over_microbatches(made, found), in_parts=True)
+    return dataclasses.replace(
+        over_microbatches(made, found), programs=_programs(tasks, stage.stage)
+    )
+
+
+def _programs(tasks: Cut, stage: int) -> dict[int, int]:
+    """Equation of a stage, also one of a region -> the last of its tasks that runs it.
+
+    They are numbered in the order in which they run.
+    """
+    equations = tasks.parts.flow.equations
+    out: dict[int, int] = {}
+    for number, task in enumerate(tasks.of_stage(stage)):
+        for index in task.equations:
+            regions = (e for r in equations[index].regions for e in walk(r))
+            out[index] = number
+            out.update((inner.index, number) for inner in regions)
+    return out
 
 
 def _of_rows(analysis: Analysis, value: int) -> GraphInput:

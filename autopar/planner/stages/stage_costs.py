@@ -11,12 +11,16 @@ import numpy as np
 
 from autopar.cluster import Cluster, LinkSpec
 from autopar.cost.live import habits_of
+from autopar.cost.traffic import Collective
 from autopar.layouts.assignment import Assignment
-from autopar.layouts.layout import shards
+from autopar.layouts.floating import kept_layout
+from autopar.layouts.layout import Layout, reshard_steps, shards
+from autopar.layouts.pieces import wire_layout
 from autopar.planner.candidate import Candidate
 from autopar.steps.stages import CutStep
 from autopar_passes.graph.roles import Role
 from autopar_passes.layer_loops.operators import one_each, piece_arguments
+from autopar_passes.microbatches.facts import Combine
 from autopar_passes.program.equations import walk
 from autopar_passes.stages.cut import Phase, Task, TaskKey
 from autopar_passes.stages.flow import reads
@@ -73,15 +77,26 @@ def stage_costs(
                 step_s[stage] += value
             else:
                 task_s[key.number, _KINDS[key.phase]] += value / count
+    layouts = [candidate.assignment for candidate in found]
+    within = [0.0] * len(found)
+    for stage, candidate in enumerate(found):
+        pricer = candidate.pricer
+        for key, c in wire_collectives(cut, stage, layouts):
+            within[stage] += c.sent_bytes(pricer)
+            if key.phase is Phase.UPDATE:
+                step_s[stage] += c.seconds(pricer)
+            else:
+                task_s[key.number, _KINDS[key.phase]] += c.seconds(pricer) / count
     moved = [0.0] * len(found)
-    for home, stage, nbytes in _moved_layers(cut, found):
+    for home, stage, value in moved_layers(cut):
+        nbytes = _device_bytes(cut, [value], layouts[stage])
         moved[home] += nbytes
         link = link_between(cluster, devices[home], devices[stage])
         # There before the microbatches, and back after the update.
         step_s[home] += 2 * (link.latency_s + nbytes / link.bandwidth_bytes_per_s)
     shared = [0.0] * len(found)
     for source, target, value in _sent_once(cut):
-        nbytes = _device_bytes(cut, [value], found[source].assignment)
+        nbytes = _wire_bytes(cut, [value], layouts, source, target)
         shared[source] += nbytes
         link = link_between(cluster, devices[source], devices[target])
         step_s[source] += link.latency_s + nbytes / link.bandwidth_bytes_per_s
@@ -102,8 +117,127 @@ def stage_costs(
         tuple(held),
         tuple(
             c.communication_bytes + sum(more)
-            for c, *more in zip(found, moved, shared, strict=True)
+            for c, *more in zip(found, moved, shared, within, strict=True)
         ),
+    )
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StageMessage:
+    """A value that one stage sends to another.
+
+    Attributes:
+      value: of the program of a microbatch.
+      source: the stage that has it.
+      target: the stage that gets it.
+      maker: the task that makes it; None: it is an input of the step.
+      readers: the tasks that read it there.
+      times: how often it is sent in a step, each time as large as in the program.
+    """
+
+    value: int
+    source: int
+    target: int
+    maker: TaskKey | None
+    readers: tuple[TaskKey, ...]
+    times: int
+
+    @property
+    def late(self) -> bool:
+        """Whether updates read it, behind the microbatches."""
+        return self.readers[0].phase is Phase.UPDATE
+
+    @property
+    def key(self) -> TaskKey:
+        """The task that sends it: its maker, or one of the step's own.
+
+        Inputs, and sums over microbatches, are laid outside of the tasks.
+        """
+        if self.maker is None or self.late:
+            return TaskKey(Phase.UPDATE, self.source, 0)
+        return self.maker
+
+
+def stage_messages(cut: CutStep) -> tuple[StageMessage, ...]:
+    """All that stages send each other in a step.
+
+    A value that several tasks of a stage read is sent to it once. What an update reads
+    is sent behind the microbatches: sums and equal values once, rows of all of them.
+    Rows of the batch go to a later stage with each microbatch.
+    """
+    count, owners = cut.found.microbatches, cut.cut.owners
+    batch = {*cut.cut.parts.flow.batch}
+    rows = {c.value for c in cut.found.crossings if c.combine is Combine.ROWS}
+    found: dict[tuple[int, int, TaskKey | None, bool], list[TaskKey]] = {}
+    for key, task in cut.cut.tasks.items():
+        late = key.phase is Phase.UPDATE
+        for value, maker in task.inputs:
+            source = owners[value] if maker is None else maker.stage
+            if source != key.stage:
+                place = value, key.stage, maker, late and maker is not None
+                found.setdefault(place, []).append(key)
+    out: list[StageMessage] = []
+    for (value, target, maker, late), readers in found.items():
+        source = owners[value] if maker is None else maker.stage
+        each = value in batch if maker is None else not late or value in rows
+        times = count if each else 1
+        out.append(StageMessage(value, source, target, maker, tuple(readers), times))
+    return tuple(out)
+
+
+def wire_collectives(
+    cut: CutStep, stage: int, assignments: Sequence[Assignment]
+) -> list[tuple[TaskKey, Collective]]:
+    """What a stage sends within itself for what crosses to other stages.
+
+    A value travels in the layout that both stages can name (`wire_layout`). The task
+    that makes it lays it so, and each task that reads it on another stage brings it
+    back to where it lies there.
+
+    Args:
+      cut: the step as stages.
+      stage: which stage.
+      assignments: the layouts of each stage.
+
+    Returns:
+      Each collective with the task of which it is a part.
+    """
+    own = assignments[stage]
+    values, producer = own.graph.values, own.contraction.producer
+    count = cut.found.microbatches
+    out: dict[tuple[TaskKey, int, Layout, Layout], list[Collective]] = {}
+
+    def add(key: TaskKey, value: int, start: Layout, end: Layout, times: int) -> None:
+        steps = reshard_steps(start, end, (), "sum", tuple(own.sizes))
+        nbytes, maker = values[value].nbytes, producer[value].index
+        out[key, value, start, end] = [
+            Collective(s, nbytes, times, value, maker)
+            for s in steps
+            if s.kind != "slice"
+        ]
+
+    for m in stage_messages(cut):
+        if stage not in (m.source, m.target):
+            continue
+        other = m.target if m.source == stage else m.source
+        lies = kept_layout(own, m.value)
+        wire = wire_of(assignments, m.value, stage, other)
+        if m.source == stage:
+            add(m.key, m.value, lies, wire, m.times)
+        else:
+            for key in m.readers:
+                late = key.phase is Phase.UPDATE
+                add(key, m.value, wire, lies, m.times if late else count)
+    return [(key, c) for (key, *_), found in out.items() for c in found]
+
+
+def wire_of(
+    assignments: Sequence[Assignment], value: int, stage: int, other: int
+) -> Layout:
+    """The layout on a stage in which a value goes to another stage, or arrives."""
+    mine, theirs = assignments[stage], assignments[other]
+    return wire_layout(
+        kept_layout(mine, value), mine.sizes, kept_layout(theirs, value), theirs.sizes
     )
 
 
@@ -116,26 +250,21 @@ def _sent_once(cut: CutStep) -> set[tuple[int, int, int]]:
     Returns:
       The stages that send and get, and the value.
     """
-    flow, owners = cut.cut.parts.flow, cut.cut.owners
-    sent: set[tuple[int, int, int]] = set()
-    for key, task in cut.cut.tasks.items():
-        for value, maker in task.inputs:
-            if flow.small(value):
-                continue
-            if maker is None and value in flow.state:
-                sent.add((owners[value], key.stage, value))
-            elif maker is not None and key.phase is Phase.UPDATE:
-                sent.add((maker.stage, key.stage, value))
-    return {(source, target, v) for source, target, v in sent if source != target}
+    flow = cut.cut.parts.flow
+    return {
+        (m.source, m.target, m.value)
+        for m in stage_messages(cut)
+        if not flow.small(m.value)
+        and (m.value in flow.state if m.maker is None else m.late)
+    }
 
 
-def _moved_layers(
-    cut: CutStep, found: Sequence[Candidate]
-) -> Iterator[tuple[int, int, float]]:
+def moved_layers(cut: CutStep) -> Iterator[tuple[int, int, int]]:
     """The layers of which another stage has the array that they are a part of.
 
-    Yields the stage that has the array between steps, that of the layers, and the bytes
-    of one of its devices.
+    Yields the stage that has the array between steps, that of the layers, and the
+    value of the layers. It goes there before the microbatches, and back after the
+    update.
     """
     whole, owners = cut.analysis.whole or cut.analysis, cut.cut.owners
     arguments = cut.cut.program.body.inputs
@@ -144,12 +273,11 @@ def _moved_layers(
     for k, places in piece_arguments(written, whole.pieces).items():
         values = [arguments[place] for place in places]
         stages = [owners[v] for v in values]
-        if one_each(whole.pieces[k], stages, len(found)):
+        if one_each(whole.pieces[k], stages, len(cut.stages)):
             continue
         for value, stage in zip(values, stages, strict=True):
             if stage != stages[0]:
-                assignment = found[stage].assignment
-                yield stages[0], stage, _device_bytes(cut, [value], assignment)
+                yield stages[0], stage, value
 
 
 def _task_seconds(
@@ -229,6 +357,21 @@ def _device_bytes(cut: CutStep, values: Iterable[int], assignment: Assignment) -
     )
 
 
+def _wire_bytes(
+    cut: CutStep,
+    values: Iterable[int],
+    assignments: Sequence[Assignment],
+    source: int,
+    target: int,
+) -> float:
+    """Bytes of values that one device of a stage sends to another stage."""
+    graph, sizes = cut.analysis.graph, assignments[source].sizes
+    return sum(
+        graph.values[v].nbytes / shards(wire_of(assignments, v, source, target), sizes)
+        for v in values
+    )
+
+
 def _activation_bytes(cut: CutStep, part: int, found: Sequence[Candidate]) -> float:
     """What a device keeps of a microbatch from its forward to its backward pass."""
     stage = cut.cut.stage_of[part]
@@ -301,8 +444,8 @@ def link_bytes(
             ahead |= _sent_values(cut, k, part + 1, forward=True)
             back |= _sent_values(cut, part + 1, k, forward=False)
     return (
-        _device_bytes(cut, ahead, assignments[one]),
-        _device_bytes(cut, back, assignments[two]),
+        _wire_bytes(cut, ahead, assignments, one, two),
+        _wire_bytes(cut, back, assignments, two, one),
     )
 
 

@@ -1,8 +1,7 @@
 """How an array goes from one layout to another where devices are of several processes.
 
-Both layouts cut the array into blocks. A piece is what a block of one shares with a
-block of the other. Each process that holds a block of the target gets each piece of it
-once, from a device of its own where one has it, and puts the block together.
+Each process that holds a block of the target gets its pieces
+(`autopar.layouts.pieces`), and puts the block together.
 """
 
 from __future__ import annotations
@@ -17,44 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
+from autopar.layouts.pieces import Block, Blocks, Landing, Piece, landings
 from autopar_passes import jax_compat
-
-# Of each dimension, where a block begins and ends.
-Block = tuple[tuple[int, int], ...]
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Piece:
-    """A part of an array that one device has, and another needs.
-
-    Attributes:
-      device: that has it.
-      process: of that device.
-      begin: where it begins in the block that the device holds.
-      shape: of the piece.
-      place: where it begins in the block that is put together.
-    """
-
-    device: Any
-    process: int
-    begin: tuple[int, ...]
-    shape: tuple[int, ...]
-    place: tuple[int, ...]
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Landing:
-    """A block of the target in one process.
-
-    Attributes:
-      process: the process.
-      devices: those of the process that hold the block; the first puts it together.
-      pieces: of which it is made; none: the array is empty.
-    """
-
-    process: int
-    devices: tuple[Any, ...]
-    pieces: tuple[Piece, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -171,42 +134,12 @@ def route(
       process_of: the process of a device.
     """
     sent, _ = jax_compat.bits_struct(tuple(shape), dtype)
-    have = _blocks(source, sent)
-    landings: list[Landing] = []
-    for block, holders in _blocks(target, sent).items():
-        processes: dict[int, list[Any]] = {}
-        for device in holders:
-            processes.setdefault(process_of(device), []).append(device)
-        for process, devices in processes.items():
-            found: list[Piece] = []
-            for other, having in have.items():
-                shared = tuple(
-                    (max(a, c), min(b, d))
-                    for (a, b), (c, d) in zip(block, other, strict=True)
-                )
-                if any(a >= b for a, b in shared):
-                    continue
-                near = [d for d in having if process_of(d) == process]
-                device = near[0] if near else having[len(landings) % len(having)]
-                found.append(
-                    Piece(
-                        device,
-                        process_of(device),
-                        tuple(
-                            a - c for (a, _), (c, _) in zip(shared, other, strict=True)
-                        ),
-                        tuple(b - a for a, b in shared),
-                        tuple(
-                            a - c for (a, _), (c, _) in zip(shared, block, strict=True)
-                        ),
-                    )
-                )
-            landings.append(Landing(process, tuple(devices), tuple(found)))
-    return Route(tuple(shape), dtype, source, target, tuple(landings))
+    found = landings(_blocks(source, sent), _blocks(target, sent), process_of)
+    return Route(tuple(shape), dtype, source, target, found)
 
 
-def _blocks(sharding: Any, shape: tuple[int, ...]) -> dict[Block, tuple[Any, ...]]:
-    """Block of an array -> the devices that hold it; in order of blocks."""
+def _blocks(sharding: Any, shape: tuple[int, ...]) -> Blocks:
+    """The blocks of an array, with the devices that hold them."""
     out: dict[Block, tuple[Any, ...]] = {}
     for device, index in sharding.devices_indices_map(shape).items():
         bounds = [s.indices(n)[:2] for s, n in zip(index, shape, strict=True)]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -15,6 +14,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from autopar.layouts.assignment import Assignment
 from autopar.layouts.floating import kept_layout
+from autopar.layouts.pieces import wire_layout
 from autopar.runtime.compiler import compile_lowered
 from autopar.runtime.gradients.state_restorer import Carried, StateRestorer, Verdict
 from autopar.runtime.gradients.sums import GradientSums
@@ -200,34 +200,12 @@ class Stage:
         return (axes, *layout)
 
     def wire(self, value: int, other: Stage) -> NamedSharding:
-        """The layout in which a value goes from or to another stage.
-
-        Each dimension is split into as many parts as both stages can name by their
-        leading axes. Devices then hold the same parts on both sides, and copy them
-        without the host; each stage reshards on its own devices.
-        """
+        """The layout in which a value goes from or to another stage (`wire_layout`)."""
         mine = kept_layout(self.assignment, value)
         theirs = kept_layout(other.assignment, value)
-        layout = tuple(
-            self._leading(own, other._parts(another))
-            for own, another in zip(mine, theirs, strict=True)
-        )
+        sizes = self.assignment.sizes, other.assignment.sizes
+        layout = wire_layout(mine, sizes[0], theirs, sizes[1])
         return NamedSharding(self.mesh, partition_spec(self.mesh, layout))
-
-    def _parts(self, axes: tuple[int, ...]) -> frozenset[int]:
-        """The numbers of parts into which leading axes can split a dimension."""
-        sizes = itertools.accumulate(
-            (self.assignment.sizes[a] for a in axes), operator.mul, initial=1
-        )
-        return frozenset(sizes)
-
-    def _leading(self, axes: tuple[int, ...], parts: frozenset[int]) -> tuple[int, ...]:
-        """The most leading axes that give one of some numbers of parts."""
-        for count in range(len(axes), 0, -1):
-            sizes = (self.assignment.sizes[a] for a in axes[:count])
-            if functools.reduce(operator.mul, sizes, 1) in parts:
-                return axes[:count]
-        return ()
 
     def struct(self, value: int) -> jax.ShapeDtypeStruct:
         """Shape, dtype and sharding of a value on this stage."""

@@ -1,0 +1,237 @@
+"""The bytes that processes send each other in a step, as a plan predicts them.
+
+They are those of the messages that the step is priced by. Each device of a collective
+sends what `autopar.cost.collectives.collective_bytes` says: in an all-to-all as much to
+each other one, else round a ring. Sums go to the device before and gathers to the one
+behind, as in gloo (``gloo/allreduce.cc``, ``gloo/allgather.cc``), which XLA uses
+between CPUs. Between stages go the values of
+`autopar.planner.stages.stage_costs.stage_messages`, cut into pieces
+(`autopar.layouts.pieces`). What stays in a process is not counted.
+
+Not counted either, as they do not grow with the model: headers, the words of the
+coordination service, numbers that are measured beside the step (noise, telemetry of
+codecs between stages), results that are told to all processes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from autopar.cluster import Cluster
+from autopar.layouts.floating import kept_layout
+from autopar.layouts.layout import Layout
+from autopar.layouts.pieces import Blocks, blocks_of, landings
+from autopar.planner.stages.stage_costs import moved_layers, stage_messages, wire_of
+from autopar.plans import Plan
+from autopar.reports.explain import BoundPlan, bind_plan
+from autopar.reports.gradients import codec_rows
+from autopar.reports.staged import BoundStages, bind_stages
+from autopar.steps.analysis import Analysis
+from autopar_passes.program.equations import walk
+from autopar_passes.stages.cut import Phase
+
+# (sender, receiver) -> bytes of a step.
+BytesBetween = Mapping[tuple[int, int], float]
+
+
+def bytes_between(
+    analysis: Analysis, plan: Plan, cluster: Cluster, process_of: Sequence[int]
+) -> BytesBetween:
+    """The bytes that each process sends to each other one in a step.
+
+    Args:
+      analysis: the step on the whole batch.
+      plan: the plan.
+      cluster: all devices.
+      process_of: of each device, by its position in the cluster, the number of its
+        process. Bytes between hosts are sums over pairs of their processes.
+
+    Raises:
+      PlanError: the plan is for another step or cluster.
+    """
+    out: dict[tuple[int, int], float] = defaultdict(float)
+
+    def send(source: int, target: int, nbytes: float) -> None:
+        pair = process_of[source], process_of[target]
+        if pair[0] != pair[1] and nbytes:
+            out[pair] += nbytes
+
+    stages: Sequence[BoundPlan]
+    if len(plan.stages) == 1:
+        stages = [bind_plan(analysis, plan, cluster)]
+    else:
+        found = bind_stages(analysis, plan, cluster)
+        stages = found.stages
+        for message in _between_stages(found, process_of):
+            send(*message)
+    for stage in stages:
+        for message in _within_stage(stage):
+            send(*message)
+    return dict(out)
+
+
+# Within a stage.
+
+
+def _within_stage(bound: BoundPlan) -> Iterator[tuple[int, int, float]]:
+    """Yields the collectives' messages: sender, receiver and bytes in a step."""
+    pricer, devices = bound.pricer, bound.plan.stage.devices
+    for c in bound.collectives:
+        kind = pricer.runs_as(c.step.kind)
+        ratio = 2.0 if kind != c.step.kind else 1.0  # a sum of which a part is kept
+        nbytes = ratio * c.sent_bytes(pricer)
+        yield from _collective(kind, c.step.axes, nbytes, pricer.sizes, devices)
+    names = pricer.mesh.names
+    for row in codec_rows(bound.plan.gradients, pricer):
+        axes = tuple(names.index(name) for name in row.axes)
+        yield from _collective(row.kind, axes, row.sent_bytes, pricer.sizes, devices)
+
+
+def _collective(
+    kind: str,
+    axes: Sequence[int],
+    nbytes: float,
+    sizes: Sequence[int],
+    devices: Sequence[int],
+) -> Iterator[tuple[int, int, float]]:
+    """Yields the messages of a collective in which each device sends so many bytes."""
+    if not nbytes:
+        return
+    grid = np.asarray(devices).reshape(sizes)
+    last = np.moveaxis(grid, sorted(axes), range(grid.ndim - len(axes), grid.ndim))
+    count = math.prod(sizes[a] for a in axes)
+    for group in last.reshape(-1, count).tolist():
+        for k, device in enumerate(group):
+            if kind == "all_to_all":
+                others = [d for d in group if d != device]
+            else:
+                behind = -1 if kind == "all_reduce" else 1
+                others = [group[(k + behind) % count]]
+            for other in others:
+                yield device, other, nbytes / len(others)
+
+
+# Between stages.
+
+
+def _between_stages(
+    bound: BoundStages, process_of: Sequence[int]
+) -> Iterator[tuple[int, int, float]]:
+    """Yields what stages and the rows of the batch send: sender, receiver, bytes."""
+    cut, values = bound.cut, bound.cut.analysis.graph.values
+    places = _Places(bound, process_of)
+    for m in stage_messages(cut):
+        nbytes = m.times * values[m.value].nbytes
+        yield from places.moved(
+            places.wire(m.value, m.source, m.target),
+            places.wire(m.value, m.target, m.source),
+            nbytes,
+        )
+    for home, stage, value in moved_layers(cut):
+        there, here = places.wire(value, stage, home), places.wire(value, home, stage)
+        nbytes = values[value].nbytes
+        yield from places.moved(here, there, nbytes)
+        yield from places.moved(there, here, nbytes)
+    yield from _results(bound, places)
+    yield from _rows(bound, places)
+
+
+class _Places:
+    """Where values lie, in blocks on devices by their positions in the cluster."""
+
+    def __init__(self, bound: BoundStages, process_of: Sequence[int]) -> None:
+        """Knows the stages and the processes."""
+        self.bound = bound
+        self.process_of = process_of
+        self.graph = bound.cut.analysis.graph
+
+    def blocks(self, stage: int, layout: Layout, shape: Sequence[int]) -> Blocks:
+        """The blocks of an array on a stage."""
+        own = self.bound.stages[stage]
+        return blocks_of(layout, shape, own.pricer.sizes, own.plan.stage.devices)
+
+    def wire(self, value: int, stage: int, other: int) -> Blocks:
+        """A value on a stage as it goes to another one, or comes from it."""
+        layouts = [own.assignment for own in self.bound.stages]
+        layout = wire_of(layouts, value, stage, other)
+        return self.blocks(stage, layout, self.graph.values[value].shape)
+
+    def home(self, value: int, stage: int) -> Blocks:
+        """A value on a stage, where it lies between steps."""
+        layout = self.bound.stages[stage].assignment.home_layout(value)
+        return self.blocks(stage, layout, self.graph.values[value].shape)
+
+    def moved(
+        self, have: Blocks, need: Blocks, nbytes: float
+    ) -> Iterator[tuple[int, int, float]]:
+        """Yields what is sent of an array of so many bytes."""
+        size = math.prod(max(end for _, end in dim) for dim in zip(*have, strict=True))
+        process: Callable[[Any], int] = self.process_of.__getitem__
+        for landing in landings(have, need, process):
+            for piece in landing.pieces:
+                part = math.prod(piece.shape) / size
+                yield piece.device, landing.devices[0], part * nbytes
+
+
+def _results(bound: BoundStages, places: _Places) -> Iterator[tuple[int, int, float]]:
+    """Yields state that another stage computes than the one that keeps it."""
+    cut, graph = bound.cut.cut, bound.cut.analysis.graph
+    given = {v: k for k, v in cut.parts.flow.carried_values.items()}
+    for key, task in cut.tasks.items():
+        for value in task.outputs:
+            if key.phase is not Phase.UPDATE or value not in given:
+                continue
+            owner = cut.owners[given[value]]
+            if owner != key.stage:
+                here = places.home(value, key.stage)
+                there = places.home(given[value], owner)
+                yield from places.moved(here, there, graph.values[value].nbytes)
+
+
+def _rows(bound: BoundStages, places: _Places) -> Iterator[tuple[int, int, float]]:
+    """Yields the rows of the batch, of which each process has an equal part.
+
+    They go to the stages that own them. Those that are read ahead of the microbatches
+    go from there to all processes.
+    """
+    cut, found = bound.cut, bound.cut.found
+    whole = cut.analysis.whole or cut.analysis
+    first: dict[int, int] = {}
+    for device, process in enumerate(places.process_of):
+        first.setdefault(process, device)
+    leads = [first[p] for p in sorted(first)]
+    arguments = cut.cut.program.body.inputs
+    ahead = _read_ahead(found.ahead)
+    for k, rows in found.batch.items():
+        if k >= found.own:
+            continue
+        value = whole.graph.values[whole.graph.inputs[k].value]
+        shape, nbytes, owner = value.shape, value.nbytes, cut.cut.owners[arguments[k]]
+        split = tuple((0,) if d == rows.dim else () for d in range(len(shape)))
+        have = blocks_of(split, shape, (len(leads),), leads)
+        own = bound.stages[owner]
+        layout = kept_layout(own.assignment, arguments[k])
+        lies = tuple(
+            axes if not n % math.prod(own.pricer.sizes[a] for a in axes) else ()
+            for axes, n in zip(layout, shape, strict=True)
+        )
+        there = places.blocks(owner, lies, shape)
+        yield from places.moved(have, there, nbytes)
+        if k in ahead:
+            for lead in leads:
+                every = {tuple((0, n) for n in shape): (lead,)}
+                yield from places.moved(there, every, nbytes)
+
+
+def _read_ahead(program: Any) -> frozenset[int]:
+    """The flat arguments that are read ahead of the microbatches."""
+    if program is None:
+        return frozenset()
+    atoms = [a for eqn in walk(program.body) for a in eqn.inputs]
+    read = {a for a in (*atoms, *program.body.outputs) if isinstance(a, int)}
+    return frozenset(k for k, v in enumerate(program.body.inputs) if v in read)
