@@ -123,6 +123,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--schedules", nargs="+", default=list(SCHEDULES))
     parser.add_argument("--microbatches", type=int, default=4)
     parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--nudged", type=int, default=5, help="runs on one device")
     parser.add_argument("--float64", action="store_true")
     parser.add_argument("--table", type=pathlib.Path, help="see above")
     parser.add_argument("--show", action="store_true", help="run nothing")
@@ -238,7 +239,7 @@ class _Case:
         if not args.float64:
             nudged = [
                 self.on_one_device(workloads.nudged(self.state(), seed=k))[1]
-                for k in range(5)
+                for k in range(args.nudged)
             ]
             self.sensitivity = max(_difference(n, self.losses) for n in nudged)
 

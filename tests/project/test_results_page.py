@@ -61,6 +61,18 @@ def test_the_tables_of_when_are_those_of_the_data(
     assert {case["name"] for case in found["cases"]} <= {c.name for c in when.CASES}
 
 
+def test_the_table_of_stages_over_processes_is_that_of_the_data(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for folder in ("benchmarks", "benchmarks/network"):
+        monkeypatch.syspath_prepend(str(checkout.ROOT / folder))
+    stages = importlib.import_module("process_stages")
+    found = json.loads((DOCS / "data" / "process_stages.json").read_text())
+
+    assert stages.table(found["rows"]) in (DOCS / "pipelines.md").read_text()
+    assert found["summary"]["rows"] == len(found["rows"])
+
+
 def test_results_show_further_data(tmp_path: Path) -> None:
     hooks = module("scripts/docs_hooks.py")
     assert hooks.further_data(tmp_path) == ""
