@@ -91,7 +91,7 @@ def test_peak_is_near_the_compilers(name: str) -> None:
 def test_parts_of_a_step_follow_its_own_order(kind: str) -> None:
     """Nothing is made early for a program that runs later; 1.2 stands for the rest."""
     whole = prepared().analysis
-    parts = dataclasses.replace(whole, in_parts=True)
+    parts = dataclasses.replace(whole, programs={0: 0})
     life = parts.life(HABITS[kind])
 
     if kind == "cpu":
