@@ -1,12 +1,12 @@
-"""From a train step to an operator graph, and back to a program.
+"""Turns a train step into an operator graph, and a planned graph into a program.
 
-Each room knows only those above it in this list:
+Each subpackage may import only those above it in this list:
 
 * ``program``: traces a step and inlines its calls into a flat program;
 * ``layer_loops``: cuts loops over layers, and their state, into pieces;
 * ``rules``: sharding rules and FLOPs of single equations;
-* ``graph``: the operator graph, its roles, classes and invariants;
-* ``sums``: sums of partial results that may be taken later;
+* ``graph``: the operator graph, with its roles, classes and invariants;
+* ``sums``: sums of partial results that may be deferred;
 * ``replay``: runs a program with the layouts of a plan stated in it;
 * ``audit``: reads the communication of a program from the compiler.
 """

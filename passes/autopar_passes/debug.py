@@ -1,4 +1,4 @@
-"""Debug switches, which are read from the environment here and nowhere else."""
+"""Debug switches. Only this module reads them from the environment."""
 
 from __future__ import annotations
 
@@ -8,6 +8,6 @@ import os
 def verifies() -> bool:
     """Returns whether the passes check the graphs and deferrals that they return.
 
-    The environment variable ``AUTOPAR_VERIFY=1`` says so. The tests set it.
+    The environment variable ``AUTOPAR_VERIFY=1`` enables the checks. The tests set it.
     """
     return os.environ.get("AUTOPAR_VERIFY") == "1"

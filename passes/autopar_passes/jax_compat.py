@@ -1,7 +1,7 @@
-"""Every name of JAX that is not public, with the version that forced it.
+"""Every name of JAX that is not public, with the JAX version that made it necessary.
 
-The rest of the project imports these names from here only, so that a new JAX
-release is met in one place.
+The rest of the project imports these names only from this module. A new JAX release
+therefore needs changes in one place.
 """
 
 from __future__ import annotations
@@ -18,31 +18,32 @@ from typing import Any
 import jax
 import numpy as np
 
-# The class of all concrete arrays but keys, whose properties can be read of a list of
-# arrays without a step of Python for each (0.10.2).
+# `ArrayImpl` is the class of all concrete arrays except key arrays. Through the class,
+# properties of many arrays can be read without a Python call for each array (0.10.2).
 from jax._src import array as _array
 
-# Compiling a module from another process for described devices (0.10.2):
-# `compile_without_devices` says why.
+# Compiles a module from another process for described devices (0.10.2). See
+# `compile_without_devices`.
 from jax._src import compiler as _compiler
 
-# Options that a thread sets for itself (``with jax.enable_x64(True)``) can be read and
-# set for another one by the objects of `jax._src.config` alone (0.10.2).
+# A thread can set an option of JAX for itself (``with jax.enable_x64(True)``). Only the
+# objects of `jax._src.config` can read such an option and set it in another thread
+# (0.10.2).
 from jax._src import config as _config
 
-# jax.extend.core exports ClosedJaxpr and Literal (public since 0.4.36). What is
-# missing there in 0.10.2 is the name stack of an equation and how to bind an
-# equation under one; both live in `jax._src.source_info_util`.
+# jax.extend.core exports ClosedJaxpr and Literal (public since 0.4.36). In 0.10.2 it
+# exports neither the name stack of an equation nor a way to bind an equation under a
+# name stack. Both are in `jax._src.source_info_util`.
 from jax._src import core as _core
 from jax._src import dispatch as _dispatch
 
-# The client of the coordination service is in `jax._src.distributed` alone (0.10.2).
+# Only `jax._src.distributed` has the client of the coordination service (0.10.2).
 from jax._src import distributed as _distributed
 from jax._src import pmap as _pmap
 from jax._src import source_info_util as _source_info
 
-# The checks of cuDNN's version and of the device in front of its fused attention are
-# functions of this module, looked up when a step is traced (0.10.2).
+# Functions of this module check cuDNN's version and the device before fused attention
+# is used. JAX looks these functions up when a step is traced (0.10.2).
 from jax._src.cudnn import fused_attention_stablehlo as _fused_attention
 from jax._src.interpreters import mlir as _mlir
 from jax._src.interpreters import pxla as _pxla
@@ -77,10 +78,11 @@ def name_stack(eqn: Any) -> str:
 def source_line(eqn: Any) -> str:
     """Returns ``file.py:line`` of the user's code that made an equation, or ''.
 
-    That is the innermost line outside of installed packages, such as Flax and Optax;
-    where there is none, theirs. What a pass has made itself has no line.
-    ``source_info_util.user_frames`` is private (0.10.2) and changed its
-    argument between releases, so a failure only loses the line.
+    The line is the innermost line outside of installed packages, such as Flax and
+    Optax. Without such a line, the innermost line of an installed package is returned.
+    An equation that a pass made has no line. ``source_info_util.user_frames`` is
+    private (0.10.2), and its argument changed between releases, so any failure only
+    returns ''.
     """
     found = ""
     with contextlib.suppress(Exception):
@@ -98,7 +100,7 @@ def source_line(eqn: Any) -> str:
 def is_of_random(eqn: Any) -> bool:
     """Whether a sampler of `jax.random` made an equation.
 
-    JAX's own frames stand in the traceback of ``source_info`` alone (0.10.2).
+    Only the traceback of ``source_info`` has JAX's own frames (0.10.2).
     """
     home, traceback = _prng.__file__.rpartition("/")[0], eqn.source_info.traceback
     return any(f.file_name.startswith(home) for f in getattr(traceback, "frames", ()))
@@ -116,8 +118,7 @@ def thread_options() -> list[Any]:
 def source_of(eqn: Any) -> Generator[None]:
     """Binds primitives under the name stack and traceback of ``eqn``.
 
-    ``source_info_util.user_context`` is what ``jax.core.eval_jaxpr`` itself
-    uses (0.10.2).
+    ``jax.core.eval_jaxpr`` itself uses ``source_info_util.user_context`` (0.10.2).
     """
     stack = _source_info.current_name_stack() + eqn.source_info.name_stack
     with _source_info.user_context(eqn.source_info.traceback, name_stack=stack):
@@ -125,16 +126,16 @@ def source_of(eqn: Any) -> Generator[None]:
 
 
 def bind(eqn: Any, *args: Any) -> list[Any]:
-    """Binds the primitive of ``eqn`` to ``args``; always returns a list."""
+    """Binds the primitive of ``eqn`` to ``args``. Always returns a list."""
     functions, params = _bind_parameters(eqn)
     out = eqn.primitive.bind(*functions, *args, **params)
     return list(out) if eqn.primitive.multiple_results else [out]
 
 
 def _bind_parameters(eqn: Any) -> tuple[Sequence[Any], dict[str, Any]]:
-    """``Primitive.get_bind_params``, no part of `jax.extend.core` (0.10.2).
+    """Calls ``Primitive.get_bind_params``, which `jax.extend.core` lacks (0.10.2).
 
-    Before 0.10 the functions that a primitive calls come beside its parameters.
+    Before 0.10 the method returned called functions separately from the parameters.
     """
     found = eqn.primitive.get_bind_params(eqn.params)
     return found if isinstance(found, tuple) else ((), found)
@@ -143,8 +144,8 @@ def _bind_parameters(eqn: Any) -> tuple[Sequence[Any], dict[str, Any]]:
 def bind_anywhere(eqn: Any, *args: Any) -> list[Any]:
     """`bind`, without the mesh that ``eqn`` was traced on.
 
-    Inside a manual ``shard_map`` the shardings in parameters say nothing but the name
-    of that mesh (0.10.2).
+    Inside a manual ``shard_map`` the shardings in an equation's parameters hold nothing
+    but the name of that mesh (0.10.2), so they are replaced by None.
     """
     functions, params = _bind_parameters(eqn)
     params = {
@@ -156,9 +157,10 @@ def bind_anywhere(eqn: Any, *args: Any) -> list[Any]:
 
 
 def bind_with(eqn: Any, params: dict[str, Any], *args: Any) -> list[Any]:
-    """`bind`, with other parameters than those of ``eqn``.
+    """`bind`, with parameters that differ from those of ``eqn``.
 
-    A Pallas kernel has no calls in its parameters, so they are bound as they are.
+    The parameters of a Pallas kernel contain no called functions, so the parameters are
+    bound unchanged.
     """
     return list(eqn.source.primitive.bind(*args, **params))
 
@@ -175,11 +177,12 @@ def renamed_mesh(mesh: Any, names: tuple[str, ...]) -> Any:
 def copier(
     source: Sequence[Any], target: Sequence[Any]
 ) -> Callable[[list[Any]], list[Any]]:
-    """Returns a function that copies arrays to devices that get the same parts.
+    """Returns a function that copies arrays to devices with the same partitioning.
 
-    For such arrays `jax.device_put` calls the same function, after 40 us of Python for
-    each (0.10.2). It trusts its caller, so arrays that lie otherwise are left to
-    ``device_put``, and so are consumed ones, by which it would crash.
+    For such arrays `jax.device_put` calls the same internal function, after 40 us of
+    Python for each array (0.10.2). The internal function does not check its arguments:
+    it would crash on consumed arrays. Consumed arrays and arrays with another sharding
+    therefore go to ``device_put``.
     """
     devices = [sharding._internal_device_list for sharding in target]
     how = [_xc.ArrayCopySemantics.REUSE_INPUT] * len(devices)
@@ -196,9 +199,9 @@ def copier(
 
 
 def put(array: np.ndarray, sharding: Any) -> jax.Array:
-    """Returns an array of NumPy's on the devices of a sharding, all of this process.
+    """Puts a NumPy array on the devices of a sharding, all of which are local.
 
-    It is what ``jax.jit`` does with such an argument. `jax.device_put` does the same
+    ``jax.jit`` does the same with a NumPy argument. `jax.device_put` does the same
     after 40 us of Python (0.10.2).
     """
     (made,) = _pxla.shard_args([sharding], [None], [None], [array])
@@ -211,9 +214,9 @@ def is_extended(dtype: Any) -> bool:
 
 
 def itemsize(dtype: Any) -> int:
-    """Returns the bytes of one element; a PRNG key counts its raw words.
+    """Returns the bytes of one element; for a PRNG key, the bytes of its raw words.
 
-    ``jax.random.key_data`` gives the public shape of the raw words.
+    The public function ``jax.random.key_data`` gives the shape of the raw words.
     """
     if is_extended(dtype):
         aval = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct((), dtype))
@@ -223,7 +226,7 @@ def itemsize(dtype: Any) -> int:
 
 @contextlib.contextmanager
 def axis_env(sizes: dict[str, int]) -> Generator[None]:
-    """Binds names of axes that collectives may use, as ``jax.pmap`` does.
+    """Binds names of mesh axes that collectives may use, as ``jax.pmap`` does.
 
     ``core.extend_axis_env_nd`` is private (0.10.2).
     """
@@ -234,18 +237,19 @@ def axis_env(sizes: dict[str, int]) -> Generator[None]:
 def is_pmapped(function: Any) -> bool:
     """Whether a function was returned by ``jax.pmap``.
 
-    It is a plain function (0.10.2); only the file of its code tells.
+    ``jax.pmap`` returns a plain function (0.10.2). Only the file of the function's code
+    identifies it.
     """
     code = getattr(function, "__code__", None)
     return code is not None and code.co_filename == _pmap.__file__
 
 
 def static_argument_names(function: Any) -> frozenset[str]:
-    """Names of the arguments that a jitted function was told are static.
+    """Names of the arguments that a jitted function declares static.
 
-    ``_jit_info`` of a jitted function is private (0.10.2): without it nothing is
-    static but what the caller names. ``flax.nnx.jit`` keeps its jitted function in
-    ``jitted_fn``.
+    ``_jit_info`` of a jitted function is private (0.10.2). If the attribute is missing,
+    only the arguments that the caller names are static. ``flax.nnx.jit`` keeps its
+    jitted function in ``jitted_fn``.
     """
     info = getattr(getattr(function, "jitted_fn", function), "_jit_info", None)
     return frozenset(getattr(info, "static_argnames", None) or ())
@@ -253,10 +257,10 @@ def static_argument_names(function: Any) -> frozenset[str]:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Coordination:
-    """The coordination service of ``jax.distributed``, as one process sees it.
+    """The coordination service of ``jax.distributed``, as seen by one process.
 
     Attributes:
-      client: of the service; stores keys and values.
+      client: the client of the service, which stores keys and values.
       index: number of this process.
       count: number of processes.
     """
@@ -269,8 +273,8 @@ class Coordination:
 def coordination() -> Coordination | None:
     """Returns the coordination service, or None without ``jax.distributed``.
 
-    ``jax.distributed.is_initialized`` is public, the client is not (0.10.2). No
-    backend is started, as ``jax.process_index`` would.
+    ``jax.distributed.is_initialized`` is public, but the client is not (0.10.2). This
+    function starts no backend, whereas ``jax.process_index`` would start one.
     """
     state = _distributed.global_state
     if state.client is None:
@@ -279,10 +283,10 @@ def coordination() -> Coordination | None:
 
 
 def leave_coordination() -> None:
-    """Makes this process end without waiting for the others to end.
+    """Lets this process end without waiting for the other processes to end.
 
-    At exit ``jax.distributed`` waits minutes for all processes (0.10.2). Client and
-    service are kept alive on purpose: their destructors would wait too.
+    At exit ``jax.distributed`` waits minutes for all processes (0.10.2). The client and
+    the service are deliberately kept alive, because their destructors would wait too.
     """
     state = _distributed.global_state
     for kept in (state.client, state.service):
@@ -291,18 +295,19 @@ def leave_coordination() -> None:
 
 
 def key_bits(keys: Any) -> Any:
-    """The numbers of typed keys; other arrays as they are.
+    """The raw words of typed keys; any other array unchanged.
 
-    Unlike ``jax.random.key_data`` this runs no program, which a process could not that
-    has no part of the keys. What it reads is private (0.10.2).
+    Unlike ``jax.random.key_data``, this function runs no program. A process that holds
+    no part of the keys could not run one. The attribute ``_base_array`` is private
+    (0.10.2).
     """
     return keys._base_array if is_extended(keys.dtype) else keys
 
 
 def bits_struct(shape: tuple[int, ...], dtype: Any) -> tuple[tuple[int, ...], Any]:
-    """Shape and dtype of `key_bits` of an array.
+    """The shape and dtype of `key_bits` of an array.
 
-    What a dtype of keys is made of is private (0.10.2).
+    The components of a key dtype are private (0.10.2).
     """
     if not is_extended(dtype):
         return shape, dtype
@@ -310,7 +315,7 @@ def bits_struct(shape: tuple[int, ...], dtype: Any) -> tuple[tuple[int, ...], An
 
 
 def with_dtype(bits: Any, dtype: Any) -> Any:
-    """The array of which `key_bits` gave the numbers; it runs no program either."""
+    """The inverse of `key_bits`; this function runs no program either."""
     if not is_extended(dtype):
         return bits
     return _prng.PRNGKeyArray(dtype._impl, bits)
@@ -319,7 +324,7 @@ def with_dtype(bits: Any, dtype: Any) -> Any:
 def dtype_of(name: str) -> Any:
     """The dtype of a name such as ``bfloat16`` or ``key<fry>``.
 
-    The registry of kinds of keys is private (0.10.2).
+    The registry of key implementations is private (0.10.2).
 
     Raises:
       InputError: there is no such dtype.
@@ -336,7 +341,7 @@ def dtype_of(name: str) -> Any:
 
 
 def subjaxprs(eqn: Any) -> Iterator[Any]:
-    """Yields the jaxprs in the parameters of an equation, closed ones opened."""
+    """Yields the jaxprs in the parameters of an equation, without closed wrappers."""
     for value in eqn.params.values():
         for item in value if isinstance(value, (tuple, list)) else (value,):
             inner = getattr(item, "jaxpr", item)
@@ -347,9 +352,9 @@ def subjaxprs(eqn: Any) -> Iterator[Any]:
 def without_refs(jaxpr: Any) -> Any:
     """Returns the body of a Pallas kernel as a pure function, closed.
 
-    Its inputs are what its refs hold first, then the numbers of the point of its grid;
-    its results are what its refs hold last. ``state.discharge.discharge_state`` is
-    private (0.10.2).
+    The inputs of the function are the initial contents of the kernel's refs, then the
+    program ids and grid sizes that the kernel asks for. The results are the final
+    contents of the refs. ``state.discharge.discharge_state`` is private (0.10.2).
     """
     asked = ("program_id", "num_programs")
     numbers = [e for e in jaxpr.eqns if e.primitive.name in asked]
@@ -361,7 +366,7 @@ def without_refs(jaxpr: Any) -> Any:
     return _discharge.discharge_state(ClosedJaxpr(pure, ()))
 
 
-# The version that steps are traced for where there is no cuDNN, as the library counts.
+# The cuDNN version, in cuDNN's own numbering, that is assumed on hosts without cuDNN.
 _CUDNN_VERSION = 91200
 
 
@@ -381,7 +386,7 @@ _CHECKS = (
 
 
 def _answers() -> bool:
-    """Whether this thread gets the answers of a device that the host lacks."""
+    """Whether this thread gets answers for an assumed device, not the host's."""
     if not _devices.absent:
         return False
     if _cuda_versions is None:
@@ -390,19 +395,19 @@ def _answers() -> bool:
 
 
 class _Checks:
-    """Answers the checks of fused attention for the threads that ask it to.
+    """Answers the checks of fused attention for the threads in `without_devices`.
 
     The functions of JAX's module are replaced while at least one thread is inside
-    `without_devices`; any other thread still gets the answers of JAX's own.
+    `without_devices`. Every other thread still gets the answers of JAX's own functions.
     """
 
     def __init__(self) -> None:
-        """Replaces nothing yet."""
+        """Starts with JAX's own functions in place."""
         self.inside = 0
         self.own: dict[str, Any] = {}
 
     def enter(self) -> None:
-        """Replaces the functions, if this is the first thread."""
+        """Replaces JAX's functions when the first thread enters."""
         with _checks_lock:
             self.inside += 1
             if self.inside > 1:
@@ -413,7 +418,7 @@ class _Checks:
             _fused_attention.is_cuda_compute_capability_equal = self.equal
 
     def leave(self) -> None:
-        """Puts JAX's own functions back, if this is the last thread."""
+        """Restores JAX's own functions when the last thread leaves."""
         with _checks_lock:
             self.inside -= 1
             if not self.inside:
@@ -427,7 +432,7 @@ class _Checks:
         return self.own["check_cudnn_version"]()
 
     def at_least(self, capability: str) -> Any:
-        """Whether the device has at least a compute capability: Hopper has."""
+        """Whether the device has at least a compute capability. Hopper has 9.0."""
         if _answers():
             return tuple(map(int, capability.split("."))) <= (9, 0)
         return self.own["check_compute_capability"](capability)
@@ -446,10 +451,11 @@ _checks = _Checks()
 def without_devices() -> Generator[None]:
     """Lets this thread trace cuDNN's fused attention on a host without cuDNN.
 
-    JAX asks for cuDNN's version and the device's compute capability while it traces
-    (0.10.2). Inside, the answers are those of a Hopper GPU; the traced program does
-    not depend on them. JAX's functions are back after the last thread has left, and
-    other threads never see the answers. A host with cuDNN keeps JAX's own checks.
+    While JAX traces a step, it asks for cuDNN's version and for the device's compute
+    capability (0.10.2). Inside this context the answers are those of a Hopper GPU. The
+    traced program does not depend on the answers. JAX's functions are restored after
+    the last thread has left, and other threads never see the assumed answers. A host
+    with cuDNN keeps JAX's own checks.
     """
     if _devices.absent:
         yield
@@ -467,10 +473,11 @@ def without_devices() -> Generator[None]:
 def lowered_without_devices() -> Generator[None]:
     """Lets cuDNN's fused attention be lowered over an abstract mesh.
 
-    Its primitives are listed in ``dispatch.prim_requires_devices_during_lowering``
-    (0.10.2), because JAX may have to partition them. The planned program has them
-    inside a manual ``shard_map`` over all axes, where there is nothing to partition.
-    The list is put back as it was.
+    JAX lists the primitives of fused attention in
+    ``dispatch.prim_requires_devices_during_lowering`` (0.10.2), because JAX may have to
+    partition them. In the planned program these primitives are inside a ``shard_map``
+    that is manual over all mesh axes, so JAX has nothing to partition. The list is
+    restored when the context ends.
     """
     listed = _dispatch.prim_requires_devices_during_lowering
     taken = {p for p in listed if p.name.startswith("dot_product_attention_")}
@@ -486,20 +493,20 @@ def compile_without_devices(
 ) -> tuple[str, dict[str, int]]:
     """Compiles a module for devices that this host does not have.
 
-    ``jax.experimental.topologies`` describes the devices. What JAX compiles with it is
-    one of its own functions; a module from another process goes to
-    ``compiler.backend_compile_and_load``, which is private, as are the parser of
-    modules and the options (0.10.2).
+    ``jax.experimental.topologies`` describes the devices. JAX's public functions
+    compile for such devices only a function of the same process. A module from another
+    process goes to ``compiler.backend_compile_and_load``, which is private. The parser
+    of modules and the compile options are private too (0.10.2).
 
     Args:
       module: bytecode of a lowered program.
-      platform: "cuda", "tpu" or "cpu", which has as many devices as are wanted.
-      topology: the devices, in the compiler's form.
-      description: of a GPU, in the compiler's form.
-      devices: how many of them run the program, the first ones.
+      platform: "cuda", "tpu" or "cpu"; "cpu" can have any number of devices.
+      topology: the devices, in the compiler's format.
+      description: the description of a GPU, in the compiler's format.
+      devices: the number of devices that run the program, counted from the first.
 
     Returns:
-      The text of the optimized module, and the bytes of its memory by kind.
+      The text of the optimized module, and its memory in bytes by kind.
     """
     if platform == "cpu":
         jax.config.update("jax_num_cpu_devices", devices)
@@ -528,7 +535,7 @@ def compile_without_devices(
 
 
 def _free_results(module: Any) -> list[bool]:
-    """Says of each result of a module whether its sharding is left to the _compiler."""
+    """For each result of a module, whether the compiler may choose its sharding."""
     main = next(
         op for op in module.body.operations if op.attributes["sym_name"].value == "main"
     )

@@ -1,8 +1,8 @@
-"""Callbacks of the host that run in the order of the program.
+"""Host callbacks that run in the order of the program.
 
-JAX orders them by tokens, for programs of one device only. Here the order is that of
-data: each callback takes a number that the one before it has returned. What JAX has of
-this is private (0.10.2).
+JAX orders callbacks by tokens, but only in programs for one device. Here a data
+dependency orders them: each callback takes a number that the callback before has
+returned. JAX's functions for this are private (0.10.2).
 """
 
 # pyright: reportPrivateUsage=false
@@ -21,18 +21,18 @@ from jax.experimental import io_callback as _io_callback
 from autopar_errors import InputError
 from autopar_passes import jax_compat
 
-# The number that the first callback takes.
+# The number that is passed to the first callback.
 FIRST = np.int32(0)
 _TURN = jax.ShapeDtypeStruct((), np.int32)
 
 
 def is_ordered(eqn: Any) -> bool:
-    """Whether an equation of JAX, or one within it, calls the host in order."""
+    """Whether a JAX equation, or an equation inside it, calls the host in order."""
     return any(_effects.ordered_effects.contains(x) for x in eqn.effects)
 
 
 def bind_unordered(eqn: Any, *args: Any) -> list[Any]:
-    """`jax_compat.bind`, without the order of a callback."""
+    """Like `jax_compat.bind`, but without the order of callbacks."""
     if not is_ordered(eqn):
         return jax_compat.bind(eqn, *args)
     made, _ = bind_in_turn(eqn, args, FIRST)
@@ -40,18 +40,18 @@ def bind_unordered(eqn: Any, *args: Any) -> list[Any]:
 
 
 def bind_in_turn(eqn: Any, args: Any, turn: Any) -> tuple[list[Any], Any]:
-    """Runs a callback after the one that has returned a number.
+    """Runs a callback after the callback that returned a number.
 
     Args:
       eqn: the callback.
-      args: its operands.
+      args: the operands of the callback.
       turn: the number.
 
     Returns:
       The results, and the number for the next callback.
 
     Raises:
-      InputError: the equation has another ordered effect.
+      InputError: the equation has an ordered effect that is not a callback.
     """
     call = _function(eqn)
 
@@ -67,7 +67,7 @@ def bind_in_turn(eqn: Any, args: Any, turn: Any) -> tuple[list[Any], Any]:
 
 
 def _function(eqn: Any) -> Any:
-    """The function of the host that a callback calls with its flat operands."""
+    """The host function that a callback calls with its flat operands."""
     params = eqn.params
     if eqn.primitive.name != "debug_print":
         if "callback" not in params:
@@ -76,7 +76,7 @@ def _function(eqn: Any) -> Any:
                 "step keeps. Call the host by jax.experimental.io_callback."
             )
         return params["callback"]
-    # As JAX's own lowering makes it of the primitive.
+    # The same function as in JAX's own lowering of the primitive.
     shown = functools.partial(
         _debugging._format_print_callback,
         params["fmt"],

@@ -1,8 +1,8 @@
-"""The mesh of ``jax.set_mesh``, and programs without the layouts that it gave them.
+"""The mesh of ``jax.set_mesh``, and programs without the layouts that it adds.
 
-With explicit axes every array's type says how it lies on the user's mesh. A plan
-decides that anew, so a step is traced under the user's mesh and runs without it. What
-JAX has of this is private (0.10.2).
+With explicit axes, every array's type includes the array's layout on the user's mesh. A
+plan chooses new layouts. A step is therefore traced under the user's mesh and run
+without it. JAX's functions for this are private (0.10.2).
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from jax._src.named_sharding import UNSPECIFIED as _UNSPECIFIED
 from jax.extend import core as jex_core
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-# What a step raises that does not fit the explicit mesh that it is traced under.
+# The error of a step that does not fit the explicit mesh it is traced under.
 ShardingTypeError = _core.ShardingTypeError
 
-# Equations that say where an array lies, and nothing else.
+# Primitives that only state the placement of an array.
 PLACEMENTS = frozenset({"sharding_constraint", "mesh_cast", "reshard"})
 
 
@@ -35,8 +35,8 @@ class UserMesh:
     """The mesh that a caller has set.
 
     Attributes:
-      abstract: its axes, as ``jax.sharding.get_abstract_mesh`` returns them.
-      concrete: the same with devices; None where only the abstract one is set.
+      abstract: the axes of the mesh, as returned by ``jax.sharding.get_abstract_mesh``.
+      concrete: the mesh with devices; None if only the abstract mesh is set.
     """
 
     abstract: Any
@@ -44,7 +44,7 @@ class UserMesh:
 
 
 class _Held(threading.local):
-    """What `without_mesh` has put aside in this thread."""
+    """The mesh that `without_mesh` has put aside in this thread."""
 
     inside = False
     mesh: UserMesh | None = None
@@ -54,7 +54,7 @@ _held = _Held()
 
 
 def user_mesh() -> UserMesh | None:
-    """Returns the mesh that the caller has set, also within `without_mesh`."""
+    """Returns the mesh that the caller has set, even within `without_mesh`."""
     if _held.inside:
         return _held.mesh
     abstract = _mesh.get_abstract_mesh()
@@ -66,7 +66,7 @@ def user_mesh() -> UserMesh | None:
 
 @contextlib.contextmanager
 def without_mesh() -> Generator[None]:
-    """Puts the caller's mesh aside; `user_mesh` still returns it."""
+    """Removes the caller's mesh within the context; `user_mesh` still returns it."""
     found = None if _held.inside else user_mesh()
     if found is None:
         yield
@@ -82,7 +82,7 @@ def without_mesh() -> Generator[None]:
 
 @contextlib.contextmanager
 def enter_mesh(mesh: UserMesh | None) -> Generator[None]:
-    """Sets a mesh, also while JAX traces; None changes nothing."""
+    """Sets a mesh, even while JAX traces; None changes nothing."""
     if mesh is None:
         yield
         return
@@ -103,7 +103,7 @@ def _set(abstract: Any, concrete: Any) -> Generator[None]:
 
 
 def explicit_sharding(leaf: Any) -> NamedSharding | None:
-    """Returns the sharding of an array or a struct that is a part of its type."""
+    """Returns the sharding in the type of an array or a struct; None if it has none."""
     sharding = getattr(leaf, "sharding", None)
     if not isinstance(sharding, NamedSharding):
         return None
@@ -111,11 +111,12 @@ def explicit_sharding(leaf: Any) -> NamedSharding | None:
 
 
 def on_mesh(struct: Any, mesh: UserMesh | None) -> Any:
-    """Returns a struct that may be traced under a mesh.
+    """Returns a struct that can be traced under a mesh.
 
-    The type of an array that lies on another mesh says nothing there; without a mesh
-    that is set, JAX would ask every operation how its result lies. An axis that does
-    not divide its dimension, as that of a microbatch's rows, is left out.
+    If the array is on another mesh, its sharding has no meaning under this mesh and is
+    removed. If no mesh is set, JAX would require a result sharding for every operation,
+    so the sharding is removed too. A mesh axis that does not divide its dimension is
+    removed from the sharding. An example is the dimension of a microbatch's rows.
     """
     sharding = explicit_sharding(struct)
     if sharding is None:
@@ -136,14 +137,16 @@ def on_mesh(struct: Any, mesh: UserMesh | None) -> Any:
 def drop_shardings(closed: Any) -> Any:
     """Returns a closed jaxpr without the shardings that it states.
 
-    ``reshard`` and its like are dropped. A ``shard_map`` keeps its own mesh. What the
-    program computes does not change: an explicit sharding says where parts lie.
+    Primitives such as ``reshard`` are removed. A ``shard_map`` keeps its own mesh. The
+    results of the program do not change, because an explicit sharding only tells where
+    parts of an array are.
     """
     return jex_core.ClosedJaxpr(_jaxpr(closed.jaxpr), closed.consts)
 
 
-# Two traces share the jaxprs that JAX keeps, such as that of a scatter's sum. Programs
-# are compared by them, so one jaxpr has one form without shardings.
+# JAX shares cached jaxprs between traces, such as the jaxpr of a scatter's sum.
+# Programs are compared by these jaxprs, so each jaxpr needs a unique form without
+# shardings.
 _unsharded: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
 
@@ -213,7 +216,7 @@ def _param(name: str, value: Any) -> Any:
 
 
 def _aval(value: Any) -> Any:
-    """Returns a type without its sharding; anything else as it is."""
+    """Returns a type without its sharding; any other object unchanged."""
     if not isinstance(value, _core.ShapedArray):
         return value
     return _core.ShapedArray(
@@ -222,7 +225,7 @@ def _aval(value: Any) -> Any:
 
 
 def _without_mesh(context: Any) -> Any:
-    """Returns the context of an equation, made under no mesh."""
+    """Returns the context of an equation as created without a mesh."""
     if context.cur_abstract_mesh.empty:
         return context
     with context.manager, _set(_mesh.empty_abstract_mesh, _config.config_ext.unset):
@@ -232,12 +235,12 @@ def _without_mesh(context: Any) -> Any:
 def off_mesh(
     function: Callable[..., Any], args: Sequence[Any], mesh: UserMesh | None
 ) -> Callable[..., Any]:
-    """Returns a function that is traced under a mesh and runs without it.
+    """Returns a function that is traced under a mesh and runs without the mesh.
 
     Args:
-      function: of trees of arrays, to a tree of arrays.
-      args: its arguments, arrays or structs; their types may name a mesh's axes.
-      mesh: the mesh; None: the function is returned as it is.
+      function: a function from trees of arrays to a tree of arrays.
+      args: the arguments, arrays or structs; their types may name axes of a mesh.
+      mesh: the mesh; if it is None, the function is returned unchanged.
     """
     if mesh is None:
         return function

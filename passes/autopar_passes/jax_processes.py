@@ -1,8 +1,9 @@
-"""The names of JAX that are not public and have to do with other processes.
+"""The names of JAX that are not public and that concern several processes.
 
-`jax.distributed.initialize` hosts the coordination service in process 0 and joins once.
-Here the service lives in a process of its own, and a process joins one world after
-another (0.10.2). One process can also compile what another one runs.
+`jax.distributed.initialize` starts the coordination service in process 0, and a process
+can join only once. In this project the service runs in a separate process, and a
+process joins one world after another (0.10.2). A *world* is a set of processes that run
+JAX together. One process can also compile a program that another process runs.
 """
 
 from __future__ import annotations
@@ -27,22 +28,23 @@ from jax.experimental.compilation_cache import compilation_cache as _cache
 from jax.extend import backend as _backend
 from jaxlib.mlir import ir as _ir
 
-# The supervisor watches processes. JAX's own heartbeats must not end one that is slow.
+# The supervisor watches the processes, so JAX's heartbeats must not end a slow process.
 _HEARTBEAT_S = 24 * 3600
 _SHUTDOWN_S = 2
 
-# Whether this process was forked from one in which JAX's threads ran, which `fork`
-# does not copy.
+# Holds True if this process was forked from a process in which JAX's threads ran.
+# `fork` does not copy threads.
 _forked: list[bool] = []
 
 
 def was_forked() -> bool:
-    """Whether JAX cannot run here, as it ran before the process was forked."""
+    """Whether JAX cannot run here, because it ran before this process was forked."""
     return bool(_forked)
 
 
 def _after_fork() -> None:
-    # The dictionary, not `backends_are_initialized`: another thread may hold its lock.
+    # Read the dictionary: another thread may hold the lock of
+    # `backends_are_initialized`.
     if _xla_bridge._backends:  # pyright: ignore[reportPrivateUsage]
         _forked.append(True)
 
@@ -51,12 +53,13 @@ os.register_at_fork(after_in_child=_after_fork)
 
 
 def open_service(count: int) -> tuple[str, Any]:
-    """Starts a coordination service at a port that is free; returns its address, too.
+    """Starts a coordination service at a free port; returns address and service.
 
-    Nobody is told when a process dies, and no process waits for others at the end.
+    The service tells no process when another process dies, and no process waits for
+    others at its end.
 
     Args:
-      count: number of processes of its world.
+      count: number of processes of the service's world.
     """
     for attempt in range(8):
         with socket.socket() as probe:
@@ -82,9 +85,9 @@ def coordination_client(address: str, index: int, connect_s: int) -> Any:
     """Returns a client that is not connected yet.
 
     Args:
-      address: of the service.
+      address: address of the service.
       index: number of the process.
-      connect_s: how long ``connect`` waits for the other processes.
+      connect_s: seconds for which ``connect`` waits for the other processes.
     """
     return _jax.get_distributed_runtime_client(
         address,
@@ -98,12 +101,12 @@ def coordination_client(address: str, index: int, connect_s: int) -> Any:
 
 
 def fill_place(address: str, index: int, connect_s: int) -> None:
-    """Connects in the place of a process that is gone, from a thread that may wait.
+    """Connects in place of a process that has died. Call it in a thread: it may wait.
 
     Args:
-      address: of the service, which waits for all of its world.
-      index: number of the process.
-      connect_s: how long it waits for the others.
+      address: address of the service, which waits for all processes of its world.
+      index: number of the process that has died.
+      connect_s: seconds for which the call waits for the other processes.
     """
     with contextlib.suppress(Exception):
         client = coordination_client(address, index, connect_s)
@@ -112,17 +115,17 @@ def fill_place(address: str, index: int, connect_s: int) -> None:
 
 
 def enter_world(client: Any, host: str, index: int, count: int) -> None:
-    """Makes a connected client that of JAX's next backend.
+    """Lets JAX's next backend use a connected client.
 
     Args:
-      client: of a coordination service.
-      host: address at which the other processes reach this one.
+      client: client of a coordination service.
+      host: address at which the other processes reach this process.
       index: number of this process.
       count: number of processes.
     """
     state = _distributed.global_state
-    # JAX itself does not read the address once there is a client; `transfer_server`
-    # takes its host.
+    # If a client is set, JAX itself does not read the address. `transfer_server` reads
+    # the host of the address.
     state.client, state.coordinator_address = client, _with_port(host)
     state.process_id, state.num_processes = index, count
     _gloo_at(host)
@@ -135,8 +138,8 @@ def _with_port(host: str) -> str:
 def _gloo_at(host: str) -> None:
     """Lets gloo listen at an address of this host.
 
-    By default it takes what the host's name resolves to, which on many hosts is one of
-    loopback (0.10.2 has no setting for it).
+    By default gloo listens at the address that the host's name resolves to. On many
+    hosts this is a loopback address. JAX 0.10.2 has no setting for the address.
     """
 
     def create_client() -> Any:
@@ -154,9 +157,9 @@ def _gloo_at(host: str) -> None:
 
 
 def leave_world() -> Any:
-    """Drops JAX's backend and programs; returns the client, or None without one.
+    """Drops JAX's backend and programs; returns the client, or None if there was none.
 
-    Arrays of the old backend can still be read. They keep it alive.
+    Arrays of the old backend can still be read, and keep the old backend alive.
     """
     state = _distributed.global_state
     client, state.client = state.client, None
@@ -170,7 +173,7 @@ def leave_world() -> Any:
 def local_device_count() -> int:
     """The number of CPU devices that this process will have in any world.
 
-    From the settings, as long as no backend has been started.
+    The number comes from the settings, if no backend has been started.
     """
     asked = getattr(jax.config, "jax_num_cpu_devices", -1)
     if asked >= 0:
@@ -198,15 +201,15 @@ def _cpu_client(address: str, index: int, count: int, local: int) -> tuple[Any, 
 
 
 def imitated_backend(address: str, count: int, local_devices: int) -> Any:
-    """Returns the backend that process 0 of a world has, without the other processes.
+    """Returns the backend that process 0 of a world has, without other processes.
 
-    Programs can be compiled for its devices, and not run. Threads of this process
-    stand for the others while devices are made known.
+    Programs can be compiled for the devices of this backend, but not run. While the
+    devices are registered, threads of this process stand in for the other processes.
 
     Args:
-      address: of a coordination service for ``count`` processes.
+      address: address of a coordination service for ``count`` processes.
       count: number of processes.
-      local_devices: number of devices of each.
+      local_devices: number of devices of each process.
     """
     made: list[Any] = [None] * count
     errors: list[BaseException] = []
@@ -230,11 +233,12 @@ def imitated_backend(address: str, count: int, local_devices: int) -> Any:
 
 
 def transfer_server() -> Any:
-    """Starts a server that hands this process's arrays to others, and takes theirs.
+    """Starts a server that sends arrays to other processes and receives theirs.
 
     ``jax.experimental.transfer`` is public, but neither documented nor stable (0.10.2).
-    It listens where the coordination service sees this process from: of JAX, only its
-    address tells which network the processes share.
+    The server listens at the address that this process has on the network of the
+    coordination service. In JAX only the service's address tells which network the
+    processes share.
     """
     host = _own_address(_distributed.global_state.coordinator_address)
     client = jax.local_devices()[0].client
@@ -256,17 +260,18 @@ _cache_lock = threading.Lock()
 
 
 def compile_whole(lowered: Any) -> Any:
-    """Compiles a program that can be saved, without JAX's cache on the disk.
+    """Compiles a program so that it can be saved, without JAX's disk cache.
 
-    What XLA:CPU loads from that cache runs. But once it is saved again, whoever loads
-    it misses functions: ``NOT_FOUND: Function ... not found`` (0.10.2). Whether the
-    cache is used is decided once a process and remembered, which has no public switch.
+    A program that XLA:CPU loads from the disk cache runs. If it is saved again, the
+    saved program lacks functions, and loading it fails with ``NOT_FOUND: Function ...
+    not found`` (0.10.2). JAX decides once per process whether the cache is used, and no
+    public function changes this.
 
     Args:
-      lowered: `jax.stages.Lowered`.
+      lowered: a `jax.stages.Lowered`.
 
     Returns:
-      The `jax.stages.Compiled`.
+      A `jax.stages.Compiled`.
     """
     with _cache_lock, _config.enable_compilation_cache(False):
         _cache.reset_cache()
@@ -276,25 +281,26 @@ def compile_whole(lowered: Any) -> Any:
             _cache.reset_cache()
 
 
-# From a module as MLIR's bytecode, XLA's options serialised, and the numbers of the
-# devices, to a compiled program.
+# A function from an MLIR module as bytecode, XLA's serialised options and the ids of
+# the devices to a compiled program.
 CompileBytes = Callable[[bytes, bytes, tuple[int, ...]], bytes]
 
 
 def compile_by(lowered: Any, compile_bytes: CompileBytes) -> bool:
-    """Compiles a lowered program by a function, such as one that asks another process.
+    """Compiles a lowered program with a function, for example in another process.
 
-    JAX takes the result for its own: calls of the jitted function find it, as they find
-    what ``lowered.compile()`` leaves. Public JAX can only load a program into an object
-    that calls do not know (0.10.2).
+    JAX treats the result like one of ``lowered.compile()``: later calls of the jitted
+    function use it. With public functions, JAX can only load a program into an object
+    that calls of the jitted function do not use (0.10.2).
 
     Args:
-      lowered: `jax.stages.Lowered`, for CPU devices of this process.
-      compile_bytes: does what `compiled_bytes` does.
+      lowered: a `jax.stages.Lowered`, for CPU devices of this process.
+      compile_bytes: a function that does the work of `compiled_bytes`.
 
     Returns:
-      False: nothing was done, as the program has parts of this process, such as host
-      callbacks, or belongs to devices that another process does not have alike.
+      True if the program was compiled. False if nothing was done, because the program
+      contains objects of this process, such as host callbacks, or because another
+      process does not have the same devices.
     """
     computation = lowered._lowering
     arguments = computation.compile_args
@@ -315,7 +321,7 @@ def compile_by(lowered: Any, compile_bytes: CompileBytes) -> bool:
 
 
 class _Elsewhere:
-    """A client of XLA that compiles by a function, and is another one in all else."""
+    """An XLA client that compiles with a function and otherwise wraps a client."""
 
     def __init__(self, client: Any, compile_bytes: CompileBytes) -> None:
         self._client, self._compile_bytes = client, compile_bytes
@@ -326,7 +332,7 @@ class _Elsewhere:
     def compile_and_load(
         self, module: Any, executable_devices: Any, compile_options: Any
     ) -> Any:
-        """What XLA calls it, with its arguments."""
+        """Compiles a module; XLA calls this method with these arguments."""
         found = self._compile_bytes(
             _mlir.module_to_bytecode(module),
             compile_options.SerializeAsString(),
@@ -344,8 +350,8 @@ def compiled_bytes(module: bytes, options: bytes, devices: tuple[int, ...]) -> b
 
     Args:
       module: StableHLO, as MLIR's bytecode.
-      options: XLA's, serialised.
-      devices: numbers of the devices.
+      options: XLA's compile options, serialised.
+      devices: ids of the devices.
     """
     own = jax.devices("cpu")
     client = own[0].client

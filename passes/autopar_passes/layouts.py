@@ -1,4 +1,4 @@
-"""Layouts as JAX states them."""
+"""Layouts in JAX's form."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from autopar_passes import jax_compat
 
-# Mesh axes of each dimension, major to minor, as positions in the mesh.
+# By dimension, the mesh axes that shard it, major to minor, as positions in the mesh.
 Layout = tuple[tuple[int, ...], ...]
 
 
 def partition_spec(mesh: Any, layout: Layout) -> PartitionSpec:
-    """Returns JAX's form of a layout."""
+    """Returns a layout as a `PartitionSpec`."""
     names = mesh.axis_names
     entries = [
         None
@@ -30,7 +30,7 @@ def partition_spec(mesh: Any, layout: Layout) -> PartitionSpec:
 
 
 def automatic_axes(mesh: Any) -> frozenset[str]:
-    """Returns the axes of a mesh that no ``shard_map`` around has made manual."""
+    """Returns the axes of a mesh that no surrounding ``shard_map`` has made manual."""
     kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
     return frozenset(name for name, kind in kinds if kind is not AxisType.Manual)
 

@@ -1,14 +1,14 @@
 """Reads the communication and memory of a compiled program.
 
-`hlo_collectives` lists what the optimized program sends, in the terms of a
-plan: forms that one compiler pipeline uses in place of another collective are
-charged as that collective, and `compiled_audit` names them as exceptions.
+`hlo_collectives` lists the collectives of the optimized program in the terms of a plan.
+A compiler may replace a collective by another form. Such a form is charged as the
+original collective, and `compiled_audit` lists it as an exception.
 
-A compiled program as the sequence of what one device does: its schedule.
-
-An accelerator's program is scheduled: its text lists the instructions in the order
-in which they are issued. A collective begins at its ``-start`` and is waited for at
-its ``-done``; the kernels in between run beside it.
+The module also reads a compiled program as a schedule: the sequence of events on one
+device. The text of a program for an accelerator lists the instructions in the order in
+which they are issued. A collective begins at its ``-start`` instruction, and the device
+waits for it at its ``-done`` instruction. The kernels between the two run at the same
+time as the collective.
 """
 
 from __future__ import annotations
@@ -54,18 +54,18 @@ _CALLERS: Final = ("call", "fusion", "conditional", "async-start")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CompiledAudit:
-    """What a compiled step sends and holds, on one device.
+    """The communication and the memory of a compiled step, on one device.
 
     Attributes:
-      collectives: all of them, named as a plan names them.
+      collectives: all collectives, named as a plan names them.
       communication_bytes: bytes that one device sends in one step.
-      peak_memory_bytes: arguments, results that are not arguments updated in
-        place, and temporary buffers.
+      peak_memory_bytes: bytes of arguments, of results that are not arguments updated
+        in place, and of temporary buffers.
       argument_bytes: bytes of the arguments.
       output_bytes: bytes of the results.
       alias_bytes: bytes of results that reuse an argument's buffer.
-      temp_bytes: bytes of the buffer for everything in between.
-      exceptions: the forms that are known to differ from the plan's.
+      temp_bytes: bytes of the temporary buffers.
+      exceptions: the forms that are known to differ from the plan's collectives.
     """
 
     collectives: tuple[AuditedCollective, ...]
@@ -80,13 +80,13 @@ class CompiledAudit:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Found:
-    """A collective, and the forms in which it differs from the plan's."""
+    """A collective, and the ways in which its form differs from the plan's."""
 
     collective: AuditedCollective
     exceptions: tuple[str, ...] = ()
 
     def but(self, exception: str) -> Found:
-        """Returns the same under one more exception."""
+        """Returns the same collective with one more exception."""
         return Found(self.collective, (*self.exceptions, exception))
 
 
@@ -95,18 +95,20 @@ def hlo_collectives(
 ) -> tuple[AuditedCollective, ...]:
     """Lists the collectives of an optimized program.
 
-    A collective in a loop has the trips of the loop. A permute is charged for
-    the fraction of devices that send to another one, and not listed where none
-    does. An all-reduce of which each device keeps a slice is listed as a
-    reduce-scatter, followed by an all-reduce of what the scatter leaves to sum
-    and without what an all-reduce before it scatters. An array that was
-    widened from 16 to 32 bits only to be sent is charged as if it had not been.
+    A collective inside a loop counts once for each iteration of the loop. A permute is
+    charged for the share of devices that send to another device. A permute without such
+    devices is not listed. If each device keeps only a slice of an all-reduce, the
+    all-reduce is listed as a reduce-scatter. A second all-reduce is listed for the part
+    of the sum that the reduce-scatter does not cover. An all-reduce after a
+    reduce-scatter is charged only for the slice that the reduce-scatter leaves. An
+    array that was widened from 16 to 32 bits only for sending is charged with 16 bits.
 
     Args:
       text: the text of the optimized module, such as ``compiled.as_text()``.
-      mesh: names and sizes of the mesh axes, to name the axes of each group;
-        without them the axes are left out.
-      as_run: list what this program runs instead, under no other name.
+      mesh: names and sizes of the mesh axes, to name the axes of each group; without
+        them no axes are named.
+      as_run: whether to list the collectives that the program really runs, under their
+        own names.
     """
     reader = Reader(text, mesh, as_run)
     return tuple(found.collective for found in reader.entry())
@@ -140,18 +142,18 @@ def compiled_audit(compiled: Any, mesh: MeshAxes = ()) -> CompiledAudit:
 
 
 class Reader:
-    """Lists the collectives of one module; `hlo_collectives` says by which rules.
+    """Lists the collectives of one module by the rules of `hlo_collectives`.
 
     Attributes:
       module: the module.
-      follow: follows its values.
+      follow: follows the values of the module.
       mesh: names and sizes of the mesh axes.
-      as_run: whether each is listed under the name that it runs under.
-      unknown: notes of what is not counted, or not for certain.
+      as_run: whether each collective is listed under the name that it runs under.
+      unknown: notes on collectives that are not counted, or whose count is uncertain.
     """
 
     def __init__(self, text: str, mesh: MeshAxes, as_run: bool) -> None:
-        """Parses the text of a module; see the attributes."""
+        """Parses the text of a module. See the attributes for the arguments."""
         self.module: HloModule = parse_module(text)
         self.follow = ValueFollower(self.module)
         self.mesh = tuple(mesh)
@@ -160,7 +162,7 @@ class Reader:
         self.chains: set[tuple[str, ...]] = set()
 
     def top(self) -> Scope:
-        """Returns the scope of the computation that runs."""
+        """Returns the scope of the module's entry computation."""
         return Scope(self.module.computations[self.module.entry])
 
     def inside(self, scope: Scope, op: Instruction, name: str) -> Scope:
@@ -172,7 +174,7 @@ class Reader:
         yield from self.computation(self.top(), 1.0)
 
     def computation(self, scope: Scope, trips: float) -> Iterator[Found]:
-        """Yields the collectives of one computation, with how often each runs."""
+        """Yields the collectives of one computation, with the number of their runs."""
         for op in scope.computation.instructions.values():
             if op.opcode.removesuffix("-start") in _KINDS:
                 yield from self.collective(scope, op, trips)
@@ -193,7 +195,7 @@ class Reader:
         yield from self.computation(self.inside(scope, op, name), trips)
 
     def loop_count(self, op: Instruction) -> float:
-        """Returns a loop's noted trip count, else its condition's largest bound."""
+        """Returns a loop's annotated trip count, or its condition's largest bound."""
         noted = re.search(r'"known_trip_count":\{"n":"(\d+)"', op.attributes)
         if noted:
             return float(noted[1])
@@ -212,7 +214,7 @@ class Reader:
     def collective(
         self, scope: Scope, op: Instruction, trips: float
     ) -> Iterator[Found]:
-        """Yields what one instruction sends, an entry for each array."""
+        """Yields the collectives of one instruction, one for each array."""
         kind = _KINDS[op.opcode.removesuffix("-start")]
         if self._again(op):
             return
@@ -222,7 +224,8 @@ class Reader:
             return
         groups = device_groups(op, self.module.num_devices)
         if kind == "all_to_all":
-            # One operand for each device, or one that is cut up.
+            # An all-to-all has one operand for each device, or one operand that is
+            # split.
             yield self._describe(scope, op, 0, kind, groups, sum(sizes), trips)
             return
         for index, nbytes in enumerate(sizes):
@@ -233,10 +236,10 @@ class Reader:
                 yield self._describe(scope, op, index, kind, groups, result, trips)
 
     def _again(self, op: Instruction) -> bool:
-        """Returns whether a collective is a later piece of one that is counted.
+        """Returns whether a collective is a later piece of a collective counted before.
 
-        TPU programs write an asynchronous collective into every fusion that runs
-        beside it, under one channel and one chain.
+        TPU programs write an asynchronous collective into every fusion that runs at the
+        same time. All these pieces have the same channel and the same chain.
         """
         chain = re.search(r'\bchain_id="(\d+)"', op.attributes)
         channel = re.search(r"\bchannel_id=(\d+)", op.attributes)
@@ -267,10 +270,10 @@ class Reader:
         nbytes: float,
         trips: float,
     ) -> Iterator[Found]:
-        """Splits an all-reduce into the part that is sliced after and the rest."""
+        """Splits an all-reduce into a part that is sliced afterwards and the rest."""
         need = WHOLE
         if self.as_run and scope.call is not None and scope.call.opcode == "fusion":
-            # TPU programs write a reduce-scatter as a fusion: a sum and its slice.
+            # TPU programs write a reduce-scatter as a fusion of a sum and its slice.
             kind = "reduce_scatter"
             yield self._describe(scope, op, index, kind, groups, nbytes, trips)
             return
@@ -314,7 +317,7 @@ class Reader:
         return Found(made, (WIDENED,) if narrow else ())
 
     def _source(self, scope: Scope, op: Instruction, index: int) -> str:
-        """Returns the origin; combined all-reduces keep one for each part."""
+        """Returns an array's source; a combined all-reduce has one per array."""
         if len(op.operands) > 1 and op.opcode != "all-to-all":
             for user in scope.computation.users[op.name]:
                 if re.search(rf"\bindex={index}\b", user.attributes):
@@ -324,8 +327,9 @@ class Reader:
     def _narrow(self, scope: Scope, op: Instruction, index: int) -> bool:
         """Returns whether an operand has 16 bits before and after this collective.
 
-        All its readers go back to 16 bits, and it came from there; the origin
-        is not visible for an all-reduce, whose operand is a sum in 32 bits.
+        All readers of the result must convert it back to 16 bits, and the operand must
+        be converted from 16 bits. For an all-reduce only the readers are checked,
+        because its operand is a sum in 32 bits.
         """
         operand = op.operands[index]
         if scope.instruction(operand).shapes[0].dtype != _WIDENED_TO:
@@ -343,14 +347,14 @@ class Reader:
         )
 
     def _converted_from(self, scope: Scope, name: str) -> bool:
-        """Returns whether a value is widened from 16 bits just before."""
+        """Returns whether a value was widened from 16 bits just before."""
         scope, op = self.follow.origin(scope, name, _MOVES)
         if op.opcode != "convert":
             return False
         return scope.instruction(op.operands[0]).shapes[0].dtype in _NARROW
 
     def _arriving(self, scope: Scope, name: str) -> float:
-        """Returns the part of a value that a scattering all-reduce before it leaves."""
+        """Returns the share of a value that an earlier reduce-scatter leaves."""
         scope, op = self.follow.origin(scope, name)
         index = None
         if op.opcode == "get-tuple-element":
@@ -363,7 +367,7 @@ class Reader:
         return self._arriving(scope, op.operands[index or 0]) / scattered.shape[1]
 
     def _placed_in_zeros(self, scope: Scope, name: str) -> bool:
-        """Returns whether a value is one shard written into an array of zeros."""
+        """Returns whether a value is one shard, written into an array of zeros."""
         scope, op = self.follow.origin(scope, name)
         if op.opcode != "dynamic-update-slice":
             return False
@@ -373,7 +377,7 @@ class Reader:
         return base.opcode == "constant" and base.literal == "0"
 
 
-# Layout operations that keep the type.
+# Layout operations that keep the dtype.
 _MOVES: Final = (LAYOUT_OPCODES - {"convert"}) | {
     "concatenate",
     "dynamic-slice",
@@ -381,7 +385,7 @@ _MOVES: Final = (LAYOUT_OPCODES - {"convert"}) | {
 }
 
 
-# They hand values on; no kernel runs for them.
+# Instructions that only hand values on; no kernel runs for them.
 _FREE: Final = frozenset(
     {
         "after-all", "bitcast", "constant", "get-tuple-element", "iota",
@@ -399,12 +403,12 @@ _COLLECTIVES: Final = (
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Start:
-    """A collective begins.
+    """The start of a collective.
 
     Attributes:
-      name: of its instruction.
-      collectives: its arrays; they share one message.
-      waits: whether nothing runs beside it.
+      name: the name of the instruction.
+      collectives: the collectives of the arrays, which share one message.
+      waits: whether the device waits at once, so that nothing runs at the same time.
     """
 
     name: str
@@ -414,14 +418,14 @@ class Start:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Done:
-    """The device waits for a collective that `Start` began under this name."""
+    """The device waits for the collective whose `Start` has this name."""
 
     name: str
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class EventLoop:
-    """Events that run several times; of a branch, once."""
+    """Events of a loop that runs ``trips`` times."""
 
     trips: float
     body: tuple[Event, ...]
@@ -431,9 +435,9 @@ Event = Kernel | Start | Done | EventLoop
 
 
 def device_events(text: str, mesh: MeshAxes = ()) -> tuple[Event, ...]:
-    """Returns what one device does, in the order of an optimized program's text.
+    """Returns the events on one device, in the order of an optimized program's text.
 
-    Of a conditional every branch counts, as it does in an audit.
+    All branches of a conditional are included, as in an audit.
 
     Args:
       text: the text of the scheduled module.

@@ -1,14 +1,13 @@
 """Parses the text of a compiled program into computations and instructions.
 
-Only what an audit needs is kept: opcodes, shapes, operands, the computations
-that are called, and attributes as text.
+Only the data that an audit needs is kept: opcodes, shapes, operands, the called
+computations, and attributes as text.
 
-Follows values through a compiled program: which part of a result is used.
-
-XLA's CPU pipeline never forms a reduce-scatter: it runs an all-reduce, and
-each device keeps a slice. The slice stands behind layout operations and inside
-fusions, with an offset computed from the device's number; so the offset is
-evaluated here for every device.
+The module also follows values through a compiled program, to find the part of a result
+that is used. XLA's CPU compiler never generates a reduce-scatter. Instead it generates
+an all-reduce, and each device keeps a slice of the result. The slice comes after layout
+operations and inside fusions. Its offset is computed from the device's number, so this
+module evaluates the offset for every device.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ _BITS: Final = {"pred": 8, "token": 0, "opaque": 0}
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Shape:
-    """One array of a type; a tuple type has several."""
+    """One array of a type; a tuple type has several arrays."""
 
     dtype: str
     dims: tuple[int, ...]
@@ -59,12 +58,12 @@ class Instruction:
     """One instruction of a computation.
 
     Attributes:
-      name: its name, unique in the computation.
-      opcode: such as ``all-reduce``.
-      shapes: the arrays of its result, tuples flattened.
-      operands: names of its operands.
-      literal: the text between its parentheses.
-      attributes: the text after them.
+      name: the name of the instruction, unique in the computation.
+      opcode: the operation, such as ``all-reduce``.
+      shapes: the arrays of the result, with tuples flattened.
+      operands: the names of the operands.
+      literal: the text between the parentheses.
+      attributes: the text after the parentheses.
     """
 
     name: str
@@ -76,18 +75,18 @@ class Instruction:
 
     @property
     def called_names(self) -> tuple[str, ...]:
-        """Names of the computations that it calls, in the order of the text."""
+        """Names of the computations that the instruction calls, in text order."""
         found = _CALLED.findall(self.attributes)
         return tuple(n for text in found for n in _NAME.findall(text))
 
     @property
     def source(self) -> str:
-        """Returns where in the user's program it comes from."""
+        """Returns the name of the operation in the user's program."""
         found = re.search(r'op_name="([^"]*)"', self.attributes)
         return found.group(1) if found else ""
 
     def callee(self, role: str) -> str:
-        """Returns the computation called in a role, such as ``body``; '' for none."""
+        """Returns the computation called in a role, such as ``body``, or ''."""
         found = re.search(rf"\b{role}=%?([\w.\-]+)", self.attributes)
         return found.group(1) if found else ""
 
@@ -102,7 +101,7 @@ class Computation:
 
     @functools.cached_property
     def users(self) -> Mapping[str, tuple[Instruction, ...]]:
-        """The instructions that read each instruction."""
+        """For each instruction, the instructions that read it."""
         out: dict[str, list[Instruction]] = {n: [] for n in self.instructions}
         for instruction in self.instructions.values():
             for operand in dict.fromkeys(instruction.operands):
@@ -124,9 +123,9 @@ class HloModule:
     """A compiled program.
 
     Attributes:
-      computations: all of them by name.
-      entry: name of the one that runs.
-      num_devices: number of devices that run it together.
+      computations: all computations by name.
+      entry: name of the computation that is run.
+      num_devices: number of devices that run the program together.
     """
 
     computations: Mapping[str, Computation]
@@ -207,10 +206,10 @@ def _closing(text: str, opens: int) -> int:
 
 
 def device_groups(instruction: Instruction, num_devices: int) -> np.ndarray:
-    """Returns the groups of devices that a collective joins, one per row.
+    """Returns the groups of devices that a collective connects, one group per row.
 
-    Three notations occur: lists ``{{0,1},{2,3}}``, ``[2,2]<=[4]`` (an iota,
-    reshaped and perhaps transposed), and axes of a mesh.
+    Three notations occur: lists ``{{0,1},{2,3}}``, reshaped and possibly transposed
+    iotas ``[2,2]<=[4]``, and mesh axes.
 
     >>> iota = parse_instruction("%a = f32[] all-reduce(), replica_groups=[2,2]<=[4]")
     >>> device_groups(iota, 4).tolist()
@@ -237,7 +236,7 @@ def parse_instruction(line: str) -> Instruction:
 
 
 def _iota(found: re.Match[str]) -> np.ndarray:
-    """Returns the device numbers of ``[..]<=[dims]T(permutation)``, flat."""
+    """Returns the device numbers of ``[..]<=[dims]T(permutation)`` as a flat array."""
     dims = _ints(found[2] or found[1])
     devices = np.arange(math.prod(dims)).reshape(dims)
     order = _ints(found[3]) if found[3] else range(len(dims))
@@ -251,7 +250,7 @@ def _mesh_groups(text: str) -> np.ndarray:
     order = _IOTA.search(found[0]) if found else None
     axes = [(m[1], int(m[2])) for m in _AXIS.finditer(mesh)]
     joined = rest[rest.index("{") : rest.index("}")]
-    # A part of an axis, (major)size, splits it into major, size and minor.
+    # The part (major)size of an axis splits the axis into major, size and minor.
     sizes: list[int] = []
     within: list[bool] = []
     parts = {m[1]: m for m in _AXIS.finditer(joined)}
@@ -274,7 +273,7 @@ def _ints(text: str) -> tuple[int, ...]:
     return tuple(int(n) for n in text.split(",") if n)
 
 
-# Operations that keep every element, or only change its type.
+# Operations that keep every element, or change only its dtype.
 LAYOUT_OPCODES: Final = frozenset(
     ("bitcast", "convert", "copy", "optimization-barrier", "reshape", "transpose")
 )
@@ -293,7 +292,7 @@ _BINARY: Mapping[str, Callable[[np.ndarray, np.ndarray], np.ndarray]] = {
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Scope:
-    """A computation at one place where it is called."""
+    """A computation at one of the places where it is called."""
 
     computation: Computation
     call: Instruction | None = None
@@ -306,12 +305,13 @@ class Scope:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Need:
-    """Returns the part of a value that each device uses.
+    """The part of a value that each device uses.
 
     Attributes:
-      fraction: size of one slice; 1 where a device uses the whole value.
-      slices: the slices that each device uses, in an arbitrary numbering;
-        empty where they are not known.
+      fraction: size of one slice relative to the value; 1 if a device uses the whole
+        value.
+      slices: for each device, the slices that it uses, in an arbitrary numbering; empty
+        if the slices are unknown.
     """
 
     fraction: float = 1.0
@@ -319,7 +319,7 @@ class Need:
 
     @property
     def share(self) -> float:
-        """The part of the value that one device uses."""
+        """The share of the value that one device uses."""
         count = max((len(s) for s in self.slices), default=1)
         return min(1.0, count * self.fraction)
 
@@ -344,7 +344,7 @@ WHOLE: Final = Need()
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ValueReading:
-    """One reader of a value, layout operations and fusions looked through."""
+    """One reader of a value; layout operations and fusions in between are skipped."""
 
     scope: Scope
     reader: Instruction | None
@@ -363,10 +363,10 @@ class ValueFollower:
         """Yields the readers of a value.
 
         Args:
-          scope: where the value is made.
-          name: the instruction that makes it.
-          index: its position in a tuple, None for an array.
-          through: opcodes to look through.
+          scope: the scope in which the value is computed.
+          name: the instruction that computes the value.
+          index: the position of the value in a tuple; None for an array.
+          through: opcodes to skip.
         """
         if name == scope.computation.root:
             yield from self.readings_outside(scope, index, through)
@@ -403,7 +403,8 @@ class ValueFollower:
     def need(self, scope: Scope, name: str, index: int | None) -> Need:
         """Returns the part of a value that each device uses.
 
-        A smaller slice taken beside a larger one is taken to lie within it.
+        If slices of several sizes are taken, smaller slices are assumed to be inside
+        larger ones.
         """
         needs = [
             self.need_of(reading)
@@ -419,7 +420,7 @@ class ValueFollower:
         return Need(largest, tuple(frozenset().union(*slices) for slices in per_device))
 
     def need_of(self, reading: ValueReading) -> Need:
-        """Returns the part of a value that each device uses for one reader."""
+        """Returns the part of a value that each device uses through one reader."""
         reader = reading.reader
         if reader is None:
             return WHOLE
@@ -432,7 +433,7 @@ class ValueFollower:
         return WHOLE
 
     def slice_need(self, scope: Scope, reader: Instruction) -> Need:
-        """Returns the slice that each device takes, if that depends on the device."""
+        """Returns the slice that each device takes, if it depends on the device."""
         whole = scope.instruction(reader.operands[0]).shapes[0].dims
         part = reader.shapes[0].dims
         offsets: list[np.ndarray] = []
@@ -451,10 +452,10 @@ class ValueFollower:
         return Need(fraction, tuple(frozenset((tuple(row),)) for row in rows))
 
     def per_device(self, scope: Scope, name: str) -> np.ndarray | None:
-        """Returns an integer's value on each device, None where it is not known.
+        """Returns an integer value on each device; None if it is unknown.
 
         Returns:
-          The value's array with the devices as first dimension.
+          The value's array, with the devices as first dimension.
         """
         scope, instruction = self.resolve(scope, name)
         parts = [self.per_device(scope, n) for n in instruction.operands]
@@ -483,7 +484,7 @@ class ValueFollower:
                 return None
 
     def depends_on_device(self, scope: Scope, name: str) -> bool:
-        """Returns whether a value is computed from the number of the device."""
+        """Returns whether a value is computed from the device's number."""
         scope, instruction = self.resolve(scope, name)
         if instruction.opcode == "partition-id":
             return True
@@ -494,7 +495,7 @@ class ValueFollower:
         )
 
     def resolve(self, scope: Scope, name: str) -> tuple[Scope, Instruction]:
-        """Follows parameters, fusions and loop invariants to where a value is made."""
+        """Follows parameters, fusions and loop invariants to the maker of a value."""
         instruction = scope.instruction(name)
         if instruction.opcode == "parameter" and scope.call and scope.outer:
             number = int(instruction.literal)
@@ -510,7 +511,7 @@ class ValueFollower:
     def origin(
         self, scope: Scope, name: str, through: frozenset[str] = LAYOUT_OPCODES
     ) -> tuple[Scope, Instruction]:
-        """Returns where a value is made; looks through layout operations."""
+        """Returns the maker of a value; skips layout operations."""
         scope, op = self.resolve(scope, name)
         while op.opcode in through and op.operands:
             scope, op = self.resolve(scope, op.operands[0])
@@ -519,7 +520,7 @@ class ValueFollower:
     def resolve_element(
         self, scope: Scope, element: Instruction
     ) -> tuple[Scope, Instruction]:
-        """Follows an element of a tuple, or of a loop's state that never changes."""
+        """Follows an element of a tuple, or a constant element of a loop's state."""
         holder = scope.instruction(element.operands[0])
         if holder.opcode == "tuple":
             return self.resolve(scope, holder.operands[element_index(element)])
@@ -536,7 +537,7 @@ class ValueFollower:
 
 
 def split_groups(need: Need, groups: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the groups of the scatter, and of the reduction of what it leaves."""
+    """Returns the groups of the reduce-scatter, and of the remaining all-reduce."""
     size = groups.shape[1]
     ratio = round(need.join_groups(groups).share / need.share)
     of_slice: dict[frozenset[tuple[int, ...]], list[int]] = {}
@@ -546,7 +547,7 @@ def split_groups(need: Need, groups: np.ndarray) -> tuple[np.ndarray, np.ndarray
     kept = list(of_slice.values())
     if len(kept) == ratio and len({len(devices) for devices in kept}) == 1:
         return np.array([[devices[0] for devices in kept]]), np.array(kept[:1])
-    # Which devices keep the same slice is not known, or they overlap.
+    # It is unknown which devices keep the same slice, or the slices overlap.
     ratio = math.gcd(max(ratio, 1), size)
     parts = groups[:1].reshape(ratio, size // ratio)
     return parts[:, :1].T, parts[:1]
@@ -557,13 +558,13 @@ def _positions(user: Instruction, name: str) -> tuple[int, ...]:
 
 
 def element_index(element: Instruction) -> int:
-    """Returns the position that a ``get-tuple-element`` takes."""
+    """Returns the position that a ``get-tuple-element`` reads."""
     found = re.search(r"\bindex=(\d+)", element.attributes)
     return int(found[1]) if found else 0
 
 
 def _constant(instruction: Instruction, devices: int) -> np.ndarray | None:
-    """Returns a constant's integers; None where the text leaves them out."""
+    """Returns a constant's integers; None if the text omits them."""
     if "..." in instruction.literal or not instruction.shapes:
         return None
     numbers = [int(n) for n in re.findall(r"-?\b\d+\b", instruction.literal)]

@@ -1,4 +1,4 @@
-"""The kernels of a compiled program: products, and the bytes that each moves."""
+"""The kernels of a compiled program: their products and the bytes that they move."""
 
 from __future__ import annotations
 
@@ -19,22 +19,24 @@ from autopar_passes.audit.hlo_text import (
 
 # The bytes that a kernel of a compiled program reads and writes.
 #
-# A kernel that slices an array reads the slice alone, as one of a loop over layers does
-# with the stacked weights, and one that writes a slice in place writes no more.
+# A kernel that slices an array reads only the slice. For example, a kernel in a loop
+# over layers reads one layer of the stacked weights. A kernel that updates a slice in
+# place writes only the slice.
 
-# They read of their first operand as many elements as are wanted of their result.
+# Operations that read, of their first operand, only as many elements as the result
+# uses.
 _PARTIAL = frozenset({"slice", "dynamic-slice", "gather", "broadcast"})
-# They write a part of their first operand in place: the number of the part.
+# Operations that update their first operand in place -> the operand with the update.
 _IN_PLACE = {"dynamic-update-slice": 1, "scatter": 2}
 
 
 def kernel_bytes(module: HloModule, scope: Scope, op: Instruction) -> float:
-    """The bytes of what a kernel reads and writes.
+    """The bytes that a kernel reads and writes.
 
     Args:
-      module: with the computation that a fusion calls.
-      scope: the instruction's.
-      op: the kernel.
+      module: the module with the computation that a fusion calls.
+      scope: the scope of the instruction.
+      op: the kernel's instruction.
     """
     operands = [scope.instruction(name) for name in op.operands]
     if op.opcode == "fusion":
@@ -50,7 +52,7 @@ def kernel_bytes(module: HloModule, scope: Scope, op: Instruction) -> float:
 
 
 def _size(shapes: tuple[Shape, ...]) -> float:
-    """Bytes of arrays, without a library's work space, which is a row of bytes."""
+    """Bytes of arrays, without a library's work space, which is a vector of bytes."""
     return sum(s.nbytes for s in shapes if s.dtype != "s8" or len(s.dims) > 1)
 
 
@@ -79,7 +81,7 @@ def _written_bytes(body: Computation, root: Instruction) -> float:
 
 
 def _update_in_place(body: Computation, root: Instruction) -> Instruction | None:
-    """What a result writes in place of a part of an operand; None: it is anew."""
+    """The update that a result writes in place; None if the whole result is written."""
     while root.opcode == "bitcast":
         root = body.instructions[root.operands[0]]
     part = _IN_PLACE.get(root.opcode)
@@ -91,7 +93,7 @@ def _count(op: Instruction) -> float:
 
 
 def _element_counts(body: Computation) -> dict[str, float]:
-    """How many elements of each value of a fusion are made or read, at the most."""
+    """An upper bound of the elements of each value of a fusion that are used."""
     wanted: defaultdict[str, float] = defaultdict(float)
     in_place: set[str] = set()
     for name in _roots(body):
@@ -114,7 +116,7 @@ def _element_counts(body: Computation) -> dict[str, float]:
 def _reads(
     body: Computation, op: Instruction, made: float, in_place: bool
 ) -> Iterator[tuple[str, float]]:
-    """How many elements an instruction reads of each operand for those it makes."""
+    """Elements of each operand that an instruction reads to make ``made`` elements."""
     for slot, name in enumerate(op.operands):
         count = _count(body.instructions[name])
         if op.opcode in _IN_PLACE and in_place:
@@ -125,7 +127,7 @@ def _reads(
             yield name, count * made / _count(op)
 
 
-# Dimensions of a product's left operand, as an instruction or a library names them.
+# Patterns for the dimensions of a product's left operand in instructions or libraries.
 _DIMS: Final = r'lhs_{}_dim(?:s=\{{|ensions":\[)([\d",]*)'
 _NUMPY: Final = {
     "bf16": "bfloat16", "f16": "float16", "f32": "float32", "f64": "float64",
@@ -138,12 +140,12 @@ class Product:
     """Matrix products of one shape in a kernel.
 
     Attributes:
-      batch: how many.
-      rows: M, of the left operand.
-      columns: N, of the right operand.
-      depth: K, which is summed.
-      dtype: NumPy name of the operands' type.
-      itemsize: bytes of an element of it.
+      batch: the number of products.
+      rows: M, the rows of the left operand.
+      columns: N, the columns of the right operand.
+      depth: K, the dimension that is summed.
+      dtype: NumPy name of the operands' dtype.
+      itemsize: bytes of an element of that dtype.
     """
 
     batch: float
@@ -155,7 +157,7 @@ class Product:
 
     @property
     def flops(self) -> float:
-        """Floating point operations; a multiply-add counts two."""
+        """Floating-point operations; a multiply-add counts as two."""
         return 2.0 * self.batch * self.rows * self.columns * self.depth
 
 
@@ -164,12 +166,12 @@ class Kernel:
     """One kernel on one device.
 
     Attributes:
-      name: of its instruction.
-      flops: floating point operations of products and convolutions in it.
+      name: the name of the kernel's instruction.
+      flops: floating-point operations of its products and convolutions.
       nbytes: bytes that it reads and writes.
-      dtype: NumPy name of the type of what it multiplies, or of its result.
-      cycles: the compiler's own estimate; 0 where it gives none.
-      products: the products and convolutions in it.
+      dtype: NumPy name of the dtype of its products' operands, or of its result.
+      cycles: the compiler's own estimate; 0 if there is none.
+      products: its products and convolutions.
     """
 
     name: str
@@ -185,7 +187,7 @@ def kernel_of(module: HloModule, scope: Scope, op: Instruction) -> Kernel:
 
     Args:
       module: the program.
-      scope: of the instruction.
+      scope: the scope of the instruction.
       op: the instruction.
     """
     found = (product(inner, i) for inner, i in _instructions(module, scope, op))
@@ -205,7 +207,7 @@ def kernel_of(module: HloModule, scope: Scope, op: Instruction) -> Kernel:
 def _instructions(
     module: HloModule, scope: Scope, op: Instruction
 ) -> Iterator[tuple[Scope, Instruction]]:
-    """An instruction, or those of the fusion that it calls."""
+    """Yields an instruction, and the instructions of the fusion that it calls."""
     yield scope, op
     if op.opcode == "fusion":
         inner = Scope(module.computations[op.called_names[0]], op, scope)
@@ -214,7 +216,7 @@ def _instructions(
 
 
 def product(scope: Scope, op: Instruction) -> Product | None:
-    """The products that an instruction stands for; None: it is none."""
+    """The products that an instruction computes; None if it computes none."""
     if op.opcode not in ("dot", "convolution", "custom-call") or len(op.operands) < 2:
         return None
     left, right = (scope.instruction(n).shapes[0] for n in op.operands[:2])
@@ -242,7 +244,7 @@ def _product(
 
 
 def _dims_in_text(op: Instruction, role: str) -> tuple[int, ...] | None:
-    """Dimensions of the left operand in a role; None where the text names none."""
+    """Dimensions of the left operand in a role; None if the text names none."""
     found = re.search(_DIMS.format(role), op.attributes)
     return tuple(int(n) for n in re.findall(r"\d+", found[1])) if found else None
 
@@ -252,10 +254,10 @@ def _convolution(
 ) -> Product:
     """A convolution as products: ``2 |output| |kernel| / output channels`` FLOPs.
 
-    Its output has one row for each position and one column for each channel. That of
-    a kernel's gradient has a row for each weight of an output channel. The labels
-    stand for the input, the kernel and the output of the forward pass, whichever of
-    the three is made.
+    The product of a convolution has one row for each output position and one column for
+    each output channel. The product of a kernel gradient has one row for each weight of
+    an output channel. The labels refer to the input, kernel and output of the forward
+    pass, even if the instruction computes a gradient.
     """
     image, kernel, output = 0, 1, 2
     if "convBackwardFilter" in op.attributes:

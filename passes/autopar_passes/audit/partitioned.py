@@ -1,11 +1,11 @@
 """Reads the communication of a partitioned program from the compiler itself.
 
-`shardy_collectives` runs the compiler's partitioner on a lowered program; no
-device is needed. Two forms that accelerators' later passes rewrite are
-normalised: an all-reduce of which only a slice is kept is a reduce-scatter,
-and the same collective of the same array twice is done once. Collectives that the
-program itself asks for, inside a `jax.shard_map`, are listed as they are, but for the
-first form.
+`shardy_collectives` runs the compiler's partitioner on a lowered program, and needs no
+device. Later compiler passes for accelerators rewrite two forms, so these are
+normalised. First, an all-reduce of which only a slice is used counts as a
+reduce-scatter. Second, two equal collectives of the same array count once. Collectives
+that the program itself requests inside a `jax.shard_map` are listed unchanged, except
+for the first form.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ from jax.extend.mlir import passmanager
 
 from autopar_passes.graph.emit import UNKNOWN_TRIPS
 
-# Name and size of each axis of the mesh that the devices stand in.
+# Name and size of each axis of the device mesh.
 MeshAxes = Sequence[tuple[str, int]]
 
 
 def sent_ratio(kind: str, group: int) -> float:
     """Bytes that one device sends, as a multiple of the collective's size.
 
-    A ring of k devices sends ``(k - 1) / k`` of it, and twice that for an all-reduce. A
-    permutation sends all of it.
+    A ring of k devices sends ``(k - 1) / k`` of the size, and twice as much for an
+    all-reduce. A permutation sends the whole size.
 
     >>> sent_ratio("all_reduce", 4)
     1.5
 
     Args:
-      kind: as in `autopar.cost.collectives`.
-      group: number of devices in its group.
+      kind: the kind of collective, as in `autopar.cost.collectives`.
+      group: number of devices in the collective's group.
     """
     if kind == "collective_permute":
         return 1.0
@@ -49,13 +49,13 @@ class AuditedCollective:
     """One collective that the compiler will run.
 
     Attributes:
-      kind: as in `autopar.cost.collectives`.
-      axes: names of the mesh axes of its group.
-      group: number of devices in its group.
-      nbytes: its charged size: what one device puts in (all-reduce,
-        reduce-scatter, all-to-all, permute) or gets (all-gather).
-      trips: how often it runs in a step.
-      source: where in the program it comes from.
+      kind: the kind of collective, as in `autopar.cost.collectives`.
+      axes: names of the mesh axes of the group.
+      group: number of devices in the group.
+      nbytes: the charged size in bytes: the bytes that one device contributes
+        (all-reduce, reduce-scatter, all-to-all, permute) or receives (all-gather).
+      trips: the number of runs in a step.
+      source: the operation's name in the program.
     """
 
     kind: str
@@ -99,7 +99,7 @@ _KINDS = {
     "sdy.all_to_all": "all_to_all",
     "sdy.collective_permute": "collective_permute",
 }
-# Those that a program asks for inside a manual computation.
+# Collectives that a program requests inside a manual computation.
 _ASKED_KINDS = {
     "stablehlo.all_gather": "all_gather",
     "stablehlo.all_reduce": "all_reduce",
@@ -107,7 +107,7 @@ _ASKED_KINDS = {
     "stablehlo.all_to_all": "all_to_all",
     "stablehlo.collective_permute": "collective_permute",
 }
-# The condition of a counting loop: its bound, the comparison, and the return.
+# A counting loop's condition has three operations: its bound, comparison and return.
 _COUNTING_OPERATIONS = 3
 _SHARDED = "sdy.sharding"
 _AXIS = re.compile(r'"([^"]+)"(?::\((\d+)\)(\d+))?')
@@ -132,9 +132,9 @@ def shardy_collectives(lowered: Any) -> tuple[AuditedCollective, ...]:
 
 
 def _spread_host_calls(operation: Any) -> None:
-    """Drops the placement of host callbacks on one device.
+    """Removes the placement of host callbacks on one device.
 
-    Shardy has no collective from one device to all, and fails.
+    Shardy has no collective from one device to all devices, and would fail.
     """
     for region in operation.regions:
         for block in region.blocks:
@@ -211,7 +211,7 @@ class _Auditor:
     def manual_collective(
         self, op: Any, kind: str, trips: float
     ) -> Iterator[AuditedCollective]:
-        """Yields a collective of a manual computation; its arrays are one device's."""
+        """Yields a collective of a manual computation, whose arrays are per device."""
         arrays = op.results if kind == "all_gather" else op.operands
         nbytes = sum(_array_bytes(value) for value in arrays)
         source = _source(op)
@@ -234,7 +234,7 @@ class _Auditor:
     def reduction(
         self, op: Any, text: str, nbytes: float, trips: float, source: str
     ) -> Iterator[AuditedCollective]:
-        """Splits an all-reduce into the part that is sliced after and the rest."""
+        """Splits an all-reduce into a part that is sliced afterwards and the rest."""
         entries = [self.entry(m) for m in _AXIS.finditer(text.split("%", 1)[0])]
         scattered = self.sliced_axes(op, set(entries))
         for name, size in scattered:
@@ -251,10 +251,10 @@ class _Auditor:
     def sliced_axes(
         self, op: Any, reduced: set[tuple[str, int]]
     ) -> list[tuple[str, int]]:
-        """Returns the reduced axes over which a result is only ever sliced.
+        """Returns the reduced axes over which a result is only sliced.
 
-        They come in the order of the slices. XLA makes no reduce-scatter of a
-        slice over other axes too.
+        The axes are in the order of the slices. XLA generates no reduce-scatter if the
+        slice is also over other axes.
         """
         out: list[tuple[str, int]] = []
         while True:
@@ -286,7 +286,7 @@ class _Auditor:
 
 
 def _keeps_part(op: Any, size: int) -> bool:
-    """Whether a result is only sliced, into so many parts."""
+    """Whether a result is only sliced, into ``size`` parts."""
     users = [use.owner for value in op.results for use in value.uses]
     if len(users) != 1 or users[0].operation.name != "stablehlo.dynamic_slice":
         return False
@@ -315,7 +315,7 @@ def _array_bytes(value: Any) -> float:
 
 
 def _integers(attribute: Any) -> np.ndarray:
-    """Returns the matrix of integers that an attribute holds."""
+    """Returns the integer matrix of an attribute."""
     rows, columns = attribute.type.shape
     numbers = [int(n) for n in attribute]
     if attribute.is_splat:
@@ -334,7 +334,7 @@ def _bits(element: Any) -> int:
 
 
 def _loop_count(op: Any) -> float:
-    """Reads the count of a counting loop, ``i < bound`` with ``i`` from a constant."""
+    """Reads the count of a loop ``i < bound`` in which ``i`` starts at a constant."""
     block = op.regions[0].blocks[0]
     compares = [o for o in block.operations if "compare" in o.operation.name]
     if len(compares) != 1 or len(list(block.operations)) > _COUNTING_OPERATIONS:
@@ -346,7 +346,7 @@ def _loop_count(op: Any) -> float:
 
 
 def _initial(loop: Any, value: Any) -> float | None:
-    """Returns the value of a scalar of a loop's condition when the loop begins."""
+    """Returns the initial value of a scalar in a loop's condition."""
     position = _argument_position(value, loop.regions[0].blocks[0])
     return _constant(value if position is None else loop.operands[position])
 

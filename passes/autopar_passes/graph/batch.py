@@ -1,12 +1,14 @@
-"""Finds the batch among the inputs of a step: its arrays, and the dimension of rows.
+"""Finds the batch among the inputs of a step: its arrays, and their row dimensions.
 
-Rules of operators say which dimensions are the same. A set of them that meets no
-dimension of a parameter may be the rows. Of those, the rows are in the most products
-of data without meeting each other: a sequence meets itself in attention, and time in
-the loop of a recurrent net. Among equals, the set wins that is reduced, shifted,
-compared or counted out by constants the least. An array that meets rows and has none
-is the same for all of them: it is frozen, as a teacher's weights are. One with as many
-rows whose rows are taken by their numbers, as ``x[argsort(n)]`` does, is of the batch.
+Sharding rules of operators tell which dimensions are the same. A set of equal
+dimensions that occurs in no parameter may be the rows. The rows are the set that occurs
+in the most products of data without occurring twice in one product. A sequence
+dimension, by contrast, occurs twice in attention, and a time dimension occurs in the
+loop of a recurrent network. Among equal sets, the chosen set is the one that is
+reduced, shifted, compared or indexed by constants least. An array that is combined with
+rows, but has no row dimension, is the same for all rows: it is frozen, as a teacher's
+weights are. An exception is an array with as many rows whose rows are selected by row
+numbers, as in ``x[argsort(n)]``. Such an array belongs to the batch.
 """
 
 from __future__ import annotations
@@ -30,9 +32,9 @@ from autopar_passes.program.calls import NOT_NAMED, NamedRoles
 from autopar_passes.program.equations import Value
 from autopar_passes.rules.factor_rule import FactorKind
 
-# Shapes of raw random keys, which are no rows.
+# Shapes of raw random keys, which have no rows.
 _RAW_KEYS = ((2,), (4,))
-# Operators whose first operand is read or written at the places that others name.
+# Operators whose other operands index the first operand.
 _INDEXED = ("gather", "dynamic_slice", "dynamic_update_slice")
 
 
@@ -43,13 +45,13 @@ def with_batch(
     values: Sequence[Value],
     named: NamedRoles = NOT_NAMED,
 ) -> tuple[GraphInput, ...]:
-    """Returns the inputs of a step, those that do not come back with their roles.
+    """Returns the inputs of a step, with roles for the inputs that do not come back.
 
     Args:
-      inputs: in which whatever does not come back is of the batch.
-      operators: of the step.
-      roles: of the operators.
-      values: of the program.
+      inputs: the inputs, where each input that does not come back counts as batch.
+      operators: the operators of the step.
+      roles: the roles of the operators.
+      values: the values of the program.
       named: the roles that the user has given.
     """
     out = list(inputs)
@@ -90,7 +92,7 @@ def with_batch(
 
 
 def _with_role(given: GraphInput, meets: _Meetings, named: NamedRoles) -> GraphInput:
-    """An input with its role and rows."""
+    """Returns an input with its role and its rows."""
     own, size = tuple(meets.dims.values[given.value].shape), meets.size
     dim = named.dim_of(given.path)
     if dim is None and size > 1:
@@ -105,7 +107,7 @@ def _with_role(given: GraphInput, meets: _Meetings, named: NamedRoles) -> GraphI
 
 
 def _by_itself(value: Value, *, frozen: bool) -> InputRole:
-    """The role of an input as its form or the user says; else the batch."""
+    """The role of an input by its type or the user's names; else the batch."""
     raw = str(value.dtype) == "uint32" and tuple(value.shape) in _RAW_KEYS
     if jax_compat.is_extended(value.dtype) or raw or not value.shape:
         return InputRole.OTHER
@@ -113,7 +115,7 @@ def _by_itself(value: Value, *, frozen: bool) -> InputRole:
 
 
 def _descendants(values: Iterable[int], operators: Sequence[Operator]) -> set[int]:
-    """The values that are made of some; a loop hands them back to its start."""
+    """The values that depend on given values, also through the carries of loops."""
     out, waiting, reads = set[int](), list(values), readers(operators)
     while waiting:
         value = waiting.pop()
@@ -129,7 +131,7 @@ def _rows(
     parameters: Sequence[int],
     named: NamedRoles,
 ) -> int:
-    """The set of dimensions that are the rows; -1: no input has any."""
+    """The set of dimensions that is the rows; -1 if no input has rows."""
     dims = apart.dims
     trained = {c for v in parameters for dim in dims.of(v) for c in dim}
     scores: dict[int, list[float]] = {}
@@ -142,16 +144,17 @@ def _rows(
                 score[1] = float(found not in trained)
                 score[2] = apart.products.get(found, 0.0)
                 score[3] = -float(found in apart.in_turns)
-                if score[2]:  # without products, what a sum costs says nothing
+                if score[2]:  # without products, the cost of sums tells nothing
                     score[4] = -apart.mixed.get(found, 0.0)
                 score[5] += dims.nbytes(i.value) / (1 + k)
     return max(scores, key=lambda c: (*scores[c], -c), default=-1)
 
 
 class _Dimensions:
-    """The sets of dimensions that the rules of a forward pass say are the same.
+    """The sets of dimensions that are equal by the rules of a forward pass.
 
-    A dimension is made of sets, major to minor: merging two dimensions keeps both.
+    A dimension consists of one or several sets, major to minor. Merging two dimensions
+    keeps the sets of both.
     """
 
     def __init__(self, forward: Sequence[Operator], values: Sequence[Value]) -> None:
@@ -168,7 +171,7 @@ class _Dimensions:
                 self._unite(loops.setdefault(op.equation, lead), lead)
 
     def lead(self, op: Operator) -> tuple[int, ...] | None:
-        """The dimension that a loop slices or stacks in turns, if it is one's end."""
+        """The dimension that a loop slices or stacks; None for other operators."""
         ends = {"slice_step": op.inputs, "stack_step": op.outputs}.get(op.kind)
         return None if not ends or ends[0] is None else self._dims(ends[0])[0]
 
@@ -184,7 +187,7 @@ class _Dimensions:
         return [self.leaves(dim) for dim in self._dims(value)]
 
     def position(self, value: int, rows: int) -> int | None:
-        """The dimension of a value that is a set; None: it has none."""
+        """The dimension of a value that contains a set; None if there is none."""
         found = (k for k, dim in enumerate(self.of(value)) if rows in dim)
         return next(found, None)
 
@@ -215,7 +218,7 @@ class _Dimensions:
         return tuple(out)
 
     def _join(self, op: Operator) -> dict[int, tuple[int, ...]]:
-        """Makes dimensions of an operator's values that are one factor the same."""
+        """Unites the dimensions of an operator's values that are one factor."""
         found: dict[int, tuple[int, ...]] = {}
         pairs = [*zip(op.inputs, op.rule.operands, strict=True)]
         pairs += zip(op.outputs, op.rule.results, strict=True)
@@ -233,7 +236,7 @@ class _Dimensions:
         return found
 
     def _cut(self, dim: Sequence[int], sizes: Sequence[int]) -> list[tuple[int, ...]]:
-        """The sets of each factor of a dimension; fewer where they do not fit."""
+        """The sets of each factor of a dimension; fewer if the sizes do not match."""
         left, out = list(self.leaves(dim)), list[tuple[int, ...]]()
         if len(sizes) == 1:
             return [tuple(left)]
@@ -274,16 +277,17 @@ class _Dimensions:
 
 
 class _Apart:
-    """How far the sets of dimensions stay apart.
+    """Measures how well the sets of dimensions are separated.
 
     Attributes:
       dims: the sets.
-      products: FLOPs of the products of data that carry a set on without mixing it,
-        and half of those in which it meets itself alone. A loop that carries nothing
-        from turn to turn carries on what it goes through.
-      mixed: FLOPs of all else that does mix a set, or counts it out by constants.
-      sequential: equations of the loops that carry something from turn to turn.
-      in_turns: sets that a loop with backward passes inside goes through.
+      products: by set, FLOPs of the products of data that keep the set without reducing
+        it. A product in which the set only occurs twice counts half. A loop without
+        carries keeps the dimension that it slices.
+      mixed: by set, FLOPs of all other operators that reduce the set, or that index it
+        by constants.
+      sequential: equations of the loops that carry values from iteration to iteration.
+      in_turns: sets that are sliced by a loop with backward passes inside.
     """
 
     def __init__(
@@ -315,12 +319,12 @@ class _Apart:
                 _add(self.mixed, {n for _, part in dims.sets(op) for n in part}, op)
 
     def trains(self, loop: Operator) -> bool:
-        """Whether a loop has backward passes inside."""
+        """Whether a loop contains backward passes."""
         first = bisect.bisect(self._backward, loop.index)
         return first < len(self._backward) and self._backward[first] <= loop.until
 
     def _count(self, op: Operator, maps: Iterable[tuple[int, ...]]) -> None:
-        """Adds the work of an operator to the sets that it carries on, or mixes."""
+        """Adds the FLOPs of an operator to the sets that it keeps or mixes."""
         results = {f for dims in op.rule.results for dim in dims for f in dim}
         kept, twice, mixed = {n for sets in maps for n in sets}, set[int](), set[int]()
         for factor, part in self.dims.sets(op):
@@ -343,13 +347,13 @@ def _add(
 
 
 class _Meetings:
-    """Where values without rows meet those with rows.
+    """Finds the places where values without rows are combined with values with rows.
 
     Attributes:
       dims: the sets of dimensions.
-      rows: the set that is the rows; -1: there is none.
+      rows: the set that is the rows; -1 if there is none.
       size: the number of rows.
-      single: where the only row of a batch of one lies.
+      single: the row dimension of a batch with one row.
     """
 
     def __init__(
@@ -365,10 +369,10 @@ class _Meetings:
         self._numbers = self._numbers_of_rows(forward)
 
     def _size(self, given: Sequence[int]) -> tuple[int, int]:
-        """The rows of the largest input that has them, each once; and where one lies.
+        """The number of rows of the largest input, and the dimension of a single row.
 
-        A batch of one row has a dimension of one, which no rule names: the first, or
-        the one behind the time that a loop goes through.
+        No rule names a dimension of size one. If a batch has one row, the row dimension
+        is the first dimension, or the dimension after the time dimension of a loop.
         """
         if not given:
             return 1, 0
@@ -384,12 +388,12 @@ class _Meetings:
         return (1 if first and dim and shape[0] == 1 else shape[dim]), 0
 
     def rows_of(self, value: int) -> int:
-        """The dimension of carried state that has a part for each row, or -1."""
+        """The dimension of carried state with an entry for each row, or -1."""
         shape, dim = self.dims.values[value].shape, self.dims.position(value, self.rows)
         return -1 if dim is None or shape[dim] != self.size else dim
 
     def frozen(self, value: int) -> bool:
-        """Whether a value without rows is the same for all of them."""
+        """Whether a value without rows is the same for all rows."""
         shape = self.dims.values[value].shape
         if self.size == 1:
             return shape[self.single : self.single + 1] != (1,)
@@ -410,11 +414,11 @@ class _Meetings:
         return not data and bool(shape[0] % self.size)
 
     def _numbers_of_rows(self, forward: Sequence[Operator]) -> set[int]:
-        """The whole numbers that are made of those of the rows, such as an order."""
+        """The integers that are computed from row numbers, such as an order of rows."""
         found = set[int]()
         for op in forward:
             for k, value in enumerate(op.outputs):
-                # An operator like sort moves each operand to a result of its own.
+                # An operator such as a sort maps each operand to its own result.
                 read = op.inputs[k : k + 1] if len(op.outputs) > 1 else op.inputs
                 read = read[:1] if op.kind in _INDEXED else read
                 counted = op.kind == "iota" or not found.isdisjoint(read)
@@ -427,7 +431,7 @@ class _Meetings:
         return self.dims.position(value, self.rows) is not None
 
     def turns(self, value: int, dim: int) -> int:
-        """How many batches, or parts of one, lie in the dimensions before the rows."""
+        """The number of batches, or parts of one, in the dimensions before the rows."""
         count = 1
         for _ in range(dim):
             loop = self._loop(value)
@@ -438,7 +442,7 @@ class _Meetings:
         return count
 
     def _loop(self, value: int) -> Operator | None:
-        """The loop that alone reads a value, a slice in each turn."""
+        """The only reader of a value: a loop that reads one slice per iteration."""
         found = [op for op, _ in self.readers.get(value, ())]
         sliced = bool(found) and all(op.kind == "slice_step" for op in found)
         return found[0] if sliced else None

@@ -1,13 +1,10 @@
-"""Builds the operator graph of a program.
+"""Builds the operator graph of a program, and finds repeated layers.
 
-Repeated layers: finds periodic runs in the sequence of operators.
-
-A model that applies the same block L times leaves the same sequence of
-equations L times in the forward pass, again in the backward pass, and its
-parameters give the optimizer the same sequence once more. Operators at the
-same offset of a period form one *class* and get one set of decisions, so that
-a model of 96 layers costs the solver about what one layer does. Nothing is
-read from names.
+A model that applies the same block L times has the same sequence of equations L times
+in the forward pass, and again in the backward pass. Its parameters give the optimizer
+the same sequence L times too. Operators at the same offset of a period form one
+*class*, and each class gets one set of decisions. A model of 96 layers therefore costs
+the solver about as much as one layer. The detection does not use names.
 """
 
 from __future__ import annotations
@@ -35,8 +32,8 @@ from autopar_passes.program.equations import Program, walk
 from autopar_passes.program.trace import TracedStep
 from autopar_passes.rules.book import rule_book, signature
 
-# How many candidate periods are tried a round; the count of a period among
-# neighbouring equal operators ranks them.
+# Number of periods that are tried per round. Periods are ranked by their frequency
+# among distances between neighbouring equal operators.
 _CANDIDATES = 128
 _ROUNDS = 64
 
@@ -47,7 +44,7 @@ def repeated_classes(
     """Assigns each operator of a sequence to a class.
 
     Args:
-      signatures: what must be equal for two operators to share decisions.
+      signatures: keys that are equal for operators that may share decisions.
       min_length: shortest period that counts as a layer.
 
     Returns:
@@ -91,7 +88,7 @@ def _best_runs(
 
 
 def _shortest_period(run: np.ndarray, period: int, min_length: int) -> int:
-    """Returns the shortest period of a run: one of period 64 may have period 16."""
+    """Returns the shortest period of a run; a run of period 64 may have period 16."""
     for divisor in range(min_length, period // 2 + 1):
         if period % divisor == 0 and np.array_equal(run[:-divisor], run[divisor:]):
             return divisor
@@ -101,7 +98,7 @@ def _shortest_period(run: np.ndarray, period: int, min_length: int) -> int:
 def _candidate_periods(
     codes: np.ndarray, free: np.ndarray, min_length: int
 ) -> list[int]:
-    """Distances between neighbouring occurrences of the same operator."""
+    """Returns distances between neighbouring occurrences of the same operator."""
     positions = np.flatnonzero(free)
     order = positions[np.argsort(codes[positions], kind="stable")]
     gaps = np.diff(order)[np.diff(codes[order]) == 0]
@@ -116,14 +113,14 @@ def _candidate_periods(
 def _true_runs(
     equal: np.ndarray, period: int, free: np.ndarray
 ) -> list[tuple[int, int]]:
-    """Returns the longest runs that repeat, as (start, stop) of operators."""
+    """Returns the longest periodic runs, as (start, stop) of operators."""
     edges = np.flatnonzero(np.diff(np.concatenate(([0], equal.view(np.int8), [0]))))
     starts, stops = edges[::2], edges[1::2]
     long = stops - starts >= period
     out: list[tuple[int, int]] = []
     for start, stop in zip(starts[long].tolist(), stops[long].tolist(), strict=True):
         if out and start < out[-1][1]:
-            continue  # the last period of the run before overlaps this one
+            continue  # the run overlaps the last period of the run before
         if free[start : stop + period].all():
             out.append((start, stop + period))
     return out
@@ -139,7 +136,8 @@ def step_graph(
 
     Args:
       traced: the step.
-      like: a graph whose arguments it has, or of which it has the first.
+      like: a graph with the same first arguments, whose roles and rows are used; None
+        to find them.
       share_repeated: whether repeated layers share their decisions.
     """
     return build_graph(
@@ -168,8 +166,9 @@ def build_graph(
       input_paths: a readable path for each flat argument.
       carried: flat argument -> flat output that is its next value.
       named: the roles that the user has given.
-      like: of the first arguments, ones whose roles and rows they have if they do not
-        come back; those behind them are of no batch. None: all are found.
+      like: known inputs for the first arguments. An argument that does not come back
+        gets the role and rows of its known input. Arguments without a known input
+        belong to no batch. None to find all roles.
       share_repeated: whether repeated layers share their decisions.
     """
     equations = walk(program.body)
@@ -240,11 +239,11 @@ def _inputs(
 
 
 def _like(given: GraphInput, other: GraphInput | None) -> GraphInput:
-    """An input with the role and rows of another one, if it does not come back."""
+    """Gives an input that does not come back the role and rows of a known input."""
     if other is None:
         return dataclasses.replace(given, role=InputRole.OTHER)
     role = given.role
-    if given.output < 0:  # what another stage carries is of no role here
+    if given.output < 0:  # the carried state of another stage has no role here
         role = InputRole.OTHER if other.output >= 0 else other.role
     return dataclasses.replace(
         given, role=role, rows=other.rows, unit=other.unit, turns=other.turns
@@ -259,7 +258,7 @@ def _classes(
     *,
     share: bool,
 ) -> list[int]:
-    """The first operator that shares the decisions of each."""
+    """For each operator, the first operator that shares its decisions."""
     if not share:
         return [op.index for op in operators]
     given = {i.value: i.role if i.output >= 0 else None for i in inputs}

@@ -21,16 +21,16 @@ from autopar_passes.rules.factor_rule import (
 )
 from autopar_passes.rules.flops import equation_flops
 
-# Trip counts: how often a loop runs.
+# Trip counts: the number of iterations of a loop.
 
-# Trip count of a `while` whose count cannot be read off: the number that XLA's
-# own auto-sharding assumes (openxla/xla, auto_sharding_option.h,
+# Assumed trip count of a `while` whose count cannot be derived. XLA's own auto-sharding
+# assumes the same number (openxla/xla, auto_sharding_option.h,
 # loop_iteration_count_estimate).
 UNKNOWN_TRIPS = 100.0
 
 
 def while_trips(eqn: Equation) -> float | None:
-    """Returns the count of ``while i < n: ...; i += 1``; None where it is unknown."""
+    """Returns the count of ``while i < n: ...; i += 1``; None if it is unknown."""
     cond, body = eqn.regions
     if len(cond.equations) != 1 or cond.equations[0].primitive != "lt":
         return None
@@ -61,9 +61,9 @@ class Emitted:
     """The operators of a program, without roles and classes.
 
     Attributes:
-      operators: all of them forward and without a class.
+      operators: the operators, all with role forward and without a class.
       stacks: the name stack of each operator.
-      assumed_trips: loops whose trip count is unknown, and kernels' assumptions.
+      assumed_trips: loops with an unknown trip count, and the assumptions of kernels.
     """
 
     operators: tuple[Operator, ...]
@@ -76,7 +76,7 @@ def emit_operators(
     rules: Mapping[int, FactorRule],
     kernels: Mapping[int, KernelWork] | None = None,
 ) -> Emitted:
-    """Emits the operators of a program, in an order in which it may run.
+    """Emits the operators of a program, in a valid order of execution.
 
     Args:
       program: the flat program.
@@ -92,7 +92,7 @@ def emit_operators(
     )
 
 
-# What stands for an operand that is a scalar constant.
+# Represents an operand that is a scalar constant.
 _SCALAR = Value((), jnp.dtype("float32"))
 
 
@@ -177,13 +177,13 @@ class _Emitter:
             self.close(eqn, start)
 
     def barrier(self, eqn: Equation, trips: float) -> None:
-        """Values only pass through together; their layouts are independent."""
+        """Emits one operator per value, because the values' layouts are independent."""
         for atom, value in zip(eqn.inputs, eqn.outputs, strict=True):
             rule = _identity(self.shape(value), 1)
             self.emit(eqn.primitive, _ids((atom,)), (value,), rule, trips, eqn=eqn)
 
     def close(self, eqn: Equation, start: int) -> None:
-        """Tells the boundary operators of a region where it ends."""
+        """Stores the end of a region in its boundary operators."""
         last = len(self.operators) - 1
         for k in range(start, len(self.operators)):
             if self.operators[k].equation == eqn.index:
@@ -223,7 +223,7 @@ class _Emitter:
         outputs: Sequence[int],
         trips: tuple[float, float],
     ) -> None:
-        """Emits a carry: it has one sharding at entry, inside and at exit."""
+        """Emits a carry, which has the same sharding at entry, inside and at exit."""
         rule = _identity(self.shape(outputs[0]), 2, results=len(outputs))
         self.emit(
             "carry", _ids(ends), outputs, rule, trips[0], eqn=eqn, input_trips=trips
@@ -300,7 +300,7 @@ def _identity(shape: tuple[int, ...], operands: int, results: int = 1) -> Factor
 
 
 def _slice_rule(shape: tuple[int, ...], length: int, *, stack: bool) -> FactorRule:
-    """Returns the rule of one step of a scan: the leading dimension stays whole."""
+    """Returns the rule of one scan step, whose leading dimension is never sharded."""
     rule = _identity(shape, 1)
     lead: Dims = ((len(rule.sizes),),) if length > 1 else ((),)
     whole = (lead + rule.results[0],)

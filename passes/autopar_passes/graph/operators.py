@@ -1,8 +1,9 @@
-"""The operator graph: what the planner needs to know about a program.
+"""The operator graph: the facts about a program that the planner needs.
 
-Control flow appears as boundary operators that hand values in and out of
-regions (``enter``, ``slice_step``, ``carry``, ``stack_step``, ``merge``), each with
-a sharding rule like any other operator. So the planner sees one flat list.
+Control flow is represented by boundary operators that pass values into and out of
+regions (``enter``, ``slice_step``, ``carry``, ``stack_step``, ``merge``). Each boundary
+operator has a sharding rule like any other operator. The planner therefore sees one
+flat list of operators.
 """
 
 from __future__ import annotations
@@ -14,9 +15,9 @@ from autopar_passes.graph.roles import InputRole, Role
 from autopar_passes.program.equations import Program, Value
 from autopar_passes.rules.factor_rule import FactorRule, KernelWork
 
-# Primitives that multiply matrices, as they are or as a convolution.
+# Primitives of matrix products and convolutions.
 PRODUCTS = frozenset({"dot_general", "conv_general_dilated", "ragged_dot_general"})
-# They hand values into a region and out of it.
+# Operators that pass values into a region or out of it.
 BOUNDARIES = frozenset({"enter", "slice_step", "carry", "stack_step", "merge"})
 
 
@@ -25,21 +26,21 @@ class Operator:
     """One operator of the graph.
 
     Attributes:
-      index: position in `OperatorGraph.operators`; the time of the operator.
-      kind: name of the primitive, of a boundary operator, ``input`` or ``return``.
-      equation: index of the equation it stands for, -1 for ``input``/``return``.
-      inputs: value numbers, None where the operand is a scalar constant.
+      index: position in `OperatorGraph.operators`, which is also the operator's time.
+      kind: name of the primitive or boundary operator, or ``input`` or ``return``.
+      equation: index of the operator's equation; -1 for ``input`` and ``return``.
+      inputs: value numbers; None for a scalar constant.
       outputs: value numbers.
-      rule: the factors of its dimensions.
+      rule: the sharding rule, with the factors of all dimensions.
       role: forward, backward or update.
-      module: Flax module path, '' where unknown.
-      flops: floating-point operations on whole arrays, each time it runs.
-      trips: how often it runs in a step.
-      input_trips: how often each operand is handed over in a step.
-      class_index: the first operator that shares its decisions.
+      module: Flax module path; '' if it is unknown.
+      flops: floating-point operations of one run, on whole arrays.
+      trips: the number of runs in a step.
+      input_trips: for each operand, the number of times in a step that it is passed.
+      class_index: the first operator of its class; a class shares one set of decisions.
       source: ``file:line`` of the user's code.
       until: for a boundary operator, the last operator of its region.
-      kernel: what it does, if it is a hand-written kernel.
+      kernel: the work of a hand-written kernel; None for other operators.
     """
 
     index: int
@@ -59,7 +60,7 @@ class Operator:
     kernel: KernelWork | None = None
 
     def with_role(self, role: Role, class_index: int) -> Operator:
-        """The operator with its role and class; `dataclasses.replace`, but faster."""
+        """Sets role and class; like `dataclasses.replace`, but faster."""
         return Operator(
             self.index,
             self.kind,
@@ -84,15 +85,16 @@ class GraphInput:
     """One flat input of the step.
 
     Attributes:
-      value: its value number.
-      path: where it is in the arguments, such as ``state.params['dense']``.
+      value: the value number of the input.
+      path: its place in the arguments, such as ``state.params['dense']``.
       role: parameter, optimizer state, batch, frozen or other.
-      output: flat output that carries it to the next step, or -1.
+      output: the flat output that carries it to the next step, or -1.
       rows: the dimension that grows with the rows of the batch, or -1. State may have
-        one, too: the activations that a recurrent net hands to the next step.
-      unit: entries of that dimension for each row; 0 where that is no whole number.
-      turns: the batches, or parts of one, in the dimensions before that one; a loop
-        goes through them.
+        such a dimension too, for example the activations that a recurrent network
+        passes to the next step.
+      unit: the number of entries of that dimension per row; 0 if it is not an integer.
+      turns: the number of batches, or parts of a batch, in the dimensions before
+        ``rows``; a loop runs over them.
     """
 
     value: int
@@ -109,16 +111,16 @@ class OperatorGraph:
     """A train step as operators over values.
 
     Attributes:
-      values: all arrays; operators name them by position.
-      operators: in an order in which the program may run.
+      values: all arrays; operators refer to them by position.
+      operators: the operators, in a valid order of execution.
       inputs: flat inputs, in the order of the step's arguments.
-      outputs: value of each flat output (None for a constant).
-      unsupported: primitives without a sharding rule, planned replicated.
-      assumed_trips: loops whose trip count is unknown, and the count assumed; and
-        what the FLOPs of kernels assume.
-      accumulated: values that are added up over the microbatches of a step, and
-        complete after the last of them.
-      microbatches: how many there are.
+      outputs: the value of each flat output (None for a constant).
+      unsupported: primitives without a sharding rule, which are replicated.
+      assumed_trips: loops with an unknown trip count and the assumed count, and the
+        assumptions behind kernels' FLOPs.
+      accumulated: values that are summed over the microbatches of a step, and complete
+        after the last microbatch.
+      microbatches: the number of microbatches.
     """
 
     values: tuple[Value, ...]
@@ -132,7 +134,7 @@ class OperatorGraph:
 
     @property
     def num_classes(self) -> int:
-        """Number of operators with decisions of their own."""
+        """Number of operator classes, each with its own set of decisions."""
         return len({op.class_index for op in self.operators})
 
     @property
@@ -157,7 +159,7 @@ def producers(operators: Iterable[Operator]) -> dict[int, Operator]:
 
 
 def readers(operators: Iterable[Operator]) -> dict[int, list[tuple[Operator, int]]]:
-    """Returns what reads each value: operators, each with the operand's position."""
+    """Returns the readers of each value: operators, with the operand's position."""
     out: dict[int, list[tuple[Operator, int]]] = {}
     for op in operators:
         for slot, value in enumerate(op.inputs):
@@ -167,7 +169,7 @@ def readers(operators: Iterable[Operator]) -> dict[int, list[tuple[Operator, int
 
 
 def read_operators(operators: Sequence[Operator]) -> list[list[int]]:
-    """Returns, for each operator, the positions of those whose results it reads."""
+    """Returns, for each operator, the positions of the operators that it reads."""
     made_by = producers(operators)
     return [
         [made_by[v].index for v in op.inputs if v is not None and v in made_by]

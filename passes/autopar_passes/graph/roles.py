@@ -17,7 +17,7 @@ class Role(enum.Enum):
 
 
 class InputRole(enum.Enum):
-    """What an input of the step is."""
+    """The kind of an input of the step."""
 
     PARAMETER = "parameter"
     OPTIMIZER_STATE = "optimizer state"
@@ -26,15 +26,15 @@ class InputRole(enum.Enum):
     OTHER = "other"
 
 
-# JAX's name for the part of a backward pass that repeats a forward pass.
+# JAX's name for the part of a backward pass that recomputes a forward pass.
 REPEATED = "rematted_computation"
 _WRAPPER = re.compile(r"^(?:transpose|jvp|vmap|remat|checkpoint|jit|pjit)\((.*)\)$")
 
 
-# A layer's equations share a few name stacks.
+# The equations of a layer have few different name stacks, so a cache is enough.
 @functools.lru_cache(maxsize=1 << 12)
 def module_path(name_stack: str) -> str:
-    """Strips what JAX's transformations add to a name stack.
+    """Removes the parts of a name stack that JAX's transformations add.
 
     >>> module_path("transpose(jvp(GPT))/Block_3/Dense_0")
     'GPT/Block_3/Dense_0'
@@ -48,7 +48,7 @@ def module_path(name_stack: str) -> str:
 
 
 def _split(stack: str) -> list[str]:
-    """Splits at the slashes that stand outside of parentheses."""
+    """Splits at the slashes outside of parentheses."""
     out, depth, start = [], 0, 0
     for i, c in enumerate(stack):
         depth += (c == "(") - (c == ")")
@@ -65,14 +65,14 @@ def operator_roles(
 ) -> tuple[Role, ...]:
     """Assigns a role to each operator.
 
-    JAX's name stack marks differentiated code with ``jvp(...)`` and its
-    transpose with ``transpose(...)``. The rest is decided by data flow: what a
-    differentiated operator reads, directly or not, is forward; what depends on
-    the backward pass is the update, and so is what only the update reads (the
-    decay of a moment); anything else (metrics) is forward.
+    JAX's name stack marks differentiated code with ``jvp(...)`` and its transpose with
+    ``transpose(...)``. Data flow decides the role of all other operators. An operator
+    that a differentiated operator depends on is forward. An operator that depends on
+    the backward pass is update. An operator that only the update reads (the decay of a
+    moment) is update too. Any other operator (a metric) is forward.
 
     Args:
-      name_stacks: of each operator, in program order.
+      name_stacks: the name stack of each operator, in program order.
       reads: for each operator, the operators whose results it reads.
     """
     count = len(name_stacks)
@@ -99,13 +99,13 @@ def operator_roles(
 
 
 def dependents(marked: Sequence[bool], reads: Sequence[Sequence[int]]) -> list[bool]:
-    """Returns which operators depend on a marked one, or are marked.
+    """Returns, for each operator, whether it is marked or depends on a marked operator.
 
-    A loop's carry comes before the body that makes its next value, so one pass
-    over the operators is not enough where there are loops.
+    A loop's carry comes before the body that makes its next value. With loops, one pass
+    over the operators is therefore not enough.
 
     Args:
-      marked: of each operator.
+      marked: for each operator, whether it is marked.
       reads: for each operator, the operators whose results it reads.
     """
     out = list(marked)
@@ -128,19 +128,19 @@ def input_roles(
 ) -> tuple[InputRole, ...]:
     """Assigns a role to each flat input.
 
-    Carried floating-point state that the forward pass reads and whose new
-    value depends on the backward pass is a parameter; carried state that the
-    forward pass does not read is optimizer state; what is not carried is the
-    batch, until `autopar_passes.graph.batch` has looked at it; the rest (batch
-    statistics, keys, counters) is other.
+    A carried floating-point input is a parameter if the forward pass reads it and its
+    new value depends on the backward pass. A carried input that the forward pass does
+    not read is optimizer state. An input that is not carried is the batch, until
+    `autopar_passes.graph.batch` has examined it. All other inputs (batch statistics,
+    keys, counters) have the role other.
 
     Args:
       num_inputs: number of flat inputs.
       carried: inputs that come back as an output.
-      floating: whether each input is floating-point.
-      read_by: roles of the operators that read each input.
-      from_backward: whether the output that carries the input on depends on
-        the backward pass.
+      floating: for each input, whether it is floating-point.
+      read_by: for each input, the roles of the operators that read it.
+      from_backward: for each input, whether its next value depends on the backward
+        pass.
     """
     out: list[InputRole] = []
     for i in range(num_inputs):

@@ -18,23 +18,23 @@ from autopar_passes.graph.roles import InputRole, Role, dependents
 from autopar_passes.program.equations import Value
 from autopar_passes.rules.factor_rule import INNER, Dims, FactorKind, FactorRule
 
-# How many operators are printed before the culprit, and after it.
+# Number of operators that are printed before and after the faulty one.
 _AROUND = 3
 
 
 class GraphError(InternalError):
-    """An operator graph breaks an invariant: an error of autopar, not of its user."""
+    """An operator graph violates an invariant: a fault of autopar, not of the user."""
 
 
 def invariant_error(
     graph: OperatorGraph, position: int | None, what: str
 ) -> GraphError:
-    """Returns the error of a broken invariant.
+    """Returns the error for a violated invariant.
 
     Args:
       graph: the graph.
-      position: the culprit among the operators; None where it is no operator.
-      what: what is wrong, with the values.
+      position: the position of the faulty operator; None if the fault is elsewhere.
+      what: the fault, with the values.
     """
     if position is None:
         return GraphError(what)
@@ -55,8 +55,9 @@ def _line(op: Operator) -> str:
     return f"{made} = {op.kind}({read})  # x{op.trips:g} {where}"
 
 
-# A region is the body of a loop or the branches of a ``cond``: all operators from
-# the first boundary operator of an equation to the last operator, ``until``.
+# A region is the body of a loop, or all branches of a ``cond``. A region contains all
+# operators from the first boundary operator of its equation up to the operator
+# ``until``.
 
 
 @dataclasses.dataclass(slots=True)
@@ -64,11 +65,11 @@ class _Region:
     """One region, or the whole step.
 
     Attributes:
-      equation: the equation that it belongs to.
-      until: its last operator.
+      equation: the equation of the region.
+      until: the last operator of the region.
       outer: the region around it; None for the whole step.
-      outer_trips: how often its equation runs; None where that is not known yet.
-      inner_trips: how often its operators run; None likewise.
+      outer_trips: the number of runs of its equation; None if not known yet.
+      inner_trips: the number of runs of its operators; None if not known yet.
     """
 
     equation: int
@@ -81,15 +82,15 @@ class _Region:
 def check_regions(graph: OperatorGraph) -> None:
     """Checks the regions of a graph.
 
-    * Regions are nested; their boundary operators agree where they end.
-    * A value is made before it is read, but for the end of an iteration, which a
-      carry reads before the body makes it.
-    * A region reads what its boundary operators hand in, and inputs of the step.
-    * Trips are finite and not negative (a loop may run no iteration at all), and
-      operators of one region run equally often.
+    * Regions are nested. All boundary operators of a region agree on its end.
+    * A value is made before it is read. The only exception is the end value of an
+      iteration, which a carry reads before the body makes it.
+    * A region reads only values of its boundary operators and inputs of the step.
+    * Trips are finite and not negative (a loop may have no iteration). All operators of
+      one region run equally often.
 
     Raises:
-      GraphError: one of them does not hold.
+      GraphError: one of these invariants does not hold.
     """
     regions = _find_regions(graph)
     _check_reads(graph, regions)
@@ -98,7 +99,7 @@ def check_regions(graph: OperatorGraph) -> None:
 
 
 def _find_regions(graph: OperatorGraph) -> list[_Region]:
-    """Returns the region of each operator; a boundary operator is in its own."""
+    """Returns the region of each operator; a boundary operator is in its own region."""
     here = _Region(-1, len(graph.operators) - 1, None, 1.0, 1.0)
     out: list[_Region] = []
     ended: set[int] = set()
@@ -149,7 +150,7 @@ def _check_reads(graph: OperatorGraph, regions: list[_Region]) -> None:
 
 
 def _made_in(maker: Operator, value: int, region: _Region) -> _Region | None:
-    """Returns the region that knows a value."""
+    """Returns the region in which a value is available."""
     match maker.kind:
         case "stack_step" | "merge":
             return region.outer
@@ -194,7 +195,7 @@ def _check_trips(graph: OperatorGraph, k: int, op: Operator, region: _Region) ->
 def _trips(
     op: Operator, region: _Region
 ) -> tuple[float | None, float | None, tuple[float, ...]]:
-    """Returns how often an operator's equation and body run, and its reads."""
+    """Returns the runs of an operator's equation and body, and its reads' trips."""
     every = (op.trips,) * len(op.inputs)
     match op.kind:
         case "enter":
@@ -214,7 +215,7 @@ def _trips(
 def _agree(
     graph: OperatorGraph, k: int, region: _Region, name: str, trips: float | None
 ) -> None:
-    """Checks, or notes, how often a region runs."""
+    """Checks or stores the number of runs of a region."""
     known = getattr(region, name)
     if known is None:
         setattr(region, name, trips)
@@ -230,20 +231,20 @@ _REDUCTIONS = frozenset({"", "sum", "max", "min", "or", "and", INNER})
 def verify(graph: OperatorGraph) -> None:
     """Checks the invariants of a graph.
 
-    * Numbers: operators name themselves by position and values that exist; each
-      value is made once; FLOPs are finite and not negative.
-    * Rules: each dimension is the product of its factors; what is reduced is in
-      no result, what is parallel is in one.
+    * Numbers: an operator's index is its position, and its values exist. Each value is
+      made once. FLOPs are finite and not negative.
+    * Rules: each dimension is the product of its factors. A reduced factor is in no
+      result, and a parallel factor is in a result.
     * Regions: see `check_regions`.
-    * Roles: where the forward pass reads the update, that part does not depend on
-      the backward pass, carries of loops apart; an operator of the update depends
-      on the backward pass or is read by the update.
-    * Classes: the operators of a class differ in their values only.
-    * Inputs and outputs: the first operators hand in the inputs, the last ones
-      take the outputs; carried state keeps its shape and dtype.
+    * Roles: if the forward pass reads from the update, the operator that it reads does
+      not depend on the backward pass, except through carries of loops. An operator of
+      the update depends on the backward pass or is read by the update.
+    * Classes: the operators of a class differ only in their values.
+    * Inputs and outputs: the first operators are the inputs, and the last operators
+      take the outputs. Carried state keeps its shape and dtype.
 
     Raises:
-      GraphError: one of them does not hold.
+      GraphError: one of these invariants does not hold.
     """
     _check_numbers(graph)
     _check_rules(graph)

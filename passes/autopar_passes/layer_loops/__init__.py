@@ -1,1 +1,1 @@
-"""Cuts loops over layers, and the state that they go through, into pieces."""
+"""Cuts loops over layers, and the state that they read, into pieces."""

@@ -1,4 +1,4 @@
-"""What operators do with a dimension that is in pieces."""
+"""The effect of operators on a dimension that is in pieces."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from autopar_passes.program.flatten import renumber_equation
 
 
 def layer_ranges(sizes: Sequence[int]) -> list[tuple[int, int]]:
-    """The first layer of each piece, and the one behind its last.
+    """For each piece, its first layer and the layer after its last.
 
     >>> layer_ranges([2, 3])
     [(0, 2), (2, 5)]
@@ -39,8 +39,8 @@ def piece_arguments(
     """Flat argument -> the flat arguments that are its pieces.
 
     Args:
-      count: how many arguments the step has as it is written.
-      sizes: flat argument -> how many layers each of its pieces has.
+      count: the number of arguments of the step before the split.
+      sizes: flat argument -> the number of layers of each of its pieces.
     """
     out: dict[int, list[int]] = {}
     for k in sorted(sizes):
@@ -51,20 +51,20 @@ def piece_arguments(
 
 
 def one_each(sizes: Sequence[int], stages: Sequence[int], count: int) -> bool:
-    """Whether every stage has a piece of an array, equally large and in their order.
+    """Whether every stage has one piece of an array, of equal sizes and in order.
 
-    The array can then be split over them.
+    The array can then be sharded over the stages.
 
     Args:
-      sizes: of the pieces.
-      stages: where they are.
-      count: how many stages there are.
+      sizes: the sizes of the pieces.
+      stages: the stage of each piece.
+      count: the number of stages.
     """
     return len(set(sizes)) == 1 and list(stages) == list(range(count))
 
 
 def whole_path(path: str) -> str:
-    """The path of the array that a piece is of; empty for an array that is none.
+    """The path of the array that a piece belongs to; empty if the path is no piece's.
 
     >>> whole_path("params/kernel@0:2")
     'params/kernel'
@@ -75,7 +75,7 @@ def whole_path(path: str) -> str:
     return whole if layers.replace(":", "").isdecimal() else ""
 
 
-# Operators that treat each element by itself.
+# Elementwise operators.
 POINTWISE = frozenset(
     {
         "abs", "add", "add_any", "and", "atan2", "cbrt", "ceil", "clamp",
@@ -88,7 +88,7 @@ POINTWISE = frozenset(
         "square", "sub", "tan", "tanh", "xor",
     }
 )  # fmt: skip
-# Operators over dimensions -> what puts the results of two pieces together.
+# Operators that reduce dimensions -> the function that combines two pieces' results.
 REDUCTIONS: Mapping[str, Callable[[Any, Any], Any]] = {
     "reduce_sum": jax.lax.add,
     "reduce_max": jax.lax.max,
@@ -100,7 +100,7 @@ REDUCTIONS: Mapping[str, Callable[[Any, Any], Any]] = {
 
 
 def in_order(program: Program) -> Program:
-    """The program with equations numbered in their order, bodies first."""
+    """Returns the program with equations numbered in order, bodies first."""
     numbers: dict[int, int] = {}
 
     def count(region: Region) -> None:
@@ -125,9 +125,9 @@ _Changed = tuple[int, Callable[[int], dict[str, Any]]]
 def move_dim(
     eqn: Equation, dim: int, shapes: Sequence[tuple[int, ...]]
 ) -> _Changed | None:
-    """Where an operator that moves dimensions puts one; None: not known, or nowhere.
+    """Where an operator moves a dimension; None if the dimension is lost or unknown.
 
-    Also returns its parameters on a piece, as a function of the piece's size.
+    Also returns a function from a piece's size to the operator's parameters on it.
     """
     params, shape = eqn.params, shapes[0]
     match eqn.primitive:
@@ -156,9 +156,9 @@ def move_dim(
 def resize_dim(
     eqn: Equation, dim: int, sizes: Sequence[int]
 ) -> list[dict[str, Any]] | None:
-    """Parameters of a slice or of padding on each piece of a dimension.
+    """The parameters of a slice or padding on each piece of a dimension.
 
-    None: it is no such operator, or a piece would be empty.
+    The result is None for any other operator, and if a piece would be empty.
     """
     params = eqn.params
     if eqn.primitive == "slice":

@@ -1,11 +1,11 @@
-"""Writes a program whose loops over layers, and their state, are in pieces.
+"""Splits loops over layers, and their state, into pieces.
 
-A loop over stacked layers is one equation, and its parameters are arrays with a
-dimension of layers. In the program that is written here, each such array is several
-arguments, one for each piece of its layers, and the loop is as many loops behind each
-other. What is computed from the arrays layer by layer, such as an optimizer's update,
-is computed piece by piece. Where an operator needs all layers, the pieces are put
-together in front of it: the meaning is kept for every program.
+A loop over stacked layers is one equation, and its parameters are arrays with a layer
+dimension. In the new program, each such array is several arguments, one for each piece
+of its layers. The loop becomes several loops, one after another. Computations on the
+arrays that treat layers independently, such as an optimizer's update, run piece by
+piece. If an operator needs all layers, the pieces are concatenated before it, so every
+program keeps its meaning.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ from autopar_passes.program.trace import TracedStep
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Pieces:
-    """A value of which the program has the pieces.
+    """A value that the program holds in pieces.
 
     Attributes:
-      values: their numbers, in the order of the layers.
-      dim: the dimension that they split.
-      sizes: of each, in that dimension.
+      values: the numbers of the pieces, in the order of the layers.
+      dim: the dimension that is split.
+      sizes: the size of each piece in that dimension.
     """
 
     values: tuple[int, ...]
@@ -51,15 +51,15 @@ class Pieces:
 def in_pieces(traced: TracedStep, sizes: Mapping[int, Sequence[int]]) -> TracedStep:
     """Returns a step whose stacked state is in pieces.
 
-    The first piece of an argument stands in its place; the others follow behind all
-    arguments, and likewise behind all results.
+    The first piece of an argument takes the argument's place. The other pieces come
+    after all arguments. Results are treated in the same way.
 
     Args:
       traced: the step.
-      sizes: carried flat argument -> how many layers each of its pieces has.
+      sizes: carried flat argument -> the number of layers of each of its pieces.
 
     Raises:
-      InputError: an argument is not carried, or sizes do not add up to its layers.
+      InputError: an argument is not carried, or its sizes do not sum to its layers.
     """
     if not sizes:
         return traced
@@ -89,7 +89,7 @@ def in_pieces(traced: TracedStep, sizes: Mapping[int, Sequence[int]]) -> TracedS
 
 
 def _check_sizes(traced: TracedStep, sizes: Mapping[int, Sequence[int]]) -> None:
-    """Raises `InputError` for pieces that are not of a carried argument."""
+    """Raises `InputError` if pieces do not belong to a carried argument."""
     for k, own in sizes.items():
         value = traced.program.values[traced.program.body.inputs[k]]
         if k not in traced.carried or not value.shape or sum(own) != value.shape[0]:
@@ -100,11 +100,11 @@ def _check_sizes(traced: TracedStep, sizes: Mapping[int, Sequence[int]]) -> None
 
 
 class Splitter:
-    """Goes through a program once.
+    """Processes a program once, equation by equation.
 
     Attributes:
-      sliced: the values that were cut because a value in pieces met them.
-      loops: the loops that were cut, by the index they had.
+      sliced: the values that were cut because they met a value in pieces.
+      loops: the loops that were cut, by their old indices.
     """
 
     def __init__(self, program: Program, sizes: Mapping[int, Sequence[int]]) -> None:
@@ -130,7 +130,7 @@ class Splitter:
         """Writes the program.
 
         Args:
-          results: flat result -> the flat argument whose next value it is.
+          results: flat result -> the flat argument that it is the next value of.
         """
         for eqn in self.program.body.equations:
             self.equation(eqn)
@@ -158,7 +158,7 @@ class Splitter:
     # Values.
 
     def fresh(self, value: int, dim: int, sizes: tuple[int, ...]) -> Pieces:
-        """New values for the pieces of one."""
+        """Creates new values for the pieces of a value."""
         of = self.program.values[value]
         made = tuple(
             self.builder.value((*of.shape[:dim], n, *of.shape[dim + 1 :]), of.dtype)
@@ -167,7 +167,7 @@ class Splitter:
         return Pieces(made, dim, sizes)
 
     def read(self, atom: Atom) -> Atom:
-        """An atom as a whole."""
+        """Returns an atom as a whole, concatenated if necessary."""
         if not isinstance(atom, int) or atom not in self.pieces:
             return self.whole.get(atom, atom) if isinstance(atom, int) else atom
         if atom not in self.whole:
@@ -178,7 +178,7 @@ class Splitter:
         return self.whole[atom]
 
     def piece(self, atom: Atom, dim: int, sizes: tuple[int, ...]) -> Sequence[Atom]:
-        """The pieces of an array, which is cut if it is a whole."""
+        """Returns the pieces of an array; cuts the array if it is whole."""
         if not isinstance(atom, int):
             return [atom for _ in sizes]
         own = self.pieces.get(atom)
@@ -213,7 +213,7 @@ class Splitter:
     def add_bound(
         self, eqn: Equation, atoms: Sequence[Atom], **changed: Any
     ) -> list[int]:
-        """Adds an equation's operator on other operands, with changed parameters."""
+        """Adds an equation's primitive on other operands, with changed parameters."""
         source = eqn.source
         if changed:
             source = source.replace(params={**source.params, **changed})
@@ -244,13 +244,13 @@ class Splitter:
         return jax.ShapeDtypeStruct(value.shape, value.dtype)
 
     def shape(self, atom: Atom) -> tuple[int, ...]:
-        """The shape of an atom of the program as it was."""
+        """The shape of an atom of the original program."""
         return self.program.values[atom].shape if isinstance(atom, int) else ()
 
     # Equations.
 
     def equation(self, eqn: Equation) -> None:
-        """Writes one equation, in pieces if it can be."""
+        """Writes one equation, in pieces if possible."""
         self.stack = eqn.name_stack
         cut = {a for a in eqn.inputs if isinstance(a, int) and a in self.pieces}
         if cut and self.in_pieces(eqn, cut):
@@ -259,7 +259,7 @@ class Splitter:
         self.builder.equations.append(kept)
 
     def in_pieces(self, eqn: Equation, cut: Collection[int]) -> bool:
-        """Writes an equation that reads values in pieces; False: it needs wholes."""
+        """Writes an equation that reads pieces; False if it needs whole values."""
         kind = eqn.primitive
         if kind == "scan":
             return self.loop(eqn)
@@ -293,14 +293,15 @@ class Splitter:
         to: int,
         changed: Sequence[Mapping[str, Any]] = (),
     ) -> bool:
-        """Writes an operator for each piece.
+        """Writes a primitive for each piece.
 
         Args:
           eqn: the equation.
-          dims: of each operand the dimension that is split; None: it is read whole.
-          sizes: of the pieces.
-          to: the dimension of the result that is split.
-          changed: parameters of the operator on each piece.
+          dims: for each operand, the split dimension; None if the operand is read
+            whole.
+          sizes: the sizes of the pieces.
+          to: the split dimension of the result.
+          changed: the changed parameters of the primitive on each piece.
         """
         given = [
             [self.read(a)] * len(sizes) if d is None else self.piece(a, d, sizes)
@@ -314,7 +315,7 @@ class Splitter:
         return True
 
     def resize(self, eqn: Equation, changed: Sequence[Mapping[str, Any]]) -> bool:
-        """Some of the layers, or layers with others around them."""
+        """Writes a slice or padding along the layers, piece by piece."""
         value, *rest = eqn.inputs
         assert isinstance(value, int)
         of = self.pieces[value]
@@ -327,7 +328,7 @@ class Splitter:
         return True
 
     def pointwise(self, eqn: Equation, dim: int, sizes: tuple[int, ...]) -> bool:
-        """An operator on each element: whole arrays that it reads are cut, too."""
+        """Writes an elementwise primitive; cuts the whole arrays that it reads."""
         shape = self.shape(eqn.outputs[0])
         shapes = [self.shape(a) for a in eqn.inputs]
         if len(eqn.outputs) != 1 or any(s not in ((), shape) for s in shapes):
@@ -337,7 +338,7 @@ class Splitter:
     def barrier(
         self, eqn: Equation, cut: Collection[int], dim: int, sizes: tuple[int, ...]
     ) -> bool:
-        """A barrier for each piece, and one for what is whole."""
+        """Writes one barrier for each piece, and one barrier for the whole values."""
         pairs = list(zip(eqn.inputs, eqn.outputs, strict=True))
         split = [(a, out) for a, out in pairs if a in cut]
         made = [
@@ -353,7 +354,7 @@ class Splitter:
         return True
 
     def reduction(self, eqn: Equation, dim: int, sizes: tuple[int, ...]) -> bool:
-        """A reduction of each piece, and of their results where layers are reduced."""
+        """Writes a reduction of each piece; combines them if layers are reduced."""
         axes = eqn.params["axes"]
         if dim not in axes:
             return self.each(eqn, [dim], sizes, dim - sum(a < dim for a in axes))
@@ -365,7 +366,7 @@ class Splitter:
     def together(
         self, eqn: Equation, made: Sequence[int], two: Callable[[Any, Any], Any]
     ) -> bool:
-        """The result of an operator, of those that it has on the pieces."""
+        """Combines the results of an operator on the pieces into its whole result."""
         result = made[0]
         for other in made[1:]:
             (result,) = self.emit(two, [result, other])
@@ -373,7 +374,7 @@ class Splitter:
         return True
 
     def product(self, eqn: Equation, dim: int, sizes: tuple[int, ...]) -> bool:
-        """A product: of layers with layers, over layers, or of layers with a whole."""
+        """Writes a product, with the layers as batch, contracted or free dimension."""
         contracted, batched = eqn.params["dimension_numbers"]
         left, right = eqn.inputs
         for dims, over in ((batched, False), (contracted, True)):
@@ -407,7 +408,7 @@ class Splitter:
         return self.each(eqn, [None, dim], sizes, to)
 
     def loop(self, eqn: Equation) -> bool:
-        """A loop over layers: one loop for each piece, behind each other."""
+        """Writes a loop over layers as one loop for each piece, one after another."""
         params = eqn.params
         first = params["num_consts"] + params["num_carry"]
         sizes = {
@@ -421,11 +422,11 @@ class Splitter:
         return True
 
     def cut(self, eqn: Equation, own: tuple[int, ...]) -> list[int]:
-        """Writes a loop as several behind each other.
+        """Writes a loop as several loops, one after another.
 
         Args:
           eqn: the loop.
-          own: how many slices of the stacked arrays each one goes through.
+          own: the number of slices of the stacked arrays that each loop processes.
 
         Returns:
           The indices of the loops, in the order of their slices.
@@ -462,7 +463,7 @@ class Splitter:
     def shorter(
         self, eqn: Equation, length: int, read: Sequence[Atom], made: Sequence[int]
     ) -> Equation:
-        """A loop of fewer iterations, with values and equations of its own."""
+        """A loop of fewer iterations, with new values and equations."""
         return Equation(
             self.builder.index(),
             eqn.source.replace(params={**eqn.params, "length": length}),
@@ -473,7 +474,7 @@ class Splitter:
         )
 
     def copy_region(self, region: Region) -> Region:
-        """A body with values and equations of its own."""
+        """A copy of a body, with new values and equations."""
         own: dict[int, int] = {}
         values = [*region.inputs]
         for eqn in walk(region):
@@ -499,8 +500,9 @@ class Splitter:
 def stacked_state(program: Program, carried: Mapping[int, int]) -> dict[int, int]:
     """Finds the carried arguments that are stacked layers.
 
-    They are what a loop of the top level goes through, as it is or converted, and what
-    is updated together with such an array element by element.
+    A top-level loop reads such an argument slice by slice, possibly after a conversion.
+    An argument that is updated together with such an array element by element is
+    included too.
 
     Args:
       program: the flat program of a step.
@@ -535,14 +537,14 @@ def stacked_state(program: Program, carried: Mapping[int, int]) -> dict[int, int
 
 
 def _sources(program: Program, carried: Mapping[int, int]) -> dict[int, int]:
-    """Value -> the carried argument that it is, or that it is of element by element."""
+    """Value -> the carried argument of which it is a copy or an elementwise map."""
     values, arguments = program.values, program.body.inputs
     found = {arguments[k]: k for k in carried if values[arguments[k]].shape}
     for eqn in program.body.equations:
         if eqn.primitive == "slice" and isinstance(read := eqn.inputs[0], int):
             (made,) = eqn.outputs
             if read in found and values[read].shape[1:] == values[made].shape[1:]:
-                found[made] = found[read]  # some of the layers
+                found[made] = found[read]  # a slice of the layers
         if eqn.primitive not in POINTWISE or len(eqn.outputs) != 1:
             continue
         shape = values[eqn.outputs[0]].shape

@@ -1,1 +1,1 @@
-"""Splits a step into microbatches: what runs for each of them, and what runs once."""
+"""Splits a step into equations for each microbatch and equations that run once."""

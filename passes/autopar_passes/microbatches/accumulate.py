@@ -1,8 +1,8 @@
-"""A step over microbatches as one program: a loop that adds up, then the update.
+"""Writes a step over microbatches as one program: a loop that sums, then the update.
 
-The program has the inputs and outputs of the step on the whole batch. What each
-microbatch makes and is added up is carried by the loop, in single precision where it
-is in half; rows are stacked. Equations that run once stay as they were.
+The program has the inputs and outputs of the step on the whole batch. The loop carries
+the sums over microbatches, and uses single precision for values of half precision. Rows
+are stacked. Equations that run once stay unchanged.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ _ADDED = (Combine.SUM, Combine.MEAN)
 
 
 def accumulate_step(whole: TracedStep, found: Microbatched) -> TracedStep:
-    """Returns the step that goes through its microbatches and then updates its state.
+    """Returns the step that runs its microbatches and then updates its state.
 
     Args:
       whole: the step on the whole batch.
-      found: how it is split.
+      found: the split of the step into microbatches.
     """
     joiner = _Joiner(whole.program, found)
     return dataclasses.replace(whole, program=joiner.run(), loop=joiner.loop_index)
@@ -70,7 +70,7 @@ class _Joiner:
         return Program(tuple(self.builder.values), region, self.whole.constants)
 
     def before(self) -> tuple[Equation, ...]:
-        """What is the same in all microbatches, or needs the whole batch."""
+        """Equations of values that all microbatches share, or that need the batch."""
         same = [c.value for c in self.found.crossings if c.combine is Combine.SAME]
         return needed_equations(self.whole.body.equations, [*same, *self.ahead()])
 
@@ -83,11 +83,11 @@ class _Joiner:
         )
 
     def number(self, value: int) -> int:
-        """The number of a microbatch's value in the program."""
+        """The program's number of a value of the microbatch's program."""
         return self.first_value + value
 
     def loop(self) -> None:
-        """Adds the loop over the microbatches, and what follows it directly."""
+        """Adds the loop over the microbatches, and the equations directly after it."""
         added = [c for c in self.found.crossings if c.combine in _ADDED]
         stacked = [c for c in self.found.crossings if c.combine is Combine.ROWS]
         repeated = self.body([*added, *stacked])
@@ -117,7 +117,7 @@ class _Joiner:
         added: list[Crossing],
         stacked: list[Crossing],
     ) -> None:
-        """Adds the loop itself, and hands its results on."""
+        """Adds the loop itself, and converts its results."""
         count = self.found.microbatches
         ends = self.sums(added)
         rows = [self.micro.values[c.value] for c in stacked]
@@ -140,12 +140,12 @@ class _Joiner:
             self.hand_on(crossing, value)
 
     def sums(self, added: list[Crossing]) -> list[int]:
-        """Values in which others are added up."""
+        """Creates the values of the sums."""
         like = [self.micro.values[c.value] for c in added]
         return [self.builder.value(v.shape, _wide(v.dtype)) for v in like]
 
     def hand_on(self, crossing: Crossing, value: int) -> None:
-        """Makes the whole value of what a loop returns, under its number."""
+        """Makes the whole value from a result of the loop, under the value's number."""
         dtype = self.whole.values[crossing.value].dtype
         count, rows = self.found.microbatches, crossing.rows
 
@@ -162,7 +162,7 @@ class _Joiner:
         self.rename(last, crossing.value)
 
     def rename(self, value: int, to: int) -> None:
-        """Lets the equation that made a value last make another one instead."""
+        """Makes the last equation that made a value return another value."""
         for k in range(len(self.builder.equations) - 1, -1, -1):
             eqn = self.builder.equations[k]
             if value in eqn.outputs:
@@ -185,13 +185,13 @@ class _Joiner:
         )
 
     def inputs(self, body: tuple[Equation, ...], number: int) -> dict[int, int]:
-        """What the body reads of the program: values -> what it takes them in as.
+        """Returns the outer values that the body reads -> the body's inputs for them.
 
-        Takes the rows of the microbatch out of those of the batch.
+        Also adds the equations that take the microbatch's rows out of the batch.
 
         Args:
           body: the equations.
-          number: the value inside that is the number of the microbatch.
+          number: the value inside the body that is the number of the microbatch.
         """
         read = _read(body)
         consts: dict[int, int] = {}
@@ -234,7 +234,7 @@ class _Joiner:
         return list(zip(self.micro.body.inputs, given, strict=True))
 
     def zero(self, crossing: Crossing) -> Atom:
-        """The beginning of a sum."""
+        """The initial value of a sum."""
         value = self.micro.values[crossing.value]
         dtype = _wide(value.dtype)
         return self.builder.call(lambda: jax.lax.full(value.shape, 0, dtype), [])
@@ -255,18 +255,18 @@ def _stack_of(equations: list[Equation], value: int) -> str:
 
 
 def _wide(dtype: Any) -> Any:
-    """The dtype in which values are added up: half precision would lose parts."""
+    """The dtype of a sum: half precision would lose small summands."""
     half = jnp.issubdtype(dtype, jnp.floating) and jnp.dtype(dtype).itemsize < 4
     return jnp.dtype("float32") if half else dtype
 
 
 def _read(equations: tuple[Equation, ...]) -> set[int]:
-    """The values that equations read, also those inside of regions."""
+    """The values that equations read as operands."""
     return {a for e in equations for a in e.inputs if isinstance(a, int)}
 
 
 def _scan_source(length: int, consts: int, carries: int) -> Any:
-    """JAX's equation of a loop: of it only the parameters count."""
+    """JAX's equation of a loop, of which only the parameters matter."""
 
     def run(start: Any) -> Any:
         return jax.lax.scan(lambda c, _: (c, None), start, None, length=length)

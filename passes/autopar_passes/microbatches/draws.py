@@ -1,8 +1,9 @@
-"""Draws for the rows of a microbatch what a step on the whole batch draws for them.
+"""Draws random numbers for a microbatch's rows as a step on the whole batch does.
 
-JAX draws by Threefry: an element's bits follow from the key and from its number in the
-array (``jax_threefry_partitionable``; Salmon et al., "Parallel random numbers: as easy
-as 1, 2, 3", SC 2011). So the rows of a microbatch can be drawn without the others.
+JAX draws with Threefry: the bits of an element depend only on the key and on the
+element's number in the array (``jax_threefry_partitionable``; Salmon et al., "Parallel
+random numbers: as easy as 1, 2, 3", SC 2011). The rows of a microbatch can therefore be
+drawn without the other rows.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ def _threefry() -> Any:
 
 
 def can_draw(eqn: Equation, key_dtype: Any) -> bool:
-    """Whether `drawn` knows an equation; its operand is a key of this dtype."""
-    # The stubs of the configuration do not know it.
+    """Whether `draw_rows` supports an equation whose key has this dtype."""
+    # The type stubs of the configuration lack this option.
     whole = bool(getattr(jax.config, "jax_threefry_partitionable"))  # noqa: B009
     return whole and eqn.primitive in _PRIMITIVES and key_dtype == _threefry()
 
@@ -39,17 +40,18 @@ def can_draw(eqn: Equation, key_dtype: Any) -> bool:
 def draw_rows(
     eqn: Equation, key: Any, number: Any, *, shape: tuple[int, ...], rows: Rows
 ) -> Any:
-    """What an equation draws for the whole batch, for the rows of one microbatch.
+    """Draws, for one microbatch's rows, the numbers that the whole batch has there.
 
     Args:
       eqn: the equation of a microbatch, ``random_bits`` or ``random_split``.
-      key: the key, or an array of them.
-      number: of the microbatch, int32.
-      shape: drawn for each key, of the whole batch.
-      rows: where its rows are in what a key draws.
+      key: the key, or an array of keys.
+      number: the number of the microbatch, int32.
+      shape: the shape that each key draws for the whole batch.
+      rows: where the rows of the batch are in this shape.
 
     Returns:
-      An array of ``key.shape`` and of the rest of the shape that ``eqn`` draws.
+      An array. Its shape is ``key.shape`` followed by the shape that ``eqn`` draws per
+      key.
     """
     count = shape[rows.dim] // eqn.params["shape"][rows.dim]
 
@@ -77,10 +79,10 @@ def _bits(first: Any, second: Any, width: int) -> Any:
 def _numbers(
     shape: tuple[int, ...], rows: Rows, count: int, number: Any
 ) -> tuple[Any, Any]:
-    """The numbers of a microbatch's elements in the whole array, row by row.
+    """The numbers that a microbatch's elements have in the whole array.
 
     Returns:
-      Their high and low words, uint32, each of the shape of the microbatch's part.
+      The high and low words, uint32, each in the shape of the microbatch's part.
     """
     part = tuple(n // count if d == rows.dim else n for d, n in enumerate(shape))
     high = low = jnp.zeros(part, np.uint32)
@@ -98,7 +100,7 @@ def _numbers(
 
 
 def _place_in_batch(index: Any, inner: int, count: int, number: Any) -> Any:
-    """Where a row of a microbatch is in the whole batch (`Rows`)."""
+    """The row in the whole batch of a row of a microbatch (`Rows`)."""
     if inner == 1:
         return index * np.uint32(count) + number
     group, rest = index // np.uint32(inner), index % np.uint32(inner)
@@ -106,7 +108,7 @@ def _place_in_batch(index: Any, inner: int, count: int, number: Any) -> Any:
 
 
 def _times(index: Any, stride: int) -> tuple[Any, Any]:
-    """High and low word of a product below 2**64, of halves of 16 bits."""
+    """The high and low word of a product below 2**64, computed from 16-bit halves."""
     top, bottom = np.uint32(stride // _WORD), np.uint32(stride % _WORD)
     half, mask = np.uint32(16), np.uint32(0xFFFF)
     a, b = index >> half, index & mask

@@ -1,14 +1,13 @@
 """Facts of a step that decide how it may be split into microbatches.
 
-Compares the program of a microbatch with that of the whole batch.
+This module compares the program of one microbatch with the program of the whole batch.
+Both programs are traced from one step, so a value has the same number in both. The two
+programs may differ only in the sizes of dimensions and in scalars that are made of such
+sizes.
 
-Both are traced from one step, so a value has the same number in both. They may differ
-in the sizes of dimensions, and in scalars that are made of such sizes.
-
-A step over several microbatches, as data.
-
-The step runs its forward and backward pass for each microbatch, and its update once.
-What goes from the first part to the second is a *crossing*.
+The module also describes a step over several microbatches as data. Such a step runs its
+forward and backward pass for each microbatch, and its update once. A value that goes
+from the repeated part to the part that runs once is a *crossing*.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ from autopar_passes.sums.stacked import ADDITIVE, UNARY
 
 
 class MicrobatchError(InputError):
-    """The step cannot be split into microbatches with its meaning kept."""
+    """Splitting the step into microbatches would change its results."""
 
 
 class Combine(enum.Enum):
@@ -62,10 +61,10 @@ class Combine(enum.Enum):
 class Rows:
     """Where the rows of the batch are in an array.
 
-    Dimension ``dim`` is dealt out in groups of ``inner`` elements: with M microbatches,
-    microbatch m has the groups m, m + M, m + 2 M ... of them, in this order
-    (`autopar_passes.microbatches.facts`). So a batch that is split over devices stays
-    where it is.
+    The elements of dimension ``dim`` are dealt out in groups of ``inner`` neighbours.
+    With M microbatches, microbatch m gets the groups m, m + M, m + 2 M, ..., in this
+    order. Because every microbatch takes groups from all along the dimension, the rows
+    of a batch that is sharded over devices stay on their devices.
     """
 
     dim: int
@@ -74,12 +73,12 @@ class Rows:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Crossing:
-    """A value that each microbatch makes, and that is used after all of them.
+    """A value that each microbatch computes and that is used after all microbatches.
 
     Attributes:
-      value: of the microbatch's program.
-      combine: how the microbatches' values are put together.
-      rows: where its rows are, for `Combine.ROWS`.
+      value: the number of the value in the microbatch's program.
+      combine: how the values of all microbatches are put together.
+      rows: where the rows of the batch are in the value, for `Combine.ROWS`.
     """
 
     value: int
@@ -91,26 +90,31 @@ class Crossing:
 class Microbatched:
     """A step over several microbatches.
 
-    The program of one microbatch is complete: its constants are those of the whole
-    batch, so that what is a mean over the batch is a sum over the microbatches. What
-    runs once has the rows of the whole batch. Behind the step's own flat inputs it has
-    those of `number`, `given` and `gathered`.
+    The program of one microbatch is complete. Its constants are those of the whole
+    batch, so a mean over the batch becomes a sum over the microbatches. The equations
+    that run once have arrays with the rows of the whole batch. The program's flat
+    inputs are the step's own flat inputs, followed by the inputs of `number`, `given`
+    and `gathered`.
 
     Attributes:
-      microbatches: how many there are.
+      microbatches: the number of microbatches.
       traced: the step on one microbatch.
       once: indices of the top-level equations that run once, after all microbatches.
-      crossings: the values that the others hand to them, or to the caller.
-      batch: flat input -> where its rows are; other inputs are the same for all.
-      number: the flat input that takes the number of the microbatch, int32; None: it
-        draws no random numbers for rows.
-      ahead: from the step's flat inputs, with the whole batch, to the values of
-        `given`; None: there are none.
-      given: the flat inputs that take what depends on the whole batch, such as the
-        number of its tokens that count.
-      gathered: the flat inputs, last, that take rows of all microbatches together for
-        what runs once -> the crossings that they are put together of.
-      local: what is computed from each microbatch alone, for people.
+      crossings: the values that the repeated equations hand to the equations of
+        ``once``, or to the caller.
+      batch: flat input -> where its rows are; other inputs are the same for all
+        microbatches.
+      number: the flat input that takes the number of the microbatch, int32; None if the
+        step draws no random numbers for rows.
+      ahead: the program that computes the values of `given` from the step's flat inputs
+        with the whole batch; None if there are no such values.
+      given: the flat inputs that take values which depend on the whole batch, such as
+        the number of unmasked tokens in the batch.
+      gathered: the last flat inputs, which take the rows of all microbatches together
+        for the equations of ``once`` -> the crossings that each input is put together
+        from.
+      local: names, for people, of the values that are computed from the rows of one
+        microbatch only.
     """
 
     microbatches: int
@@ -132,12 +136,12 @@ class Microbatched:
 
     @property
     def accumulated_values(self) -> frozenset[int]:
-        """The values that are added up over the microbatches, or averaged."""
+        """The values that are summed or averaged over the microbatches."""
         added = (Combine.SUM, Combine.MEAN)
         return frozenset(c.value for c in self.crossings if c.combine in added)
 
 
-# Parameters of primitives that say sizes, or that follow from their operands.
+# Parameters of primitives that state sizes, or that follow from the operands.
 _SIZES = frozenset(
     {
         "shape", "new_sizes", "sizes", "slice_sizes", "limit_indices", "start_indices",
@@ -145,8 +149,8 @@ _SIZES = frozenset(
         "operand_shape", "updates_shape", "padding_config", "length", "result_avals",
     }
 )  # fmt: skip
-# Those of kernels, which are traced for a microbatch
-# (`autopar_passes.microbatches.kernels`).
+# Parameters of kernels that may differ, because kernels are traced anew for a
+# microbatch (`autopar_passes.microbatches.kernels`).
 _KERNEL_SIZES = {
     "pallas_call": frozenset({"out_avals", "grid_mapping", "cost_estimate", "jaxpr"}),
     "custom_partitioning": frozenset({"call"}),
@@ -155,16 +159,18 @@ _KERNEL_SIZES = {
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Pair:
-    """The program of a whole batch and of one microbatch.
+    """The program of a whole batch and the program of one microbatch.
 
     Attributes:
-      whole: of the whole batch.
-      micro: of one microbatch.
+      whole: the program of the whole batch.
+      micro: the program of one microbatch.
       count: number of microbatches.
-      dims: of each value, the dimension with the rows of the batch; -1: none; less:
-        a microbatch has no part of it.
-      sources: the equations of the whole batch, also those of regions, by index.
-      made_by: the equation of a microbatch that makes each value.
+      dims: by value, the dimension with the rows of the batch; -1 if the value has no
+        such dimension; less than -1 if the microbatch's array is no part of the whole
+        array.
+      sources: all equations of the whole batch, by index, including those in regions.
+      made_by: value -> the equation of the microbatch's program that computes the
+        value.
     """
 
     whole: Program
@@ -184,10 +190,10 @@ class Pair:
 
 
 def pair_programs(whole: Program, micro: Program, count: int) -> Pair:
-    """Compares two programs.
+    """Compares the program of a whole batch with that of one microbatch.
 
     Raises:
-      MicrobatchError: they differ in more than the number of rows.
+      MicrobatchError: the programs differ in more than the number of rows.
     """
     try:
         _compare(whole.body, micro.body)
@@ -209,13 +215,13 @@ def pair_programs(whole: Program, micro: Program, count: int) -> Pair:
 
 
 def _has_one_row(whole: Program, micro: Program) -> bool:
-    """Whether an input of a microbatch has one row of the batch's."""
+    """Whether some input has one row in a microbatch, and more in the whole batch."""
     inputs = zip(whole.body.inputs, micro.body.inputs, strict=False)
     shapes = ((whole.values[a].shape, micro.values[b].shape) for a, b in inputs)
     return any(y == 1 and x > 1 for a, b in shapes for x, y in zip(a, b, strict=False))
 
 
-# What `_dim` gives for shapes that no single dimension of rows tells apart.
+# Results of `_dim` for pairs of shapes that differ in more than one dimension of rows.
 _SEVERAL, _OTHER = -2, -3
 
 
@@ -229,10 +235,10 @@ def _dim(whole: tuple[int, ...], micro: tuple[int, ...], count: int) -> int:
 
 
 def check_dims(pair: Pair, eqn: Equation) -> None:
-    """Checks that a microbatch has a part of each result of an equation.
+    """Checks that a microbatch computes a part of each result of an equation.
 
     Raises:
-      MicrobatchError: it has not.
+      MicrobatchError: a result of the microbatch is no part of the whole result.
     """
     for value in eqn.outputs:
         if pair.dims[value] < -1:
@@ -256,7 +262,7 @@ def _wrong_dims(pair: Pair, eqn: Equation, value: int) -> str:
 
 
 def place_of(eqn: Equation) -> str:
-    """Where an equation stands, for people: ``'reduce_max' (train.py:12)``."""
+    """The place of an equation, for people: ``'reduce_max' (train.py:12)``."""
     source = jax_compat.source_line(eqn.source)
     return f"'{eqn.primitive}'" + (f" ({source})" if source else "")
 
@@ -284,7 +290,7 @@ def _compare(whole: Region, micro: Region) -> None:
 
 
 def _alike(a: tuple[Atom, ...], b: tuple[Atom, ...]) -> bool:
-    """Whether atoms are the same values, or scalars of any value."""
+    """Whether both tuples hold the same values, where any scalar matches any other."""
     if len(a) != len(b):
         return False
     pairs = zip(a, b, strict=True)
@@ -294,7 +300,7 @@ def _alike(a: tuple[Atom, ...], b: tuple[Atom, ...]) -> bool:
 
 
 def _difference(whole: Equation, micro: Equation) -> str:
-    """Says where programs go apart."""
+    """Describes the first difference between two programs, for an error message."""
     of = " of jax.random" if jax_compat.is_of_random(whole.source) else ""
     if whole.primitive == micro.primitive:
         return f"{place_of(whole)}{of} has other operands in a microbatch"
@@ -323,10 +329,10 @@ def _equal(a: Any, b: Any, within: tuple[_Functions, ...] = ()) -> bool:
 def _same_function(
     a: FunctionType, b: FunctionType, within: tuple[_Functions, ...]
 ) -> bool:
-    """Whether functions are of one code and hold equal values.
+    """Whether two functions have the same code and hold equal values.
 
-    Each trace makes the functions of `jax.debug.callback` anew. A function may hold
-    itself: those of ``within`` are being compared already.
+    Each trace creates the functions of `jax.debug.callback` anew. A function may hold
+    itself, so the pairs of functions in ``within`` are already being compared.
     """
     if a.__code__ is not b.__code__:
         return False
@@ -337,7 +343,7 @@ def _same_function(
 
 
 def _held_objects(function: FunctionType) -> dict[str | int, Any]:
-    """What a function holds: its defaults, by place and name, and its closure."""
+    """The objects of a function: its defaults by place and name, and its closure."""
     out: dict[str | int, Any] = dict(enumerate(function.__defaults__ or ()))
     out.update(function.__kwdefaults__ or {})
     names = function.__code__.co_freevars
@@ -347,11 +353,11 @@ def _held_objects(function: FunctionType) -> dict[str | int, Any]:
     return out
 
 
-# They draw random numbers, or make keys for that.
+# Primitives that draw random numbers, or make keys for drawing them.
 RANDOM = frozenset(
     {"random_bits", "random_gamma", "random_split", "rng_bit_generator", "rng_uniform"}
 )
-# What they make of a statistic alone is one, too: a variance and an epsilon.
+# Primitives that make a statistic out of a statistic, such as variance plus epsilon.
 _HANDING = UNARY | ADDITIVE | {"broadcast_in_dim", "mul"}
 
 
@@ -362,12 +368,12 @@ class Facts:
     Attributes:
       operators: the operator of each equation without regions.
       roles: the role of each top-level equation.
-      back: top-level equations whose results the backward pass needs.
-      given: values that are known before the first microbatch without a forward pass:
-        those that depend on the batch, on keys and on counters alone.
-      statistics: statistics of the batch that normalise its rows and that carried
-        state keeps.
-      updated: values that are made of results of the backward pass.
+      back: the top-level equations whose results the backward pass needs.
+      given: values that are known before the first microbatch without a forward pass,
+        because they depend only on the batch, on random keys and on counters.
+      statistics: statistics of the batch that normalise its rows and that the carried
+        state stores.
+      updated: values that are computed from results of the backward pass.
     """
 
     operators: dict[int, Operator]
@@ -382,7 +388,7 @@ def facts(pair: Pair, graph: OperatorGraph) -> Facts:
     """Finds the facts of a step.
 
     Args:
-      pair: its programs.
+      pair: the programs of the step.
       graph: the operator graph of the whole batch.
     """
     operators: dict[int, Operator] = {}
@@ -405,13 +411,14 @@ def facts(pair: Pair, graph: OperatorGraph) -> Facts:
 
 
 def loop_of_updates(pair: Pair, operators: Mapping[int, Operator]) -> Equation | None:
-    """The loop over the batch that hands gradients of a turn to a later forward pass.
+    """Finds a loop in which gradients enter the forward pass of a later iteration.
 
-    So do updates on minibatches, and a search along a line. What a loop adds up over
-    its turns, and what it hands on for each row, is read by no forward pass so.
+    Loops of updates on minibatches and line searches are such loops. No forward pass
+    reads a sum over the iterations of a loop, or a value that the loop returns for each
+    row. Loops with only such values are not reported.
 
     Args:
-      pair: the programs.
+      pair: the programs of the whole batch and of one microbatch.
       operators: the operator of each equation without regions.
     """
     for eqn in walk(pair.whole.body):
@@ -446,7 +453,7 @@ def _roles_in(eqn: Equation, operators: Mapping[int, Operator]) -> set[Role]:
 
 
 def _outermost(equations: Iterable[Equation]) -> dict[int, int]:
-    """Each equation -> the one outside of all regions that it is in."""
+    """Equation -> the top-level equation that contains it."""
     out: dict[int, int] = {}
     for eqn in equations:
         out[eqn.index] = eqn.index
@@ -458,9 +465,10 @@ def _outermost(equations: Iterable[Equation]) -> dict[int, int]:
 def _roles(
     equations: Sequence[Equation], roles: Mapping[int, set[Role]]
 ) -> dict[int, Role]:
-    """The role of each top-level equation: of its operators, the innermost ones too.
+    """The role of each top-level equation, from the operators in it and in its regions.
 
-    What the backward pass reads is none of the update: zeros, to which a loop adds.
+    An equation of the update whose result the backward pass reads becomes an equation
+    of the forward pass. An example is the zeros that a loop adds gradients to.
     """
     found = {index: _role(of) for index, of in roles.items()}
     read: set[int] = set()
@@ -475,14 +483,14 @@ def _roles(
 def _role(roles: set[Role]) -> Role:
     if Role.BACKWARD in roles:
         return Role.BACKWARD
-    # A loop of the update also has what depends on no gradient: its counter.
+    # A loop of the update also has operators that depend on no gradient: its counter.
     return Role.UPDATE if Role.UPDATE in roles else Role.FORWARD
 
 
 def _needed_back(
     equations: tuple[Equation, ...], roles: dict[int, Role]
 ) -> frozenset[int]:
-    """The equations of the backward pass, and those of which one of them reads."""
+    """The equations of the backward pass, and all equations that it depends on."""
     read: set[int] = set()
     found: set[int] = set()
     for eqn in reversed(equations):
@@ -494,7 +502,7 @@ def _needed_back(
 
 
 def _stateless_values(pair: Pair, graph: OperatorGraph) -> frozenset[int]:
-    """The values outside of loops that need no array of the state."""
+    """The values outside of loops that depend on no array of the state."""
     body = pair.whole.body
     found = {i.value for i in graph.inputs if i.output < 0 or not _is_array(graph, i)}
     found.update(body.inputs[pair.whole.num_arguments :])
@@ -506,15 +514,16 @@ def _stateless_values(pair: Pair, graph: OperatorGraph) -> frozenset[int]:
 
 
 def _is_array(graph: OperatorGraph, given: GraphInput) -> bool:
-    """Whether an input is an array of numbers that the step learns or keeps."""
+    """Whether an input is a floating-point array that the step learns or carries."""
     value = graph.values[given.value]
     return value.floating and (given.role is not InputRole.OTHER or value.size > 1)
 
 
 def _gradient_values(graph: OperatorGraph) -> frozenset[int]:
-    """The values that are made of gradients, such as new parameters."""
+    """The values that are computed from gradients, such as new parameters."""
     found: set[int] = set()
-    for _ in range(2):  # A loop hands its first values in behind the last of them.
+    # An iteration of a loop may read values that the previous iteration computes.
+    for _ in range(2):
         for op in graph.operators:
             arrays = (v for v in op.inputs if v is not None)
             if op.role is Role.BACKWARD or not found.isdisjoint(arrays):
@@ -534,9 +543,11 @@ def _statistics(pair: Pair, graph: OperatorGraph) -> frozenset[int]:
 
 
 def _forward_values(pair: Pair, graph: OperatorGraph) -> set[int]:
-    """The values without rows that new carried arrays are made of in the forward pass.
+    """The values without rows from which the forward pass computes new carried arrays.
 
-    Through other values without rows, or element by element through those with.
+    The search goes backwards from the new arrays. The search passes through any value
+    without rows, and through a value with rows if an elementwise operator made that
+    value.
     """
     made_by = producers(graph.operators)
     left = [
@@ -563,9 +574,10 @@ def _forward_values(pair: Pair, graph: OperatorGraph) -> set[int]:
 
 
 def _normalising(pair: Pair, graph: OperatorGraph) -> set[int]:
-    """The values without rows of which the forward pass makes values with rows."""
+    """The values without rows from which the forward pass makes values with rows."""
     found: set[int] = set()
-    for _ in range(2):  # A loop hands its first values in behind the last of them.
+    # An iteration of a loop may read values that the previous iteration computes.
+    for _ in range(2):
         for op in reversed(graph.operators):
             if op.role is not Role.FORWARD:
                 continue
@@ -580,9 +592,9 @@ def take_microbatch(array: Any, rows: Rows, count: int, number: Any) -> Any:
 
     Args:
       array: the array of the whole batch.
-      rows: where its rows are.
+      rows: where the rows of the batch are in ``array``.
       count: number of microbatches.
-      number: of the microbatch, int32.
+      number: the number of the microbatch, int32.
     """
     shape, dim = array.shape, rows.dim
     groups = shape[dim] // (rows.inner * count)
@@ -598,11 +610,11 @@ def take_microbatch(array: Any, rows: Rows, count: int, number: Any) -> Any:
 
 
 def join_microbatches(array: Any, rows: Rows) -> Any:
-    """Puts parts as of `part` together: ``(count, ..., n / count, ...)``.
+    """Joins the parts that `take_microbatch` takes: ``(count, ..., n / count, ...)``.
 
     Args:
-      array: the arrays of all microbatches, one behind the other.
-      rows: where the rows are in one of them.
+      array: the arrays of all microbatches, stacked along a new first dimension.
+      rows: where the rows are in the array of one microbatch.
     """
     count, *shape = array.shape
     dim = rows.dim
@@ -617,13 +629,13 @@ def join_microbatches(array: Any, rows: Rows) -> Any:
 def regroup_rows(
     before: tuple[int, ...], rows: Rows, after: tuple[int, ...], dim: int
 ) -> int | None:
-    """The `Rows.inner` of a reshaped array; None: its groups do not stay together.
+    """The `Rows.inner` of a reshaped array; None if the reshape breaks groups up.
 
     Args:
-      before: the shape.
-      rows: where the rows are in it.
-      after: the shape that it gets.
-      dim: the dimension of that shape with the rows.
+      before: the shape before the reshape.
+      rows: where the rows are in ``before``.
+      after: the shape after the reshape.
+      dim: the dimension of ``after`` that has the rows.
     """
     together = rows.inner * math.prod(before[rows.dim + 1 :])
     behind = math.prod(after[dim + 1 :])
@@ -633,7 +645,7 @@ def regroup_rows(
 
 
 class Kind(enum.Enum):
-    """How a value of the whole batch follows from those of its microbatches."""
+    """How a value of the whole batch follows from the values of the microbatches."""
 
     SAME = "equal in all of them"
     LOCAL = "computed from each microbatch alone"
@@ -648,11 +660,11 @@ class Split:
     """The class of a value.
 
     Attributes:
-      kind: how the whole value follows.
-      inner: of `Kind.ROWS`, the elements that stay together (`Rows.inner`); 0: any,
-        because all rows are equal.
-      columns: of `Kind.POSITION`, which elements of the last dimension are positions;
-        empty: all.
+      kind: how the value of the whole batch follows.
+      inner: for `Kind.ROWS`, the number of elements that stay together (`Rows.inner`);
+        0 stands for any number, because all rows are equal.
+      columns: for `Kind.POSITION`, the elements of the last dimension that are
+        positions; empty if all elements are.
     """
 
     kind: Kind
@@ -666,7 +678,7 @@ WHOLE = Split(Kind.WHOLE)
 
 
 def join_splits(a: Split, b: Split) -> Split | None:
-    """The class of a value that is of one class or the other; None: there is none."""
+    """The class that covers the classes ``a`` and ``b``; None if no class does."""
     kinds = {a.kind, b.kind}
     if a == b:
         return a
@@ -681,19 +693,21 @@ def join_splits(a: Split, b: Split) -> Split | None:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Edits:
-    """What is changed in the program of a microbatch, by equation and operand.
+    """The changes to the program of a microbatch, by equation and operand.
 
     Attributes:
       scaled: operands that are multiplied by a number.
-      first: operands that count in the first microbatch only; they are zero in others.
-      ahead: operands that are read from the whole batch.
+      first: operands that count in the first microbatch only; they are zero in the
+        other microbatches.
+      ahead: operands that are computed from the whole batch in advance.
       folded: random keys that are made different in each microbatch.
-      drawn: equations that draw for the rows of a microbatch what they draw for these
-        rows in the whole batch -> `Rows.inner` of those.
+      drawn: equations that draw random numbers for rows -> `Rows.inner` of the rows. In
+        a microbatch each row gets the numbers that it gets in the whole batch.
       kept: equations whose scalars stay those of a microbatch.
-      counted: the numbers of rows, which what runs once reads of the whole batch.
-      replaced: values that are computed from the whole batch wherever they are read;
-        a microbatch reads its rows of them.
+      counted: values that hold numbers of rows; equations that run once read the
+        numbers of the whole batch.
+      replaced: values that are computed from the whole batch wherever they are read; a
+        microbatch reads its own rows of such a value.
     """
 
     scaled: dict[tuple[int, int], float] = dataclasses.field(default_factory=dict)
@@ -706,7 +720,7 @@ class Edits:
     replaced: set[int] = dataclasses.field(default_factory=set)
 
     def forget(self, equation: int) -> None:
-        """Takes the edits of an equation back, before it is looked at again."""
+        """Removes the edits of an equation before the equation is examined again."""
         for table in (self.scaled, self.ahead):
             for key in [k for k in table if k[0] == equation]:
                 del table[key]

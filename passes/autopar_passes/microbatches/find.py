@@ -1,4 +1,4 @@
-"""Finds how a step is split into microbatches, or why it cannot be."""
+"""Finds how a step can be split into microbatches, or why it cannot be split."""
 
 from __future__ import annotations
 
@@ -41,20 +41,23 @@ from autopar_passes.program.equations import (
 from autopar_passes.program.flatten import Builder, needed_equations, next_index
 from autopar_passes.program.trace import TracedStep
 
-# Writes the program of a microbatch with what was found out about it.
+# Writes the program of a microbatch from the classes and edits that were found.
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Rewritten:
-    """The program of a microbatch that counts as its part of the whole batch.
+    """The program of a microbatch, rewritten as a part of the whole batch.
 
     Attributes:
-      program: behind the step's own inputs it has one for the microbatch's number, if
-        it needs that, and those for what is computed from the whole batch.
-      number: whether it takes the number.
-      ahead: the values of the whole batch that it takes.
-      parts: those of them that are dealt out to the microbatches, the first ones.
-      gathered: values of microbatches whose rows it takes together, behind the others.
+      program: the rewritten program. Its inputs are the step's own inputs, then the
+        microbatch's number if it is needed, then the values of ``ahead`` and
+        ``gathered``.
+      number: whether the program takes the microbatch's number.
+      ahead: the values of the whole batch that the program takes.
+      parts: the number of values of ``ahead``, counted from the first, that are divided
+        among the microbatches.
+      gathered: values of microbatches whose rows the program takes for all microbatches
+        together.
     """
 
     program: Program
@@ -68,8 +71,8 @@ def rewritten(pair: Pair, edits: Edits, once: Collection[int]) -> Rewritten:
     """Writes the program of a microbatch.
 
     Args:
-      pair: the programs.
-      edits: what was found out.
+      pair: the programs of the whole batch and of one microbatch.
+      edits: the changes to the program.
       once: indices of the equations that run once, with the rows of the whole batch.
     """
     return _WriterOfRows(pair, edits, once).run()
@@ -82,10 +85,11 @@ class _WriterOfRows:
         self.once = once
         self.builder = Builder(pair.micro.values, next_index(pair.micro))
         self.number: int | None = None
-        # Of each open region, values of the program -> what it takes them in as.
+        # For each open region: value of the program -> the region's input for it.
         self.taken: list[dict[int, int]] = []
         self.given: dict[int, int] = {}
-        # The same for what runs once: with all rows, and put together of microbatches.
+        # For equations that run once: inputs with all rows, and inputs joined of
+        # microbatches.
         self.whole: dict[int, int] = {}
         self.gathered: dict[int, int] = {}
 
@@ -105,7 +109,7 @@ class _WriterOfRows:
             e for e in region.equations if e.index in kept or e.source.effects
         )
         body = Region(self.inputs(), equations, region.outputs)
-        # A constant with rows is read as the rows of the whole one, ahead.
+        # A constant with rows is computed ahead, as the rows of the whole constant.
         constants = tuple(
             a if np.shape(a) == np.shape(b) else b
             for a, b in zip(self.pair.whole.constants, micro.constants, strict=True)
@@ -140,14 +144,14 @@ class _WriterOfRows:
         return Region(micro.inputs, equations, tuple(map(self.read, outputs)))
 
     def read(self, atom: Atom) -> Atom:
-        """An atom, or what is computed from the whole batch in its place."""
+        """Returns an atom, or the input that replaces it by the whole batch's value."""
         replaced = isinstance(atom, int) and atom in self.edits.replaced
         if not replaced or not isinstance(atom, int):
             return atom
         return self.take(self.ahead(atom))
 
     def ahead(self, value: int) -> int:
-        """The input that takes what is computed from the whole batch."""
+        """Returns the input that takes a value computed from the whole batch."""
         if value not in self.given:
             part = self.pair.has_rows(value)
             of = (self.pair.micro if part else self.pair.whole).values[value]
@@ -175,7 +179,7 @@ class _WriterOfRows:
         self.builder.equations.append(self.with_taken(made, taken))
 
     def late(self, eqn: Equation) -> None:
-        """What runs once, on the rows of the whole batch."""
+        """Writes an equation that runs once, on the rows of the whole batch."""
         for inner in (eqn, *(e for region in eqn.regions for e in walk(region))):
             made = (*inner.outputs, *(v for r in inner.regions for v in r.inputs))
             for value in made:
@@ -184,7 +188,7 @@ class _WriterOfRows:
         self.builder.equations.append(dataclasses.replace(eqn, inputs=inputs))
 
     def late_operand(self, atom: Atom) -> Atom:
-        """What is read of all rows, by an equation that runs once."""
+        """Returns an operand, with all rows, of an equation that runs once."""
         if not isinstance(atom, int) or self.pair.dims[atom] == -1:
             return self.read(atom)
         maker = self.pair.made_by.get(atom)
@@ -197,7 +201,7 @@ class _WriterOfRows:
         return among[atom]
 
     def draw(self, whole: Equation, micro: Equation, key: Atom) -> None:
-        """What is drawn for the rows of the whole batch, for those of a microbatch."""
+        """Draws a microbatch's random numbers, as the whole batch draws them."""
         assert isinstance(key, int)
         assert self.number is not None
         (value,) = micro.outputs
@@ -212,7 +216,7 @@ class _WriterOfRows:
         )
 
     def take(self, value: int) -> int:
-        """The value that stands for one of the program in the innermost region."""
+        """Returns the innermost region's input for a value of the program."""
         for region in self.taken:
             if value not in region:
                 of = self.builder.values[value]
@@ -220,7 +224,7 @@ class _WriterOfRows:
         return self.taken[-1][value] if self.taken else value
 
     def with_taken(self, eqn: Equation, taken: Sequence[dict[int, int]]) -> Equation:
-        """An equation that hands to its regions what they take of the program."""
+        """Returns an equation that passes outer values into its regions."""
         values = list(dict.fromkeys(v for region in taken for v in region))
         if not values:
             return eqn
@@ -257,7 +261,7 @@ class _WriterOfRows:
         )
 
     def operand(self, eqn: Equation, slot: int, atom: Atom) -> Atom:
-        """What an equation reads, with what is to be done to it before."""
+        """Returns an operand of an equation, after applying its edits."""
         key = (eqn.index, slot)
         if key in self.edits.ahead:
             return self.take(self.ahead(self.edits.ahead[key]))
@@ -278,7 +282,7 @@ class _WriterOfRows:
         return atom
 
     def first(self, eqn: Equation, atom: Atom) -> Atom:
-        """An operand in the first microbatch, and zero in others."""
+        """Returns an operand that is zero in all microbatches except the first."""
         assert self.number is not None
         number = self.take(self.number)
         if isinstance(atom, Scalar):
@@ -315,7 +319,7 @@ def _folded_raw(key: Any, number: Any) -> Any:
 
 
 def _scalars_of(whole: Sequence[Atom], micro: Sequence[Atom]) -> list[Atom]:
-    """What the microbatch reads, with the scalars of the whole batch."""
+    """The operands of the microbatch, with the scalars of the whole batch."""
     return [
         a if isinstance(a, Scalar) else b for a, b in zip(whole, micro, strict=True)
     ]
@@ -337,18 +341,19 @@ def split_step(
     *,
     couple: bool = False,
 ) -> Microbatched:
-    """Says how a step is split into microbatches with its meaning kept.
+    """Splits a step into microbatches without changing its results.
 
     Args:
       whole: the step on the whole batch.
       micro: the same step on the rows of one microbatch.
       graph: the operator graph of the whole step.
       count: number of microbatches.
-      couple: whether what couples the rows of a batch may be computed from those of
-        each microbatch alone. Statistics of batch normalisation always are.
+      couple: whether values that couple the rows of a batch may be computed from the
+        rows of each microbatch only. Statistics of batch normalisation are always
+        computed in this way.
 
     Raises:
-      MicrobatchError: it cannot be split.
+      MicrobatchError: the step cannot be split.
     """
     pair = pair_programs(whole.program, micro.program, count)
     if not any(pair.has_rows(v) for v in pair.whole.body.inputs):
@@ -380,15 +385,15 @@ def split_step(
 def unsplit(
     whole: TracedStep, graph: OperatorGraph, dims: Mapping[int, int]
 ) -> Microbatched:
-    """A step whose batch is one microbatch.
+    """Returns a step whose batch is a single microbatch.
 
     Args:
       whole: the step.
-      graph: its operator graph.
+      graph: the operator graph of the step.
       dims: flat input of the batch -> the dimension of its rows.
     """
     body = whole.program.body
-    # A callback without results stands in no part's way.
+    # A callback without results may run after all parts, so it runs once.
     told = (e.index for e in body.equations if e.source.effects and not e.outputs)
     once = update_equations(whole.program, graph).union(told)
     made = {v for e in body.equations if e.index not in once for v in e.outputs}
@@ -412,7 +417,7 @@ def unsplit(
 def _follow(
     pair: Pair, known: Facts, *, couple: bool, hoisted: frozenset[int]
 ) -> tuple[Follower, int]:
-    """The classes of all values, and how many rows are dealt out together."""
+    """The classes of all values, and the number of rows that stay together."""
     unit = 1
     while True:
         follower = Follower(pair, known, unit, couple=couple, hoisted=hoisted)
@@ -426,7 +431,7 @@ def _follow(
 
 
 def _rows_ahead(pair: Pair, follower: Follower, made: Rewritten) -> dict[int, Rows]:
-    """Where the rows are of what is computed from the whole batch and dealt out."""
+    """Where the rows are in values that are computed ahead and divided."""
     first = pair.micro.num_arguments + made.number
     return {
         first + k: Rows(pair.dims[v], max(1, follower.known.of_whole(v).inner))
@@ -436,10 +441,10 @@ def _rows_ahead(pair: Pair, follower: Follower, made: Rewritten) -> dict[int, Ro
 
 
 def _made_twice(pair: Pair, follower: Follower, made: Rewritten) -> frozenset[int]:
-    """The equations that are computed ahead anyway, and should be nowhere else.
+    """The equations that run ahead and should therefore run nowhere else.
 
-    In each microbatch they would draw something else, or make rows that are put
-    together again behind the last one.
+    Otherwise each microbatch would draw different numbers, or would compute rows that
+    are joined again after the last microbatch.
     """
     folded = {index for index, _ in follower.known.edits.folded}
     handed = set(_handed_on(pair, follower)) - follower.known.edits.replaced
@@ -479,7 +484,7 @@ def _batch(pair: Pair, unit: int) -> dict[int, Rows]:
 
 
 def _named_step(micro: TracedStep, made: Rewritten) -> TracedStep:
-    """The step on one microbatch, with names for the inputs that were added."""
+    """The step on one microbatch, with names for the added inputs."""
     number = ("microbatch",) if made.number else ()
     given = (f"whole batch/{k}" for k in range(len(made.ahead)))
     gathered = (f"all microbatches/{k}" for k in range(len(made.gathered)))
@@ -488,7 +493,7 @@ def _named_step(micro: TracedStep, made: Rewritten) -> TracedStep:
 
 
 def _ahead(pair: Pair, made: Rewritten) -> Program | None:
-    """The program of what is computed from the whole batch."""
+    """The program of the values that are computed from the whole batch, or None."""
     if not made.ahead:
         return None
     whole = pair.whole
@@ -498,7 +503,7 @@ def _ahead(pair: Pair, made: Rewritten) -> Program | None:
 
 
 def _handed_on(pair: Pair, follower: Follower) -> dict[int, Equation]:
-    """The values of microbatches that are used after all of them, and their makers."""
+    """The values of microbatches that are used after the last one, and their makers."""
     made = {
         v: eqn
         for eqn in pair.micro.body.equations
@@ -513,12 +518,12 @@ def _handed_on(pair: Pair, follower: Follower) -> dict[int, Equation]:
 
 
 def _crossings(pair: Pair, follower: Follower) -> tuple[Crossing, ...]:
-    """How the values of microbatches that are used after all of them are combined."""
+    """The combination of each value of microbatches that is used after the last one."""
     found: list[Crossing] = []
     for value, maker in _handed_on(pair, follower).items():
         split = follower.known.classes[value]
         if value in follower.known.edits.replaced | follower.known.edits.counted:
-            split = SAME  # The whole value is there already.
+            split = SAME  # The whole value is already available.
         combine = _COMBINED.get(split.kind)
         dtype = pair.micro.values[value].dtype
         if combine is None or (combine is Combine.MEAN and not is_float(dtype)):

@@ -1,18 +1,20 @@
-"""Follows the classes of values through the program of a microbatch.
+"""Finds how each value of a whole batch follows from the values of the microbatches.
 
-A value of the whole batch is the same as that of a microbatch, or its rows are those
-of all microbatches, or it is their sum. The program of a microbatch has the constants
-of the whole batch, so a mean is a sum of parts. What is the same in all microbatches
-and meets a sum counts ``1 / M`` in each.
+A value of the whole batch may equal the value of every microbatch, may consist of the
+rows of all microbatches, or may be the sum over the microbatches. The program of a
+microbatch has the constants of the whole batch, so a mean is a sum of parts. If a value
+that all microbatches share is added to a sum, each microbatch adds ``1 / M`` of the
+value.
 
-Where a sum over the batch is needed before it is complete, the batch is *coupled*. A
-sum of what was given with the batch alone (the number of tokens that count) is
-computed ahead. Otherwise each microbatch may take ``M`` times its own part for the
-whole: so batch normalisation has the statistics of each microbatch, and its backward
-pass follows by the same rule.
+If a sum over the batch is needed before all microbatches have run, the batch is
+*coupled*. A sum that depends only on the given batch (such as the number of unmasked
+tokens) is computed ahead. For any other sum, each microbatch may use ``M`` times its
+own part as an estimate of the whole sum. Batch normalisation then uses the statistics
+of each microbatch. Its backward pass follows by the same rule.
 
-Rows of the batch that are mixed before the model reads them (reversed, permuted, drawn)
-are computed from the whole batch ahead, too. A microbatch takes its rows of the result.
+The step may mix rows of the batch before the model reads them, for example reverse,
+permute or sample them. Mixed rows are computed ahead from the whole batch too. Each
+microbatch then takes its rows of the result.
 """
 
 from __future__ import annotations
@@ -47,17 +49,18 @@ from autopar_passes.microbatches.operators import picked_by_order, taken_from_ot
 from autopar_passes.program.equations import Atom, Equation, Region, Scalar, walk
 from autopar_passes.sums.stacked import ADDITIONS
 
-# Loops that go through the rows of a batch: each turn takes a row of its own.
+# Loops over the rows of a batch: each iteration of such a loop processes one row.
 
 
 def added_up(eqn: Equation) -> list[bool] | None:
-    """How a scan carries what it does; None: one row depends on those before it.
+    """How a scan uses its carried values; None if a row depends on earlier rows.
 
-    The transpose of a map over rows adds up gradients, each turn those of its row.
+    The transpose of a map over rows sums gradients: each iteration adds the gradients
+    of one row.
 
     Returns:
-      For each carried value, whether turns add to it; others stay as they begin, and
-      may be read.
+      For each carried value, whether the iterations add to it. The other carried values
+      never change, so the iterations may read them.
     """
     (body,) = eqn.regions
     first, count = eqn.params["num_consts"], eqn.params["num_carry"]
@@ -78,7 +81,7 @@ def added_up(eqn: Equation) -> list[bool] | None:
 
 
 def _adds(body: Region, reads: dict[int, list[Equation]], value: int, end: int) -> bool:
-    """Whether a region makes ``end`` of a value by adding to it, and nothing else."""
+    """Whether a region computes ``end`` from a value only by adding to the value."""
     while value != end:
         following = reads.get(value, [])
         if len(following) != 1 or value in body.outputs:
@@ -92,36 +95,36 @@ def _adds(body: Region, reads: dict[int, list[Equation]], value: int, end: int) 
 
 
 def _hands_on(eqn: Equation) -> bool:
-    """Whether an equation converts a value to the dtype that it has."""
+    """Whether an equation converts a value to the dtype that the value already has."""
     (given,) = eqn.source.invars[:1]
     kind = eqn.primitive == "convert_element_type"
     return kind and given.aval.dtype == eqn.params["new_dtype"]
 
 
-# What is known of the values of a program while it is followed.
+# Facts about the values of a program, collected while the program is followed.
 
 
 class Again(Exception):  # no error: it starts a loop anew
-    """A loop must be looked at again: what enters it has another class."""
+    """A loop must be followed again, because an input of the loop has a new class."""
 
 
 class Known:
-    """The classes of values, and what is changed for them.
+    """The classes of values, and the edits that the classes require.
 
     Attributes:
-      classes: of the values that were met.
-      edits: what is changed in the program of a microbatch.
-      outer: inputs of regions -> the equation and operand that they come from.
-      forced: operands that are of another class than the value which they read.
+      classes: the classes of the values that were followed so far.
+      edits: the changes to the program of a microbatch.
+      outer: input of a region -> the equation and the operand that it comes from.
+      forced: operands whose class differs from the class of the value that they read.
     """
 
     def __init__(self, pair: Pair, facts: Facts, unit: int) -> None:
-        """Knows the classes of the inputs.
+        """Assigns classes to the inputs.
 
         Args:
-          pair: the programs.
-          facts: of the step.
-          unit: how many rows of the batch are dealt out together.
+          pair: the programs of the whole batch and of one microbatch.
+          facts: the facts of the step.
+          unit: the number of neighbouring rows of the batch that stay together.
         """
         self.pair = pair
         self.facts = facts
@@ -142,17 +145,17 @@ class Known:
         return SAME if isinstance(atom, Scalar) else self.classes[atom]
 
     def operand(self, eqn: Equation, slot: int) -> Split:
-        """The class of an operand, with what was found to be needed of it."""
+        """The class of an operand, which an edit may have changed."""
         return self.forced.get((eqn.index, slot), self.of(eqn.inputs[slot]))
 
     def hoist(self, values: Sequence[int]) -> list[Split]:
-        """Has values computed from the whole batch ahead; returns their classes."""
+        """Has values computed ahead from the whole batch; returns their classes."""
         self.edits.replaced.update(values)
         self.classes.update((v, self.of_whole(v)) for v in values)
         return [self.classes[v] for v in values]
 
     def of_whole(self, value: int) -> Split:
-        """What a microbatch has of a value that is computed from the whole batch."""
+        """The class of a value that is computed from the whole batch."""
         if self.pair.dims[value] < -1:
             return WHOLE
         if not self.pair.has_rows(value):
@@ -160,9 +163,10 @@ class Known:
         return Split(Kind.ROWS, self.adjacent(value))
 
     def adjacent(self, value: int) -> int:
-        """How many adjacent rows of a value are of one row of the batch, or of a group.
+        """The number of adjacent rows of a value that belong to one group of the batch.
 
-        A batch of B rows that is flattened with S others has B S rows, S of each.
+        If a batch of B rows is flattened with a dimension of size S, the result has B S
+        rows, and S of them belong to each row of the batch.
         """
         body, rows = self.pair.whole.body, self.pair.rows_of(value)
         for given in body.inputs:
@@ -173,7 +177,7 @@ class Known:
         return 1
 
     def as_part(self, eqn: Equation, slot: int) -> None:
-        """Makes an operand that all microbatches have alike count once in their sum."""
+        """Makes an operand that all microbatches share count only once in their sum."""
         atom = eqn.inputs[slot]
         if operators.is_zero(self.pair.made_by, atom):
             return
@@ -188,7 +192,7 @@ class Known:
             )
 
     def numbers(self, eqn: Equation, slot: int) -> Split:
-        """The numbers of a microbatch's rows, taken from those of the whole batch."""
+        """The numbers of a microbatch's rows, taken from those of the batch's rows."""
         value = eqn.inputs[slot]
         assert isinstance(value, int)
         if value in self.facts.given:
@@ -200,20 +204,20 @@ class Known:
         self.force(origin, self.of_whole(self.source(origin)))
 
     def force(self, origin: tuple[Equation, int], split: Split) -> NoReturn:
-        """Has an operand of a loop computed ahead, and the loop looked at again."""
+        """Computes an operand of a loop ahead, and starts the loop over."""
         loop, slot = origin
         self.forced[loop.index, slot] = split
         self.edits.ahead[loop.index, slot] = self.source(origin)
         raise Again(loop.index)
 
     def source(self, origin: tuple[Equation, int]) -> int:
-        """The value that an input of a region comes from; -1: a scalar."""
+        """The value that an input of a region comes from; -1 if it is a scalar."""
         atom = origin[0].inputs[origin[1]]
         return atom if isinstance(atom, int) else -1
 
 
-class _Late(Exception):  # no error: it ends the look at an equation
-    """An equation needs whole values, and can wait for them."""
+class _Late(Exception):  # not an error: ends the analysis of an equation
+    """An equation needs whole values, and can run after all microbatches."""
 
 
 class Follower:
@@ -228,15 +232,15 @@ class Follower:
         couple: bool,
         hoisted: frozenset[int] = frozenset(),
     ) -> None:
-        """Knows the classes of the inputs.
+        """Assigns classes to the inputs.
 
         Args:
-          pair: the programs.
-          facts: of the step.
-          unit: how many rows of the batch are dealt out together.
-          couple: whether everything that couples the batch is computed from each
-            microbatch alone.
-          hoisted: top-level equations that are computed from the whole batch ahead.
+          pair: the programs of the whole batch and of one microbatch.
+          facts: the facts of the step.
+          unit: the number of neighbouring rows of the batch that stay together.
+          couple: whether values that couple the batch are computed from the rows of
+            each microbatch only.
+          hoisted: top-level equations that are computed ahead from the whole batch.
         """
         self.pair = pair
         self.facts = facts
@@ -247,7 +251,8 @@ class Follower:
         self.local: dict[str, None] = {}
         self._modules: set[str] = set()
         self._top: Equation | None = None
-        # Within a sampler, which draws again for the rows that it has not accepted.
+        # Whether the equation is in a sampler, which redraws for rows that it has
+        # rejected.
         self._sampling = False
 
     def run(self) -> None:
@@ -287,7 +292,7 @@ class Follower:
         self._count_once()
 
     def _count_once(self) -> None:
-        """Has the numbers of rows counted over all rows where an equation runs once."""
+        """Uses row numbers of the whole batch in the equations that run once."""
         body = self.pair.micro.body
         late = [e.inputs for e in body.equations if e.index in self.once]
         read = [a for atoms in (*late, body.outputs) for a in atoms]
@@ -298,9 +303,9 @@ class Follower:
         )
 
     def _calls_once(self, eqn: Equation) -> bool:
-        """Whether the host is called once, with what the whole batch makes.
+        """Whether a host callback runs once, with values of the whole batch.
 
-        A loop over rows calls it for those of each microbatch.
+        A callback inside a loop over rows runs for the rows of each microbatch instead.
         """
         if not eqn.regions:
             return True
@@ -308,7 +313,7 @@ class Follower:
         return Kind.SUM in kinds and not self._reads_rows(eqn)
 
     def _in_microbatches(self, eqn: Equation) -> bool:
-        """Finds the classes of a top-level equation's results; False: it waits."""
+        """Finds the classes of a top-level equation's results; False if it waits."""
         ahead = self.facts.given.issuperset(eqn.outputs)
         if ahead and eqn.index in self.hoisted:
             self.known.hoist(eqn.outputs)
@@ -328,7 +333,7 @@ class Follower:
         return True
 
     def _reads_rows(self, eqn: Equation) -> bool:
-        """Whether an equation reads rows, such as the gradient of each of them."""
+        """Whether an equation reads rows, such as the gradient of each row."""
         read = [a for a in eqn.inputs if isinstance(a, int)]
         return any(
             v in self.known.classes and self.known.classes[v].kind is Kind.ROWS
@@ -358,7 +363,7 @@ class Follower:
         self.known.classes.update(zip(eqn.outputs, found, strict=True))
 
     def _check_part(self, eqn: Equation) -> None:
-        """Checks that a microbatch has a part of all that an equation is about."""
+        """Checks that a microbatch has its part of all operands and results."""
         try:
             check_dims(self.pair, eqn)
             if WHOLE in map(self.known.of, eqn.inputs):
@@ -404,7 +409,7 @@ class Follower:
         return self._by_classes(eqn, given)
 
     def _rows_of_none(self, eqn: Equation, given: list[Split]) -> list[Split]:
-        """Values with rows are made of values without."""
+        """Finds the classes of values with rows that are made of values without."""
         if eqn.primitive in RANDOM:
             if eqn.primitive not in operators.FOLDED:
                 return self._couple(eqn, "draws random numbers for rows")
@@ -414,7 +419,7 @@ class Follower:
         return [ANY_ROWS]
 
     def _draw(self, eqn: Equation, key: Split) -> Split:
-        """Random numbers for rows: those of the whole batch, if they can be had."""
+        """The class of random numbers for rows, where possible those of the batch."""
         inner = self.known.adjacent(eqn.outputs[0])
         of = eqn.inputs[0]
         if key.kind is Kind.SAME and isinstance(of, int):
@@ -425,13 +430,13 @@ class Follower:
         return Split(Kind.ROWS, inner)
 
     def _fold(self, eqn: Equation, slot: int) -> None:
-        """Gives each microbatch a key of its own."""
+        """Gives each microbatch its own random key."""
         self.known.edits.folded.add((eqn.index, slot))
         where = module_path(eqn.name_stack) or jax_compat.source_line(eqn.source)
         self.local.setdefault(f"random numbers of {where or place_of(eqn)}")
 
     def _check_drawn(self, eqn: Equation) -> None:
-        """Has numbers drawn ahead, all at once, where a sampler can."""
+        """Raises an error if a sampler's numbers can be drawn ahead for all rows."""
         assert self._top is not None
         if self.facts.given.issuperset(self._top.outputs):
             raise MicrobatchError(f"{place_of(eqn)} draws for all rows at once.")
@@ -444,8 +449,9 @@ class Follower:
         found = operators.rows(self.pair, eqn, given, op.rule, self.kernel)
         if isinstance(found, str):
             made = self._couple(eqn, found)
-            # What a backward pass makes of rows is linear in their gradients: it adds
-            # up. What it only computes again is as it was in the forward pass.
+            # The backward pass is linear in the gradients of rows, so its results are
+            # sums. An equation that only recomputes values has the class it has in the
+            # forward pass.
             adds_up = op.role is Role.BACKWARD and REPEATED not in op.module.split("/")
             return [SUM if adds_up and split == LOCAL else split for split in made]
         if SUM in found and eqn.primitive == "scatter-add":
@@ -453,7 +459,7 @@ class Follower:
         return found
 
     def _sums(self, eqn: Equation, given: list[Split]) -> list[Split]:
-        """At least one operand is a sum over the microbatches."""
+        """Finds the classes if at least one operand is a sum over the microbatches."""
         sums = [k for k, c in enumerate(given) if c.kind is Kind.SUM]
         rows = any(c.kind is Kind.ROWS for c in given)
         settled = rows or any(self.pair.has_rows(v) for v in eqn.outputs)
@@ -480,7 +486,7 @@ class Follower:
         return [LOCAL if Kind.LOCAL in kinds else SAME] * len(eqn.outputs)
 
     def settle(self, eqn: Equation, slot: int) -> Split:
-        """The class of a sum that is needed before all microbatches are through."""
+        """The class of a sum that is needed before all microbatches have run."""
         value = eqn.inputs[slot]
         assert isinstance(value, int)
         origin = self.known.outer.get(value)
@@ -494,21 +500,22 @@ class Follower:
         return LOCAL
 
     def _couple(self, eqn: Equation, why: str) -> list[Split]:
-        """The classes of results that depend on several rows in another way."""
+        """The classes of results that couple rows in a way other than a sum."""
         if self._sampling:
             made = map(self.known.of_whole, eqn.outputs)
             return [LOCAL if split == SAME else split for split in made]
         if self.facts.given.issuperset(eqn.outputs):
             return self.known.hoist(eqn.outputs)
         self._wait_or_accept(eqn, None, why)
-        if eqn.primitive == "cumsum":  # as a sum, an estimate of that of the batch
+        # The sum of a microbatch, times the count, estimates the sum of the batch.
+        if eqn.primitive == "cumsum":
             self.known.edits.scaled[eqn.index, 0] = float(self.pair.count)
         return [
             Split(Kind.ROWS, 1) if self.pair.has_rows(v) else LOCAL for v in eqn.outputs
         ]
 
     def _wait_or_accept(self, eqn: Equation, value: int | None, why: str) -> None:
-        """Lets an equation wait for the whole batch, or takes the microbatch for it."""
+        """Lets an equation wait for the batch, or accepts the microbatch's value."""
         assert self._top is not None
         if self._top.index not in self.facts.back:
             raise _Late
@@ -573,14 +580,14 @@ class Follower:
     def _loop(
         self, eqn: Equation, region: Region, start: int, carried: list[int], first: int
     ) -> list[Split]:
-        """Goes through a body until the classes of what it carries stay.
+        """Follows a loop's body until the classes of the carried values are stable.
 
         Args:
           eqn: the loop.
           region: its body.
-          start: the first of its operands that is carried.
-          carried: the inputs of the body that are carried.
-          first: the first of its results that is carried.
+          start: the index of the first carried operand of the loop.
+          carried: the carried inputs of the body.
+          first: the index of the first carried result of the loop.
         """
         now = [self.known.operand(eqn, start + k) for k in range(len(carried))]
         while True:
@@ -624,7 +631,7 @@ class Follower:
         return self._loop(eqn, body, consts, carried, 0)
 
     def _scan_of_rows(self, eqn: Equation) -> list[Split]:
-        """A scan whose turns are the rows: a map, or what adds up over them."""
+        """Finds the classes of a scan over the rows: a map, or a sum over the rows."""
         body = eqn.regions[0]
         consts, carry = eqn.params["num_consts"], eqn.params["num_carry"]
         added = added_up(eqn)
@@ -650,7 +657,7 @@ class Follower:
         return [*ends, *[Split(Kind.ROWS, inner)] * (len(eqn.outputs) - carry)]
 
     def _sampler(self, eqn: Equation) -> list[Split]:
-        """A loop of `jax.random` that goes on until all rows have their numbers."""
+        """Follows a loop of `jax.random` that runs until every row has its numbers."""
         self._check_drawn(eqn)
         if Kind.SUM in {self.known.of(a).kind for a in eqn.inputs}:
             return self._couple(eqn, "needs a sum over the batch")
@@ -684,7 +691,8 @@ class Follower:
         (again,) = self._body(test)
         kinds = {c.kind for c in found}
         if again.kind is Kind.ROWS and kinds <= {Kind.SAME, Kind.ROWS}:
-            return found  # A loop that is mapped over rows ends for each by itself.
+            # If a loop is mapped over rows, each row ends the loop on its own.
+            return found
         if again.kind not in (Kind.SAME, Kind.LOCAL):
             return self._couple(eqn, "goes on until all rows are through")
         return found

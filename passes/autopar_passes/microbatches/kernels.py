@@ -1,9 +1,9 @@
-"""Whether the rows of a batch stay apart in a kernel, as its body tells.
+"""Decides from a kernel's body whether the kernel keeps rows of a batch independent.
 
-A kernel runs as it was traced for a microbatch: nothing in it can be changed. Its body
-is followed like the step, on what each point of its grid sees. Whatever must be known
-of a body is what is known of a step: which of its results have rows, which are sums
-over the batch, and that none needs another row first.
+A kernel runs as it was traced for a microbatch; nothing inside it can be changed. Its
+body is followed like a step, with the arrays that each point of its grid sees. The same
+facts are needed as for a step: which results have rows, which results are sums over the
+batch, and that no row depends on another row.
 """
 
 from __future__ import annotations
@@ -43,25 +43,25 @@ from autopar_passes.rules import manual, pallas_grid
 T = TypeVar("T")
 
 PARTITIONED = "custom_partitioning"
-# Kernels whose rows are not known to depend on each other where they are refused.
+# Primitives whose refusal says that their rows may depend on each other.
 _OPAQUE = frozenset({PARTITIONED, manual.PRIMITIVE, pallas_grid.PRIMITIVE, "ffi_call"})
-# What tells the type of a value in a shard, and nothing else.
+# Primitives that only state the type of a value in a shard.
 _SAME_IN_SHARDS = frozenset({"pvary", "pbroadcast", "pcast"})
-# Follows the body of a kernel: from the classes of its inputs to those of its results.
+# A function from the classes of a body's inputs to the classes of its results.
 Follow = Callable[[Pair, Facts, Sequence[Split]], tuple[list[Split], Edits]]
 
 
 class CoupledError(MicrobatchError):
-    """The loss of one row depends on others, or may.
+    """The loss of one row depends on other rows, or may depend on them.
 
     Attributes:
-      why: the operator that couples them, and how.
+      why: the operator that couples the rows, and how.
     """
 
     def __init__(
         self, eqn: Equation, why: str, module: str, others: Equation | None
     ) -> None:
-        """Says it, with the option that helps, or what takes rows of other parts."""
+        """Describes the coupling, and the option that helps or why none does."""
         self.why = f"{place_of(eqn)} {why}"
         if others is not None:
             super().__init__(
@@ -88,14 +88,15 @@ class CoupledError(MicrobatchError):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Body:
-    """What a kernel computes at each point of its grid.
+    """The computation of a kernel at each point of its grid.
 
     Attributes:
-      program: from what its arrays hold to what they hold in the end.
-      results: which results of the program are those of the kernel.
-      state: how many inputs behind the operands hold what an earlier point has left
-        there; the last results are what they hold then.
-      added: values that are added up over shards of rows, so must have none.
+      program: a program from the initial to the final contents of the kernel's arrays.
+      results: which results of the program are results of the kernel.
+      state: the number of inputs, after the operands, that hold data of an earlier
+        point; the last results are the new data.
+      added: values that are summed over shards of rows, and therefore must have no
+        rows.
     """
 
     program: Program
@@ -105,7 +106,7 @@ class _Body:
 
 
 def is_followed(pair: Pair, eqn: Equation) -> bool:
-    """Whether what a kernel does with rows is told by its body, not by its grid."""
+    """Whether a kernel's body, not its grid, shows how it treats rows."""
     if eqn.primitive != pallas_grid.PRIMITIVE:
         return eqn.primitive in (PARTITIONED, manual.PRIMITIVE)
     whole = pair.sources[eqn.index].params
@@ -116,13 +117,13 @@ def is_followed(pair: Pair, eqn: Equation) -> bool:
 def classes(
     pair: Pair, eqn: Equation, given: Sequence[Split], inner: int, follow: Follow
 ) -> list[Split] | str:
-    """The classes of a kernel's results, or why its rows are not known to be apart.
+    """The classes of a kernel's results, or why its rows may depend on each other.
 
     Args:
-      pair: the programs.
-      eqn: the equation of the kernel, of a microbatch.
-      given: classes of its operands, none of them a sum.
-      inner: of the rows that it reads (`Split.inner`).
+      pair: the programs of the whole batch and of one microbatch.
+      eqn: the equation of the kernel, in the program of a microbatch.
+      given: the classes of the operands, none of which is a sum.
+      inner: the `Split.inner` of the rows that the kernel reads.
       follow: follows a program.
     """
     try:
@@ -176,7 +177,7 @@ def _try(follow: Callable[[], T]) -> T:
 
 
 def _ratio(whole: Program, micro: Program) -> int:
-    """How many times the rows of a microbatch a body sees of the whole batch."""
+    """The factor by which a body sees more rows for the whole batch."""
     pairs = zip(whole.body.inputs, micro.body.inputs, strict=False)
     shapes = [(whole.values[a].shape, micro.values[b].shape) for a, b in pairs]
     sizes = (x for a, b in shapes for x in zip(a, b, strict=False))
@@ -184,7 +185,7 @@ def _ratio(whole: Program, micro: Program) -> int:
 
 
 def _of_points(eqn: Equation) -> _Body:
-    """What a Pallas kernel computes at a point of its grid."""
+    """The computation of a Pallas kernel at a point of its grid."""
     body = eqn.params["jaxpr"]
     program = _try(lambda: flatten(jax_compat.without_refs(body)))
     count = len(eqn.inputs)
@@ -196,10 +197,10 @@ def _of_points(eqn: Equation) -> _Body:
 
 
 def _check_grids(pair: Pair, eqn: Equation, inner: int) -> None:
-    """Checks that a point of the grid sees all rows, or independent blocks of them.
+    """Checks that each point of the grid sees all rows, or independent blocks of rows.
 
     Raises:
-      MicrobatchError: nothing tells what rows it sees.
+      MicrobatchError: the rows that a point sees are unknown.
     """
     arrays = (*eqn.inputs, *eqn.outputs)
     at = [pair.dims[a] if isinstance(a, int) else -1 for a in arrays]
@@ -233,11 +234,12 @@ def _index_maps(eqn: Equation) -> tuple[str, ...]:
 
 
 def _of_shards(pair: Pair, eqn: Equation, inner: int) -> _Body:
-    """What a `jax.shard_map` computes from shards, some of which may be of rows.
+    """The computation of a `jax.shard_map` on shards, some of which may be rows.
 
     Rows are dealt out in turn, so a shard of a microbatch's rows is a part of the same
-    shard of all rows: what differs from shard to shard is the same for each row. Where
-    rows come in groups, a shard could end within one.
+    shard of all rows. A value that differs between shards is therefore the same for
+    each row as in the whole batch. If rows are dealt out in groups, a shard could end
+    inside a group.
     """
     params = eqn.params
     arrays = (*eqn.inputs, *eqn.outputs)
@@ -273,14 +275,14 @@ def _of_shards(pair: Pair, eqn: Equation, inner: int) -> _Body:
 
 
 def _axes_of(eqn: Equation) -> set[str]:
-    """The axes of devices that an equation in a shard's program is about."""
+    """The device axes that an equation in a shard's program refers to."""
     named = eqn.params.get("axes", eqn.params.get("axis_name", ()))
     named = named if isinstance(named, tuple) else (named,)
     return {name for name in named if isinstance(name, str)}
 
 
 def _replace(program: Program, same: Mapping[int, Atom]) -> Program:
-    """A program that reads atoms in place of values, and does not make these."""
+    """Returns a program that reads atoms in place of values it no longer makes."""
 
     def atoms(found: Sequence[Atom]) -> tuple[Atom, ...]:
         return tuple(same.get(a, a) if isinstance(a, int) else a for a in found)
@@ -299,7 +301,7 @@ def _replace(program: Program, same: Mapping[int, Atom]) -> Program:
 
 
 def _facts(program: Program) -> Facts:
-    """The facts of a body, in which nothing can wait and nothing comes ahead."""
+    """The facts of a body, in which no equation can wait or run ahead."""
     paths = [str(k) for k in range(program.num_arguments)]
     graph = build_graph(
         program, input_paths=paths, carried={}, like=(), share_repeated=False
@@ -313,7 +315,7 @@ def _facts(program: Program) -> Facts:
 
 
 def _check_kept(pair: Pair, edits: Edits) -> None:
-    """Checks that a body needs no change to be a part of that of the whole batch."""
+    """Checks that a body needs no edits to be a part of the whole batch's body."""
     changed = (edits.scaled, edits.first, edits.ahead, edits.folded, edits.drawn)
     if any(changed) or edits.replaced:
         raise MicrobatchError("a microbatch has no part of what the whole batch has")
@@ -326,6 +328,6 @@ def _check_kept(pair: Pair, edits: Edits) -> None:
 
 
 def _alike(whole: Sequence[Any], micro: Sequence[Any]) -> bool:
-    """Whether atoms are the same, scalars too."""
+    """Whether the scalars among the atoms are equal."""
     pairs = [(a, b) for a, b in zip(whole, micro, strict=True) if isinstance(a, Scalar)]
     return all(np.array_equal(a.value, b.value, equal_nan=True) for a, b in pairs)

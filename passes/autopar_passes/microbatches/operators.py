@@ -1,9 +1,8 @@
-"""What operators make of rows, of sums over the batch and of the numbers of rows.
+"""How operators treat rows of the batch, sums over the batch, and row numbers.
 
-Whether operators that index arrays stay within the rows of a microbatch.
-
-The compiler's rules say which dimensions may be split with communication; they do not
-say that an index is none of a row.
+The module also decides whether operators that index arrays stay within the rows of a
+microbatch. The compiler's sharding rules cannot decide this. The rules tell which
+dimensions may be sharded with communication, but not whether an index selects rows.
 """
 
 from __future__ import annotations
@@ -37,16 +36,16 @@ SCATTERS = frozenset(
     }
 )  # fmt: skip
 
-# They make numbers of rows of what a microbatch has.
+# Operators whose integer results are row numbers within a microbatch.
 _RANKING = frozenset({"argmax", "argmin", "iota", "sort", "top_k"})
 
 
 def indexes_rows(pair: Pair, eqn: Equation) -> bool:
-    """Whether an operator picks some rows of what it reads, or changes some.
+    """Whether an operator selects or changes some of the rows of its operand.
 
     Args:
-      pair: the programs.
-      eqn: an equation; of other kinds than indexing, it does not.
+      pair: the programs of the whole batch and of one microbatch.
+      eqn: an equation; the result is False unless the equation indexes an array.
     """
     match eqn.primitive:
         case "dynamic_slice":
@@ -62,15 +61,17 @@ def indexes_rows(pair: Pair, eqn: Equation) -> bool:
 
 
 def taken_from_others(pair: Pair, eqn: Equation, value: int | None) -> Equation | None:
-    """What takes rows that other microbatches have, so that none stands for the batch.
+    """Finds an operator that takes rows of other microbatches.
+
+    If there is such an operator, a microbatch's value cannot replace the batch's value.
 
     Args:
-      pair: the programs.
-      eqn: the operator that needs the batch.
-      value: the sum over the batch that it needs; None: it needs rows.
+      pair: the programs of the whole batch and of one microbatch.
+      eqn: the operator that needs the whole batch.
+      value: the sum over the batch that the operator needs; None if it needs rows.
 
     Returns:
-      An operator that picks or adds up rows by numbers that are given.
+      An operator that selects or sums rows by given row numbers; None if there is none.
     """
     found = [eqn] if value is None else []
     left, seen = [value], set[int | None]()
@@ -92,15 +93,16 @@ def taken_from_others(pair: Pair, eqn: Equation, value: int | None) -> Equation 
 def picked_by_order(
     pair: Pair, eqn: Equation, among: Collection[int]
 ) -> Equation | None:
-    """What picks rows by an order that an operator makes of the rows of the batch.
+    """Finds an operator that selects rows by an order of the rows of the batch.
 
     Args:
-      pair: the programs.
-      eqn: the operator, such as a sort.
-      among: the equations that may pick.
+      pair: the programs of the whole batch and of one microbatch.
+      eqn: the operator that computes the order, such as a sort.
+      among: the equations that may select rows.
 
     Returns:
-      A later operator for whose numbers a microbatch does not have all rows.
+      A later operator whose indices may name rows that a microbatch does not have; None
+      if there is none.
     """
     made = set(eqn.outputs) if eqn.primitive in _RANKING else set[int]()
     for later in pair.micro.body.equations:
@@ -116,16 +118,17 @@ def picked_by_order(
 
 
 def _is_counting(pair: Pair, eqn: Equation) -> bool:
-    """Whether all results are whole numbers or flags."""
+    """Whether all results are integers or booleans."""
     dtypes = [pair.micro.values[v].dtype for v in eqn.outputs]
     return not any(jax_compat.is_extended(d) or d.kind not in "biu" for d in dtypes)
 
 
 def _indexes_within(pair: Pair, eqn: Equation) -> bool:
-    """Whether what an operator indexes rows by is made of a microbatch's own rows.
+    """Whether an operator's indices are computed from a microbatch's own rows.
 
-    Their order, or the place of the largest, is one within the microbatch. A number
-    that is given, such as a node's neighbour, counts the rows of the whole batch.
+    The order of the microbatch's rows, or the place of the largest row, is an index
+    within the microbatch. A given index, such as the number of a graph node's
+    neighbour, refers to the rows of the whole batch.
     """
     first = {"gather": 1, "dynamic_slice": 1, "dynamic_update_slice": 2}
     at = first.get(eqn.primitive, 1)
@@ -153,7 +156,7 @@ def _dim(pair: Pair, atom: Atom) -> int:
 
 
 def _whole(pair: Pair, array: Atom, part: Atom) -> bool:
-    """Whether a part of an array has all of its rows, in the same dimension."""
+    """Whether a part of an array has all rows of the array, in the same dimension."""
     dim = _dim(pair, array)
     if dim < 0 or not isinstance(array, int) or not isinstance(part, int):
         return _dim(pair, part) < 0
@@ -189,7 +192,7 @@ def _scatters_in_rows(pair: Pair, eqn: Equation) -> bool:
         return numbers.scatter_indices_batching_dims[at] == _dim(pair, indices)
     if dim in numbers.inserted_window_dims or _dim(pair, updates) < 0:
         return False
-    # The window of the updates along this dimension must be all of it.
+    # The window of the updates must cover this whole dimension.
     kept = [
         d
         for d in range(len(pair.micro.values[operand].shape))
@@ -198,22 +201,23 @@ def _scatters_in_rows(pair: Pair, eqn: Equation) -> bool:
     return numbers.update_window_dims[kept.index(dim)] == _dim(pair, updates)
 
 
-class Grouped(Exception):  # no error: the rows are dealt out anew
-    """So many groups of rows must stay together."""
+class Grouped(Exception):  # not an error: it restarts the division into rows
+    """This number of groups of rows must stay together."""
 
 
 Look = Callable[[Equation], list[Split]]
 
-# They make keys, bits or numbers of each key; its dimensions are their first.
+# Operators on keys: they make keys, bits or numbers for each key. The dimensions of the
+# keys are the first dimensions of the results.
 KEYED = frozenset(
     {
         "random_bits", "random_clone", "random_fold_in", "random_gamma", "random_seed",
         "random_split", "random_unwrap", "random_wrap",
     }
 )  # fmt: skip
-# Keys that can be folded are their first operand.
+# Operators whose first operand is a key that can be folded.
 FOLDED = frozenset({"random_bits", "random_split", "random_gamma"})
-# They make rows that are all equal of values without rows.
+# Operators that make equal rows from values without rows.
 SPREADING = frozenset({"broadcast_in_dim", "empty"})
 
 _ADDING = ADDITIVE | {"pad", "scatter-add", "dynamic_update_slice"}
@@ -225,17 +229,17 @@ _PRODUCTS = frozenset({"mul", "dot_general", "conv_general_dilated"})
 
 
 def is_float(dtype: Any) -> bool:
-    """Whether a dtype is of floating-point numbers."""
+    """Whether a dtype is a floating-point dtype."""
     return not jax_compat.is_extended(dtype) and jnp.issubdtype(dtype, jnp.inexact)
 
 
 def is_integer(dtype: Any) -> bool:
-    """Whether a dtype is of whole numbers."""
+    """Whether a dtype is an integer dtype."""
     return not jax_compat.is_extended(dtype) and jnp.issubdtype(dtype, jnp.integer)
 
 
 def is_zero(made_by: Mapping[int, Equation], atom: Atom) -> bool:
-    """Whether a value is made of zeros only."""
+    """Whether all elements of a value are zero."""
     if isinstance(atom, Scalar):
         return bool(atom.value == 0)
     eqn = made_by.get(atom)
@@ -247,11 +251,12 @@ def is_zero(made_by: Mapping[int, Equation], atom: Atom) -> bool:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Linearity:
-    """How an operator is linear in sums.
+    """In which operands an operator is linear.
 
     Attributes:
-      sums: the operands that may be sums.
-      parts: the operands that are added up: those that are no sums must count once.
+      sums: the operands that may be sums over the microbatches.
+      parts: the operands that the operator adds. Operands among them that are no sums
+        must count only once over all microbatches.
     """
 
     sums: tuple[int, ...]
@@ -259,12 +264,12 @@ class Linearity:
 
 
 def linear_in(pair: Pair, eqn: Equation, sums: Sequence[int]) -> Linearity | None:
-    """How an operator is linear in those of its operands that are sums; None: not.
+    """In which operands an operator is linear; None if it is not linear in the sums.
 
     Args:
-      pair: the programs.
-      eqn: the equation, none of whose values has rows.
-      sums: the operands that are sums.
+      pair: the programs of the whole batch and of one microbatch.
+      eqn: an equation whose values have no rows.
+      sums: the operands that are sums over the microbatches.
     """
     kind, count = eqn.primitive, len(eqn.inputs)
     if not all(is_float(pair.micro.values[v].dtype) for v in eqn.outputs):
@@ -300,14 +305,14 @@ def rows(
     """The classes of the results of an operator that reads rows.
 
     Args:
-      pair: the programs.
+      pair: the programs of the whole batch and of one microbatch.
       eqn: the equation.
-      given: classes of its operands, none of them a sum.
-      rule: its sharding rule, on the whole batch.
+      given: the classes of the operands, none of which is a sum.
+      rule: the equation's sharding rule, on the whole batch.
       follow: follows the body of a kernel.
 
     Returns:
-      The classes, or what the operator does with several rows.
+      The classes, or a text that describes how the operator couples rows.
     """
     inners = {c.inner for c in given if c.kind is Kind.ROWS} - {0}
     if len(inners) > 1:
@@ -322,7 +327,7 @@ def rows(
 def _in_their_way(
     pair: Pair, eqn: Equation, given: Sequence[Split], inner: int
 ) -> list[Split] | str | None:
-    """What operators do that their rules do not tell; None: their rules do."""
+    """The classes for operators whose rules are not enough; None if the rule is."""
     dim = max(pair.dims[a] for a in eqn.inputs if isinstance(a, int))
     match eqn.primitive:
         case "ffi_call":
@@ -346,7 +351,7 @@ def _in_their_way(
 
 
 def _solves_apart(pair: Pair, eqn: Equation) -> bool:
-    """Whether rows are right-hand sides of one system, each solved for itself."""
+    """Whether rows are right-hand sides of one system, each solved independently."""
     system, sides = eqn.inputs
     if not isinstance(sides, int) or _has_rows(pair, system):
         return False
@@ -359,7 +364,7 @@ def _has_rows(pair: Pair, atom: Atom) -> bool:
 
 
 def _follow_keys(pair: Pair, eqn: Equation, inner: int) -> list[Split] | str:
-    """What is made of the keys of rows, or with a key for the numbers of rows."""
+    """The classes of results made from a key for each row, or from one key for rows."""
     arrays = (a for a in eqn.inputs if isinstance(a, int) and pair.has_rows(a))
     dims = {pair.dims[v] for v in (*arrays, *eqn.outputs)}
     if len(dims) != 1:
@@ -370,7 +375,7 @@ def _follow_keys(pair: Pair, eqn: Equation, inner: int) -> list[Split] | str:
 def _by_rule(
     pair: Pair, eqn: Equation, rule: FactorRule, inner: int
 ) -> list[Split] | str:
-    """What an operator does with the factor that its rule has for the rows."""
+    """The classes that follow from the rule's factor of the rows."""
     factors: set[int] = set()
     for atom, dims in zip(eqn.inputs, rule.operands, strict=True):
         if isinstance(atom, int) and pair.has_rows(atom):
@@ -397,7 +402,7 @@ def _by_rule(
 def _by_blocks(
     pair: Pair, eqn: Equation, rule: FactorRule, inner: int
 ) -> list[Split] | str:
-    """What a kernel does with blocks of rows, each of which it takes for itself."""
+    """The classes of results of a kernel that computes each block separately."""
     found = {
         (of[0], math.prod(rule.sizes[f] for f in of[1:]))
         for atom, dims in zip(
@@ -418,7 +423,7 @@ def _by_blocks(
 
 
 def _adds_up(eqn: Equation, rule: FactorRule, factor: int) -> bool:
-    """Whether an operator adds up over a factor of all that it reads of the rows."""
+    """Whether an operator sums over a factor all that it reads of the rows."""
     return (
         eqn.primitive in CONTRACTIONS
         and rule.kinds[factor] is FactorKind.REDUCE
@@ -453,7 +458,7 @@ def _rows_cut(pair: Pair, eqn: Equation) -> bool:
 
 
 def _follow_slice(pair: Pair, eqn: Equation, inner: int) -> list[Split] | str:
-    """A part of the rows: the same part of each microbatch's rows."""
+    """The class of a slice that takes the same part of each microbatch's rows."""
     (value,) = (a for a in eqn.inputs if isinstance(a, int))
     (made,) = eqn.outputs
     dim, params = pair.dims[value], eqn.params
@@ -477,7 +482,7 @@ def _follow_slice(pair: Pair, eqn: Equation, inner: int) -> list[Split] | str:
 
 
 def is_moved(pair: Pair, eqn: Equation) -> bool:
-    """Whether a part of a whole array lies elsewhere than that of a microbatch."""
+    """Whether the slice or padding of the whole array differs from a microbatch's."""
     whole = pair.sources[eqn.index].params
     if eqn.primitive == "slice":
         return whole["start_indices"] != eqn.params["start_indices"]
@@ -486,7 +491,7 @@ def is_moved(pair: Pair, eqn: Equation) -> bool:
 
 
 def _split(pair: Pair, eqn: Equation, inner: int) -> list[Split] | str:
-    """Rows apart from rows: the same parts of each microbatch's."""
+    """The classes of a split along the rows, with equal parts in each microbatch."""
     dim = eqn.params["axis"]
     sizes = [pair.micro.values[v].shape[dim] for v in eqn.outputs]
     if any(pair.dims[v] != dim for v in eqn.outputs) or (
@@ -497,7 +502,7 @@ def _split(pair: Pair, eqn: Equation, inner: int) -> list[Split] | str:
 
 
 def _follow_pad(pair: Pair, eqn: Equation, inner: int) -> list[Split] | str:
-    """Rows with others around them, in each microbatch its part of them."""
+    """The class of padded rows, where each microbatch gets its part of the padding."""
     (made,) = eqn.outputs
     whole = pair.sources[eqn.index].params["padding_config"]
     pairs = zip(whole, eqn.params["padding_config"], strict=True)
@@ -517,7 +522,7 @@ def _follow_pad(pair: Pair, eqn: Equation, inner: int) -> list[Split] | str:
 def _follow_concatenate(
     pair: Pair, eqn: Equation, given: Sequence[Split], inner: int
 ) -> list[Split] | str:
-    """Rows behind rows: those of each microbatch behind each other."""
+    """The class of concatenated rows, where each microbatch joins its own rows."""
     for atom, split in zip(eqn.inputs, given, strict=True):
         if split.kind is not Kind.ROWS or not isinstance(atom, int):
             return "puts something beside the rows"
@@ -528,10 +533,11 @@ def _follow_concatenate(
 
 
 def positions(pair: Pair, eqn: Equation, given: Sequence[Split]) -> Split | None:
-    """The class of a result that is made of the numbers of rows; None: coupled.
+    """The class of a result that is computed from row numbers; None if it is coupled.
 
-    Known is what ``x[arange(rows), column]`` does: it counts rows, wraps negative
-    numbers, puts columns beside each other, and gathers or scatters row by row.
+    The function recognises the operators of ``x[arange(rows), column]``. They number
+    the rows, wrap negative indices, join index columns, and gather or scatter row by
+    row.
     """
     kind = eqn.primitive
     if kind == "iota":
@@ -571,7 +577,7 @@ def _size(pair: Pair, atom: Atom) -> int:
 
 
 def _columns(pair: Pair, eqn: Equation, given: Sequence[Split]) -> Split | None:
-    """Indices of several dimensions, some of which are positions."""
+    """The class of index columns for several dimensions, some of them row numbers."""
     shape = pair.micro.values[eqn.outputs[0]].shape
     if eqn.params["dimension"] != len(shape) - 1:
         return None
@@ -588,7 +594,7 @@ def _columns(pair: Pair, eqn: Equation, given: Sequence[Split]) -> Split | None:
 
 
 def _by_position(pair: Pair, eqn: Equation, given: Sequence[Split]) -> Split | None:
-    """A gather or scatter that stays in the row whose number it has as an index."""
+    """The class of a gather or scatter whose row index is the number of its own row."""
     numbers = eqn.params["dimension_numbers"]
     operand, indices = eqn.inputs[0], given[1]
     if not isinstance(operand, int) or indices.kind is not Kind.POSITION:

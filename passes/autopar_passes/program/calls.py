@@ -1,8 +1,8 @@
 """A call of a step: its arguments as flat arrays, and the form that stays fixed.
 
-Two calls of one form and of arrays of the same shapes run the same program. The form
-holds the names of the arguments, the structure of their trees, what NNX objects are,
-and every static leaf.
+Two calls with the same form and with arrays of the same shapes run the same program.
+The form contains the names of the arguments, the structure of their trees, the
+definitions of NNX objects, and every static leaf.
 """
 
 from __future__ import annotations
@@ -38,20 +38,20 @@ _POSITIONAL = (
 )
 
 
-# What `NamedRoles.of` takes for the batch.
+# The types of batch names that `NamedRoles.of` accepts.
 BatchNames: TypeAlias = str | Sequence[str] | Mapping[str, int | None] | None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class NamedRoles:
-    """What the user says of the arguments that do not come back from a step.
+    """The user's roles for the arguments that do not come back from a step.
 
-    Each name is that of an argument, or a pattern of paths such as ``batch/*``.
+    Each name is the name of an argument, or a pattern of paths such as ``batch/*``.
 
     Attributes:
-      batch: names of the batch, each with the dimension of its rows or None; None:
-        the batch is found.
-      frozen: names of what is the same for all rows.
+      batch: names of the batch, each with the dimension of its rows or None. If
+        ``batch`` is None, the batch is found automatically.
+      frozen: names of arguments that are the same for all rows.
     """
 
     batch: tuple[tuple[str, int | None], ...] | None = None
@@ -72,32 +72,32 @@ class NamedRoles:
         return cls(None if batch is None else tuple(batch.items()), frozen)
 
     def is_batch(self, path: str) -> bool:
-        """Whether an array is named as one of the batch."""
+        """Whether an array is named as a part of the batch."""
         return any(_names(name, path) for name, _ in self.batch or ())
 
     def is_batch_argument(self, name: str) -> bool:
-        """Whether a whole argument is named as the batch, or as a part of it."""
+        """Whether a whole argument is named in the batch."""
         return any(name == given for given, _ in self.batch or ())
 
     def is_frozen(self, path: str) -> bool:
-        """Whether an array is named as frozen, or is none of the batch's names."""
+        """Whether an array is named as frozen, or missing from the batch's names."""
         if any(_names(name, path) for name in self.frozen):
             return True
         return self.batch is not None and not self.is_batch(path)
 
     def dim_of(self, path: str) -> int | None:
-        """The dimension of an array's rows, where it is given."""
+        """The dimension of an array's rows; None if it is not given."""
         found = (dim for name, dim in self.batch or () if _names(name, path))
         return next(found, None)
 
     def problem(
         self, shapes: Mapping[str, tuple[int, ...]], carried: Collection[str]
     ) -> str:
-        """What does not fit a step: a name without an array, or two roles; else ''.
+        """Describes a name without an array or with two roles; '' if all names fit.
 
         Args:
-          shapes: path -> shape of each of its arrays.
-          carried: paths of those that come back.
+          shapes: path -> shape of each array of the step.
+          carried: paths of the arrays that come back.
         """
         batch = [name for name, _ in self.batch or ()]
         named = [("batch_argnames", name) for name in batch]
@@ -131,7 +131,7 @@ NOT_NAMED = NamedRoles()
 
 
 def _names(name: str, path: str) -> bool:
-    """Whether a name, or a pattern of paths, fits an array's path."""
+    """Whether a name or a pattern of paths matches an array's path."""
     return (
         path == name or path.startswith(f"{name}/") or fnmatch.fnmatchcase(path, name)
     )
@@ -139,14 +139,14 @@ def _names(name: str, path: str) -> bool:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Parameters:
-    """How a step takes its arguments; read once, and used by all calls.
+    """The parameters of a step, read once and used by all calls.
 
     Attributes:
       step: the step.
-      signature: of the step; None where Python does not know it.
-      names: of the parameters that can be given by position.
+      signature: the signature of the step; None if Python cannot find it.
+      names: names of the parameters that can be given by position.
       static: names of the arguments that are part of the program.
-      roles: of arguments, as the user names them.
+      roles: the roles of arguments, as the user names them.
     """
 
     step: Callable[..., Any]
@@ -165,10 +165,11 @@ class Parameters:
         """Reads the signature of a step.
 
         Args:
-          step: the step; one whose signature Python does not know has no names.
-          static: names of static arguments, besides those that ``jax.jit`` around the
-            step was told of.
-          roles: of arguments, as the user names them.
+          step: the step; if Python cannot find its signature, its arguments have no
+            names.
+          static: names of static arguments, in addition to those of ``jax.jit`` around
+            the step.
+          roles: the roles of arguments, as the user names them.
         """
         try:
             signature = inspect.signature(step)
@@ -180,18 +181,18 @@ class Parameters:
         return cls(step, signature, names, frozenset(static) | told, roles)
 
     def positional(self, count: int) -> tuple[str, ...]:
-        """The step's own names of so many arguments; ``args2`` for those without."""
+        """The names of the first ``count`` arguments; ``args2`` if one has no name."""
         names = self.names[:count]
         return names + tuple(f"args{i}" for i in range(len(names), count))
 
     def bind(
         self, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Puts arguments given by name in their places where they have one.
+        """Moves arguments given by name to their positions, if they have positions.
 
         Raises:
           TypeError: the arguments do not fit the step.
-          ValueError: Python knows no names of the step's arguments.
+          ValueError: Python cannot find the names of the step's arguments.
         """
         if not kwargs:
             return tuple(args), {}
@@ -201,15 +202,15 @@ class Parameters:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CallForm:
-    """What a call is without its arrays; hashable.
+    """A call without its arrays; hashable.
 
     Attributes:
-      names: of the arguments; the positional ones come first.
+      names: names of the arguments; the positional ones come first.
       keywords: names of the arguments that are given by keyword, the last ones.
       fixed: the tuple of the arguments without their arrays.
-      objects: whether an argument holds NNX objects.
-      mesh: that of ``jax.set_mesh`` around the call, which the step may read.
-      roles: of arguments, as the user names them.
+      objects: whether an argument contains NNX objects.
+      mesh: the mesh of ``jax.set_mesh`` around the call, which the step may read.
+      roles: the roles of arguments, as the user names them.
     """
 
     names: tuple[str, ...]
@@ -225,7 +226,7 @@ class CallForm:
         return [_text(self.names[int(path[0].idx)], path[1:]) for path in keyed]
 
     def argument_of(self, arrays: Sequence[Any]) -> list[int]:
-        """Of each array, the position of the argument that holds it."""
+        """For each array, the position of the argument that contains it."""
         return [path[0].idx for path in _array_paths(self.fixed, arrays)]
 
 
@@ -234,7 +235,7 @@ class StepCall:
     """A call of a step.
 
     Attributes:
-      form: what stays fixed.
+      form: the fixed part of the call.
       arrays: the flat arrays or structs, in the order of the program's inputs.
     """
 
@@ -244,19 +245,19 @@ class StepCall:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ResultForm:
-    """What a step returns, without its arrays.
+    """The result of a step without its arrays.
 
     Attributes:
       fixed: the pair of the arguments' NNX objects (None for other arguments) and the
         step's result, without their arrays.
-      objects: whether either holds NNX objects.
+      objects: whether either of the two contains NNX objects.
     """
 
     fixed: Fixed
     objects: bool
 
     def paths(self, names: Sequence[str], arrays: Sequence[Any]) -> list[str]:
-        """A readable path of each array: ``result/...``, or that of an argument."""
+        """A readable path of each array: ``result/...``, or the path of an argument."""
         found: list[str] = []
         for path in _array_paths(self.fixed, arrays):
             if path[0].idx == 0:
@@ -266,7 +267,7 @@ class ResultForm:
         return found
 
     def return_value(self, arrays: Sequence[Any]) -> Any:
-        """What the step returns, its NNX objects updated; within `updating`."""
+        """Returns the step's result and updates NNX objects; use within `updating`."""
         tree = self.fixed.join(arrays)
         if self.objects:
             tree = put_back(tree, inner=False)
@@ -276,20 +277,20 @@ class ResultForm:
 def open_call(
     parameters: Parameters, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None
 ) -> StepCall:
-    """Takes the arrays out of a call; within `updating`.
+    """Takes the arrays out of a call; use within `updating`.
 
-    Arguments given by name take their places where they have one. The parameters say
-    which are static; so are whole arguments that are a ``bool``, text or a member of
-    an enumeration.
+    Arguments given by name move to their positions, if they have positions. The
+    parameters tell which arguments are static. A whole argument that is a ``bool``,
+    text or an enumeration member is static too.
 
     Args:
-      parameters: those of the step.
+      parameters: the parameters of the step.
       args: positional arguments.
       kwargs: arguments by name.
 
     Raises:
-      TypeError: the arguments do not fit the step's signature, or one of them holds
-        something that is neither an array nor can be static.
+      TypeError: the arguments do not fit the step's signature, or an argument contains
+        a leaf that is neither an array nor can be static.
     """
     positional, keyword = parameters.bind(args, kwargs or {})
     names = (*parameters.positional(len(positional)), *keyword)
@@ -312,9 +313,10 @@ def _is_flag(x: Any) -> bool:
 def flat_function(
     step: Callable[..., Any], form: CallForm
 ) -> tuple[Callable[..., list[Any]], list[ResultForm]]:
-    """Returns the step as a function of its flat arrays, within `updating`.
+    """Returns the step as a function of its flat arrays; use within `updating`.
 
-    Also returns a list that takes up the form of the result when it is traced.
+    Also returns a list. Tracing the function appends the form of the result to the
+    list.
     """
     results: list[ResultForm] = []
 

@@ -1,11 +1,11 @@
-"""Finds the state that a step carries: what comes back as it went in.
+"""Finds the state that a step carries: arguments that come back in the result.
 
-An argument is matched as a whole with a part of the result that has the same
-structure, shapes and dtypes, wherever in the result that part is: the result itself,
-an element of a tuple, a value of a dict, a field of a dataclass. NNX objects are
-matched array by array, because a step may add or remove variables. A number, such as
-a learning rate, must also be what the result is made of: most losses are no next one.
-An argument that is named as the batch is never state.
+A whole argument is matched with a part of the result that has the same structure,
+shapes and dtypes. The part may be the result itself, an element of a tuple, a value of
+a dict or a field of a dataclass. NNX objects are matched array by array, because a step
+may add or remove variables. A scalar argument, such as a learning rate, is matched only
+if the result depends on it; otherwise a loss could be taken for its next value. An
+argument that is named as the batch is never state.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from autopar_passes.program.static_leaves import Fixed, is_object_state
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CarriedPairs:
-    """What a step carries.
+    """The arguments that a step carries.
 
     Attributes:
       pairs: flat argument -> flat result that is its next value.
-      changed: paths of arrays whose argument comes back, and which themselves come
-        back in another shape or dtype.
+      changed: paths of the arrays of carried arguments that come back with another
+        shape or dtype.
     """
 
     pairs: dict[int, int]
@@ -37,7 +37,7 @@ class CarriedPairs:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Leaf:
-    """An array of a tree: its number, and what must be equal to be carried."""
+    """An array of a tree: its number, and the type that a carried array must keep."""
 
     index: int
     kind: tuple[Any, ...]
@@ -45,7 +45,7 @@ class _Leaf:
 
 # The pairs, and the arguments that come back changed.
 _Found = tuple[dict[int, int], set[int]]
-# Path and array of everything that NNX objects hold.
+# Path and array of every leaf of NNX objects.
 _ObjectArrays = Iterator[tuple[Any, _Leaf]]
 
 
@@ -54,13 +54,13 @@ class _Part:
     """A part of a tree.
 
     Attributes:
-      name: its key in the tree that holds it, or that of an argument; empty for an
+      name: the key of the part in its tree, or the name of an argument; empty for an
         element of a sequence.
-      depth: number of trees around it.
+      depth: the number of trees around the part.
       tree: the part.
-      numbers: ``id`` of what stands for an array in it -> the array.
-      structure: of its tree.
-      leaves: its leaves, arrays as `_Leaf`.
+      numbers: ``id`` of a leaf that represents an array -> the array.
+      structure: the structure of the part's tree.
+      leaves: the leaves of the part, with arrays as `_Leaf`.
     """
 
     name: str
@@ -72,12 +72,12 @@ class _Part:
 
     @property
     def arrays(self) -> list[_Leaf]:
-        """Its arrays."""
+        """The arrays of the part."""
         return [x for x in self.leaves if isinstance(x, _Leaf)]
 
     @property
     def is_array(self) -> bool:
-        """Whether it is an array by itself."""
+        """Whether the part is a single array."""
         return len(self.leaves) == 1 and jax.tree_util.treedef_is_leaf(self.structure)
 
 
@@ -91,11 +91,11 @@ def find_carried(
     """Matches the arguments of a call with its result.
 
     Args:
-      form: of the call.
+      form: the form of the call.
       inputs: shapes and dtypes of the flat arguments.
       result: the form of the result.
       outputs: shapes and dtypes of the flat results.
-      depends: whether a flat argument is one that a flat result is made of.
+      depends: tells whether a flat result depends on a flat argument.
     """
 
     def both(given: Any) -> _Found:
@@ -127,7 +127,7 @@ class _PairSearch:
     """Matches parts of arguments with parts of one result."""
 
     def __init__(self, result: _Part, depends: Callable[[int, int], bool]) -> None:
-        """Has matched nothing yet."""
+        """Starts without matches."""
         self._depends = depends
         self.pairs: dict[int, int] = {}
         self.changed: set[int] = set()
@@ -146,7 +146,7 @@ class _PairSearch:
                 self.pairs[leaf.index] = other.index
 
     def match(self, part: _Part) -> bool:
-        """Matches a part of an argument, or else its own parts."""
+        """Matches a part of an argument, or else the parts inside it."""
         if not part.arrays or is_object_state(part.tree):
             return False
         found = self._equal(part) or self._alike(part)
@@ -159,14 +159,14 @@ class _PairSearch:
         inner = [x for x in children if not x.is_array]
         matched = [self.match(x) for x in inner]
         if any(matched):
-            # What stands beside a state may be state, too, if it has the same name.
+            # An array next to matched state may be state too, if its name is the same.
             for x in children:
                 if x.is_array:
                     self.match(x)
         return any(matched)
 
     def _equal(self, part: _Part) -> _Part | None:
-        """A part of the result that is alike in every array."""
+        """A part of the result that is equal in the type of every array."""
         found = [x for x in self._free(part) if _kinds(x) == _kinds(part)]
         if part.is_array:
             found = [x for x in found if self._may_be(part, x)]
@@ -176,8 +176,9 @@ class _PairSearch:
     def _may_be(self, part: _Part, other: _Part) -> bool:
         """Whether a single array of the result may be the argument's next value.
 
-        Many arrays have the same shape. An argument that is an array may be the result
-        or an element of a tuple; elsewhere the two must have the same name.
+        Many arrays have the same shape. If the argument itself is an array, the match
+        may be the result or an element of a tuple. In all other cases the names must be
+        equal.
         """
         if part.depth == 0 and other.depth <= 1 and not other.name:
             (own,), (new,) = part.arrays, other.arrays
@@ -185,7 +186,7 @@ class _PairSearch:
         return bool(part.name) and other.name == part.name
 
     def _alike(self, part: _Part) -> _Part | None:
-        """A part of the result that is alike in most arrays."""
+        """A part of the result that is equal in the types of most arrays."""
         for other in self._free(part):
             equal = sum(
                 a == b for a, b in zip(_kinds(part), _kinds(other), strict=True)
@@ -213,7 +214,7 @@ def _kinds(part: _Part) -> list[Any]:
 
 
 def _leaves_by_id(fixed: Fixed, tree: Any, arrays: Sequence[Any]) -> dict[int, _Leaf]:
-    """What stands for an array in a tree, by its ``id`` -> the array."""
+    """``id`` of each leaf that represents an array -> the array."""
     static = {k for k, _ in fixed.leaves}
     held = [x for k, x in enumerate(jax.tree.leaves(tree)) if k not in static]
     return {
@@ -255,7 +256,7 @@ def _parts(part: _Part) -> Iterator[_Part]:
 
 
 def _object_arrays(tree: Any, numbers: Mapping[int, _Leaf]) -> _ObjectArrays:
-    """Path and array of everything that NNX objects in a tree hold."""
+    """Yields the path and the array of every leaf of NNX objects in a tree."""
     keyed, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_object_state)
     for path, held in keyed:
         if is_object_state(held):

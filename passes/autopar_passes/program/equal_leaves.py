@@ -1,11 +1,11 @@
-"""Runs what a step does alike with hundreds of small arrays on stacks of them.
+"""Combines equal operations on hundreds of small arrays into operations on stacks.
 
-A compiler takes a time for each operation, and more than that for thousands of small
-ones: it has no word for "the same update of 5,000 arrays". This pass finds equations
-that are equal but for the arrays they work on and need none of each other's results. It
-replaces blocks of them by one equation with another leading dimension, as ``jax.vmap``
-would. Arguments are stacked before their first use, and what leaves the program is
-taken apart again. A sum of many terms adds up the blocks first.
+A compiler needs time for each operation, and its programs cannot express "the same
+update of 5,000 arrays". This pass finds equations that are equal except for the arrays
+that they read, and that do not depend on each other. The pass replaces blocks of such
+equations by one equation with an additional leading dimension, as ``jax.vmap`` would.
+Arguments are stacked before their first use, and results of the program are unstacked.
+For a sum of many terms, each block is summed first.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from autopar_passes.program.equations import (
 )
 from autopar_passes.program.flatten import Builder, flatten, renumber_equation
 
-# The fewest equations that are worth it: compilers take 5 ms for a kernel, so that
-# fewer take seconds at most.
+# The smallest number of equations to combine. Compilers need about 5 ms per kernel, so
+# fewer equations cost only a few seconds.
 LEAST = 256
-# The largest array that is stacked, in bytes: copying one takes less time than starting
-# one kernel does.
+# The largest array that is stacked, in bytes. Copying an array of this size takes less
+# time than starting one kernel.
 MOST_BYTES = 1 << 16
 # fmt: off
 ELEMENTWISE = frozenset({
@@ -56,19 +56,20 @@ _SUMS = frozenset({"add", "add_any"})
 
 
 class AdditionTree:
-    """Additions whose terms are read by nothing else than their sum."""
+    """A tree of additions whose intermediate sums have no other readers."""
 
     def __init__(self, root: int, links: list[int], terms: list[Atom]) -> None:
-        """Has the positions of the last addition and of the others, and the terms."""
+        """Stores the positions of the last and the other additions, and the terms."""
         self.root = root
         self.links = links
         self.terms = terms
 
 
 class EqualEquations:
-    """Equal equations: their positions, and what each operand of them is.
+    """Equal equations: their positions, and the columns of their operands.
 
-    A column is the atom that all of them read, or a tuple of the values that each does.
+    A column is the atom that all equations read, or a tuple with the value that each
+    equation reads.
     """
 
     def __init__(
@@ -80,20 +81,20 @@ class EqualEquations:
         self.blocks = _blocks(len(members))
 
     def block(self, row: int) -> int:
-        """The number of the block that a row is in."""
+        """The number of the block that contains a row."""
         return row // len(self.blocks[0])
 
 
 class EqualGroups:
-    """Finds equal equations from the end of a program on.
+    """Finds equal equations, from the end of a program to its beginning.
 
-    Two equations are alike where they do the same, and equations that are alike read
-    their results. Then the longest way from each to the end is equally long, and none
-    needs another's result.
+    Two equations are equal if they compute the same function and their results are read
+    by equal equations. The longest paths from both to the end of the program then have
+    equal lengths, so neither depends on the other.
     """
 
     def __init__(self, program: Program) -> None:
-        """Finds the groups of a program without effects."""
+        """Finds the groups of a program without side effects."""
         self.values = program.values
         self.equations = program.body.equations
         self.outputs = program.body.outputs
@@ -101,18 +102,18 @@ class EqualGroups:
         self.readers = self._readers()
         self.sums = self._sums()
         self.linked = {k: s for s in self.sums for k in (*s.links, s.root)}
-        # A value that is equal to another one -> that one.
+        # A value that equals an earlier value -> the earlier value.
         self.same: dict[int, int] = {}
-        # Positions of equations that only make such values.
+        # Positions of equations that only compute such values.
         self.repeated: set[int] = set()
-        # Value of a member -> its group, its row and its number among the results.
+        # Value of a member -> its group, its row, and its place among the results.
         self.row_of: dict[int, tuple[EqualEquations, int, int]] = {}
         self.groups: list[EqualEquations] = []
         for members in self._alike():
             self._take(members)
 
     def _readers(self) -> dict[int, list[tuple[int, int]]]:
-        """Who reads a value: (position, slot), -1 for the results."""
+        """Value -> its readers as (position, slot); the program's results are at -1."""
         found: dict[int, list[tuple[int, int]]] = {}
         for k, eqn in enumerate(self.equations):
             for slot, atom in enumerate(eqn.inputs):
@@ -146,7 +147,7 @@ class EqualGroups:
         return found
 
     def _link(self, atom: Atom, root: int) -> int | None:
-        """The addition that makes a term for a sum alone; None: no addition does."""
+        """The addition that computes a term only for this sum; None without one."""
         if isinstance(atom, Scalar) or len(self.readers[atom]) > 1:
             return None
         at = self.maker.get(atom)
@@ -154,7 +155,7 @@ class EqualGroups:
 
     @functools.cached_property
     def maker(self) -> dict[int, int]:
-        """The position of the equation that makes a value."""
+        """The position of the equation that computes a value."""
         return {v: k for k, eqn in enumerate(self.equations) for v in eqn.outputs}
 
     def _adds(self, position: int, like: int | None = None) -> bool:
@@ -171,7 +172,7 @@ class EqualGroups:
         )
 
     def _alike(self) -> Iterable[list[int]]:
-        """The positions of equal equations, those that others read first."""
+        """The positions of equal equations, sorted so that makers precede readers."""
         kinds: dict[Any, int] = {}
         forms: dict[Any, int] = {}
         form = [forms.setdefault((v.shape, v.dtype), len(forms)) for v in self.values]
@@ -209,7 +210,7 @@ class EqualGroups:
         return sorted(many, key=lambda x: (-heights[x[0]], x))
 
     def _slot(self, position: int, slot: int) -> int:
-        """The slot of a reader; all terms of a sum are in one."""
+        """The slot of a reader; all terms of a sum count as one slot."""
         return 0 if position in self.linked else slot
 
     def _may_stack(self, eqn: Equation) -> bool:
@@ -219,7 +220,7 @@ class EqualGroups:
         return all(v.nbytes <= MOST_BYTES and not v.name for v in made)
 
     def _take(self, members: list[int]) -> None:
-        """Makes equal equations a group, where their operands can be stacked."""
+        """Makes equal equations a group if their operands can be stacked."""
         equations = [self.equations[k] for k in members]
         columns = [
             tuple(self.same.get(a, a) if isinstance(a, int) else a for a in column)
@@ -240,7 +241,7 @@ class EqualGroups:
         small = all(self.values[columns[j][0]].nbytes <= MOST_BYTES for j in varied)
         if not small or not (elementwise or all(h is not None for h in homes)):
             return
-        # Rows lie as in what a group reads, so that nothing is put in another order.
+        # The rows have the order of a group that is read, so that no rows are permuted.
         rows = range(len(members))
         first = next((j for j, h in zip(varied, homes, strict=True) if h), varied[0])
         within = [self.row_of.get(v, (None, v, 0))[1] for v in columns[first]]
@@ -258,7 +259,7 @@ class EqualGroups:
                 self.row_of[value] = (group, row, number)
 
     def _home(self, column: Sequence[Any]) -> EqualEquations | bool | None:
-        """The group that makes a column; False: arguments; None: neither."""
+        """The group that makes a column; False for arguments, None for other values."""
         if all(v in self.inputs for v in column):
             return False
         homes = {self.row_of.get(v, (None,))[0] for v in column}
@@ -275,10 +276,11 @@ def _parameters(eqn: Equation) -> Any:
 
 
 def _blocks(rows: int) -> list[range]:
-    """Blocks of rows, all of one size if a divisor is near the best one.
+    """Blocks of rows, of one size if a divisor is close to the best size.
 
-    Compilers make one kernel of all equal blocks, but one of each row that they take
-    out of a block: blocks about as large as they are many make the fewest kernels.
+    Compilers generate one kernel for all equal blocks, but one kernel for each row that
+    is taken out of a block. The number of kernels is smallest if the size of a block is
+    about the number of blocks.
     """
     best = math.isqrt(rows)
     sizes = range(best * 3 // 4, best * 3 // 2 + 1)
@@ -287,13 +289,13 @@ def _blocks(rows: int) -> list[range]:
 
 
 def stacked_leaves(program: Program) -> Program:
-    """The program with equal equations on many small arguments in blocks.
+    """Returns the program with equal equations on many small arguments in blocks.
 
     Args:
-      program: flat.
+      program: a flat program.
 
     Returns:
-      The same program where fewer than `LEAST` small arguments are alike.
+      The program, unchanged if fewer than `LEAST` small arguments have equal types.
     """
     arguments = program.body.inputs[: program.num_arguments]
     alike = collections.Counter(
@@ -312,23 +314,23 @@ def stacked_leaves(program: Program) -> Program:
 
 
 class _BlockRewriter:
-    """Writes a program anew, with its groups in blocks."""
+    """Writes a new program, with its groups in blocks."""
 
     def __init__(self, program: Program, found: EqualGroups) -> None:
         self.old = program
         self.found = found
         self.builder = Builder(program.values, 0)
-        # Values of the old program -> those that hold them now.
+        # Value of the old program -> the value that holds it now.
         self.held: dict[int, Atom] = {v: v for v in program.body.inputs}
         # Group and block -> the stacked results.
         self.stacks: dict[tuple[int, int], list[Atom]] = {}
         self.stacked: dict[tuple[int, ...], int] = {}
         self.templates: dict[Any, Program] = {}
-        # Last addition of a sum -> the groups all of whose rows are its terms.
+        # Last addition of a sum -> the groups whose rows are all terms of the sum.
         self.whole = {s.root: self._groups_of(s) for s in found.sums}
 
     def program(self) -> Program:
-        """The program in blocks, its values and equations numbered anew."""
+        """The program in blocks, with new numbers of values and equations."""
         for node in self._ordered_writes():
             node()
         outputs = [self._now(a) for a in self.old.body.outputs]
@@ -338,7 +340,7 @@ class _BlockRewriter:
         return _compact(Program(tuple(self.builder.values), body, self.old.constants))
 
     def _ordered_writes(self) -> list[Callable[[], None]]:
-        """What is written, in the order of the old program as far as there is one."""
+        """The functions that write equations, in the old order as far as possible."""
         nodes: list[tuple[int, Callable[[], None], Sequence[Any], Iterable[int]]] = []
         equations, found = self.old.body.equations, self.found
         grouped = {k for group in found.groups for k in group.members}
@@ -370,7 +372,7 @@ class _BlockRewriter:
         return _topological(nodes, found.same)
 
     def _groups_of(self, found: AdditionTree) -> set[int]:
-        """The groups, by `id`, all of whose rows are terms of a sum, once each."""
+        """The groups, by `id`, whose rows are all terms of a sum, once each."""
         counts = collections.Counter[int](a for a in found.terms if isinstance(a, int))
         homes = [self.found.row_of[v] for v in counts if v in self.found.row_of]
         rows = collections.Counter((id(group), number) for group, _, number in homes)
@@ -383,7 +385,7 @@ class _BlockRewriter:
         }
 
     def _now(self, atom: Atom) -> Atom:
-        """What holds an atom now; its block is taken apart if need be."""
+        """The current value of an atom; its block is unstacked if necessary."""
         if isinstance(atom, Scalar):
             return atom
         atom = self.found.same.get(atom, atom)
@@ -403,7 +405,7 @@ class _BlockRewriter:
             self.held[eqn.outputs[number]] = value
 
     def _stack(self, values: tuple[int, ...], name_stack: str) -> int:
-        """The stack of some values of the old program."""
+        """The stack of several values of the old program."""
         found = self.found.row_of.get(values[0])
         if found is not None:
             group, row, number = found
@@ -425,7 +427,7 @@ class _BlockRewriter:
         return self.stacked[values]
 
     def _block(self, group: EqualEquations, number: int) -> None:
-        """Writes the equations of a block as one."""
+        """Writes the equations of a block as one equation."""
         rows = group.blocks[number]
         eqn = self.old.body.equations[group.members[rows.start]]
         mapped: list[int | None] = []
@@ -458,7 +460,7 @@ class _BlockRewriter:
         self.stacks[id(group), number] = self._call(key, run, atoms, eqn.name_stack)
 
     def _sum(self, found: AdditionTree) -> None:
-        """Writes a sum: blocks first, then all together."""
+        """Writes a sum: first over each block, then over the blocks."""
         eqn = self.old.body.equations[found.root]
         whole = self.whole[found.root]
         total: Atom | None = None
@@ -488,7 +490,7 @@ class _BlockRewriter:
         return made
 
     def _alone(self, eqn: Equation) -> None:
-        """Writes an equation as it was."""
+        """Writes an equation unchanged."""
         for atom in (*eqn.inputs, *_free(eqn.regions)):
             self._now(atom)
 
@@ -516,7 +518,7 @@ class _BlockRewriter:
         atoms: Sequence[int],
         name_stack: str,
     ) -> list[Any]:
-        """Adds a function's equations, which are traced once for each form."""
+        """Adds the equations of a function, traced once for each type of operands."""
         forms = [self.builder.values[a] for a in atoms]
         key = (*key, tuple((v.shape, v.dtype) for v in forms))
         if key not in self.templates:
@@ -526,7 +528,7 @@ class _BlockRewriter:
 
 
 def _together(*arrays: Any) -> list[Any]:
-    """The stack of some arrays."""
+    """Stacks arrays along a new first dimension."""
     shape = (len(arrays), *arrays[0].shape)
     long = [x if x.shape else jax.lax.reshape(x, (1,)) for x in arrays]
     return [jax.lax.reshape(jax.lax.concatenate(long, 0), shape)]
@@ -548,7 +550,7 @@ def _sum_rows(stack: Any) -> list[Any]:
 
 
 def _free(regions: Sequence[Region]) -> list[int]:
-    """What the equations of regions read from outside of them."""
+    """The values outside of regions that the equations of the regions read."""
     found: list[int] = []
     for region in regions:
         own = set(region.inputs)
@@ -564,7 +566,7 @@ def _topological(
     nodes: Sequence[tuple[int, Callable[[], None], Sequence[Any], Iterable[int]]],
     same: dict[int, int],
 ) -> list[Callable[[], None]]:
-    """What nodes write, each behind what it reads, else by their positions."""
+    """The nodes' functions in an order in which makers precede readers."""
     maker = {v: n for n, (_, _, _, made) in enumerate(nodes) for v in made}
     waiting: list[int] = []
     readers: list[list[int]] = [[] for _ in nodes]
@@ -589,7 +591,7 @@ def _topological(
 
 
 def _compact(program: Program) -> Program:
-    """The program without the numbers of values that nothing makes any more."""
+    """Renumbers the values of a program, without the values that nothing makes."""
     numbers: dict[int, int] = {}
     values: list[Value] = []
 

@@ -1,8 +1,8 @@
 """The flat program: a train step without calls, with every value numbered.
 
-A `Program` is what the other passes read and what `autopar_passes.replay.run`
-replays. Nested calls (``jit``, ``custom_jvp_call``, ``checkpoint`` ...) are
-inlined; ``scan``, ``while`` and ``cond`` stay equations with regions.
+The other passes read a `Program`, and `autopar_passes.replay.run` replays it. Nested
+calls (``jit``, ``custom_jvp_call``, ``checkpoint`` ...) are inlined. ``scan``,
+``while`` and ``cond`` stay equations with regions.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from autopar_passes import jax_compat
 class Value:
     """One array of the program; its number is its position in the program.
 
-    ``size`` is its number of elements, ``nbytes`` the bytes of the whole array;
-    ``name`` is what `jax.ad_checkpoint.checkpoint_name` calls it, if anything.
+    ``size`` is the number of elements, and ``nbytes`` the bytes of the whole array.
+    ``name`` is the name from `jax.ad_checkpoint.checkpoint_name`, or ''.
     """
 
     shape: tuple[int, ...]
@@ -33,27 +33,27 @@ class Value:
     nbytes: int = dataclasses.field(init=False, compare=False)
 
     def __post_init__(self) -> None:
-        """Computes elements and bytes once: they are asked for very often."""
+        """Computes size and bytes once, because they are read very often."""
         size = math.prod(self.shape)
         object.__setattr__(self, "size", size)
         object.__setattr__(self, "nbytes", size * jax_compat.itemsize(self.dtype))
 
     @property
     def floating(self) -> bool:
-        """Whether its elements are floating-point numbers; PRNG keys are not."""
+        """Whether the elements are floating-point numbers; False for PRNG keys."""
         extended = jax_compat.is_extended(self.dtype)
         return not extended and bool(jnp.issubdtype(self.dtype, jnp.floating))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Scalar:
-    """A scalar written in the program (JAX's ``Literal``)."""
+    """A scalar literal in the program (JAX's ``Literal``)."""
 
     value: Any
     aval: Any
 
 
-# What an equation reads: the number of a value, or a constant.
+# An operand of an equation: the number of a value, or a constant.
 Atom = int | Scalar
 
 
@@ -61,9 +61,9 @@ Atom = int | Scalar
 class Equation:
     """One primitive application.
 
-    ``source`` is the JAX equation it came from (primitive, parameters, name
-    stack). ``regions`` are the bodies of control flow, in the order in which
-    the primitive lists them: scan (body), while (cond, body), cond (branches).
+    ``source`` is the original JAX equation (primitive, parameters, name stack).
+    ``regions`` are the bodies of control flow, in the order of the primitive: scan
+    (body), while (cond, body), cond (branches).
     """
 
     index: int
@@ -111,12 +111,12 @@ class Program:
         return len(self.body.inputs) - len(self.constants)
 
     def by_index(self) -> dict[int, Equation]:
-        """Returns all equations, also those of regions, by their index."""
+        """Returns all equations by index, including those in regions."""
         return {eqn.index: eqn for eqn in walk(self.body)}
 
 
 def walk(region: Region) -> list[Equation]:
-    """Returns all equations of a region, bodies after the equation they belong to."""
+    """Returns all equations of a region; bodies come after their equation."""
     out: list[Equation] = []
     for eqn in region.equations:
         out.append(eqn)
@@ -130,7 +130,7 @@ def evaluate(program: Program, *arguments: Any) -> list[Any]:
 
     Args:
       program: the flat program.
-      arguments: its flat arguments.
+      arguments: the flat arguments of the program.
     """
     return _region(program.body, (*arguments, *program.constants), {})
 

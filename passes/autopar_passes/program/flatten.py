@@ -1,4 +1,4 @@
-"""From a closed jaxpr to a flat `Program`."""
+"""Turns a closed jaxpr into a flat `Program`."""
 
 from __future__ import annotations
 
@@ -21,11 +21,12 @@ from autopar_passes.program.equations import (
 )
 from autopar_passes.program.one_replica import is_collective, is_index, reshape_equation
 
-# Collectives over an axis of `jax.vmap`, which reduce a dimension.
+# Collectives over an axis of `jax.vmap` reduce a dimension.
 #
-# Inside of a ``jax.vmap`` with a name for its axis ``jax.lax.psum`` sums over it, as
-# the batch normalisation of Equinox does. The trace holds a ``psum`` over a dimension.
-# It is written as the reduction that it is: what is known of reductions holds for it.
+# Inside a ``jax.vmap`` with a named axis, ``jax.lax.psum`` sums over that axis, as in
+# the batch normalisation of Equinox. The trace contains a ``psum`` over a dimension.
+# The flat program has an ordinary reduction instead, so that all rules for reductions
+# apply.
 
 _REDUCTIONS = {
     "psum": jax.lax.reduce_sum,
@@ -35,7 +36,7 @@ _REDUCTIONS = {
 
 
 def is_reduction(eqn: Any) -> bool:
-    """Whether an equation is a collective over dimensions alone."""
+    """Whether an equation is a collective over dimensions only."""
     if eqn.primitive.name not in _REDUCTIONS:
         return False
     axes, groups = eqn.params["axes"], eqn.params.get("axis_index_groups")
@@ -43,7 +44,7 @@ def is_reduction(eqn: Any) -> bool:
 
 
 def reductions(eqn: Any) -> Iterator[Any]:
-    """An equation for each operand of a collective over dimensions."""
+    """Yields one reduction for each operand of a collective over dimensions."""
     reduce = _REDUCTIONS[eqn.primitive.name]
     axes = tuple(eqn.params["axes"])
     for given, made in zip(eqn.invars, eqn.outvars, strict=True):
@@ -57,8 +58,8 @@ def reductions(eqn: Any) -> Iterator[Any]:
         )
 
 
-# Calls whose body means the same in line. The parameter that holds the body
-# differs by primitive; the first of these that is present is taken.
+# Calls that may be inlined. The parameter that holds the body depends on the primitive;
+# the first parameter of this list that is present is used.
 _BODY_PARAMS = ("jaxpr", "call_jaxpr", "fun_jaxpr")
 INLINED = frozenset(
     {
@@ -77,9 +78,10 @@ INLINED = frozenset(
     }
 )
 _REMAT = frozenset({"remat", "remat2", "checkpoint"})
-# Identities: what says where a value lives, which the plan decides, and what
-# matters to differentiation only, which is over. Left in, they would be a second
-# name of the same array to the compiler, and a second resharding to us.
+# Identity primitives that are dropped. Placements only tell where a value is stored,
+# which the plan decides. The others matter only for differentiation, which is complete.
+# If they stayed, the compiler would see a second name of the same array, and the
+# planner would see a second resharding.
 _DROPPED = PLACEMENTS | {"stop_gradient", "name"}
 
 
@@ -88,12 +90,13 @@ def flatten(
 ) -> Program:
     """Inlines the calls of a closed jaxpr and numbers its values and equations.
 
-    Equations whose results nobody reads are dropped, as the compiler would.
+    Equations whose results are never read are dropped, as the compiler would drop them.
 
     Args:
       closed: the jaxpr.
-      replicas: names of the axes of one replica; collectives over them are dropped.
-      checkpoints: whether what ``jax.checkpoint`` repeats stands behind a barrier.
+      replicas: names of axes with one replica; collectives over these axes are dropped.
+      checkpoints: whether a barrier precedes the equations that ``jax.checkpoint``
+        repeats.
     """
     builder = _Builder(replicas, checkpoints=checkpoints)
     constants = list(closed.consts)
@@ -141,11 +144,11 @@ class _Builder:
         return self.hoist(atom.aval, atom.val)
 
     def name(self, value: int, name: str) -> None:
-        """Gives a value its name (`jax.ad_checkpoint.checkpoint_name`)."""
+        """Stores a value's name (`jax.ad_checkpoint.checkpoint_name`)."""
         self.values[value] = dataclasses.replace(self.values[value], name=name)
 
     def hoist(self, aval: Any, array: Any) -> int:
-        """Makes an array that the program holds one of its inputs."""
+        """Turns an array that the program contains into an input of the program."""
         value = self.new_value(aval)
         self.hoisted.append((value, array))
         return value
@@ -186,7 +189,7 @@ class _Builder:
     def alone(
         self, eqn: Any, inputs: list[Atom], env: dict[Any, Atom], stack: str
     ) -> None:
-        """A collective over one replica: its operands, in the shapes of its results."""
+        """Replaces a collective over one replica by its reshaped operands."""
         for given, var, out in zip(inputs, eqn.invars, eqn.outvars, strict=True):
             if var.aval.shape == out.aval.shape:
                 env[out] = given
@@ -231,10 +234,10 @@ class _Builder:
         env.update(zip(eqn.outvars, outputs, strict=True))
 
     def barrier(self, eqn: Any, inputs: list[Atom], stack: str) -> list[Atom]:
-        """Keeps rematerialisation: the copy of the forward pass must not be merged.
+        """Adds a barrier that keeps recomputed equations apart from the first ones.
 
-        JAX's own lowering of ``checkpoint`` puts an ``optimization_barrier``
-        around the inputs when ``prevent_cse`` is set; inlining must keep it.
+        JAX's own lowering of ``checkpoint`` also puts an ``optimization_barrier``
+        around the inputs if ``prevent_cse`` is set. Inlining must keep this barrier.
         """
         if not self.checkpoints or not eqn.params.get("prevent_cse", True):
             return inputs
@@ -261,7 +264,7 @@ class _Builder:
 
 
 def barrier_equation(values: Sequence[Value]) -> Any:
-    """JAX's equation of an ``optimization_barrier`` around values of these shapes."""
+    """JAX's equation for an ``optimization_barrier`` on values of these types."""
     structs = [jax.ShapeDtypeStruct(v.shape, v.dtype) for v in values]
     closed = jax.make_jaxpr(lambda xs: jax.lax.optimization_barrier(xs))(structs)
     return closed.jaxpr.eqns[0]
@@ -274,7 +277,7 @@ def _split(body: Any) -> tuple[Any, list[Any]]:
 
 
 def call_body(eqn: Any) -> tuple[Any, list[Any]] | None:
-    """Returns the jaxpr and constants of a call that means the same in line."""
+    """Returns the jaxpr and the constants of a call that may be inlined."""
     for key in _BODY_PARAMS:
         body = eqn.params.get(key)
         if body is not None and hasattr(body, "eqns"):
@@ -287,7 +290,7 @@ def call_body(eqn: Any) -> tuple[Any, list[Any]] | None:
 def _linear_solve(
     eqn: Any, inputs: list[Atom]
 ) -> tuple[tuple[Any, list[Any]], list[Atom]]:
-    """Returns the body of a linear solve, which is ``solve``, and its inputs."""
+    """Returns ``solve``, the body of a linear solve, and its inputs."""
     lengths = eqn.params["const_lengths"]
     start = lengths.matvec + lengths.vecmat
     end = start + lengths.solve
@@ -310,7 +313,7 @@ def _bodies(eqn: Any) -> list[tuple[Any, list[Any]]]:
 
 
 def _live(region: Region) -> Region:
-    """Drops the equations whose results are never read (and have no effect)."""
+    """Drops equations whose results are never read and that have no side effects."""
     needed = {a for a in region.outputs if isinstance(a, int)}
     kept: list[Equation] = []
     for eqn in reversed(region.equations):
@@ -326,18 +329,18 @@ def _join(prefix: str, stack: str) -> str:
 
 
 class Builder:
-    """Numbers new values and equations behind those of a program.
+    """Adds values and equations to those of a program, with new numbers.
 
     Attributes:
       values: all values.
-      equations: what was added, in order.
+      equations: the added equations, in order.
     """
 
     def __init__(self, values: Sequence[Value], next_index: int) -> None:
-        """Has added nothing yet.
+        """Starts without added equations.
 
         Args:
-          values: of the program.
+          values: the values of the program.
           next_index: the first index that no equation has.
         """
         self.values = list(values)
@@ -350,12 +353,12 @@ class Builder:
         return len(self.values) - 1
 
     def like(self, value: Value) -> int:
-        """Adds a value of the shape, dtype and name of another one."""
+        """Adds a value with the shape, dtype and name of another value."""
         self.values.append(value)
         return len(self.values) - 1
 
     def index(self) -> int:
-        """A new index of an equation."""
+        """Returns a new index for an equation."""
         self.next_index += 1
         return self.next_index - 1
 
@@ -369,10 +372,11 @@ class Builder:
         """Adds the equations of a function of arrays; returns its only result.
 
         Args:
-          function: of arrays without constants of its own; returns an array.
-          atoms: the values that it is called with.
+          function: a function of arrays, without constants, that returns one array.
+          atoms: the values that the function is called with.
           stack: the name stack of the equations.
-          result: the value that it makes, which no equation made yet; None: a new one.
+          result: the value to store the result in, which no equation makes yet; None
+            for a new value.
         """
         results = () if result is None else (result,)
         (found,) = self.calls(function, atoms, stack, results)
@@ -385,7 +389,7 @@ class Builder:
         stack: str = "",
         results: Sequence[int] = (),
     ) -> list[Any]:
-        """`call`, for a function that returns one array or several."""
+        """Like `call`, for a function that returns one or several arrays."""
         made = [self.values[a] for a in atoms]
         structs = [jax.ShapeDtypeStruct(v.shape, v.dtype) for v in made]
         inner = flatten(jax.make_jaxpr(function)(*structs))
@@ -398,7 +402,7 @@ class Builder:
         stack: str = "",
         results: Sequence[int] = (),
     ) -> list[Any]:
-        """`calls`, for a function that is a flat program without constants."""
+        """Like `calls`, for a flat program without constants."""
         assert not inner.constants
         numbers = dict(zip(inner.body.outputs, results, strict=False))
         numbers.update(zip(inner.body.inputs, atoms, strict=True))
@@ -418,12 +422,12 @@ class Builder:
 def renumber_equation(
     eqn: Equation, value: Callable[[int], int], index: Callable[[int], int]
 ) -> Equation:
-    """Returns an equation, with its regions, under other numbers.
+    """Returns an equation and its regions with new numbers.
 
     Args:
       eqn: the equation.
-      value: old number of a value -> the new one.
-      index: old index of an equation -> the new one.
+      value: old number of a value -> new number.
+      index: old index of an equation -> new index.
     """
 
     def atoms(found: Sequence[Atom]) -> tuple[Atom, ...]:
@@ -451,7 +455,7 @@ def renumber_equation(
 def needed_equations(
     equations: Sequence[Equation], values: Sequence[int]
 ) -> tuple[Equation, ...]:
-    """The equations that some values are made by, in their order."""
+    """The equations that given values depend on, in their order."""
     wanted = set(values)
     kept: list[Equation] = []
     for eqn in reversed(equations):

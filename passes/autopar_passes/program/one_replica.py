@@ -1,8 +1,8 @@
 """Collectives over an axis that has one replica.
 
-A step that was written for ``jax.pmap`` sums over the replicas by name, as in
-``jax.lax.pmean(grads, "batch")``. A planned step sees the whole batch at once: there
-is one replica, and each collective over it returns what it was given.
+A step that was written for ``jax.pmap`` sums over its replicas by name, as in
+``jax.lax.pmean(grads, "batch")``. A planned step sees the whole batch at once. It
+therefore has one replica, and each collective over the replicas returns its operands.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from autopar_passes import jax_compat
 
 R = TypeVar("R")
 
-# Collectives of `jax.lax`; each result is its operand, but for dims of size one.
+# Collectives of `jax.lax` whose result equals the operand up to dims of size one.
 _COLLECTIVES = frozenset(
     {
         "psum",
@@ -41,13 +41,13 @@ _UNBOUND = re.compile(r"unbound axis name: (\S+?)\.?(?:\s|$)")
 
 
 def with_one_replica(run: Callable[[], R]) -> tuple[R, frozenset[str]]:
-    """Runs something with an axis of one replica for each name that it lacks.
+    """Runs a function with a one-replica axis for each axis name that it lacks.
 
     Args:
-      run: traces a step; it is called again for each name.
+      run: a function that traces a step; it is called again for each missing name.
 
     Returns:
-      Its result, and the names.
+      The function's result, and the names.
     """
     names: tuple[str, ...] = ()
     while True:
@@ -62,7 +62,7 @@ def with_one_replica(run: Callable[[], R]) -> tuple[R, frozenset[str]]:
 
 
 def unbound_axis(error: NameError) -> str:
-    """The axis that nothing binds; '' where the error is another one."""
+    """The unbound axis of an error; '' if the error has another cause."""
     found = _UNBOUND.search(str(error))
     return found.group(1) if found else ""
 
@@ -70,10 +70,10 @@ def unbound_axis(error: NameError) -> str:
 def on_one_replica(
     function: Callable[..., Sequence[Any]], names: Sequence[str]
 ) -> Callable[..., list[Any]]:
-    """A function of arrays to arrays with an axis of one replica for each name.
+    """Returns a function of arrays with a one-replica axis for each name.
 
-    For functions that JAX compiles as they are; what depends on the number of the
-    replica is computed with a leading dim of one, which is taken off again.
+    Use it for functions that JAX compiles unchanged. Values that depend on the
+    replica's number are computed with a leading dim of one, which is removed again.
     """
 
     def run(*arrays: Any) -> list[Any]:
@@ -99,7 +99,7 @@ def is_collective(eqn: Any, axes: frozenset[str]) -> bool:
 
 
 def is_index(eqn: Any, axes: frozenset[str]) -> bool:
-    """Whether an equation asks for the number of a replica."""
+    """Whether an equation reads the number of a replica."""
     return eqn.primitive.name == "axis_index" and axis_names(eqn) <= axes
 
 
@@ -110,6 +110,6 @@ def axis_names(eqn: Any) -> frozenset[Any]:
 
 
 def reshape_equation(struct: Any, shape: tuple[int, ...]) -> Any:
-    """An equation that gives an array another shape."""
+    """An equation that changes the shape of an array."""
     closed = jax.make_jaxpr(lambda x: jax.lax.reshape(x, shape))(struct)
     return closed.jaxpr.eqns[0]

@@ -1,15 +1,14 @@
-"""Parts a tree into the leaves that a program takes and those that stay fixed.
+"""Splits a tree into the leaves that a program takes and the leaves that stay fixed.
 
-A leaf that JAX can trace is an argument of the program. What else a tree holds is
-part of the program: a function, a flag of a module, an argument that was declared
-static. Another value there makes another program.
+A leaf that JAX can trace is an argument of the program. All other leaves are part of
+the program: for example a function, a flag of a module, or an argument that was
+declared static. A different fixed leaf gives a different program.
 
-Takes the arrays out of NNX objects, and writes the new ones back.
-
-This is what ``nnx.jit`` does, by the same functions of Flax: whatever a step changes
-in a module, an optimizer, a metric, ``Rngs`` or a bare variable comes back to the
-caller's object. Objects that are shared stay shared, and a returned object is the
-caller's own.
+The module also takes the arrays out of NNX objects and writes new arrays back.
+``nnx.jit`` does the same with the same functions of Flax. Changes of a step to a
+module, an optimizer, a metric, ``Rngs`` or a single variable therefore reach the
+caller's object. Objects that are shared stay shared, and a returned object of the
+caller is returned as itself.
 """
 
 from __future__ import annotations
@@ -33,17 +32,17 @@ T = TypeVar("T")
 
 _TRACED = (jax.Array, Tracer, jax.ShapeDtypeStruct, np.ndarray, np.generic)
 _NUMBERS = (bool, int, float, complex)
-# Kinds of numpy arrays that JAX has no type for: objects, text, dates.
+# Kinds of numpy arrays without a JAX type: objects, text, dates.
 _NO_TYPE = frozenset("OUSMm")
 
 
 class StaticError(InputTypeError):
-    """A leaf is neither an array nor something that can stay fixed."""
+    """A leaf is neither an array nor a value that can stay fixed."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Static:
-    """A whole argument that is static; one leaf, whatever it holds."""
+    """A whole argument that is static; it counts as one leaf, whatever it contains."""
 
     value: Any
 
@@ -53,15 +52,15 @@ class Fixed:
     """A tree without its arrays.
 
     Attributes:
-      tree: structure of the whole tree.
-      leaves: position among all leaves -> the leaf that stays fixed.
+      tree: the structure of the whole tree.
+      leaves: position among all leaves -> the fixed leaf.
     """
 
     tree: Any
     leaves: tuple[tuple[int, Any], ...]
 
     def join(self, arrays: Sequence[Any]) -> Any:
-        """The tree with these arrays."""
+        """Returns the tree with these arrays as leaves."""
         if not self.leaves:
             return jax.tree.unflatten(self.tree, arrays)
         fixed, given = dict(self.leaves), iter(arrays)
@@ -70,9 +69,10 @@ class Fixed:
         return jax.tree.unflatten(self.tree, leaves)
 
     def read(self, arrays: Sequence[Any], what: Callable[[Any], T]) -> T:
-        """What a function reads of the tree, in which each array is a tracer.
+        """Applies a function to the tree, in which each array is a tracer.
 
-        Classes that check what they hold then see what ``jax.jit`` shows them.
+        Classes that check their contents then see the same objects as under
+        ``jax.jit``.
         """
         found: list[T] = []
 
@@ -86,10 +86,10 @@ class Fixed:
 def struct_of(leaf: Any) -> jax.ShapeDtypeStruct:
     """The shape, dtype and weak type of an array, a number or a struct.
 
-    The array may be deleted. A sharding is left out, unless it is a part of the type,
-    as one over explicit axes of a mesh is.
+    The array may be deleted. The sharding is included only if it is part of the type,
+    as a sharding over explicit mesh axes is.
     """
-    # An array says it of itself, ten times faster than by its type; not so keys.
+    # Except for keys, an array's own attributes are ten times faster than `jax.typeof`.
     own = isinstance(leaf, (jax.ShapeDtypeStruct, jax.Array))
     given: Any = leaf if own and hasattr(leaf, "weak_type") else jax.typeof(leaf)
     weak = bool(given.weak_type)
@@ -100,13 +100,13 @@ def struct_of(leaf: Any) -> jax.ShapeDtypeStruct:
 
 
 def part(names: Sequence[str], trees: Sequence[Any]) -> tuple[list[Any], Fixed]:
-    """Returns the arrays of a tuple of trees, and the tuple without them.
+    """Returns the arrays of a tuple of trees, and the tuple without its arrays.
 
-    Arrays and Python numbers are traced, as by ``jax.jit``; within an Equinox module
-    arrays alone are, as by ``equinox.filter_jit``.
+    As in ``jax.jit``, arrays and Python numbers are traced. Within an Equinox module
+    only arrays are traced, as in ``equinox.filter_jit``.
 
     Args:
-      names: of each tree, for messages.
+      names: the name of each tree, for messages.
       trees: the trees.
 
     Raises:
@@ -130,7 +130,7 @@ def part(names: Sequence[str], trees: Sequence[Any]) -> tuple[list[Any], Fixed]:
 
 
 def _within_equinox(tree: Any, leaves: Sequence[Any]) -> list[bool]:
-    """Of each leaf, whether it lies within an Equinox module."""
+    """For each leaf, whether it is inside an Equinox module."""
     if "equinox" not in sys.modules:
         return [False] * len(leaves)
     found: list[bool] = []
@@ -141,7 +141,7 @@ def _within_equinox(tree: Any, leaves: Sequence[Any]) -> list[bool]:
 
 
 def _is_equinox(x: Any) -> bool:
-    """Whether something is an Equinox module; without Equinox nothing is."""
+    """Whether an object is an Equinox module; False if Equinox is not imported."""
     equinox = sys.modules.get("equinox")
     return equinox is not None and isinstance(x, equinox.Module)
 
@@ -153,7 +153,7 @@ def _is_static(leaf: Any, filtered: bool) -> bool:
 
 
 def _refusal(leaf: Any, filtered: bool, static: bool) -> str | None:
-    """Why a leaf can be neither traced nor fixed; None if it can."""
+    """The reason why a leaf can be neither traced nor fixed; None if it can be."""
     if isinstance(leaf, (jax.Array, Tracer)):
         return None
     if isinstance(leaf, np.ndarray) and leaf.dtype.kind in _NO_TYPE:
@@ -217,13 +217,13 @@ def module_scopes(graph: Any) -> Generator[None]:
 
 
 def name_modules(graph: Any) -> None:
-    """Writes its path onto every module, for `module_scopes` to read."""
+    """Stores each module's path in the module, for `module_scopes` to read."""
     for path, module in _named_modules(graph):
         object.__setattr__(module, _PATH, "/".join(str(p) for p in path))
 
 
 def unname_modules(graph: Any) -> None:
-    """Takes the paths off again: they are no part of the caller's objects."""
+    """Removes the paths, which are not part of the caller's objects."""
     for _, module in _named_modules(graph):
         if _PATH in vars(module):
             object.__delattr__(module, _PATH)
@@ -246,59 +246,59 @@ def _add_scope(call: Callable[..., Any]) -> Callable[..., Any]:
     return call_in_scope
 
 
-# Names the exchange between the caller's objects and those inside a program.
+# A name for the exchange between the caller's objects and those inside a program.
 _TAG = "autopar"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ObjectKey:
-    """Stands in a path where an object becomes its state; has no name of its own."""
+    """Marks the place in a path where an object becomes its state; has no name."""
 
 
 @jax.tree_util.register_pytree_with_keys_class
 @dataclasses.dataclass(frozen=True, slots=True)
 class ObjectState:
-    """One object as a tree: what it is, and its arrays.
+    """One object as a tree: its definition and its arrays.
 
     Attributes:
-      definition: its ``nnx.GraphDef``; static.
-      state: its ``nnx.State``.
+      definition: the object's ``nnx.GraphDef``; static.
+      state: the object's ``nnx.State``.
     """
 
     definition: Any
     state: Any
 
     def tree_flatten_with_keys(self) -> tuple[Any, Any]:
-        """The definition is part of the structure."""
+        """Puts the definition into the structure of the tree."""
         return ((ObjectKey(), self.state),), self.definition
 
     @classmethod
     def tree_unflatten(cls, definition: Any, children: Any) -> ObjectState:
-        """The opposite of `tree_flatten_with_keys`."""
+        """The inverse of `tree_flatten_with_keys`."""
         return cls(definition, children[0])
 
 
-# Most of what a call holds. To ask NNX of each takes a third of what a call takes.
+# The most frequent types. Asking NNX about every object takes a third of a call's time.
 _PLAIN = (dict, list, tuple, type(None))
 _ARRAYS = (jax.Array, np.ndarray, np.generic)
 
 
 def is_object(x: Any) -> bool:
-    """Whether something is an NNX object or a variable."""
+    """Whether an object is an NNX object or a variable."""
     if type(x) in _PLAIN or isinstance(x, _ARRAYS):
         return False
     return isinstance(x, nnx.Variable) or nnx.graphlib.is_graph_node(x)
 
 
 def is_object_state(x: Any) -> bool:
-    """Whether something is what `taken_out` makes of an object."""
+    """Whether an object is an `ObjectState`, the result of `taken_out`."""
     return isinstance(x, ObjectState)
 
 
 def holds_objects(tree: Any) -> bool:
-    """Whether a tree holds any NNX object that a step could update.
+    """Whether a tree contains an NNX object that a step could update.
 
-    An ``nnx.State``, of ``nnx.split``, is a tree of arrays as it is for ``jax.jit``.
+    An ``nnx.State`` from ``nnx.split`` counts as a tree of arrays, as for ``jax.jit``.
     """
     leaves = jax.tree.leaves(tree, is_leaf=_is_object_or_state)
     return any(is_object(x) for x in leaves)
@@ -310,44 +310,41 @@ def _is_object_or_state(x: Any) -> bool:
 
 @contextlib.contextmanager
 def updating() -> Generator[None]:
-    """Within it, `put_back` outside a program finds the objects of `taken_out`."""
+    """Lets `put_back` outside a program find the objects of `taken_out`."""
     with nnx.update_context(_TAG):
         yield
 
 
 def taken_out(tree: Any) -> Any:
-    """The tree with an `ObjectState` in the place of each object.
-
-    Within `updating`.
-    """
+    """Replaces each object of a tree by an `ObjectState`; use within `updating`."""
     return _to_tree(tree, _TAG)
 
 
 def put_back(tree: Any, *, inner: bool) -> Any:
-    """The opposite of `taken_out`.
+    """The inverse of `taken_out`.
 
     Args:
-      tree: what `taken_out` returned, with other arrays.
-      inner: inside the program new objects are made; outside of it the caller's are
-        updated.
+      tree: the result of `taken_out`, with other arrays.
+      inner: True inside the program, where new objects are made. False outside, where
+        the caller's objects are updated.
     """
     return _from_tree(tree, _TAG, inner)
 
 
 def split_objects(tree: Any) -> Any:
-    """`taken_out`, for objects that nobody else holds: outside of `updating`."""
+    """`taken_out` for objects without other references; use outside of `updating`."""
     return _to_tree(tree)
 
 
 def merge_objects(tree: Any) -> Any:
-    """Makes new objects of what `split_objects` returned."""
+    """Makes new objects from the result of `split_objects`."""
     return _from_tree(tree)
 
 
 def _to_tree(tree: Any, tag: str | None = None) -> Any:
-    """The tree with an `ObjectState` in the place of each object.
+    """Replaces each object of a tree by an `ObjectState`.
 
-    With a tag, Flax keeps the objects for `_from_tree` with the same tag.
+    With a tag, Flax stores the objects for `_from_tree` with the same tag.
     """
     return nnx.to_tree(
         tree,
@@ -357,7 +354,7 @@ def _to_tree(tree: Any, tag: str | None = None) -> Any:
 
 
 def _from_tree(tree: Any, tag: str | None = None, inner: bool | None = None) -> Any:
-    """The opposite of `_to_tree`."""
+    """The inverse of `_to_tree`."""
     return nnx.from_tree(
         tree,
         merge_fn=lambda ctx, path, prefix, leaf: ctx.merge(leaf.definition, leaf.state),
@@ -369,11 +366,11 @@ def _from_tree(tree: Any, tag: str | None = None, inner: bool | None = None) -> 
 
 
 def update_objects(tree: Any, new: Any) -> Any:
-    """A tree with the arrays of another; NNX objects are updated in place.
+    """Returns a tree with the arrays of another tree; updates NNX objects in place.
 
     Args:
-      tree: with objects.
-      new: what `split_objects` returns for the tree, with other arrays.
+      tree: a tree with objects.
+      new: the result of `split_objects` for the tree, with other arrays.
     """
     given, structure = jax.tree.flatten(tree, is_leaf=is_object)
     states = jax.tree.leaves(new, is_leaf=is_object_state)
@@ -386,5 +383,5 @@ def update_objects(tree: Any, new: Any) -> Any:
 
 
 def objects_alone(tree: Any) -> Any:
-    """The tree with None in the place of everything that is no object."""
+    """The tree with None in place of everything that is not an object."""
     return jax.tree.map(lambda x: x if is_object(x) else None, tree, is_leaf=is_object)

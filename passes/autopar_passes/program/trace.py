@@ -1,11 +1,11 @@
-"""Traces a user's train step, in any of the forms that people write.
+"""Traces a user's train step, in any of the common forms.
 
 * Linen: ``step(state, batch) -> (state, metrics)`` with a ``TrainState``;
 * plain: ``step(params, opt_state, batch) -> (params, opt_state, loss)``;
 * NNX: ``step(model, optimizer, metrics, batch) -> loss``, which changes its arguments;
 * Equinox: ``step(model, opt_state, batch) -> (model, opt_state, loss)``.
 
-Only shapes are needed: nothing of the size of the model is allocated.
+Tracing needs only shapes, so no memory of the model's size is allocated.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from autopar_passes.program.flatten import flatten
 from autopar_passes.program.one_replica import with_one_replica
 from autopar_passes.program.static_leaves import struct_of, updating
 
-# JAX's errors that say what a step does wrong.
+# JAX's errors for mistakes in a step.
 _ERRORS = (
     jax.errors.JAXTypeError,
     jax.errors.JAXIndexError,
@@ -49,22 +49,23 @@ _ERRORS = (
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TracedStep:
-    """A step as a pure, flat program, and how calls of it map onto it.
+    """A step as a pure, flat program, and the mapping from calls to the program.
 
     Attributes:
-      name: of the step, for people.
+      name: the name of the step, for people.
       program: the flat program.
-      form: what stays fixed of the call.
-      result: what stays fixed of the result.
+      form: the fixed part of the call.
+      result: the fixed part of the result.
       input_paths: a readable path for each flat argument.
-      output_paths: the same for each flat result.
+      output_paths: a readable path for each flat result.
       carried: flat argument -> flat result that is its next value.
-      changed: paths of arrays of carried arguments that come back in another shape or
-        dtype.
-      replicas: names of axes over which the step has collectives, as for ``jax.pmap``;
-        they have one replica, which sees the whole batch.
-      loop: index of the equation that goes through microbatches
-        (`autopar_passes.microbatches.accumulate`); None: the program has none.
+      changed: paths of the arrays of carried arguments that come back with another
+        shape or dtype.
+      replicas: names of the axes over which the step has collectives, as for
+        ``jax.pmap``. Each axis has one replica, which sees the whole batch.
+      loop: index of the equation that loops over microbatches
+        (`autopar_passes.microbatches.accumulate`); None if the program has no such
+        equation.
     """
 
     name: str
@@ -90,10 +91,10 @@ def trace(
 
     Args:
       step: the step.
-      args: its arguments.
+      args: the arguments of the step.
       kwargs: arguments by name.
       static: names of arguments that are part of the program.
-      roles: of arguments, as the user names them.
+      roles: the roles of arguments, as the user names them.
 
     Raises:
       TraceError: JAX cannot trace the step.
@@ -108,17 +109,17 @@ def open_arguments(
     static: Collection[str] = (),
     roles: NamedRoles = NOT_NAMED,
 ) -> StepCall:
-    """Takes the arrays out of a call, of which nothing will be put back.
+    """Takes the arrays out of a call whose results are not put back into objects.
 
     Args:
       step: the step.
-      args: its arguments.
+      args: the arguments of the step.
       kwargs: arguments by name.
       static: names of arguments that are part of the program.
-      roles: of arguments, as the user names them.
+      roles: the roles of arguments, as the user names them.
 
     Raises:
-      TraceError: the arguments do not fit the step, or are nothing that JAX takes.
+      TraceError: the arguments do not fit the step, or JAX does not accept them.
     """
     with updating():
         return opened_within(Parameters.of(step, static, roles), args, kwargs)
@@ -129,15 +130,15 @@ def opened_within(
 ) -> StepCall:
     """Takes the arrays out of a call (`autopar_passes.program.calls.open_call`).
 
-    Within `updating`, which the caller has opened to put new arrays back.
+    Use within `updating`, which the caller opens to put new arrays back.
 
     Args:
-      parameters: those of the step.
-      args: its arguments.
+      parameters: the parameters of the step.
+      args: the arguments of the step.
       kwargs: arguments by name.
 
     Raises:
-      TraceError: the arguments do not fit the step, or are nothing that JAX takes.
+      TraceError: the arguments do not fit the step, or JAX does not accept them.
     """
     try:
         return open_call(parameters, args, kwargs)
@@ -150,14 +151,15 @@ def trace_call(
 ) -> TracedStep:
     """Traces a step on the arrays or structs of a call.
 
-    A carried array that is weakly typed at first and not when it comes back is traced
-    as it comes back: the second call then runs the program of the first.
+    A carried array may be weakly typed in the first call and strongly typed when it
+    comes back. Such an array is traced as strongly typed, so that the second call runs
+    the program of the first call.
 
     Args:
       step: the step.
-      call: a call of it.
-      checkpoints: whether what ``jax.checkpoint`` repeats is kept apart from the
-        forward pass, by a barrier.
+      call: a call of the step.
+      checkpoints: whether a barrier separates the equations that ``jax.checkpoint``
+        repeats from the forward pass.
 
     Raises:
       TraceError: JAX cannot trace the step.
@@ -200,8 +202,8 @@ class _Traced:
       inputs: structs of the flat arguments.
       outputs: shapes and dtypes of the flat results.
       result: the form of the result.
-      carried: what comes back.
-      replicas: names of axes that the step takes for those of its replicas.
+      carried: the arguments that come back.
+      replicas: names of the axes that the step uses as axes of replicas.
     """
 
     jaxpr: Any
@@ -229,10 +231,11 @@ def _trace_step(step: Callable[..., Any], form: CallForm, inputs: list[Any]) -> 
         except (ValueError, NotImplementedError) as error:
             if form.mesh is None and not any(explicit):
                 raise
-            # Some operators, such as ``ragged_dot``, have no rule for types.
-            # What JAX asks of types is where arrays lie, which the plan decides: a
-            # step without such words is traced without the mesh. Without a mesh that
-            # is set, types alone let a shard_map be traced.
+            # Some operators, such as ``ragged_dot``, have no rule for sharded types.
+            # JAX uses such types to ask where arrays are placed, but the plan decides
+            # the placement. A step that does not name placements can therefore be
+            # traced without the mesh. If no mesh is set, the types alone allow a
+            # shard_map to be traced.
             other = inputs
             if form.mesh is not None:
                 other = [jax_meshes.on_mesh(x, None) for x in inputs]
@@ -245,7 +248,7 @@ def _trace_step(step: Callable[..., Any], form: CallForm, inputs: list[Any]) -> 
 
     @functools.cache
     def read_by(output: int) -> list[bool]:
-        """Which arguments an output is made of."""
+        """For each argument, whether an output depends on it."""
         used = [k == output for k in range(len(outputs))]
         return partial_eval.dce_jaxpr(jaxpr.jaxpr, used)[1]
 
@@ -268,7 +271,7 @@ def _jaxpr(
 
 
 def step_name(step: Callable[..., Any]) -> str:
-    """The name of a step: that of its function, or of its class."""
+    """The name of a step: the name of its function or of its class."""
     step = step.func if isinstance(step, functools.partial) else step
     return getattr(step, "__name__", type(step).__name__)
 

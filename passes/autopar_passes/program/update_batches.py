@@ -1,17 +1,17 @@
-"""Computes equal products of an update in batches.
+"""Computes equal matrix products of an update in batches.
 
-Optimizers such as Muon take many products of the gradient of each matrix alone. A
-sharding can split such a computation only within the matrix, where each product ends in
-a sum over devices. This pass stacks matrices for which the update computes the same,
-and computes each stack at once, as ``jax.vmap`` would. Then a split of the stack is
-another one of its shardings: each device has some matrices whole, and they come and go
-by one exchange of their parts. Megatron-LM deals out the matrices of Muon to
-data-parallel ranks likewise.
+Optimizers such as Muon compute many products for the gradient of each matrix
+separately. Sharding such a computation within the matrix makes each product end in an
+all-reduce. This pass instead stacks the matrices for which the update computes the same
+function, and computes each stack at once, as ``jax.vmap`` would. The stack can then be
+sharded along its new dimension. Each device holds some whole matrices, and one
+all-to-all before and one after the computation move the parts. Megatron-LM distributes
+the matrices of Muon over data-parallel ranks in the same way.
 
-A stack has the same number of matrices for each device, and what is left over is a
-stack of its own. Small matrices come several to a device, as one small product leaves
-most of a device idle. Large ones come one to a device, so that memory holds the
-temporaries of one matrix, as it would if each was computed alone.
+A stack has the same number of matrices for each device. The remaining matrices form a
+stack of their own. If matrices are small, each device gets several, because one small
+product leaves most of a device idle. If matrices are large, each device gets one, so
+that the device's memory holds the temporaries of only one matrix.
 """
 
 from __future__ import annotations
@@ -36,12 +36,13 @@ from autopar_passes.program.equations import (
 )
 from autopar_passes.program.flatten import Builder, flatten, next_index
 
-# What is worth a stack: everything else takes about as long as it takes to stack it.
-# Factorisations are not: compilers run them whole on each device.
+# Primitives that make a computation worth stacking. Any other primitive takes about as
+# long as stacking its operands. Factorisations are excluded, because compilers run them
+# whole on each device.
 _PRODUCTS = frozenset({"dot_general"})
-# What does the same for each row of a stack under ``jax.vmap``, and no more work than
-# that. A ``cond`` whose predicate differs computes both branches, random bits may be
-# others, and of kernels and calls of other code it is not known.
+# Primitives that ``jax.vmap`` computes row by row without extra work. A ``cond`` with a
+# predicate per row would compute both branches. Random bits could change. The behaviour
+# of kernels and of external calls is unknown.
 _SAFE = (
     _PRODUCTS
     | ELEMENTWISE
@@ -66,13 +67,13 @@ _SAFE = (
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Computation:
-    """Equations of an update with all that lies on the ways between them.
+    """Connected equations of an update, with all equations on the paths between them.
 
     Attributes:
-      equations: in the order of the program.
-      inputs: what they read of others, in the order of its first use.
-      outputs: what others read of them.
-      form: what two computations share that do the same.
+      equations: the equations in the order of the program.
+      inputs: the values that the equations read from others, in order of first use.
+      outputs: the values that other equations read.
+      form: a key that is equal for two computations of the same function.
     """
 
     equations: tuple[Equation, ...]
@@ -81,27 +82,28 @@ class _Computation:
     form: object
 
 
-# The most bytes of the largest arrays of computations that a device has at a time, if
-# it has several. A product with a result of this size takes a GPU for milliseconds.
+# If a device computes several matrices of a batch, the largest arrays of all of them
+# together have at most this many bytes. A product with a result of this size takes a
+# GPU milliseconds.
 MOST_BYTES = 1 << 26
 
 
 def batch_updates(
     program: Program, update: Collection[int], devices: int
 ) -> tuple[Program, tuple[int, ...]]:
-    """The program with equal computations of its update in batches.
+    """Returns the program with the equal computations of its update in batches.
 
-    Equations that stay keep their numbers, and so do all values.
+    The other equations keep their indices, and all values keep their numbers.
 
     Args:
-      program: flat.
-      update: indices of the top-level equations of its update.
-      devices: that a batch is for.
+      program: a flat program.
+      update: indices of the top-level equations of the update.
+      devices: the number of devices that share a batch.
 
     Returns:
-      The program, and the number of computations in each batch. It is the same one
-      without batches where no two computations are equal, or where their order may
-      matter to somebody outside.
+      The program, and the number of computations in each batch. The program is returned
+      unchanged if no two computations are equal, or if an equation has side effects,
+      whose order could matter.
     """
     if devices < 2 or any(eqn.source.effects for eqn in program.body.equations):
         return program, ()
@@ -113,7 +115,8 @@ def batch_updates(
         for members in alike.values()
         for part in _parts(members, devices * _at_a_time(program, members[0]), devices)
     ]
-    # Computations of the same inputs are one, as the compiler finds.
+    # Computations with the same inputs are not batched, because the compiler merges
+    # them.
     batches = [part for part in parts if len({one.inputs for one in part}) > 1]
     if not batches:
         return program, ()
@@ -122,7 +125,7 @@ def batch_updates(
         _write(builder, program, batch)
     gone = {eqn.index for batch in batches for one in batch for eqn in one.equations}
     made = {v for batch in batches for one in batch for v in one.outputs}
-    # No computation needs another one, so all of them may stand in one place.
+    # No computation depends on another one, so all batches can be placed together.
     ahead: list[Equation] = []
     behind: list[Equation] = []
     for eqn in program.body.equations:
@@ -140,7 +143,7 @@ def batch_updates(
 
 
 def _at_a_time(program: Program, one: _Computation) -> int:
-    """How many of such computations a device has at a time."""
+    """The number of such computations that a device runs in one batch."""
     made = (program.values[v].nbytes for eqn in one.equations for v in eqn.outputs)
     return max(1, MOST_BYTES // max(1, *made))
 
@@ -148,7 +151,7 @@ def _at_a_time(program: Program, one: _Computation) -> int:
 def _parts(
     members: Sequence[_Computation], most: int, devices: int
 ) -> Iterator[Sequence[_Computation]]:
-    """Batches of the same number for each device, and one of what is left over."""
+    """Batches with equal numbers per device, and one batch of the remaining members."""
     even = len(members) - len(members) % devices
     for first in range(0, even, most):
         yield members[first : min(first + most, even)]
@@ -158,10 +161,10 @@ def _parts(
 def _first_of(
     program: Program, computations: Sequence[_Computation]
 ) -> list[_Computation]:
-    """The computations that need none of the others.
+    """The computations that depend on no other computation.
 
-    A step that updates twice has some that need others, by way of the second forward
-    pass.
+    If a step updates twice, later computations depend on earlier ones through the
+    second forward pass.
     """
     late = {v for one in computations for v in one.outputs}
     for eqn in program.body.equations:
@@ -171,7 +174,7 @@ def _first_of(
 
 
 def _read_by(eqn: Equation) -> Iterator[int]:
-    """The values that an equation reads, those that its regions read included."""
+    """The values that an equation and the equations of its regions read."""
     yield from (a for a in eqn.inputs if isinstance(a, int))
     for region in eqn.regions:
         for inner in region.equations:
@@ -180,7 +183,7 @@ def _read_by(eqn: Equation) -> Iterator[int]:
 
 
 def _computations(program: Program, update: Collection[int]) -> Iterator[_Computation]:
-    """The computations of an update; no equation of the update is between two."""
+    """Yields independent groups of connected equations of an update."""
     own = [eqn for eqn in program.body.equations if eqn.index in update]
     readers: dict[int, set[int]] = {}
     for eqn in program.body.equations:
@@ -210,29 +213,29 @@ def _computations(program: Program, update: Collection[int]) -> Iterator[_Comput
         yield _Computation(tuple(equations), tuple(form.given), outputs, key)
 
 
-# The fewest products that are worth the exchange of matrices, there and back.
+# Fewer products than this are not worth the two exchanges of the matrices.
 _LEAST = 2
 
 
 def _products(eqn: Equation) -> int:
-    """How many products an equation takes in all."""
+    """The number of products that an equation computes, with those in its regions."""
     inner = sum(_products(e) for r in eqn.regions for e in r.equations)
     times = eqn.params["length"] if eqn.primitive == "scan" else 1
     return (eqn.primitive in _PRODUCTS) + times * inner
 
 
 def _is_safe(eqn: Equation) -> bool:
-    """Whether an equation, with those of its regions, may be run on stacks."""
+    """Whether an equation and all equations in its regions may run on stacks."""
     inner = itertools.chain.from_iterable(map(walk, eqn.regions))
     return all(e.primitive in _SAFE for e in (eqn, *inner))
 
 
-# The index of what reads the results of a program.
+# An index that stands for the reader of the program's results.
 _OUTSIDE = -1
 
 
 def _connected_parts(equations: Sequence[Equation]) -> list[list[Equation]]:
-    """The equations in parts that do not read of each other."""
+    """Divides the equations into parts that read no values of each other."""
     maker = {v: eqn.index for eqn in equations for v in eqn.outputs}
     root = {eqn.index: eqn.index for eqn in equations}
 
@@ -259,20 +262,21 @@ def _preparation(
     part: Collection[int],
     readers: Mapping[int, set[int]],
 ) -> set[int]:
-    """The reductions that only a part reads, if it takes no more bytes with them.
+    """The reductions that only a part reads, if adding them reduces the bytes it reads.
 
-    Such as the norm that a matrix is divided by: of a matrix that is whole on a device
-    it needs no sum over devices.
+    An example is the norm that a matrix is divided by. If a device holds the whole
+    matrix, the norm needs no all-reduce.
 
     Args:
-      program: flat.
+      program: a flat program.
       own: the equations of the update.
-      maker: value -> the place of its equation among them.
+      maker: value -> the place of its equation in ``own``.
       part: places of connected equations.
       readers: value -> the indices of the equations that read it.
 
     Returns:
-      Places of the reductions, and of what is between them and the part.
+      Places of the reductions, and of the equations between the reductions and the
+      part.
     """
     taken = {own[k].index for k in part}
     made = {v for k in part for v in own[k].outputs}
@@ -280,7 +284,7 @@ def _preparation(
     found, best = set[int](), set[int]()
     limit = sum(program.values[v].nbytes for v in given) + 1
     reduces = False
-    # What makes the given values, the last equation first: its readers are behind it.
+    # Places of equations that make the given values. Later equations come first.
     waiting = [-maker[v] for v in given if v in maker]
     heapq.heapify(waiting)
     while waiting:
@@ -304,7 +308,7 @@ def _preparation(
 
 
 def _between(own: Sequence[Equation]) -> list[Equation]:
-    """The equations worth stacking, and those on the ways from one to another."""
+    """The equations with products, and the equations on paths between them."""
     worth = {eqn.index for eqn in own if _products(eqn)}
     made: set[int] = set()
     behind: set[int] = set()
@@ -322,11 +326,11 @@ def _between(own: Sequence[Equation]) -> list[Equation]:
 
 
 class _Form:
-    """Names equations by what they do, whatever the numbers of their values are."""
+    """Builds a key of equations that does not depend on the numbers of their values."""
 
     def __init__(self, program: Program) -> None:
         self.program = program
-        # Values -> numbers in the order in which they are met.
+        # Value -> number, in the order of first use.
         self.numbers: dict[int, int] = {}
         self.given: list[int] = []
         self.equations: list[object] = []
@@ -337,7 +341,7 @@ class _Form:
     def of(self, eqn: Equation) -> object:
         read = tuple(self.atom(a) for a in eqn.inputs)
         regions = tuple(self.region(r) for r in eqn.regions)
-        # Regions stand for the parameters that hold their programs.
+        # Regions already represent the parameters that hold programs.
         params = tuple(
             (key, _hashable(value))
             for key, value in sorted(eqn.params.items())
@@ -377,14 +381,14 @@ def _hashable(value: Any) -> object:
 
 
 def _holds_program(value: Any) -> bool:
-    """Whether a parameter is a jaxpr, or holds some."""
+    """Whether a parameter is a jaxpr, or contains one."""
     if isinstance(value, tuple | list):
         return any(map(_holds_program, value))
     return hasattr(value, "eqns")
 
 
 def _write(builder: Builder, program: Program, batch: Sequence[_Computation]) -> None:
-    """Adds the equations of a batch, which make the results of its members."""
+    """Adds the equations of a batch, which compute the results of all members."""
     first = batch[0]
     sub = Program(
         program.values, Region(first.inputs, first.equations, first.outputs), ()
@@ -417,7 +421,7 @@ def _write(builder: Builder, program: Program, batch: Sequence[_Computation]) ->
 
 
 def _stack_rows(arrays: Sequence[Any]) -> Any:
-    """The stack of some arrays."""
+    """Stacks arrays along a new first dimension."""
     return jax.lax.concatenate([jax.lax.expand_dims(x, (0,)) for x in arrays], 0)
 
 

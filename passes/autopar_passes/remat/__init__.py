@@ -1,1 +1,1 @@
-"""Rematerialisation: what the backward pass computes again instead of keeping it."""
+"""Rematerialisation: the backward pass recomputes values instead of keeping them."""

@@ -1,11 +1,11 @@
-"""Copies of equations that compute a forward pass again.
+"""Copies equations that recompute a forward pass, and removes ``jax.checkpoint``.
 
-What is kept of a layer that is computed again.
+The module also defines the levels of recomputation: which values of a recomputed layer
+are kept.
 
-Drops ``jax.checkpoint``: what the backward pass repeats is merged with the first.
-
-A step is traced without the barriers that keep its checkpoints. An equation that they
-repeat is then the same as an earlier one of the forward pass, which is read instead.
+To remove ``jax.checkpoint``, a step is traced without the optimization barriers of its
+checkpoints. An equation that a checkpoint repeats is then equal to an earlier equation
+of the forward pass, and its readers read the earlier result instead.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from autopar_passes.program.trace import TracedStep, trace_call
 from autopar_passes.rules.book import signature
 from autopar_passes.stages.flow import Flow, reads
 
-# JAX's name for the part of a backward pass that repeats a forward pass.
+# JAX's name for the part of a backward pass that recomputes a forward pass.
 _STACK = "transpose(rematted_computation)"
 
 
@@ -36,12 +36,12 @@ def needed_equations(
     values: Collection[int],
     kept: Callable[[int], bool],
 ) -> tuple[tuple[Equation, ...], tuple[int, ...]]:
-    """The equations that make values, and the kept values that they start from.
+    """The equations that compute given values, and the kept values that they read.
 
     Args:
-      equations: in program order.
-      values: to be made.
-      kept: whether a value is there already.
+      equations: equations in program order.
+      values: the values to compute.
+      kept: tells whether a value is kept, so that it need not be computed.
     """
     wanted, given = set(values), dict[int, None]()
     found: list[Equation] = []
@@ -65,33 +65,33 @@ class Numbers:
     """
 
     def __init__(self, program: Program, next_index: int) -> None:
-        """Has given none yet.
+        """Starts after the numbers of a program.
 
         Args:
-          program: whose numbers are taken.
+          program: the program whose numbers are in use.
           next_index: the first index that no equation has.
         """
         self.values = list(program.values)
         self.next_index = next_index
 
     def new(self, like: Value) -> int:
-        """A value of the shape, dtype and name of another one."""
+        """Adds a value with the shape, dtype and name of another value."""
         self.values.append(like)
         return len(self.values) - 1
 
     def index(self) -> int:
-        """An index of an equation."""
+        """Returns a new index for an equation."""
         self.next_index += 1
         return self.next_index - 1
 
     def copies(
         self, equations: Sequence[Equation], known: dict[int, int]
     ) -> tuple[list[Equation], Callable[[int], int]]:
-        """Equations that compute the same from other values, named as repeated.
+        """Copies equations onto other operands, under the name of a recomputation.
 
         Args:
-          equations: what is copied, in order.
-          known: value -> what the copies read instead.
+          equations: the equations to copy, in order.
+          known: value -> the value that the copies read instead.
 
         Returns:
           The copies, and a function from a value to its copy.
@@ -112,7 +112,7 @@ class Numbers:
 
 
 def _made_values(eqn: Equation) -> list[int]:
-    """The values that an equation makes, also within its regions."""
+    """The values that an equation and its regions make."""
     found = list(eqn.outputs)
     for region in eqn.regions:
         found.extend(region.inputs)
@@ -124,7 +124,7 @@ def _made_values(eqn: Equation) -> list[int]:
 
 
 def _copy_named(eqn: Equation) -> Equation:
-    """A copy under the name that JAX gives to what a backward pass computes again."""
+    """Copies an equation under JAX's name for recomputation in a backward pass."""
     stack = f"{eqn.name_stack}/{_STACK}" if eqn.name_stack else _STACK
     regions = tuple(
         dataclasses.replace(r, equations=tuple(_copy_named(e) for e in r.equations))
@@ -133,20 +133,20 @@ def _copy_named(eqn: Equation) -> Equation:
     return dataclasses.replace(eqn, name_stack=stack, regions=regions)
 
 
-# Draws other numbers each time it runs; what has keys draws the same ones.
+# Primitives that draw different numbers each time. Draws from keys repeat exactly.
 NEVER = frozenset({"rng_uniform"})
 
 
 def owners(flow: Flow, starts: Sequence[int]) -> dict[int, int]:
-    """The layer of each forward equation that may be computed again.
+    """The layer of each forward equation that may be recomputed.
 
-    An equation that depends on the state and on the batch belongs to the layer in which
-    it stands. Another one, such as the cast of a weight, belongs to the layer that
-    alone reads it; what several layers read, such as a mask, belongs to none. What has
-    an effect belongs to none.
+    An equation that depends on both state and batch belongs to the layer that contains
+    it. Any other equation, such as the cast of a weight, belongs to the only layer that
+    reads its result. If several layers read the result, for example a mask, the
+    equation belongs to no layer. Equations with side effects belong to no layer.
 
     Args:
-      flow: what equations depend on.
+      flow: the dependencies between equations.
       starts: the forward equation at which each layer begins, ascending.
 
     Returns:
@@ -174,13 +174,13 @@ def _can_repeat(flow: Flow, eqn: Equation) -> bool:
 
 
 def _forward_readers(flow: Flow, eqn: Equation) -> list[int]:
-    """The forward equations that read what an equation makes."""
+    """The forward equations that read the results of an equation."""
     found = (r for v in eqn.outputs for r in flow.readers.get(v, ()))
     return [r for r in found if flow.roles[r] is Role.FORWARD]
 
 
 def crossing(flow: Flow, owner: dict[int, int]) -> frozenset[int]:
-    """The values that one layer makes and another one reads in the forward pass."""
+    """The values that one layer makes and another layer reads in the forward pass."""
     out: set[int] = set()
     for index, eqn in flow.equations.items():
         layer = owner.get(index)
@@ -193,14 +193,14 @@ def crossing(flow: Flow, owner: dict[int, int]) -> frozenset[int]:
 
 
 FULL, DOTS = "full", "dots"
-# What may be kept, beside named values.
+# The values that may be kept, in addition to named values.
 LEVELS = (FULL, DOTS)
-# A level that keeps named values begins so; the names follow, with commas between.
+# Prefix of a level that keeps named values; the names follow, separated by commas.
 NAMES = "names="
 
 
 class RematError(InputError):
-    """The layers of a program cannot be computed again as is asked for."""
+    """The layers of a program cannot be recomputed as requested."""
 
 
 def names_of(level: str) -> tuple[str, ...]:
@@ -215,12 +215,12 @@ def names_of(level: str) -> tuple[str, ...]:
 
 
 def names_in(program: Program) -> tuple[str, ...]:
-    """The names that `jax.ad_checkpoint.checkpoint_name` gives in a program, sorted."""
+    """The sorted names that `jax.ad_checkpoint.checkpoint_name` gives in a program."""
     return tuple(sorted({v.name for v in program.values} - {""}))
 
 
 def is_level(level: str) -> bool:
-    """Whether a text is a level, of whatever names.
+    """Whether a text is a valid level, for any names.
 
     >>> [is_level(text) for text in ("dots", "names=a,b", "names=", "names=a,,b")]
     [True, True, False, False]
@@ -229,10 +229,10 @@ def is_level(level: str) -> bool:
 
 
 def check_level(program: Program, level: str) -> None:
-    """Checks that a program can keep what a level says.
+    """Checks that a program can keep the values of a level.
 
     Raises:
-      RematError: there is no such level, or no value of such a name.
+      RematError: there is no such level, or no value of a given name.
     """
     if not is_level(level):
         raise RematError(
@@ -253,14 +253,14 @@ def keeps(level: str, eqn: Equation, name: str, names: Collection[str]) -> bool:
     Args:
       level: the level.
       eqn: the equation.
-      name: of the result.
-      names: those of the level.
+      name: the name of the result.
+      names: the names of the level.
     """
     return is_product(eqn) if level == DOTS else name in names
 
 
 def is_product(eqn: Equation) -> bool:
-    """Whether ``dots`` keeps the results of an equation."""
+    """Whether the level ``dots`` keeps the results of an equation."""
     if eqn.primitive == "dot_general":
         _, (left, right) = eqn.params["dimension_numbers"]
         return not left and not right
@@ -272,27 +272,27 @@ def trace_without_checkpoints(step: Callable[..., Any], call: StepCall) -> Trace
 
     Args:
       step: the step.
-      call: a call of it.
+      call: a call of the step.
 
     Raises:
       TraceError: JAX cannot trace the step.
-      RematError: a checkpoint cannot be dropped, with the place.
+      RematError: a checkpoint cannot be removed; the message names its place.
     """
     traced = trace_call(step, call, checkpoints=False)
     return replace(traced, program=merge_repeats(traced.program))
 
 
 def merge_repeats(program: Program) -> Program:
-    """Returns the program in which nothing is repeated that is there already.
+    """Returns the program without equations that repeat an earlier equation.
 
     Args:
-      program: traced without the barriers of its checkpoints.
+      program: a program traced without the barriers of its checkpoints.
 
     Raises:
-      RematError: a product or a loop is repeated that the forward pass has not.
+      RematError: a checkpoint repeats a product or a loop that the forward pass lacks.
     """
     first: dict[Any, Equation] = {}
-    # Value -> the one that is read instead, and -> the first one that is equal.
+    # Value -> the value that is read instead, and value -> the first equal value.
     instead: dict[int, int] = {}
     equal: dict[int, int] = {}
     out: list[Equation] = []
@@ -319,7 +319,7 @@ def merge_repeats(program: Program) -> Program:
 
 
 def _read(eqn: Equation, equal: Mapping[int, int]) -> tuple[int | None, ...]:
-    """The values among the operands; the signature has the scalars."""
+    """The values among the operands. The signature holds the scalars."""
     return tuple(equal.get(a, a) if isinstance(a, int) else None for a in eqn.inputs)
 
 
@@ -328,7 +328,7 @@ def _repeats(eqn: Equation) -> bool:
 
 
 def _check_dropped(equations: Iterable[Equation]) -> None:
-    """Raises `RematError` where work is left that a checkpoint repeats."""
+    """Raises `RematError` if work that a checkpoint repeats could not be merged."""
     for eqn in equations:
         for one in (eqn, *(e for r in eqn.regions for e in walk(r))):
             if _repeats(one) and (one.primitive in PRODUCTS or one.regions):

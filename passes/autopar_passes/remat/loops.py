@@ -1,13 +1,13 @@
-"""Rewrites loops over layers so that their backward loops compute activations again.
+"""Rewrites loops over layers so that their backward loops recompute activations.
 
-JAX differentiates a ``scan`` into two: the forward loop stacks what each iteration
-keeps, its *residuals*, and the backward loop goes through these stacks. Here the
-forward loop no longer stacks the residuals of chosen iterations. The backward loop is
-given what the forward loop was: its constants, its slices, and the carry with which
-each iteration began, which is stacked instead. From them each iteration makes its
-residuals again, behind an optimization barrier.
+JAX differentiates a ``scan`` into two loops. The forward loop stacks the values that
+each iteration keeps, its *residuals*. The backward loop reads these stacks. This module
+removes the stacks of residuals of chosen iterations from the forward loop. Instead, the
+backward loop receives the inputs of the forward loop: its constants, its slices, and
+the initial carry of each iteration, which is stacked. From these inputs each iteration
+recomputes its residuals, behind an optimization barrier.
 
-Where the first iterations alone are chosen, both loops are cut in two.
+If only the first iterations are chosen, both loops are split in two.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ from autopar_passes.stages.flow import SMALL, reads
 def iterations(
     program: Program, starts: Sequence[int], layers: Collection[int]
 ) -> dict[int, int]:
-    """How many iterations of each loop are computed again.
+    """The number of iterations of each loop that are recomputed.
 
     Args:
       program: the step.
       starts: the loop of each layer, ascending.
-      layers: numbers of the layers that are computed again.
+      layers: numbers of the layers to recompute.
 
     Raises:
-      RematError: a start is no loop of so many iterations, or chosen iterations are
-        not the first ones.
+      RematError: a start is not a loop with the given number of iterations, or the
+        chosen iterations are not the first ones.
     """
     by_index = {eqn.index: eqn for eqn in program.body.equations}
     out: dict[int, int] = {}
@@ -74,17 +74,17 @@ def recomputed_in_loops(
     backward: Collection[int],
     level: str,
 ) -> Program:
-    """Returns the program in which chosen iterations compute activations again.
+    """Returns the program in which chosen iterations recompute their activations.
 
     Args:
       program: a differentiated step.
-      loops: forward loop -> how many of its first iterations are computed again.
+      loops: forward loop -> the number of its first iterations to recompute.
       backward: indices of the top-level equations of the backward pass.
-      level: what is kept (`autopar_passes.remat.copies`).
+      level: the values to keep (`autopar_passes.remat.copies`).
 
     Raises:
-      RematError: the backward pass goes through no loop with the residuals of one of
-        these.
+      RematError: no loop of the backward pass reads the residuals of one of these
+        loops.
     """
     pairs = {k: _readers(program, k, backward) for k, n in loops.items() if n}
     program, pieces = _divide_loops(program, loops, pairs)
@@ -98,12 +98,12 @@ def _top(program: Program) -> dict[int, Equation]:
 
 
 def _first_stack(eqn: Equation) -> int:
-    """Position of the first operand of a loop that it goes through."""
+    """The position of a loop's first operand that it reads slice by slice."""
     return eqn.params["num_consts"] + eqn.params["num_carry"]
 
 
 def loops_through(program: Program, eqn: Equation) -> list[int]:
-    """Indices of the other loops that go through what a loop stacks."""
+    """Indices of the other loops that read the stacked results of a loop by slices."""
     made = set(eqn.outputs[eqn.params["num_carry"] :])
     return [
         other.index
@@ -115,7 +115,7 @@ def loops_through(program: Program, eqn: Equation) -> list[int]:
 
 
 def _readers(program: Program, loop: int, backward: Collection[int]) -> tuple[int, ...]:
-    """The backward loops that go through what a forward loop stacks."""
+    """The backward loops that read the stacked results of a forward loop by slices."""
     eqn = _top(program)[loop]
     found = tuple(k for k in loops_through(program, eqn) if k in backward)
     if not found:
@@ -131,11 +131,11 @@ def _divide_loops(
     loops: Mapping[int, int],
     pairs: Mapping[int, tuple[int, ...]],
 ) -> tuple[Program, dict[int, tuple[int, ...]]]:
-    """Cuts loops in two of which the first iterations alone are computed again.
+    """Splits loops in two if only their first iterations are recomputed.
 
     Returns:
-      The program, and forward loop -> backward loops, of the iterations that are
-      computed again.
+      The program, and forward loop -> backward loops, for the loops of the recomputed
+      iterations.
     """
     top = _top(program)
     cuts = _cuts(top, loops, pairs)
@@ -164,7 +164,7 @@ def _cuts(
     loops: Mapping[int, int],
     pairs: Mapping[int, tuple[int, ...]],
 ) -> dict[int, tuple[tuple[int, int], int]]:
-    """Loop -> where its stacks are cut, and which of the two is computed again."""
+    """Loop -> the sizes of its two parts, and which of the parts is recomputed."""
     out: dict[int, tuple[tuple[int, int], int]] = {}
     for loop, readers in pairs.items():
         length, count = top[loop].params["length"], loops[loop]
@@ -179,11 +179,11 @@ def _cuts(
 
 
 def _with_results(splitter: Splitter, values: Collection[int]) -> Program:
-    """What a splitter has written, with the results of loops under their own numbers.
+    """The program of a splitter, where the results of loops have their own numbers.
 
     Args:
-      splitter: has gone through the equations of its program.
-      values: results of the loops that were cut.
+      splitter: a splitter that has processed all equations of its program.
+      values: results of the loops that were split.
     """
     body = splitter.program.body
     outputs = tuple(splitter.read(a) for a in body.outputs)
@@ -205,7 +205,7 @@ def _with_results(splitter: Splitter, values: Collection[int]) -> Program:
 
 
 class _Loop:
-    """Rewrites one forward loop and the backward loops that go through its stacks."""
+    """Rewrites one forward loop and the backward loops that read its stacks."""
 
     def __init__(
         self, program: Program, loop: int, readers: Sequence[int], level: str
@@ -219,7 +219,7 @@ class _Loop:
         self.body = self.forward.regions[0]
         self.maker = {v: e for e in self.body.equations for v in e.outputs}
         carries = self.forward.params["num_carry"]
-        # Stack -> the value of an iteration that it is of.
+        # Stack -> the iteration's value that is stacked.
         self.stacks: dict[int, Atom] = dict(
             zip(
                 self.forward.outputs[carries:], self.body.outputs[carries:], strict=True
@@ -240,7 +240,7 @@ class _Loop:
         )
 
     def is_kept(self, value: int) -> bool:
-        """Whether an iteration keeps a value, or was given it."""
+        """Whether an iteration keeps a value, or receives the value as an input."""
         maker = self.maker.get(value)
         if maker is None or maker.source.effects or maker.primitive in NEVER:
             return True
@@ -250,11 +250,11 @@ class _Loop:
         return keeps(self.level, maker, like.name, self.names)
 
     def dropped_stacks(self) -> dict[int, int]:
-        """Stack that need not be -> the value of an iteration that it is of."""
+        """Unneeded stack -> the value of one iteration that the loop stacks."""
         first = {r.index: _first_stack(r) for r in self.readers}
         read = {a for a in self.program.body.outputs if isinstance(a, int)}
         for eqn in self.program.body.equations:
-            # What a backward loop reads otherwise than slice by slice must be there.
+            # A stack that is read in any other way than slice by slice must be kept.
             read.update(
                 a
                 for a in (
@@ -269,7 +269,7 @@ class _Loop:
         }
 
     def source(self, value: int) -> tuple[Atom, bool]:
-        """What holds a value for all iterations, and whether that is a stack."""
+        """The value of all iterations together, and whether it is a stack."""
         if value in self.body.inputs:
             place = self.body.inputs.index(value)
             if place < self.forward.params["num_consts"]:
@@ -286,7 +286,7 @@ class _Loop:
         return stack, True
 
     def backward(self, eqn: Equation, dropped: Mapping[int, int]) -> Equation:
-        """A backward loop that makes what it went through of the dropped stacks."""
+        """Rewrites a backward loop to recompute the values of the dropped stacks."""
         first, consts = _first_stack(eqn), eqn.params["num_consts"]
         body = eqn.regions[0]
         operands = dict(zip(body.inputs, eqn.inputs, strict=True))
@@ -325,16 +325,16 @@ class _Loop:
     def operands(
         self, eqn: Equation, known: Mapping[int, Atom], given: Sequence[int]
     ) -> tuple[dict[int, int], tuple[dict[int, Atom], dict[int, Atom]]]:
-        """What a backward loop is given of the forward loop.
+        """The inputs that a backward loop receives from the forward loop.
 
         Args:
           eqn: the backward loop.
-          known: input of its body -> its operand.
-          given: the values of the forward loop's body that it needs.
+          known: input of the loop's body -> its operand.
+          given: the values of the forward loop's body that the backward loop needs.
 
         Returns:
-          Value -> the input of the backward body that is it; and the inputs that are
-          new, with their operands: constants, and stacks.
+          Value -> the input of the backward body that holds it. Also the new inputs
+          with their operands, first the constants, then the stacks.
         """
         first, consts = _first_stack(eqn), eqn.params["num_consts"]
         own, inputs = dict[int, int](), eqn.regions[0].inputs
@@ -357,16 +357,17 @@ class _Loop:
         inside: Mapping[int, int],
         gates: Sequence[int],
     ) -> tuple[list[Equation], dict[int, int]]:
-        """The barrier of an iteration and the equations behind it.
+        """The barrier of an iteration and the equations after the barrier.
 
         Args:
           eqn: the backward loop.
-          equations: of the forward loop, that are copied.
-          inside: value that they start from -> the backward loop's own of it.
-          gates: cotangents that the iteration begins with.
+          equations: the equations of the forward loop to copy.
+          inside: value that the copies read -> the backward loop's input that holds it.
+          gates: incoming gradients that the iteration waits for.
 
         Returns:
-          The equations, and value -> its copy; gate -> the one behind the barrier.
+          The equations, and value -> its copy. A gate maps to its value after the
+          barrier.
         """
         through = [*dict.fromkeys((*inside.values(), *gates))]
         types = [self.numbers.values[v] for v in through]
@@ -384,7 +385,7 @@ class _Loop:
         return [barrier, *made], found | {v: behind[v] for v in gates}
 
     def without(self, dropped: Collection[int]) -> Equation:
-        """The forward loop without some stacks, and with those that were added."""
+        """The forward loop without the dropped stacks, and with the added stacks."""
         carries = self.forward.params["num_carry"]
         left = {v: a for v, a in self.stacks.items() if v not in dropped}
         outputs = (*self.body.outputs[:carries], *left.values())
@@ -399,7 +400,7 @@ class _Loop:
 def _reading(
     body: Region, renamed: Mapping[int, int]
 ) -> tuple[list[Equation], tuple[Atom, ...]]:
-    """The equations and results of a body that read other values instead."""
+    """The equations and results of a body, with some values replaced."""
     equations = [
         renumber_equation(e, lambda v: renamed.get(v, v), lambda k: k)
         for e in body.equations
@@ -410,7 +411,7 @@ def _reading(
 
 
 def _gates(body: Region, gone: Collection[int], carries: Sequence[int]) -> list[int]:
-    """The carries that the first equation reads which reads any of what is gone."""
+    """The carries read by the first equation that reads any dropped value."""
     for eqn in body.equations:
         found = reads(eqn)
         if not set(gone).isdisjoint(found):
@@ -421,7 +422,7 @@ def _gates(body: Region, gone: Collection[int], carries: Sequence[int]) -> list[
 def _live(
     equations: Sequence[Equation], outputs: Sequence[Atom]
 ) -> tuple[Equation, ...]:
-    """The equations whose results are read, or that have effects."""
+    """The equations whose results are read, and those with side effects."""
     wanted = {a for a in outputs if isinstance(a, int)}
     kept: list[Equation] = []
     for eqn in reversed(equations):
@@ -432,5 +433,5 @@ def _live(
 
 
 def _with_params(eqn: Equation, **changed: int) -> object:
-    """The JAX equation of a loop with other parameters."""
+    """The JAX equation of a loop with changed parameters."""
     return eqn.source.replace(params={**eqn.params, **changed})

@@ -1,13 +1,13 @@
-"""Rewrites a step so that its backward pass computes activations again.
+"""Rewrites a step so that its backward pass recomputes activations.
 
-The backward pass of a chosen layer reads copies of the layer's values. They are
-computed from what the layer was given, behind an optimization barrier, as the values of
-``jax.checkpoint`` are: without it the compiler would merge the copies with the forward
-pass. The barrier also holds a cotangent that enters the backward pass of the layer, so
-that nothing is computed again before it is needed.
+The backward pass of a chosen layer reads copies of the layer's values. The copies are
+computed from the layer's inputs, behind an optimization barrier, as in
+``jax.checkpoint``. Without the barrier the compiler would merge the copies with the
+forward pass. A gradient that enters the backward pass of the layer also passes through
+the barrier. The recomputation therefore cannot start before it is needed.
 
-The forward pass stays as it is, with its effects, auxiliary results and the state that
-it makes. Random numbers are drawn again from the same keys.
+The forward pass is unchanged, including its side effects, its auxiliary results and its
+new state. Random numbers are drawn again from the same keys.
 """
 
 from __future__ import annotations
@@ -40,18 +40,18 @@ from autopar_passes.stages.flow import Flow, reads
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Recomputation:
-    """Which layers of a program the backward pass computes again, and what it keeps.
+    """The layers that the backward pass recomputes, and the values that it keeps.
 
     Attributes:
       starts: the forward equation at which each layer begins, ascending
-        (`autopar_passes.stages.layers.cluster_layers`); a loop of the forward pass, as
-        often as it has iterations, where each of these is a layer.
-      layers: numbers of the layers whose activations are computed again.
-      level: ``full`` keeps nothing of such a layer but what other layers read; ``dots``
-        also keeps the results of convolutions, and of matrix products without batch
-        dimensions, as ``jax.checkpoint_policies.dots_with_no_batch_dims_saveable``
-        does; ``names=a,b`` keeps the values that the step calls so by
-        `jax.ad_checkpoint.checkpoint_name`.
+        (`autopar_passes.stages.layers.cluster_layers`). If each iteration of a forward
+        loop is a layer, the loop's index is repeated for each iteration.
+      layers: numbers of the layers whose activations are recomputed.
+      level: ``full`` keeps only those values of such a layer that other layers read.
+        ``dots`` also keeps the results of convolutions, and of matrix products without
+        batch dimensions, as
+        ``jax.checkpoint_policies.dots_with_no_batch_dims_saveable`` does. ``names=a,b``
+        keeps the values that the step names by `jax.ad_checkpoint.checkpoint_name`.
     """
 
     starts: tuple[int, ...]
@@ -65,19 +65,19 @@ def recompute_layers(
     wanted: Recomputation,
     batch: Collection[int],
 ) -> Program:
-    """Returns the program in which chosen layers compute their activations again.
+    """Returns the program in which chosen layers recompute their activations.
 
-    Values and equations of the program keep their numbers; new ones follow them.
+    Values and equations of the program keep their numbers; new ones get higher numbers.
 
     Args:
       program: a differentiated step, of the whole batch or of one microbatch.
-      graph: its operator graph.
-      wanted: what is computed again.
+      graph: the operator graph of the program.
+      wanted: the layers to recompute.
       batch: the input values that hold the batch.
 
     Raises:
-      RematError: there is no such layer or level, or the starts are not those of
-        different top-level equations, or a loop cannot be rewritten.
+      RematError: there is no such layer or level, or the starts are not different
+        top-level equations, or a loop cannot be rewritten.
     """
     flow = Flow(program, graph, frozenset(batch), update_equations(program, graph))
     _check(flow, wanted)
@@ -102,14 +102,14 @@ def _check(flow: Flow, wanted: Recomputation) -> None:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _LayerAgain:
-    """What is computed again of one layer.
+    """The recomputation of one layer.
 
     Attributes:
-      place: position of the first backward equation that reads any of it.
-      values: what is read of it.
-      equations: those that make it, in their order.
-      given: the values that they start from.
-      gates: cotangents that must be there before.
+      place: the position of the first backward equation that reads a recomputed value.
+      values: the recomputed values that are read.
+      equations: the equations that compute them, in order.
+      given: the values that these equations read.
+      gates: incoming gradients that must be available before.
     """
 
     place: int
@@ -150,7 +150,7 @@ class _Rewriter:
         return self.flow.roles[eqn.index] is Role.BACKWARD
 
     def keeps_value(self, value: int) -> bool:
-        """Whether the backward pass reads a value as the forward pass has made it."""
+        """Whether the backward pass reads a value as computed by the forward pass."""
         maker = self.flow.maker.get(value, -1)
         if self.owner.get(maker) not in self.wanted.layers:
             return True
@@ -160,7 +160,7 @@ class _Rewriter:
         return keeps(self.wanted.level, eqn, name, self.names)
 
     def again(self, layer: int) -> _LayerAgain | None:
-        """What is computed again of a layer; None: its backward pass needs nothing."""
+        """The recomputation of a layer; None if its backward pass needs none."""
         made = {
             v
             for index, own in self.owner.items()
@@ -176,7 +176,7 @@ class _Rewriter:
         if not users:
             return None
         place = self.position[users[0].index]
-        # A second forward pass may come later: what it makes is not there yet.
+        # Values of a later, second forward pass are not available at this place.
         wanted = {
             v
             for eqn in users
@@ -195,7 +195,7 @@ class _Rewriter:
         return self.position.get(self.flow.maker.get(value, -1), -1)
 
     def gates(self, users: Sequence[Equation], place: int) -> tuple[int, ...]:
-        """Cotangents that the first equation reads which reads any beside the layer."""
+        """The gradients read by the first user that reads gradients made earlier."""
         for eqn in users:
             found = [
                 v
@@ -209,11 +209,12 @@ class _Rewriter:
         return ()
 
     def copies(self, one: _LayerAgain, renamed: dict[int, int]) -> list[Equation]:
-        """The barrier and the equations behind it.
+        """The barrier and the copied equations after the barrier.
 
         Args:
-          one: what is computed again.
-          renamed: value -> what later backward equations read instead; grows.
+          one: the recomputation of one layer.
+          renamed: value -> the value that later backward equations read instead;
+            extended by this call.
         """
         through = [*one.given, *(v for v in one.gates if v not in one.given)]
         actual = [renamed.get(v, v) if v in one.gates else v for v in through]
@@ -232,7 +233,7 @@ class _Rewriter:
         return [barrier, *made]
 
     def reading(self, eqn: Equation, renamed: dict[int, int]) -> Equation:
-        """An equation; of the backward pass, it reads what is computed again."""
+        """Returns the equation, which reads recomputed values if it is backward."""
         if not self.backward(eqn) or renamed.keys().isdisjoint(reads(eqn)):
             return eqn
         return renumber_equation(eqn, lambda v: renamed.get(v, v), lambda index: index)

@@ -1,1 +1,1 @@
-"""Replays a program with the layouts of a plan stated in it."""
+"""Replays a program with the layouts of a plan written into it."""

@@ -1,4 +1,4 @@
-"""What the replay of a program asks of a plan."""
+"""The interface of a plan for the replay of a program."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from autopar_passes.sums.stacked import Stacked
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LayoutRoute:
-    """The layouts that a value takes from its home to a reader.
+    """The sequence of layouts from a value's own layout to a reader's layout.
 
     Attributes:
-      layouts: the layouts to state one after the other, the last one stays.
-        Readers whose routes begin alike share the arrays of that beginning.
-      fresh: start anew, so that nothing is shared with routes that are not
-        fresh (nor merged with them by the compiler).
+      layouts: the layouts to state one after another; the last layout is the reader's.
+        Readers whose routes begin with the same layouts share these arrays.
+      fresh: whether the route starts from a new copy, so that it shares no arrays with
+        other routes, and the compiler merges none with them.
     """
 
     layouts: tuple[Layout, ...]
@@ -28,89 +28,89 @@ class LayoutRoute:
 
 
 class LayoutPlan(Protocol):
-    """What the replay asks of a plan."""
+    """The questions about layouts that the replay asks a plan."""
 
     def operand(self, op: Operator, slot: int) -> Layout | None:
-        """Returns the layout that an operand must have; None: as it comes."""
+        """Returns the layout that an operand must have; None for any layout."""
         ...
 
     def results(self, op: Operator, slot: int) -> tuple[Layout, ...]:
-        """Returns the layouts to state for a result, in order; empty: none."""
+        """Returns the layouts to state for a result, in order; empty for none."""
         ...
 
     def floating(self, value: int) -> bool:
-        """Returns whether each reader makes the value itself, in its own layout."""
+        """Returns whether each reader computes the value itself, in its own layout."""
         ...
 
     def route(self, value: int, layout: Layout, backward: bool) -> LayoutRoute:
-        """Returns the layouts from a value's home to a reader."""
+        """Returns the layouts from a value's own layout to a reader's layout."""
         ...
 
     def is_backward(self, op: Operator) -> bool:
-        """Returns whether an operator reads the backward copies."""
+        """Returns whether an operator reads the copies for the backward pass."""
         ...
 
     def output(self, position: int) -> Layout | None:
-        """Returns the layout in which a flat output must leave; None: as it comes."""
+        """Returns the layout of a flat output; None for any layout."""
         ...
 
     def partial_layout(self, value: int) -> tuple[tuple[int, ...], Layout] | None:
-        """Returns a value's partial axes and its layout; None: it is whole."""
+        """Returns a value's partial axes and its layout; None if the value is whole."""
         ...
 
     def due(self, value: int) -> tuple[Layout, ...] | None:
-        """Returns the layouts to state once the sum of a partial value is taken.
+        """Returns the layouts to state after the sum of a partial value is computed.
 
-        None: it is not taken here.
+        The result is None if the sum is not computed here.
         """
         ...
 
     def sums(self, value: int, *, handed: bool = False) -> tuple[Sum, ...]:
-        """Returns the collectives that end a partial value, where they are written.
+        """Returns the explicit collectives that complete the sum of a partial value.
 
-        Where the readers of the value keep slices of it, the last collective may leave
-        each device its slice. Empty: the compiler finds the collectives from the
-        layouts that are stated.
+        If every reader of the value uses only a slice of it, the last collective may be
+        a reduce-scatter that leaves each device its slice. An empty result means that
+        the compiler chooses the collectives from the stated layouts.
 
         Args:
           value: the value.
-          handed: whether others read it, too, in the layout of its home.
+          handed: whether the value is also read outside, in its own layout.
         """
         ...
 
 
-# Reads a value of the scope that runs: an array, or what is still partial.
+# Reads a value of the current scope: an array, or a value that is still partial.
 Read = Callable[[int], Any]
 
 
 class Watch(Protocol):
-    """Looks at what a step makes, in loops and at its end."""
+    """Observes the values of a step, in loops and at its end."""
 
     def inside(self, equation: int, read: Read) -> Any:
-        """Returns what an iteration hands out beside the loop's own results.
+        """Returns the values that an iteration adds to the loop's own results.
 
         Args:
           equation: the loop.
-          read: reads a value that the iteration has made.
+          read: reads a value of the iteration.
         """
         ...
 
     def after(self, equation: int, seen: Any) -> None:
-        """Takes what all iterations of a loop handed out, stacked."""
+        """Receives the added values of all iterations of a loop, stacked."""
         ...
 
     def end(self, read: Read) -> None:
-        """Reads what the step has made, once all of it is."""
+        """Reads values of the step after all of them are computed."""
         ...
 
 
 class Synchroniser(Protocol):
-    """Takes sums over devices in a form of its own."""
+    """Computes sums over devices in its own way."""
 
     def takes(self, value: int) -> frozenset[int]:
-        """Returns the values whose sums are taken with this one; empty: not here."""
+        """Returns the values that are summed together with this one; empty for none."""
         ...
 
     def take(self, partials: dict[int, Stacked]) -> dict[int, Any]:
-        """Takes the sums of partial values, in the layouts that the plan wants."""
+        """Computes the sums of partial values, in the layouts of the plan."""
         ...

@@ -1,4 +1,4 @@
-"""Runs equations without regions on values in the layouts of a plan."""
+"""Runs equations without regions, with values in the layouts of a plan."""
 
 from __future__ import annotations
 
@@ -22,29 +22,29 @@ from autopar_passes.sums import stacked
 from autopar_passes.sums.finish import BY_SHARDS, Sum, behind, run_and_sum
 from autopar_passes.sums.stacked import Stacked, stack_partials, sum_partials
 
-# Runs hand-written kernels shard by shard: no compiler can partition them.
+# Hand-written kernels run shard by shard, because no compiler can partition them.
 #
 # Every device runs the kernel on its own shards. A Pallas kernel gets the grid of the
-# shards; its blocks and its body stay as they are. What a kernel adds up over its
-# shards (`FactorRule.sums`) is summed before it is handed on.
+# shards; its blocks and its body are unchanged. A result that a kernel sums over its
+# shards (`FactorRule.sums`) is also summed over devices before it is used.
 
 
-# Runs the body of a step's own `jax.shard_map` over another mesh than its own.
+# The body of a step's own `jax.shard_map` runs over the planned mesh.
 #
-# The types inside a jaxpr name the mesh that it was traced on. So the body is run
-# equation by equation, calls in line and loops traced anew: then every type comes from
-# the mesh that the body runs on.
+# The types inside a jaxpr name the mesh that the jaxpr was traced on. The body is
+# therefore run equation by equation, with calls inlined and loops traced anew. Every
+# type then refers to the mesh that the body runs on.
 
 
 def run_body(params: dict[str, Any], args: Sequence[Any]) -> list[Any]:
     """Runs the body of a ``shard_map`` on one device's shards.
 
-    Axes of size one of its own mesh, which the mesh around need not have, are bound
-    here.
+    The function binds the axes of size one of the body's own mesh, which the
+    surrounding mesh may lack.
 
     Args:
       params: parameters of the ``shard_map``.
-      args: one device's shards of its operands.
+      args: one device's shards of the operands.
     """
     body = getattr(params["jaxpr"], "jaxpr", params["jaxpr"])
     alone = {n: 1 for n, size in params["mesh"].shape.items() if size == 1}
@@ -58,7 +58,7 @@ def _run(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
 
     def read(atom: Any) -> Any:
         if isinstance(atom, jax_compat.Literal):
-            return np.asarray(atom.val)  # without the mesh in its type
+            return np.asarray(atom.val)  # removes the mesh from the type
         return env[atom]
 
     for eqn in jaxpr.eqns:
@@ -129,10 +129,10 @@ def kernel_on_shards(
 
     Args:
       eqn: the equation of the kernel.
-      rule: its rule.
+      rule: the rule of the kernel.
       operands: the whole operands, in their layouts.
-      layouts: of the operands.
-      results: layouts of the results.
+      layouts: the layouts of the operands.
+      results: the layouts of the results.
       mesh: the mesh of the layouts.
     """
     axes = _axes_of_factors(rule, layouts)
@@ -170,7 +170,7 @@ def _manual(
     operands: Sequence[Any],
     mesh: Any,
 ) -> list[Any]:
-    """Runs a step's own ``shard_map`` over the planned mesh, under its own names."""
+    """Runs a step's own ``shard_map`` with its axis names, over the planned mesh."""
     names = [f"_{name}" for name in mesh.axis_names]
     for f, own in enumerate(manual.manual_axes(eqn.params)):
         (axis,) = axes[f]
@@ -194,7 +194,7 @@ def _manual(
 
 
 def _without_small_axes(entry: Any, names: set[str]) -> Any:
-    """An entry of a spec without axes of size one, which the mesh may not have."""
+    """An entry of a spec without axes of size one, which the mesh may lack."""
     if not isinstance(entry, tuple):
         return entry if entry in names else None
     return tuple(n for n in entry if n in names) or None
@@ -211,7 +211,7 @@ def _kernel_shards_bind(eqn: Equation, shards: Sequence[Any]) -> list[Any]:
 def _ring(
     eqn: Equation, rule: FactorRule, axes: dict[int, tuple[int, ...]], mesh: Any
 ) -> Ring | None:
-    """The devices that split the sequence of an attention; None: nothing does."""
+    """The devices over which an attention's sequence is sharded; None if it is not."""
     factors = {e.factor for e in rule.exchanges}
     split = tuple(mesh.axis_names[a] for f in factors for a in axes.get(f, ()))
     size = math.prod(mesh.shape[name] for name in split)
@@ -226,7 +226,7 @@ def _ring(
 
 
 def _around_ring(eqn: Equation, ring: Ring, shards: Sequence[Any]) -> list[Any]:
-    """Runs cuDNN's attention on blocks of a sequence that is split."""
+    """Runs cuDNN's attention on blocks of a sharded sequence."""
     query, key, value, *unused = shards[: kernels.OPERANDS]
 
     def bind(arrays: Sequence[Any], causal: bool, **given: Any) -> list[Any]:
@@ -253,10 +253,10 @@ def _around_ring(eqn: Equation, ring: Ring, shards: Sequence[Any]) -> list[Any]:
 def _axes_of_factors(
     rule: FactorRule, layouts: Sequence[Layout]
 ) -> dict[int, tuple[int, ...]]:
-    """The mesh axes that split each factor.
+    """The mesh axes that shard each factor.
 
-    Of the factors of a dimension at most one may be split, or each of them is split
-    by one axis (`FactorRule.whole`).
+    At most one of the factors of a dimension may be sharded, or each of them is sharded
+    over one axis (`FactorRule.whole`).
     """
     found: dict[int, tuple[int, ...]] = {}
     for dims, layout in zip(rule.operands, layouts, strict=True):
@@ -269,7 +269,7 @@ def _axes_of_factors(
     return found
 
 
-# Runs grouped convolutions shard by shard, where the compiler's partitioner fails.
+# Grouped convolutions run shard by shard, because the compiler's partitioner fails.
 
 
 def grouped_convolution(
@@ -281,13 +281,13 @@ def grouped_convolution(
 ) -> Any:
     """Runs a grouped convolution shard by shard and sums the partial results.
 
-    Each shard's partial result is one slice of a leading dimension, split over
-    the axes of the reduction; summing that dimension is the reduction.
+    Each shard's partial result is one slice of a leading dimension, which is sharded
+    over the axes of the reduction. Summing over this dimension is the reduction.
 
     Args:
       params: parameters of the primitive.
       operands: left and right operand, in their layouts.
-      layouts: of the left operand, the right one, and the result.
+      layouts: the layouts of the left operand, the right operand and the result.
       rule: the rule of the convolution.
       mesh: the mesh of the layouts.
     """
@@ -310,9 +310,9 @@ def grouped_convolution(
 def _group_split(rule: FactorRule, result: Layout, sizes: Sequence[int]) -> int:
     """Returns the number of parts into which the groups are split.
 
-    The groups are the one factor of both operands and the result. In a
-    dimension they are the major factor, and a minor one is split only where
-    they are split wholly.
+    The groups are the only factor that both operands and the result share. The groups
+    are the major factor of their dimension. A minor factor of the dimension is sharded
+    only if the groups are sharded completely.
     """
     common = frozenset.intersection(
         *(rule.factors_of(dims) for dims in (*rule.operands, *rule.results))
@@ -359,7 +359,7 @@ def _partial(values: Values, eqn: Equation, op: Operator) -> list[Any]:
 def _contract(
     values: Values, eqn: Equation, op: Operator, args: list[Any], sums: tuple[Sum, ...]
 ) -> Any:
-    """Runs a contraction and the collectives that end its sum."""
+    """Runs a contraction and the collectives that complete its sum."""
 
     def run(*shards: Any) -> Any:
         (out,) = jax_compat.bind(eqn.source, *shards)
@@ -374,7 +374,7 @@ def _contract(
 
 
 def run_barrier(values: Values, eqn: Equation, ops: list[Operator]) -> list[Any]:
-    """Runs a barrier: one equation, and an operator for each value that it hands on."""
+    """Runs a barrier: one equation, with one operator for each of its values."""
     args = [values.operand(op, 0, a) for op, a in zip(ops, eqn.inputs, strict=True)]
     out = jax_compat.bind(eqn.source, *args)
     return [

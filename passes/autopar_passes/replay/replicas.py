@@ -1,11 +1,11 @@
-"""Deals the microbatches of a step out to replicas, to each as many as it is given.
+"""Distributes the microbatches of a step over replicas, with a number for each.
 
-A replica is a part of the mesh, one position of its first axis, which holds the whole
-state. The loop over microbatches runs inside a ``shard_map`` that is manual over that
-axis alone, so the plan's layouts hold inside each replica as they do in a step without
-replicas. Every replica has a number of turns of its own. What devices send each other
-in a turn stays within their replica, so replicas need not be in the same turn. Behind
-the loop the sums of all replicas are added up.
+A replica is one position of the mesh's first axis, and holds the whole state. The loop
+over microbatches runs inside a ``shard_map`` that is manual over the first axis only.
+The plan's layouts therefore hold inside each replica as in a step without replicas.
+Every replica has its own number of iterations. Collectives of an iteration stay within
+a replica, so different replicas may be in different iterations. After the loop the sums
+of all replicas are added.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from autopar_passes.replay.values import Values
 from autopar_passes.sums.finish import Sum, behind, run_and_sum
 from autopar_passes.sums.stacked import sum_partials
 
-# Constants, carry and slices of one turn -> its carry, and what it stacks.
+# Constants, carry and slices of one iteration -> new carry and stacked values.
 Turn = Callable[[Any, Any, Any], tuple[Any, Any]]
-# The position of a replica and the number of a microbatch -> the number again.
+# The position of a replica and the number of a microbatch -> the same number.
 Wait = Callable[[Any, Any], Any]
 # The mesh axis of the replicas.
 AXIS = 0
@@ -41,12 +41,14 @@ class Replicas:
     """The microbatches of each replica.
 
     Attributes:
-      loop: index of the equation that goes through the microbatches.
-      counts: how many each replica has; the first has the first ones.
-      wait: called at the beginning of each turn; a simulation of slower devices waits
-        there. None: nothing is called.
-      turns: how many turns every replica has; for audits, which count what one of them
-        sends, and cannot where the number is read as the step runs. None: its own.
+      loop: index of the equation that loops over the microbatches.
+      counts: the number of microbatches of each replica; the first replica has the
+        first microbatches.
+      wait: called at the beginning of each iteration, where a simulation of slower
+        devices waits; None for no call.
+      turns: a common number of iterations for all replicas; None for each replica's own
+        number. Audits count the messages of one replica, and need a number that is
+        known before the program runs.
     """
 
     loop: int
@@ -66,13 +68,14 @@ class Replicas:
 
         Args:
           values: the values of the program, outside of the loop.
-          turn: one microbatch.
-          constants: what all turns read.
-          carry: what turns add up; zero at the beginning.
+          turn: runs one microbatch.
+          constants: the values that all iterations read.
+          carry: the sums over iterations, zero at the beginning.
           slices: arrays with an entry for each microbatch, ``(count, ...)``.
 
-        Returns what each replica has added up, ``(replicas, ...)``, and what it has
-        stacked, ``(replicas, count, ...)``, which is zero where it had no turn.
+        Returns the sums of each replica, ``(replicas, ...)``, and its stacked values,
+        ``(replicas, count, ...)``, which are zero for the microbatches of other
+        replicas.
         """
         mesh, axis = values.mesh, values.mesh.axis_names[AXIS]
         given_to_all = (constants, carry, slices)
@@ -94,7 +97,7 @@ class Replicas:
     def _turns(
         self, turn: Turn, position: Any, constants: Any, carry: Any, slices: Any
     ) -> tuple[list[Any], list[Any]]:
-        """The turns of one replica."""
+        """Runs the iterations of one replica."""
         starts = [0, *itertools.accumulate(self.counts)]
         start = jnp.asarray(starts[:-1], jnp.int32)[position]
         end = jnp.asarray(starts[1:], jnp.int32)[position]
@@ -107,8 +110,9 @@ class Replicas:
             number, carried, stacks = state
             if self.wait is not None:
                 number = self.wait(position, number)
-            # JAX makes constants part of the carry. Without the barrier Shardy would
-            # reshard them to the last layout that the body states, in each turn.
+            # JAX makes constants part of the carry. Without the barrier, Shardy would
+            # reshard the constants in each iteration, to the last layout that the body
+            # states.
             held = [jax.lax.optimization_barrier(x) for x in constants]
             carried, (made, _) = turn(
                 held, carried, [_entry(x, number) for x in slices]
@@ -129,14 +133,14 @@ class Replicas:
         return ends, stacks
 
     def add_up(self, values: Values, op: Operator, array: Any) -> Any:
-        """Adds up what `run` returns of one result, in the layouts of the plan.
+        """Adds one result of `run` over the replicas, in the layouts of the plan.
 
-        A sum over the devices of each replica that is due here is taken first: then
-        replicas send each other no more than a device holds of the result.
+        If a sum over the devices of each replica must be computed here, it is computed
+        first. A device then sends to other replicas at most its own part of the result.
 
         Args:
           values: the values of the program, outside of the loop.
-          op: the operator that hands the result out of the loop.
+          op: the operator that takes the result out of the loop.
           array: the result of all replicas, ``(replicas, ...)``.
         """
         slot = 1 if op.kind == "carry" else 0
@@ -168,7 +172,7 @@ class Replicas:
 
 @contextlib.contextmanager
 def _inside(values: Values) -> Generator[None]:
-    """Within it, values are laid out on the mesh of a ``shard_map``."""
+    """Uses the mesh of a ``shard_map`` as the mesh of values inside the context."""
     mesh, values.mesh = values.mesh, jax.sharding.get_abstract_mesh()
     try:
         yield
@@ -183,7 +187,7 @@ def _entry(array: Any, number: Any) -> Any:
 def _stacked_shapes(
     turn: Turn, constants: Any, carry: Any, slices: Any
 ) -> Sequence[Any]:
-    """Shape and dtype of what a turn stacks."""
+    """The shapes and dtypes of the values that an iteration stacks."""
 
     def make(held: Any, carried: Any, arrays: Any) -> Any:
         return turn(held, carried, [x[0] for x in arrays])[1][0]
@@ -192,13 +196,13 @@ def _stacked_shapes(
 
 
 def _of_each(step: Sum) -> Sum:
-    """A collective of each replica's part of an array ``(replicas, ...)``."""
+    """A collective on each replica's part of an array ``(replicas, ...)``."""
     dim = None if step.dim is None else step.dim + 1
     return dataclasses.replace(step, dim=dim, layout=((AXIS,), *step.layout))
 
 
 def _total(array: Any) -> Any:
-    """The sum over replicas; of numbers of less than 32 bits in 32 bits."""
+    """The sum over replicas; numbers with less than 32 bits are summed in 32 bits."""
     if array.dtype.itemsize >= np.dtype(np.float32).itemsize:
         return sum_partials(array)
     floating = jnp.issubdtype(array.dtype, jnp.floating)
@@ -207,5 +211,5 @@ def _total(array: Any) -> Any:
 
 
 def can_add_up(dtype: Any) -> bool:
-    """Whether values of a dtype can be put together as sums over replicas."""
+    """Whether values of a dtype can be summed over replicas."""
     return not jax_compat.is_extended(dtype)

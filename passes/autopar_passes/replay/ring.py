@@ -1,22 +1,23 @@
-"""Attention whose sequence is split: keys and values go around a ring of devices.
+"""Attention with a sharded sequence: keys and values travel around a ring of devices.
 
-Each device keeps its queries. In each turn it gets the keys and values of the device
-before it, runs the kernel on that block, and merges what comes out by the logarithms of
-the sums of exponentials (Liu, Zaharia, Abbeel, "Ring Attention with Blockwise
-Transformers for Near-Infinite Context", arXiv 2310.01889; the merge is that of Dao et
-al., "FlashAttention", arXiv 2205.14135, section 3.1). The backward pass needs nothing
-but the same numbers of the whole row: the gradient of a block is the kernel's, and the
-gradients of keys and values travel along with them; those of a device's own block wait
-for them at home.
+Each device keeps its queries. In each round a device receives the keys and values of
+its neighbour, runs the kernel on this block, and merges the result into its own. The
+merge uses the log-sum-exp of each row (Liu, Zaharia, Abbeel, "Ring Attention with
+Blockwise Transformers for Near-Infinite Context", arXiv 2310.01889; the merge is that
+of Dao et al., "FlashAttention", arXiv 2205.14135, section 3.1). The backward pass needs
+only the same numbers of the whole row. The kernel computes the gradients of a block.
+The gradients of keys and values travel around the ring with the keys and values. The
+gradients of a device's own block stay on the device and are added at the end.
 
-Under a causal mask a device with later rows has more to do. So the sequence is cut into
-two chunks a device, and device ``i`` of ``n`` works on chunks ``i`` and ``2n - 1 - i``
-(Brandon et al., "Striped Attention", arXiv 2311.09431, show the problem; the order is
-that of https://github.com/zhuzilin/ring-flash-attention). Then each turn is two blocks
-of chunks without a mask, on every device. What comes in and goes out is exchanged
-between the plain order and this one, so the program around sees the plain order.
+Under a causal mask, a device with later rows has more work. The sequence is therefore
+cut into two chunks per device, and device ``i`` of ``n`` works on chunks ``i`` and
+``2n - 1 - i`` (Brandon et al., "Striped Attention", arXiv 2311.09431, show the problem;
+the order is that of https://github.com/zhuzilin/ring-flash-attention). With this order,
+every device computes two unmasked blocks of chunks in every round. Inputs and outputs
+are exchanged between the plain order and this order, so the surrounding program sees
+only the plain order.
 
-Sums over turns are in float32.
+Sums over rounds are computed in float32.
 """
 
 from __future__ import annotations
@@ -31,13 +32,13 @@ import jax.numpy as jnp
 from autopar_passes.rules.factor_rule import worker
 
 Array = Any
-# The first turn in which a device has keys and values of another.
+# The first round in which a device has keys and values of another device.
 _FIRST = 1
-# Blocks of queries, keys and values, and whether the mask is causal, to the output and
-# the logarithm of the sum of exponentials of each row.
+# A function from blocks of queries, keys and values, and whether the mask is causal, to
+# the output and the log-sum-exp of each row.
 Forward = Callable[[Array, Array, Array, bool], tuple[Array, Array]]
-# The same, and the output, these logarithms and the output's gradient of the whole row,
-# to the gradients of queries, keys and values.
+# A function from the same blocks, and the output, the log-sum-exp and the output's
+# gradient of the whole rows, to the gradients of queries, keys and values.
 Backward = Callable[
     [Array, Array, Array, Array, Array, Array, bool], tuple[Array, Array, Array]
 ]
@@ -45,14 +46,14 @@ Backward = Callable[
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Ring:
-    """The devices over which a sequence is split.
+    """The devices over which a sequence is sharded.
 
     Attributes:
       axes: names of the mesh axes, major to minor.
       size: number of devices.
-      causal: whether a query sees no later key.
-      seq: the dimension of the sequence of (batch, sequence, heads, head_dim), 1, or of
-        (batch, heads, sequence, head_dim), 2.
+      causal: whether a query attends to no later key.
+      seq: the dimension of the sequence: 1 for (batch, sequence, heads, head_dim), and
+        2 for (batch, heads, sequence, head_dim).
     """
 
     axes: tuple[str, ...]
@@ -63,16 +64,17 @@ class Ring:
     def forward(
         self, block: Forward, query: Array, key: Array, value: Array
     ) -> tuple[Array, Array]:
-        """The output of this device's queries, and the logarithms of its rows.
+        """The output for this device's queries, and the log-sum-exp of its rows.
 
         Args:
           block: the kernel.
-          query: this device's shard.
-          key: the same.
-          value: the same.
+          query: this device's shard of the queries.
+          key: this device's shard of the keys.
+          value: this device's shard of the values.
 
         Returns:
-          The output, in the type of ``query``, and float32 (batch, heads, sequence).
+          The output, in the dtype of ``query``, and the log-sum-exp in float32, with
+          shape (batch, heads, sequence).
         """
         dealt = self._is_dealt(query)
         q, k, v = (self._deal(x, self.seq, dealt) for x in (query, key, value))
@@ -110,16 +112,17 @@ class Ring:
 
         Args:
           block: the kernel.
-          query: this device's shard.
-          key: the same.
-          value: the same.
+          query: this device's shard of the queries.
+          key: this device's shard of the keys.
+          value: this device's shard of the values.
           out: the output of `forward`.
-          rows: its logarithms.
-          gradient: of the output.
+          rows: the log-sum-exp of `forward`.
+          gradient: the gradient of the output.
         """
         dealt = self._is_dealt(query)
         parts = 1 + dealt
-        # A compiler would keep what the forward pass got, rather than send it again.
+        # Without the barrier a compiler would keep received shards from the forward
+        # pass.
         given = jax.lax.optimization_barrier((gradient, query, key, value, out, rows))
         gradient, q, k, v, out, rows = given
         q, k, v, out, gradient = (
@@ -156,7 +159,7 @@ class Ring:
     def _backward_turn(
         self, part: Any, number: Any, moved: tuple[Array, Array], held: Any, dealt: bool
     ) -> Any:
-        """Adds the gradients of a turn's blocks to those that are held."""
+        """Adds the gradients of a round's blocks to the accumulated gradients."""
         of_query, *travelling = held
         if number is not _FIRST:
             travelling = [self._send(x) for x in travelling]
@@ -170,9 +173,9 @@ class Ring:
         return of_query, of_key, of_value
 
     def _around(self, turn: Any, moved: tuple[Array, Array], held: Any) -> Any:
-        """Runs all turns but that in which a device has its own keys and values.
+        """Runs all rounds except the first, in which each device has its own block.
 
-        Those of the next turn are sent beside this one's work.
+        The keys and values of the next round are sent while the current round computes.
         """
         k, v = (self._send(x) for x in moved)
 
@@ -190,7 +193,7 @@ class Ring:
         return turn(_FIRST, k, v, held)
 
     def _blocks(self, number: Any, dealt: bool) -> Sequence[tuple[Any, Any, Any]]:
-        """The blocks of a turn: chunks of queries and keys, and whether it counts."""
+        """The blocks of a round: chunks of queries and keys, and whether they count."""
         earlier = jax.lax.axis_index(self.axes) >= number
         if not self.causal:
             return [(0, 0, True)]
@@ -210,22 +213,23 @@ class Ring:
         return out.at[own].set(new), rows.at[own].set(merged)
 
     def _by_row(self, rows: Array) -> Array:
-        """Numbers of rows as they stand before the elements of a head."""
+        """Numbers per row, reshaped to broadcast over the elements of a head."""
         return (rows if self.seq == 2 else rows.swapaxes(1, 2))[..., None]
 
     def _send(self, x: Array) -> Array:
-        """An array of the device before this one."""
+        """Sends an array to the next device; returns the previous device's array."""
         n = self.size
         return jax.lax.ppermute(x, self.axes, [(i, (i + 1) % n) for i in range(n)])
 
     def _is_dealt(self, query: Array) -> bool:
-        """Whether each device works on an early chunk and a late one."""
+        """Whether each device works on an early and a late chunk."""
         return self.causal and query.shape[self.seq] % 2 == 0
 
     def _deal(self, x: Array, dim: int, dealt: bool) -> Array:
-        """Chunks ``2i`` and ``2i + 1`` of each device to the devices that work on them.
+        """Sends the two chunks of each device to the devices that use the chunks.
 
-        Of a device's two chunks one has an even number, and one an odd one.
+        Device ``i`` has the chunks ``2i`` and ``2i + 1``. It uses one chunk with an
+        even number and one chunk with an odd number.
         """
         if not dealt:
             return x
@@ -251,10 +255,10 @@ class Ring:
         return jnp.concatenate(halves, dim)
 
     def _workers(self, odd: int) -> list[tuple[int, int]]:
-        """Each device, and the one that works on its chunk with an odd number, or not.
+        """Pairs of each device and the device that uses its even or odd chunk.
 
         Args:
-          odd: 1 for the chunks with odd numbers, 0 for the others.
+          odd: 1 for the chunks with odd numbers, 0 for the chunks with even numbers.
         """
         return [(i, worker(2 * i + odd, self.size)) for i in range(self.size)]
 
@@ -264,7 +268,7 @@ class Ring:
 
 
 def _chunks(x: Array, dim: int, parts: int) -> Array:
-    """An array with its chunks along a dimension stacked in front."""
+    """Splits an array along a dimension, and stacks the chunks in a new first one."""
     return jnp.stack(jnp.split(x, parts, dim))
 
 

@@ -1,8 +1,8 @@
 """Replays a flat program with the layouts of a plan stated in it.
 
-Every value is pinned where it is made, and every resharding is stated step by
-step where a reader needs another layout, so that the compiler's partitioner
-has nothing left to choose.
+The layout of every value is stated where the value is computed. If a reader needs
+another layout, every step of the resharding is stated too. The compiler's partitioner
+therefore has no choice left.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from autopar_passes.replay.values import Values
 from autopar_passes.sums import stacked
 from autopar_passes.sums.stacked import Stacked
 
-# Runs loops and branches, whose regions state the layouts of a plan inside.
+# Runs loops and branches, and states the layouts of a plan inside their regions.
 
 # Runs one equation and adds its results to the values.
 Run = Callable[[Equation], None]
@@ -52,7 +52,8 @@ class ControlFlow:
           values: the values of the program.
           types: shape and dtype of each value.
           run: runs one equation of a region.
-          replicas: deal the turns of one scan out; None: every device runs all.
+          replicas: distribute the iterations of one scan over devices; None if every
+            device runs all iterations.
         """
         self._values = values
         self._types = types
@@ -100,7 +101,7 @@ class ControlFlow:
         return self._hand_out(carries, 1, end) + self._hand_out(stacks, 0, ys)
 
     def _watch(self, eqn: Equation) -> Any:
-        """Returns what the watch takes of an iteration; nothing without one."""
+        """Returns what the watch observes in an iteration; () without a watch."""
         watch = self._values.watch
         return () if watch is None else watch.inside(eqn.index, self._values.as_held)
 
@@ -110,7 +111,7 @@ class ControlFlow:
         n_cond, n_body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
         outer = self._hand_in(ops, eqn.inputs)
         carries = ops[n_cond + n_body :]
-        # Each element of a loop under `jax.vmap` ends for itself.
+        # Under `jax.vmap`, each element of a loop ends independently.
         mapped = bool(eqn.params["cond_jaxpr"].out_avals[0].shape)
 
         def goes_on(carried: Any) -> Any:
@@ -163,7 +164,7 @@ class ControlFlow:
         ]
 
     def _turn(self, eqn: Equation) -> tuple[Any, ...]:
-        """What the callbacks in regions wait for; nothing where they have no order."""
+        """The token that callbacks in regions wait for; () if they are unordered."""
         inner = (e for region in eqn.regions for e in walk(region))
         ordered = any(jax_effects.is_ordered(e.source) for e in inner)
         return (self._values.turn,) if ordered else ()
@@ -171,7 +172,7 @@ class ControlFlow:
     def _in_turn(
         self, turn: tuple[Any, ...], run: Callable[..., Any], *args: Any
     ) -> tuple[tuple[Any, ...], Any]:
-        """Runs a region after a callback; returns what to wait for, and its result."""
+        """Runs a region after a callback; returns the next token and the result."""
         before, values = self._values.turn, self._values
         values.turn = turn[0] if turn else before
         made = run(*args)
@@ -180,7 +181,7 @@ class ControlFlow:
         return after, made
 
     def _after_callbacks(self, turn: tuple[Any, ...]) -> None:
-        """Goes on after the callbacks of a region."""
+        """Makes later callbacks wait for the callbacks of a region."""
         self._values.turn = turn[0] if turn else self._values.turn
 
     def _branch(
@@ -201,7 +202,7 @@ class ControlFlow:
     def _inside(
         self, region: Region, ops: Sequence[Operator], args: Sequence[Any]
     ) -> Generator[None]:
-        """Runs the equations of a region; within the context its values are known.
+        """Runs the equations of a region, whose values are known within the context.
 
         Args:
           region: the body.
@@ -239,7 +240,7 @@ class ControlFlow:
         ]
 
     def _hand_in(self, ops: Sequence[Operator], atoms: Sequence[Atom]) -> list[Any]:
-        """Returns the inputs of a loop; a carry that stays partial starts lifted."""
+        """Returns the inputs of a loop; a carry that stays partial is lifted first."""
         return [self._first_carry(op, a) for op, a in zip(ops, atoms, strict=True)]
 
     def _first_carry(self, op: Operator, atom: Atom) -> Any:
@@ -256,7 +257,7 @@ class ControlFlow:
     def _hand_on(
         self, ops: Sequence[Operator], slot: int, atoms: Sequence[Atom]
     ) -> list[Any]:
-        """Returns the results of an iteration; a partial value as its stacked array."""
+        """Returns the results of an iteration, partial values as stacked arrays."""
         arrays = [
             self._values.partial_operand(op, slot, atom)
             for op, atom in zip(ops, atoms, strict=True)
@@ -272,7 +273,7 @@ class ControlFlow:
         ]
 
     def _loop_result(self, op: Operator, slot: int, array: Any) -> Any:
-        """Returns one result of a loop; a stacked dimension comes before iterations."""
+        """Returns one result of a loop; moves a stacked dimension before iterations."""
         value, plan = op.outputs[slot], self._values.plan
         if plan.partial_layout(value) is None:
             return self._values.pin(array, plan.results(op, slot))
@@ -284,14 +285,15 @@ class ControlFlow:
 def _behind_barrier(constants: Sequence[Any]) -> list[Any]:
     """Returns the constants of a while loop, behind a barrier.
 
-    JAX makes them part of the carry. Without the barrier Shardy would reshard them
-    to the last layout that the body states, and back for the next iteration.
+    JAX makes the constants part of the carry. Without the barrier, Shardy would reshard
+    them in every iteration: to the last layout that the body states, and back for the
+    next iteration.
     """
     return [jax.lax.optimization_barrier(x) for x in constants]
 
 
 def _where(test: Any, new: Sequence[Any], old: Sequence[Any]) -> list[Any]:
-    """New arrays where the elements of their first dimensions pass a test."""
+    """New arrays where a test holds for the elements of their first dimensions."""
     return [
         jax.numpy.where(jax.numpy.expand_dims(test, range(test.ndim, x.ndim)), x, y)
         for x, y in zip(new, old, strict=True)
@@ -299,14 +301,14 @@ def _where(test: Any, new: Sequence[Any], old: Sequence[Any]) -> list[Any]:
 
 
 def _as_arrays(ends: Sequence[Any], types: Sequence[Any]) -> list[Any]:
-    """Turns constants that end a region into arrays of the types that it returns."""
+    """Turns constants that end a region into arrays of the region's result types."""
     return [
         e if hasattr(e, "aval") else jax.numpy.asarray(e, t.dtype)
         for e, t in zip(ends, types, strict=True)
     ]
 
 
-# A value and what was made of it -> what is used instead.
+# A function from a value's number and its array to the array that is used instead.
 Made = Callable[[int, Any], Any]
 
 
@@ -324,12 +326,13 @@ def replay(
       graph: its operator graph.
       plan: the layouts.
       mesh: a `jax.sharding.Mesh` or ``AbstractMesh`` with automatic axes.
-      replicas: deal the microbatches out over the mesh's first axis; None: every
-        device goes through all of them.
+      replicas: distribute the microbatches over the mesh's first axis; None if every
+        device runs all microbatches.
 
-    The function's keyword ``synchroniser`` takes the deferred sums; without one they
-    are plain reductions. Its keyword ``made`` is called with each value that is made
-    outside of loops, and returns what is used instead; ``watch`` looks at values.
+    The function's keyword ``synchroniser`` computes the deferred sums; without one
+    they are plain reductions. Its keyword ``made`` is called with each value that is
+    computed outside of loops, and returns the array that is used instead. Its keyword
+    ``watch`` observes values.
     """
     operators = operators_of(graph)
     made_by, sources = producers(graph.operators), program.by_index()
@@ -353,7 +356,7 @@ def replay(
 
 
 def operators_of(graph: OperatorGraph) -> dict[int, list[Operator]]:
-    """Returns the operators of each equation, -1 for those of inputs and results."""
+    """Returns the operators of each equation; -1 is for inputs and results."""
     found: dict[int, list[Operator]] = {}
     for op in graph.operators:
         found.setdefault(op.equation, []).append(op)
@@ -361,7 +364,7 @@ def operators_of(graph: OperatorGraph) -> dict[int, list[Operator]]:
 
 
 def as_it_is(value: int, array: Any) -> Any:
-    """The `Made` that changes nothing."""
+    """A `Made` function that changes nothing."""
     del value
     return array
 
@@ -380,9 +383,9 @@ class Replayer:
 
         Args:
           program: the flat program.
-          operators: by the equation that they stand for (`operators_of`).
-          values: what is known so far.
-          replicas: as of `replay`.
+          operators: the operators of each equation (`operators_of`).
+          values: the values that are known so far.
+          replicas: see `replay`.
         """
         self.program = program
         self.operators = operators
@@ -390,7 +393,7 @@ class Replayer:
         self.control_flow = ControlFlow(values, program.values, self.equation, replicas)
 
     def step(self, made: Made) -> list[Any]:
-        """Runs the program; carried state leaves in the layout it came in."""
+        """Runs the program; carried state leaves in the layout in which it came."""
         body, values = self.program.body, self.values
         self.run(body.equations, made)
         if values.watch is not None:
@@ -402,13 +405,13 @@ class Replayer:
         ]
 
     def run(self, equations: Iterable[Equation], made: Made) -> None:
-        """Runs equations in their order, and takes what is used instead of results."""
+        """Runs equations in order, and replaces their results by those of ``made``."""
         for eqn in equations:
             self.equation(eqn)
             self.replace(eqn, made)
 
     def replace(self, eqn: Equation, made: Made) -> None:
-        """Takes what is used instead of an equation's results; as of `replay`."""
+        """Replaces an equation's results by those of ``made``; see `replay`."""
         arrays = self.values.scope.values
         for value in eqn.outputs:
             array = arrays[value]

@@ -1,8 +1,9 @@
-"""Replays a part of a program: some of its equations, with values in and out.
+"""Replays a part of a program: some of its equations, with input and output values.
 
-A segment states the layouts of the whole program's plan, so that what one segment
-makes lies as another one reads it. Sums over devices that the plan takes later leave a
-segment as stacked partial values, and come into the one that takes them.
+A segment states the layouts of the whole program's plan. Values therefore leave one
+segment in the layout in which another segment reads them. If the plan computes a sum
+over devices later, the segment returns stacked partial values, and a later segment sums
+them.
 """
 
 from __future__ import annotations
@@ -22,19 +23,19 @@ from autopar_passes.sums.stacked import Stacked
 
 
 class PlainSums:
-    """Takes the sums of partial values by plain reductions."""
+    """Computes the sums of partial values with plain reductions."""
 
     def __init__(self, plan: LayoutPlan, mesh: Any) -> None:
-        """Takes them in the layouts of a plan."""
+        """Stores the plan, whose layouts the sums get."""
         self._plan = plan
         self._mesh = mesh
 
     def takes(self, value: int) -> frozenset[int]:
-        """Says that a sum is taken by itself."""
+        """Returns only the value itself: each sum is computed separately."""
         return frozenset({value})
 
     def take(self, partials: dict[int, Stacked]) -> dict[int, Any]:
-        """Takes the sums."""
+        """Computes the sums."""
         return {v: self._sum(v, partial) for v, partial in partials.items()}
 
     def _sum(self, value: int, partial: Stacked) -> Any:
@@ -47,23 +48,23 @@ class PlainSums:
 class Later(PlainSums):
     """Leaves the sums of partial values to a later segment.
 
-    Where the segment itself reads a sum, it is taken for this reader. The partial
-    value then still leaves the segment as it is.
+    If the segment itself reads a sum, the sum is computed for this reader. The segment
+    still returns the partial value.
     """
 
     def __init__(self, plan: LayoutPlan, mesh: Any) -> None:
-        """Takes sums that are read in the layouts of a plan."""
+        """Stores the plan, whose layouts the computed sums get."""
         super().__init__(plan, mesh)
         self.held: dict[int, Stacked] = {}
 
     def take(self, partials: dict[int, Stacked]) -> dict[int, Any]:
-        """Takes the sums that are read."""
+        """Computes the sums that the segment reads."""
         self.held |= partials
         return super().take(partials)
 
 
 class _Within:
-    """A plan within a segment: what comes in is an array, not made anew."""
+    """A plan within a segment; its inputs are arrays that readers never compute."""
 
     def __init__(
         self, plan: LayoutPlan, inputs: Collection[int], outputs: Collection[int]
@@ -101,7 +102,7 @@ class _Within:
 
 
 def _constants(program: Program) -> dict[int, Any]:
-    """The constants of a program by their values."""
+    """The constants of a program, by value."""
     held = program.body.inputs[program.num_arguments :]
     return dict(zip(held, program.constants, strict=True))
 
@@ -121,16 +122,18 @@ def replay_segment(
 
     Args:
       program: the whole program.
-      graph: its operator graph.
-      plan: its layouts.
-      mesh: as for `autopar_passes.replay.run.replay`.
-      equations: those of the segment, in program order.
-      inputs: the values that it is called with; constants of the program are there.
-      outputs: the values that it returns.
-      whole: those of them whose sums are taken before they are returned.
+      graph: the operator graph of the program.
+      plan: the layouts of the program.
+      mesh: see `autopar_passes.replay.run.replay`.
+      equations: the equations of the segment, in program order.
+      inputs: the values that the function is called with. Constants of the program
+        are available without being passed.
+      outputs: the values that the function returns.
+      whole: the outputs whose sums are computed before they are returned.
 
-    Partial values, in and out, have a leading dimension of partial sums. Its keyword
-    ``synchroniser`` takes sums, else they stay partial; ``made`` is as of `replay`.
+    Partial inputs and outputs have a leading dimension of partial sums. The
+    function's keyword ``synchroniser`` computes sums; without it, values stay
+    partial. For the keyword ``made`` see `replay`.
     """
     operators, made_by = operators_of(graph), producers(graph.operators)
     sources, within = program.by_index(), _Within(plan, inputs, outputs)
@@ -151,7 +154,7 @@ def replay_segment(
 def _state_inputs(
     plan: LayoutPlan, mesh: Any, inputs: Sequence[int], arguments: Sequence[Any]
 ) -> dict[int, Any]:
-    """The inputs of a segment, as partial values where they are."""
+    """The inputs of a segment, with partial inputs as partial values."""
     out: dict[int, Any] = {}
     for value, array in zip(inputs, arguments, strict=True):
         partial = plan.partial_layout(value)

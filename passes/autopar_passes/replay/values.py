@@ -1,4 +1,4 @@
-"""Values in the layouts that their readers want, scope by scope."""
+"""Values in the layouts that their readers need, scope by scope."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Forms:
 
     Attributes:
       values: the arrays by value number.
-      forms: what was made of them, so that readers share it.
+      forms: the resharded arrays, so that readers can share them.
       outer: the scope around this one.
     """
 
@@ -34,10 +34,10 @@ class Forms:
         self.outer = outer
 
     def holder(self, number: int) -> Forms:
-        """Returns the innermost scope that holds a value.
+        """Returns the innermost scope that contains a value.
 
         Raises:
-          KeyError: no scope does.
+          KeyError: no scope contains the value.
         """
         scope: Forms | None = self
         while scope is not None:
@@ -58,7 +58,7 @@ class Values:
       plan: the layouts.
       mesh: the mesh of the layouts.
       scope: the innermost scope.
-      turn: what the last callback that has an order has returned.
+      turn: the token of the last ordered callback.
     """
 
     def __init__(
@@ -78,9 +78,9 @@ class Values:
           sources: the equations by index.
           plan: the layouts.
           mesh: the mesh of the layouts.
-          synchroniser: takes deferred sums; None: plain reductions do.
+          synchroniser: computes deferred sums; None for plain reductions.
           values: the inputs by value number.
-          watch: looks at what the step makes; None: nobody does.
+          watch: observes the step's values; None for no observer.
         """
         self.watch = watch
         self.producer = producer
@@ -100,13 +100,13 @@ class Values:
         self.scope = self.scope.outer
 
     def pin(self, array: Any, layouts: Sequence[Layout]) -> Any:
-        """States layouts of an array, one after the other."""
+        """States layouts of an array, one after another."""
         for layout in layouts:
             array = constrain(array, self.mesh, layout)
         return array
 
     def plain(self, atom: Atom) -> Any:
-        """Returns a value as it comes, for a reader that wants no layout."""
+        """Returns a value in its current layout."""
         if isinstance(atom, Scalar):
             return atom.value
         if self.plan.floating(atom) and atom not in self.scope.values:
@@ -114,18 +114,18 @@ class Values:
         return self.whole(atom)
 
     def as_held(self, value: int) -> Any:
-        """Returns a value as the scope holds it: an array, or a partial value."""
+        """Returns a value as stored in the scope: an array, or a partial value."""
         if self.plan.floating(value) and self.scope.values.get(value) is None:
             return self.make(value, None, False)
         return self.scope.value(value)
 
     def whole(self, value: int) -> Any:
-        """Returns the array of a value; takes its sum if that is still due."""
+        """Returns the array of a value; computes a deferred sum if necessary."""
         array = self.scope.value(value)
         return self.sum_together(value) if isinstance(array, Stacked) else array
 
     def sum_together(self, value: int) -> Any:
-        """Takes the sums that the synchroniser takes together with that of a value."""
+        """Computes a value's sum, with all sums that are synchronised with it."""
         assert self.synchroniser is not None
         values = self.scope.holder(value).values
         together = {
@@ -137,7 +137,7 @@ class Values:
         return values[value]
 
     def read(self, atom: Atom, layout: Layout | None, backward: bool) -> Any:
-        """Returns a value in a reader's layout, forward or backward copy."""
+        """Returns a value in a reader's layout, as forward or backward copy."""
         if isinstance(atom, Scalar):
             return atom.value
         if self.plan.floating(atom):
@@ -160,7 +160,7 @@ class Values:
         return array
 
     def make(self, value: int, layout: Layout | None, backward: bool) -> Any:
-        """Makes a floating value in the layout that its reader wants."""
+        """Computes a floating value in the layout that its reader needs."""
         key = ("floating", value, layout, backward)
         forms = self.scope.forms
         if key not in forms:
@@ -179,12 +179,12 @@ class Values:
         return forms[key]
 
     def operand(self, op: Operator, slot: int, atom: Atom) -> Any:
-        """Returns an operand in the layout that the plan wants."""
+        """Returns an operand in the layout of the plan."""
         layout = self.plan.operand(op, slot)
         return self.read(atom, layout, self.plan.is_backward(op))
 
     def partial_operand(self, op: Operator, slot: int, atom: Atom) -> Any:
-        """Returns a partial operand as it is, and any other as `operand` does."""
+        """Returns a partial operand unchanged, and any other operand like `operand`."""
         if (
             isinstance(atom, int)
             and self.plan.partial_layout(atom) is not None
@@ -196,7 +196,7 @@ class Values:
         return self.operand(op, slot, atom)
 
     def defer(self, value: int, array: Any) -> Any:
-        """Pins a stacked array; takes its sum here unless a later place does."""
+        """Pins a stacked array; computes its sum here unless the plan defers it."""
         found = self.plan.partial_layout(value)
         assert found is not None
         partial = stacked.stack(array, *found, self.mesh)
@@ -216,7 +216,7 @@ class Values:
 
 
 def _operand_layouts(op: Operator, layout: Layout | None) -> list[Layout | None]:
-    """Returns the layouts of a floating operator's operands for one of its result."""
+    """Returns the operands' layouts of a floating operator for its result's layout."""
     if layout is None:
         return [None] * len(op.inputs)
     given = {

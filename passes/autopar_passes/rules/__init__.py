@@ -1,1 +1,1 @@
-"""What is known of single equations: sharding rules and FLOPs."""
+"""Facts about single equations: sharding rules and FLOPs."""

@@ -1,8 +1,8 @@
 """The sharding rule of every equation of a program.
 
-Equations that differ only in their values have one rule, so each *distinct*
-equation is lowered once, all of them in one module, and the compiler's own
-rules are read from it.
+Equations that differ only in their values have the same rule. Each *distinct* equation
+is therefore lowered once. All distinct equations are lowered in one module, from which
+the compiler's own rules are read.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from autopar_passes.rules.kernels import (
 )
 from autopar_passes.rules.shardy import LoweredEquation, read_rules
 
-# Platforms that an equation is lowered for, in this order, whatever the host has.
+# Platforms for which an equation is lowered, in this order, on any host.
 PLATFORMS = ("cpu", "cuda", "tpu")
-# What JAX raises where a platform has no lowering of a primitive; the first is the
-# base of what it raises for most.
+# JAX's errors if a platform has no lowering of a primitive. The first is the base class
+# of the most frequent error.
 _NO_LOWERING = (RuntimeError, ValueError)
 
 
@@ -42,8 +42,8 @@ class RuleBook:
     """The rule of every equation of a program.
 
     Attributes:
-      rules: by equation index; control flow has none.
-      unsupported: primitives and kernels without any rule, planned replicated.
+      rules: the rule by equation index; control flow has no rule.
+      unsupported: primitives and kernels without a rule, which are replicated.
       kernels: the work of equations that are hand-written kernels.
     """
 
@@ -53,7 +53,7 @@ class RuleBook:
 
 
 def signature(eqn: Equation, values: Sequence[Value]) -> tuple[Any, ...]:
-    """Returns what two equations must share to have the same rule and cost."""
+    """Returns a key that is equal for equations with the same rule and cost."""
     operands = tuple(
         ("literal", str(a.aval.dtype), str(a.value))
         if isinstance(a, Scalar)
@@ -75,7 +75,7 @@ def _params_key(params: dict[str, Any]) -> Any:
 def rule_book(
     program: Program, equations: Sequence[Equation], signatures: Sequence[Any]
 ) -> RuleBook:
-    """Returns the rules of ``equations``, lowering each distinct one once."""
+    """Returns the rules of ``equations``; lowers each distinct equation once."""
     found = _Kernels(program, equations)
     signatures = [found.key(e, s) for e, s in zip(equations, signatures, strict=True)]
     first: dict[Any, Equation] = {}
@@ -116,14 +116,14 @@ class _Kernels:
         self.works: dict[Any, KernelWork] = {}
 
     def key(self, eqn: Equation, sig: Any) -> Any:
-        """The signature of an equation, with what else decides about a kernel."""
+        """The signature of an equation, with other facts that determine a kernel."""
         if not is_kernel(eqn.primitive):
             return sig
         held = tuple(a for a in eqn.inputs if a in self.arrays)
         return (sig, held, tuple(v in self.read for v in eqn.outputs))
 
     def rule(self, sig: Any, eqn: Equation) -> FactorRule:
-        """Returns the rule of a kernel, and keeps its work."""
+        """Returns the rule of a kernel, and stores its work."""
         operands, results = _avals(self.program, eqn)
         arrays = [
             self.arrays.get(a) if isinstance(a, int) else a.value for a in eqn.inputs
@@ -150,10 +150,11 @@ def _avals(program: Program, eqn: Equation) -> tuple[list[Any], list[Any]]:
 def _lowered_rules(
     program: Program, equations: Sequence[Equation]
 ) -> tuple[list[FactorRule], tuple[str, ...]]:
-    """Lowers the equations side by side in one module and reads their rules.
+    """Lowers independent equations in one module and reads their rules.
 
-    What one platform cannot lower is lowered for the next; the rules so depend on no
-    host. What none can lower is replicated and named.
+    An equation that one platform cannot lower is lowered for the next platform. The
+    rules therefore do not depend on the host. An equation that no platform can lower is
+    replicated, and its primitive is reported.
     """
     if not equations:
         return [], ()
@@ -179,7 +180,7 @@ def _lowered_rules(
 
 
 def _platform(program: Program, eqn: Equation) -> str:
-    """The first platform that can lower an equation; '' where none can."""
+    """The first platform that can lower an equation; '' if no platform can."""
     for platform in PLATFORMS:
         with contextlib.suppress(*_NO_LOWERING):
             _module(program, [eqn], platform)
@@ -190,13 +191,13 @@ def _platform(program: Program, eqn: Equation) -> str:
 def _read(
     program: Program, equations: Sequence[Equation], platform: str
 ) -> tuple[list[FactorRule], tuple[str, ...]]:
-    """The rules of equations that a platform can lower."""
+    """Returns the rules of equations that a platform can lower."""
     module = _module(program, equations, platform)
     return read_rules(module, [_lowered_equation(program, eqn) for eqn in equations])
 
 
 def _module(program: Program, equations: Sequence[Equation], platform: str) -> Any:
-    """A StableHLO module that runs the equations, each on arguments of its own."""
+    """A StableHLO module that runs the equations, each on its own arguments."""
     structs = [
         [
             jax.ShapeDtypeStruct(program.values[a].shape, program.values[a].dtype)

@@ -1,8 +1,8 @@
 """Sharding rules of equations: which dimensions are the same factor.
 
-A `FactorRule` says of each equation which dimensions of its operands and
-results are one and the same *factor*, as an einsum does. The rules are read
-from the compiler (see `autopar_passes.rules.book`).
+A `FactorRule` lists the *factors* of an equation, as an einsum does: dimensions of
+operands and results that must be sharded in the same way are one factor. The rules are
+read from the compiler (see `autopar_passes.rules.book`).
 """
 
 from __future__ import annotations
@@ -23,29 +23,30 @@ class FactorKind(enum.Enum):
     BLOCKED = "must be replicated"
 
 
-# `FactorRule.reduction` of an equation that reduces and then goes on, such as a
-# gather that fills in what is out of bounds: it must reduce to every device.
+# `FactorRule.reduction` of an equation that changes values after it has reduced them.
+# An example is a gather that fills in elements which are out of bounds. Such an
+# equation must reduce to every device.
 INNER = "inner"
 
-# Per dimension, the factors that make it up, major to minor. () is a
-# dimension of size one.
+# By dimension, the factors that make it up, major to minor. A dimension of size one has
+# no factors: ().
 Dims = tuple[tuple[int, ...], ...]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Exchange:
-    """An array that the shards of an operator send each other.
+    """An array that the shards of an operator send to each other.
 
-    Nothing is sent where the factor is not split.
+    If the factor is not sharded, nothing is sent.
 
     Attributes:
-      factor: of the rule.
-      slot: of the operand, or of the result.
-      result: whether it is a result.
-      around: whether it goes around, shard after shard, beside the operator's work.
-        Else it is dealt: of its two halves each goes to the device that works on it
-        (`worker`), and the work waits for both.
-      widened: how many times wider its elements are than those of the array.
+      factor: the factor of the rule.
+      slot: the index of the operand or the result.
+      result: whether the array is a result.
+      around: whether the shards of the array are passed around a ring while the
+        operator computes. If not, each half of a shard goes to the device that works on
+        that half (`worker`), and the computation waits for both halves.
+      widened: the factor by which the sent elements are wider than those of the array.
     """
 
     factor: int
@@ -55,13 +56,13 @@ class Exchange:
     widened: int = 1
 
     def messages(self, shards: int) -> int:
-        """How many messages a device sends."""
+        """The number of messages that a device sends."""
         if shards < 2:
             return 0
         return shards - 1 if self.around else 2
 
     def part(self, shards: int) -> float:
-        """The part of a shard in a message, of all devices on average."""
+        """The size of a message as a share of a shard, averaged over all devices."""
         if self.around:
             return float(self.widened)
         stays = sum(worker(c, shards) == c // 2 for c in range(2 * shards))
@@ -69,7 +70,7 @@ class Exchange:
 
 
 def worker(chunk: int, shards: int) -> int:
-    """The device that works on a chunk, of two for each device: early and late ones.
+    """The device that works on a chunk; each device has an early and a late chunk.
 
     >>> [worker(chunk, 2) for chunk in range(4)]
     [0, 1, 1, 0]
@@ -83,16 +84,16 @@ class FactorRule:
 
     Attributes:
       sizes: size of each factor.
-      kinds: what sharding each factor means.
+      kinds: by factor, the effect of sharding it.
       operands: for each operand, the factors of each dimension.
-      results: the same for each result.
+      results: for each result, the factors of each dimension.
       reduction: how partial results combine: ``sum``, ``max``, ``min``, ``or``,
-        ``and``, or `INNER`; '' where there is no reduction factor.
-      sums: for each result, the parallel factors over whose shards the operator
-        itself adds it up before it hands it on; () where there are none.
-      whole: factors that one mesh axis of their size must split; no other way of
-        running the operator means the same.
-      exchanges: what shards send each other (`FactorKind.EXCHANGED`).
+        ``and``, or `INNER`; '' if the equation has no reduction factor.
+      sums: for each result, the parallel factors over whose shards the operator itself
+        sums the result; () if there are none.
+      whole: factors that must be sharded over exactly one mesh axis of the same size.
+        Without such an axis the operator cannot run with the same meaning.
+      exchanges: the arrays that shards send to each other (`FactorKind.EXCHANGED`).
     """
 
     sizes: tuple[int, ...]
@@ -119,12 +120,12 @@ class FactorRule:
 
     @property
     def halved_factors(self) -> tuple[int, ...]:
-        """Factors of whose shards the halves are dealt to devices."""
+        """Factors whose shards are halved; the halves go to different devices."""
         return tuple({e.factor for e in self.exchanges if not e.around})
 
     @property
     def reduced_factors(self) -> frozenset[int]:
-        """Factors whose sharding leaves partial results."""
+        """Factors whose sharding gives partial results."""
         if FactorKind.REDUCE not in self.kinds:
             return frozenset()
         return frozenset(f for f, k in enumerate(self.kinds) if k is FactorKind.REDUCE)
@@ -135,7 +136,7 @@ class FactorRule:
 def replicated_rule(
     operands: Sequence[tuple[int, ...]], results: Sequence[tuple[int, ...]]
 ) -> FactorRule:
-    """Returns the rule of an equation that must see whole arrays.
+    """Returns the rule of an equation that needs whole, replicated arrays.
 
     Args:
       operands: shape of each operand.
@@ -154,7 +155,7 @@ def separate_rule(
     Args:
       operands: shape of each operand.
       results: shape of each result.
-      kind: of all factors.
+      kind: the kind of all factors.
     """
     numbers = itertools.count()
     dims = [
@@ -170,7 +171,7 @@ def separate_rule(
 def elementwise_rule(
     operands: Sequence[tuple[int, ...]], results: Sequence[tuple[int, ...]]
 ) -> FactorRule:
-    """Returns the rule of an equation that works on each element alone.
+    """Returns the rule of an equation that computes each element independently.
 
     Every operand must be a scalar or have the shape of the results.
     """
@@ -186,15 +187,16 @@ def elementwise_rule(
     )
 
 
-# Part of the matrix peak that kernels of fused attention reach. FlashAttention-3 and
-# cuDNN 9 reach 0.6 to 0.75 of an H100's bfloat16 peak at sequences of 2,048 and more
-# (arXiv 2407.08608, figures 5 and 6; their backward passes 0.5 to 0.6).
+# Share of the peak rate of matrix units that fused attention kernels reach.
+# FlashAttention-3 and cuDNN 9 reach 0.6 to 0.75 of an H100's bfloat16 peak at sequences
+# of 2,048 and more; their backward passes reach 0.5 to 0.6 (arXiv 2407.08608, figures 5
+# and 6).
 CUDNN_EFFICIENCY = 0.6
-# FlashAttention-2, whose algorithm the Pallas kernels follow, reaches 0.5 to 0.73 of
-# an A100's peak (arXiv 2307.08691, section 4.1).
+# The Pallas kernels follow the algorithm of FlashAttention-2, which reaches 0.5 to 0.73
+# of an A100's peak (arXiv 2307.08691, section 4.1).
 PALLAS_EFFICIENCY = 0.5
 
-# Devices that can run a kernel, in the words of `jax.Device.platform`.
+# Devices that can run a kernel, as named by `jax.Device.platform`.
 GPU, TPU = "gpu", "tpu"
 
 
@@ -202,20 +204,20 @@ GPU, TPU = "gpu", "tpu"
 class KernelWork:
     """The work of one kernel on whole arrays.
 
-    A kernel reads its operands and writes its results once; what it holds in between
-    stays on the chip.
+    A kernel reads its operands once and writes its results once. Intermediate values
+    stay on the chip.
 
     Attributes:
-      name: what people call it.
-      flops: floating-point operations, each time it runs.
-      matrix: whether the matrix units do them.
-      dtype: NumPy or ml_dtypes name of what they work on.
-      efficiency: part of the peak rate that it reaches, 0 to 1.
-      platforms: kinds of devices that can run it; empty: any.
-      assumed: what the FLOPs assume; empty: nothing.
-      own_model_flops: FLOPs of the model's own products, where they are other than what
-        it runs: attention without its mask, and without what it computes again.
-      causal_flops: the part of these that is attention with a causal mask.
+      name: the name of the kernel, for people.
+      flops: floating-point operations of one run.
+      matrix: whether the matrix units do these operations.
+      dtype: NumPy or ml_dtypes name of the elements that the operations work on.
+      efficiency: share of the peak rate that the kernel reaches, 0 to 1.
+      platforms: kinds of devices that can run the kernel; empty for any device.
+      assumed: the assumption behind the FLOPs; empty if there is none.
+      own_model_flops: FLOPs of the model's own products, if they differ from those that
+        the kernel runs. For attention they ignore the mask and the recomputation.
+      causal_flops: the part of the model FLOPs that is attention with a causal mask.
     """
 
     name: str
@@ -243,9 +245,9 @@ _REGISTRY: dict[str, RuleFunction] = {}
 def register_rule(primitive: str) -> Callable[[RuleFunction], RuleFunction]:
     """Registers the sharding rule of a primitive, such as a custom call.
 
-    The decorated function takes the abstract operands, the abstract results
-    (each with ``shape`` and ``dtype``) and the parameters of the equation, and
-    returns a `FactorRule`. It wins over the compiler's own rule.
+    The decorated function takes the abstract operands, the abstract results (each with
+    ``shape`` and ``dtype``) and the parameters of the equation. The function returns a
+    `FactorRule`, which replaces the compiler's own rule.
 
     >>> @register_rule("my_custom_call")
     ... def _(operands, results, params):
@@ -275,7 +277,7 @@ def registered_rule(
 def _barrier(
     operands: Sequence[Any], results: Sequence[Any], params: dict[str, Any]
 ) -> FactorRule:
-    """Each result is its operand: the barrier is an identity of many values."""
+    """Makes each result share the factors of its operand, because a barrier copies."""
     del results, params
     rule = separate_rule([o.shape for o in operands], [], FactorKind.PASS)
     return dataclasses.replace(rule, results=rule.operands)

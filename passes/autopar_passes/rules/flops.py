@@ -1,14 +1,14 @@
-"""FLOPs of one equation, a registry with one function a primitive.
+"""FLOPs of one equation, from a registry with one function per primitive.
 
-A multiply and an add count as two FLOPs, as in every published FLOP count of
-matrix products. Equations without an entry count one FLOP an element of the
-largest array they touch, which is exact for element-wise arithmetic.
+A multiplication and an addition count as two FLOPs, as in every published FLOP count of
+matrix products. Equations without an entry count one FLOP per element of the largest
+array that they read or write, which is exact for element-wise arithmetic.
 
-FLOPs of a Pallas kernel: its body at the points of its grid.
-
-Loops and branches of a kernel often depend on the point alone, as where a causal mask
-leaves blocks out. So the scalars of the body are computed for points of the grid, and
-what each point runs is counted. What depends on data counts as if it ran.
+The FLOPs of a Pallas kernel are the FLOPs of its body, summed over the points of its
+grid. Loops and branches of a kernel often depend only on the point, for example if a
+causal mask skips blocks. The scalars of the body are therefore evaluated at points of
+the grid, and the FLOPs that each point runs are counted. Branches that depend on data
+are counted as if they ran.
 """
 
 from __future__ import annotations
@@ -28,10 +28,11 @@ from autopar_passes import jax_compat
 from autopar_passes.program.equations import Value
 from autopar_passes.rules import pallas_grid
 
-# Element-wise functions that are more than one instruction, in FLOPs: the time of
-# an element on a CPU core under XLA (benchmarks/elementwise.py) at the 11 GFLOP/s
-# of vector work that `autopar profile` measured beside it, roughly rounded.
-# Functions not measured are guessed from those that they are computed with.
+# FLOPs of element-wise functions that need more than one instruction. Each number is
+# the measured time per element on one CPU core under XLA (benchmarks/elementwise.py),
+# multiplied by the 11 GFLOP/s of vector work that `autopar profile` measured on the
+# same core, and roughly rounded. Functions that were not measured are estimated from
+# the functions that compute them.
 _ELEMENT_FLOPS = {
     "acos": 15.0, "acosh": 10.0, "asin": 15.0, "asinh": 10.0, "atan2": 15.0,
     "cbrt": 40.0, "cos": 15.0, "cosh": 10.0, "digamma": 15.0, "div": 2.0,
@@ -44,7 +45,7 @@ _ELEMENT_FLOPS = {
 FlopsFunction = Callable[[Sequence[Value], Sequence[Value], dict[str, Any]], float]
 _REGISTRY: dict[str, FlopsFunction] = {}
 
-# Moves data and computes nothing.
+# Primitives that move data and compute nothing.
 _FREE = frozenset(
     {
         "broadcast_in_dim",
@@ -84,7 +85,7 @@ def equation_flops(
     results: Sequence[Value],
     params: dict[str, Any],
 ) -> float:
-    """Returns the FLOPs of one application on whole, unsharded arrays."""
+    """Returns the FLOPs of one primitive on whole, unsharded arrays."""
     if primitive in _FREE:
         return 0.0
     function = _REGISTRY.get(primitive)
@@ -117,7 +118,7 @@ def _convolution(
 def _ragged_product(
     operands: Sequence[Value], results: Sequence[Value], params: dict[str, Any]
 ) -> float:
-    """Each row meets the columns of its own group alone, as in a grouped kernel."""
+    """Each row meets only the columns of its own group, as in a grouped kernel."""
     del results
     numbers = params["ragged_dot_dimension_numbers"]
     (_, contracting), (_, batch) = numbers.dot_dimension_numbers
@@ -143,19 +144,19 @@ def _sort(
 def _scatter(
     operands: Sequence[Value], results: Sequence[Value], params: dict[str, Any]
 ) -> float:
-    """One for each element of the updates, however large the array that they go into
+    """One FLOP for each element of the updates, for any size of the operand
     (openxla/xla, ``HloCostAnalysis::HandleScatter``)."""
     del results, params
     return float(operands[2].size)
 
 
-# Points of one dimension of the grid at which the body is counted; of a longer
-# dimension these are spread evenly.
+# Number of points of one grid dimension at which the body is counted. In a longer
+# dimension, this many points are spread evenly.
 POINTS = 16
-# Trips of a loop whose end depends on data.
+# Assumed trips of a loop whose end depends on data.
 UNKNOWN_TRIPS = 1.0
 
-# They read and write memory of the kernel.
+# Primitives that read and write memory of the kernel.
 _MEMORY = frozenset(
     {"get", "swap", "addupdate", "masked_load", "masked_swap", "load", "store"}
 )
@@ -180,10 +181,10 @@ class Count:
     """FLOPs of a kernel.
 
     Attributes:
-      matrix: of products.
-      vector: of everything else.
+      matrix: FLOPs of matrix products.
+      vector: FLOPs of everything else.
       exact: whether no loop or branch depends on data.
-      dtype: of the operands of the first product; '' without one.
+      dtype: dtype of the operands of the first product; '' without a product.
     """
 
     matrix: float = 0.0
@@ -192,7 +193,7 @@ class Count:
     dtype: str = ""
 
     def __add__(self, other: Count) -> Count:
-        """Returns the FLOPs of both."""
+        """Returns the sum of two counts."""
         return Count(
             self.matrix + other.matrix,
             self.vector + other.vector,
@@ -201,7 +202,7 @@ class Count:
         )
 
     def __mul__(self, times: float) -> Count:
-        """Returns the FLOPs of several runs."""
+        """Returns the count of several runs."""
         return dataclasses.replace(
             self, matrix=self.matrix * times, vector=self.vector * times
         )
@@ -212,7 +213,7 @@ def count_kernel_flops(params: dict[str, Any], operands: Sequence[Any]) -> Count
 
     Args:
       params: parameters of the ``pallas_call``.
-      operands: for each operand, its array where the program holds it, else None.
+      operands: for each operand, its array if the program holds the array, else None.
     """
     mapping, jaxpr = params["grid_mapping"], params["jaxpr"]
     grid = [n if isinstance(n, int) else 1 for n in mapping.grid]
@@ -236,14 +237,14 @@ def count_kernel_flops(params: dict[str, Any], operands: Sequence[Any]) -> Count
 
 
 def count_body(jaxpr: Any) -> Count:
-    """Counts the FLOPs of a body without a grid, of the shapes that it has."""
+    """Counts the FLOPs of a body without a grid, for the shapes in the body."""
     return _Walk({}, {}, {}).body(jaxpr, {})[0]
 
 
 def product_flops(eqn: Any) -> float:
-    """FLOPs of an equation without a body that is a product; 0 of any other.
+    """FLOPs of an equation if it is a matrix product; 0 for any other equation.
 
-    Inner products of rows alone are none.
+    Products that consist only of inner products of rows count 0.
     """
     numbers = eqn.params.get("dimension_numbers")
     if eqn.primitive.name != "dot_general" or numbers is None:
@@ -253,14 +254,14 @@ def product_flops(eqn: Any) -> float:
 
 
 def _spread(size: int) -> list[int]:
-    """Points of one dimension: all of them, or some in the middle of equal parts."""
+    """Points of one dimension: all points, or the middles of equal parts."""
     if size <= POINTS:
         return list(range(size))
     return [int((k + 0.5) * size / POINTS) for k in range(POINTS)]
 
 
 class _Walk:
-    """Counts a body at one point of the grid. An unknown scalar is None."""
+    """Counts the FLOPs of a body at one point of the grid. Unknown scalars are None."""
 
     def __init__(
         self, point: dict[int, int], sizes: dict[int, int], refs: dict[Any, Any]
@@ -270,7 +271,7 @@ class _Walk:
         self.refs = refs
 
     def body(self, jaxpr: Any, env: dict[Any, Any]) -> tuple[Count, list[Any]]:
-        """The count of a jaxpr, and the scalars that it returns."""
+        """The count of a jaxpr, and the scalar values of its results."""
         total = Count()
         for eqn in jaxpr.eqns:
             total += self.equation(eqn, env)
@@ -303,7 +304,7 @@ class _Walk:
     def call(
         self, eqn: Any, jaxpr: Any, given: list[Any], env: dict[Any, Any]
     ) -> Count:
-        """A scan or a call; what a call returns is known where its operands are."""
+        """Counts a scan or a call; evaluates a call's scalar results if possible."""
         inner: dict[Any, Any] = {}
         is_scan = eqn.primitive.name == "scan"
         if len(jaxpr.invars) == len(given):
@@ -318,13 +319,13 @@ class _Walk:
         return found
 
     def alias(self, inner: Sequence[Any], outer: Sequence[Any]) -> None:
-        """Lets a body read the tables that it is handed."""
+        """Lets a body read the tables that it receives as operands."""
         for mine, theirs in zip(inner, outer, strict=True):
             if not isinstance(theirs, jax_compat.Literal) and theirs in self.refs:
                 self.refs[mine] = self.refs[theirs]
 
     def cond(self, eqn: Any, given: list[Any], env: dict[Any, Any]) -> Count:
-        """The branch that is taken; the longest one where data decide."""
+        """Counts the branch that is taken, or the largest branch if data decides."""
         branches = [b.jaxpr for b in eqn.params["branches"]]
         which, rest = given[0], given[1:]
         found: list[tuple[Count, list[Any]]] = []
@@ -342,7 +343,7 @@ class _Walk:
         return dataclasses.replace(most, exact=most.exact and same)
 
     def loop(self, eqn: Any, given: list[Any]) -> Count:
-        """A ``fori_loop`` whose ends are known; any other loop runs an assumed time."""
+        """Counts a ``fori_loop`` with known ends; other loops have `UNKNOWN_TRIPS`."""
         params = eqn.params
         cond, body = params["cond_jaxpr"].jaxpr, params["body_jaxpr"].jaxpr
         skipped = params["cond_nconsts"] + params["body_nconsts"]
@@ -357,7 +358,7 @@ class _Walk:
         return once * trips
 
     def element(self, eqn: Any, env: dict[Any, Any]) -> Any:
-        """An element of a table whose array the program holds."""
+        """An element of a table, if the program holds the table's array."""
         table = self.refs.get(eqn.invars[0])
         if table is None or eqn.outvars[0].aval.shape:
             return None
@@ -383,7 +384,7 @@ def _read(env: dict[Any, Any], atom: Any) -> Any:
 
 
 def _scalar(name: str, given: list[Any], eqn: Any) -> Any:
-    """The result of an equation between scalars that are all known, or None."""
+    """The result of an equation on known scalars, or None."""
     function = _SCALAR.get(name)
     if function is None or not given:
         return None
@@ -402,7 +403,7 @@ def _scalar(name: str, given: list[Any], eqn: Any) -> Any:
 
 
 def _trips(cond: Any, values: list[Any]) -> float | None:
-    """Trips of a loop that counts up by one to a known end; None for any other."""
+    """Trips of a loop that counts up by one to a known end; None for other loops."""
     if len(cond.eqns) != 1 or cond.eqns[0].primitive.name != "lt":
         return None
     env = dict(zip(cond.invars, values, strict=False))
@@ -413,14 +414,14 @@ def _trips(cond: Any, values: list[Any]) -> float | None:
 
 
 def _flops(eqn: Any) -> Count:
-    """FLOPs of one equation without a body."""
+    """The FLOPs of one equation without a body."""
     operands = [_value(v.aval) for v in eqn.invars]
     results = [_value(v.aval) for v in eqn.outvars]
     known = [v for v in (*operands, *results) if v is not None]
     if len(known) < len(operands) + len(results):
         return Count()
     if not any(v.shape for v in known):
-        return Count()  # bookkeeping of the loops
+        return Count()  # scalars that only control loops
     name = "dot_general" if eqn.primitive.name in _DOTS else eqn.primitive.name
     flops = equation_flops(
         name,
@@ -434,7 +435,7 @@ def _flops(eqn: Any) -> Count:
 
 
 def _value(aval: Any) -> Value | None:
-    """An array of a body; None for a reference to memory."""
+    """The shape and dtype of an array; None for a reference to memory."""
     if not isinstance(aval, ShapedArray):
         return None
     return Value(tuple(aval.shape), aval.dtype)

@@ -1,41 +1,45 @@
-"""The rule and the work of equations that are hand-written kernels.
+"""Sharding rules and FLOPs of equations that are hand-written kernels.
 
-Such an equation is opaque to the compiler: no rule can be read from its lowering, which
-a host without the device may not even have. cuDNN's attention has the rule of
-`autopar_passes.rules.kernels`; a Pallas kernel has the one that its grid proves, or the
-one that is registered under its name. A `jax.shard_map` of the step's own is opaque in
-the same way; its specs are its rule.
+The compiler cannot look into a hand-written kernel. No sharding rule can be read from
+the lowering of a kernel, and a host without the device may be unable to lower the
+kernel. cuDNN's attention has the rule of this module. A Pallas kernel has the rule that
+its grid proves, or the rule that is registered under its name. The compiler cannot look
+into a `jax.shard_map` of the step's own either; the specs of the ``shard_map`` are its
+rule.
 
-The model FLOPs of attention kernels written in Pallas, told by their structure.
+Model FLOPs of attention kernels that are written in Pallas:
 
-A kernel of attention takes queries, keys and values first, and computes an exponential
-between products. What it runs depends on its blocks, on what it leaves out by its mask
-and on what it computes again; the model's own products do not. For each query ``s``
-and key ``t`` that may meet, of ``d`` elements, and values of ``e``::
+An attention kernel takes queries, keys and values first, and computes an exponential
+between products. The FLOPs that a kernel runs depend on its block sizes, on the pairs
+that its mask skips, and on the values that it recomputes. The model's FLOPs depend on
+none of these. For each pair of a query ``s`` and a key ``t`` that the mask allows, with
+``d`` elements in queries and keys and ``e`` elements in values, the FLOPs are::
 
     forward                 scores 2 d, output 2 e
     gradient of queries     2 d
     gradients of the rest   keys 2 d, probabilities 2 e, values 2 e
 
-so the backward pass has twice the FLOPs of the forward pass, as automatic
-differentiation of the written-out products has (Chowdhery et al., "PaLM", 2022,
-appendix B, whose model FLOPs utilisation leaves out what is computed again).
+The backward pass therefore has twice the FLOPs of the forward pass. Automatic
+differentiation of the written-out products gives the same ratio (Chowdhery et al.,
+"PaLM", 2022, appendix B, whose model FLOPs utilisation does not count recomputation).
 
-cuDNN's fused attention: rules and work of its forward and backward calls.
+Rules and FLOPs of the forward and backward calls of cuDNN's fused attention:
 
-The operands are those of `jax.nn.dot_product_attention(implementation="cudnn")`:
-query ``(batch, q_seq, heads, head_dim)``, key and value with ``kv_seq`` and
-``kv_heads``, or with heads before the sequence (layout 1). An operand that a call does
-not use has no elements.
+The operands are those of `jax.nn.dot_product_attention(implementation="cudnn")`. The
+query has shape ``(batch, q_seq, heads, head_dim)``. Key and value have ``kv_seq`` and
+``kv_heads`` instead. In layout 1 the heads come before the sequence. An operand that a
+call does not use has no elements.
 
-Batch and heads may be split; groups of query heads stay with their key head. The bias
-may lack batch or heads: its gradient is then summed over their shards by the call.
-With dropout each shard draws from the same seed, as under JAX's own partitioning.
+Batch and heads may be sharded, where a group of query heads stays with its key head.
+The bias may lack the batch or the heads. The call then sums the gradient of the bias
+over the shards of the missing dimension. With dropout each shard draws from the same
+seed, as under JAX's own partitioning.
 
-The sequence may be split where queries and keys are of one sequence, and nothing but a
-causal mask tells positions apart: shards of keys and values then go around a ring
-(`autopar_passes.replay.ring`). Under a bias, dropout, a sliding window, lengths or
-segments each block would need a part of them that the call has no room for.
+The sequence may be sharded if queries and keys have the same sequence length and only a
+causal mask distinguishes positions. Shards of keys and values are then passed around a
+ring (`autopar_passes.replay.ring`). A bias, dropout, a sliding window, lengths or
+segments rule out a sharded sequence, because each block would need its part of them and
+the call has no operand for such a part.
 """
 
 from __future__ import annotations
@@ -68,7 +72,7 @@ from autopar_passes.rules.factor_rule import (
 EXPONENTIALS = frozenset({"exp", "exp2"})
 ORDERINGS = frozenset({"ge", "gt", "le", "lt"})
 _DOTS = frozenset({"dot_general", "dot"})
-# What a mask that leaves out the later keys takes off, at the least, of what runs.
+# A causal mask leaves at most this share of the FLOPs of all pairs.
 _LEAST_MASKED = 0.95
 
 
@@ -78,16 +82,16 @@ def attention_flops(
     results: Sequence[Any],
     executed: float,
 ) -> tuple[float, bool] | None:
-    """The model FLOPs of a Pallas kernel of attention, and whether it is causal.
+    """The model FLOPs of a Pallas attention kernel, and whether the kernel is causal.
 
     Args:
       params: parameters of the ``pallas_call``.
       operands: the abstract operands.
       results: the abstract results.
-      executed: FLOPs of the products that it runs.
+      executed: FLOPs of the matrix products that the kernel runs.
 
     Returns:
-      None for a kernel that is none of attention.
+      None for a kernel that is not an attention kernel.
     """
     mapping = params["grid_mapping"]
     body = list(_equations(params["jaxpr"]))
@@ -123,7 +127,7 @@ def _integer(array: Any) -> bool:
 
 
 def _is_like(result: Any, of: Sequence[Any]) -> bool:
-    """Whether a result is a gradient of one of some arrays, perhaps in parts."""
+    """Whether a result has the shape of one of the arrays, perhaps in several parts."""
     return any(
         len(result.shape) >= len(array.shape)
         and tuple(result.shape[-len(array.shape) :]) == tuple(array.shape)
@@ -132,7 +136,7 @@ def _is_like(result: Any, of: Sequence[Any]) -> bool:
 
 
 def _sequence(mapping: Any) -> int | None:
-    """The length of the dimension of an array that blocks of it have rows of."""
+    """The length of an array's only tiled dimension; None if there are more or none."""
     shape = tuple(mapping.array_aval.shape)[:-1]
     sizes = [getattr(dim, "block_size", 1) for dim in mapping.block_shape[:-1]]
     tiled = [n for n, size in zip(shape, sizes, strict=True) if size > 1]
@@ -140,7 +144,7 @@ def _sequence(mapping: Any) -> int | None:
 
 
 def _orders(eqn: Any) -> bool:
-    """Whether an equation compares whole numbers of two dimensions of a block."""
+    """Whether an equation compares two integer arrays of at least two dimensions."""
     return eqn.primitive.name in ORDERINGS and all(
         len(getattr(atom.aval, "shape", ())) >= 2 and _integer(atom.aval)
         for atom in eqn.invars
@@ -157,22 +161,23 @@ def _equations(jaxpr: Any) -> Iterator[Any]:
 FORWARD = "dot_product_attention_fwd_wrapper"
 BACKWARD = "dot_product_attention_bwd_wrapper"
 PRIMITIVES = frozenset({FORWARD, BACKWARD})
-# Operands of both; a backward call takes the logarithms of rows, the output and its
-# gradient behind them.
+# The number of operands of the forward call. The backward call has three more operands:
+# the log-sum-exp of each row, the output, and the gradient of the output.
 OPERANDS = 10
 
-# Of the mask types, those that leave out the later keys.
+# The mask types that mask out the later keys.
 _CAUSAL = frozenset({"CAUSAL", "PADDING_CAUSAL"})
-# Five products where the forward pass has two: the scores once more, and the
-# gradients of probabilities, values, queries and keys (arXiv 2307.08691, section 4.1).
+# The backward pass runs five products, and the forward pass runs two. The five products
+# are the scores, which are recomputed, and the gradients of probabilities, values,
+# queries and keys (arXiv 2307.08691, section 4.1).
 _BACKWARD_FLOPS = 2.5
-# Factors of the heads: a key head is shared by a group of query heads.
+# Factors of the heads: a group of query heads shares one key head.
 _QUERY_HEADS = ("kv heads", "group")
 _KEY_HEADS = ("kv heads",)
 
 
 class _CallFactors:
-    """Numbers the factors of one call."""
+    """The factors of one call, numbered in the order of their creation."""
 
     def __init__(self) -> None:
         self.sizes: list[int] = []
@@ -189,7 +194,7 @@ class _CallFactors:
         return tuple(f for name in names for f in self.known.get(name, ()))
 
     def whole(self, shape: Sequence[int]) -> Dims:
-        """Dims of their own, none of which may be split."""
+        """Dims with new factors, none of which may be sharded."""
         dims: list[tuple[int, ...]] = []
         for size in shape:
             name = f"own {len(self.sizes)}"
@@ -247,7 +252,7 @@ class _Call:
         ]
 
     def bias_dims(self) -> Dims:
-        """Dims of the bias; it may lack batch and heads."""
+        """Dims of the bias, which may lack the batch and the heads."""
         if not math.prod(self.bias):
             return self.factors.whole(self.bias)
         of = self.factors.dim
@@ -263,7 +268,7 @@ class _Call:
         return (*batch, *heads)
 
     def rows(self, shape: Sequence[int]) -> Dims:
-        """Dims of lengths and offsets: a row for each example."""
+        """Dims of lengths and offsets, which have one row for each example."""
         if not math.prod(shape) or shape[0] != self.batch:
             return self.factors.whole(shape)
         return (self.factors.dim("batch"), *self.factors.whole(shape[1:]))
@@ -283,7 +288,7 @@ def attention_rule(
     params: dict[str, Any],
     read: Sequence[bool],
 ) -> FactorRule | None:
-    """Returns the rule of a call; None where the sizes are none that it knows.
+    """Returns the rule of a call; None if the rule does not cover the sizes.
 
     Args:
       primitive: one of `PRIMITIVES`.
@@ -322,13 +327,13 @@ def attention_rule(
 
 
 def _goes_around(operands: Sequence[Any], params: dict[str, Any]) -> bool:
-    """Whether a block of a call is a call on blocks of queries, keys and values."""
+    """Whether the call can be computed block by block of queries, keys and values."""
     plain = not params["dropout_rate"] and not params.get("sliding_window_length")
     masked = getattr(params["mask_type"], "name", "") in ("NO_MASK", "CAUSAL")
     return plain and masked and not any(math.prod(o.shape) for o in operands[3:10])
 
 
-# Bytes of an element of the sums, which are in float32.
+# Bytes of an element of the float32 sums.
 _SUM_BYTES = 4
 
 
@@ -339,7 +344,7 @@ def _exchanges(
     results: Sequence[Any],
     read: Sequence[bool],
 ) -> tuple[Exchange, ...]:
-    """What shards of a sequence send each other (`autopar_passes.replay.ring`)."""
+    """The arrays that shards of a sequence exchange (`autopar_passes.replay.ring`)."""
     factors = call.factors.dim("q seq")
     if not call.ring or not factors:
         return ()
@@ -362,7 +367,7 @@ def _exchanges(
 def attention_kernel(
     primitive: str, operands: Sequence[Any], params: dict[str, Any]
 ) -> KernelWork:
-    """Returns the work of a call.
+    """Returns the FLOPs and the other properties of a call.
 
     The forward pass takes ``2 * (qk_dim + v_dim)`` FLOPs for each query, key and head.
     """
@@ -384,12 +389,12 @@ def attention_kernel(
 
 
 def is_causal(params: dict[str, Any]) -> bool:
-    """Whether the mask of a call leaves out the later keys."""
+    """Whether the mask of a call masks out the later keys."""
     return getattr(params["mask_type"], "name", "") in _CAUSAL
 
 
 def sequence_dim(params: dict[str, Any]) -> int:
-    """The dimension of the sequence, of queries, keys, values and outputs."""
+    """The index of the sequence dimension in queries, keys, values and outputs."""
     return 2 if params["layout"] else 1
 
 
@@ -397,7 +402,7 @@ def params_of_block(params: dict[str, Any], *, causal: bool) -> dict[str, Any]:
     """The parameters of a call on a block of queries and of keys.
 
     Args:
-      params: of the whole call.
+      params: the parameters of the whole call.
       causal: whether queries and keys are at the same positions, under a causal mask.
     """
     masks = type(params["mask_type"])
@@ -405,13 +410,13 @@ def params_of_block(params: dict[str, Any], *, causal: bool) -> dict[str, Any]:
 
 
 def _part(call: _Call, params: dict[str, Any]) -> float:
-    """The part of all pairs of a query and a key that the mask leaves."""
+    """The share of all pairs of a query and a key that the mask allows."""
     part = 0.5 if is_causal(params) else 1.0
     window = params.get("sliding_window_length")
     return part if not window else min(part, window / call.kv_seq)
 
 
-# Kernels of attention, whose own estimates of their cost leave out the mask.
+# Attention kernels whose own cost estimates ignore the mask.
 _ATTENTION = ("mha_", "splash_m", "_flash_attention", "flash_attention")
 
 
@@ -422,7 +427,7 @@ def is_kernel(primitive: str) -> bool:
 
 
 def kernel_name(eqn: Equation) -> str:
-    """Returns what people call the kernel of an equation."""
+    """Returns the name of an equation's kernel, for people."""
     if eqn.primitive != pallas_grid.PRIMITIVE:
         return eqn.primitive
     return pallas_grid.kernel_name(eqn.params)
@@ -434,7 +439,7 @@ def kernel_rule(
     results: Sequence[Any],
     read: Sequence[bool],
 ) -> FactorRule | None:
-    """Returns the rule of a kernel; None where nothing proves that it may be split.
+    """Returns the rule of a kernel; None if no rule proves that it may be sharded.
 
     Args:
       eqn: an equation whose primitive `is_kernel`.
@@ -443,7 +448,7 @@ def kernel_rule(
       read: for each result, whether anything reads it.
 
     Raises:
-      InputError: a registered rule splits what shards of the kernel cannot.
+      InputError: a registered rule shards a dimension that the kernel cannot shard.
     """
     if eqn.primitive == manual.PRIMITIVE:
         return manual.manual_rule(operands, results, eqn.params)
@@ -464,13 +469,13 @@ def kernel_work(
     results: Sequence[Any],
     arrays: Sequence[Any],
 ) -> KernelWork:
-    """Returns the work of a kernel on whole operands.
+    """Returns the FLOPs and the other properties of a kernel on whole operands.
 
     Args:
       eqn: an equation whose primitive `is_kernel`.
       operands: the abstract operands.
       results: the abstract results.
-      arrays: for each operand, its array where the program holds it, else None.
+      arrays: for each operand, its array if the program holds the array, else None.
     """
     if eqn.primitive in PRIMITIVES:
         return attention_kernel(eqn.primitive, operands, eqn.params)
@@ -513,11 +518,11 @@ def _pallas_work(
 
 
 def _model_flops(body: Any, arrays: Sequence[Any]) -> tuple[float, float]:
-    """The model FLOPs of the body of a ``shard_map``, and the causal part of them.
+    """The model FLOPs of a ``shard_map`` body, and the FLOPs of causal attention in it.
 
     Args:
-      body: the body, of one shard.
-      arrays: for each operand, its array where the program holds it, else None.
+      body: the body, which computes one shard.
+      arrays: for each operand, its array if the program holds the array, else None.
     """
     total = causal = 0.0
     jaxpr = getattr(body, "jaxpr", body)

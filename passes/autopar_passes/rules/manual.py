@@ -1,9 +1,10 @@
 """A step's own `jax.shard_map`: local code over mesh axes that the user named.
 
-Its body is written for shards: it means what it says only where each axis that it
-names is one axis of the planned mesh, of the same size, that splits what the specs
-say. So each of its axes is a factor that one mesh axis must split wholly. Other mesh
-axes repeat its work.
+The body of the ``shard_map`` is written for shards. It keeps its meaning only if each
+axis that it names is one axis of the planned mesh, with the same size, and if this axis
+shards the arrays as the specs say. Each axis of the body is therefore a factor that
+exactly one mesh axis must shard completely. Devices along all other mesh axes repeat
+the work.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from autopar_passes.rules.factor_rule import (
 )
 
 PRIMITIVE = "shard_map"
-# The body is compiled by XLA, operator by operator; of its products this is assumed.
+# Assumed efficiency of matrix products in the body, which XLA compiles as usual.
 BODY_EFFICIENCY = 0.7
 _COLLECTIVES = (
     "psum",
@@ -38,7 +39,7 @@ _COLLECTIVES = (
 def manual_axes(params: dict[str, Any]) -> dict[str, int]:
     """Returns the axes that the body names, with their sizes, in the order of the mesh.
 
-    Axes of its mesh that stay automatic are the compiler's own.
+    Axes of the body's mesh that stay automatic belong to the compiler.
     """
     names = params.get("newly_manual_axes") or params.get("manual_axes") or ()
     return {n: s for n, s in params["mesh"].shape.items() if n in names and s > 1}
@@ -47,7 +48,7 @@ def manual_axes(params: dict[str, Any]) -> dict[str, int]:
 def manual_rule(
     operands: Sequence[Any], results: Sequence[Any], params: dict[str, Any]
 ) -> FactorRule | None:
-    """Returns the rule of a ``shard_map``; None where a spec has no even shards.
+    """Returns the rule of a ``shard_map``; None if a spec has uneven shards.
 
     Args:
       operands: the abstract operands, each with ``shape``.
@@ -76,7 +77,7 @@ def manual_rule(
 
 
 class _ShardMapFactors:
-    """Numbers the factors of a ``shard_map``: its axes first, then what is whole."""
+    """Numbers the factors of a ``shard_map``: its axes, then unsharded factors."""
 
     def __init__(self, axes: dict[str, int]) -> None:
         self.axes = axes
@@ -108,7 +109,7 @@ def _names(spec: Any, dim: int, axes: dict[str, int]) -> list[str]:
 def manual_kernel(
     operands: Sequence[Any], results: Sequence[Any], params: dict[str, Any]
 ) -> KernelWork:
-    """Returns the work of a ``shard_map`` on all of its shards together."""
+    """Returns the work of a ``shard_map``, for all of its shards together."""
     axes = manual_axes(params)
     shards = math.prod(axes.values())
     jaxpr = getattr(params["jaxpr"], "jaxpr", params["jaxpr"])

@@ -1,18 +1,19 @@
 """Pallas kernels: the dimensions that their grid proves to be independent.
 
-A kernel runs once for each point of a grid, and index maps say which block of each
-array a point sees. A dimension of the grid may be split over devices if no point of it
-can tell:
+A kernel runs once for each point of a grid. Index maps tell which block of each array a
+point reads or writes. A dimension of the grid may be sharded over devices if the
+kernel's results cannot depend on this sharding. The conditions are:
 
-* each index map either ignores it or is that dimension itself (or a whole quotient of
-  it, as for key heads that several query heads share);
-* its blocks tile the arrays, and every result that is read has a block of its own for
-  each point;
-* the kernel asks neither for the number of the point nor for how many there are;
-* nothing is carried from one point to the next: there is no scratch memory, or the
-  dimension is declared parallel, or it came from ``jax.vmap``.
+* Each index map either ignores the dimension or returns it unchanged. An index map may
+  also return a whole quotient of the dimension, as for key heads that several query
+  heads share.
+* The blocks tile the arrays, and every result that is read has a separate block for
+  each point.
+* The kernel reads neither the index of the point nor the size of the dimension.
+* Nothing is carried from one point to the next: the kernel has no scratch memory, or
+  the dimension is declared parallel, or ``jax.vmap`` added the dimension.
 
-Blocks themselves stay whole.
+Blocks are never divided.
 """
 
 from __future__ import annotations
@@ -28,18 +29,18 @@ from autopar_passes import jax_compat
 from autopar_passes.rules.factor_rule import Dims, FactorKind, FactorRule
 
 PRIMITIVE = "pallas_call"
-# Kernels known to set up their scratch memory anew for each head.
+# Kernels that are known to initialise their scratch memory for each head.
 _FRESH_SCRATCH = ("splash_mha", "splash_mqa")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Index:
-    """What an index map returns for one dimension.
+    """The value of an index map for one dimension of an array.
 
     Attributes:
-      reads: the dimensions of the grid that it depends on.
-      along: the dimension that it is, or -1.
-      repeat: how many points in a row see the same block.
+      reads: the dimensions of the grid that the value depends on.
+      along: the dimension of the grid that the value follows, or -1.
+      repeat: the number of consecutive points with the same block.
     """
 
     reads: frozenset[int] = frozenset()
@@ -49,25 +50,25 @@ class _Index:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Block:
-    """One array of a kernel: its shape, blocks, and index of each dimension."""
+    """One array of a kernel: its shape, its block sizes, and an index per dimension."""
 
     shape: tuple[int, ...]
     sizes: tuple[int, ...]
     indices: tuple[_Index, ...]
 
     def along(self, dim: int) -> list[int]:
-        """The dimensions of the array that follow one of the grid."""
+        """The dimensions of the array that follow a dimension of the grid."""
         return [d for d, i in enumerate(self.indices) if i.along == dim]
 
     def covers_exactly(self, d: int, grid: Sequence[int]) -> bool:
-        """Whether the blocks of the grid cover a dimension exactly."""
+        """Whether the blocks of the grid cover a dimension of the array exactly."""
         index = self.indices[d]
         points, rest = divmod(grid[index.along], index.repeat)
         return rest == 0 and points * self.sizes[d] == self.shape[d]
 
 
 def kernel_name(params: dict[str, Any]) -> str:
-    """Returns the name of a kernel: the one it was given, or its function's."""
+    """Returns the given name of a kernel, or else the name of its function."""
     info = getattr(params["jaxpr"], "debug_info", None)
     return params.get("name") or getattr(info, "func_name", "") or "pallas kernel"
 
@@ -80,7 +81,7 @@ def grid_rule(params: dict[str, Any], read: Sequence[bool]) -> FactorRule | None
       read: for each result, whether anything reads it.
 
     Returns:
-      The rule, or None where it can prove nothing.
+      The rule, or None if the grid proves nothing.
     """
     found = _blocks(params)
     if found is None:
@@ -89,20 +90,20 @@ def grid_rule(params: dict[str, Any], read: Sequence[bool]) -> FactorRule | None
     return found.rule(free) if free else None
 
 
-# A dimension that each point of a grid sees whole, or of which it may see anything.
+# A dimension that each point of a grid sees as a whole, and one with unknown access.
 WHOLE, UNKNOWN = -1, -2
 
 
 def dims_seen(params: dict[str, Any]) -> list[tuple[int, ...]] | None:
-    """Returns what the points of a kernel's grid see of each dimension.
+    """Returns the part of each dimension that the points of a kernel's grid see.
 
     Args:
       params: parameters of the ``pallas_call``.
 
     Returns:
-      Of each operand and result, for each dimension: `WHOLE`, the dimension of the
-      grid that it follows, whose points are independent, or `UNKNOWN`. None where the
-      grid is of a kind that is not known.
+      For each operand and result, for each dimension: `WHOLE`, or the dimension of the
+      grid that it follows and whose points are independent, or `UNKNOWN`. The result
+      is None if the kind of grid is unknown.
     """
     found = _blocks(params)
     if found is None:
@@ -122,10 +123,10 @@ def dims_seen(params: dict[str, Any]) -> list[tuple[int, ...]] | None:
 
 
 def check_rule(params: dict[str, Any], rule: FactorRule, name: str) -> FactorRule:
-    """Returns a registered rule, once it is sure that shards can run.
+    """Returns a registered rule after checking that its shards can run.
 
     Raises:
-      InputError: the rule splits a dimension that no dimension of the grid follows.
+      InputError: the rule shards a dimension that no dimension of the grid follows.
     """
     found = _blocks(params)
     blocks = () if found is None else (*found.operands, *found.results)
@@ -153,7 +154,7 @@ def localise_params(
     """Returns the parameters of a kernel for the shards of its operands.
 
     Args:
-      params: for the whole operands.
+      params: the parameters for the whole operands.
       operands: shape of each operand's shard.
     """
     found = _blocks(params)
@@ -199,7 +200,7 @@ def _part_of_cost(cost: Any, parts: int) -> Any:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Grid:
-    """The grid of a kernel, its arrays, and what the kernel asks of the grid."""
+    """The grid of a kernel, its arrays, and the kernel's use of grid indices."""
 
     name: str
     grid: tuple[int, ...]
@@ -234,14 +235,14 @@ class _Grid:
         return self.starts_anew(g)
 
     def starts_anew(self, g: int) -> bool:
-        """Whether no point along a dimension sees what an earlier one left behind."""
+        """Whether no point along a dimension reads data that an earlier point left."""
         if g in self.vmapped or g in self.parallel:
             return True
         kept = self.scratch or any(not block.along(g) for block in self.results)
         return not kept or self.name.startswith(_FRESH_SCRATCH)
 
     def parts(self, operands: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
-        """Into how many parts shards of the operands split each dimension."""
+        """By grid dimension, the number of parts that the operands' shards imply."""
         parts = [1] * len(self.grid)
         for block, shape in zip(self.operands, operands, strict=True):
             for size, local, index in zip(
@@ -252,7 +253,7 @@ class _Grid:
         return tuple(parts)
 
     def rule(self, free: Sequence[int]) -> FactorRule:
-        """The rule in which the free dimensions of the grid may be split."""
+        """The rule in which the free dimensions of the grid may be sharded."""
         sizes: list[int] = []
         kinds: list[FactorKind] = []
 
@@ -267,7 +268,8 @@ class _Grid:
         major: dict[int, tuple[int, ...]] = {}
         minor: dict[int, tuple[int, ...]] = {}
         for g in free:
-            # No array goes along a dimension that all of its programs share.
+            # If all points of a dimension share all blocks, no array follows the
+            # dimension.
             repeats = (b.indices[d].repeat for b in arrays for d in b.along(g))
             repeat = max(repeats, default=self.grid[g])
             major[g] = new(self.grid[g] // repeat, FactorKind.PASS)
@@ -293,10 +295,10 @@ class _Grid:
 
 
 def _blocks(params: dict[str, Any]) -> _Grid | None:
-    """Reads the grid of a kernel; None where it is of a kind that is not known."""
+    """Reads the grid of a kernel; None if the kind of grid is unknown."""
     mapping, jaxpr = params["grid_mapping"], params["jaxpr"]
     static = all(isinstance(n, int) for n in mapping.grid)
-    # A grid with names lets the kernel ask for them as for axes of a mesh.
+    # The kernel can refer to the names of a named grid as to mesh axes.
     if not static or mapping.grid_names or params.get("mesh"):
         return None
     count = len(mapping.grid)
@@ -327,9 +329,9 @@ def _blocks(params: dict[str, Any]) -> _Grid | None:
 
 
 def grid_axes_asked(jaxpr: Any) -> frozenset[int]:
-    """Returns the axes of the grid that a Pallas kernel asks the number or size of.
+    """Returns the axes of the grid whose index or size a Pallas kernel reads.
 
-    Axes do not count dimensions that ``jax.vmap`` has added.
+    The axis numbers skip dimensions that ``jax.vmap`` has added.
     """
     found: set[int] = set()
     for eqn in jaxpr.eqns:
@@ -341,7 +343,7 @@ def grid_axes_asked(jaxpr: Any) -> frozenset[int]:
 
 
 def _block_size(dim: Any) -> int | None:
-    """Elements of a block in one dimension; None: its place is no multiple of them."""
+    """Block elements in one dimension; None if blocks start at no multiple of them."""
     kind = type(dim).__name__
     if kind == "Squeezed":
         return 1
@@ -349,7 +351,7 @@ def _block_size(dim: Any) -> int | None:
 
 
 def _parallel_dims(compiler: Any, own: Sequence[int], count: int) -> frozenset[int]:
-    """The dimensions of the grid that a kernel declares to be parallel."""
+    """The dimensions of the grid that a kernel declares parallel."""
     said = getattr(compiler, "dimension_semantics", None) or ()
     numbers = range(count) if len(said) == count else own
     if len(said) not in (count, len(own)):
@@ -362,7 +364,7 @@ def _parallel_dims(compiler: Any, own: Sequence[int], count: int) -> frozenset[i
 
 
 def _indices(jaxpr: Any, count: int) -> tuple[_Index, ...]:
-    """What an index map returns, in terms of the dimensions of the grid."""
+    """The results of an index map, in terms of the dimensions of the grid."""
     env: dict[Any, _Index] = {}
     for g, var in enumerate(jaxpr.invars):
         env[var] = _Index(frozenset({g}), g) if g < count else _Index()
@@ -377,7 +379,7 @@ def _indices(jaxpr: Any, count: int) -> tuple[_Index, ...]:
 
 
 def _result(eqn: Any, operands: Sequence[_Index]) -> _Index:
-    """What an equation of an index map returns."""
+    """The result of one equation of an index map."""
     reads = frozenset[int]().union(*(o.reads for o in operands))
     first = operands[0] if operands else _Index()
     if eqn.primitive.name == "convert_element_type":

@@ -1,17 +1,15 @@
-"""Sharding rules from the compiler's own partitioner (Shardy).
+"""Reads sharding rules from the compiler's own partitioner (Shardy).
 
-The pass ``sdy-populate-op-sharding-rules`` writes a rule on every operation of a
-StableHLO module. An equation that lowers to several operations gets the
+The pass ``sdy-populate-op-sharding-rules`` adds a rule to every operation of a
+StableHLO module. If an equation lowers to several operations, its rule is the
 composition of their rules.
 
-Convolutions: the part of their sharding rule that a plan may use.
-
-XLA's partitioner (jaxlib 0.10.2, CPU) multiplies the result of a convolution
-by the number of replicas when a window dimension is reduced over some but not
-all mesh axes, and likewise any reduction of a grouped convolution; other
-shardings of grouped ones abort the process (``convolution_handler.cc``,
-"Check failed: new_input_batch_size"). So window dimensions stay whole, and a
-grouped convolution runs shard by shard
+For convolutions, a plan may use only a part of the rule. XLA's partitioner (jaxlib
+0.10.2, CPU) computes wrong results if a window dimension is reduced over some but not
+all mesh axes: it multiplies the result by the number of replicas. The same happens for
+any reduction of a grouped convolution. Other shardings of grouped convolutions abort
+the process (``convolution_handler.cc``, "Check failed: new_input_batch_size"). Window
+dimensions are therefore never sharded, and a grouped convolution runs shard by shard
 (`autopar_passes.replay.primitives`).
 """
 
@@ -55,11 +53,11 @@ def whole_windows(rule: FactorRule, params: Mapping[str, Any]) -> FactorRule:
 
 
 def is_grouped(params: Mapping[str, Any]) -> bool:
-    """Returns whether a convolution works on several groups of features or examples."""
+    """Returns whether a convolution has several groups of features or examples."""
     return max(params["feature_group_count"], params["batch_group_count"]) > 1
 
 
-# Factors under union and split: composes the rules of several operations.
+# Factors with union and split, to compose the rules of several operations.
 
 
 @dataclasses.dataclass(slots=True)
@@ -74,8 +72,8 @@ class _FactorNode:
 class FactorForest:
     """Disjoint sets of factors, where a factor may be split into smaller ones.
 
-    A reshape of ``[32]`` to ``[4, 8]`` splits the factor of size 32 into a
-    major one of 4 and a minor one of 8, for every value that carries it.
+    A reshape of ``[32]`` to ``[4, 8]`` splits the factor of size 32 into a major factor
+    of 4 and a minor factor of 8, for every value that has the factor.
     """
 
     def __init__(self) -> None:
@@ -108,27 +106,27 @@ class FactorForest:
         return self._nodes[self.find(factor)].size
 
     def is_blocked(self, factor: int) -> bool:
-        """Says whether a factor must be replicated."""
+        """Returns whether a factor must be replicated."""
         return self._nodes[self.find(factor)].blocked
 
     def reduction(self, factor: int) -> str:
-        """Returns how a factor is reduced, '' if it is not."""
+        """Returns the kind of reduction of a factor; '' if it is not reduced."""
         return self._nodes[self.find(factor)].reduced
 
     def block(self, factor: int) -> None:
-        """Marks a factor as one that must be replicated."""
+        """Marks a factor as replicated."""
         for leaf in self.leaves(factor):
             self._nodes[leaf].blocked = True
 
     def reduce(self, factor: int, kind: str) -> None:
-        """Marks a factor as reduced by ``kind``; two kinds on one factor block it."""
+        """Marks a factor as reduced by ``kind``; a second kind makes it replicated."""
         for leaf in self.leaves(factor):
             node = self._nodes[leaf]
             node.blocked |= bool(node.reduced) and node.reduced != kind
             node.reduced = kind
 
     def unite(self, left: Sequence[int], right: Sequence[int]) -> None:
-        """Says that two lists of factors, major to minor, are the same dimension."""
+        """Unites two lists of factors, major to minor, that form the same dimension."""
         a = [leaf for f in left for leaf in self.leaves(f)]
         b = [leaf for f in right for leaf in self.leaves(f)]
         if [self.size(f) for f in a] == [self.size(f) for f in b]:
@@ -171,7 +169,7 @@ class FactorForest:
 
 
 _POPULATE = "builtin.module(func.func(sdy-populate-op-sharding-rules))"
-# How the body of a reduction or scatter combines two partial results.
+# The way in which the body of a reduction or scatter combines two partial results.
 _COMBINERS = {
     "stablehlo.add": "sum",
     "stablehlo.maximum": "max",
@@ -183,7 +181,7 @@ _SUMMING = frozenset(
     {"stablehlo.dot_general", "stablehlo.convolution", "stablehlo.gather"}
 )
 _COMBINING = frozenset({"stablehlo.reduce", "stablehlo.scatter"})
-# Operations that make values out of nothing: any sharding of them is free.
+# Operations that create values without operands; any sharding of them is free.
 _GENERATORS = frozenset(
     {"stablehlo.constant", "stablehlo.iota", "stablehlo.partition_id"}
 )
@@ -191,12 +189,12 @@ _GENERATORS = frozenset(
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LoweredEquation:
-    """What the reader must know of an equation that was lowered.
+    """The facts about a lowered equation that the reader of rules needs.
 
     Attributes:
       primitive: name of its primitive.
       params: parameters of the primitive.
-      constant: for each operand, whether it is a scalar written in the program.
+      constant: for each operand, whether it is a scalar literal in the program.
       operands: shape of each operand.
       results: shape of each result.
     """
@@ -208,7 +206,7 @@ class LoweredEquation:
     results: tuple[tuple[int, ...], ...]
 
     def replicated_rule(self) -> FactorRule:
-        """Returns the rule that shards nothing."""
+        """Returns the rule in which nothing may be sharded."""
         return replicated_rule(self.operands, self.results)
 
 
@@ -218,8 +216,8 @@ def read_rules(
     """Returns the rule of each equation, and the primitives without a rule.
 
     Args:
-      module: a StableHLO module whose main function runs the equations side by
-        side, each on arguments of its own. The call adds attributes to it.
+      module: a StableHLO module whose main function runs the equations independently,
+        each on its own arguments. This call adds attributes to the module.
       equations: the equations, in the order of the arguments and results.
     """
     with module.context:
@@ -228,7 +226,7 @@ def read_rules(
 
 
 class _RuleReader:
-    """Unites the factors of a whole module, following calls and loops."""
+    """Unites the factors of a whole module; follows calls and loops."""
 
     def __init__(self, module: Any) -> None:
         self.forest = FactorForest()
@@ -264,21 +262,21 @@ class _RuleReader:
         return rules, tuple(sorted(names))
 
     def of(self, value: Any) -> list[int | None]:
-        """Returns the factor of each dimension of an SSA value (None: size one)."""
+        """Returns the factor of each dimension of an SSA value (None for size one)."""
         if value not in self.dims:
             shape = getattr(value.type, "shape", [])
             self.dims[value] = [self.forest.new(s) if s > 1 else None for s in shape]
         return self.dims[value]
 
     def same(self, a: Any, b: Any, *, but_last: bool = False) -> None:
-        """Says that two values of the same shape are sharded alike."""
+        """Declares that two values of the same shape are sharded in the same way."""
         pairs = list(zip(self.of(a), self.of(b), strict=True))
         for x, y in pairs[:-1] if but_last else pairs:
             if x is not None and y is not None:
                 self.forest.unite([x], [y])
 
     def block(self, block: Any, owner: int | None = None) -> list[Any]:
-        """Visits a block; returns the values that its terminator hands back."""
+        """Visits a block; returns the values that its terminator returns."""
         for op in block.operations:
             name = op.operation.name
             if name in ("func.return", "stablehlo.return", "sdy.return"):
@@ -326,7 +324,7 @@ class _RuleReader:
             self.unsupported.add(eqn)
 
     def call(self, op: Any, eqn: int | None) -> None:
-        """Visits the callee anew for each call: its factors belong to the caller."""
+        """Visits the callee for each call, because its factors belong to the caller."""
         function = self.functions[op.attributes["callee"].value]
         block = function.regions[0].blocks[0]
         outer = self.dims
@@ -358,7 +356,7 @@ class _RuleReader:
                     self.same(value, result)
 
     def apply(self, op: Any, name: str) -> None:
-        """Unites the factors of one operation as its sharding rule says."""
+        """Unites the factors of one operation according to its sharding rule."""
         rule = sdy.OpShardingRuleAttr(op.attributes["sdy.sharding_rule"])
         factors = [self.forest.new(s) for s in rule.factor_sizes]
         mappings = (*rule.operand_mappings, *rule.result_mappings)
@@ -369,7 +367,7 @@ class _RuleReader:
                 real = [factors[i] for i in indices if rule.factor_sizes[i] > 1]
                 if factor is not None and real:
                     self.unite_whole(factor, real)
-                elif factor is not None:  # the rule does not let it be sharded
+                elif factor is not None:  # the rule forbids sharding it
                     self.forest.block(factor)
         kind = _combiner(op, name)
         for i in rule.reduction_factors:
@@ -381,7 +379,7 @@ class _RuleReader:
             self.forest.block(factors[i])
 
     def unite_whole(self, factor: int, real: list[int]) -> None:
-        """Unites, unless the rule covers only a part of the dimension (a slice)."""
+        """Unites factors, unless the rule covers only a part of the dimension."""
         sizes = 1
         for f in real:
             sizes *= self.forest.size(f)
@@ -394,7 +392,7 @@ class _RuleReader:
     def rule(
         self, eqn: LoweredEquation, operands: list[Any], results: list[Any]
     ) -> FactorRule:
-        """Reads the rule of one equation off the united factors."""
+        """Reads the rule of one equation from the united factors."""
         number: dict[int, int] = {}
 
         def dims(value: Any, shape: tuple[int, ...]) -> Dims:
@@ -436,13 +434,14 @@ class _RuleReader:
         if self.forest.is_blocked(leaf):
             return FactorKind.BLOCKED
         reduced = bool(self.forest.reduction(leaf))
-        if reduced == produced:  # reduced inside and still there, or lost unreduced
+        # reduced but still in the result, or missing from it without a reduction
+        if reduced == produced:
             return FactorKind.BLOCKED
         return FactorKind.REDUCE if reduced else FactorKind.PASS
 
 
 def _reduces(value: Any) -> bool:
-    """Returns whether a value is the result of a reduction itself."""
+    """Returns whether a value is the direct result of a reduction."""
     owner = getattr(value.owner, "operation", None)
     return owner is not None and owner.name in _SUMMING | _COMBINING
 

@@ -1,1 +1,1 @@
-"""Pipeline stages: which part of a step each equation belongs to, and what it sends."""
+"""Pipeline stages: the part of each equation, and the values that stages send."""

@@ -1,8 +1,9 @@
 """Cuts a microbatch's program into the tasks of pipeline stages.
 
-A task is a set of equations of one stage that runs at once: the forward pass of a part,
-its backward pass (or the two halves of it, gradients of inputs and of weights), or one
-level of the update. Tasks read what other tasks make; what crosses stages is sent.
+A task is a set of equations of one stage that runs as a unit. A task is the forward
+pass of a part, the backward pass of a part, or one level of the update. A backward pass
+may be two tasks: the gradients of inputs and the gradients of weights. Tasks read
+values of other tasks. Values that cross stages are sent.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from autopar_passes.stages.parts import CutError, Parts
 
 
 class Phase(enum.Enum):
-    """What a task computes."""
+    """The kind of work of a task."""
 
     FORWARD = "forward"
     BACKWARD = "backward"
@@ -30,13 +31,13 @@ class Phase(enum.Enum):
     UPDATE = "update"
 
 
-# Free equations that are kept from the forward to the backward pass all the same.
+# Free equations whose results are kept for the backward pass, instead of recomputed.
 _COSTLY = frozenset({"random_bits", "dot_general", "conv_general_dilated", "sort"})
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TaskKey:
-    """Which task: its phase and the part, or the level of the update on a stage."""
+    """Identifies a task: its phase, its stage, and its part or level of the update."""
 
     phase: Phase
     stage: int
@@ -45,14 +46,14 @@ class TaskKey:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Task:
-    """Equations that run at once on one stage.
+    """Equations that run as a unit on one stage.
 
     Attributes:
-      key: which task.
-      equations: their indices, in program order.
-      inputs: the values that they read and do not make, each with the task that makes
-        it; None: an input of the program.
-      outputs: the values that others read, or that leave the step.
+      key: identifies the task.
+      equations: the indices of the equations, in program order.
+      inputs: the values that the task reads and does not make, each with the task that
+        makes it; None stands for an input of the program.
+      outputs: the values that other tasks read, or that leave the step.
     """
 
     key: TaskKey
@@ -68,9 +69,10 @@ class Cut:
     Attributes:
       parts: the part of each equation.
       stage_of: part -> stage.
-      crossings: the values that go from the microbatches to what runs once.
-      tasks: all tasks: forward in the order of parts, backward in the reverse order,
-        updates by level.
+      crossings: the values that go from the microbatches to the equations that run
+        once.
+      tasks: all tasks: forward tasks in the order of parts, backward tasks in the
+        reverse order, update tasks by level.
     """
 
     parts: Parts
@@ -96,8 +98,8 @@ class Cut:
     def owners(self) -> dict[int, int]:
         """Input of the program -> the stage that keeps it between steps.
 
-        State that several stages read, and small state, has one owner, too. What is
-        not state belongs to the first stage that reads it.
+        State that several stages read, and small state, also has exactly one owner. An
+        input that is not state belongs to the first stage that reads it.
         """
         readers: dict[int, int] = {}
         for task in self.tasks.values():
@@ -126,14 +128,14 @@ def cut(
     Args:
       parts: the part of each equation (`autopar_passes.stages.parts.parts_of`).
       stage_of: part -> stage.
-      crossings: values of microbatches that what runs once reads, or that leave the
-        step.
-      split_backward: whether gradients of weights are tasks of their own.
-      recomputed: forward equations whose results the backward pass of their part
-        computes again.
+      crossings: values of microbatches that leave the step, or that equations which run
+        once read.
+      split_backward: whether the gradients of weights are separate tasks.
+      recomputed: forward equations whose results are recomputed by the backward pass of
+        their part.
 
     Raises:
-      CutError: stages are not numbered from 0, or a task would wait for a later one.
+      CutError: stages are not numbered from 0, or a task would depend on a later task.
     """
     if len(stage_of) != parts.count or set(stage_of) != set(range(max(stage_of) + 1)):
         raise CutError(f"{parts.count} parts cannot be on stages {tuple(stage_of)}.")
@@ -145,7 +147,7 @@ def cut(
 
 
 class _Cutter:
-    """Groups equations into tasks, and finds what tasks read of each other."""
+    """Groups equations into tasks, and finds the values that tasks exchange."""
 
     def __init__(
         self,
@@ -162,12 +164,12 @@ class _Cutter:
         program = self.flow.program
         self.leaving = {v for v in program.body.outputs if isinstance(v, int)}
         self.leaving.update(parts.gathered.values())
-        # Every task has the program's constants.
+        # Every task has access to the program's constants.
         self.constants = program.body.inputs[program.num_arguments :]
         self.order = {index: k for k, index in enumerate(self.flow.equations)}
-        # Equation -> the task that runs it; free equations are in none.
+        # Equation -> the task that runs it; free equations have no entry.
         self.owner: dict[int, TaskKey] = {}
-        # Free equation -> the forward tasks whose results others take over.
+        # Free equation -> the forward tasks that hand its results to other tasks.
         self.kept: dict[int, set[TaskKey]] = defaultdict(set)
 
     def tasks(self, split_backward: bool) -> dict[TaskKey, Task]:
@@ -189,7 +191,7 @@ class _Cutter:
         return out
 
     def made_values(self, key: TaskKey, equations: Iterable[int]) -> list[int]:
-        """The values that a task makes for others, in program order."""
+        """The values that a task makes for other tasks, in program order."""
         found: list[int] = []
         for index in equations:
             own = self.owner.get(index) == key or key in self.kept.get(index, ())
@@ -201,7 +203,7 @@ class _Cutter:
         return TaskKey(Phase.FORWARD, self.stage_of[part], part)
 
     def groups(self, split_backward: bool) -> dict[TaskKey, list[int]]:
-        """The equations of each task that run nowhere else."""
+        """The equations of each task that run in no other task."""
         flow, parts = self.flow, self.parts
         by_part: dict[tuple[Role, int], list[int]] = defaultdict(list)
         for index in flow.equations:
@@ -230,7 +232,7 @@ class _Cutter:
         return {key: group for key, group in out.items() if group or _always(key)}
 
     def sent_on(self, part: int, equations: Sequence[int]) -> set[int]:
-        """The backward equations that earlier parts wait for."""
+        """The backward equations that backward passes of earlier parts depend on."""
         flow, within = self.flow, set(equations)
         needed: set[int] = set()
         for index in reversed(equations):
@@ -248,7 +250,7 @@ class _Cutter:
     def updates(
         self, by_part: dict[tuple[Role, int], list[int]]
     ) -> Iterator[tuple[TaskKey, list[int]]]:
-        """What runs once, by stage and level: a level reads earlier ones only."""
+        """The equations that run once, by stage and level; levels read earlier ones."""
         flow, part = self.flow, self.parts.part
         level: dict[int, int] = {}
         groups: dict[tuple[int, int], list[int]] = defaultdict(list)
@@ -270,7 +272,7 @@ class _Cutter:
             yield key, groups[number, stage]
 
     def makers_behind(self, index: int) -> Iterator[int]:
-        """The placed equations that an equation waits for, through free ones."""
+        """The placed equations that an equation reads, directly or by free ones."""
         for value in reads(self.flow.equations[index]):
             maker = self.flow.maker.get(value)
             if maker in self.parts.part:
@@ -279,9 +281,10 @@ class _Cutter:
                 yield from self.makers_behind(maker)
 
     def make_crossings(self, groups: dict[TaskKey, list[int]]) -> None:
-        """Crossings that free equations make come from the last forward task.
+        """Assigns crossings that free equations make to the last forward task.
 
-        So do the free results of the step; those of the update come from its level 0.
+        Results of the step that free equations make are assigned to level 0 of the
+        update.
         """
         flow = self.flow
         last = self.forward_key(self.parts.count - 1)
@@ -297,7 +300,7 @@ class _Cutter:
             self.owner[maker] = key
 
     def with_free(self, key: TaskKey, equations: Iterable[int]) -> list[int]:
-        """The equations of a task with those that it runs besides, in order."""
+        """The equations of a task and the free equations that it runs, in order."""
         found = set(equations)
         left = list(found)
         while left:
@@ -314,7 +317,7 @@ class _Cutter:
         return sorted(found, key=self.order.__getitem__)
 
     def runs_here(self, key: TaskKey, maker: int) -> bool:
-        """Whether a task makes the results of another's equation itself."""
+        """Whether a task computes the results of another task's equation itself."""
         if maker in self.parts.part:
             again = key.phase in _BACKWARD and maker in self.recomputed
             return again and self.parts.part[maker] == key.number
@@ -327,7 +330,7 @@ class _Cutter:
         return not (self.costly(maker) and forward in self.kept.get(maker, ()))
 
     def costly(self, index: int) -> bool:
-        """Whether a free equation is not worth computing again."""
+        """Whether a free equation is too expensive to recompute."""
         eqn = self.flow.equations[index]
         inner = any(r.equations for r in eqn.regions)
         return index in self.flow.free and (inner or eqn.primitive in _COSTLY)
@@ -335,7 +338,7 @@ class _Cutter:
     def inputs(
         self, key: TaskKey, equations: Sequence[int]
     ) -> list[tuple[int, TaskKey | None]]:
-        """What a task reads and does not have, with the tasks that make it."""
+        """The values that a task reads but does not make, with their makers."""
         flow = self.flow
         own = {v for index in equations for v in flow.equations[index].outputs}
         own.update(self.constants)
@@ -358,7 +361,7 @@ _BACKWARD = (Phase.BACKWARD, Phase.BACKWARD_INPUT, Phase.BACKWARD_WEIGHT)
 
 
 def _always(key: TaskKey) -> bool:
-    """Whether a task is in every schedule, with nothing to do perhaps."""
+    """Whether every schedule contains the task, even if the task is empty."""
     return key.phase is not Phase.UPDATE
 
 
@@ -367,12 +370,12 @@ class StageProgram:
     """All equations of a stage as one program.
 
     Attributes:
-      stage: which one.
-      program: its inputs are state, batch and what it receives.
-      given: the inputs of the whole program that are its first arguments.
-      received: values of other stages that it reads, its last arguments.
-      carried: argument -> output that is its next value.
-      once: indices of its equations that run once.
+      stage: the number of the stage.
+      program: a program whose inputs are state, batch and received values.
+      given: the inputs of the whole program that are the first arguments.
+      received: the values of other stages that the stage reads, the last arguments.
+      carried: argument -> output that is the argument's next value.
+      once: indices of the equations that run once.
     """
 
     stage: int
@@ -384,11 +387,11 @@ class StageProgram:
 
 
 def stage_program(found: Cut, stage: int) -> StageProgram:
-    """The program of a stage: what its tasks compute together.
+    """Joins the tasks of a stage into one program.
 
     Args:
       found: the tasks.
-      stage: which stage.
+      stage: the number of the stage.
     """
     flow, whole = found.parts.flow, found.program
     wanted = {i for t in found.of_stage(stage) for i in t.equations}
@@ -419,7 +422,7 @@ def stage_program(found: Cut, stage: int) -> StageProgram:
 
 
 def _leaving(found: Cut, stage: int, made: Collection[int]) -> tuple[int, ...]:
-    """The values that leave a stage: to other stages, and out of the step."""
+    """The values that a stage sends to other stages, or that leave the step."""
     wanted = {
         value
         for task in found.tasks.values()
@@ -441,15 +444,15 @@ def equations_of(program: Program, task: Task) -> tuple[Equation, ...]:
 
 
 def verify_cut(found: Cut) -> None:
-    """Checks the tasks of a program against it.
+    """Checks the tasks of a program against the program.
 
-    Every equation that some result needs runs in a task; one that is not free runs in
-    one task alone, but for those of forward passes that are computed again. A task
-    reads inputs of the program, and what tasks make that come before it in every
+    Every equation that a result depends on must run in a task. An equation that is not
+    free must run in exactly one task, unless it is a recomputed forward equation. A
+    task may read inputs of the program, and values of tasks that precede it in every
     schedule.
 
     Raises:
-      GraphError: something is wrong; the message says what.
+      GraphError: a check failed; the message names the problem.
     """
     for problem in _problems(found):
         raise GraphError(f"the cut into {found.stages} stages is wrong: {problem}.")
@@ -506,7 +509,7 @@ def _reads(found: Cut, key: TaskKey) -> Iterator[str]:
 
 
 def always_before(one: TaskKey, other: TaskKey) -> bool:
-    """Whether a task of a microbatch comes before another in every schedule."""
+    """Whether a task of a microbatch precedes another task in every schedule."""
     return _order(one) < _order(other)
 
 

@@ -1,8 +1,8 @@
-"""What the top-level equations of a microbatch's program depend on.
+"""The dependencies of the top-level equations of a microbatch's program.
 
-An equation that depends on the state and on the batch runs in one part of a pipeline.
-One that depends on at most one of them is *free*: it runs wherever somebody reads it,
-so that no cast weight and no mask is ever sent.
+An equation that depends on both state and batch runs in one part of a pipeline. An
+equation that depends on at most one of them is *free*: it runs in every part that reads
+its results. Cast weights and masks are therefore never sent.
 """
 
 from __future__ import annotations
@@ -16,21 +16,22 @@ from autopar_passes.graph.operators import GraphInput, OperatorGraph
 from autopar_passes.graph.roles import InputRole, Role
 from autopar_passes.program.equations import Equation, Program, Region, Value
 
-# Arrays of at most so many elements are sent to whoever reads them: counters, keys,
+# Arrays with at most this many elements are sent to every reader: counters, keys,
 # learning rates and loss scales.
 SMALL = 16
-# A free equation whose results are at most this part of what it reads runs where the
-# state is that it reads: a sum of squares is sent, its weights are not.
+# If a free equation's results have at most this share of the bytes that it reads, it
+# runs where its state is. For example, a sum of squares is sent, but its weights are
+# not.
 REDUCING = 1 / 8
 
 
 @dataclasses.dataclass(frozen=True)
 class Flow:
-    """Who makes and who reads each value, and what it depends on.
+    """Makers, readers and dependencies of the values of a program.
 
     Attributes:
       program: one microbatch's program.
-      graph: its operator graph.
+      graph: the operator graph of the program.
       batch: the input values that are split into microbatches.
       once: indices of the equations that run once, after all microbatches.
     """
@@ -61,12 +62,15 @@ class Flow:
 
     @functools.cached_property
     def roles(self) -> dict[int, Role]:
-        """Equation -> its role: that of the operator which makes its first result.
+        """Equation -> its role: the role of the operator that makes its first result.
 
-        What runs once is of the update. What each microbatch makes of its rows is not,
-        also where the graph says so: a gradient times a loss scale. A gradient that the
-        loss is made of is of the forward pass, such as the steps of an inner optimizer.
-        What a microbatch reads is made for it: a part of the state that it adds to.
+        The following equations have other roles. An equation that runs once belongs to
+        the update. An equation that each microbatch runs on its rows never belongs to
+        the update, even if the graph gives it this role. An example is a gradient times
+        a loss scale. A gradient that the loss depends on belongs to the forward pass,
+        as in the steps of an inner optimizer. An equation whose result a microbatch
+        reads is run for the microbatch, for example a part of the state that the
+        microbatch adds to.
         """
         made = {v: op.role for op in self.graph.operators for v in op.outputs}
         roles = {op.equation: op.role for op in self.graph.operators}
@@ -91,7 +95,7 @@ class Flow:
 
     @functools.cached_property
     def of_rows(self) -> frozenset[int]:
-        """The equations that read what each microbatch has for itself."""
+        """The equations that depend on the rows of each microbatch."""
         known, out = set(self.batch), set[int]()
         for index, eqn in self.equations.items():
             if index not in self.once and not known.isdisjoint(reads(eqn)):
@@ -101,14 +105,15 @@ class Flow:
 
     @functools.cached_property
     def modules(self) -> dict[int, str]:
-        """Equation -> its module path, '' where unknown."""
+        """Equation -> its module path; '' if it is unknown."""
         return {op.equation: op.module for op in self.graph.operators}
 
     @functools.cached_property
     def state(self) -> frozenset[int]:
-        """The inputs that one part holds: parameters, their moments, what is large.
+        """The inputs that one part holds: parameters, their moments, and large inputs.
 
-        Counters, keys, learning rates and loss scales go to all that read them.
+        Counters, keys, learning rates and loss scales are sent to all parts that read
+        them.
         """
         return frozenset(g.value for g in self.graph.inputs if self._is_held(g))
 
@@ -125,7 +130,7 @@ class Flow:
 
     @functools.cached_property
     def carried_values(self) -> dict[int, int]:
-        """State input -> the value that is its next one."""
+        """State input -> its next value."""
         outputs = self.program.body.outputs
         return {
             given.value: out
@@ -138,7 +143,7 @@ class Flow:
         return self.program.values[number]
 
     def small(self, number: int) -> bool:
-        """Whether a value is sent to whoever reads it without a thought."""
+        """Whether a value is small enough to be sent to every reader."""
         value = self.value(number)
         return value.size <= SMALL or jax_compat.is_extended(value.dtype)
 
@@ -146,7 +151,8 @@ class Flow:
     def free(self) -> frozenset[int]:
         """The equations that depend on the state or on the batch, but not on both.
 
-        What comes after the backward pass is free where it reads small inputs alone.
+        An equation after the backward pass is free only if it reads nothing but small
+        inputs.
         """
         depends = {
             v: frozenset(
@@ -168,7 +174,7 @@ class Flow:
 
     @functools.cached_property
     def of_state(self) -> dict[int, frozenset[int]]:
-        """Value of an input or a free equation -> the state that it is made of."""
+        """Value of an input or a free equation -> the state that it depends on."""
         found = {
             v: frozenset({v}) if v in self.state else frozenset[int]()
             for v in self.program.body.inputs
@@ -183,7 +189,7 @@ class Flow:
 
     @functools.cached_property
     def reducing(self) -> frozenset[int]:
-        """The free equations that make little of much state."""
+        """Free equations whose results are much smaller than the state they read."""
         out: set[int] = set()
         for index in self.free:
             eqn = self.equations[index]
@@ -195,7 +201,7 @@ class Flow:
 
 
 def reads(eqn: Equation) -> tuple[int, ...]:
-    """The values that an equation reads, also within its regions, each once."""
+    """The values that an equation and its regions read, each once."""
     found = dict.fromkeys(v for v in eqn.inputs if isinstance(v, int))
     for region in eqn.regions:
         found.update(dict.fromkeys(_outside(region)))
@@ -203,7 +209,7 @@ def reads(eqn: Equation) -> tuple[int, ...]:
 
 
 def _outside(region: Region) -> Iterator[int]:
-    """Values that a region reads of what is around it."""
+    """Yields the outer values that a region reads."""
     known = set(region.inputs)
     for eqn in region.equations:
         yield from (v for v in reads(eqn) if v not in known)

@@ -1,8 +1,8 @@
 """Clusters the forward equations of a microbatch's program into a chain of layers.
 
-Layers have about equal FLOPs, and little crosses from one to the next. Where a stretch
-of the forward pass repeats, there is one layer for each repeat. Nothing is read from
-names.
+Layers have about equal FLOPs, and few bytes cross from one layer to the next. If part
+of the forward pass is repeated, each repeat becomes one layer. The clustering does not
+use names.
 """
 
 from __future__ import annotations
@@ -19,30 +19,31 @@ from autopar_passes.graph.roles import Role
 from autopar_passes.program.equations import Equation, Program, walk
 from autopar_passes.stages.flow import Flow
 
-# Cuts a chain of work into stretches of about equal work at cheap boundaries.
+# Cuts a chain of units into stretches of about equal work, at boundaries that few bytes
+# cross.
 #
 # The stretches minimise
 #
 #     sum over stretches of (work / mean)^2 + WEIGHT * sum over cuts of crossing /
 # typical
 #
-# where ``mean`` is the work of the whole chain over the number of stretches, and
-# ``typical`` the median of what crosses a boundary. The squares are least where all
-# stretches have the same work; a boundary that is crossed by less may be worth some
-# imbalance.
+# Here ``mean`` is the work of the whole chain divided by the number of stretches, and
+# ``typical`` is the median of the bytes that cross a boundary. The squares are least if
+# all stretches have the same work. A boundary with fewer crossing bytes may be worth
+# some imbalance of work.
 
-# Between 0, where only the work counts, and 2, where two stretches may become one to
-# save a typical boundary.
+# With 0, only the work counts. With 2, two stretches may be merged to save a typical
+# boundary.
 WEIGHT = 0.5
 
 
 def stretch_cost(work: np.ndarray, mean: float) -> np.ndarray:
-    """What stretches cost, whatever their boundaries."""
+    """The cost of stretches by their work, without their boundaries."""
     return (work / mean) ** 2
 
 
 def boundary_cost(crossing: np.ndarray) -> np.ndarray:
-    """What a cut at each boundary costs.
+    """The cost of a cut at each boundary.
 
     Args:
       crossing: float64 ``[units]``, bytes that cross the boundary before each unit.
@@ -54,11 +55,11 @@ def boundary_cost(crossing: np.ndarray) -> np.ndarray:
 
 
 def chain_cost(work: np.ndarray, crossing: np.ndarray, starts: Sequence[int]) -> float:
-    """What is minimised, for given stretches.
+    """The minimised sum, for given stretches.
 
     Args:
-      work: float64 ``[units]``, of each unit.
-      crossing: float64 ``[units]``, bytes that cross the boundary before each.
+      work: float64 ``[units]``, the work of each unit.
+      crossing: float64 ``[units]``, bytes that cross the boundary before each unit.
       starts: the unit at which each stretch begins; the first is 0.
     """
     mean = float(work.sum()) / len(starts) or 1.0
@@ -68,7 +69,7 @@ def chain_cost(work: np.ndarray, crossing: np.ndarray, starts: Sequence[int]) ->
 
 
 def _costs(work: np.ndarray, crossing: np.ndarray, stretches: int) -> np.ndarray:
-    """``[i, j]``: the cost of the units from i up to j, with the cut before them."""
+    """``[i, j]``: the cost of a stretch of units i to j - 1, with the cut before it."""
     running = np.concatenate(([0.0], np.cumsum(work, dtype=np.float64)))
     mean = running[-1] / stretches or 1.0
     costs = stretch_cost(running[None, :] - running[:, None], mean)
@@ -85,16 +86,16 @@ def cut_chain(
     """Cuts a chain into a number of stretches.
 
     Args:
-      work: float64 ``[units]``, of each unit, such as FLOPs.
+      work: float64 ``[units]``, the work of each unit, such as its FLOPs.
       crossing: float64 ``[units]``, bytes that cross the boundary before each unit; the
-        first is not read.
-      stretches: how many, from 1 to the number of units.
+        first entry is not used.
+      stretches: the number of stretches, from 1 to the number of units.
 
     Returns:
       The unit at which each stretch begins; the first is 0.
 
     Raises:
-      InputError: there are fewer units than stretches, or no stretch.
+      InputError: there are fewer units than stretches, or ``stretches`` is below 1.
 
     >>> cut_chain(np.ones(4), np.array([0.0, 9.0, 1.0, 9.0]), 2)
     (0, 2)
@@ -119,25 +120,25 @@ def cut_chain(
     return (0, *reversed(starts))
 
 
-# Boundaries that are tried for each layer; of those with as much work before them, the
-# one that least crosses.
+# Boundaries that are tried per layer. Among boundaries with about the same work before
+# them, the boundary with the fewest crossing bytes is tried.
 _TRIED = 8
-# A repeated stretch sets the number of layers if it has this share of the FLOPs.
+# A repeated part sets the number of layers if it has this share of the FLOPs.
 _REPEATED = 0.5
-# Layers of a program in which nothing repeats.
+# Number of layers of a program without repeats.
 _DEFAULT = 16
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ForwardChain:
-    """The forward equations that run in one part, as a chain.
+    """The forward equations that belong to parts, as a chain.
 
     Attributes:
-      equations: their indices, in program order.
-      work: float64 ``[equations]``, FLOPs of each.
-      crossing: float64 ``[equations]``, bytes of the values that earlier ones make and
-        that each or later ones read, each value counted once.
-      classes: of the operators of each.
+      equations: the indices of the equations, in program order.
+      work: float64 ``[equations]``, FLOPs of each equation.
+      crossing: float64 ``[equations]``, bytes of the values that earlier equations make
+        and that this or later equations read, each value counted once.
+      classes: the classes of the operators of each equation.
     """
 
     equations: tuple[int, ...]
@@ -147,7 +148,7 @@ class ForwardChain:
 
 
 def top_level(program: Program) -> dict[int, int]:
-    """Index of an equation, within loops too -> that of its top-level equation."""
+    """Index of an equation, at any depth -> index of its top-level equation."""
     return {
         inner.index: eqn.index
         for eqn in program.body.equations
@@ -162,11 +163,11 @@ def _within(eqn: Equation) -> list[Equation]:
 def forward_chain(
     program: Program, graph: OperatorGraph, batch: Collection[int]
 ) -> ForwardChain:
-    """The forward pass as a chain.
+    """Builds the chain of the forward pass.
 
     Args:
       program: one microbatch's program.
-      graph: its operator graph.
+      graph: the operator graph of the program.
       batch: input values that are split into microbatches.
     """
     once = update_equations(program, graph)
@@ -218,14 +219,15 @@ def cluster_layers(
 
     Args:
       program: one microbatch's program.
-      graph: its operator graph.
+      graph: the operator graph of the program.
       batch: input values that are split into microbatches.
-      layers: how many; None: as many as repeats, or `_DEFAULT` where nothing repeats.
-      most: never more than these.
+      layers: the number of layers; None for the number of repeats, or `_DEFAULT` if
+        nothing is repeated.
+      most: the largest number of layers.
 
     Returns:
       The index of the forward equation at which each layer begins, ascending; empty
-      where no forward equation depends on both state and batch.
+      if no forward equation depends on both state and batch.
     """
     chain = forward_chain(program, graph, batch)
     if not chain.equations:
@@ -239,7 +241,7 @@ def cluster_layers(
 
 
 def _cut(chain: ForwardChain, units: np.ndarray, layers: int) -> list[int]:
-    """The places at which layers begin, of those in ``units``."""
+    """Chooses, from ``units``, the places at which layers begin."""
     starts = cut_chain(
         np.add.reduceat(chain.work, units),
         chain.crossing[units],
@@ -249,11 +251,11 @@ def _cut(chain: ForwardChain, units: np.ndarray, layers: int) -> list[int]:
 
 
 def layer_count(chain: ForwardChain, most: int) -> int:
-    """The number of layers: repeats, and what has as much work beside them.
+    """The number of layers: one per repeat, and one per large part outside the repeats.
 
     Args:
       chain: the forward pass.
-      most: never more than these; several repeats then make a layer.
+      most: the largest number of layers. If repeats exceed it, several form a layer.
     """
     repeats = _repeats(chain)
     heavy = int((chain.work > chain.work.sum() / (4 * _DEFAULT)).sum())
@@ -270,11 +272,11 @@ def layer_count(chain: ForwardChain, most: int) -> int:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Repeats:
-    """The repeated stretch that has most work.
+    """The repeated part with the most work.
 
     Attributes:
-      count: how often it repeats.
-      inside: of each equation, whether it belongs to a repeat.
+      count: the number of repeats.
+      inside: for each equation, whether it belongs to a repeat.
     """
 
     count: int
@@ -282,7 +284,7 @@ class _Repeats:
 
 
 def _repeats(chain: ForwardChain) -> _Repeats | None:
-    """Finds what repeats; None: no repeated stretch has `_REPEATED` of the work."""
+    """Finds the repeated part; None if no part has `_REPEATED` of the work."""
     runs = Counter(c for found in chain.classes for c in set(found))
     times = np.array(
         [max((runs[c] for c in found), default=1) for found in chain.classes]
@@ -298,10 +300,11 @@ def _repeats(chain: ForwardChain) -> _Repeats | None:
 
 
 def _phase(chain: ForwardChain, repeats: _Repeats) -> np.ndarray:
-    """Where to cut all repeats, each at the same place.
+    """The cuts between repeats, at the same place of each repeat.
 
-    Where least crosses; of several such places the first, so that no repeat is parted.
-    What stands behind the last repeat may begin as a repeat does.
+    The place is the one with the fewest crossing bytes. If several places are equal,
+    the first is taken, so that no repeat is divided. The equations after the last
+    repeat may begin like a repeat.
     """
     places: dict[int, list[int]] = {}
     for k, found in enumerate(chain.classes):
@@ -312,12 +315,12 @@ def _phase(chain: ForwardChain, repeats: _Repeats) -> np.ndarray:
 
 
 def _align(chain: ForwardChain, units: np.ndarray, phase: np.ndarray) -> np.ndarray:
-    """Boundaries that cut repeats at one place only.
+    """The boundaries to try, with all repeats cut at the same place.
 
     Args:
       chain: the forward pass.
-      units: the boundaries that may be tried elsewhere.
-      phase: where repeats are cut.
+      units: the boundaries that may be tried outside of the repeats.
+      phase: the places at which repeats are cut.
     """
     length = int(np.diff(phase).max(initial=1))
     elsewhere = (units <= phase[0]) | (units >= phase[-1] + length)
@@ -328,7 +331,8 @@ def _align(chain: ForwardChain, units: np.ndarray, phase: np.ndarray) -> np.ndar
 def _boundaries(chain: ForwardChain, layers: int) -> np.ndarray:
     """The equations before which a cut is tried: `_TRIED` for each layer.
 
-    Of the boundaries with about as much work before them, the one that least crosses.
+    Among boundaries with about the same work before them, the boundary with the fewest
+    crossing bytes is chosen.
     """
     before = np.concatenate(([0.0], np.cumsum(chain.work)[:-1]))
     total = before[-1] + chain.work[-1] or 1.0

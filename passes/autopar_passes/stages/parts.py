@@ -1,15 +1,15 @@
-"""Gives every top-level equation of a microbatch's program its part of the pipeline.
+"""Assigns every top-level equation of a microbatch's program to a pipeline part.
 
-Forward equations are cut where the parts start. A backward equation runs in the latest
-part that is not later than those of the cotangents it reads, and that has the forward
-values it reads. An update runs where the state is that it changes; numbers of several
-parts, such as the norm of all gradients, are added up in the first part.
+Forward equations are cut where the parts start. A backward equation may run in a part
+that is not later than the parts of the gradients that it reads. Among these parts it
+runs in the latest part that holds the forward values it reads. An update runs where its
+state is. Scalars of several parts, such as the norm of all gradients, are summed in the
+first part.
 
-Adds gradients of several stages up once a step, not once a microbatch.
-
-A parameter that layers of several stages use, such as a tied embedding, has a gradient
-that is a sum over stages. The sum over microbatches may be taken first: then each stage
-sends its part once.
+The module also moves sums of gradients over stages out of the microbatches. If layers
+of several stages use a parameter, such as a tied embedding, the parameter's gradient is
+a sum over stages. The sum over microbatches can be computed first, so that each stage
+sends its part once per step instead of once per microbatch.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from autopar_passes.sums.stacked import ADDITIONS, UNARY
 
 
 class CutError(InputError):
-    """A program cannot be cut like this."""
+    """A program cannot be cut in the requested way."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,11 +37,12 @@ class Parts:
     """The part of each top-level equation.
 
     Attributes:
-      flow: what equations depend on.
-      count: how many parts there are.
-      part: equation -> its part, for all that run in one part.
+      flow: the dependencies between equations.
+      count: the number of parts.
+      part: equation -> its part, for all equations that run in one part.
       homes: state input -> the part that holds it between steps.
-      gathered: input with rows of all microbatches -> what each of them makes of it.
+      gathered: input with rows of all microbatches -> the value of each microbatch that
+        it is put together from.
     """
 
     flow: Flow
@@ -64,13 +65,13 @@ def parts_of(
 
     Args:
       program: one microbatch's program.
-      graph: its operator graph.
-      starts: indices of the forward equations at which parts begin, ascending; what is
-        before the first belongs to the first part.
+      graph: the operator graph of the program.
+      starts: indices of the forward equations at which parts begin, ascending. Earlier
+        equations belong to the first part.
       batch: input values that are split into microbatches.
-      once: indices of the equations that run once, after all microbatches; None: those
-        of the update.
-      gathered: as of `Parts`.
+      once: indices of the equations that run once, after all microbatches; None for the
+        equations of the update.
+      gathered: see `Parts`.
 
     Raises:
       CutError: parts do not begin at different top-level equations.
@@ -86,7 +87,7 @@ def parts_of(
 
 
 class _Placer:
-    """Places equations: forward, backward, update."""
+    """Assigns equations to parts: first forward, then backward, then update."""
 
     def __init__(
         self, flow: Flow, starts: Sequence[int], gathered: Mapping[int, int]
@@ -97,7 +98,7 @@ class _Placer:
         self.part: dict[int, int] = {}
         # State -> the parts whose forward equations read it.
         self.held: dict[int, set[int]] = defaultdict(set)
-        # Value -> the parts of the equations that made and read it so far.
+        # Value -> the parts of the equations that make or read it, so far.
         self.known: dict[int, set[int]] = defaultdict(set)
         self.homes: dict[int, int] = {}
 
@@ -106,7 +107,8 @@ class _Placer:
         self.place_at_state()
         self.backward()
         self.homes.update({v: min(parts) for v, parts in self.held.items()})
-        # Rows are put together where they are made; what is free is made last.
+        # Rows are put together in the part that makes them; free values use the last
+        # part.
         for value, crossing in self.gathered.items():
             maker = self.flow.maker[crossing]
             self.homes[value] = self.part.get(maker, len(self.starts) - 1)
@@ -114,14 +116,14 @@ class _Placer:
         return Parts(self.flow, len(self.starts), self.part, self.homes, self.gathered)
 
     def of_role(self, role: Role) -> list[int]:
-        """The equations of a role that run in one part."""
+        """The equations of a role that run in exactly one part."""
         flow = self.flow
         return [
             i for i in flow.equations if flow.roles[i] is role and i not in flow.free
         ]
 
     def place_equation(self, index: int, part: int) -> None:
-        """Places an equation."""
+        """Assigns an equation to a part."""
         self.part[index] = part
         eqn = self.flow.equations[index]
         for value in (*reads(eqn), *eqn.outputs):
@@ -139,7 +141,7 @@ class _Placer:
                     self.held[given].add(part)
 
     def state_behind(self, value: int) -> frozenset[int]:
-        """The state that a reader of a value needs to make it itself."""
+        """The state that a reader of a value needs to compute the value itself."""
         flow = self.flow
         maker = flow.maker.get(value)
         if maker is None or (maker in flow.free and maker not in flow.reducing):
@@ -147,7 +149,7 @@ class _Placer:
         return frozenset()
 
     def place_at_state(self) -> None:
-        """Free equations that make little of much state run where the state is."""
+        """Assigns free equations that reduce much state to the part with the state."""
         flow = self.flow
         for index in flow.equations:
             if index not in flow.reducing or flow.roles[index] is Role.UPDATE:
@@ -170,7 +172,7 @@ class _Placer:
                 self.held[value].add(part)
 
     def available(self, value: int) -> set[int] | None:
-        """The parts that have a forward value; None: all can have it."""
+        """The parts that have a forward value; None if every part can have it."""
         flow = self.flow
         if flow.small(value):
             return None
@@ -213,9 +215,10 @@ class _Placer:
         return [m for m in found if m is not None]
 
     def choices(self, values: Iterable[int], bound: int) -> set[int]:
-        """The parts up to a bound that have forward values; never empty.
+        """The parts up to a bound that have given forward values; never empty.
 
-        Where none has them all, what is missing is sent to the part of the largest.
+        If no part has all values, the result follows the largest values, and the others
+        are sent.
         """
         everywhere = set(range(bound + 1))
         found = [(self.flow.value(v).nbytes, self.available(v)) for v in values]
@@ -230,7 +233,7 @@ class _Placer:
         return left
 
     def late(self, equations: Sequence[int], choices: dict[int, set[int]]) -> None:
-        """What is computed again moves to the part of its first backward reader."""
+        """Moves recomputed equations to the part of their first backward reader."""
         flow = self.flow
         for index in reversed(equations):
             if index not in choices or len(choices[index]) < 2:
@@ -274,7 +277,7 @@ class _Placer:
         return min(found) if found else None
 
     def by_operands(self, index: int) -> None:
-        """An update runs where most of the bytes are that it reads."""
+        """Assigns an update to the part with most of the bytes that it reads."""
         if index in self.part:
             return
         nbytes: Counter[int] = Counter()
@@ -287,7 +290,7 @@ class _Placer:
             self.part[index] = min(p for p, n in nbytes.items() if n == most)
 
     def by_readers(self, index: int) -> None:
-        """What nobody's bytes place runs where it is read."""
+        """Assigns an equation without large placed operands to its readers' part."""
         flow = self.flow
         eqn = flow.equations[index]
         large = any(flow.value(v).size > 1 for v in (*reads(eqn), *eqn.outputs))
@@ -303,7 +306,7 @@ class _Placer:
             self.part[index] = min(found)
 
     def by_next(self, value: int) -> None:
-        """State that only the update reads is held where its next value is made."""
+        """Assigns state that only the update reads to the part that updates it."""
         flow = self.flow
         if value in self.homes:
             return
@@ -317,7 +320,7 @@ class _Placer:
             self.homes[value] = part
 
     def by_small(self, index: int) -> int:
-        """Numbers of several parts meet in the first one."""
+        """Assigns an equation on scalars; one of several parts goes to the first."""
         found = {
             part
             for v in reads(self.flow.equations[index])
@@ -332,10 +335,10 @@ _ADDED = (Combine.SUM, Combine.MEAN)
 def hoist_sums(
     found: Microbatched, parts: Parts, stage_of: Sequence[int]
 ) -> Microbatched:
-    """Returns the split in which sums over stages are taken once a step.
+    """Returns the split in which sums over stages are computed once per step.
 
     Args:
-      found: how the step is split into microbatches.
+      found: the split of the step into microbatches.
       parts: the part of each equation.
       stage_of: part -> stage.
     """
@@ -355,7 +358,7 @@ def hoist_sums(
 
 
 def sums_over_parts(parts: Parts) -> frozenset[int]:
-    """The backward equations that `hoist_sums` takes out if each part is a stage.
+    """The backward equations that `hoist_sums` moves out if each part is a stage.
 
     Args:
       parts: the part of each equation.
@@ -376,7 +379,7 @@ class _Hoister:
         self.once: set[int] = set()
 
     def hoist(self, value: int) -> list[int]:
-        """Takes the sums over stages that make a value out; returns what they add."""
+        """Moves out a value's sums over stages; returns the values that they add."""
         eqn = self.maker(value)
         if eqn is None or not self.spans(eqn):
             return [value]
@@ -385,7 +388,7 @@ class _Hoister:
         return [leaf for atom in added for leaf in self.hoist(atom)]
 
     def maker(self, value: int) -> Equation | None:
-        """The backward equation that makes a value, if only what runs once reads it."""
+        """The backward equation of a value that only equations run once read."""
         flow = self.parts.flow
         index = flow.maker.get(value, -1)
         if index not in self.parts.part or flow.roles[index] is not Role.BACKWARD:
@@ -395,7 +398,7 @@ class _Hoister:
         return flow.equations[index] if late else None
 
     def spans(self, eqn: Equation) -> bool:
-        """Whether an equation adds up values of several stages, or passes that on."""
+        """Whether an equation sums values of several stages, or passes on their sum."""
         made = [self.behind(a) for a in eqn.inputs if isinstance(a, int)]
         if any(m is None for m in made):
             return False
@@ -406,7 +409,7 @@ class _Hoister:
         return alone and all(self.spans(m) for m in made if m)
 
     def behind(self, value: int) -> Equation | None:
-        """The backward equation that makes a value which nothing else reads."""
+        """The backward equation that makes a value with a single reader, or None."""
         flow = self.parts.flow
         index = flow.maker.get(value, -1)
         if index not in self.parts.part or flow.roles[index] is not Role.BACKWARD:

@@ -1,1 +1,1 @@
-"""Partial sums: where they may be deferred, and how they are held until then."""
+"""Partial sums: where sums may be deferred, and how partial results are stored."""

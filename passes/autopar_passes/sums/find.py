@@ -1,4 +1,4 @@
-"""Finds deferrals: follows partial gradients to where their sums are due."""
+"""Finds deferrals: follows partial gradients to the values that need their sums."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from autopar_passes.sums.stacked import (
     Deferral,
 )
 
-# Checks that deferrals lie in their graph as they say.
+# Checks that deferrals are consistent with their graph.
 
 
 def verify_deferrals(graph: OperatorGraph, deferrals: Sequence[Deferral]) -> None:
@@ -30,14 +30,13 @@ def verify_deferrals(graph: OperatorGraph, deferrals: Sequence[Deferral]) -> Non
       floating-point values that some operator makes.
     * From each contribution, single readers lead through members to the ends of
       its reach, and to no other value.
-    * Other members lie in loops, between the carry and the addition of a hoisted
+    * All other members are in loops, between the carry and the addition of a hoisted
       sum.
-    * Ends, and what is reached, are the same values, in program order; gradients
-      are among them.
+    * The ends are exactly the reached ends, in program order; gradients are among them.
     * Deferrals have no value in common.
 
     Raises:
-      GraphError: one of them does not hold.
+      GraphError: one of these invariants does not hold.
     """
     view = _View(graph)
     taken: set[int] = set()
@@ -121,7 +120,7 @@ class _View:
         return met
 
     def following(self, value: int) -> tuple[int, ...]:
-        """Returns the values that the only reader of a partial one makes."""
+        """Returns the values that the only reader of a partial value makes."""
         reader = self.only_reader(value)
         return reader.outputs[-1:] if reader.kind == "carry" else reader.outputs
 
@@ -137,7 +136,7 @@ class _View:
         return found[0][0]
 
     def loop_sums(self, reached: set[int]) -> set[int]:
-        """What loops hand from one iteration to the next, up to where it is added."""
+        """The values that loops pass between iterations, up to the final addition."""
         out: set[int] = set()
         for value in reached:
             op = self.made_by[value]
@@ -172,7 +171,7 @@ class _Path(NamedTuple):
 
 
 def _meeting(paths: Iterable[_Path]) -> list[list[_Path]]:
-    """Groups the paths that have values in common."""
+    """Groups the paths that share values."""
     groups: dict[int, list[_Path]] = {}
     group_of: dict[int, int] = {}
     joined: list[int] = []
@@ -198,9 +197,10 @@ class _Finder:
         self.graph = graph
         self.sources = program.by_index()
         self.inside = _nested_equations(program.body)
-        # Products of two partial values: a product of sums is no sum of products.
+        # Products of two partial values. A product of sums is not a sum of products.
         self.products: set[int] = set()
-        # Operators of the update that only add gradients up, or scale them for that.
+        # Operators of the update that only add gradients, or scale gradients to be
+        # added.
         self.joins: frozenset[int] = frozenset()
         self.outputs = frozenset(graph.outputs)
         self.readers = readers(graph.operators)
@@ -242,12 +242,12 @@ class _Finder:
         )
 
     def position(self, value: int) -> tuple[int, int]:
-        """Returns the operator that makes a value, and its place among the results."""
+        """Returns the operator that makes a value, and the place in its results."""
         op = self.producer[value]
         return op.index, op.outputs.index(value)
 
     def is_gradient(self, value: int) -> bool:
-        """Returns whether only the update, or the caller, reads a backward value."""
+        """Returns whether only the update or the caller reads a backward value."""
         if self.is_nested(self.producer[value]):
             return False
         readers = [op for op, _ in self.readers.get(value, [])]
@@ -257,12 +257,12 @@ class _Finder:
     def is_nested(self, op: Operator) -> bool:
         """Returns whether an operator's results are made inside a loop or branch.
 
-        What a loop hands out is made where the loop stands.
+        The result of a loop itself belongs to the region that contains the loop.
         """
         return op.equation in self.inside
 
     def contributes(self, op: Operator) -> bool:
-        """Returns whether an operator can leave partial sums, shard by shard."""
+        """Returns whether an operator can produce partial sums, shard by shard."""
         if op.kind not in CONTRACTIONS or op.rule.reduction != "sum":
             return False
         if len(op.outputs) != 1 or not op.rule.reduced_factors:
@@ -275,7 +275,7 @@ class _Finder:
         return op.kind != "scatter-add" or self.is_zero(eqn.inputs[0])
 
     def is_zero(self, atom: int | Scalar) -> bool:
-        """Returns whether a value is made of zeros only."""
+        """Returns whether all elements of a value are zero."""
         if isinstance(atom, Scalar):
             return bool(atom.value == 0)
         op = self.producer[atom]
@@ -284,7 +284,7 @@ class _Finder:
         return self.is_zero(self.sources[op.equation].inputs[0])
 
     def path(self, maker: Operator) -> _Path:
-        """Follows the result of an operator to where its sum is due."""
+        """Follows the result of an operator to the values that need its sum."""
         members: set[int] = set()
         ends: set[int] = set()
         left = [maker.outputs[0]]
@@ -298,7 +298,7 @@ class _Finder:
         return _Path(maker.index, members, ends)
 
     def next(self, value: int) -> tuple[int, ...]:
-        """Returns the values that take up a partial one; none where its sum is due."""
+        """Returns the values that stay partial behind a value; () if its sum is due."""
         readers = self.readers.get(value, [])
         if len(readers) != 1:
             return ()
@@ -310,7 +310,7 @@ class _Finder:
         return op.outputs if self.passes(op, slot) else ()
 
     def passes(self, op: Operator, slot: int) -> bool:
-        """Returns whether an operator is linear in an operand and before the update."""
+        """Returns whether an operator before the update is linear in an operand."""
         joins = op.role is Role.BACKWARD or op.index in self.joins
         if not self.is_nested(op) and not joins:
             return False
@@ -330,19 +330,18 @@ class _Finder:
         return padding and self.is_zero(self.sources[op.equation].inputs[1])
 
     def leaves(self, value: int) -> bool:
-        """Returns whether a value leaves the program whole.
+        """Returns whether a value leaves the program as a whole value.
 
-        What is added up over microbatches leaves as a running sum, which may be
-        partial.
+        A sum over microbatches leaves as a running sum, which may be partial.
         """
         return value in self.outputs and value not in self.graph.accumulated
 
     def adding_up(self, partial: set[int]) -> frozenset[int]:
-        """Returns the operators behind the backward pass that add partial values.
+        """Returns the operators after the backward pass that add partial values.
 
-        A step that goes through microbatches one by one adds their gradients up, and
-        so does one with several losses. What scales a gradient by a constant belongs
-        to it where the result is added up.
+        A step that runs microbatches one by one adds their gradients. A step with
+        several losses adds gradients too. An operator that scales a gradient by a
+        constant is included if its result is added.
 
         Args:
           partial: the values on the paths through the backward pass.
@@ -354,7 +353,7 @@ class _Finder:
                 continue
             known = [v for v in op.inputs if v is not None]
             if op.kind in ADDITIONS:
-                # What is read elsewhere too is summed before.
+                # A value with other readers is summed before this operator.
                 alone = {v for v in known if v in linear and len(self.readers[v]) == 1}
                 if alone and all(v in alone or self.is_zero(v) for v in known):
                     linear.add(op.outputs[0])
@@ -369,10 +368,11 @@ class _Finder:
         return frozenset(out)
 
     def accumulates(self, carry: Operator, end: int) -> bool:
-        """Returns whether a loop only adds to a carry, which nothing else reads.
+        """Returns whether a loop only adds to a carry that nothing else reads.
 
-        Additions must lead from the first value inside to the last. Nothing else
-        may read a value between them, nor may the condition of a `while`.
+        Only additions may lead from the first value inside the loop to the last.
+        Nothing else may read a value between them, and neither may the condition of a
+        `while`.
         """
         if carry.inputs[-1] != end or len(set(carry.inputs)) != len(carry.inputs):
             return False
@@ -391,7 +391,7 @@ class _Finder:
         return True
 
     def carried_in(self, members: set[int]) -> Iterator[int]:
-        """Yields the values of an iteration up to where a hoisted sum is added."""
+        """Yields the values of an iteration up to the addition of a hoisted sum."""
         for value in list(members):
             op = self.producer[value]
             if op.kind != "carry" or value != op.outputs[-1]:
@@ -404,6 +404,6 @@ class _Finder:
 
 
 def _nested_equations(body: Region) -> set[int]:
-    """Returns the equations inside of others."""
+    """Returns the equations inside other equations."""
     top = {e.index for e in body.equations}
     return {e.index for e in walk(body)} - top

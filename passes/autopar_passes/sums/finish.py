@@ -1,15 +1,16 @@
-"""Sums of partial results, stated collective by collective.
+"""Writes the sum of partial results as explicit collectives.
 
-XLA finds the collectives of a stated layout itself, and does not always find the ones
-that a plan counts on. Take a sum over two mesh axes, which split two dimensions. XLA's
-CPU program sums over each axis by itself, also where the result is split over one of
-them. Where the result is split over both, in two dimensions or one after the other,
-XLA's GPU program sums the whole array over all devices: a reduce-scatter has to stand
-right behind the sum there (openxla/xla,
-``xla/service/gpu/transforms/reduce_scatter_creator.cc``). So such sums are written
-down: a reduce-scatter for each axis, and one all-reduce over those that are left.
+XLA chooses the collectives for a given layout itself, and its choice may differ from
+the collectives of a plan. An example is a sum over two mesh axes that shard two
+dimensions. XLA's CPU program sums over each axis separately, even if the result is
+sharded over one of the axes. If the result is sharded over both axes, in two dimensions
+or in one dimension, XLA's GPU program sums the whole array over all devices. To avoid
+this, a reduce-scatter must directly follow the sum in the GPU program (openxla/xla,
+``xla/service/gpu/transforms/reduce_scatter_creator.cc``). This module therefore writes
+such sums explicitly: one reduce-scatter for each axis that shards the result, and one
+all-reduce over the remaining axes.
 
-Each platform has a form of its own (`autopar_passes.sums.finish`).
+Each platform has its own form of a reduce-scatter (`scatter_sum`).
 """
 
 from __future__ import annotations
@@ -26,31 +27,32 @@ import jax.numpy as jnp
 
 from autopar_passes.layouts import Layout, partition_spec
 
-# Reduce-scatters in the form that the compiler of each platform keeps.
+# Reduce-scatters, in the form that the compiler of each platform keeps.
 #
-# XLA's CPU program joins all-reduces in one message and no reduce-scatters (jaxlib
-# 0.10.2): 17 gradients of a GPT would be 17 messages. There an all-reduce is written,
-# of which each device keeps its slice, as XLA does itself where it finds the sum.
+# XLA's CPU compiler combines several all-reduces into one message, but does not combine
+# reduce-scatters (jaxlib 0.10.2). The 17 gradients of a GPT would need 17 messages. For
+# the CPU, the code is therefore an all-reduce, of which each device keeps its slice.
+# XLA itself uses this form if it chooses the collective.
 #
-# XLA's TPU compiler writes a reduce-scatter as an all-reduce where the part of a device
-# begins inside of a tile, or where parts are an odd number of half tiles (libtpu
-# 0.0.42; read from programs of one product, of two and three dimensions, and one sum of
-# it). So a gradient of 1024 x 1024 in bfloat16 that is split into 8 x 128 columns is
-# sent twice. There the parts are made a dimension of their own, the first, which no
-# tile cuts.
+# XLA's TPU compiler turns a reduce-scatter into an all-reduce if the part of a device
+# begins inside a tile, or if the part's size is an odd number of half tiles (libtpu
+# 0.0.42). This was found by compiling programs with one product of two or three
+# dimensions and one sum of the product. For example, a bfloat16 gradient of 1024 x 1024
+# that is split into 8 parts of 128 columns is sent twice. For such arrays, the parts
+# become a new first dimension, which tiles do not cut.
 
-# Of a TPU's tile of 32-bit numbers (https://openxla.org/xla/tiled_layout). What has
-# fewer bits is packed: twice as many rows of 16 bits are one tile.
+# The size of a TPU's tile of 32-bit numbers (https://openxla.org/xla/tiled_layout).
+# Narrower numbers are packed: a tile of 16-bit numbers has twice as many rows.
 _ROWS, _LANES, _FULL_BYTES = 8, 128, 4
 
 
 def scatter_sum(shard: Any, names: tuple[str, ...], dim: int) -> Any:
-    """Adds up the shards of devices; each keeps a part. Inside of a `jax.shard_map`.
+    """Sums the shards of devices; each device keeps a part. Use inside `jax.shard_map`.
 
     Args:
-      shard: of one device.
+      shard: the shard of one device.
       names: the mesh axes that the sum goes over.
-      dim: the dimension of the shard that is cut into parts.
+      dim: the dimension of the shard that is split into parts.
     """
     parts = jax.lax.axis_size(names)
     plain = functools.partial(
@@ -65,14 +67,14 @@ def scatter_sum(shard: Any, names: tuple[str, ...], dim: int) -> Any:
 
 
 def _kept_slice(shard: Any, *, names: tuple[str, ...], dim: int) -> Any:
-    """The slice that a device keeps of a sum over some mesh axes."""
+    """The slice of a sum over mesh axes that a device keeps."""
     size = shard.shape[dim] // jax.lax.axis_size(names)
     start = jax.lax.axis_index(names) * size
     return jax.lax.dynamic_slice_in_dim(jax.lax.psum(shard, names), start, size, dim)
 
 
 def in_front(shard: Any, *, names: tuple[str, ...], dim: int) -> Any:
-    """A reduce-scatter over a new first dimension, the parts of another."""
+    """A reduce-scatter over a new first dimension, which holds the parts of ``dim``."""
     parts = jax.lax.axis_size(names)
     before, behind = shard.shape[:dim], shard.shape[dim + 1 :]
     cut = shard.reshape(*before, parts, shard.shape[dim] // parts, *behind)
@@ -80,19 +82,21 @@ def in_front(shard: Any, *, names: tuple[str, ...], dim: int) -> Any:
 
 
 def cuts_tiles(part: Sequence[int], dim: int, item_bytes: int) -> bool:
-    """Whether a TPU's tiles do not hold parts of this shape one by one.
+    """Whether a TPU's tiles cannot hold parts of this shape separately.
 
-    The compiler lays the dimensions of a part so that the tiles hold the least that is
-    not used, and the last dimension along the lanes if that makes no difference. A
-    dimension that is cut along the lanes, or along the rows with another one around
-    them, has to be whole tiles. Matrices that are cut along the last dimension are
-    taken to lie that way: the sum before may have found them so. The program around may
-    want another order. Then a copy is made for nothing, or the whole array is summed.
+    The compiler orders the dimensions of a part so that tiles have the least unused
+    space. If several orders are equally good, the last dimension lies along the lanes.
+    If the sum splits the dimension along the lanes, each part must be a whole number of
+    tiles. The same holds for the dimension along the rows if further dimensions
+    surround it. A matrix that is split along its last dimension is assumed to have this
+    dimension along the lanes, because the operator before the sum may have chosen that
+    order. The surrounding program may prefer another order. In that case a copy is made
+    in vain, or the whole array is summed.
 
     Args:
-      part: the shape of what one device keeps.
-      dim: the dimension that is cut.
-      item_bytes: of one element.
+      part: the shape of the part that one device keeps.
+      dim: the dimension that is split.
+      item_bytes: bytes of one element.
 
     >>> cuts_tiles((1024, 128), 1, 2), cuts_tiles((1024, 256), 1, 2)
     (True, False)
@@ -111,32 +115,33 @@ def cuts_tiles(part: Sequence[int], dim: int, item_bytes: int) -> bool:
 
 
 def _order(shape: Sequence[int]) -> tuple[int, int]:
-    """The dimensions along the lanes and along the rows of tiles."""
+    """The dimensions that lie along the lanes and along the rows of tiles."""
     backwards = range(len(shape) - 1, -1, -1)
     return min(itertools.permutations(backwards, 2), key=lambda o: _room(shape, *o))
 
 
 def _room(shape: Sequence[int], lanes: int, rows: int) -> float:
-    """The room of tiles, of elements that lie in them."""
+    """The space of the tiles, relative to the elements that they hold."""
     units = ((shape[lanes], _LANES), (shape[rows], _ROWS))
     return math.prod(-(-size // unit) * unit / max(size, 1) for size, unit in units)
 
 
-# Equations of one result that may run shard by shard: their parameters say nothing of
-# the operands' sizes, and the partial results of shards add up to the result. Those of
-# a scatter do if it adds to zeros, of which each device has all rows.
+# Equations with one result that may run shard by shard. Their parameters do not depend
+# on the operands' sizes, and the partial results of the shards add up to the result.
+# For a scatter this holds if it adds to zeros and each device has all rows of the
+# zeros.
 BY_SHARDS = frozenset({"dot_general", "reduce_sum", "scatter-add"})
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Sum:
-    """One collective that takes a sum, or a part of it.
+    """One collective that computes a sum, or a part of a sum.
 
     Attributes:
-      axes: the mesh axes that it goes over.
-      dim: the dimension that it splits over them, behind the axes that split it
-        already; None: every device gets the sum of the whole shard.
-      layout: of the array behind it.
+      axes: the mesh axes that the collective sums over.
+      dim: the dimension that the collective shards over ``axes``, after the axes that
+        shard it already; None if every device gets the sum of the whole shard.
+      layout: the layout of the array after the collective.
     """
 
     axes: tuple[int, ...]
@@ -151,12 +156,13 @@ def run_and_sum(
     sums: Sequence[Sum],
     mesh: Any,
 ) -> Any:
-    """Runs a function on each device's shards and adds up what the devices return.
+    """Runs a function on the shards of each device, and sums the devices' results.
 
     Args:
-      function: of the shards of the operands; returns one array, a partial result.
+      function: takes the shards of the operands and returns one array, a partial
+        result.
       operands: the whole operands.
-      layouts: of the operands.
+      layouts: the layouts of the operands.
       sums: the collectives in order, at least one.
       mesh: the mesh of the layouts.
 
@@ -180,7 +186,7 @@ def run_and_sum(
 
 
 def _run_collective(shard: Any, step: Sum, mesh: Any) -> Any:
-    """One collective, inside of a `jax.shard_map`."""
+    """Runs one collective inside a `jax.shard_map`."""
     names = tuple(mesh.axis_names[a] for a in step.axes)
     if step.dim is None:
         return jax.lax.psum(shard, names)
@@ -188,9 +194,9 @@ def _run_collective(shard: Any, step: Sum, mesh: Any) -> Any:
 
 
 def behind(layouts: Sequence[Layout], sums: Sequence[Sum]) -> tuple[Layout, ...]:
-    """The layouts to state from the end of a sum on, of those of its whole way.
+    """The layouts to state from the end of a sum on, out of all layouts of a value.
 
-    None is left where the sum ends in the slices that its readers keep.
+    The result is empty if the sum already ends in the layout that its readers use.
     """
     last = sums[-1].layout
     return tuple(layouts[layouts.index(last) :]) if last in layouts else ()

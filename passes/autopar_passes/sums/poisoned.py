@@ -1,8 +1,8 @@
-"""Finds what a gradient that is not finite would spoil, and what it only decides.
+"""Finds the results that a non-finite gradient corrupts, and those it only controls.
 
-A NaN or an infinity passes through arithmetic. It does not pass through a comparison,
-nor through ``is_finite``: these have a well-defined result, on which a step may build,
-as one that halves its loss scale does.
+A NaN or an infinity passes through arithmetic. It does not pass through a comparison or
+through ``is_finite``: their results are well defined. A step may depend on such
+results, for example a step that halves its loss scale.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from autopar_passes.graph.operators import OperatorGraph
 from autopar_passes.graph.roles import Role
 from autopar_passes.program.equations import Atom, Equation, Program, walk
 
-# Atoms of which any one that is marked marks all of the values.
+# Atoms and values: if any of the atoms is marked, all of the values are marked.
 Link = tuple[Iterable[Atom], Iterable[int]]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Poisoned:
-    """What becomes of carried state when a gradient is not finite.
+    """The effect of a non-finite gradient on carried state.
 
     Attributes:
-      results: flat outputs whose numbers are made of gradients.
-      guarded: whether the step looks at its gradients itself: another output that it
-        carries, such as a loss scale, depends on a comparison of them.
+      results: flat outputs that are computed from gradients.
+      guarded: whether the step checks its gradients itself: another carried output,
+        such as a loss scale, depends on a comparison of gradients.
     """
 
     results: frozenset[int]
@@ -42,12 +42,12 @@ def find_poisoned(
 ) -> Poisoned:
     """Follows the gradients of a step to its results.
 
-    What the backward pass makes counts as a gradient.
+    All floating-point results of the backward pass count as gradients.
 
     Args:
       program: the flat step.
-      graph: its operator graph.
-      gradients: values that are gradients besides.
+      graph: the operator graph of the step.
+      gradients: further values that are gradients.
       carried: the flat outputs that are the next step's arguments.
     """
     equations = walk(program.body)
@@ -77,9 +77,10 @@ def _backward(
 def _reachable(
     equations: Iterable[Equation], starts: set[int], keeps: Callable[[int], bool]
 ) -> set[int]:
-    """Returns the values that depend on some, through others that are kept.
+    """Returns the values that depend on given values through values that are kept.
 
-    A loop's body may come before what it reads next time, so it takes several rounds.
+    A loop's body may come before values that its next iteration reads, so the search
+    needs several rounds.
     """
     links = [(list(a), list(b)) for eqn in equations for a, b in _links(eqn)]
     marked = set(starts)
@@ -93,7 +94,7 @@ def _reachable(
 
 
 def _links(eqn: Equation) -> Iterator[Link]:
-    """Yields what depends on what within an equation."""
+    """Yields the dependencies within an equation."""
     match eqn.primitive:
         case "scan":
             yield from _scan_links(eqn)
@@ -118,7 +119,7 @@ def _scan_links(eqn: Equation) -> Iterator[Link]:
     yield from _pairs(eqn.inputs, body.inputs)
     yield from _pairs(body.outputs[:carry], body.inputs[consts : consts + carry])
     yield from _pairs(body.outputs, eqn.outputs)
-    # A loop of no iterations hands its first values on.
+    # A loop without iterations returns its initial values.
     yield from _pairs(eqn.inputs[consts : consts + carry], eqn.outputs[:carry])
 
 
@@ -132,7 +133,7 @@ def _while_links(eqn: Equation) -> Iterator[Link]:
         yield from _pairs(source, cond.inputs[n_cond:])
         yield from _pairs(source, body.inputs[n_body:])
         yield from _pairs(source, eqn.outputs)
-    # When it ends decides on all that it makes.
+    # The condition determines the number of iterations, and thus all results.
     yield cond.outputs, eqn.outputs
 
 

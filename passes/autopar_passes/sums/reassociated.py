@@ -1,10 +1,11 @@
-"""Additions of partial results whose sums a compiler takes in one.
+"""Finds additions of partial results whose sums a compiler combines into one.
 
 XLA turns the sum of two all-reduces into the all-reduce of a sum
 (``xla/service/all_reduce_reassociate.cc``, ``reduce_scatter_reassociate.cc`` in
-openxla/xla): the gradients that queries, keys and values leave for the same input
-cross the links once. Both sums must be over the same devices, and nothing else may read
-them. What only changes a shape between a sum and the addition is moved out of the way.
+openxla/xla). For example, queries, keys and values give three gradients of the same
+input, and only their sum crosses the links. Both sums must be over the same devices,
+and both may have only one reader. Operations between a sum and the addition that only
+change a shape are moved.
 """
 
 from __future__ import annotations
@@ -18,13 +19,13 @@ _SHAPING = frozenset({"reshape", "transpose", "squeeze", "expand_dims", "copy"})
 
 
 class Reassociation(NamedTuple):
-    """An addition of two values whose sums over devices may be one.
+    """An addition of two values whose sums over devices may be combined.
 
     Attributes:
       operator: the addition.
       summed: the two values that are summed: results of contractions, or of earlier
-        such additions.
-      between: every value from these to the operands of the addition.
+        additions of this kind.
+      between: every value from ``summed`` to the operands of the addition.
     """
 
     operator: int
@@ -33,13 +34,13 @@ class Reassociation(NamedTuple):
 
 
 def reassociations(graph: OperatorGraph) -> tuple[Reassociation, ...]:
-    """Returns such additions of a program, in program order."""
+    """Returns the combinable additions of a program, in program order."""
     made_by, read_by = producers(graph.operators), readers(graph.operators)
     outputs = frozenset(graph.outputs)
     joined: set[int] = set()
 
     def way(value: int | None) -> tuple[int, ...]:
-        """The values from an operand back to what is summed; () where there is none."""
+        """The values from an operand back to its sum; () if there is no such sum."""
         out: list[int] = []
         while value is not None and value not in outputs:
             if len(read_by.get(value, ())) != 1:

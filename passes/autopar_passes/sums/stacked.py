@@ -1,20 +1,19 @@
-"""Partial results as ordinary arrays: one slice of a leading dimension each.
+"""Partial results as ordinary arrays, stacked along a leading dimension.
 
-A value that is partial over mesh axes of together n devices is held as an array
-``(n, *shape)`` whose leading dimension is split over those axes; the value is
-the sum over that dimension. So a partial value has a layout that the program
-can state, and nothing is communicated until the sum is taken.
+A value may be partial over mesh axes that have n devices together. Such a value is held
+as an array ``(n, *shape)`` whose leading dimension is sharded over these axes. The
+value is the sum over the leading dimension. A partial value therefore has a layout that
+the program can state, and nothing is communicated until the sum is computed.
 
-A deferral: partial results and the values where their sums are due.
+A *deferral* is a set of partial results, with the values at which their sums must be
+computed. If the plan shards a factor that an operator contracts, each device has only a
+*partial* result. The sum over devices may wait if the partial result only passes
+through linear operators and is added up, in a loop or with other values. The sum is
+then computed once, at the first reader that needs the whole value. A gradient is summed
+by the collective that the plan chooses.
 
-An operator that contracts a factor which the plan splits leaves a *partial*
-result on each device. Where that result only flows through linear operators and
-is added up, in a loop or with others, the sum over devices may wait. It is taken
-once, at the first reader that needs the whole value; a gradient is sent in the
-form that the plan wants.
-
-The program alone decides which deferrals exist (`autopar_passes.sums.find`);
-whether a plan may use one depends on its layouts (`autopar.layouts.stacking`).
+The program determines which deferrals exist (`autopar_passes.sums.find`). The layouts
+of a plan determine whether the plan may use a deferral (`autopar.layouts.stacking`).
 """
 
 from __future__ import annotations
@@ -33,22 +32,22 @@ from autopar_passes import jax_compat
 from autopar_passes.layouts import Layout, automatic_axes, constrain, partition_spec
 from autopar_passes.program.equations import Equation
 
-# Operators that make partial results when a factor they reduce is split.
+# Operators whose results are partial if a factor that they reduce is sharded.
 CONTRACTIONS = frozenset(
     {"dot_general", "reduce_sum", "conv_general_dilated", "scatter-add"}
 )
-# The sum of their two operands.
+# Operators that add their two operands.
 ADDITIONS = frozenset({"add", "add_any"})
-# Linear in every operand together.
+# Operators that are linear in all operands together.
 ADDITIVE = ADDITIONS | {"sub", "concatenate"}
-# Linear in their first operand, the others only say how.
+# Operators that are linear in their first operand. The other operands are parameters.
 UNARY = frozenset(
     {
         "neg", "transpose", "reshape", "convert_element_type", "reduce_sum", "copy",
         "squeeze", "expand_dims", "rev", "slice", "split", "div",
     }
 )  # fmt: skip
-# They scale by a constant where all operands but one are constants.
+# Operators that scale by a constant if all operands except one are constants.
 SCALING = frozenset({"mul", "div", "neg", "convert_element_type"})
 
 
@@ -57,7 +56,7 @@ Axes = tuple[int, ...]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Stacked:
-    """A partial value: ``array`` is ``(n, *shape)``, n devices of ``axes``."""
+    """A partial value: ``array`` is ``(n, *shape)``, for the n devices of ``axes``."""
 
     array: Any
     axes: Axes
@@ -65,12 +64,12 @@ class Stacked:
 
 
 def group_size(mesh: Any, axes: Axes) -> int:
-    """Returns the number of devices of a group over mesh axes."""
+    """Returns the number of devices in a group over mesh axes."""
     return math.prod(mesh.shape[mesh.axis_names[a]] for a in axes)
 
 
 def stack(array: Any, axes: Axes, layout: Layout, mesh: Any) -> Stacked:
-    """States the layout of a stacked array."""
+    """Makes a partial value of a stacked array, and states its layout."""
     return Stacked(constrain(array, mesh, (axes, *layout)), axes, layout)
 
 
@@ -86,9 +85,9 @@ def contribute(
 
     Args:
       eqn: the equation, whose parameters do not depend on the operands' sizes.
-      operands: what it reads.
-      layouts: of the operands.
-      result: layout of the result, apart from what is partial.
+      operands: the operands of the equation.
+      layouts: the layouts of the operands.
+      result: the layout of the result, without the partial axes.
       axes: the mesh axes over which the result is partial.
       mesh: the mesh of the layouts.
     """
@@ -111,10 +110,10 @@ def stack_partials(
     """Runs a function on each device's shards and stacks what the devices return.
 
     Args:
-      function: of the shards of the operands; returns one array.
+      function: takes the shards of the operands and returns one array.
       operands: the whole operands.
-      layouts: of the operands.
-      result: layout of the result, apart from the stacked dimension.
+      layouts: the layouts of the operands.
+      result: the layout of the result, without the stacked dimension.
       axes: the mesh axes over which the results are stacked.
       mesh: the mesh of the layouts.
     """
@@ -129,7 +128,7 @@ def stack_partials(
 
 
 def lift(array: Any, axes: Axes, layout: Layout, mesh: Any) -> Stacked:
-    """Returns a whole value as a partial one: a group's first device holds it."""
+    """Turns a whole value into a partial one that a group's first device holds."""
     n = group_size(mesh, axes)
     array = jnp.asarray(array)
     first = jax.lax.broadcasted_iota(np.int32, (n, *array.shape), 0) == 0
@@ -149,17 +148,18 @@ def linear(
 ) -> list[Any]:
     """Runs an equation that is linear in its stacked operands on each slice.
 
-    In a sum of stacked and whole operands, or a choice of them, the whole ones are
+    If an equation adds or selects stacked and whole operands, the whole operands are
     lifted.
 
     Args:
       eqn: the equation.
-      operands: what it reads, stacked or whole.
-      layouts: of the operands, apart from the leading dimension; None: as it comes.
+      operands: the operands, stacked or whole.
+      layouts: the layouts of the operands without the leading dimension; None for any
+        layout.
       axes: the mesh axes over which the stacked operands are partial.
       mesh: the mesh of the layouts.
     """
-    # What selects is whole: it says the same of every slice.
+    # The selector is a whole value: it is the same for every slice.
     whole = 1 if eqn.primitive == "select_n" else 0
     if eqn.primitive in ADDITIVE or whole:
         operands = [
@@ -175,7 +175,7 @@ def linear(
 
 
 def total(partial: Stacked) -> Any:
-    """Takes the sum that was deferred."""
+    """Computes the sum that was deferred."""
     return sum_partials(partial.array)
 
 
@@ -187,19 +187,17 @@ def sum_partials(array: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Deferral:
-    """Partial results whose sum over devices may be taken later.
+    """Partial results whose sum over devices may be computed later.
 
-    The paths of several partial results belong to one deferral where they meet.
+    If the paths of several partial results meet, they belong to one deferral.
 
     Attributes:
-      ends: the values whose sums are due, in program order.
-      reach: the operators that make the partial results, each with the ends that
-        its result flows into.
-      members: every value on a path, the ends among them.
-      hoisted: whether a sum would otherwise be taken more often, in a loop that
-        accumulates it.
-      gradients: those ends that the update reads of the backward pass, once in a
-        step.
+      ends: the values at which the sums must be computed, in program order.
+      reach: the operators that make the partial results, each with the ends that its
+        result flows into.
+      members: every value on a path, including the ends.
+      hoisted: whether the deferral moves a sum out of a loop that accumulates it.
+      gradients: the ends that the update reads from the backward pass, once per step.
     """
 
     ends: tuple[int, ...]
@@ -214,5 +212,5 @@ class Deferral:
         return tuple(op for op, _ in self.reach)
 
     def sharing(self, end: int) -> int:
-        """Returns how many operators contribute to an end."""
+        """Returns the number of operators that contribute to an end."""
         return sum(end in ends for _, ends in self.reach)
