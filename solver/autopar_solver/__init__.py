@@ -156,6 +156,6 @@ __all__ = [
     "write_contest_solution",
 ]
 
-# Their names of the release before.
+# The names of the previous release.
 Evaluation = ChoiceEvaluation
 Task = ScheduleTask

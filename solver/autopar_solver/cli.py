@@ -19,7 +19,7 @@ from autopar_solver.status import Status
 app = typer.Typer(add_completion=False)
 
 RESERVED_SECONDS = 0.1
-"""Kept back for printing and writing the solution."""
+"""Seconds kept back for printing and writing the solution."""
 
 
 @app.command()

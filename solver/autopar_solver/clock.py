@@ -1,4 +1,4 @@
-"""A clock that tells how much time a solve has left, or how much work it has done."""
+"""A clock that measures the time that a solve has left, or the work it has done."""
 
 import copy
 import math
@@ -9,16 +9,16 @@ Timer = Callable[[], float]
 
 
 class Clock:
-    """How much time is left.
+    """The time that is left.
 
-    Without a limit, time is counted in work done (``tick``), not read off a clock: then
-    the same problem always takes the same steps.
+    Without a limit, time is counted by work done (``tick``), and not read from a timer.
+    The same problem then always takes the same steps.
     """
 
     def __init__(
         self, begin: float, seconds: float | None, timer: Timer | None = None
     ) -> None:
-        """Runs from ``begin`` of a timer, ``time.monotonic`` where none is given."""
+        """Starts at ``begin`` of a timer, which is ``time.monotonic`` by default."""
         self.timer = timer
         self.began = begin
         self.counted = seconds is None
@@ -28,7 +28,7 @@ class Clock:
         self.end = self.begin + self.length
 
     def within(self, seconds: float) -> "Clock":
-        """A clock that stops after some seconds from now, or with this one."""
+        """Returns a clock that stops after some seconds, or when this clock stops."""
         other = copy.copy(self)
         other.begin = self.now
         other.end = min(self.end, self.now + seconds)
@@ -36,12 +36,12 @@ class Clock:
         return other
 
     def tick(self, seconds: float) -> None:
-        """Counts work that takes about so long."""
+        """Counts work that takes about this many seconds."""
         self._ticks[0] += seconds
 
     @property
     def now(self) -> float:
-        """The present time, or the work counted so far."""
+        """The current time, or the work counted so far."""
         return self._ticks[0] if self.counted else self._read()
 
     @property
@@ -51,7 +51,7 @@ class Clock:
 
     @property
     def out(self) -> bool:
-        """Whether the end is over; never if time is only counted."""
+        """Whether the time limit has passed; never if time is only counted."""
         return not self.counted and self.now > self.end
 
     @property

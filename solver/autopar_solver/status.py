@@ -1,10 +1,10 @@
-"""How a solve can end."""
+"""The possible results of a solve."""
 
 import enum
 
 
 class Status(enum.Enum):
-    """How a solve ended."""
+    """The result of a solve."""
 
     OPTIMAL = "proved optimal"
     FEASIBLE = "best found, not proved"

@@ -1,1 +1,1 @@
-"""Which job gets how many devices of which kind."""
+"""Chooses the kind and number of devices for each job."""

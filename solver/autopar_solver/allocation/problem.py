@@ -15,20 +15,20 @@ from autopar_solver.status import Status
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class AllocationProblem:
-    """Jobs choose among options; options take devices of one kind.
+    """Jobs that choose among options, where each option takes devices of one kind.
 
-    Maximise the sum of the values of chosen options, such that
+    Maximise the sum of the values of the chosen options, such that
 
-        each job chooses one option at most, a required job exactly one   (one_option)
-        the chosen options take no more devices of a kind than there are  (budget)
+        each job chooses at most one option, a required job exactly one   (one_option)
+        the chosen options take at most the available devices of a kind   (budget)
 
     Attributes:
-        jobs: ``[options]``, the job of each option; equal ones stand together, rising.
-        values: ``[options]``, what each is worth; of a job that is not required, an
-            option that is worth nothing or less is never chosen.
-        kinds: ``[options]``, the kind of devices that each takes.
-        counts: ``[options]``, how many it takes.
-        budgets: ``[kinds]``, how many devices there are.
+        jobs: ``[options]``, the job of each option, ascending.
+        values: ``[options]``, the value of each option. If a job is not required, its
+            options with a value of 0 or less are never chosen.
+        kinds: ``[options]``, the kind of devices that each option takes.
+        counts: ``[options]``, the number of devices that each option takes.
+        budgets: ``[kinds]``, the number of available devices.
         required: ``[jobs]``, whether a job must get an option.
     """
 
@@ -40,10 +40,10 @@ class AllocationProblem:
     required: np.ndarray
 
     def __post_init__(self) -> None:
-        """Refuses arrays that do not fit together.
+        """Rejects arrays that do not fit together.
 
         Raises:
-            InputError: lengths differ, a value is not finite, or a number is out of its
+            InputError: lengths differ, a value is not finite, or a number is out of
                 range.
         """
         size = len(self.jobs)
@@ -84,7 +84,7 @@ class AllocationProblem:
         budgets: Sequence[int],
         required: Sequence[bool] = (),
     ) -> AllocationProblem:
-        """From ``(value, kind, count)`` of the options of each job."""
+        """Builds a problem from ``(value, kind, count)`` of the options of each job."""
         flat = [(j, *option) for j, row in enumerate(options) for option in row]
         table = np.array(flat, np.float64).reshape(len(flat), 4)
         return cls(
@@ -104,13 +104,13 @@ class AllocationProblem:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Allocated:
-    """What was chosen.
+    """The options that were chosen.
 
     Attributes:
-        choices: by job, its option's index into the problem's arrays; -1 for none.
-            Empty when nothing was found.
-        value: their sum.
-        bound: no choices are worth more.
+        choices: by job, the index of its option in the problem's arrays; -1 for no
+            option. The tuple is empty if no solution was found.
+        value: the sum of the values of the chosen options.
+        bound: an upper bound of the value of all choices.
         status: how the solve ended.
     """
 
@@ -121,7 +121,7 @@ class Allocated:
 
     @property
     def gap(self) -> float:
-        """How far the value may be from the best, relative to the bound."""
+        """The largest possible distance to the best value, as a share of the bound."""
         least = max(abs(self.bound), 1e-300)
         return max(self.bound - self.value, 0.0) / least
 
@@ -130,8 +130,8 @@ def check_allocation(problem: AllocationProblem, solution: Allocated) -> float:
     """Recomputes the value of a solution, without the solver.
 
     Raises:
-        AssertionError: a job has an option of another, a budget is broken, a required
-            job has none, or the value is not what it says.
+        AssertionError: a job has an option of another job, a budget is exceeded, a
+            required job has no option, or the value is wrong.
     """
     used = np.zeros(len(problem.budgets), np.int64)
     total = 0.0
@@ -149,23 +149,23 @@ def check_allocation(problem: AllocationProblem, solution: Allocated) -> float:
 
 
 def deal_out(seconds: Sequence[Sequence[float]], count: int) -> tuple[int, ...]:
-    """Deals microbatches out so that the last replica ends as early as can be.
+    """Distributes microbatches so that the last replica ends as early as possible.
 
-    Each replica gets one; every other goes to the replica that would end first with
-    one more. For seconds that do not decrease this is the least of the largest
-    (T. Ibaraki, N. Katoh, "Resource Allocation Problems: Algorithmic Approaches", 1988,
-    the minimax problem with separable objectives).
+    Each replica gets one microbatch. Each further microbatch goes to the replica that
+    would finish it first. If seconds do not decrease with the count, this minimises the
+    largest time of a replica (T. Ibaraki, N. Katoh, "Resource Allocation Problems:
+    Algorithmic Approaches", 1988, the minimax problem with separable objectives).
 
     Args:
-      seconds: of each replica, those of 1, 2, 3 ... microbatches, not decreasing; as
-        many as it may have at most.
-      count: how many microbatches there are.
+      seconds: for each replica, the seconds of 1, 2, 3 ... microbatches, not
+        decreasing. The length is the largest number of microbatches of the replica.
+      count: the number of microbatches.
 
-    Returns the number of each replica.
+    Returns the number of microbatches of each replica.
 
     Raises:
-      InputError: there are too few for each replica to have one, or too many for
-        what they may have; or seconds decrease.
+      InputError: fewer microbatches than replicas, more microbatches than the replicas
+        can take together, or decreasing seconds.
 
     >>> deal_out([[1, 2, 3, 4], [2, 4, 6, 8]], 3)
     (2, 1)

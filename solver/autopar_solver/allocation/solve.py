@@ -1,9 +1,10 @@
-"""Solves allocations: prices first, then exactly what the prices leave open.
+"""Solves allocations: prices decide most jobs, and an integer program the rest.
 
-At the best prices almost every job has one option that is clearly best: with K kinds at
-most about K jobs are split in the linear relaxation. The others are fixed, and the jobs
-with the least regret go into a small integer program, which grows until the gap to the
-relaxation's bound is small enough.
+At the best prices almost every job has one option that is clearly best. With K kinds of
+devices, at most about K jobs are split in the linear relaxation. A small integer
+program decides the jobs whose best and second best options are closest; all other jobs
+are fixed to their best options. The integer program grows until its value is close
+enough to the relaxation's bound.
 """
 
 from __future__ import annotations
@@ -22,12 +23,12 @@ from autopar_solver.ilp.highs import (
 )
 from autopar_solver.status import Status
 
-# The linear relaxation of an allocation, through prices of the kinds of devices.
+# The linear relaxation of an allocation, solved through prices of the kinds of devices.
 #
-# With a price for a device of each kind, every job takes the option that leaves it
-# most. The least total over prices, ``budgets @ prices + sum of what is left``, is the
-# value of the linear relaxation. Cutting planes find it: there are as many prices as
-# kinds.
+# At given prices per device of each kind, every job takes the option with the largest
+# value after prices. The value of the linear relaxation is the minimum over prices of
+# ``budgets @ prices + sum of values after prices``. The number of prices is the number
+# of kinds, which is small, so cutting planes find the minimum quickly.
 
 _MOST_PLANES = 200
 _NEAR = 2e-6
@@ -35,14 +36,15 @@ _NEAR = 2e-6
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class PricedJobs:
-    """Prices and what they prove.
+    """Prices, and the bound that they prove.
 
     Attributes:
-        prices: ``[kinds]``, of a device.
-        bound: no allocation is worth more.
-        left: ``[options]``, the value of each less the price of its devices.
-        best: ``[jobs]``, what each job is left with at most; not below 0 for a job that
-            is not required, minus infinity for a required job without options.
+        prices: ``[kinds]``, the price of one device.
+        bound: an upper bound of every allocation's value.
+        left: ``[options]``, the value of each option minus the price of its devices.
+        best: ``[jobs]``, the largest ``left`` of each job's options. It is at least 0
+            for a job that is not required, and minus infinity for a required job
+            without options.
     """
 
     prices: np.ndarray
@@ -52,7 +54,7 @@ class PricedJobs:
 
 
 class Segments:
-    """The options of each job, for maxima over them."""
+    """The options of each job as segments of arrays, to take maxima over them."""
 
     def __init__(self, problem: AllocationProblem) -> None:
         """Finds where the options of each job begin."""
@@ -60,7 +62,7 @@ class Segments:
         self.present, self.starts = np.unique(problem.jobs, return_index=True)
 
     def at_prices(self, prices: np.ndarray) -> tuple[PricedJobs, np.ndarray]:
-        """What is left at given prices, and the devices of each kind that are taken."""
+        """Values after given prices, and the devices of each kind that jobs take."""
         problem = self.problem
         left = problem.values - prices[problem.kinds] * problem.counts
         best = np.where(problem.required, -np.inf, 0.0)
@@ -71,7 +73,7 @@ class Segments:
             lengths = np.diff(np.append(self.starts, len(left)))
             first = (left == np.repeat(most, lengths)) & (left == best[problem.jobs])
             index = np.flatnonzero(first)
-            # Of options that leave the same, the first.
+            # If several options are equally good, the first one is chosen.
             chosen = index[np.unique(problem.jobs[index], return_index=True)[1]]
             counts = problem.counts[chosen]
             taken = np.bincount(problem.kinds[chosen], counts, len(prices))
@@ -80,13 +82,14 @@ class Segments:
 
 
 def relax(segments: Segments) -> PricedJobs:
-    """The prices with the least bound, to a relative accuracy of 2e-6."""
+    """Finds the prices with the least bound, to a relative accuracy of 2e-6."""
     problem = segments.problem
     kinds = len(problem.budgets)
     highest = np.zeros(kinds)
     worth = problem.values / problem.counts
     np.maximum.at(highest, problem.kinds, np.maximum(worth, 0.0))
-    # A required job may have to push another one out: prices can be higher than worths.
+    # A required job may displace other jobs, so a price may exceed every value per
+    # device.
     highest *= (
         1.0 if not problem.required.any() else 1.0 + problem.counts.max(initial=1)
     )
@@ -109,7 +112,7 @@ def relax(segments: Segments) -> PricedJobs:
 def _lowest(
     slopes: np.ndarray, heights: np.ndarray, highest: np.ndarray
 ) -> tuple[np.ndarray, float]:
-    """Where the highest of some planes is lowest, and how high it is there."""
+    """The prices at which the maximum of the planes is least, and that maximum."""
     planes, kinds = slopes.shape
     scale = highest + (highest == 0)
     shift = float(heights.min() - np.abs(slopes * scale).sum(axis=1).max() - 1.0)
@@ -128,18 +131,19 @@ def _lowest(
             names=tuple(f"above_plane_{i}" for i in range(planes)),
         )
     )
-    assert answer is not None  # it has a point: any prices, high enough
+    assert answer is not None  # Sufficiently high prices are always feasible.
     values = answer[0]
     return np.clip(values[1:], 0.0, 1.0) * scale, float(values[0] * unit + shift)
 
 
-# Exact solutions: of one kind of devices by a table, of some jobs by an ILP.
+# Exact solutions: a table for one kind of devices, an integer program for some jobs.
 
 
 def solve_table(problem: AllocationProblem) -> tuple[int, ...] | None:
-    """The best options where there is one kind of devices; None if there are none.
+    """The best options for one kind of devices; None if required jobs do not fit.
 
-    Row by row, the best value of the first jobs for each number of devices.
+    The table holds, job by job, the best value of the first jobs for each number of
+    devices.
     """
     budget = int(problem.budgets[0])
     best = np.zeros(budget + 1)
@@ -175,25 +179,26 @@ def solve_core(
     stop: StopCriteria,
     start: np.ndarray | None = None,
 ) -> tuple[np.ndarray | None, float]:
-    """The best of some options within some budgets, by an integer program.
+    """Chooses the best of some options within budgets, by an integer program.
 
     Args:
         problem: the whole problem.
-        options: ``[n]``, indices of the options that may be chosen; rising.
-        budgets: ``[kinds]``, devices that are left for them.
-        backend: solves the program.
-        stop: when it may stop.
-        start: a choice that is known, if there is one; rising.
+        options: ``[n]``, indices of the options that may be chosen, ascending.
+        budgets: ``[kinds]``, the devices that are available for these options.
+        backend: the solver of the program.
+        stop: the stop criteria.
+        start: a known choice, ascending; None if there is none.
 
     Returns:
-        The chosen options, None if there are none, and an upper bound of their value.
+        The chosen options, or None if no choice is possible, and an upper bound of
+        their value.
     """
     # x[o] = 1: option o is chosen.
     size = len(options)
     jobs, rows = np.unique(problem.jobs[options], return_inverse=True)
     must = problem.required[jobs]
     place = np.empty(len(jobs), np.int64)
-    # The rows of required jobs come first: those before the named ones are equalities.
+    # Rows of required jobs come first: unnamed rows at the start are equalities.
     place[np.argsort(~must, kind="stable")] = np.arange(len(jobs))
     row = np.concatenate([place[rows], len(jobs) + problem.kinds[options]])
     column = np.tile(np.arange(size), 2)
@@ -215,7 +220,7 @@ def solve_core(
             *(f"one_option_{job}" for job in jobs[~must].tolist()),
             *(f"budget_{kind}" for kind in range(len(budgets))),
         ),
-        # Prices have left little of the problem. To simplify it again takes longer.
+        # Prices have already reduced the problem, so presolve would only cost time.
         reduced=True,
     )
     known = None if start is None else np.isin(options, start) * 1.0
@@ -226,9 +231,9 @@ def solve_core(
 
 
 _CORE_JOBS = 40
-# With no more options an integer program over all of them is as fast.
+# With at most this many options, an integer program over all of them is as fast.
 _WHOLE = 200
-# A table with more cells is slower than the prices.
+# Larger tables are slower than the prices.
 _MOST_CELLS = 300_000
 
 
@@ -243,13 +248,14 @@ def solve_allocation(
 
     Args:
         problem: jobs, options and budgets.
-        gap: relative difference of value and bound that is good enough.
-        seconds: limit of each integer program; None for none.
-        backend: solves them.
+        gap: the relative difference of value and bound that counts as optimal.
+        seconds: time limit of each integer program; None for no limit.
+        backend: the solver of the integer programs.
 
     Returns:
-        The choices with a proven bound. ``OPTIMAL`` where the gap is met, ``FEASIBLE``
-        where it is not, ``INFEASIBLE`` where required jobs cannot all be served.
+        The choices with a proven bound. The status is ``OPTIMAL`` if the gap is
+        reached, and ``FEASIBLE`` if it is not. The status is ``INFEASIBLE`` if the
+        required jobs do not fit together.
 
     >>> problem = AllocationProblem.of(
     ...     [[(3.0, 0, 2), (2.0, 0, 1)], [(2.5, 0, 2)]], budgets=[3]
@@ -285,11 +291,13 @@ def _value(problem: AllocationProblem, choices: tuple[int, ...]) -> float:
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class _Rounds:
-    """Integer programs over more and more options.
+    """Solves integer programs over a growing set of options.
 
-    At the prices, a choice loses what its options leave less than each job's best one,
-    and the price of devices that stay free. So a choice with an option that loses more
-    than a threshold is worth less than the relaxation's bound less the threshold.
+    The *loss* of an option is the largest value after prices of its job's options,
+    minus the option's own value after prices. An allocation is worth the relaxation's
+    bound minus the losses of its options and minus the prices of its unused devices. A
+    choice with an option whose loss exceeds a threshold is therefore worth less than
+    the bound minus the threshold.
     """
 
     problem: AllocationProblem
@@ -299,7 +307,7 @@ class _Rounds:
     seconds: float | None
 
     def run(self) -> Allocated:
-        """Raises the threshold until the gap is met, or all options are open."""
+        """Raises the threshold until the gap is reached or all options are included."""
         problem, ceiling = self.problem, self.priced.bound
         lost = self.priced.best[problem.jobs] - self.priced.left
         regrets = self._regrets(lost)
@@ -329,8 +337,8 @@ class _Rounds:
         self, threshold: float, found: Allocated, ceiling: float, lost: np.ndarray
     ) -> float:
         if found.choices and threshold < ceiling - found.value:
-            # Beyond the first nothing is better than what was found; beyond the second
-            # nothing is so much better that the gap would not be met.
+            # Beyond the first end, no choice is better than the one found. Beyond the
+            # second end, no choice is better by more than the gap allows.
             ends = ceiling - found.value, ceiling - found.value * (1 + 0.9 * self.gap)
             raised = max(4 * threshold, 1e-9 * abs(ceiling))
             return min(raised, *(end for end in ends if end > threshold))
@@ -338,7 +346,7 @@ class _Rounds:
         return np.inf if found.choices or raised > lost.max() else raised
 
     def _regrets(self, lost: np.ndarray) -> np.ndarray:
-        """What each job's second best choice loses, rising; none is a choice, too."""
+        """The losses of the jobs' second best choices, ascending; none is a choice."""
         problem = self.problem
         none = np.flatnonzero(~problem.required)
         jobs = np.concatenate([problem.jobs, none])
@@ -354,11 +362,11 @@ class _Rounds:
     def _with_open(
         self, lost: np.ndarray, threshold: float, found: Allocated
     ) -> tuple[tuple[int, ...] | None, float]:
-        """The best choice among options that lose no more, and a bound of those."""
+        """The best choice of options with losses up to the threshold, and a bound."""
         problem = self.problem
         options = np.flatnonzero(lost <= threshold)
         ways = np.bincount(problem.jobs[options], minlength=problem.num_jobs)
-        # A job with one way only is fixed; to have none is a way, too.
+        # A job with a single choice is fixed. Taking no option also counts as a choice.
         sure = ways == 1
         sure &= problem.required | (self.priced.best > threshold)
         fixed = options[sure[problem.jobs[options]]]
@@ -376,7 +384,8 @@ class _Rounds:
         settled = float(problem.values[fixed].sum())
         proved = 0.0
         if len(options):
-            # What was found loses less than the threshold: its options are open.
+            # Every option of the known choice loses less than the threshold, so it is
+            # included.
             start = np.sort(found.choices) if found.choices else None
             chosen, proved = solve_core(
                 problem, options, budgets, self.backend, stop, start

@@ -1,4 +1,4 @@
-"""The backends by name."""
+"""The solver backends by name."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from autopar_solver.ilp.highs import (
 
 # Solves programs with CBC through PuLP.
 #
-# PuLP ships CBC, so that it is there where HiGHS does not run.
+# PuLP ships CBC, so CBC is available even where HiGHS does not run.
 
 
 def solve_cbc(
@@ -51,7 +51,7 @@ def solve_cbc(
 def _add_variables(
     model: pulp.LpProblem, program: IntegerProgram
 ) -> list[pulp.LpVariable]:
-    # Not LpBinary: PuLP then forgets the bound and may choose what is forbidden.
+    # LpBinary is not used, because PuLP would then ignore the bound of 0.
     kinds = [pulp.LpInteger] * program.num_binary
     kinds += [pulp.LpContinuous] * (len(program.costs) - program.num_binary)
     return [
@@ -96,7 +96,7 @@ def _answer(
         return ProgramAnswer(None, -np.inf, False)
     values = np.array([variable.value() or 0.0 for variable in variables])
     finished = model.sol_status == pulp.LpSolutionOptimal
-    # PuLP does not pass on CBC's bound; only a finished solve proves one.
+    # PuLP does not return CBC's bound; only a finished solve proves a bound.
     cost = float(values @ program.costs)
     return ProgramAnswer(values, cost - stop.gap if finished else -np.inf, finished)
 
@@ -105,10 +105,10 @@ BackendName = Literal["highs", "cbc"]
 
 
 def backend_of(name: str) -> Backend:
-    """Returns the backend of a name.
+    """Returns the backend with a given name.
 
     Raises:
-        InputError: there is none.
+        InputError: there is no backend of this name.
     """
     backends: dict[str, Backend] = {"highs": solve_highs, "cbc": solve_cbc}
     if name not in backends:

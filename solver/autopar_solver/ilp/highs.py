@@ -1,11 +1,11 @@
-"""Solves programs with HiGHS.
+"""Solves mixed-integer and linear programs with HiGHS.
 
-HiGHS takes the arrays as they are: building a PuLP model would take longer than solving
+HiGHS takes the arrays directly. Building a PuLP model would take longer than solving
 most programs.
 
-The weights at which the least of some planes is highest: a linear program.
-
-Maximise ``h`` over weights ``w`` between 0 and 1, such that
+The module also solves one linear program: it finds weights at which the minimum of
+several planes is highest. The program maximises ``h`` over weights ``w`` between 0 and
+1, such that
 
     h <= heights[i] + slopes[i] @ w    for each plane i       (under_plane)
     sum of w over the members of g <= 1  for each group g     (once)
@@ -26,11 +26,12 @@ from autopar_errors import InputError
 class IntegerProgram:
     """A mixed-integer program: minimise ``costs @ v``, ``lower <= A v <= upper``.
 
-    The first ``num_binary`` variables are binary. All lie between 0 and ``most``, which
-    is 0 for a variable that may not be used. ``A`` is stored by rows: row ``r`` has the
-    entries ``starts[r]:starts[r + 1]`` of ``columns`` and ``values``. ``names`` belong
-    to the last rows; the rows before them are equalities. ``reduced`` says that it is
-    small for what it is: a backend that can leave its own reductions out does so.
+    The first ``num_binary`` variables are binary. All variables are between 0 and
+    ``most``, which is 0 for a forbidden variable. ``A`` is stored by rows: row ``r``
+    has the entries ``starts[r]:starts[r + 1]`` of ``columns`` and ``values``. ``names``
+    belong to the last rows; all earlier rows are equalities. ``reduced`` tells that the
+    program has been reduced already. A backend then skips its own reductions, if it
+    can.
     """
 
     costs: np.ndarray
@@ -52,15 +53,15 @@ class IntegerProgram:
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class StopCriteria:
-    """When a backend may stop.
+    """The limits at which a backend may stop.
 
     Attributes:
         seconds: wall-clock time; None for no limit.
         gap: absolute difference of cost and bound that counts as proved, in the
             program's units.
-        cutoff: only better costs are of interest; ``inf`` if all are.
-        branches: nodes of the search tree; a limit that does not depend on the
-            machine. None for no limit.
+        cutoff: only solutions with lower costs are searched; ``inf`` for all solutions.
+        branches: nodes of the search tree, a limit that does not depend on the machine;
+            None for no limit.
     """
 
     seconds: float | None
@@ -71,11 +72,12 @@ class StopCriteria:
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class ProgramAnswer:
-    """What a backend found.
+    """The result of a backend.
 
     Attributes:
-        values: of all variables; None if nothing was found.
-        bound: no solution is cheaper; ``inf`` if there is none under the cutoff.
+        values: the values of all variables; None if no solution was found.
+        bound: a lower bound of the cost; ``inf`` if there is no solution below the
+            cutoff.
         finished: whether the program was solved to the gap or to infeasibility.
     """
 
@@ -89,7 +91,7 @@ Backend = Callable[[IntegerProgram, StopCriteria, np.ndarray | None], ProgramAns
 
 
 TOLERANCE = 1e-9
-"""By how much rows may be broken; the least HiGHS accepts is 1e-10."""
+"""Largest violation of a row; HiGHS accepts 1e-10 at the least."""
 
 
 _SHORT: dict[str, bool | float | str] = {
@@ -99,20 +101,20 @@ _SHORT: dict[str, bool | float | str] = {
     "mip_heuristic_run_rens": False,
     "mip_heuristic_run_root_reduced_cost": False,
 }
-"""What HiGHS leaves out of a program that is reduced: its simplification, and smaller
-programs that it makes of this one. Each takes longer than it saves. A version of HiGHS
-that lacks one of these options goes on without."""
+"""HiGHS options for a reduced program: no presolve, and no heuristics that solve
+smaller programs, because each takes longer than it saves. A version of HiGHS without
+one of these options ignores it."""
 
 
 class _Quiet(highspy.Highs):
     """A solver that prints nothing.
 
-    Since 1.16, `highspy.Highs` enables its callbacks as it is made, and HiGHS prints
-    its version before anybody can ask it for silence.
+    Since 1.16, the constructor of `highspy.Highs` enables callbacks, and HiGHS then
+    prints its version before a caller can disable output.
     """
 
     def enableCallbacks(self) -> None:
-        """Asks for silence first."""
+        """Disables output before callbacks are enabled."""
         self.setOptionValue("output_flag", False)
         super().enableCallbacks()
 
@@ -120,7 +122,7 @@ class _Quiet(highspy.Highs):
 def solve_highs(
     program: IntegerProgram, stop: StopCriteria, start: np.ndarray | None
 ) -> ProgramAnswer:
-    """Solves a program with HiGHS on one thread: same input, same answer."""
+    """Solves a program with HiGHS on one thread; equal inputs give equal answers."""
     highs = _Quiet()
     _set_options(highs, stop)
     if program.reduced:
@@ -141,8 +143,8 @@ def solve_without_integrality(
     """Solves the linear relaxation; None if it has no solution.
 
     Returns:
-        The values of all variables, and for each named row what one unit less on its
-        right side would add to the cost.
+        The values of all variables, and for each named row the increase of the cost if
+        its right-hand side decreases by one unit.
     """
     highs = _Quiet()
     for name, value in (("output_flag", False), ("threads", 1), ("random_seed", 0)):
@@ -223,7 +225,7 @@ def _answer(highs: highspy.Highs, stop: StopCriteria) -> ProgramAnswer:
     bound = float(info.mip_dual_bound)
     finished = status == kinds.kOptimal
     if finished:
-        # Below the cutoff HiGHS may stop without a bound of its own.
+        # With a cutoff, HiGHS may stop without reporting a bound.
         proved = min(float(info.objective_function_value), stop.cutoff)
         bound = max(bound, proved - stop.gap)
     return ProgramAnswer(values, bound, finished)
@@ -232,19 +234,19 @@ def _answer(highs: highspy.Highs, stop: StopCriteria) -> ProgramAnswer:
 def highest_minimum(
     heights: Sequence[float] | np.ndarray, slopes: np.ndarray, groups: np.ndarray
 ) -> np.ndarray:
-    """Returns the weights at which the least of some planes is highest.
+    """Returns the weights at which the minimum of several planes is highest.
 
     Args:
-        heights: ``[planes]``, of each plane without weights; none is negative.
-        slopes: ``[planes, weights]``, of each plane along each weight.
+        heights: ``[planes]``, the height of each plane at weights of 0; not negative.
+        slopes: ``[planes, weights]``, the slope of each plane along each weight.
         groups: ``[groups, weights]``, true for the members of each group.
 
     Returns:
-        ``[weights]``, one set of them where several are as good.
+        ``[weights]``; if several sets of weights are optimal, one of them.
 
     Raises:
-        InputError: there is no plane, a height is negative, or the arrays do not fit
-            together.
+        InputError: there is no plane, a height is negative, or the shapes of the arrays
+            do not match.
 
     >>> highest_minimum([1.0, 3.0], np.array([[2.0], [-2.0]]), np.array([[True]]))
     array([0.5])
@@ -260,14 +262,14 @@ def highest_minimum(
     if base.min() < 0:
         raise InputError(f"highest_minimum: a height is negative: {base.min():g}.")
     answer = solve_without_integrality(_program(base, slopes, groups))
-    assert answer is not None  # no weights at all are possible
+    assert answer is not None  # weights of 0 are always feasible
     return answer[0][:weights]
 
 
 def _program(
     base: np.ndarray, slopes: np.ndarray, groups: np.ndarray
 ) -> IntegerProgram:
-    """The program over the weights and, last, the height; in units of the highest."""
+    """The program over the weights and the height, in units of the largest height."""
     planes, weights = slopes.shape
     scale = base.max() or 1.0
     under = np.hstack([-slopes / scale, np.full((planes, 1), 1.0 / scale)])

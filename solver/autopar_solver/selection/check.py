@@ -1,4 +1,4 @@
-"""Cost, budgets and weights of given choices of codecs, computed without the solver."""
+"""Recomputes cost, budgets and link weights of given codecs without the solver."""
 
 import dataclasses
 import math
@@ -17,7 +17,7 @@ from autopar_solver.status import Status
 
 
 def recompute(problem: CodecSelection, choices: Sequence[int]) -> SelectionCost:
-    """Adds up what choices cost by running the link, without any solver.
+    """Computes the cost of choices by simulating the link, without any solver.
 
     Raises:
         InputError: the choices do not name one existing option per gradient.
@@ -36,7 +36,7 @@ def recompute(problem: CodecSelection, choices: Sequence[int]) -> SelectionCost:
 
 
 def fits_budgets(problem: CodecSelection, cost: SelectionCost) -> bool:
-    """Whether error and memory are within the budgets, rounding aside.
+    """Whether error and memory are within the budgets, apart from rounding.
 
     >>> import dataclasses
     >>> zeros = (np.zeros(1),)
@@ -55,12 +55,14 @@ def fits_budgets(problem: CodecSelection, cost: SelectionCost) -> bool:
 
 
 def wire_weights(problem: CodecSelection, choices: Sequence[int]) -> tuple[float, ...]:
-    """What a further second of each gradient on the link would add to the step.
+    """The seconds that a further second of each gradient on the link adds to the step.
 
-    The derivative of ``exposed`` to the right: 1 for every gradient from the first
-    one on that starts the last busy stretch of the link, 0 for those before; all 0
-    while the link is done before the backward pass is. Where two stretches touch, both
-    count: more time for either delays the end.
+    The weights are the right-hand derivative of ``exposed``. If the link finishes
+    before the backward pass, all weights are 0. Otherwise, consider the last period in
+    which the link is busy without a pause. The weight is 1 for the gradients of this
+    period, and 0 for all gradients before it. If the link starts a gradient exactly
+    when the previous one ends, both belong to the same period, because more time for
+    either delays the end.
     """
     _check_choices(problem, choices)
     finishes = _finishes(problem, choices)
@@ -76,7 +78,7 @@ def wire_weights(problem: CodecSelection, choices: Sequence[int]) -> tuple[float
 
 
 def check_selection(problem: CodecSelection, result: SelectionResult) -> None:
-    """Raises `InputError` unless the result is what it says it is."""
+    """Raises `InputError` unless the result is consistent with the problem."""
     if result.status in (Status.INFEASIBLE, Status.UNKNOWN):
         if result.choices:
             raise InputError(f"{problem.name}: {result.status} but has choices.")
@@ -100,10 +102,10 @@ def check_selection(problem: CodecSelection, result: SelectionResult) -> None:
 
 
 def _finishes(problem: CodecSelection, choices: Sequence[int]) -> list[float]:
-    """When the link has sent each gradient, in the order in which it sends them.
+    """The time at which the link has sent each gradient, in the link's order.
 
     Returns:
-      Seconds; [0.0] where there are no gradients.
+      Seconds; [0.0] if there are no gradients.
     """
     finish, finishes = 0.0, list[float]()
     for index in problem.order:
@@ -114,7 +116,7 @@ def _finishes(problem: CodecSelection, choices: Sequence[int]) -> list[float]:
 
 
 def entries_of(rows: Sequence[np.ndarray], choices: Sequence[int]) -> list[float]:
-    """The entry of each row that is chosen."""
+    """The chosen entry of each row."""
     return [float(row[choice]) for row, choice in zip(rows, choices, strict=True)]
 
 

@@ -1,32 +1,37 @@
-"""Chooses a compression parameter for each layer as L-GreCo does, and exactly.
+"""Chooses a compression parameter for each layer, as L-GreCo does and exactly.
 
-Alimohammadi, Markov, Frantar and Alistarh, "L-GreCo: Layerwise-adaptive gradient
-compression for efficient data-parallel deep learning", MLSys 2024 (arXiv 2210.17357).
-With ``error[l][p]`` the norm that layer ``l`` loses with parameter ``p``::
+Source: Alimohammadi, Markov, Frantar and Alistarh, "L-GreCo: Layerwise-adaptive
+gradient compression for efficient data-parallel deep learning", MLSys 2024 (arXiv
+2210.17357). Let ``error[l][p]`` be the norm of the error of layer ``l`` with parameter
+``p``::
 
     E = alpha sum_l error[l][reference[l]]
     minimise    sum_l size[l][p[l]]
     subject to  sum_l error[l][p[l]] <= E
 
-solved by a dynamic programme over errors rounded up to ``buckets`` parts of E::
+L-GreCo solves this problem by a dynamic programme over errors that are rounded up to
+multiples of ``E / buckets``::
 
     q[l][p] = clip(ceil(error[l][p] buckets / E), 1, buckets)
     best[l][e] = min_p best[l - 1][e - q[l][p]] + size[l][p]
 
-What the rounding costs. Write ``least(B)`` for the least size with errors up to ``B``,
-``S`` for ``sum_l q``, ``x`` for ``sum_l error buckets / E`` and ``L`` for the number of
-layers. Since ``error <= q E / buckets``, what the programme finds is within E, hence
-not smaller than ``least(E)``. Since ``q < error buckets / E + 1`` unless the error is
-0, ``S < x + L`` unless all errors are 0, when ``S = L``. So, with ``S`` whole,
+The effect of the rounding is bounded. Write ``least(B)`` for the least size with errors
+up to ``B``, ``S`` for ``sum_l q``, ``x`` for ``sum_l error buckets / E`` and ``L`` for
+the number of layers. Since ``error <= q E / buckets``, the errors of the programme's
+choice sum to at most E, so its size is at least ``least(E)``. Since
+``q < error buckets / E + 1`` unless the error is 0, ``S < x + L`` unless all errors are
+0. If all errors are 0, ``S = L``. Because ``S`` is a whole number,
 
     least(E) <= programme <= least(E (1 - L / buckets))          if S < buckets counts,
     least(E) <= programme <= least(E (1 - (L - 1) / buckets))    if S <= buckets counts
 
-for ``L < buckets``, or ``L <= buckets``. The published code (github.com/LGrCo/L-GreCo,
-``lgreco_hook.py``) is the first case: its first layer asks for strictly more than ``q``
-buckets, so one is never used. Two more facts about it follow. Clipping never admits a
-layer that is over the budget alone: it takes all buckets, and ``S < buckets``. And the
-reference itself may not be found, since rounding up can put it over its own budget.
+The first line holds for ``L < buckets``, the second for ``L <= buckets``. The published
+code (github.com/LGrCo/L-GreCo, ``lgreco_hook.py``) is the first case: its first layer
+asks for strictly more than ``q`` buckets, so one bucket is never used. Two more facts
+about the published code follow. First, clipping never admits a layer that exceeds the
+budget on its own, because such a layer takes all buckets, but ``S < buckets`` is
+required. Second, the programme may not find the reference itself, because rounding up
+can put the reference over its own budget.
 """
 
 import dataclasses
@@ -46,23 +51,23 @@ DEFAULT_BUCKETS = 10_000
 """``DPBUCKETS`` of the published code."""
 
 SIZE_UNITS = 1e4
-"""How many units of size the choices can make in an integer program."""
+"""Range of the sizes of all choices, in units of the integer program."""
 
 GAP_UNITS = 1e-5
-"""Units of size in which cost and bound may differ for rounding's sake."""
+"""Difference of cost and bound, in units of size, that rounding may cause."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LGreCoProblem:
-    """Layers with parameters, and the parameters whose error is the measure.
+    """Layers with parameters, and the reference parameters that set the error budget.
 
     Args:
-        error: layer ``l``: float64 ``[P_l]``, the norm lost with each parameter;
-            ``inf`` forbids one.
-        size: layer ``l``: float64 ``[P_l]``, what is sent, in any unit.
+        error: for layer ``l``: float64 ``[P_l]``, the norm of the error of each
+            parameter; ``inf`` forbids a parameter.
+        size: for layer ``l``: float64 ``[P_l]``, the amount of data sent, in any unit.
         reference: the parameter of each layer that defines the budget.
-        alpha: the budget, in units of the reference's error.
-        buckets: into how many parts the budget is divided.
+        alpha: the budget, as a multiple of the reference's error.
+        buckets: the number of parts that the budget is divided into.
 
     Raises:
         InputError: an array has the wrong shape or values; the message names it.
@@ -101,7 +106,7 @@ class LGreCoProblem:
 
     @property
     def error_budget(self) -> float:
-        """E: what the errors may add up to."""
+        """E, the limit of the sum of the errors."""
         return self.alpha * math.fsum(entries_of(self.error, self.reference))
 
 
@@ -110,12 +115,13 @@ class LGreCoResult:
     """One parameter per layer.
 
     Attributes:
-        choices: empty when the status is ``INFEASIBLE`` or ``UNKNOWN``; then ``size``
-            is infinite and ``error`` 0.
+        choices: empty when the status is ``INFEASIBLE`` or ``UNKNOWN``. In that case
+            ``size`` is infinite and ``error`` is 0.
         size: the sum of the chosen sizes.
         error: the sum of the chosen errors, not rounded.
-        error_budget: what they may add up to.
-        status: of the programme: ``OPTIMAL`` for the errors as it rounds them.
+        error_budget: the limit of the sum of the errors.
+        status: the status of the solve; for the programme, ``OPTIMAL`` refers to the
+            rounded errors.
         seconds: wall-clock time of the solve.
     """
 
@@ -130,15 +136,15 @@ class LGreCoResult:
 def solve_lgreco(problem: LGreCoProblem, *, whole_budget: bool = False) -> LGreCoResult:
     """Runs the dynamic programme.
 
-    Of parameters that do equally well the first is taken, and of results of equal size
-    the one with the least rounded error, as in the published code. Where that code
-    finds nothing, it reads its tables at -1; here the status says so. A budget of 0
-    leaves parameters without any error.
+    As in the published code, ties between parameters go to the first parameter, and
+    ties between results of equal size go to the least rounded error. If no choice fits,
+    the published code reads its tables at index -1. Here the status is ``INFEASIBLE``
+    instead. A budget of 0 admits only parameters without error.
 
     Args:
-        problem: what to solve.
-        whole_budget: lets the rounded errors add up to ``buckets``; the published code
-            stays one below.
+        problem: the problem to solve.
+        whole_budget: lets the rounded errors sum to ``buckets``; the published code
+            allows at most ``buckets - 1``.
     """
     begin = time.monotonic()
     rounded = [_errors_in_buckets(problem, row) for row in problem.error]
@@ -180,15 +186,15 @@ def solve_lgreco_ilp(
         error              sum error[l, p] x[l, p] <= error_budget
 
     Args:
-        problem: what to solve; ``buckets`` does not matter.
-        error_budget: instead of the problem's own.
+        problem: the problem to solve; ``buckets`` is ignored.
+        error_budget: replaces the problem's own budget.
         seconds: wall-clock limit; None to stop only when the optimum is proved.
-        gap: by how much an optimal size may be above the least, as a share of what all
-            choices together can change; 1e-9 is always allowed.
-        backend: who solves it: "highs", or "cbc" through PuLP.
+        gap: the largest difference between an optimal size and the bound, as a share of
+            the amount that all choices together can change; 1e-9 is always allowed.
+        backend: the solver of the program: "highs", or "cbc" through PuLP.
 
     Raises:
-        InputError: there is no such backend.
+        InputError: there is no backend of this name.
     """
     begin = time.monotonic()
     budget = problem.error_budget if error_budget is None else error_budget
@@ -209,7 +215,7 @@ def solve_lgreco_ilp(
 
 
 def _errors_in_buckets(problem: LGreCoProblem, error: np.ndarray) -> np.ndarray:
-    """Errors in buckets, rounded up; ``buckets + 1`` for those over the budget."""
+    """Errors in buckets, rounded up; ``buckets + 1`` for errors above the budget."""
     budget, over = problem.error_budget, problem.buckets + 1
     if budget == 0.0:
         return np.where(error > 0, over, 1)
@@ -221,9 +227,9 @@ def _errors_in_buckets(problem: LGreCoProblem, error: np.ndarray) -> np.ndarray:
 def _fill(
     problem: LGreCoProblem, rounded: Sequence[np.ndarray], most: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The last layer's table over 0 to ``most`` buckets, and who is in each entry.
+    """The last layer's table over 0 to ``most`` buckets, and the parameters chosen.
 
-    Entry ``e`` of a layer is the least size so far with at most ``e`` buckets.
+    Entry ``e`` of a layer's table is the least size so far with at most ``e`` buckets.
     """
     table = np.zeros(most + 1)
     taken = np.zeros((len(rounded), most + 1), np.int32)
@@ -245,7 +251,7 @@ def _fill(
 def _program(
     problem: LGreCoProblem, starts: np.ndarray, possible: np.ndarray, budget: float
 ) -> IntegerProgram:
-    """The integer program, in units that bring its numbers near one."""
+    """The integer program, scaled so that its numbers are near one."""
     count, width = len(problem.error), int(starts[-1])
     lows = np.repeat([float(row.min()) for row in problem.size], np.diff(starts))
     above = np.concatenate(problem.size) - lows

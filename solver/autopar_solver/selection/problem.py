@@ -1,12 +1,12 @@
 """The selection of codecs: one option for each gradient.
 
 Gradients are synchronised one after another on one link, in the order in which the
-backward pass completes them. With ``x[l]`` the option of gradient ``l``, numbered in
-that order, the link is done with it at
+backward pass completes them. Number the gradients in this order, and let ``x[l]`` be
+the option of gradient ``l``. The link finishes gradient ``l`` at
 
     finish[l] = max(finish[l - 1], ready[l]) + wire[l][x[l]]
 
-and what the step waits for is ``exposed = max(0, finish[last] - backward)``. Unrolled::
+The step waits for ``exposed = max(0, finish[last] - backward)``. Unrolled::
 
     exposed = max(0, max_l (ready[l] + sum_(m >= l) wire[m][x[m]]) - backward)
 
@@ -14,14 +14,13 @@ and what the step waits for is ``exposed = max(0, finish[last] - backward)``. Un
     subject to  sum_l error[l][x[l]]  <= error_budget
                 sum_l memory[l][x[l]] <= memory_budget
 
-Encoding and decoding (``local``) take the device's time and are never hidden; sending
-(``wire``) is hidden behind what is left of the backward pass.
+Encoding and decoding (``local``) use the device, and nothing hides their time. The rest
+of the backward pass hides sending (``wire``).
 
-The options of a codec selection that are worth a choice, in one row.
-
-Gradients are numbered in the link's order. Options that no choice within the budgets
-uses are gone, and so are those that another option of the same gradient replaces at no
-loss.
+The module also builds the table of the options that can be part of a best choice. The
+table lists gradients in the link's order. Options that fit in no choice within the
+budgets are removed. Options that another option of the same gradient dominates are
+removed too.
 """
 
 from __future__ import annotations
@@ -35,28 +34,29 @@ from autopar_errors import InputError
 from autopar_solver.status import Status
 
 BUDGET_TOLERANCE = 1e-8
-"""By what share of a budget a sum may be over it: ten times the backends' own."""
+"""Tolerated excess over a budget, as a share: ten times the backends' tolerance."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class CodecSelection:
-    """Gradients with options, when they are ready, and what they may cost.
+    """Gradients with options, the times at which they are ready, and the budgets.
 
     Args:
-        name: how messages call this problem.
-        wire_s: gradient ``l``: float64 ``[K_l]``, seconds on the link by option; here
-            and below ``inf`` forbids an option.
-        local_s: the same, seconds of encoding and decoding on the device.
-        error: the same, squared error in the metric of the budget, weighted already.
-        ready_s: when each gradient is complete, from the start of the backward pass.
-        backward_s: when the backward pass ends.
-        error_budget: what the errors may add up to; ``inf`` for no limit.
-        memory_bytes: what each option keeps between steps; None for nothing.
-        memory_budget_bytes: what that may add up to; None for no limit.
+        name: the name of the problem in messages.
+        wire_s: for gradient ``l``: float64 ``[K_l]``, seconds on the link by option.
+            Here and below, ``inf`` forbids an option.
+        local_s: by option, seconds of encoding and decoding on the device.
+        error: by option, weighted squared error in the metric of the budget.
+        ready_s: when each gradient is complete, in seconds from the start of the
+            backward pass.
+        backward_s: when the backward pass ends, in seconds from its start.
+        error_budget: the limit of the sum of the errors; ``inf`` for no limit.
+        memory_bytes: by option, the bytes kept between steps; None for no bytes.
+        memory_budget_bytes: the limit of the sum of these bytes; None for no limit.
 
     Raises:
-        InputError: an array has the wrong shape or values, or a gradient has no
-            option that is possible; the message names it.
+        InputError: an array has the wrong shape or values, or a gradient has only
+            forbidden options; the message names it.
 
     >>> CodecSelection(
     ...     wire_s=(np.array([4.0, 1.0]),),
@@ -103,14 +103,14 @@ class CodecSelection:
 
     @property
     def memory(self) -> tuple[np.ndarray, ...]:
-        """``memory_bytes``, zeros where it is None."""
+        """``memory_bytes``, or zeros if it is None."""
         if self.memory_bytes is not None:
             return self.memory_bytes
         return tuple(np.zeros(size) for size in self.num_options)
 
     @property
     def memory_limit(self) -> float:
-        """``memory_budget_bytes``, ``inf`` where it is None."""
+        """``memory_budget_bytes``, or ``inf`` if it is None."""
         limit = self.memory_budget_bytes
         return math.inf if limit is None else limit
 
@@ -163,15 +163,16 @@ def _check_times(problem: CodecSelection) -> None:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SelectionCost:
-    """What given choices cost.
+    """The cost of given choices.
 
     Attributes:
         cost_s: the objective, ``exposed_s + local_s``.
-        exposed_s: what the step waits for the link after the backward pass.
-        local_s: encoding and decoding, all gradients together.
-        wire_s: the link's busy time, hidden or not.
-        error: the sum of squared errors.
-        memory_bytes: the sum of what the codecs keep.
+        exposed_s: seconds for which the step waits for the link after the backward
+            pass.
+        local_s: seconds of encoding and decoding, for all gradients together.
+        wire_s: seconds for which the link is busy, hidden or not.
+        error: the sum of the weighted squared errors.
+        memory_bytes: the bytes that all codecs keep between steps.
     """
 
     cost_s: float
@@ -186,15 +187,15 @@ class SelectionCost:
 class SelectionResult:
     """One option per gradient, its cost, and a proven lower bound of every cost.
 
-    ``choices`` is empty when the status is ``INFEASIBLE`` or ``UNKNOWN``; the cost is
-    then infinite, and everything else but the bound zero.
+    ``choices`` is empty when the status is ``INFEASIBLE`` or ``UNKNOWN``. In that case
+    the cost is infinite, and all other quantities except the bound are zero.
 
     Attributes:
         choices: by gradient, in the problem's numbering.
         cost_s, exposed_s, local_s, wire_s, error, memory_bytes: as in `SelectionCost`.
-        bound_s: no choices within the budgets cost less.
-        status: how the solve ended; budgets stand for the memory limit.
-        seconds: wall-clock time of the solve.
+        bound_s: a lower bound of the cost of all choices within the budgets.
+        status: how the solve ended; `Status` speaks of a memory limit, here both
+            budgets are meant.
     """
 
     choices: tuple[int, ...]
@@ -210,7 +211,7 @@ class SelectionResult:
 
     @property
     def gap(self) -> float:
-        """How far the cost can be from the least one, relative to the cost."""
+        """The largest possible excess over the least cost, as a share of the cost."""
         if self.bound_s >= self.cost_s:
             return 0.0
         return (self.cost_s - self.bound_s) / max(abs(self.cost_s), 1e-300)
@@ -218,13 +219,13 @@ class SelectionResult:
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class OptionTable:
-    """What can be chosen: options in one row, by gradient in the link's order.
+    """The available options in flat arrays, by gradient in the link's order.
 
     Attributes:
-        starts: gradient ``l`` has ``starts[l]:starts[l + 1]``.
+        starts: gradient ``l`` has the options ``starts[l]:starts[l + 1]``.
         gradient: the place in the link's order of each option's gradient.
         codec: the option's number in the problem.
-        wire, local, error, memory: as in the problem.
+        wire, local, error, memory: seconds, error and bytes as in the problem.
     """
 
     starts: np.ndarray
@@ -241,31 +242,31 @@ class OptionTable:
         return len(self.starts) - 1
 
     def least(self, values: np.ndarray) -> np.ndarray:
-        """The least of each gradient's values."""
+        """The least value of each gradient's options."""
         return np.minimum.reduceat(values, self.starts[:-1])
 
     def most(self, values: np.ndarray) -> np.ndarray:
-        """The greatest of each gradient's values."""
+        """The greatest value of each gradient's options."""
         return np.maximum.reduceat(values, self.starts[:-1])
 
     def above(self, values: np.ndarray) -> np.ndarray:
-        """What each option has above its gradient's least."""
+        """The value of each option minus the least value of its gradient's options."""
         return values - self.least(values)[self.gradient]
 
     def first(self, marked: np.ndarray) -> np.ndarray:
-        """The first marked option of each gradient, as an index into the row."""
+        """The index of the first marked option of each gradient."""
         at = np.where(marked, np.arange(len(marked)), len(marked))
         return self.least(at)
 
     def prices_at(
         self, weights: np.ndarray, error_price: float, memory_price: float
     ) -> np.ndarray:
-        """What each option costs at these prices; ``weights`` are by gradient."""
+        """The cost of each option at these prices; ``weights`` are by gradient."""
         priced = weights[self.gradient] * self.wire + self.local
         return priced + error_price * self.error + memory_price * self.memory
 
     def keep(self, kept: np.ndarray) -> OptionTable:
-        """The options that are marked."""
+        """The table with only the marked options."""
         counts = np.bincount(self.gradient[kept], minlength=self.num_gradients)
         return OptionTable(
             starts=np.concatenate([[0], np.cumsum(counts)]),
@@ -279,7 +280,7 @@ class OptionTable:
 
 
 def options_of(problem: CodecSelection) -> OptionTable | None:
-    """All options worth a choice, or None if no choice is within the budgets."""
+    """Builds the table of useful options; None if no choice is within the budgets."""
     order = problem.order
     sizes = [problem.num_options[index] for index in order]
     columns = {
@@ -308,7 +309,7 @@ def options_of(problem: CodecSelection) -> OptionTable | None:
 
 
 def _affordable(options: OptionTable, values: np.ndarray, budget: float) -> np.ndarray:
-    """Options that fit if all other gradients take their least."""
+    """Marks the options that fit if all other gradients take their least values."""
     if budget == math.inf:
         return np.ones(len(values), bool)
     room = budget - math.fsum(options.least(values))
@@ -316,14 +317,14 @@ def _affordable(options: OptionTable, values: np.ndarray, budget: float) -> np.n
 
 
 def _drop_dominated(problem: CodecSelection, options: OptionTable) -> np.ndarray:
-    """Options that no other of the same gradient replaces at no loss.
+    """Marks the options that no other option of the same gradient dominates.
 
-    A second more on the link is at most a second more of exposed time, so ``a``
-    replaces ``b`` if neither its error nor its memory is larger and::
+    A further second on the link adds at most one second of exposed time. Option ``a``
+    therefore dominates option ``b`` if neither its error nor its memory is larger and::
 
         local[a] + max(0, wire[a] - wire[b]) <= local[b]
 
-    Of equal options the first stays. Sums without a budget do not count.
+    Of equal options the first is kept. Error or memory without a budget is ignored.
     """
     limited = [
         values
@@ -344,7 +345,7 @@ def _drop_dominated(problem: CodecSelection, options: OptionTable) -> np.ndarray
         index = np.arange(end - start)
         replaces = better & (~better.T | (index[:, None] < index[None, :]))
         for k in index:
-            # Only one that is still there may replace another: rounding could
-            # otherwise close a circle.
+            # Only an option that is itself kept may dominate another. Otherwise
+            # rounding could make options remove each other in a circle.
             kept[start + k] = not (replaces[:, k] & kept[own]).any()
     return kept

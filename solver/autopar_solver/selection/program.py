@@ -1,9 +1,10 @@
 """Builds the integer program of a codec selection.
 
-Gradients are numbered in the link's order. Those that cannot find the link idle, even
-if every earlier one is sent with its fastest option, follow the one before without a
-pause; each such run is one *block*. With ``x[l, k]`` binary (gradient ``l`` uses option
-``k``), ``W[b]`` the wire time of block ``b``, ``f[b]`` when the link is done with it::
+Gradients are numbered in the link's order. A *block* is a run of gradients that the
+link sends without a pause: even if every earlier gradient uses its fastest option, the
+link is still busy when the next gradient of the block is ready. Let ``x[l, k]`` be
+binary (gradient ``l`` uses option ``k``), ``W[b]`` the wire time of block ``b``, and
+``f[b]`` the time at which the link finishes block ``b``::
 
     minimise    t + sum local[l, k] x[l, k]
     one_codec_l    sum_k x[l, k] = 1
@@ -13,23 +14,25 @@ pause; each such run is one *block*. With ``x[l, k]`` binary (gradient ``l`` use
     error          sum error[l, k] x[l, k]  <= error_budget
     memory         sum memory[l, k] x[l, k] <= memory_budget
 
-``queue_b`` is left out where block ``b - 1`` is always done in time, a budget where it
-cannot be broken. Everything is stored as what it has above its least, in units that
-bring the numbers near one: the backends' tolerances are absolute.
+``queue_b`` is left out if block ``b - 1`` always finishes before block ``b`` is ready.
+A budget is left out if no choice can exceed it. Every quantity is stored as its
+difference from its least value, in units that bring the numbers near one, because the
+backends' tolerances are absolute.
 
-Prices a second on the link, a unit of error and a byte of memory.
+The module also computes prices: of a second on the link (a weight for each gradient),
+of a unit of error, and of a byte of memory.
 
-For weights that do not fall along the link's order and stay within 0 and 1, and prices
-that are not negative, every choice within the budgets costs at least
+Suppose the weights do not decrease along the link's order and lie between 0 and 1, and
+the prices are not negative. Then every choice within the budgets costs at least
 
     sum_l min_k (weight[l] wire[l][k] + local[l][k]
                  + error_price error[l][k] + memory_price memory[l][k])
     + sum_l (weight[l] - weight[l - 1]) (ready[l] - backward)
     - error_price error_budget - memory_price memory_budget
 
-because exposed time is at least ``ready[l] + sum_(m >= l) wire[m] - backward`` for
-every ``l`` and at least 0. The best weights and prices are the dual solution of the
-program without the condition that its choices are whole.
+The reason is that the exposed time is at least 0, and at least
+``ready[l] + sum_(m >= l) wire[m] - backward`` for every ``l``. The best weights and
+prices are the dual solution of the program without integrality.
 """
 
 from __future__ import annotations
@@ -44,22 +47,22 @@ from autopar_solver.selection.problem import CodecSelection, OptionTable, option
 from autopar_solver.status import Status
 
 ROUNDING = 1e-12
-"""By what share of a budget a sum of hundreds of terms may be off."""
+"""The rounding error of a sum of hundreds of terms, as a share of a budget."""
 
 RANGE_UNITS = 1e4
-"""How many of the program's units of time all choices together can make."""
+"""The range of time of all choices together, in the program's units of time."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Blocks:
-    """Runs of gradients that the link takes without a pause.
+    """Runs of gradients that the link sends without a pause.
 
     Attributes:
-        block: by gradient.
-        ready: when each block's first gradient is ready, in seconds.
-        earliest, latest: when the link is done with each block if every gradient is
-            sent with its fastest, or its slowest option.
-        least: wire seconds of each block if every gradient has its fastest option.
+        block: the block of each gradient.
+        ready: by block, when its first gradient is ready, in seconds.
+        earliest, latest: by block, when the link finishes it if every gradient uses its
+            fastest option, or its slowest option.
+        least: by block, its wire seconds if every gradient uses its fastest option.
     """
 
     block: np.ndarray
@@ -70,7 +73,7 @@ class Blocks:
 
 
 def blocks_of(problem: CodecSelection, options: OptionTable) -> Blocks:
-    """Finds the blocks."""
+    """Divides the gradients into blocks."""
     ready = np.array(sorted(problem.ready_s))
     fastest, slowest = options.least(options.wire), options.most(options.wire)
     earliest, latest = link_finishes(ready, fastest), link_finishes(ready, slowest)
@@ -87,7 +90,7 @@ def blocks_of(problem: CodecSelection, options: OptionTable) -> Blocks:
 
 
 def link_finishes(ready: np.ndarray, wire: np.ndarray) -> np.ndarray:
-    """When the link is done with each gradient."""
+    """The times at which the link finishes each gradient."""
     finishes = np.empty(len(ready))
     finish = 0.0
     for place in range(len(ready)):
@@ -98,18 +101,18 @@ def link_finishes(ready: np.ndarray, wire: np.ndarray) -> np.ndarray:
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class SelectionProgram:
-    """A program and what its numbers mean.
+    """An integer program, with the meaning of its variables.
 
-    Variables are the options, then ``f`` by block above ``blocks.earliest``, then ``t``
-    above ``constant``'s share of it.
+    The variables are the options, then ``f`` of each block minus ``blocks.earliest``,
+    then ``t`` minus its least value.
 
     Attributes:
         program: the integer program.
-        options: its first columns.
-        blocks: the runs of gradients behind ``f``.
-        unit_s: seconds of one unit of cost and time.
-        constant_s: what every choice costs.
-        scales: by budget row, what one unit of it is.
+        options: the options of the first columns.
+        blocks: the blocks of ``f``.
+        unit_s: seconds per unit of cost and time.
+        constant_s: the least cost of every choice, which the program leaves out.
+        scales: by budget row, the size of one unit of the row.
     """
 
     program: IntegerProgram
@@ -139,7 +142,7 @@ class _Rows:
 
 
 def build_program(problem: CodecSelection, options: OptionTable) -> SelectionProgram:
-    """Builds the program of a selection over these options."""
+    """Builds the program of a selection from a table of options."""
     blocks = blocks_of(problem, options)
     span = options.above(options.wire).sum() + options.above(options.local).sum()
     unit = float(span) / RANGE_UNITS or 1.0
@@ -152,7 +155,7 @@ def build_program(problem: CodecSelection, options: OptionTable) -> SelectionPro
         [options.above(options.local) / unit, np.zeros(count), [1.0]]
     )
     late = max(0.0, float(blocks.latest[-1]) - problem.backward_s)
-    # Rounding may put the latest a bit before the earliest.
+    # Rounding may put the latest finish slightly before the earliest.
     spans = np.append(blocks.latest - blocks.earliest, late - base).clip(0.0)
     return SelectionProgram(
         program=_program(options, costs, np.append(np.ones(size), spans / unit), rows),
@@ -197,7 +200,7 @@ def _entry(column: int, value: float) -> tuple[np.ndarray, np.ndarray]:
 def _budget_rows(
     rows: _Rows, problem: CodecSelection, options: OptionTable
 ) -> dict[str, float]:
-    """``error`` and ``memory``, each in units of the room above its least."""
+    """The rows ``error`` and ``memory``, in units of the room above the least sum."""
     scales: dict[str, float] = {}
     for name, values, budget in (
         ("error", options.error, problem.error_budget),
@@ -216,7 +219,7 @@ def _budget_rows(
 def _program(
     options: OptionTable, costs: np.ndarray, most: np.ndarray, rows: _Rows
 ) -> IntegerProgram:
-    """``one_codec_l`` first, then the rows."""
+    """Puts the rows ``one_codec_l`` first, then the collected rows."""
     size, count = len(options.gradient), options.num_gradients
     lengths = np.concatenate(
         [np.diff(options.starts), [len(columns) for columns in rows.columns]]
@@ -236,15 +239,16 @@ def _program(
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SelectionRelaxation:
-    """Prices of a selection and the bound they prove.
+    """Prices of a selection, and the bound that they prove.
 
     Attributes:
-        wire_weights: by gradient, in the problem's numbering: the value of one second
+        wire_weights: by gradient, in the problem's numbering: the price of one second
             on the link, in seconds of the step, 0 to 1.
-        seconds_per_error: the value of one unit of squared error.
-        seconds_per_byte: the value of one byte of memory.
-        bound_s: no choices within the budgets cost less; ``inf`` if there are none.
-        status: ``OPTIMAL``, or ``INFEASIBLE`` and then without prices.
+        seconds_per_error: the price of one unit of squared error.
+        seconds_per_byte: the price of one byte of memory.
+        bound_s: a lower bound of the cost of all choices within the budgets; ``inf`` if
+            there are none.
+        status: ``OPTIMAL``, or ``INFEASIBLE`` without prices.
     """
 
     wire_weights: tuple[float, ...]
@@ -254,7 +258,7 @@ class SelectionRelaxation:
     status: Status
 
     def option_prices(self, problem: CodecSelection) -> tuple[np.ndarray, ...]:
-        """By gradient and option, what it costs at these prices, in seconds."""
+        """By gradient and option, the option's cost at these prices, in seconds."""
         rows = zip(
             self.wire_weights,
             problem.wire_s,
@@ -273,7 +277,7 @@ class SelectionRelaxation:
 
 
 def solve_relaxation(problem: CodecSelection) -> SelectionRelaxation:
-    """Finds the prices that prove the highest bound.
+    """Finds the prices that give the highest bound.
 
     >>> problem = CodecSelection(
     ...     wire_s=(np.array([4.0, 1.0]), np.array([4.0, 1.0])),
@@ -326,11 +330,11 @@ class Relaxed:
     """The relaxed program's solution and prices.
 
     Attributes:
-        shares: by option, how much of its gradient it has.
-        weights: by gradient in the link's order.
+        shares: by option, its share of its gradient in the relaxed solution.
+        weights: by gradient in the link's order, the price of a second on the link.
         error_price, memory_price: seconds per unit.
-        bound_s: what the prices prove; may be negative.
-        rises: by option, how far above the bound any choice with it is at least.
+        bound_s: the bound that the prices prove; it may be negative.
+        rises: by option, the least excess over the bound of all choices that use it.
     """
 
     shares: np.ndarray
@@ -342,7 +346,7 @@ class Relaxed:
 
 
 def relax(problem: CodecSelection, built: SelectionProgram) -> Relaxed | None:
-    """Solves the relaxed program; None if not even that has a solution."""
+    """Solves the relaxed program; None if even the relaxed program is infeasible."""
     solved = solve_without_integrality(built.program)
     if solved is None:
         return None
@@ -352,7 +356,7 @@ def relax(problem: CodecSelection, built: SelectionProgram) -> Relaxed | None:
     weights = np.array(
         [named[f"start_{b}"] + named.get(f"queue_{b}", 0.0) for b in range(count)]
     )
-    # Any weights in order prove a bound: the solver's rounding costs nothing else.
+    # All ascending weights prove a bound, so the solver's rounding does no harm.
     weights = np.maximum.accumulate(weights.clip(0.0, 1.0))[built.blocks.block]
     prices = {
         name: max(0.0, float(named[name])) * built.unit_s / scale
@@ -381,7 +385,7 @@ def _lower_bound(
     error_price: float,
     memory_price: float,
 ) -> float:
-    """The formula of the module's docstring."""
+    """Computes the bound of the module's docstring."""
     ready = np.array(sorted(problem.ready_s)) - problem.backward_s
     terms = [*options.least(priced), *(np.diff(weights, prepend=0.0) * ready)]
     for price, budget in (
@@ -394,5 +398,5 @@ def _lower_bound(
 
 
 def _times(price: float, values: np.ndarray) -> np.ndarray:
-    """A product in which a forbidden option stays forbidden at no price."""
+    """Multiplies, and keeps forbidden options infinite even at a price of 0."""
     return np.where(np.isfinite(values), values * price if price else 0.0, np.inf)

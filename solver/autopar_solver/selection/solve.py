@@ -1,9 +1,11 @@
-"""Solves a codec selection by prices, a rounded choice, labels and an integer program.
+"""Solves a codec selection with prices, rounding, labels and an integer program.
 
-The relaxed program gives a bound and, rounded and improved, choices: the incumbent.
-Options whose price puts them above its cost are dropped. Labels improve choices and
-bound, and solve what is small or repeats itself. If cost and bound do not meet, the
-integer program decides between the options that are left.
+First the relaxed program is solved. Its solution gives a lower bound. Rounding and
+local search turn the solution into a feasible choice of codecs, the incumbent. Options
+whose prices put them above the incumbent's cost are dropped. A label search then
+improves the incumbent and the bound, and solves small or repetitive problems
+completely. If cost and bound still differ, an integer program decides between the
+remaining options.
 """
 
 from __future__ import annotations
@@ -36,46 +38,51 @@ from autopar_solver.selection.program import (
 )
 from autopar_solver.status import Status
 
-# Solves a codec selection gradient by gradient, keeping what can still be best.
+# Label search: solves a codec selection gradient by gradient, and keeps only the
+# partial choices that may still be best.
 #
-# A *label* is a choice for the first gradients of the link's order, as far as the rest
-# of the problem can see it: when the link is done with them, ``f``, and their sums of
-# local time, error and memory. This is label setting for shortest paths with resources
+# A *label* describes a choice of codecs for the first gradients in the link's order. A
+# label stores only the quantities that affect the remaining gradients: the time ``f``
+# at which the link finishes these gradients, and the sums of their local time, error
+# and memory. The method is label setting for shortest paths with resource constraints
 # (Irnich and Desaulniers, "Shortest path problems with resource constraints", 2005).
 #
-# How late the link is matters only between two times, known backwards from the end of
-# the backward pass, where they meet::
+# The value of ``f`` matters only between two times, ``early`` and ``late``. The two
+# times are computed backwards from the end of the backward pass, where they are equal::
 #
 #     early[l - 1] = max(ready[l], early[l] - slowest wire of l)
 #     late[l - 1]  = max(ready[l], late[l] - fastest wire of l)
 #
-# Up to ``early[l]`` all of the rest is as if the link were free; from ``late[l]`` on it
-# never pauses again and ends after the backward pass, so that each further second costs
-# one, and is counted with the local time at once. A label goes if
+# If ``f`` is at most ``early[l]``, the remaining transfers run as if the link were
+# idle. If ``f`` is at least ``late[l]``, the link never pauses again and finishes after
+# the backward pass. Each further second of ``f`` then adds one second to the cost, and
+# is added to the local time at once. A label is dropped if
 #
-# - its error or memory leaves too little for the others,
+# - its error or memory leaves too little of the budget for the remaining gradients,
 # - the prices of the relaxed program prove that it ends above the cutoff, or
-# - another one with no more error and memory has ``local`` and ``f + local`` no larger.
+# - another label with no more error and memory has ``local`` and ``f + local`` no
+#   larger.
 #
-# If more than ``width`` remain, those that promise least go too, and the best promise
-# among them bounds what was missed.
+# If more than ``width`` labels remain, those with the largest lower bounds are dropped
+# too. The smallest lower bound among them bounds the cost of the choices that were
+# missed.
 
 BINS = 12
-"""Into how many parts lateness is divided to compare labels: all pairs are too many."""
+"""Number of intervals of ``f`` in which labels are compared, instead of all pairs."""
 
 MEMORY_BINS = 4
-"""The same for memory, where it is limited."""
+"""Number of intervals of memory in which labels are compared, if memory is limited."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class LabelAnswer:
-    """What a search found.
+    """The result of a label search.
 
     Attributes:
-        chosen: by gradient in the link's order, an index into the options; None if
-            nothing under the cutoff was found.
-        bound_s: no choice costs less, unless it is at least the cutoff; ``inf`` if no
-            label was ever cut for the width and nothing was found.
+        chosen: by gradient in the link's order, an index into the options; None if no
+            choice below the cutoff was found.
+        bound_s: a lower bound of every choice's cost below the cutoff; ``inf`` if no
+            label was dropped for the width and no choice was found.
     """
 
     chosen: np.ndarray | None
@@ -84,7 +91,7 @@ class LabelAnswer:
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class _Labels:
-    """Columns of one length; ``parent`` is a label of the gradient before."""
+    """Labels as columns of equal length; ``parent`` indexes the previous labels."""
 
     finish: np.ndarray
     local: np.ndarray
@@ -106,13 +113,14 @@ class _Labels:
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class _Outlook:
-    """What holds for all that follows each gradient.
+    """Quantities of the gradients that follow each gradient in the link's order.
 
     Attributes:
-        ready: by gradient.
-        early, late: see the module's docstring.
-        error, memory: the least that the gradients after it add.
-        rest: seconds that they add to the cost at least, at the prices.
+        ready: by gradient, the time at which the gradient is ready.
+        early, late: see the comment at the top of the module.
+        error, memory: the least error and memory that the later gradients add.
+        rest: a lower bound, in seconds, of the cost that the later gradients add,
+            computed with the prices of the relaxed program.
     """
 
     ready: np.ndarray
@@ -135,12 +143,13 @@ def search_labels(
     """Searches for a choice that costs less than the cutoff.
 
     Args:
-        problem: what to solve.
-        options: what may be chosen.
-        relaxed: prices; any prove, the best prove most.
-        cutoff_s: only lower costs are of interest.
-        width: how many labels are kept for each gradient.
-        clock: None is returned when it has run out.
+        problem: the problem to solve.
+        options: the options to choose from.
+        relaxed: the solution of the relaxed program, with its prices. Any prices give a
+            valid bound; the best prices give the highest bound.
+        cutoff_s: only choices with a lower cost are searched.
+        width: the number of labels that are kept for each gradient.
+        clock: the time limit. The result is None if time runs out.
     """
     outlook = _outlook(problem, options, relaxed)
     labels = _Labels(*np.zeros((4, 1)), *np.zeros((2, 1), np.int64))
@@ -198,14 +207,14 @@ def _outlook(
 
 
 def _after(values: np.ndarray) -> np.ndarray:
-    """The sum of all values behind each."""
+    """For each value, the sum of all values after it."""
     return np.append(np.cumsum(values[:0:-1])[::-1], 0.0)
 
 
 def _extend(
     labels: _Labels, options: OptionTable, outlook: _Outlook, place: int
 ) -> _Labels:
-    """Every label with every option of the next gradient."""
+    """Combines every label with every option of the next gradient."""
     own = np.arange(options.starts[place], options.starts[place + 1])
     parent = np.repeat(np.arange(len(labels.local)), len(own))
     option = np.tile(own, len(labels.local))
@@ -237,9 +246,10 @@ def _affordable(
 def _promise(
     labels: _Labels, relaxed: Relaxed, outlook: _Outlook, place: int
 ) -> np.ndarray:
-    """What any choice that begins with each label costs at least, at the prices.
+    """By label, a lower bound of the cost of all choices that begin with the label.
 
-    Raising a finish to ``early`` changes no cost; the bound holds for what it is then.
+    The bound follows from the prices. Raising a finish to ``early`` changes no cost, so
+    the bound also holds for the raised finish.
     """
     charged = labels.local + relaxed.weights[place] * labels.finish
     charged = charged + relaxed.error_price * labels.error
@@ -248,11 +258,12 @@ def _promise(
 
 
 def _drop_dominated_labels(problem: CodecSelection, labels: _Labels) -> np.ndarray:
-    """Labels that no other of a later bin, or of an equal one, replaces.
+    """The labels that no other label of the same or a later bin dominates.
 
-    Of two labels, the one with ``f + local`` no larger and ``f`` no smaller has no more
-    ``local`` either: it is enough to go through labels by ``f + local`` and compare
-    errors with the least so far in bins of ``f`` that are no earlier.
+    If ``f + local`` of one label is no larger and its ``f`` no smaller than those of a
+    second label, then its ``local`` is no larger either. The search therefore visits
+    labels in order of ``f + local``, and compares the error of each label with the
+    least error so far in the bins with no earlier ``f``.
     """
     if not len(labels.local):
         return np.empty(0, np.int64)
@@ -277,12 +288,13 @@ def _drop_dominated_labels(problem: CodecSelection, labels: _Labels) -> np.ndarr
 
 
 def _bins(values: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
-    """Which bin each value is in, and by bin, whether all its values are equal.
+    """The bin of each value, and for each bin whether all its values are equal.
 
-    Every value of a bin is below every value of the next one.
+    Every value of a bin is below every value of the next bin.
     """
     edges = np.unique(np.quantile(values, np.linspace(0, 1, count + 1), method="lower"))
-    # A value at an edge has a bin of its own; between two edges lies another.
+    # Each edge has a bin for the values equal to it. Other values lie between two
+    # edges.
     bins = np.searchsorted(edges, values, side="left") + np.searchsorted(
         edges, values, side="right"
     )
@@ -297,12 +309,12 @@ def _backtrack(stages: list[_Labels], end: int) -> np.ndarray:
     return chosen
 
 
-# The best choices of codecs so far, and a bound of what any choices cost.
+# The best choice of codecs so far, and a lower bound of the cost of all choices.
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SelectionIncumbent:
-    """The best choices so far, if any, and a bound of every choice's cost."""
+    """The best choice so far, if any, and a lower bound of every choice's cost."""
 
     choices: tuple[int, ...] | None
     cost_s: float
@@ -311,44 +323,45 @@ class SelectionIncumbent:
     def offer(
         self, problem: CodecSelection, choices: tuple[int, ...]
     ) -> SelectionIncumbent:
-        """These choices if they fit and are better, else the known ones."""
+        """Returns an incumbent with these choices if they are better, else itself."""
         cost = recompute(problem, choices)
         if cost.cost_s >= self.cost_s or not fits_budgets(problem, cost):
             return self
         return SelectionIncumbent(choices, cost.cost_s, self.bound_s)
 
     def prove(self, bound: float) -> SelectionIncumbent:
-        """Raises the bound; it never claims more than the cost."""
+        """Raises the lower bound, but never above the incumbent's cost."""
         return SelectionIncumbent(
             self.choices, self.cost_s, min(max(self.bound_s, bound), self.cost_s)
         )
 
 
-# Local search for a codec selection: it changes the codecs of one gradient, or of two,
-# at a time.
+# Local search for a codec selection. A move changes the codecs of one gradient, or of
+# two gradients together.
 #
-# With ``end[j] = ready[j] + sum_(m >= j) wire[m]`` over the link's order, exposed time
-# is what the largest ``end`` is after the backward pass. A change of gradient ``l`` by
-# ``d`` seconds on the link moves ``end[0], ..., end[l]`` by ``d`` and no other, so that
-# every single change is priced at once with two running maxima.
+# With ``end[j] = ready[j] + sum_(m >= j) wire[m]`` over the link's order, the exposed
+# time is the part of the largest ``end`` that lies after the backward pass. Changing
+# the wire time of gradient ``l`` by ``d`` seconds moves ``end[0], ..., end[l]`` by
+# ``d`` and no other ``end``. Two running maxima therefore give the cost of every single
+# change at once.
 
 MOVES_PER_GRADIENT = 4
-"""After how many changes for each gradient a descent stops; few need more than one."""
+"""Limit of changes per gradient in one descent; few gradients need more than one."""
 
 PAIRED = 24
-"""How many changes that break a budget are tried together with one that makes room."""
+"""Number of over-budget changes that are tried with a second, budget-saving change."""
 
 
 def descend(
     problem: CodecSelection, options: OptionTable, chosen: np.ndarray
 ) -> np.ndarray:
-    """Makes the change that saves most, alone or with another, until none does.
+    """Makes the change or pair of changes that saves most, until none saves time.
 
     Args:
-        problem: what the options are of.
-        options: what may be chosen.
-        chosen: by gradient in the link's order, an index into the options; within the
-            budgets.
+        problem: the problem of the options.
+        options: the options to choose from.
+        chosen: by gradient in the link's order, an index into the options. The choice
+            must be within the budgets.
     """
     ready = np.array(sorted(problem.ready_s))
     chosen = chosen.copy()
@@ -369,7 +382,7 @@ def descend(
 def _changes(
     problem: CodecSelection, options: OptionTable, ready: np.ndarray, chosen: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """By option: what choosing it adds to the cost, and whether it fits the budgets."""
+    """By option, the cost that choosing it adds, and whether it fits the budgets."""
     wire = options.wire[chosen]
     end = ready + np.cumsum(wire[::-1])[::-1]
     until = np.maximum.accumulate(end)
@@ -386,7 +399,7 @@ def _changes(
         (options.memory, problem.memory_limit),
     ):
         fitting &= values[chosen].sum() + values - values[old] <= budget
-    # Less than rounding is nothing saved: a descent must end.
+    # A saving below the rounding error counts as zero, so that a descent ends.
     added[np.abs(added) <= 1e-12 * now] = 0.0
     return added, fitting
 
@@ -399,7 +412,7 @@ def _pair(
     added: np.ndarray,
     fitting: np.ndarray,
 ) -> np.ndarray | None:
-    """The best of the changes that save much, together with one that makes room."""
+    """The best pair of a change that exceeds a budget and a change that makes up."""
     tempting = np.flatnonzero(~fitting & (added < 0))
     tempting = tempting[np.argsort(added[tempting], kind="stable")[:PAIRED]]
     best, least = None, 0.0
@@ -417,10 +430,10 @@ def _pair(
 
 
 ROUNDING_UNITS = 1e-5
-"""Units of the program in which cost and bound may differ for rounding's sake."""
+"""Difference of cost and bound, in units of the program, that rounding may cause."""
 
 LABEL_WIDTHS = (64,)
-"""How many labels are kept; wider searches took longer than the program they spare."""
+"""Numbers of labels to keep. Wider searches took longer than the integer program."""
 
 
 def solve_selection(
@@ -436,16 +449,17 @@ def solve_selection(
     Without a time limit the same problem always gives the same result.
 
     Args:
-        problem: what to solve; times of any scale.
+        problem: the problem to solve. Its times may have any scale.
         seconds: wall-clock limit; None to stop only when the gap is closed.
-        gap: difference of cost and bound at which a result is called optimal, as a
-            share of the backward pass and the cost together; 1e-9 of what the choices
-            can change is always allowed.
-        backend: who solves the integer program: "highs", or "cbc" through PuLP.
-        widths: how many labels to keep, in turns; () for the integer program alone.
+        gap: the difference of cost and bound at which a result is called optimal, as a
+            share of the sum of backward pass and cost. A difference of 1e-9 of the
+            amount that the choices can change is always allowed.
+        backend: the solver of the integer program: "highs", or "cbc" through PuLP.
+        widths: the numbers of labels to keep, one label search for each; () to use the
+            integer program only.
 
     Raises:
-        InputError: there is no such backend.
+        InputError: there is no backend of this name.
 
     >>> import numpy as np
     >>> problem = CodecSelection(
@@ -487,10 +501,12 @@ def solve_selection(
 def _round(
     problem: CodecSelection, options: OptionTable, relaxed: Relaxed
 ) -> SelectionIncumbent:
-    """The option of least error that has a share of each gradient, if that fits.
+    """Rounds the relaxed solution: the option of least error among those with a share.
 
-    Without a memory budget it always does: no share has a smaller error. Changes that
-    save time while they fit follow.
+    Each gradient takes, among the options with a positive share in the relaxed
+    solution, the option with the least error. Without a memory budget the result always
+    fits, because no option with a share has a smaller error. Local search then improves
+    the result.
     """
     shared = relaxed.shares > 1e-9
     error = np.where(shared, options.error, np.inf)
@@ -509,7 +525,7 @@ def _allowance_s(
     gap: float,
     incumbent: SelectionIncumbent,
 ) -> float:
-    """By how many seconds an optimal cost may be above the bound."""
+    """The number of seconds by which an optimal cost may exceed the bound."""
     step = problem.backward_s + max(0.0, incumbent.bound_s)
     return max(gap * step, ROUNDING_UNITS * built.unit_s)
 
@@ -520,7 +536,7 @@ def _worthwhile(
     relaxed: Relaxed,
     incumbent: SelectionIncumbent,
 ) -> np.ndarray:
-    """Marks the options of the incumbent, and those that better ones could have."""
+    """Marks the incumbent's options, and the options that a better choice could use."""
     room = incumbent.cost_s - relaxed.bound_s + ROUNDING_UNITS * built.unit_s
     kept = relaxed.rises <= room
     if incumbent.choices is not None:
@@ -538,8 +554,8 @@ def _search(
     allowed: float,
     width: int,
 ) -> SelectionIncumbent:
-    """Searches with labels for what is better by more than is allowed."""
-    # Less than is allowed, so that rounding cannot leave the gap open.
+    """Searches with labels for choices that are better by more than ``allowed``."""
+    # The factor 0.9 keeps rounding from leaving the gap open.
     cutoff = incumbent.cost_s - 0.9 * allowed
     answer = search_labels(
         problem, options, relaxed, cutoff_s=cutoff, width=width, clock=clock
@@ -554,7 +570,7 @@ def _search(
 def _choices(
     problem: CodecSelection, options: OptionTable, chosen: np.ndarray
 ) -> tuple[int, ...]:
-    """From options by the link's order to the problem's numbering."""
+    """Converts options in the link's order to codecs in the problem's numbering."""
     choices = np.empty(len(chosen), np.int64)
     choices[list(problem.order)] = options.codec[chosen]
     return tuple(int(choice) for choice in choices)
@@ -568,7 +584,7 @@ def _solve_program(
     incumbent: SelectionIncumbent,
     gap: float,
 ) -> SelectionResult:
-    """Solves the integer program, from the incumbent if there is one."""
+    """Solves the integer program, starting from the incumbent if there is one."""
     built = build_program(problem, options)
     program = built.program
     start = (
@@ -597,7 +613,7 @@ def _solve_program(
 def _values(
     problem: CodecSelection, built: SelectionProgram, choices: tuple[int, ...]
 ) -> np.ndarray:
-    """Values of all variables at choices that are among the options."""
+    """The values of all variables of the program for a given choice of codecs."""
     options, blocks = built.options, built.blocks
     codecs = np.array([choices[index] for index in problem.order])
     chosen = (options.codec == codecs[options.gradient]).astype(np.float64)
@@ -610,7 +626,7 @@ def _values(
 
 
 def _without(program: IntegerProgram, chosen: np.ndarray) -> IntegerProgram:
-    """Excludes one choice that a backend's tolerance let over a budget."""
+    """Excludes one choice that exceeds a budget within the backend's tolerance."""
     return dataclasses.replace(
         program,
         starts=np.append(program.starts, program.starts[-1] + len(chosen)),

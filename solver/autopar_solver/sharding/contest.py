@@ -1,9 +1,10 @@
 """Reads and writes the files of the ASPLOS/EuroSys 2025 contest.
 
-Format (google/iopddl): ``problem.nodes.intervals[i] = [start, end)``, ``costs[i][s]``,
-``usages[i][s]``; ``problem.edges.nodes[e] = [i, j]``, ``costs[e]`` row-major over the
-strategies of ``i`` and ``j``; ``usage_limit``. A cost of 10**18 is forbidden. A
-solution is a JSON list with one strategy per node.
+The format (google/iopddl) has ``problem.nodes.intervals[i] = [start, end)``,
+``costs[i][s]`` and ``usages[i][s]``. Each edge ``e`` of ``problem.edges`` has
+``nodes[e] = [i, j]`` and ``costs[e]``, in row-major order over the strategies of ``i``
+and ``j``. Another field is ``usage_limit``. A cost of 10**18 is forbidden. A solution
+is a JSON list with one strategy per node.
 """
 
 import gzip
@@ -19,7 +20,7 @@ from autopar_errors import InputError
 from autopar_solver.sharding.problem import MemoryTerm, ShardingProblem
 
 FORBIDDEN = 1e18
-"""A cost from which the contest calls a choice forbidden."""
+"""Cost at and above which the contest forbids a choice."""
 
 
 class _Nodes(msgspec.Struct):
@@ -45,11 +46,11 @@ class _File(msgspec.Struct):
 
 
 def read_contest_instance(path: str | Path) -> ShardingProblem:
-    """Reads an instance, plain JSON or gzip.
+    """Reads an instance from plain JSON or gzip.
 
     Raises:
         OSError: the file cannot be read.
-        InputError: it is not a valid instance; the message says what and where.
+        InputError: the file is not a valid instance; the message names the fault.
     """
     path = Path(path)
     data = path.read_bytes()
@@ -109,7 +110,7 @@ def write_contest_instance(path: str | Path, problem: ShardingProblem) -> None:
 
 
 class _ArrayCache:
-    """Arrays by their text in the file: instances repeat few tables many times."""
+    """Caches arrays by their text in the file, because instances repeat few tables."""
 
     def __init__(self, name: str, forbidden: float) -> None:
         self.name = name

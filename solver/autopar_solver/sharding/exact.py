@@ -1,9 +1,7 @@
-"""Solves a field as an integer program, adding the memory rows that answers break.
+"""Solves a field as an integer program, and adds memory rows that answers exceed.
 
-Builds the integer program of a field.
-
-With ``x[k, a]`` binary (node ``k`` uses strategy ``a``) and ``y[e, a, b] >= 0``
-continuous (edge ``e = (k, m)`` uses the pair)::
+Let ``x[k, a]`` be binary (node ``k`` uses strategy ``a``), and ``y[e, a, b] >= 0``
+continuous (edge ``e = (k, m)`` uses the pair). The integer program is::
 
     minimise    sum costs[k, a] x[k, a] + sum tables[e][a, b] y[e, a, b]
     one_strategy_k    sum_a x[k, a] = 1
@@ -11,8 +9,8 @@ continuous (edge ``e = (k, m)`` uses the pair)::
     target_e_b        sum_a y[e, a, b] = x[m, b]
     memory_r          sum usage[r, k, a] x[k, a] <= room[r]
 
-The edge variables are whole as soon as the node variables are. Memory rows are few of
-many: the caller adds those that answers break.
+The edge variables are integral whenever the node variables are. The program contains
+only a few of the memory rows: the caller adds the rows that an answer exceeds.
 """
 
 from __future__ import annotations
@@ -38,7 +36,7 @@ class CutRow:
 
 
 def build_program(field: Field, scale: float, cuts: Sequence[CutRow]) -> IntegerProgram:
-    """Builds the program with costs divided by ``scale`` and these cuts."""
+    """Builds the program with costs divided by ``scale``, and with the given cuts."""
     blocks = [_one_strategy(field), *_edges(field)]
     counts = [counts for counts, _, _, _ in blocks]
     columns = [columns for _, columns, _, _ in blocks]
@@ -69,7 +67,7 @@ def build_program(field: Field, scale: float, cuts: Sequence[CutRow]) -> Integer
 
 
 def memory_cut(field: Field, row: int) -> CutRow:
-    """The memory row at one time."""
+    """The memory constraint at one row."""
     memory = field.memory
     live = (memory.starts <= row) & (row < memory.ends)
     entries = live[memory.term] & (memory.usage > 0)
@@ -81,9 +79,10 @@ def memory_cut(field: Field, row: int) -> CutRow:
 
 
 def exclusion_cut(field: Field, row: int, choices: np.ndarray) -> CutRow:
-    """Not all of these choices at once: they are over the limit at a row.
+    """Forbids the combination of these choices, which exceeds the limit at a row.
 
-    Needed only where a solver's tolerance lets a memory row be broken slightly.
+    The cut is needed only if a solver's tolerance allows a memory row to be exceeded
+    slightly.
     """
     columns = memory_cut(field, row).columns
     chosen = np.intersect1d(columns, field.offsets[:-1] + choices)
@@ -93,7 +92,7 @@ def exclusion_cut(field: Field, row: int, choices: np.ndarray) -> CutRow:
 
 
 _Block = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
-"""Entries by row, columns, values, and the right-hand side of equalities."""
+"""Entries per row, columns, values, and the right-hand side of equalities."""
 
 
 def _one_strategy(field: Field) -> _Block:
@@ -125,7 +124,7 @@ def _marginal(pairs: np.ndarray, offset: int) -> _Block:
 
 
 ROWS_PER_ROUND = 8
-"""Broken memory rows added at once, far apart in time."""
+"""Number of exceeded memory rows that are added at once, far apart in time."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -133,11 +132,12 @@ class FieldAnswer:
     """Choices of a field's nodes that fit, or None, and a proven bound.
 
     Attributes:
-        choices: None if nothing under the cutoff was found.
-        cost: of the choices, the field's constant included.
-        bound: the same; at least the cutoff if nothing better exists.
+        choices: the choices; None if none below the cutoff were found.
+        cost: the cost of the choices, including the field's constant.
+        bound: the bound, including the field's constant; at least the cutoff if nothing
+            better exists.
         finished: whether the bound is within the gap or at the cutoff.
-        rows: memory rows that answers broke, for the next solve.
+        rows: memory rows that answers exceeded, for the next solve.
     """
 
     choices: np.ndarray | None
@@ -154,14 +154,14 @@ def solve_field(
     rows: tuple[int, ...] = (),
     start: np.ndarray | None = None,
 ) -> FieldAnswer:
-    """Solves a field; ``stop`` is in the field's costs, its constant included.
+    """Solves a field; ``stop`` is in units of the field's costs, constant included.
 
     Args:
-        field: what to solve.
-        backend: who solves each program.
+        field: the field to solve.
+        backend: the solver of each program.
         stop: time, gap and cutoff; the gap is absolute.
-        rows: memory rows to begin with.
-        start: choices that fit, where the search may begin.
+        rows: the first memory rows of the program.
+        start: choices that fit, as a first solution.
     """
     deadline = _deadline(stop)
     scale = _scale(field)
@@ -189,7 +189,7 @@ def solve_field(
 
 
 def broken_rows(field: Field, choices: np.ndarray) -> tuple[int, ...]:
-    """Rows over their room: the worst of each stretch, the worst stretches first."""
+    """The worst row of each run of consecutive exceeded rows, worst rows first."""
     over = field.memory.usage_of(choices) - field.memory.room
     at = np.flatnonzero(over > field.memory.slack)
     if not len(at):
@@ -204,7 +204,7 @@ def _deadline(stop: StopCriteria) -> float | None:
 
 
 def _scale(field: Field) -> float:
-    """Brings costs near one: the backends' tolerances are absolute."""
+    """A scale that brings costs near one, because backends' tolerances are absolute."""
     parts = [*field.tables, *np.split(field.costs, field.offsets[1:-1])]
     finite = (part[part < np.inf] for part in parts)
     total = sum(float(np.ptp(part)) for part in finite if part.size)

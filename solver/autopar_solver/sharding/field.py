@@ -1,8 +1,8 @@
-"""The reduced problem as flat arrays, which bounds, moves and the program work on.
+"""The reduced problem as flat arrays, for bounds, moves and the integer program.
 
-Strategies of all nodes are numbered in one row ("flat"), node after node;
-``offsets[k]`` is where node ``k`` starts. Nodes are numbered by position, in the
-problem's order.
+The strategies of all nodes are numbered consecutively, node after node. These numbers
+are called flat strategies. ``offsets[k]`` is the first flat strategy of node ``k``.
+Nodes are numbered by position, in the problem's order.
 """
 
 import dataclasses
@@ -12,9 +12,9 @@ import numpy as np
 from autopar_solver.sharding.graph import Graph
 
 Links = list[list[tuple[int, np.ndarray]]]
-"""Per node: its neighbours in order, with the finite table ``[S_node, S_other]``.
+"""By node: its neighbours in order, with the finite table ``[S_node, S_other]``.
 
-Forbidden pairs cost ``Field.forbidden`` here.
+Forbidden pairs have the cost ``Field.forbidden`` in these tables.
 """
 
 
@@ -25,13 +25,13 @@ class FlatMemory:
     Attributes:
         node: int64 ``[K]``, position of the term's node.
         starts: int64 ``[K]``, first row.
-        ends: int64 ``[K]``, row after the last.
+        ends: int64 ``[K]``, the row after the last row.
         usage: float64, the usages of all terms one after another.
-        first: int64 ``[K]``, where a term starts in ``usage``.
-        strategy: int64, flat strategy of each entry of ``usage``.
-        term: int64, term of each entry of ``usage``.
-        room: float64 ``[R]``, what the choices may occupy at each row.
-        slack: what rounding may add to an exact sum; 0 for whole numbers.
+        first: int64 ``[K]``, the index at which a term starts in ``usage``.
+        strategy: int64, the flat strategy of each entry of ``usage``.
+        term: int64, the term of each entry of ``usage``.
+        room: float64 ``[R]``, the memory available to the choices at each row.
+        slack: the rounding error of an exact sum; 0 for whole numbers.
     """
 
     node: np.ndarray
@@ -45,11 +45,11 @@ class FlatMemory:
     slack: float
 
     def usage_of(self, choices: np.ndarray) -> np.ndarray:
-        """Usage ``[R]`` of the choices of all nodes."""
+        """Memory ``[R]`` by row of the choices of all nodes."""
         return self._over_rows(self.usage[self.first + choices[self.node]])
 
     def expected_usage(self, chances: np.ndarray) -> np.ndarray:
-        """Usage ``[R]`` if flat strategies are chosen with these probabilities."""
+        """Expected memory ``[R]`` if flat strategies have these probabilities."""
         weighted = self.usage * chances[self.strategy]
         return self._over_rows(np.bincount(self.term, weighted, len(self.node)))
 
@@ -61,16 +61,16 @@ class FlatMemory:
         return np.cumsum(change, dtype=np.float64)[:-1]
 
     def fits(self, choices: np.ndarray) -> bool:
-        """Whether the choices respect every row."""
+        """Whether the choices fit at every row."""
         return bool((self.usage_of(choices) <= self.room + self.slack).all())
 
     def at(self, row: int, num_strategies: int) -> np.ndarray:
-        """Usage of each flat strategy at one row."""
+        """The memory of each flat strategy at one row."""
         live = ((self.starts <= row) & (row < self.ends))[self.term]
         return np.bincount(self.strategy[live], self.usage[live], num_strategies)
 
     def cost_at(self, prices: np.ndarray, num_strategies: int) -> np.ndarray:
-        """Cost of the memory of each flat strategy at a price ``[R]`` per row."""
+        """The cost of each flat strategy's memory at a price ``[R]`` per row."""
         total = np.concatenate([[0.0], np.cumsum(prices)])
         weight = total[self.ends] - total[self.starts]
         return np.bincount(
@@ -83,16 +83,16 @@ class Field:
     """A pairwise problem with finite costs, and memory rows.
 
     Attributes:
-        nodes: the graph's number of each position.
-        sizes: int64 ``[N]``, strategies by node.
-        offsets: int64 ``[N + 1]``.
-        costs: float64, by flat strategy.
+        nodes: the graph's number of the node at each position.
+        sizes: int64 ``[N]``, the number of strategies by node.
+        offsets: int64 ``[N + 1]``, the first flat strategy of each node.
+        costs: float64, the cost of each flat strategy.
         edges: positions ``(k, m)`` with ``k < m``.
-        tables: ``[S_k, S_l]`` of each edge.
+        tables: ``[S_k, S_m]`` of each edge.
         memory: the memory rows.
-        constant: cost outside the field.
-        forbidden: a finite cost that no solution reaches, for those who cannot
-            calculate with infinite ones.
+        constant: the cost outside the field.
+        forbidden: a finite cost that no solution reaches, for methods that cannot
+            compute with infinite costs.
     """
 
     nodes: tuple[int, ...]
@@ -117,11 +117,11 @@ class Field:
 
     @property
     def num_pairs(self) -> int:
-        """The number of entries of all tables."""
+        """The number of entries of all tables together."""
         return sum(table.size for table in self.tables)
 
     def cost(self, choices: np.ndarray) -> float:
-        """Cost of the choices of all nodes, the constant included."""
+        """The cost of the choices of all nodes, including the constant."""
         own = self.costs[self.offsets[:-1] + choices].sum()
         chosen = choices.tolist()
         shared = sum(
@@ -131,11 +131,11 @@ class Field:
         return self.constant + float(own) + shared
 
     def owner(self) -> np.ndarray:
-        """Position of the node of each flat strategy."""
+        """The position of the node of each flat strategy."""
         return np.repeat(np.arange(self.num_nodes), self.sizes)
 
     def least(self, values: np.ndarray) -> np.ndarray:
-        """Per node, the first strategy with the least value (by flat strategy)."""
+        """Each node's first strategy of least value; ``values`` is by flat strategy."""
         lows = np.minimum.reduceat(values, self.offsets[:-1])
         at = np.flatnonzero(values <= np.repeat(lows, self.sizes))
         _, first = np.unique(self.owner()[at], return_index=True)
@@ -143,7 +143,7 @@ class Field:
 
 
 def flatten(graph: Graph) -> Field:
-    """Numbers what is left of a graph; every node must have a strategy."""
+    """Numbers the remaining nodes of a graph; every node must have a strategy."""
     nodes = tuple(sorted(graph.costs))
     place = {i: k for k, i in enumerate(nodes)}
     sizes = np.array([len(graph.costs[i]) for i in nodes], np.int64)
@@ -168,7 +168,7 @@ def flatten(graph: Graph) -> Field:
 
 
 def links_of(field: Field) -> Links:
-    """Returns each node's neighbours with the tables to them."""
+    """Returns the neighbours of each node, with the tables of the edges to them."""
     links: Links = [[] for _ in field.nodes]
     for (k, m), table in zip(field.edges, field.tables, strict=True):
         if table.size and table.max() == np.inf:

@@ -1,8 +1,8 @@
-"""A graph of a problem's nodes that shrinks, with the trail that leads back.
+"""A graph of a problem's nodes that reductions shrink, with a trail to undo them.
 
-Nodes keep their original numbers while strategies, links and whole nodes disappear.
-Every change goes through a method here or is recorded as a step of the trail, so that
-choices in what is left map back to choices in the problem.
+Nodes keep their original numbers while strategies, links and whole nodes are removed.
+Every change is made by a method of this module or recorded as a step of the trail.
+Choices for the reduced graph can therefore be mapped back to choices for the problem.
 """
 
 import dataclasses
@@ -14,22 +14,22 @@ from autopar_solver.sharding.memory import NodeMemory
 
 
 class GraphChange(Protocol):
-    """One recorded change. Choices hold a strategy for every node of the problem."""
+    """One recorded change. Choices contain a strategy for every node of the problem."""
 
     def undo(self, choices: np.ndarray) -> None:
-        """Turns choices after the change into choices before it, in place."""
+        """Turns choices after the change into choices before the change, in place."""
         ...
 
     def redo(self, choices: np.ndarray) -> None:
-        """Turns choices before the change into choices after it that cost no more."""
+        """Turns choices before the change into choices after it at no higher cost."""
         ...
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Restrict:
-    """A node kept only some strategies: new index -> old index.
+    """A node kept only some of its strategies: new index -> old index.
 
-    ``instead`` maps every old strategy to the old one that replaces it.
+    ``instead`` maps every old strategy to the old strategy that replaces it.
     """
 
     node: int
@@ -41,7 +41,7 @@ class Restrict:
         choices[self.node] = self.kept[choices[self.node]]
 
     def redo(self, choices: np.ndarray) -> None:
-        """Looks up the new index; no solution chooses what nothing replaces."""
+        """Looks up the new index; solutions use no strategy without a replacement."""
         old = choices[self.node]
         if self.instead is not None:
             old = self.instead[old]
@@ -57,11 +57,11 @@ class Follow:
     strategy: np.ndarray
 
     def undo(self, choices: np.ndarray) -> None:
-        """Chooses what the leader's choice determines."""
+        """Derives the node's strategy from the leader's choice."""
         choices[self.node] = self.strategy[choices[self.leader]]
 
     def redo(self, choices: np.ndarray) -> None:
-        """The leader's choice stands for both."""
+        """Does nothing, because the leader's choice determines both."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -73,12 +73,12 @@ class Eliminate:
     strategy: np.ndarray
 
     def undo(self, choices: np.ndarray) -> None:
-        """Chooses the best strategy for what the neighbours chose."""
+        """Chooses the node's best strategy for the neighbours' choices."""
         key = tuple(choices[j] for j in self.neighbours)
         choices[self.node] = self.strategy[key]
 
     def redo(self, choices: np.ndarray) -> None:
-        """The neighbours' choices are enough."""
+        """Does nothing, because the neighbours' choices determine the node's."""
 
 
 class ContradictionError(Exception):
@@ -91,11 +91,11 @@ class Graph:
     Attributes:
         costs: node -> ``[S_i]``.
         links: node -> neighbour -> ``[S_i, S_j]``; both directions share one table.
-        memory: node -> what its strategies occupy, for nodes that occupy anything.
-        constant: cost of what has been decided.
-        rows: which of the problem's memory rows can still break, by number.
-        room: what the memory here may occupy at each of them; see `Rows`.
-        slack: what rounding may add to exact sums of memory.
+        memory: node -> the memory of its strategies, for nodes with memory.
+        constant: cost of the decided nodes.
+        rows: numbers of the problem's memory rows that can still exceed the limit.
+        room: the memory available to this graph's nodes at each row; see `LimitRows`.
+        slack: the rounding error of exact sums of memory.
     """
 
     def __init__(self) -> None:
@@ -110,7 +110,7 @@ class Graph:
         self.trail: list[GraphChange] = []
 
     def copy(self) -> "Graph":
-        """A graph that can change on its own, with the same trail so far."""
+        """Copies the graph and its trail, so that the copy can change independently."""
         other = Graph()
         other.costs = dict(self.costs)
         other.links = {i: dict(links) for i, links in self.links.items()}
@@ -128,7 +128,7 @@ class Graph:
         self.links[node] = {}
 
     def add_link(self, i: int, j: int, table: np.ndarray) -> None:
-        """Adds a table ``[S_i, S_j]`` to the link of two different nodes."""
+        """Adds a table ``[S_i, S_j]`` to the link between two different nodes."""
         if j in self.links[i]:
             table = self.links[i][j] + table
         self.links[i][j] = table
@@ -140,7 +140,7 @@ class Graph:
         del self.links[j][i]
 
     def drop_node(self, node: int, step: GraphChange) -> None:
-        """Removes a node; the step says how its choice is found again."""
+        """Removes a node; the step describes how to recover its choice."""
         for j in self.links.pop(node):
             del self.links[j][node]
         del self.costs[node]
@@ -150,15 +150,15 @@ class Graph:
     def restrict(
         self, node: int, kept: np.ndarray, instead: np.ndarray | None = None
     ) -> None:
-        """Keeps only some strategies of a node, in order.
+        """Keeps only some strategies of a node, in their order.
 
         Args:
             node: the node.
-            kept: the strategies that stay.
-            instead: for each strategy, the kept one that can replace it.
+            kept: the strategies to keep.
+            instead: for each strategy, the kept strategy that can replace it.
 
         Raises:
-            ContradictionError: none is kept.
+            ContradictionError: no strategy is kept.
         """
         if not len(kept):
             raise ContradictionError(f"node {node} has no strategy left")
@@ -172,14 +172,14 @@ class Graph:
         self.trail.append(Restrict(node, kept, instead))
 
     def expand(self, choices: np.ndarray) -> np.ndarray:
-        """Choices of the remaining nodes -> choices of all, before the trail."""
+        """Turns choices of the remaining nodes into choices before the trail."""
         choices = choices.copy()
         for step in reversed(self.trail):
             step.undo(choices)
         return choices
 
     def project(self, choices: np.ndarray, first_step: int = 0) -> np.ndarray:
-        """Choices before a step of the trail -> choices now, at no higher cost."""
+        """Turns choices before a trail step into choices now, at no higher cost."""
         choices = choices.copy()
         for step in self.trail[first_step:]:
             step.redo(choices)
@@ -187,10 +187,10 @@ class Graph:
 
     @property
     def num_links(self) -> int:
-        """Links, each counted once."""
+        """The number of links, each counted once."""
         return sum(map(len, self.links.values())) // 2
 
     @property
     def num_strategies(self) -> int:
-        """Strategies of all nodes."""
+        """The number of strategies of all nodes together."""
         return sum(map(len, self.costs.values()))

@@ -1,19 +1,21 @@
-"""Memory on the few times that can break the limit.
+"""Memory at the few times at which the memory limit could be exceeded.
 
-A *row* is one time at which the limit could be broken. Times are dropped when even the
-greediest choices fit, when everything live there is also live at a kept time, or when
-equal layers make it the mean of two that are kept (`autopar_solver.sharding.memory`).
+A *row* is one time at which some choice could exceed the limit. A time is dropped if
+even the choices with the most memory fit, or if everything live at this time is also
+live at a kept time. A time is also dropped if repeated layers make its memory at most
+the mean of that at two kept times.
 
-Rows of memory that others imply, because layers repeat.
+Repeated layers imply rows of memory:
 
-What a row of some layer holds is that of the layer before, a layer's part more or less.
-Such a sequence is convex, so it is largest at one of its ends::
+The memory of a row in one layer equals the memory of the same row in the previous
+layer, plus or minus one layer's share. Such a sequence is convex, so its maximum is at
+one of its ends::
 
     held[i] <= (held[i - p] + held[i + p]) / 2   for all i between a and b, p apart
     =>  held[i] <= max(held[a], held[b])         for every choice
 
-Here ``held`` counts the terms of each kind that are live, and a kind is a node with its
-usage. So the rows between two ends say nothing that the ends do not.
+Here ``held`` counts the live terms of each kind, where a kind is a node with its usage.
+The rows between the two ends are therefore redundant.
 """
 
 from __future__ import annotations
@@ -27,25 +29,25 @@ import numpy as np
 from autopar_solver.sharding.problem import MemoryTerm, ShardingProblem, usage_over_time
 
 MOST_PERIODS = 4
-"""How many distances are looked at, those that repeat most."""
+"""Number of distances between rows that are tried, the most frequent first."""
 
 MOST_ENTRIES = 30_000_000
-"""Kinds times rows; a larger table would take more memory than it saves."""
+"""Limit of kinds times rows; a larger table would cost more memory than it saves."""
 
 MIN_ROWS = 64
-"""Fewer rows are not worth a look."""
+"""With fewer rows the search for implied rows is skipped."""
 
 
 def implied_rows(
     kinds: np.ndarray, first: np.ndarray, last: np.ndarray, least: np.ndarray
 ) -> np.ndarray:
-    """Marks rows that are broken only where one that is not marked is broken.
+    """Marks rows that exceed the limit only if an unmarked row exceeds it too.
 
     Args:
-        kinds: int64 ``[M]``, of each term: terms of one kind have one node and usage.
-        first: int64 ``[M]``, first row of each.
-        last: int64 ``[M]``, row after the last.
-        least: float64 ``[R]``, what every choice uses.
+        kinds: int64 ``[M]``, the kind of each term: its node and usage.
+        first: int64 ``[M]``, the first row of each term.
+        last: int64 ``[M]``, the row after the last row of each term.
+        least: float64 ``[R]``, the memory that every choice uses.
 
     >>> first, last = np.array([0, 1, 2]), np.array([3, 3, 3])
     >>> marked = np.zeros(3, bool)
@@ -73,7 +75,7 @@ def implied_rows(
 def held_by_kind(
     kinds: np.ndarray, first: np.ndarray, last: np.ndarray, count: int
 ) -> np.ndarray:
-    """Returns how many terms of each kind are live at each row, ``[kinds, R]``."""
+    """Returns the number of live terms of each kind at each row, ``[kinds, R]``."""
     change = np.zeros((int(kinds.max()) + 1, count + 1), np.int32)
     np.add.at(change, (kinds, first), 1)
     np.subtract.at(change, (kinds, last), 1)
@@ -81,9 +83,10 @@ def held_by_kind(
 
 
 def change_periods(held: np.ndarray) -> Sequence[int]:
-    """Returns the distances at which the same change comes again, the commonest first.
+    """Returns the distances at which the same change repeats, most frequent first.
 
-    Two different changes may look alike by chance; then a distance is tried in vain.
+    Two different changes may have the same hash by chance; then a distance is tried in
+    vain.
     """
     rng = np.random.default_rng(0)
     marks = np.zeros(held.shape[1] - 1, np.int64)
@@ -98,9 +101,10 @@ def change_periods(held: np.ndarray) -> Sequence[int]:
 
 
 def mark_convex(held: np.ndarray, least: np.ndarray, period: int) -> np.ndarray:
-    """Marks rows that hold no more than the mean of those a period before and behind.
+    """Marks rows that hold at most the mean of the rows one period before and after.
 
-    Rows in a run of them hold no more than the larger of the run's two neighbours.
+    The rows of a run of marked rows hold at most the maximum of the run's two
+    neighbours.
     """
     out = np.zeros(len(least), bool)
     if 2 * period < len(least):
@@ -112,17 +116,17 @@ def mark_convex(held: np.ndarray, least: np.ndarray, period: int) -> np.ndarray:
 
 
 ROUNDING = 1e-12
-"""Relative to the limit, what float sums of fractional usages may be off."""
+"""Rounding error of float sums of fractional usages, relative to the limit."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class NodeMemory:
-    """What a node's strategies occupy: term ``k`` over rows ``[start, end)``.
+    """The memory of a node's strategies: term ``k`` is live in rows ``[start, end)``.
 
     Attributes:
         starts: int64 ``[K]``.
         ends: int64 ``[K]``.
-        usage: float64 ``[K, S]``, above the node's least (which is fixed memory).
+        usage: float64 ``[K, S]``, above the node's least usage (which counts as fixed).
     """
 
     starts: np.ndarray
@@ -130,7 +134,7 @@ class NodeMemory:
     usage: np.ndarray
 
     def take(self, strategies: np.ndarray) -> NodeMemory:
-        """The memory of other strategies, given by their index here."""
+        """The memory of a selection of strategies, given by their indices here."""
         return NodeMemory(self.starts, self.ends, self.usage[:, strategies])
 
     def at(self, row: int) -> np.ndarray | None:
@@ -140,7 +144,7 @@ class NodeMemory:
 
 
 def sum_memories(parts: Sequence[NodeMemory]) -> NodeMemory:
-    """The sum of memories over the same strategies; equal intervals become one."""
+    """Adds memories over the same strategies, and merges equal intervals."""
     if len(parts) == 1 and len(parts[0].starts) == 1:
         return parts[0]
     starts = np.concatenate([part.starts for part in parts])
@@ -158,13 +162,13 @@ def sum_memories(parts: Sequence[NodeMemory]) -> NodeMemory:
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class LimitRows:
-    """The times that can break the limit, and what is left there for choices.
+    """The times at which the limit could be exceeded, and the memory left for choices.
 
     Attributes:
         times: int64 ``[R]``.
-        room: float64 ``[R]``: the limit minus everything fixed; negative if no choice
+        room: float64 ``[R]``: the limit minus all fixed memory; negative if no choice
             can fit.
-        slack: what rounding may add to an exact sum; 0 if all numbers are whole.
+        slack: the rounding error of an exact sum; 0 if all numbers are whole.
     """
 
     times: np.ndarray
@@ -178,11 +182,11 @@ class LimitRows:
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class _Memory:
-    """The memory of a problem, equal where only finite costs differ.
+    """The memory of a problem, as a key that ignores the values of finite costs.
 
     Attributes:
         problem: the problem.
-        possible: of each strategy, whether it is allowed, as bytes.
+        possible: for each strategy, whether it is allowed, as bytes.
     """
 
     problem: ShardingProblem
@@ -198,7 +202,7 @@ class _Memory:
         return same and alike
 
     def __hash__(self) -> int:
-        """Of the terms, by identity."""
+        """Hashes the identity of the memory terms, and the memory limit."""
         return hash((id(self.problem.memory), self.problem.memory_limit))
 
 
@@ -209,7 +213,7 @@ def find_rows(problem: ShardingProblem) -> tuple[LimitRows, dict[int, NodeMemory
     return rows, dict(memory)
 
 
-# A problem is solved at several costs, one after the other.
+# The same problem is solved several times in a row with different costs.
 @functools.lru_cache(maxsize=1)
 def _find_rows(known: _Memory) -> tuple[LimitRows, dict[int, NodeMemory]]:
     problem = known.problem
@@ -245,7 +249,7 @@ def _find_rows(known: _Memory) -> tuple[LimitRows, dict[int, NodeMemory]]:
 
 
 def _kinds(terms: Sequence[MemoryTerm], choice: np.ndarray) -> np.ndarray:
-    """Numbers the terms that depend on a choice, those of one node and usage alike."""
+    """Numbers the terms that depend on a choice, equally for equal node and usage."""
     alike: dict[tuple[int, bytes], int] = {}
     numbers: dict[tuple[int, int], int] = {}
     out = np.full(len(terms), -1, np.int64)
@@ -262,7 +266,7 @@ def _kinds(terms: Sequence[MemoryTerm], choice: np.ndarray) -> np.ndarray:
 def _spreads(
     problem: ShardingProblem, terms: Sequence[MemoryTerm]
 ) -> list[tuple[float, float]]:
-    """The least and the most that the allowed strategies of each term use."""
+    """For each term, the least and largest usage of its node's allowed strategies."""
     known: dict[tuple[int, int], tuple[float, float]] = {}
     spreads: list[tuple[float, float]] = []
     for term in terms:
@@ -278,15 +282,15 @@ def _spreads(
 def _maximal(
     times: np.ndarray, starts: np.ndarray, ends: np.ndarray, low: np.ndarray
 ) -> np.ndarray:
-    """Marks times whose live terms are not all live at a marked time that is fuller.
+    """Marks times at which the largest set of terms is live.
 
-    Between one end and the next, live choices only grow; so of each such stretch the
-    last time has all of them. Fixed amounts may differ inside it: the time where they
-    are largest is kept as well.
+    While no term ends, the set of live choices only grows, so the last time of each
+    such stretch has all of them. Fixed amounts may vary within a stretch, so the times
+    with the largest fixed amounts are kept too.
     """
     stretch = np.searchsorted(np.unique(ends), times, side="right")
     growing = np.flatnonzero(np.isin(times, starts))
-    # Times after the last start of a stretch have the same choices live as that start.
+    # Later times of a stretch have the same live choices as its last start.
     kept = np.zeros(len(times), bool)
     for group in np.split(np.arange(len(times)), np.flatnonzero(np.diff(stretch)) + 1):
         top = low[group].max()
@@ -314,7 +318,7 @@ def _by_node(
         usage, low = terms[m].usage, float(least[m])
         key = (id(usage), low)
         if key not in shifted:
-            # A forbidden strategy may use less than the least allowed one.
+            # A forbidden strategy may use less than every allowed strategy.
             shifted[key] = np.maximum(usage.astype(np.float64) - low, 0.0)[None]
         part = NodeMemory(first[m : m + 1], last[m : m + 1], shifted[key])
         parts.setdefault(terms[m].node, []).append(part)

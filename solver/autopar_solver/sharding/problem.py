@@ -1,13 +1,14 @@
 """The intra-operator problem: one strategy for each node.
 
-In symbols, with ``x[i]`` the strategy of node ``i``::
+Let ``x[i]`` be the strategy of node ``i``::
 
     minimise    sum_i node_costs[i][x[i]] + sum_(i,j) edge_costs[i,j][x[i], x[j]]
     subject to  sum_(terms live at t) usage[x[node]] + fixed(t) <= memory_limit,  all t
 
 This is the form of the ASPLOS/EuroSys 2025 contest on intra-operator parallelism
-(google/iopddl), with any number of memory terms per node. Costs are in any one unit
-(seconds here, microseconds-like integers in the contest), usages in any other.
+(google/iopddl), with any number of memory terms per node. All costs have one arbitrary
+unit: seconds in this project, integers similar to microseconds in the contest. All
+usages have one other unit.
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ from autopar_solver.status import Status
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class MemoryTerm:
-    """What one node's choice occupies over ``[start, end)``.
+    """The memory that one node's choice occupies over ``[start, end)``.
 
-    Many terms may share one ``usage`` array; sharing makes the solver faster.
+    Many terms may share one ``usage`` array. Sharing makes the solver faster.
     """
 
     node: int
@@ -40,17 +41,18 @@ class ShardingProblem:
     """Nodes with strategies, edges with cost matrices, and a memory limit.
 
     Args:
-        name: how messages call this problem.
-        node_costs: node ``i``: float64 ``[S_i]``; ``inf`` forbids a strategy.
+        name: the name of the problem in messages.
+        node_costs: for node ``i``: float64 ``[S_i]``; ``inf`` forbids a strategy.
         edges: pairs of nodes; parallel edges and loops ``(i, i)`` are allowed.
-        edge_costs: edge ``e = (i, j)``: float64 ``[S_i, S_j]``; ``inf`` forbids a pair.
-        memory: any number of terms per node.
-        memory_limit: in the unit of the usages; None for no limit.
-        fixed_memory: ``(start, end, amount)`` that no choice changes.
+        edge_costs: for edge ``e = (i, j)``: float64 ``[S_i, S_j]``; ``inf`` forbids a
+            pair.
+        memory: any number of memory terms per node.
+        memory_limit: the limit, in the unit of the usages; None for no limit.
+        fixed_memory: ``(start, end, amount)`` of memory that no choice changes.
 
     Raises:
-        InputError: an array has the wrong shape or values, or a node or an edge
-            leaves nothing to choose; the message names it.
+        InputError: an array has the wrong shape or values, or a node or an edge has
+            only forbidden choices; the message names it.
 
     >>> ShardingProblem(
     ...     name="pair",
@@ -158,9 +160,9 @@ def _check_usage(usage: np.ndarray, where: str) -> None:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ReductionReport:
-    """What one exact reduction removed.
+    """The nodes, edges and strategies that one exact reduction removed.
 
-    ``strategies`` counts strategies of nodes that stay as well as of removed ones.
+    ``strategies`` counts strategies of removed nodes and of remaining nodes.
     """
 
     name: str
@@ -173,8 +175,8 @@ class ReductionReport:
 class Solution:
     """One strategy per node, its cost, and a proven lower bound of every cost.
 
-    ``choices`` is empty when the status is ``INFEASIBLE`` or ``UNKNOWN``; the cost is
-    then infinite.
+    ``choices`` is empty when the status is ``INFEASIBLE`` or ``UNKNOWN``. In that case
+    the cost is infinite.
     """
 
     choices: tuple[int, ...]
@@ -186,7 +188,7 @@ class Solution:
 
     @property
     def gap(self) -> float:
-        """How far the cost can be from the least one, relative to the cost."""
+        """The largest possible excess over the least cost, as a share of the cost."""
         if self.bound >= self.cost:
             return 0.0
         return (self.cost - self.bound) / max(abs(self.cost), 1e-300)
@@ -204,7 +206,7 @@ class ChoiceEvaluation:
 def evaluate_choices(
     problem: ShardingProblem, choices: Sequence[int]
 ) -> ChoiceEvaluation:
-    """Adds up costs and memory; the cost is infinite if a choice is forbidden.
+    """Sums costs and memory; the cost is infinite if a choice is forbidden.
 
     Raises:
         InputError: the choices do not name one existing strategy per node.
@@ -227,7 +229,7 @@ def evaluate_choices(
 def memory_profile(
     problem: ShardingProblem, choices: Sequence[int]
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Times at which memory changes, and the usage from each to the next."""
+    """The times at which memory changes, and the usage from each time to the next."""
     live = [term for term in problem.memory if term.start < term.end]
     fixed = [item for item in problem.fixed_memory if item[0] < item[1]]
     amounts = [term.usage[choices[term.node]] for term in live]
@@ -245,7 +247,7 @@ def usage_over_time(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Sums amounts over half-open intervals.
 
-    Long doubles keep whole bytes exact however many terms come and go.
+    Long doubles keep sums of whole bytes exact for any number of terms.
 
     >>> times, usage = usage_over_time(
     ...     starts=np.array([0, 1]), ends=np.array([2, 3]), amounts=np.array([5.0, 7.0])
@@ -261,7 +263,7 @@ def usage_over_time(
 
 
 def check_solution(problem: ShardingProblem, solution: Solution) -> None:
-    """Raises `InputError` unless the solution is what it says it is."""
+    """Raises `InputError` unless the solution is consistent with the problem."""
     if solution.status in (Status.INFEASIBLE, Status.UNKNOWN):
         if solution.choices:
             raise InputError(f"{problem.name}: {solution.status} but has choices.")

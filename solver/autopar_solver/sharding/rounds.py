@@ -1,4 +1,4 @@
-"""Closes the gap in rounds: bound, fix, solve the integer program, search, again."""
+"""Closes the gap in rounds: bound, fix strategies, solve an integer program, search."""
 
 from __future__ import annotations
 
@@ -22,20 +22,21 @@ from autopar_solver.sharding.problem import ShardingProblem, evaluate_choices
 from autopar_solver.sharding.reductions.pipeline import reduce_graph
 
 ROUNDING = 1e-9
-"""Relative difference of cost and bound that is always taken for equality."""
+"""Relative difference of cost and bound that always counts as zero."""
 
 
 class Incumbent:
     """The best valid choices of a problem, and a bound that only rises.
 
     Attributes:
-        choices: of all nodes of the problem; None until something valid is found.
-        cost: of the choices; infinite until then.
-        bound: no valid choices cost less.
+        choices: the choices of all nodes of the problem; None until valid choices are
+            found.
+        cost: the cost of the choices; infinite until valid choices are found.
+        bound: a lower bound of the cost of all valid choices.
     """
 
     def __init__(self, problem: ShardingProblem, gap: float) -> None:
-        """Knows nothing; ``gap`` is relative."""
+        """Starts without choices; ``gap`` is relative."""
         self.problem = problem
         self.gap = gap
         self.choices: np.ndarray | None = None
@@ -48,13 +49,13 @@ class Incumbent:
         return _smallest_cost(self.problem)
 
     def fork(self) -> Incumbent:
-        """The same choices with a bound of its own, for a restricted problem."""
+        """Copies the choices with an unset bound, for a restricted problem."""
         other = copy.copy(self)
         other.bound = -math.inf
         return other
 
     def offer(self, choices: Sequence[int] | np.ndarray) -> bool:
-        """Takes choices if they are valid and better; checks them from scratch."""
+        """Accepts choices that are valid and better, after recomputing their cost."""
         found = evaluate_choices(self.problem, [int(choice) for choice in choices])
         limit = self.problem.memory_limit
         if not found.cost < self.cost or (limit is not None and found.peak > limit):
@@ -64,21 +65,21 @@ class Incumbent:
         return True
 
     def prove(self, bound: float) -> None:
-        """Raises the bound; it never claims more than the cost."""
+        """Raises the bound, but never above the cost."""
         self.bound = min(max(self.bound, bound), self.cost)
 
     @property
     def tolerance(self) -> float:
-        """Absolute difference of cost and bound at which the cost counts as best."""
+        """The absolute difference to the bound at which the cost counts as optimal."""
         if math.isinf(self.cost):
             return 0.0
-        # A sum of costs that are not negative is none of them or no smaller.
+        # A sum of non-negative costs is 0 or at least the smallest cost.
         size = self.cost if self.cost > 0 else max(-self.cost, self.unit)
         return max(self.gap * abs(self.cost), ROUNDING * size)
 
     @property
     def cutoff(self) -> float:
-        """Costs from here on are of no interest."""
+        """The cost from which on solutions are ignored."""
         return self.cost - 0.9 * self.tolerance if self.cost < math.inf else math.inf
 
     @property
@@ -100,40 +101,40 @@ def _smallest_cost(problem: ShardingProblem) -> float:
 
 
 WORK_PER_SECOND = 20_000_000
-"""Entries of tables that elimination goes through in a second, roughly."""
+"""Approximate number of table entries that elimination processes per second."""
 
 STALL_STEPS, STALL_GAIN = 10, 0.01
-"""Climbing stops when so many steps close less than this share of the gap."""
+"""Price steps stop if this number of steps closes less than this share of the gap."""
 
 PROGRAM_PAIRS = 60_000
-"""Larger fields are only bounded and searched."""
+"""Larger fields get bounds and searches, but no integer program."""
 
 NARROW_PAIRS = 60_000
-"""At first, the size of the field with favoured strategies only."""
+"""Initial size of the field that is restricted to favoured strategies."""
 
 NARROW_PARTS = (1.0, 0.5, 0.25, 0.12, 0.06, 0.03, 0.015, 0.0)
-"""Parts of the gap: strategies with bounds within are favoured, whatever fits first."""
+"""Shares of the gap: the largest share that leaves a small enough field is used."""
 
 SEARCH_GAIN = 0.02
 """A search that closes a smaller share of the gap gets less time next."""
 
 MAX_MENDS = 2_000
-"""Moves that mending decoded choices may take."""
+"""Limit of the moves that repair decoded choices."""
 
 LARGE_GAIN = 0.1
-"""Climbing goes on alone while a slice closes this share of the gap."""
+"""Only price steps are repeated while a time slice closes this share of the gap."""
 
 DECODE_SECONDS = 1e-4
-"""What decoding, mending and polishing take per node, roughly."""
+"""Approximate seconds per node of decoding, repairing and polishing."""
 
 NODES_PER_SECOND = 100
-"""Branches of the integer program per second, where time is only counted."""
+"""Branches of the integer program per second, when time is counted, not measured."""
 
 NUM_RECENT = 6
-"""Decoded choices whose strategies are favoured as well."""
+"""Number of recent decoded choices whose strategies are favoured as well."""
 
 DECODE_PAUSE = 3.0
-"""Time between decodings, in multiples of what one takes."""
+"""Pause between two decodings, in multiples of the time of one decoding."""
 
 
 def close_gap(
@@ -144,14 +145,14 @@ def close_gap(
     *,
     inner: bool = False,
 ) -> None:
-    """Improves the incumbent and its bound until they meet or time is out.
+    """Improves the incumbent and its bound until they meet or time runs out.
 
     Args:
-        graph: what is left to choose; its trail leads back to the problem.
-        incumbent: what is known.
-        clock: when to stop.
-        backend: solves integer programs.
-        inner: whether this graph is a restriction made by another call.
+        graph: the remaining problem; its trail leads back to the original problem.
+        incumbent: the best choices and the bound so far.
+        clock: the time limit.
+        backend: the solver of integer programs.
+        inner: whether the graph is a restriction that another call made.
     """
     if incumbent.is_proved or clock.left_s < 0.02:
         return
@@ -164,12 +165,12 @@ def close_gap(
             if state.round():
                 return
     except ContradictionError:
-        # Nothing is left below where strategies were cut off.
+        # No choice remains below the cost at which strategies were removed.
         incumbent.prove(state.removed_above)
 
 
 class _State:
-    """A graph that rounds shrink, with the dual of what is left of it."""
+    """A graph that shrinks from round to round, with the dual of the current graph."""
 
     def __init__(
         self,
@@ -196,11 +197,11 @@ class _State:
         self._refresh(None, {})
 
     def round(self) -> bool:
-        """One turn of every method; True when nothing is left to do."""
+        """Runs every method once; returns True if nothing remains to be done."""
         climbing = self._ascend()
         large = self.field.num_pairs > PROGRAM_PAIRS
         if large and not (climbing or len(self.graph.rows) or self._is_done()):
-            # Without memory the messages are nearly tight.
+            # Without memory limits the bound of the messages is nearly tight.
             self._narrow()
         if self._is_done():
             return True
@@ -224,13 +225,13 @@ class _State:
         return self._is_done()
 
     def finish(self) -> None:
-        """Everything is decided: the trail gives the choices."""
+        """Offers the choices of the trail, because every node is decided."""
         blank = np.zeros(len(self.size), np.int64)
         self.incumbent.offer(self.graph.expand(blank))
         self._prove(self.graph.constant)
 
     def _prove(self, bound: float) -> None:
-        """A bound of what is left bounds everything down to where fixing cut off."""
+        """Proves a bound; it holds for removed strategies only up to their cutoff."""
         self.incumbent.prove(min(bound, self.removed_above))
 
     def _is_done(self) -> bool:
@@ -239,7 +240,7 @@ class _State:
     def _refresh(
         self, prices: np.ndarray | None, messages: dict[tuple[int, int], np.ndarray]
     ) -> None:
-        """Takes up a graph that has changed."""
+        """Rebuilds field, dual and search after the graph has changed."""
         if not self.graph.costs:
             return
         self.field = flatten(self.graph)
@@ -257,7 +258,7 @@ class _State:
             self.position = choices
 
     def _offer(self, choices: np.ndarray) -> bool:
-        """Takes choices of the field's nodes, if they are better."""
+        """Offers choices of the field's nodes; returns whether they are better."""
         if self.field.cost(choices) >= self.incumbent.cost:
             return False
         whole = np.zeros(len(self.size), np.int64)
@@ -268,7 +269,7 @@ class _State:
         return True
 
     def _ascend(self) -> bool:
-        """Raises the bound by messages; True if it rose too much to stop now."""
+        """Raises the bound by messages; True if further price steps are worthwhile."""
         before = self._gap()
         self.dual.lighten()
         self.dual.sweep()
@@ -279,7 +280,7 @@ class _State:
         return not stalled and not after > (1 - LARGE_GAIN) * before
 
     def _gap(self) -> float:
-        """Between the cost and the best bound; memory makes each field anew."""
+        """The gap between the cost and the best bound that applies to the field."""
         known = -math.inf if len(self.graph.rows) else self.incumbent.bound
         return self.incumbent.cost - max(self.dual.bound, known)
 
@@ -290,8 +291,8 @@ class _State:
             self._climb()
 
     def _climb(self) -> bool:
-        """Steps for a slice, decoding now and then; True if it stalls before."""
-        # A last decoding must fit before the end.
+        """Takes price steps for a slice, with decodings; True if progress stalls."""
+        # The last decoding must finish before the time limit.
         left = self.clock.left_s - 1.2 * self.decode_seconds
         slice_clock = self.clock.within(min(self.slice, left))
         before, steps = self.dual.bound, 0
@@ -313,7 +314,7 @@ class _State:
         return stalled
 
     def _decode(self) -> None:
-        """Turns what the dual suggests into choices that fit."""
+        """Turns the dual's suggestions into choices that fit."""
         begin = self.clock.now
         dual = self.dual
         choices = dual.bucket_choices
@@ -333,7 +334,7 @@ class _State:
         self.next_decode = now + DECODE_PAUSE * self.decode_seconds
 
     def _fix(self) -> bool:
-        """Removes strategies that no better solution chooses; True if many went."""
+        """Removes strategies that no better solution uses; True if it removed many."""
         cutoff = self.incumbent.cutoff
         kept = self.dual.bounds < cutoff
         if self.position is not None:
@@ -357,7 +358,7 @@ class _State:
         self._refresh(kept, carry_messages(messages, self.graph, first_step))
 
     def _program(self) -> bool:
-        """The integer program, for a slice or as long as it takes; True if solved."""
+        """Runs the integer program for a slice; True if it was solved."""
         seconds = min(max(2.0, 2 * self.slice), self.clock.left_s)
         rows = tuple(np.flatnonzero(self.dual.best_prices).tolist())
         counted = self.clock.counted
@@ -376,7 +377,7 @@ class _State:
         return answer.finished
 
     def _search(self) -> None:
-        """Chooses again part by part; the less time, the less it found before."""
+        """Searches part by part, with less time if the last search found little."""
         if self.position is None:
             return
         seconds = min(self.search_share * self.slice, self.clock.left_s)
@@ -391,7 +392,7 @@ class _State:
         self.search_share = 1.0 if useful else max(self.search_share / 2, 0.1)
 
     def _narrow(self) -> None:
-        """Solves with only the strategies that the bounds favour, for a slice."""
+        """Solves a restriction to the strategies with the best bounds, for a slice."""
         if self.position is None or self.inner:
             return
         kept = self._favourites()
@@ -415,7 +416,7 @@ class _State:
             self._hold(whole[list(self.field.nodes)])
 
     def _favourites(self) -> np.ndarray | None:
-        """The strategies with the least bounds, few enough for the time."""
+        """The strategies with the least bounds, few enough for the available time."""
         dual, field = self.dual, self.field
         room = self.incumbent.cutoff - dual.bound
         for part in NARROW_PARTS:

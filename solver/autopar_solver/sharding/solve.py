@@ -1,4 +1,4 @@
-"""Solves a sharding problem: reduces it, then bounds and searches until they meet."""
+"""Solves a sharding problem: reductions, then bounds and searches until they meet."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from autopar_solver.sharding.rounds import Incumbent, close_gap
 from autopar_solver.status import Status
 
 REDUCTION_SHARE = 0.3
-"""Share of the time after which no further round of reductions begins."""
+"""Share of the time limit after which no further round of reductions begins."""
 
 
 def solve(
@@ -41,21 +41,22 @@ def solve(
     Without a time limit the same problem always gives the same solution.
 
     Args:
-        problem: what to solve; costs of any scale.
-        seconds: limit, as the timer counts; None to stop only when the gap is closed.
-        gap: relative difference of cost and bound at which a solution is called
-            optimal; 1e-9 of rounding is always allowed.
-        warm_start: choices to begin with; if they are valid, the result costs at most
+        problem: the problem to solve. Its costs may have any scale.
+        seconds: time limit, as measured by the timer; None to stop only when the gap is
+            closed.
+        gap: the relative difference of cost and bound at which a solution is called
+            optimal. A rounding error of 1e-9 is always allowed.
+        warm_start: choices to begin with. If they are valid, the result costs at most
             as much.
-        below: solutions that cost as much are of no interest; where there is none
-            below it, the status is unknown and the bound is as high, or higher.
-        backend: who solves integer programs: "highs", or "cbc" through PuLP.
-        timer: tells the time in seconds; with ``time.thread_time`` the limit is of
-            work, however busy the machine is.
+        below: only solutions with a lower cost are searched. If there is none, the
+            status is unknown, and the bound is at least ``below``.
+        backend: the solver of integer programs: "highs", or "cbc" through PuLP.
+        timer: returns the time in seconds. With ``time.thread_time`` the limit applies
+            to CPU time, and does not depend on the load of the machine.
 
     Raises:
         InputError: the warm start does not name one strategy per node, or there is no
-            such backend.
+            backend of this name.
     """
     clock = Clock(timer(), seconds, timer)
     solver = backend_of(backend)
@@ -70,7 +71,7 @@ def solve(
         reports = reduce_graph(graph, early)
         close_gap(graph, incumbent, clock, solver)
     except ContradictionError:
-        # Nothing can be chosen, or nothing below the cost of what is known.
+        # No choice is possible, or no choice costs less than the known choices.
         incumbent.prove(incumbent.cost)
     return _solution(incumbent, clock, reports)
 
@@ -109,14 +110,14 @@ class LiveTerm:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class InfeasibilityExplanation:
-    """The time at which even the most frugal choices need most.
+    """The time at which even the choices with the least memory need most.
 
     Attributes:
-        time: the binding time.
-        least_peak: no choice needs less than this at that time.
-        limit: the problem's limit, None if it has none.
-        fixed: what no choice changes at that time.
-        terms: what is live then, the largest first.
+        time: this time.
+        least_peak: a lower bound of the memory of all choices at this time.
+        limit: the problem's limit; None if it has none.
+        fixed: the memory at this time that no choice changes.
+        terms: the live terms at this time, the largest first.
     """
 
     time: int
@@ -127,15 +128,16 @@ class InfeasibilityExplanation:
 
     @property
     def proves_infeasible(self) -> bool:
-        """Whether the least peak alone is over the limit."""
+        """Whether the least peak itself exceeds the limit."""
         return self.limit is not None and self.least_peak > self.limit
 
 
 def explain_infeasibility(problem: ShardingProblem) -> InfeasibilityExplanation:
-    """Finds the binding time, a lower bound of the peak there, and its terms by size.
+    """Finds the time with the largest unavoidable memory, and its terms by size.
 
-    Every node takes its most frugal allowed strategy for each term on its own, so the
-    peak is a lower bound; a problem can be infeasible although it is under the limit.
+    For each term separately, every node uses its allowed strategy with the least
+    memory. The resulting peak is therefore only a lower bound. A problem can be
+    infeasible although this bound is within the limit.
     """
     allowed = [np.isfinite(costs) for costs in problem.node_costs]
     least = np.array(

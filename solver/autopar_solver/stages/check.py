@@ -1,4 +1,4 @@
-"""What a given pipeline costs, by playing its schedule, without the solver."""
+"""Evaluates a given pipeline by simulating its schedule, without the solver."""
 
 import itertools
 import math
@@ -19,14 +19,15 @@ from autopar_solver.status import Status
 
 
 def evaluate_pipeline(problem: StageProblem, pipeline: Pipeline) -> PipelineCost:
-    """Plays a pipeline's schedule, and adds up its memory.
+    """Simulates a pipeline's schedule, and computes its memory.
 
-    A device group keeps its resident bytes, the activations alive at the schedule's
-    peak, and what its neediest layer needs while it runs: its transient bytes, and
-    its activations if they are computed again.
+    The memory of a stage has three terms: its resident bytes, the live activations at
+    the schedule's peak, and the need of its most demanding layer while that layer runs.
+    The need of a layer is its transient bytes, plus its activations if they are
+    recomputed.
 
     Raises:
-        InputError: the pipeline is not one of this problem; the message says why.
+        InputError: the pipeline does not fit the problem; the message says why.
     """
     seconds = task_seconds(problem, pipeline)
     table = make_table(pipeline.schedule, pipeline.stages, pipeline.microbatches)
@@ -45,7 +46,7 @@ def evaluate_pipeline(problem: StageProblem, pipeline: Pipeline) -> PipelineCost
 
 
 def check_stages(problem: StageProblem, solution: StageSolution) -> None:
-    """Raises `InputError` unless the solution is what it says it is."""
+    """Raises `InputError` unless the solution is consistent with the problem."""
     if solution.pipeline is None or solution.cost is None:
         if solution.status not in (Status.INFEASIBLE, Status.UNKNOWN):
             raise InputError(f"{problem.name}: {solution.status} without a pipeline.")
@@ -69,7 +70,7 @@ def task_seconds(problem: StageProblem, pipeline: Pipeline) -> TaskSeconds:
     """Seconds and bytes of a pipeline's parts.
 
     Raises:
-        InputError: the pipeline is not one of this problem; the message says why.
+        InputError: the pipeline does not fit the problem; the message says why.
     """
     _check_pipeline(problem, pipeline)
     costs = problem.costs_of(pipeline.microbatches)
@@ -103,14 +104,14 @@ def is_possible(seconds: TaskSeconds) -> bool:
 
 
 def lower_bound_s(pipeline: Pipeline, seconds: TaskSeconds) -> float:
-    """A step of the pipeline takes at least this: the longest of some chains of tasks.
+    """A lower bound of a pipeline's step: the longest of three chains of tasks.
 
-    - A group waits for the first microbatch, then works for all of them; the last
-      cotangent goes back to the first group.
-    - The first microbatch goes through all groups and back; what the group has not
-      done by then follows.
-    - The first microbatch goes through all groups and back, and all others pass the
-      same link.
+    - A stage waits for the first microbatch, then works on all microbatches. The last
+      gradient then travels back to the first stage.
+    - The first microbatch passes through all stages and back. Then the remaining work
+      of a stage follows.
+    - The first microbatch passes through all stages and back, and all other
+      microbatches pass the same link.
     """
     count, stages = pipeline.microbatches, pipeline.stages
     forward, weight = seconds.task_s[:, 0], seconds.task_s[:, 3]
@@ -141,7 +142,7 @@ def lower_bound_s(pipeline: Pipeline, seconds: TaskSeconds) -> float:
 def _after_first(
     pipeline: Pipeline, forward: np.ndarray, backward: np.ndarray, late: np.ndarray
 ) -> np.ndarray:
-    """By group, what it does between its first and last backwards, beside the first."""
+    """By stage, the work after its first backward pass, to the end of its last."""
     count, stages = pipeline.microbatches, pipeline.stages
     if pipeline.schedule.kind is ScheduleKind.GPIPE:
         return (count - 1) * (forward.max() + backward.max()) * np.ones(stages)
@@ -187,7 +188,7 @@ def _step_s(problem: StageProblem, pipeline: Pipeline, stage: int) -> float:
 
 
 def _standing_bytes(problem: StageProblem, pipeline: Pipeline, stage: int) -> float:
-    """Resident bytes, and what the neediest layer needs while it runs."""
+    """Resident bytes, and the largest need of a layer while it runs."""
     costs = problem.costs_of(pipeline.microbatches)
     option, layers = pipeline.options[stage], pipeline.layers(stage)
     rows = list(layers)

@@ -1,6 +1,6 @@
-"""The best pipeline found so far, and pipelines completed by what they compute again.
+"""The best pipeline found so far, and the choice of layers that a pipeline recomputes.
 
-Pipelines are played only if they may be better than the best one.
+A pipeline's schedule is simulated only if the pipeline may be better than the best one.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from autopar_solver.stages.schedules.play import count_alive
 
 
 class PipelineIncumbent:
-    """Keeps the shortest step of the pipelines that it was offered."""
+    """Keeps the pipeline with the shortest step among those that were offered."""
 
     def __init__(self, problem: StageProblem, below_s: float = math.inf) -> None:
-        """Nothing is found yet; steps of ``below_s`` or more are of no interest."""
+        """Starts without a pipeline. Steps of ``below_s`` or more are ignored."""
         self.problem, self.below_s = problem, below_s
         self.pipeline: Pipeline | None = None
         self.cost: PipelineCost | None = None
@@ -41,11 +41,11 @@ class PipelineIncumbent:
 
     @property
     def step_s(self) -> float:
-        """The shortest step; before there is one, that below which it must be."""
+        """The shortest step found; ``below_s`` before a pipeline is found."""
         return self.below_s if self.cost is None else self.cost.step_s
 
     def offer(self, pipeline: Pipeline) -> None:
-        """Plays a pipeline that is new and may be shorter, and keeps the better."""
+        """Simulates a new pipeline that may be shorter, and keeps the better one."""
         if pipeline in self._seen:
             return
         self._seen.add(pipeline)
@@ -58,10 +58,10 @@ class PipelineIncumbent:
 
 
 def complete_pipeline(problem: StageProblem, pipeline: Pipeline) -> Pipeline | None:
-    """The pipeline that computes least again and fits; None if none fits.
+    """Adds the least recomputation that makes a pipeline fit; None if it cannot fit.
 
-    A step never gets shorter by computing more again, so each device group takes the
-    fewest seconds on its own.
+    More recomputation never shortens a step, so each stage minimises its own seconds of
+    recomputation.
     """
     again = list[int]()
     for stage in range(pipeline.stages):
@@ -75,7 +75,7 @@ def complete_pipeline(problem: StageProblem, pipeline: Pipeline) -> Pipeline | N
 def _layers_again(
     problem: StageProblem, pipeline: Pipeline, stage: int
 ) -> tuple[int, ...] | None:
-    """The layers of one device group that must be computed again; None if in vain."""
+    """The layers of one stage that must be recomputed; None if the stage cannot fit."""
     costs = problem.costs_of(pipeline.microbatches)
     option, layers = pipeline.options[stage], pipeline.layers(stage)
     resident = float(costs.resident_bytes[list(layers), option].sum())
@@ -86,7 +86,8 @@ def _layers_again(
     weights: list[int] | None = None
     if schedule.kind is ScheduleKind.INTERLEAVED:
         table = make_table(schedule, pipeline.stages, count)
-        # The most of each chunk, though not all chunks have their most at once.
+        # Uses each chunk's own maximum, although the chunks reach it at different
+        # times.
         held = count_alive(table, stage).held.max(axis=0)
         sizes = np.diff(pipeline.cuts)[stage :: pipeline.stages]
         weights = np.repeat(held, sizes).tolist()

@@ -1,7 +1,8 @@
-"""Every stage that a pipeline could have: a range of layers on an option.
+"""All possible stages of a pipeline: each is a range of layers on a submesh option.
 
-Costs of ranges are differences of prefix sums. Only stages that can be part of a
-pipeline shorter than a limit are kept, so that no array has all ranges for long.
+The costs of a range are differences of prefix sums. Only stages that fit into a
+pipeline within the time limit are kept, so that large arrays of all ranges are
+short-lived.
 """
 
 import dataclasses
@@ -16,23 +17,24 @@ from autopar_solver.stages.schedules.order import Schedule, ScheduleKind
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Entries:
-    """Stages as flat arrays, by first layer, then link, then end.
+    """Stages as flat arrays, sorted by first layer, then link, then end.
 
     Attributes:
         first: the first layer of each stage.
-        end: the layer after its last one.
-        option: its submesh option.
+        end: the layer after the last layer of the stage.
+        option: the submesh option of the stage.
         link: the option's row in the tables of links.
-        forward_s: seconds of a microbatch.
-        backward_s: the same, gradients of inputs, nothing computed again.
-        weight_s: the same, gradients of weights.
-        step_s: seconds once a step.
-        resident_bytes: what stays, with copies of shared parameters.
-        activation_bytes: activations of a microbatch, none computed again.
-        saving_bytes: how much less they are if all that can be is computed again.
-        pending_bytes: what a microbatch keeps that waits for gradients of weights.
-        running_bytes: what the neediest layer needs while it runs.
-        again_bytes: the same at least, if any layer is computed again.
+        forward_s: seconds of one microbatch's forward pass.
+        backward_s: seconds of one microbatch's gradients of inputs, without
+            recomputation.
+        weight_s: seconds of one microbatch's gradients of weights.
+        step_s: seconds once per step.
+        resident_bytes: bytes that are always held, with copies of shared parameters.
+        activation_bytes: activations of one microbatch, without recomputation.
+        saving_bytes: the largest part of ``activation_bytes`` that recomputation saves.
+        pending_bytes: bytes of a microbatch whose gradients of weights are pending.
+        running_bytes: bytes that the layer with the largest need uses while it runs.
+        again_bytes: a lower bound of ``running_bytes`` if any layer is recomputed.
         limit_bytes: the memory of a device.
     """
 
@@ -57,18 +59,18 @@ class Entries:
         return len(self.first)
 
     def keep(self, mask: np.ndarray) -> Self:
-        """Those stages for which the mask holds."""
+        """The stages for which the mask is true."""
         fields = (field.name for field in dataclasses.fields(self))
         return dataclasses.replace(self, **{f: getattr(self, f)[mask] for f in fields})
 
     @property
     def total_s(self) -> np.ndarray:
-        """Seconds of a microbatch, nothing computed again."""
+        """Seconds of a microbatch without recomputation."""
         return self.forward_s + self.backward_s + self.weight_s
 
 
 def can_recompute(costs: LayerCosts) -> np.ndarray:
-    """``[layers, options]``: whether computing activations again saves memory."""
+    """``[layers, options]``: whether recomputing activations saves memory."""
     saves = costs.activation_bytes > costs.boundary_bytes
     return saves & np.isfinite(costs.recompute_s)
 
@@ -118,17 +120,17 @@ def build_entries(
 def kept_microbatches(
     schedule: Schedule, microbatches: int, later: int, stages: int
 ) -> list[tuple[int, int]]:
-    """How many microbatches a stage holds, and how many are pending, at most.
+    """The largest numbers of microbatches that a stage holds and that are pending.
 
     Args:
-        schedule: one with one chunk.
-        microbatches: how many microbatches a step has.
-        later: the number of stages from this one to the last, itself included.
+        schedule: a schedule with one chunk per stage.
+        microbatches: the number of microbatches of a step.
+        later: the number of stages from this stage to the last, both included.
         stages: the number of all stages.
 
     Returns:
-        Pairs of microbatches held and pending at the same time; at any time, what is
-        kept is no more than one of them.
+        Pairs of the microbatches that are held and pending at the same time. At any
+        time, the memory is at most that of one of the pairs.
     """
     if schedule.kind is ScheduleKind.GPIPE:
         return [(microbatches, 0)]
@@ -140,7 +142,7 @@ def kept_microbatches(
 
 
 def _prefix(array: np.ndarray) -> np.ndarray:
-    """``[layers + 1, options]``: sums of the layers before each."""
+    """``[layers + 1, options]``: the sum over all layers before each layer."""
     return np.concatenate([np.zeros((1, array.shape[1])), np.cumsum(array, axis=0)])
 
 
@@ -166,7 +168,7 @@ def _worthwhile(costs: LayerCosts, limit_s: float) -> np.ndarray:
 
 
 def _running(array: np.ndarray, fold: np.ufunc) -> np.ndarray:
-    """``[layers, layers, options]``: each range folded, by first and last layer."""
+    """``[layers, layers, options]``: folds each range, by first and last layer."""
     layers, options = array.shape
     folded = np.zeros((layers, layers, options))
     for first in range(layers):
@@ -177,7 +179,7 @@ def _running(array: np.ndarray, fold: np.ufunc) -> np.ndarray:
 def _shared_costs(
     problem: StageProblem, first: np.ndarray, end: np.ndarray, option: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Seconds a step and bytes for parameters that another stage uses, too."""
+    """Seconds per step and bytes for parameters that another stage also uses."""
     step, copies = np.zeros(len(first)), np.zeros(len(first))
     for shared in problem.shared:
         source = (first <= shared.source) & (shared.source < end)

@@ -1,10 +1,11 @@
 """The inter-operator problem: a chain of layers on groups of devices.
 
-A *submesh option* is a number of devices of one group, laid out as one logical mesh. A
-pipeline cuts the chain into parts, gives each device group of its schedule one option,
-and says which layers compute their activations again in the backward pass. What a
-layer costs on an option depends on the number of microbatches, so that there is one
-`LayerCosts` for each number. Costs of layers add; nothing is solved for a range.
+A *submesh option* is a number of devices of one group, arranged as one logical mesh. A
+pipeline cuts the chain of layers into parts, and assigns one submesh option to each of
+its stages. A pipeline also selects the layers that recompute their activations in the
+backward pass. The costs of a layer on an option depend on the number of microbatches,
+so a problem has one `LayerCosts` for each number. The costs of a range of layers are
+the sums of the layers' costs.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ class DeviceGroup:
     """Devices of one kind.
 
     Attributes:
-        devices: how many there are.
-        memory_bytes: what each of them holds; ``inf`` for no limit.
+        devices: the number of devices in the group.
+        memory_bytes: the memory of each device; ``inf`` for no limit.
     """
 
     devices: int
@@ -34,17 +35,17 @@ class DeviceGroup:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SubmeshOption:
-    """A stage's devices, as one logical mesh.
+    """The devices of a stage, arranged as one logical mesh.
 
-    Submeshes of the options that a plan uses must fit beside each other whenever their
-    numbers add up to no more than the group has; powers of two within a host and whole
-    hosts do.
+    The submeshes of a plan must fit next to each other in a group whenever their
+    numbers of devices add up to at most the group's devices. Powers of two within a
+    host and whole hosts satisfy this.
 
     Attributes:
-        group: which device group they are of.
-        devices: how many they are.
-        link: row and column of this option in the tables of links.
-        name: how messages call it.
+        group: the device group of the devices.
+        devices: the number of devices.
+        link: the row and column of this option in the tables of links.
+        name: the name of the option in messages.
     """
 
     group: int
@@ -55,33 +56,36 @@ class SubmeshOption:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LayerCosts:
-    """What layers cost when a step has a given number of microbatches.
+    """The costs of layers in a step with a given number of microbatches.
 
-    Arrays are float64 ``[layers, options]``. Seconds and activations are those of one
-    microbatch, bytes those of one device.
+    Arrays are float64 ``[layers, options]``. Seconds and activation bytes are per
+    microbatch, and all bytes are per device.
 
     Args:
-        microbatches: how many microbatches a step has.
+        microbatches: the number of microbatches of a step.
         forward_s: seconds of the forward pass; ``inf`` forbids the option.
-        backward_input_s: seconds of the gradients of inputs.
-        backward_weight_s: seconds of the gradients of weights.
-        step_s: seconds once a step: exposed sums of gradients and the update.
-        resident_bytes: parameters, moments and gradients.
-        activation_bytes: what is kept from the forward to the backward pass.
-        boundary_bytes: what is kept where the layer computes its activations again.
-        recompute_s: seconds of computing them again; ``inf`` forbids it.
-        transient_bytes: what the layer needs beside all that while it runs.
-        forward_link_s: ``[layers - 1, links, links]``, for how long the activations
-            between layers ``i`` and ``i + 1`` occupy the link from a stage's option to
-            the next one's; ``inf`` where no link is.
-        backward_link_s: the same for cotangents on their way back; indexed like
-            ``forward_link_s``, the earlier stage first.
-        latency_s: ``[links, links]``, what a message takes besides.
-        pending_bytes: what is kept while gradients of weights wait, where they are
-            tasks of their own; None for ``activation_bytes``.
-        enter_s: what a stage adds to its forward, and again to its backward, when it
-            begins with the layer; None for nothing.
-        leave_s: the same, when it ends with the layer.
+        backward_input_s: seconds to compute the gradients of inputs.
+        backward_weight_s: seconds to compute the gradients of weights.
+        step_s: seconds once per step: exposed gradient all-reduces and the update.
+        resident_bytes: bytes of parameters, optimizer moments and gradients.
+        activation_bytes: bytes of activations kept from the forward to the backward
+            pass.
+        boundary_bytes: bytes kept instead if the layer recomputes its activations.
+        recompute_s: seconds to recompute the activations; ``inf`` forbids
+            recomputation.
+        transient_bytes: further bytes that the layer needs while it runs.
+        forward_link_s: ``[layers - 1, links, links]``, the seconds for which the
+            activations between layers ``i`` and ``i + 1`` occupy the link from a
+            stage's option to the option of the next stage; ``inf`` if the two have no
+            link.
+        backward_link_s: the same for gradients of activations on their way back. The
+            array is indexed like ``forward_link_s``, with the earlier stage first.
+        latency_s: ``[links, links]``, the latency of a message in seconds.
+        pending_bytes: bytes kept while the gradients of weights wait, if a schedule
+            computes them as separate tasks; None for ``activation_bytes``.
+        enter_s: seconds that a stage adds to its forward pass, and also to its backward
+            pass, if the stage begins with the layer; None for no seconds.
+        leave_s: the same if the stage ends with the layer.
     """
 
     microbatches: int
@@ -103,18 +107,18 @@ class LayerCosts:
 
     @property
     def pending(self) -> np.ndarray:
-        """``pending_bytes``, activations where it is None."""
+        """``pending_bytes``, or ``activation_bytes`` if it is None."""
         kept = self.pending_bytes
         return self.activation_bytes if kept is None else kept
 
     @property
     def enter(self) -> np.ndarray:
-        """``enter_s``, zeros where it is None."""
+        """``enter_s``, or zeros if it is None."""
         return np.zeros_like(self.forward_s) if self.enter_s is None else self.enter_s
 
     @property
     def leave(self) -> np.ndarray:
-        """``leave_s``, zeros where it is None."""
+        """``leave_s``, or zeros if it is None."""
         return np.zeros_like(self.forward_s) if self.leave_s is None else self.leave_s
 
 
@@ -122,14 +126,14 @@ class LayerCosts:
 class SharedParameter:
     """A parameter that two layers use, such as a tied embedding.
 
-    Device groups that hold one of the layers, but not the other, exchange its gradient
-    once a step.
+    A stage that holds one of the two layers but not the other exchanges the parameter's
+    gradient once per step.
 
     Attributes:
         source: the layer whose ``resident_bytes`` include the parameter.
         target: the other layer.
-        step_s: float64 ``[options]``, what the exchange takes either group.
-        copy_bytes: ``[options]``, the copy that the target's group then keeps.
+        step_s: float64 ``[options]``, the seconds of the exchange for either stage.
+        copy_bytes: ``[options]``, the bytes of the copy that the target's stage keeps.
     """
 
     source: int
@@ -140,21 +144,21 @@ class SharedParameter:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StageProblem:
-    """A chain of layers, devices, and what a plan may choose.
+    """A chain of layers, devices, and the choices that a plan may make.
 
     Args:
-        name: how messages call this problem.
-        groups: the device groups; a plan need not use all devices.
-        options: the submesh options; the pipeline may order groups as it likes.
-        costs: one for each number of microbatches that is allowed.
-        schedules: which schedules are allowed.
+        name: the name of the problem in messages.
+        groups: the device groups; a plan may leave devices unused.
+        options: the submesh options; a pipeline may use groups in any order.
+        costs: one entry for each allowed number of microbatches.
+        schedules: the allowed schedules.
         shared: parameters that two layers use.
-        blocking: whether a stage sends instead of computing, not beside it.
-        max_stages: the most device groups of a pipeline; None for no limit.
+        blocking: whether a stage cannot compute while it sends.
+        max_stages: the largest number of stages of a pipeline; None for no limit.
 
     Raises:
-        InputError: an array has the wrong shape or values, or something refers to
-            what does not exist; the message names it.
+        InputError: an array has the wrong shape or values, or an index refers to a
+            layer, group or option that does not exist. The message names it.
     """
 
     name: str = "stages"
@@ -189,12 +193,12 @@ class StageProblem:
 
     @property
     def num_layers(self) -> int:
-        """The length of the chain."""
+        """The number of layers of the chain."""
         return len(self.costs[0].forward_s)
 
     @property
     def num_links(self) -> int:
-        """How many kinds of ends of links the tables tell apart."""
+        """The number of kinds of link ends that the tables distinguish."""
         return 1 + max(option.link for option in self.options)
 
     def costs_of(self, microbatches: int) -> LayerCosts:
@@ -274,15 +278,15 @@ def _check_shared(problem: StageProblem, shared: SharedParameter) -> None:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Pipeline:
-    """What a plan chooses.
+    """The choices of a plan.
 
     Attributes:
-        microbatches: how many microbatches a step has.
-        schedule: who computes what when.
-        options: by device group of the pipeline, its submesh option.
-        cuts: where parts begin, and where the last one ends: part ``k`` has the layers
-            from ``cuts[k]`` up to ``cuts[k + 1]``.
-        recomputed: the layers whose activations are computed again, in order.
+        microbatches: the number of microbatches of a step.
+        schedule: the order in which stages compute microbatches.
+        options: by stage, its submesh option.
+        cuts: the first layer of each part, and then the number of layers: part ``k``
+            has the layers from ``cuts[k]`` up to, but not including, ``cuts[k + 1]``.
+        recomputed: the layers whose activations are recomputed, in order.
     """
 
     microbatches: int
@@ -293,11 +297,11 @@ class Pipeline:
 
     @property
     def stages(self) -> int:
-        """The number of device groups."""
+        """The number of stages; each stage has its own devices."""
         return len(self.options)
 
     def layers(self, stage: int) -> tuple[int, ...]:
-        """The layers of a device group, chunk after chunk."""
+        """The layers of a stage, chunk after chunk."""
         parts = range(stage, len(self.cuts) - 1, self.stages)
         return tuple(
             layer
@@ -308,13 +312,13 @@ class Pipeline:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class PipelineCost:
-    """What a pipeline costs.
+    """The time and memory of a pipeline.
 
     Attributes:
-        step_s: the makespan of its schedule, as played.
-        bubble: by device group, the share of the step in which it waits.
-        memory_bytes: by device group, the most that one of its devices holds.
-        limit_bytes: by device group, what one of its devices can hold.
+        step_s: the makespan of the simulated schedule.
+        bubble: by stage, the share of the step in which the stage is idle.
+        memory_bytes: by stage, the peak memory of one device.
+        limit_bytes: by stage, the memory that one device has.
     """
 
     step_s: float
@@ -324,21 +328,21 @@ class PipelineCost:
 
     @property
     def fits(self) -> bool:
-        """Whether every device group fits in its memory, rounding aside."""
+        """Whether every stage fits in its memory, apart from rounding."""
         pairs = zip(self.memory_bytes, self.limit_bytes, strict=True)
         return all(used <= limit * (1 + 1e-9) for used, limit in pairs)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class BindingMemory:
-    """The memory that no pipeline gets around.
+    """The memory need that makes every pipeline impossible.
 
     Attributes:
         first: the first layer of the range that fits on no option.
-        last: its last layer.
-        option: the option on which it needs least, relative to the limit.
-        least_bytes: what it needs there at least.
-        limit_bytes: what a device has there.
+        last: the last layer of the range.
+        option: the option on which the range exceeds the memory by the smallest factor.
+        least_bytes: the least memory that the range needs per device on this option.
+        limit_bytes: the memory of a device of this option.
     """
 
     first: int
@@ -353,13 +357,13 @@ class StageSolution:
     """The pipeline that was found, and a proven lower bound of every pipeline's step.
 
     Attributes:
-        pipeline: None without one.
-        cost: what it costs; None without one.
-        bound_s: no pipeline of the space takes less.
+        pipeline: the pipeline; None if none was found.
+        cost: the cost of the pipeline; None without a pipeline.
+        bound_s: a lower bound of the step of every pipeline in the search space.
         status: how the solve ended.
         seconds: wall-clock time of the solve.
-        binding: where the status is ``INFEASIBLE``, the memory that binds; None if
-            devices or forbidden options do.
+        binding: for the status ``INFEASIBLE``, the memory need that rules out every
+            pipeline; None if too few devices or forbidden options rule them out.
     """
 
     pipeline: Pipeline | None
@@ -371,12 +375,12 @@ class StageSolution:
 
     @property
     def step_s(self) -> float:
-        """Seconds of the step; infinite without a pipeline."""
+        """Seconds of the step; ``inf`` without a pipeline."""
         return math.inf if self.cost is None else self.cost.step_s
 
     @property
     def gap(self) -> float:
-        """How far the step can be from the shortest one, relative to it."""
+        """How far ``step_s`` can exceed the shortest step, as a share of ``step_s``."""
         if self.bound_s >= self.step_s:
             return 0.0
         return (self.step_s - self.bound_s) / max(self.step_s, 1e-300)

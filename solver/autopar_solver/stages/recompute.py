@@ -1,13 +1,15 @@
-"""Chooses which layers of a stage compute their activations again.
+"""Chooses the layers of a stage that recompute their activations.
 
-With ``r[j]`` the seconds and ``v[j]`` the bytes that layer ``j`` saves per microbatch
-held, a stage over its memory by ``need`` bytes per microbatch held takes
+Let ``v[j]`` be the bytes that recomputing layer ``j`` saves per microbatch held, and
+``r[j]`` the seconds that it takes. A stage that exceeds its memory by ``need`` bytes
+per microbatch held takes
 
     minimise sum_(j in R) r[j]   subject to   sum_(j in R) v[j] >= need
 
-and every layer in ``R`` must fit while it runs. The relaxed program's dual bounds it:
-``sum_j min(0, r[j] - p v[j]) + p need`` for every price ``p``; the best price is one of
-the ratios ``r[j] / v[j]``. Its sums over a range are differences of prefix sums.
+In addition, every layer in ``R`` must fit while it runs. The dual of the relaxed
+program gives a lower bound: ``sum_j min(0, r[j] - p v[j]) + p need`` for every price
+``p``. The best price is one of the ratios ``r[j] / v[j]``. The sums over a range of
+layers are differences of prefix sums.
 """
 
 import dataclasses
@@ -19,15 +21,15 @@ from autopar_solver.stages.entries import Entries, can_recompute
 from autopar_solver.stages.problem import LayerCosts, StageProblem
 
 MAX_PRICES = 8
-"""How many prices the bound tries; more kinds of layers than these are sampled."""
+"""Number of prices that the bound tries; more kinds of layers are sampled."""
 
 MAX_LABELS = 4096
-"""How many partial choices are compared; few kinds of layers need far less."""
+"""Number of partial choices that are compared; few kinds of layers need far fewer."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RecomputePrices:
-    """Prices of the bound and what they make of the layers.
+    """Prices of the bound, and prefix sums of the layers' reduced costs.
 
     Attributes:
         price: ``[prices, options]``, seconds per byte.
@@ -39,7 +41,7 @@ class RecomputePrices:
 
 
 def recompute_prices(costs: LayerCosts) -> RecomputePrices:
-    """The ratios of the layers, or a sample of them."""
+    """Uses the layers' ratios of seconds to bytes, or a sample of them, as prices."""
     again = can_recompute(costs)
     saving = np.where(again, costs.activation_bytes - costs.boundary_bytes, 0.0)
     seconds = np.where(again, costs.recompute_s, 0.0)
@@ -48,7 +50,8 @@ def recompute_prices(costs: LayerCosts) -> RecomputePrices:
         for o in range(again.shape[1])
     ]
     count = max(1, *(len(column) for column in columns))
-    # A price that is there twice does no harm; no layer to recompute is a price of 0.
+    # A repeated price is harmless. An option without recomputable layers has the price
+    # 0.
     filled = [np.resize(c if len(c) else np.zeros(1), count) for c in columns]
     price = np.stack(filled, axis=1)
     reduced = np.minimum(0.0, seconds - price[:, None] * saving)
@@ -67,12 +70,12 @@ def _sample(ratios: np.ndarray) -> np.ndarray:
 def least_recompute_s(
     entries: Entries, prices: RecomputePrices, kept: Sequence[tuple[int, int]]
 ) -> np.ndarray:
-    """Per stage, no choice of layers computes again for less; ``inf`` if none fits.
+    """By stage, a lower bound of the time of recomputation; ``inf`` if nothing fits.
 
     Args:
         entries: the stages.
-        prices: of their problem's layers.
-        kept: microbatches held and pending, in pairs.
+        prices: the prices of the problem's layers.
+        kept: pairs of the numbers of microbatches held and pending.
     """
     needs = _needs(entries, entries.running_bytes, kept)
     over = np.flatnonzero(needs > 0)
@@ -94,7 +97,7 @@ def least_recompute_s(
 def _needs(
     entries: Entries, running: np.ndarray, kept: Sequence[tuple[int, int]]
 ) -> np.ndarray:
-    """Bytes per microbatch held by which stages are over their memory."""
+    """The bytes per microbatch held by which stages exceed their memory."""
     fixed = entries.resident_bytes + running - entries.limit_bytes * (1 + 1e-12)
     needs = np.full(len(entries), -np.inf)
     for held, pending in kept:
@@ -105,18 +108,19 @@ def _needs(
 
 
 def _never(over: np.ndarray) -> np.ndarray:
-    """What no saving mends is needed without end."""
+    """An infinite need where memory is exceeded although no microbatch is held."""
     return np.where(over > 0, np.inf, -np.inf)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Recomputed:
-    """Layers of a stage that compute again, and what that takes.
+    """The layers of a stage that are recomputed, and the time of their recomputation.
 
     Attributes:
-        layers: which, in order.
-        seconds: of a microbatch.
-        least_s: no choice takes less; ``seconds`` if the choice is proved best.
+        layers: the layers, in order.
+        seconds: seconds of one microbatch.
+        least_s: a lower bound of every choice's seconds; equal to ``seconds`` if the
+            choice is proved best.
     """
 
     layers: tuple[int, ...]
@@ -132,19 +136,20 @@ def choose_recomputed(
     fixed: Sequence[tuple[float, float]],
     weights: Sequence[int] | None = None,
 ) -> Recomputed | None:
-    """The layers that make a stage fit for the least seconds; None if nothing does.
+    """The layers whose recomputation makes a stage fit in least time; None if none do.
 
-    Exact by comparing partial choices; where there are more than ``MAX_LABELS`` of
-    them, the best that are left, with the bound.
+    The search compares partial choices and is exact. If more than ``MAX_LABELS``
+    partial choices remain, the search keeps the best of them and lowers the bound.
 
     Args:
-        problem: whose stage it is.
-        costs: of its layers.
+        problem: the problem of the stage.
+        costs: the costs of the layers.
         layers: the layers of the stage.
-        option: its submesh option.
-        fixed: pairs of bytes and microbatches: each time, the stage keeps the bytes
-            whatever is computed again, and the activations of so many microbatches.
-        weights: by layer, a multiple of these microbatches; None for one.
+        option: the submesh option of the stage.
+        fixed: pairs of bytes and a number of microbatches. For each pair, the stage
+            holds the bytes in any case, plus the activations of that number of
+            microbatches.
+        weights: by layer, a factor of the number of microbatches; None for one.
     """
     rows = np.array(layers)
     weight = np.ones(len(rows)) if weights is None else np.array(weights, np.float64)
@@ -178,7 +183,7 @@ def choose_recomputed(
 
 
 def _need(over: float, times: float, activations: float) -> float:
-    """What must be saved of the activations of each microbatch that is held."""
+    """The bytes that must be saved of the activations of each microbatch held."""
     if times:
         return over / times + activations
     return float(_never(np.array(over)))
@@ -187,11 +192,11 @@ def _need(over: float, times: float, activations: float) -> float:
 def _cover(
     saving: np.ndarray, seconds: np.ndarray, need: float, cutoff: float
 ) -> tuple[list[int], float] | None:
-    """Items whose savings reach the need for the least seconds, and a bound of those.
+    """Items whose savings reach the need in least seconds, and a bound of the seconds.
 
-    None if they cannot, or not for less than ``cutoff``. Labels are partial choices;
-    one that saves no more and takes no less than another is dropped, and so is one
-    that cannot end below the best.
+    The result is None if the need cannot be reached in less than ``cutoff`` seconds.
+    Labels are partial choices. A label is dropped if another label saves at least as
+    much in at most the same time, or if the label cannot end below the best choice.
     """
     order = np.argsort(seconds / saving, kind="stable")
     saving, seconds = saving[order], seconds[order]
@@ -235,7 +240,7 @@ def _cover(
 def _drop_dominated(
     labels: list[tuple[float, float, tuple[int, ...]]],
 ) -> list[tuple[float, float, tuple[int, ...]]]:
-    """By seconds, only those that save more than all before."""
+    """Sorts by seconds, and keeps the labels that save more than all before them."""
     kept: list[tuple[float, float, tuple[int, ...]]] = []
     for label in sorted(labels, key=lambda label: (label[1], -label[0])):
         if not kept or label[0] > kept[-1][0]:
@@ -246,7 +251,7 @@ def _drop_dominated(
 def _relaxed_s(
     saving: np.ndarray, seconds: np.ndarray, item: int, need: float
 ) -> float:
-    """The least seconds if items could be taken in part, the best ratio first."""
+    """The least seconds if fractions of items could be taken, best ratio first."""
     reached = np.cumsum(saving[item:])
     full = int(np.searchsorted(reached, need))
     if full >= len(reached):

@@ -1,30 +1,33 @@
-"""Bounds chains of stages by prices on devices.
+"""Computes lower bounds of chains of stages with prices on devices.
 
-With ``p[g]`` seconds for each device of group ``g``, and all stages allowed at every
-place of the pipeline, the cheapest chain is a shortest path over the layers:
+Let each device of group ``g`` cost ``p[g]`` seconds, and let every stage be allowed at
+every place of the pipeline. The cheapest chain is then a shortest path over the layers:
 
     min over chains of  sum add + sum cross + sum p[g(o)] n(o)   -   sum p[g] devices[g]
 
-No chain whose stages fit beside each other adds up to less, whatever the prices. Two
-passes also give the cheapest chain through every single stage.
+No chain whose stages fit on the devices together costs less, for any prices. A forward
+and a backward pass over the layers also give the cheapest chain through every single
+stage.
 
-The lower bound of a pipeline's step as a sum and a maximum over its stages.
+The lower bound of a pipeline's step is a sum plus a maximum over its stages.
 
-For schedules with one chunk, no pipeline takes less than
+For schedules with one chunk per stage, no pipeline takes less time than
 
     sum_i add[i] + sum_i cross[i] + max(max_i peak[i], max_i link[i])
 
-``add`` is what the first microbatch takes through the stage and back, ``cross`` what it
-takes between stages. ``peak`` is what the stage has left to do for the other
-microbatches once the first comes back; ``link`` is what the link has left to carry.
-With ``M`` microbatches, ``f``, ``b`` and ``w`` the seconds of a stage, ``s`` stages
-from it to the last and ``i`` before it:
+``add`` is the time of the first microbatch through the stage and back. ``cross`` is the
+time of the first microbatch between two stages. ``peak`` is the stage's remaining work
+for the other microbatches after the first microbatch comes back. ``link`` is the link's
+remaining transfer time for the other microbatches. Let ``M`` be the number of
+microbatches, and let ``f``, ``b`` and ``w`` be the seconds of a stage. Let ``s`` be the
+number of stages from this stage to the last, and ``i`` the number of stages before it.
+Then:
 
     GPipe   add = f + b + w   peak = (M - 1) (f + b + w)
     1F1B    add = f + b + w   peak = (M - 1) (b + w) + (M - min(s, M)) f
     ZB-H1   add = f + b       peak = (M - 1) b + (M - min(s, M)) f + max(M - 1 - i, 0) w
 
-The first stage adds what it does once a step and, in ZB-H1, its last ``w``.
+The first stage also adds its work once per step and, in ZB-H1, its last ``w``.
 """
 
 from __future__ import annotations
@@ -43,7 +46,7 @@ from autopar_solver.stages.schedules.order import Schedule, ScheduleKind
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Chain:
-    """What shortest paths need of a set of stages.
+    """The data of a set of stages that shortest paths need.
 
     Attributes:
         layers: the number of layers.
@@ -51,8 +54,8 @@ class Chain:
         end: as in `Entries`.
         link: as in `Entries`.
         taken: ``[entries, groups]``, devices of each group.
-        devices: ``[groups]``, how many there are.
-        cross: ``[layers + 1, links, links]``.
+        devices: ``[groups]``, the number of devices of each group.
+        cross: ``[layers + 1, links, links]``, the seconds that each cut adds.
     """
 
     layers: int
@@ -72,13 +75,13 @@ class Chain:
 def chain_of(
     entries: Entries, taken: np.ndarray, devices: np.ndarray, cross: np.ndarray
 ) -> Chain:
-    """The chain of some stages.
+    """Builds the chain of a set of stages.
 
     Args:
         entries: the stages.
         taken: ``[options, groups]``, devices of each option.
-        devices: ``[groups]``, how many there are.
-        cross: ``[layers + 1, links, links]``.
+        devices: ``[groups]``, the number of devices of each group.
+        cross: ``[layers + 1, links, links]``, the seconds that each cut adds.
     """
     return Chain(
         layers=len(cross) - 1,
@@ -93,12 +96,12 @@ def chain_of(
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Paths:
-    """Cheapest chains.
+    """The costs of cheapest chains.
 
     Attributes:
-        least: the cheapest of all.
-        after: ``[layers + 1, links]``, the cheapest end of a chain behind each layer,
-            its first crossing included, by the link that it comes from.
+        least: the cost of the cheapest chain.
+        after: ``[layers + 1, links]``, the cost of the cheapest rest of a chain after
+            each layer, by the link of the stage before. The first crossing is included.
     """
 
     least: float
@@ -106,7 +109,7 @@ class Paths:
 
 
 def cheapest(chain: Chain, add: np.ndarray) -> Paths:
-    """The cheapest chain, and the cheapest ends, at given costs of stages."""
+    """The costs of the cheapest chain and of its cheapest ends, by stage costs."""
     after = np.full((chain.layers + 1, chain.links), np.inf)
     after[chain.layers] = 0.0
     begins = np.searchsorted(chain.first, np.arange(chain.layers + 1))
@@ -125,9 +128,10 @@ def cheapest(chain: Chain, add: np.ndarray) -> Paths:
 
 
 def cheapest_before(chain: Chain, add: np.ndarray) -> np.ndarray:
-    """``[layers + 1, links]``: the cheapest begin of a chain before each layer.
+    """``[layers + 1, links]``: the cost of the cheapest chain before each layer.
 
-    The crossing to the layer's own stage is included, by the link that this one has.
+    The crossing to the next stage is included. The second index is the link of that
+    stage.
     """
     order = np.argsort(chain.end, kind="stable")
     first, link = chain.first[order], chain.link[order]
@@ -146,23 +150,24 @@ def cheapest_before(chain: Chain, add: np.ndarray) -> np.ndarray:
 
 
 def through(chain: Chain, add: np.ndarray, paths: Paths) -> np.ndarray:
-    """By stage, the cheapest chain that has it."""
+    """By stage, the cost of the cheapest chain that contains the stage."""
     before = cheapest_before(chain, add)
     return before[chain.first, chain.link] + add + paths.after[chain.end, chain.link]
 
 
 def add_prices(chain: Chain, add: np.ndarray, prices: np.ndarray) -> np.ndarray:
-    """What stages add, their devices paid for."""
+    """The costs of stages, with the prices of their devices."""
     return add + chain.taken @ prices
 
 
 def best_prices(
     chain: Chain, add: np.ndarray, start: np.ndarray, rounds: int
 ) -> tuple[float, np.ndarray]:
-    """A bound of chains that fit beside each other, and the prices that give it.
+    """A lower bound of chains that fit on the devices, and the prices that give it.
 
-    Prices are multiplied and divided by steps that shrink: first all of them together,
-    then, where there are several groups, each on its own.
+    Prices are multiplied and divided by factors that shrink. Each round first changes
+    all prices together. If there are several groups, each round then changes the price
+    of each group separately.
     """
     best = _chain_bound(chain, add, start)
     prices = start
@@ -188,8 +193,10 @@ def _chain_bound(chain: Chain, add: np.ndarray, prices: np.ndarray) -> float:
 
 
 def fits_devices(chain: Chain, allowed: np.ndarray) -> bool:
-    """Whether chains of the allowed stages may fit: shares of all groups add up to
-    no more than there are groups.
+    """Whether chains of the allowed stages may fit on the devices.
+
+    The test adds up the shares of devices that stages take of their groups. A chain
+    that fits takes in total at most as many shares as there are groups.
     """
     share = (chain.taken / chain.devices).sum(axis=1)
     free = dataclasses.replace(
@@ -201,11 +208,11 @@ def fits_devices(chain: Chain, allowed: np.ndarray) -> bool:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StageTerms:
-    """What stages add to the bound, at one place in the pipeline.
+    """The terms of stages in the bound, at one place in the pipeline.
 
     Attributes:
-        add: what each stage adds; ``inf`` where it does not fit.
-        peak: what its own maximum is.
+        add: the seconds that each stage adds to the sum; ``inf`` if it does not fit.
+        peak: the stage's seconds in the maximum.
     """
 
     add: np.ndarray
@@ -213,10 +220,10 @@ class StageTerms:
 
 
 class StagePlace(NamedTuple):
-    """Where stages stand in a pipeline; each number, or one for each stage.
+    """The place of stages in a pipeline: one number, or one for each stage.
 
-    ``later`` counts stages from this one to the last, ``before`` those before it, or
-    the most that there can be.
+    ``later`` is the number of stages from this stage to the last. ``before`` is the
+    number of stages before this stage, or an upper limit of that number.
     """
 
     later: int | np.ndarray
@@ -225,11 +232,12 @@ class StagePlace(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class CutTerms:
-    """What cuts add to the bound.
+    """The terms of cuts in the bound.
 
     Attributes:
-        cross: ``[layers + 1, links, links]``; zero at both ends of the chain.
-        link: the same shape, what a link has left to carry.
+        cross: ``[layers + 1, links, links]``, seconds in the sum; zero at both ends of
+            the chain.
+        link: the same shape, the link's seconds in the maximum.
     """
 
     cross: np.ndarray
@@ -239,7 +247,7 @@ class CutTerms:
 def crossings_of(
     problem: StageProblem, costs: LayerCosts, schedule: Schedule
 ) -> CutTerms:
-    """The crossings of a chain under a schedule."""
+    """The terms of all cuts of a chain under a schedule."""
     links = problem.num_links
     both = costs.forward_link_s + costs.backward_link_s
     if schedule.kind is ScheduleKind.GPIPE:
@@ -249,7 +257,7 @@ def crossings_of(
     count = costs.microbatches
     cross, link = np.zeros((2, problem.num_layers + 1, links, links))
     cross[1:-1] = both + 2 * costs.latency_s
-    # Zero times infinity is not a number: where no link is, none is.
+    # Zero times infinity is not a number, so missing links are set separately.
     link[1:-1] = np.where(np.isfinite(slowest), slowest, 0.0) * (count - 1)
     link[1:-1][~np.isfinite(slowest)] = np.inf
     return CutTerms(cross=cross, link=link)
@@ -263,15 +271,16 @@ def terms_at(
     place: StagePlace,
     kept: Sequence[tuple[int, int]],
 ) -> StageTerms:
-    """What stages add when they stand at one place of the pipeline.
+    """The terms of stages at one place of the pipeline.
 
     Args:
         entries: the stages.
-        prices: for the bound on what they compute again.
-        schedule: one with one chunk.
-        microbatches: how many microbatches a step has.
-        place: where they stand.
-        kept: microbatches that they hold and that are pending, in pairs.
+        prices: the prices for the bound on the time of recomputation.
+        schedule: a schedule with one chunk per stage.
+        microbatches: the number of microbatches of a step.
+        place: the place of the stages.
+        kept: pairs of the numbers of microbatches that a stage holds and that are
+            pending.
     """
     again = least_recompute_s(entries, prices, kept)
     return StageTerms(
@@ -281,7 +290,7 @@ def terms_at(
 
 
 def least_add_s(entries: Entries, schedule: Schedule) -> np.ndarray:
-    """What stages add that compute nothing again."""
+    """The seconds that stages without recomputation add to the sum."""
     add, last = entries.forward_s + entries.backward_s, entries.step_s
     if schedule.splits_backward:
         last = last + entries.weight_s
@@ -297,7 +306,7 @@ def _peak_s(
     microbatches: int,
     place: StagePlace,
 ) -> np.ndarray:
-    """The maximum's term of each stage."""
+    """The seconds of each stage in the maximum."""
     others = microbatches - 1
     peak = others * (entries.backward_s + np.where(np.isfinite(again), again, 0.0))
     if schedule.splits_backward:
@@ -318,10 +327,11 @@ def loosest_terms(
     layers: int,
     most_stages: int,
 ) -> StageTerms:
-    """Terms that no place in a pipeline of up to ``most_stages`` stages undercuts.
+    """Lower bounds of the terms at all places in pipelines of up to ``most_stages``.
 
-    Memory is counted as at the end of the pipeline, where least is alive. Every stage
-    before and behind has a layer, which bounds how many there are.
+    Memory is counted for the last stage, which holds the fewest microbatches. Every
+    stage before and after a stage has at least one layer, so the number of layers
+    limits the number of stages on each side.
     """
     kept = kept_microbatches(schedule, microbatches, 1, 1)
     loose = terms_at(entries, prices, schedule, microbatches, StagePlace(1, 0), kept)
@@ -335,7 +345,7 @@ def loosest_terms(
 
 
 def device_table(problem: StageProblem, options: Sequence[int]) -> np.ndarray:
-    """``[options, groups]``: how many devices of each group an option takes."""
+    """``[options, groups]``: the number of devices that an option takes of a group."""
     table = np.zeros((len(options), len(problem.groups)), np.int64)
     for row, number in enumerate(options):
         table[row, problem.options[number].group] = problem.options[number].devices

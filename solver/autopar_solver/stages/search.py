@@ -1,9 +1,10 @@
 """Searches the pipelines of one schedule and one number of microbatches.
 
-Bounds come from `terms`: a sum and a maximum. Prices on devices bound all chains
-(`relaxation`), and remove stages that no better pipeline has. The dynamic programme
-(`dynamic`) is exact on what is left. Every chain that it finds is given the layers it
-must compute again, and is played if it may be better than the incumbent.
+A pipeline's cost is a sum over its stages plus a maximum. Prices on devices give a
+lower bound for all chains of stages (`relaxation`), and rule out stages that no better
+pipeline uses. A dynamic programme then solves the remaining problem exactly. For every
+chain that the dynamic programme finds, the layers to recompute are chosen. The chain's
+schedule is simulated if the chain may be better than the incumbent.
 """
 
 from __future__ import annotations
@@ -50,18 +51,18 @@ from autopar_solver.stages.relaxation import (
 )
 from autopar_solver.stages.schedules.order import Schedule
 
-# Minimises a sum and a maximum together by cutting the maximum's range.
+# Minimises the total of a sum and a maximum by dividing the range of the maximum.
 #
 # ``least(peak)`` is the least sum over choices whose maximum is at most ``peak``, or a
-# bound of it; it falls as ``peak`` grows. Choices with their maximum in an interval
-# ``(low, high]`` come to no less than ``least(high) + low``. The interval of least
-# bound is halved until no bound is left below what is known.
+# lower bound of that sum. ``least`` falls as ``peak`` grows. A choice with its maximum
+# in the interval ``(low, high]`` costs at least ``least(high) + low``. The interval
+# with the least bound is halved until every bound reaches the cutoff.
 
 
 class Answer(NamedTuple):
-    """The least sum under a limit, and the maximum of a choice that has it.
+    """The least sum under a limit of the maximum, and the maximum of a choice with it.
 
-    Without such a choice, ``peak`` is the limit itself.
+    If no such choice is known, ``peak`` is the limit itself.
     """
 
     value: float
@@ -69,7 +70,7 @@ class Answer(NamedTuple):
 
 
 class BoundInterval(NamedTuple):
-    """Choices whose maximum is above ``low`` and at most ``high`` are bounded."""
+    """A lower bound for choices with a maximum above ``low`` and at most ``high``."""
 
     bound: float
     low: float
@@ -85,26 +86,27 @@ def cut_intervals(
     most: int,
     beside: int = 0,
 ) -> tuple[float, list[BoundInterval]]:
-    """Bounds all choices with a maximum above ``low``.
+    """Computes a lower bound for all choices with a maximum above ``low``.
 
     Args:
-        least: the least sum under a limit; ``inf`` if there is no choice.
-        low: every choice's maximum is at least this.
-        high: choices with a larger one do not matter.
-        cutoff: bounds above it do not matter; it may fall.
-        most: how many limits to try.
-        beside: how many of them once a choice is known that has the bound: they no
-            longer raise it, but may come upon other choices.
+        least: the least sum under a limit of the maximum; ``inf`` if there is no
+            choice.
+        low: a lower bound of every choice's maximum.
+        high: choices with a maximum above ``high`` are ignored.
+        cutoff: bounds above the cutoff are ignored. The cutoff may fall over time.
+        most: the largest number of limits to try.
+        beside: the number of limits to try after a choice that attains the bound is
+            known. Such limits cannot raise the bound, but may find other choices.
 
     Returns:
-        A bound of the sum and the maximum, and the intervals that are still below the
-        cutoff. The bound is at most the cutoff, where nothing is below it.
+        A bound of the sum plus the maximum, and the intervals whose bounds are below
+        the cutoff. Without such an interval or choice, the bound is the cutoff.
     """
     open_ = list[BoundInterval]()
     closed = math.inf
 
     def add(answer: Answer, low: float, high: float) -> None:
-        """Choices in ``[answer.peak, high]`` are done; those below are open."""
+        """Closes the choices in ``[answer.peak, high]``; opens the choices below."""
         nonlocal closed
         if answer.value == math.inf:
             return
@@ -137,28 +139,30 @@ def cut_intervals(
 
 # The dynamic programme: the cheapest chain of stages within the devices.
 #
-# ``V[s][l][a][u]`` is the least that layers ``l`` to the last add in ``s`` stages, the
-# first of them on an option of link ``a``, with ``u`` devices of each group to spend:
+# ``V[s][l][a][u]`` is the least cost that layers ``l`` to the last add in ``s`` stages.
+# The first of these stages uses an option of link ``a``, and ``u`` devices of each
+# group are available::
 #
 #     V[s][l][a][u] = min over stages (l, e, o) of link a
 #                     add[s] + min_b (cross[e][a][b] + V[s - 1][e][b][u - n(o)])
 #
-# ``s`` is part of the state because the memory of a stage depends on how many stages
-# follow. Devices are counted in the largest unit that all stages share.
+# ``s`` is part of the state because the memory of a stage depends on the number of
+# stages after it. Devices are counted in the largest unit that divides every stage's
+# devices.
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Budgets:
-    """The states of devices, and where each stage leads from each of them.
+    """The states of available devices, and the transition of each stage between states.
 
     Attributes:
-        size: the number of states; the last is all devices.
-        kind: ``[entries]``, stages that take the same devices share one.
-        after: ``[kinds, size]``, the state after a stage took its devices; ``size``
-            where there are not enough.
-        range_: ``[entries]``, stages of the same layers and link share one.
-        group: ``[kinds]``, which device group the kinds take; kinds of a group are in
-            the order of their devices.
+        size: the number of states. In the last state all devices are available.
+        kind: ``[entries]``; stages that take the same devices have the same kind.
+        after: ``[kinds, size]``, the state after a stage took its devices; ``size`` if
+            there are not enough devices.
+        range_: ``[entries]``; stages with the same layers and link have the same range.
+        group: ``[kinds]``, the device group of each kind. The kinds of a group are
+            sorted by their number of devices.
     """
 
     size: int
@@ -169,7 +173,7 @@ class Budgets:
 
 
 def num_states(chain: Chain) -> int:
-    """How many states of devices there are."""
+    """The number of states of available devices."""
     return math.prod((_sizes(chain)).tolist())
 
 
@@ -203,16 +207,17 @@ def _sizes(chain: Chain) -> np.ndarray:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Tables:
-    """The programme's tables for one limit of the maximum.
+    """The tables of the dynamic programme for one limit of the maximum.
 
     Attributes:
         chain: the stages.
-        budgets: the states of their devices.
-        terms: what stages add, by number of stages from the last.
-        usable: by number of stages from the last, which stages are allowed there.
-        behind: the same, ``[layers + 1, links, size + 1]``: the cheapest end of the
-            chain behind a layer, its first crossing included.
-        values: by number of stages, fewest first, what the cheapest chain adds.
+        budgets: the states of available devices.
+        terms: the costs that stages add, by number of stages from the last.
+        usable: the stages that are allowed, by number of stages from the last.
+        behind: by number of stages from the last, ``[layers + 1, links, size + 1]``:
+            the cost of the cheapest rest of the chain after a layer, including its
+            first crossing.
+        values: the cost of the cheapest chain, by number of stages, fewest first.
     """
 
     chain: Chain
@@ -223,7 +228,7 @@ class Tables:
     values: list[float]
 
     def walk(self, stages: int) -> tuple[int, ...]:
-        """The stages of the cheapest chain of so many, first to last."""
+        """The cheapest chain with a given number of stages, first stage to last."""
         chain, layer, link = self.chain, 0, 0
         state, chosen = self.budgets.size - 1, list[int]()
         for place in range(stages - 1, -1, -1):
@@ -247,16 +252,17 @@ def solve_tables(
     peak: float,
     room: np.ndarray,
 ) -> Tables:
-    """Fills the tables, for all numbers of stages there are terms for.
+    """Fills the tables for every number of stages that has terms.
 
     Args:
         chain: the stages.
-        budgets: the states of their devices.
-        terms: by number of stages from the last, what stages add there.
-        link: ``[layers + 1, links, links]``, what links have left to carry.
-        peak: no stage's and no link's maximum may be more.
-        room: ``[entries]``, what a stage and the chain behind it may add; chains that
-            add more do not matter, and their value may be infinite.
+        budgets: the states of available devices.
+        terms: the costs that stages add, by number of stages from the last.
+        link: ``[layers + 1, links, links]``, the seconds that each link needs for the
+            microbatches after the first.
+        peak: the limit of every stage's and every link's maximum.
+        room: ``[entries]``, the cost that a stage and the chain after it may add.
+            Chains that add more are ignored, and their value may be infinite.
     """
     cross = np.where(link <= peak, chain.cross, np.inf)
     chain = dataclasses.replace(chain, cross=cross)
@@ -284,7 +290,7 @@ def solve_tables(
 def _drop_dominated(
     budgets: Budgets, usable: np.ndarray, add: np.ndarray
 ) -> np.ndarray:
-    """Without stages that add no less than one of the same layers on fewer devices."""
+    """Drops stages that cost no less than one with the same layers on fewer devices."""
     if not len(usable):
         return usable
     ranges, kinds = budgets.range_[usable], budgets.kind[usable]
@@ -295,7 +301,7 @@ def _drop_dominated(
         fewer = np.minimum.accumulate(least[:, columns], axis=1)[:, :-1]
         own = least[:, columns[1:]]
         least[:, columns[1:]] = np.where(own < fewer, own, -np.inf)
-    # Nothing equals what was marked as dominated.
+    # Dominated entries hold -inf, which equals no cost.
     return usable[add[usable] == least[ranges, kinds]]
 
 
@@ -316,7 +322,7 @@ def _extend(
     usable: np.ndarray,
     add: np.ndarray,
 ) -> np.ndarray:
-    """``V[s]`` from what is behind, which is made of ``V[s - 1]``."""
+    """Computes ``V[s]`` from ``behind``, which is computed from ``V[s - 1]``."""
     width = budgets.size + 1
     new = np.full_like(behind, np.inf)
     rows = chain.end[usable] * chain.links + chain.link[usable]
@@ -333,7 +339,7 @@ def _extend(
     bounds = np.searchsorted(kinds, np.arange(len(budgets.after) + 1)).tolist()
     for number, (low, high) in enumerate(itertools.pairwise(bounds)):
         if low < high:
-            # All of them take the same devices: once for the least is enough.
+            # All these stages take the same devices, so only the cheapest one matters.
             own = least[low:high][:, budgets.after[number]]
             here = at[low:high]
             target[here, : budgets.size] = np.minimum(target[here, :-1], own)
@@ -341,22 +347,22 @@ def _extend(
 
 
 MOST_CELLS = 40_000_000
-"""Cells of all tables together; larger programmes are left to the bound."""
+"""Limit of the cells of all tables together; larger spaces only get a bound."""
 
 LIMITS = 40
-"""How many limits of the maximum the programme is solved for, of each space."""
+"""Number of limits of the maximum under which a space's programme is solved."""
 
 BESIDE = 4
-"""How many of them when the bound is known, to come upon other pipelines."""
+"""Number of further limits after the bound is known, to find other pipelines."""
 
 EACH = 6
-"""How many limits for each number of stages, where a schedule needs that."""
+"""Number of limits for each number of stages, for schedules that need exact counts."""
 
 CORRECTIONS = 12
-"""How often costs are made exact under one limit before the bound is taken."""
+"""Number of corrections of costs under one limit before the bound is accepted."""
 
 ROUNDS = 10
-"""How often the first prices on devices are changed."""
+"""Number of updates that compute the first prices of devices."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -364,15 +370,15 @@ class PipelineSpace:
     """The pipelines of one schedule and one number of microbatches.
 
     Attributes:
-        problem: whose pipelines they are.
-        costs: for the number of microbatches.
-        schedule: one with one chunk.
-        entries: stages that a better pipeline may have.
-        prices: for the bound on what they compute again.
-        chain: the stages as shortest paths see them.
-        crossings: what cuts add.
-        most_stages: the most stages of a pipeline.
-        low: no pipeline's maximum is below.
+        problem: the problem of the pipelines.
+        costs: the layers' costs for the number of microbatches.
+        schedule: a schedule with one chunk per stage.
+        entries: stages that a better pipeline may use.
+        prices: prices for the bound on the cost of recomputation.
+        chain: the stages as edges of a shortest-path problem.
+        crossings: the costs that cuts between stages add.
+        most_stages: the largest number of stages of a pipeline.
+        low: a lower bound of every pipeline's maximum.
     """
 
     problem: StageProblem
@@ -388,13 +394,13 @@ class PipelineSpace:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Bounded:
-    """A space, and what prices on devices say of it.
+    """A space of pipelines, with the bounds that prices on devices give.
 
     Attributes:
         space: stages that are possible below the cutoff.
-        bound_s: no pipeline takes less.
-        loosest: terms that no place in the pipeline undercuts.
-        intervals: where the maximum of a better pipeline lies.
+        bound_s: a lower bound of every pipeline's time.
+        loosest: lower bounds of each stage's terms, valid at every place in a pipeline.
+        intervals: the intervals in which the maximum of a better pipeline can lie.
         price: ``[groups]``, seconds per device.
     """
 
@@ -406,7 +412,7 @@ class Bounded:
 
 
 def most_stages(problem: StageProblem) -> int:
-    """The most stages that layers, devices and the problem allow."""
+    """The largest number of stages that layers, devices and the problem allow."""
     fewest = [
         min((o.devices for o in problem.options if o.group == number), default=math.inf)
         for number in range(len(problem.groups))
@@ -422,7 +428,7 @@ def most_stages(problem: StageProblem) -> int:
 def bound_space(
     problem: StageProblem, costs: LayerCosts, schedule: Schedule, cutoff_s: float
 ) -> Bounded | None:
-    """Bounds a space by prices; None if nothing in it can be below the cutoff."""
+    """Bounds a space by prices; None if no pipeline of it can be below the cutoff."""
     entries = build_entries(problem, costs, cutoff_s)
     stages = most_stages(problem)
     if not len(entries) or not stages:
@@ -456,7 +462,7 @@ def bound_space(
 
 
 def _least_peak(chain: Chain, terms: StageTerms) -> float:
-    """A bound of every pipeline's maximum; ``inf`` if no stages fit together."""
+    """A lower bound of every pipeline's maximum; ``inf`` if no stages fit together."""
     low, high = 0.0, float(terms.peak.max(initial=0.0))
     if not len(terms.peak) or not fits_devices(chain, terms.peak <= high):
         return math.inf
@@ -504,13 +510,13 @@ def _finite(array: np.ndarray) -> np.ndarray:
 def search_space(
     bounded: Bounded, incumbent: PipelineIncumbent, gap: float, clock: Clock
 ) -> float:
-    """Looks for better pipelines; returns a bound of all of them.
+    """Searches a space for better pipelines, and returns a lower bound of all of them.
 
     Args:
-        bounded: where to look.
-        incumbent: gets the pipelines that are found.
-        gap: what is better by less than this share does not matter.
-        clock: when to stop; what is known then is the bound.
+        bounded: the space to search.
+        incumbent: receives the pipelines that are found.
+        gap: improvements below this share are ignored.
+        clock: the time limit. When time runs out, the bound so far is returned.
     """
     cutoff = incumbent.step_s * (1 - gap)
     if bounded.bound_s >= cutoff or clock.left_s <= 0:
@@ -528,7 +534,7 @@ def search_space(
 
 
 def fixed_space(bounded: Bounded, cutoff: float) -> tuple[PipelineSpace, StageTerms]:
-    """Without stages whose cheapest pipeline is not below the cutoff."""
+    """Drops the stages whose cheapest pipeline is not below the cutoff."""
     space, loosest = bounded.space, bounded.loosest
     if cutoff == math.inf:
         return space, loosest
@@ -549,7 +555,7 @@ def fixed_space(bounded: Bounded, cutoff: float) -> tuple[PipelineSpace, StageTe
 
 
 class _Programme:
-    """The dynamic programme of a space, with costs that grow exact where it matters."""
+    """The dynamic programme of a space, whose costs become exact step by step."""
 
     def __init__(
         self,
@@ -558,7 +564,7 @@ class _Programme:
         gap: float,
         clock: Clock,
     ) -> None:
-        """Nothing is solved yet."""
+        """Prepares the programme without solving it."""
         self.space = space
         self.incumbent = incumbent
         self.gap = gap
@@ -567,21 +573,21 @@ class _Programme:
         self.least_add = least_add_s(space.entries, space.schedule)
         before = cheapest_before(space.chain, self.least_add)
         before = before[space.entries.first, space.entries.link]
-        # Stages that no chain reaches do no harm.
+        # Stages that no chain reaches get 0 here; they cannot change the result.
         self.taken = space.low + np.where(np.isfinite(before), before, 0.0)
 
     def cutoff(self) -> float:
-        """What is above it does not matter."""
+        """The cost at and above which pipelines are ignored."""
         return self.incumbent.step_s * (1 - self.gap)
 
     def lower_bound(self, low: float) -> float:
-        """A bound of all pipelines of the space."""
+        """A lower bound of all pipelines of the space."""
         most = self.space.most_stages
         places = _Places(self, None)
         bound = places.bound_at(range(1, most + 1), low)
         if not self.space.schedule.splits_backward or bound >= self.cutoff():
             return bound
-        # What ZB-H1 keeps, and when, depends on the number of all stages.
+        # Under ZB-H1 the memory for activations depends on the total number of stages.
         least = self.cutoff()
         known = [
             (places.known_bound(count, low), count) for count in range(1, most + 1)
@@ -595,10 +601,10 @@ class _Programme:
 
 
 class _Places:
-    """What stages add at each place of the pipeline."""
+    """The costs that stages add at each place of the pipeline."""
 
     def __init__(self, programme: _Programme, stages: int | None) -> None:
-        """Of pipelines of so many stages; None for all, with terms of none undercut."""
+        """Prepares terms for ``stages`` stages; None: lower bounds for any number."""
         self.programme = programme
         self.space = programme.space
         self.stages = stages
@@ -626,7 +632,7 @@ class _Places:
         return terms_at(space.entries, space.prices, space.schedule, count, place, kept)
 
     def bound_at(self, counts: range, low: float) -> float:
-        """Bounds pipelines of some numbers of stages."""
+        """Bounds the pipelines whose number of stages is in ``counts``."""
         link = self.space.crossings.link
         high = max(low, float(link[np.isfinite(link)].max()))
         high = max([high, *(float(at.peak.max()) for at in self.terms)])
@@ -638,7 +644,7 @@ class _Places:
         )[0]
 
     def known_bound(self, stages: int, low: float) -> float:
-        """What the limits that were tried say of pipelines of so many stages."""
+        """A bound for pipelines of ``stages`` stages, from the limits tried so far."""
         bound = math.inf
         for peak, values in sorted(self.solved):
             if stages <= len(values):
@@ -647,9 +653,9 @@ class _Places:
         return bound
 
     def _tables(self, peak: float) -> Tables:
-        """The programme for one limit of the maximum."""
+        """Fills the tables for one limit of the maximum."""
         space, budgets = self.space, self.programme.budgets
-        # Without the rounding, what is just at the cutoff could be lost.
+        # The slack for rounding keeps pipelines that are just at the cutoff.
         room = self.programme.cutoff() * (1 + 1e-9) - self.programme.taken
         tables = solve_tables(
             space.chain, budgets, self.terms, space.crossings.link, peak, room
@@ -658,7 +664,7 @@ class _Places:
         return tables
 
     def _least(self, counts: range, peak: float) -> Answer:
-        """Solves for a limit until the best chain's costs are exact."""
+        """Solves for one limit until the costs of the best chain are exact."""
         answer = Answer(math.inf, peak)
         for _ in range(CORRECTIONS):
             values = (tables := self._tables(peak)).values
@@ -680,7 +686,7 @@ class _Places:
         return answer
 
     def _peak(self, chosen: tuple[int, ...]) -> float:
-        """The maximum of a chain."""
+        """The largest maximum over the stages and links of a chain."""
         entries, link = self.space.entries, self.space.crossings.link
         peaks = [
             float(terms.peak[entry])
@@ -693,7 +699,7 @@ class _Places:
         return max([*peaks, *links])
 
     def _try(self, chosen: tuple[int, ...]) -> bool:
-        """Offers a chain; whether a stage turned out to cost more than its bound."""
+        """Offers a chain; returns whether a stage costs more than its bound."""
         space, entries = self.space, self.space.entries
         changed = False
         for later, entry in enumerate(reversed(chosen), start=1):
@@ -712,7 +718,7 @@ class _Places:
         return changed
 
     def _correct(self, later: int, entry: int) -> bool:
-        """Replaces what a stage adds by the exact number; whether that is more."""
+        """Replaces a stage's bound by its exact cost; returns whether the cost rose."""
         space, entries = self.space, self.space.entries
         resident = float(entries.resident_bytes[entry])
         pending = float(entries.pending_bytes[entry])

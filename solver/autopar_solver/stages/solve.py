@@ -1,8 +1,8 @@
-"""Finds the pipeline with the shortest step, and bounds all others.
+"""Finds the pipeline with the shortest step, and a lower bound of all others.
 
-The bound of a space can be below its best pipeline, because it knows only some chains
-of tasks. What the bound leaves open is settled by playing every pipeline below it,
-where these are few.
+The bound of a space of pipelines can be below the step of its best pipeline, because
+the bound considers only some chains of tasks. If few pipelines remain between bound and
+best step, the schedule of each of them is simulated.
 """
 
 from __future__ import annotations
@@ -51,14 +51,14 @@ from autopar_solver.status import Status
 
 
 class Allowance:
-    """How many more stages may be tried."""
+    """The number of stages that the search may still try."""
 
     def __init__(self, left: int) -> None:
-        """Starts with so many."""
+        """Starts with ``left`` stages."""
         self.left = left
 
     def spend(self, count: int) -> bool:
-        """Takes some away; whether there were enough."""
+        """Subtracts ``count`` stages; returns whether enough were left."""
         self.left -= count
         return self.left >= 0
 
@@ -70,14 +70,14 @@ def exhaust_space(
     allowance: Allowance,
     clock: Clock,
 ) -> bool:
-    """Plays every pipeline that may be below the incumbent; whether none was left out.
+    """Simulates each pipeline that may beat the incumbent; False if some were left out.
 
     Args:
-        bounded: the space.
-        incumbent: gets the pipelines that are found.
-        gap: what is better by less than this share does not matter.
-        allowance: how many stages may be tried, for all spaces together.
-        clock: when to stop.
+        bounded: the space of pipelines.
+        incumbent: receives the pipelines that are found.
+        gap: improvements below this share are ignored.
+        allowance: the number of stages that may be tried, for all spaces together.
+        clock: the time limit.
     """
     return _Chains(bounded, incumbent, gap, allowance, clock).extend((), 0, 0.0, 0.0)
 
@@ -93,7 +93,7 @@ class _Chains:
         allowance: Allowance,
         clock: Clock,
     ) -> None:
-        """Removes stages that cannot be part of anything better."""
+        """Removes stages that cannot be part of a better pipeline."""
         self.space, self.terms = fixed_space(bounded, incumbent.step_s * (1 - gap))
         self.incumbent, self.gap = incumbent, gap
         self.allowance, self.clock = allowance, clock
@@ -104,7 +104,7 @@ class _Chains:
     def extend(
         self, chosen: tuple[int, ...], layer: int, add: float, peak: float
     ) -> bool:
-        """Goes through the ends of a chain that covers the layers before ``layer``."""
+        """Extends a chain that covers the layers before ``layer`` in all ways."""
         chain, entries = self.space.chain, self.space.entries
         if layer == chain.layers:
             self._offer(chosen)
@@ -151,23 +151,24 @@ class _Chains:
             self.incumbent.offer(pipeline)
 
 
-# Pipelines whose device groups all have the same option.
+# Uniform pipelines: all stages have the same submesh option.
 #
-# Their parts follow two rules: the same number of layers each, or cuts where the time
-# of the layers before is nearest to an even share. Interleaved schedules have no other
-# pipelines; for the others these are where the search starts.
+# Two rules set the cuts of a uniform pipeline. Either all parts have the same number of
+# layers, or each cut is where the time of the layers before it is nearest to an even
+# share. Interleaved schedules have only uniform pipelines. For all other schedules the
+# search starts from the uniform pipelines.
 #
-# All options are bounded at once. Pipelines are then played from the least bound on,
-# until it reaches the shortest step.
+# Lower bounds are computed for all options at once. The pipelines are then simulated in
+# order of their bounds, until the next bound is no less than the shortest step found.
 
 LATE = 500
-"""How many pipelines are tried after the time limit, until one fits."""
+"""Largest number of pipelines tried after the time limit to find one that fits."""
 
 
 class UniformPipeline(NamedTuple):
-    """A pipeline without the choice of what is computed again.
+    """A pipeline for which the recomputed layers are not chosen yet.
 
-    ``bound_s`` comes first: candidates sort by it.
+    ``bound_s`` is the first field because candidates are sorted by it.
     """
 
     bound_s: float
@@ -181,7 +182,7 @@ class UniformPipeline(NamedTuple):
 def uniform_pipelines(
     problem: StageProblem, most_stages: int, cutoff_s: float = math.inf
 ) -> list[UniformPipeline]:
-    """All of them whose bound is below the cutoff, the least bound first."""
+    """All uniform pipelines with a bound below the cutoff, least bound first."""
     found = list[UniformPipeline]()
     for costs in problem.costs:
         for number, schedule in enumerate(problem.schedules):
@@ -208,16 +209,18 @@ def offer_uniform(
     candidates: list[UniformPipeline],
     clock: Clock,
 ) -> float:
-    """Plays pipelines until no bound is below the shortest step, or time is up.
+    """Simulates pipelines until no bound is below the shortest step, or time runs out.
 
     Args:
-        problem: whose pipelines they are.
-        incumbent: gets them.
-        candidates: the least bound first.
-        clock: when to stop; while there is no pipeline yet, `LATE` are tried anyway.
+        problem: the problem of the pipelines.
+        incumbent: receives the pipelines.
+        candidates: the pipelines to try, least bound first.
+        clock: the time limit. While no pipeline fits, up to `LATE` more are tried after
+            the limit.
 
     Returns:
-        A bound of those that were not played; ``inf`` if none can be better.
+        A lower bound of the pipelines that were not simulated; ``inf`` if none of them
+        can be better.
     """
     late = 0
     for candidate in candidates:
@@ -244,7 +247,7 @@ def offer_uniform(
 def _stage_counts(
     problem: StageProblem, schedule: Schedule, most_stages: int
 ) -> list[int]:
-    """Divisors of the layers, and powers of two; one stage is not interleaved."""
+    """Divisors of the number of layers, and powers of two; interleaving needs two."""
     layers = problem.num_layers
     most = min(most_stages, layers // schedule.chunks)
     least = 2 if schedule.kind is ScheduleKind.INTERLEAVED else 1
@@ -256,7 +259,7 @@ def _stage_counts(
 
 
 def _rules(costs: LayerCosts, parts: int) -> list[np.ndarray]:
-    """``[parts + 1, options]``, where each rule cuts the chain for each option."""
+    """``[parts + 1, options]``: by rule, the cuts of the chain for each option."""
     layers, options = costs.forward_s.shape
     share = np.arange(parts + 1) / parts
     equal = np.tile((share * layers).round().astype(int)[:, None], (1, options))
@@ -266,7 +269,7 @@ def _rules(costs: LayerCosts, parts: int) -> list[np.ndarray]:
     middles = (before[1:] + before[:-1]) / 2
     even = (middles[None] < share[:, None, None] * before[-1]).sum(axis=1)
     even[0], even[-1] = 0, layers
-    # Every part has a layer: cuts move up behind each other, then down.
+    # The cuts are moved up, then down, until every part has at least one layer.
     steps = np.arange(parts + 1)[:, None]
     even = np.maximum.accumulate(even - steps, axis=0) + steps
     even = np.minimum(even, layers - parts + steps)
@@ -280,17 +283,17 @@ def _bounds(
     stages: int,
     cuts: np.ndarray,
 ) -> np.ndarray:
-    """``[options]``: no choice of what is computed again is faster; ``inf`` forbids."""
+    """``[options]``: a bound for any choice of recomputed layers; ``inf`` forbids."""
     numbers = np.arange(cuts.shape[1])
 
     def parts(array: np.ndarray) -> np.ndarray:
-        """``[parts, options]``: sums of layers."""
+        """``[parts, options]``: the sum over the layers of each part."""
         start = np.zeros((1, array.shape[1]))
         sums = np.concatenate([start, np.cumsum(array, axis=0)])
         return sums[cuts[1:], numbers] - sums[cuts[:-1], numbers]
 
     def groups(array: np.ndarray) -> np.ndarray:
-        """``[stages, options]``: sums of parts."""
+        """``[stages, options]``: the sum over the parts of each stage."""
         return array.reshape(-1, stages, array.shape[1]).sum(axis=0)
 
     forward = np.where(np.isfinite(costs.forward_s), costs.forward_s, 0.0)
@@ -299,7 +302,7 @@ def _bounds(
     least = work.max(axis=0) * costs.microbatches
     step = parts(costs.step_s)[0]
     if not schedule.splits_backward:
-        # The first microbatch reaches a group, and its cotangent goes back.
+        # A stage waits for the first microbatch, whose gradients must also travel back.
         before = np.cumsum(parts(forward + backward)[:stages], axis=0)
         before = np.concatenate([np.zeros_like(before[:1]), before[:-1]])
         least = (before + costs.microbatches * work).max(axis=0)
@@ -321,7 +324,7 @@ def _bounds(
 def _held_bytes(
     schedule: Schedule, stages: int, microbatches: int, activation: np.ndarray
 ) -> np.ndarray:
-    """``[stages, options]``: bytes of activations at one moment of the schedule."""
+    """``[stages, options]``: activation bytes at one moment of the schedule."""
     bytes_ = np.zeros((stages, activation.shape[1]))
     for stage in range(stages):
         counts = _held_by_chunk(schedule, stages, microbatches, stage)
@@ -332,7 +335,7 @@ def _held_bytes(
 def _held_by_chunk(
     schedule: Schedule, stages: int, microbatches: int, stage: int
 ) -> np.ndarray:
-    """How many microbatches each chunk holds when a group first runs a backward."""
+    """By chunk, the microbatches that a stage holds at its first backward pass."""
     if schedule.kind is not ScheduleKind.INTERLEAVED:
         kept = kept_microbatches(schedule, microbatches, stages - stage, stages)
         return np.array([kept[0][0]])
@@ -342,21 +345,23 @@ def _held_by_chunk(
     return np.minimum(rounds * stages + last, microbatches)
 
 
-# Improves a pipeline by small moves: a cut by one layer, a submesh of the same size.
+# Local search improves a pipeline by small moves: shift a cut by one layer, or replace
+# a submesh by another one of the same size.
 #
-# Bounds leave out what all stages but the first do once a step; moves weigh it.
+# The bounds ignore the work that stages other than the first do once per step. The
+# simulation of a move includes this work.
 
 TURNS = 4
-"""How often all moves of the best pipeline are tried."""
+"""Largest number of times that all moves of the best pipeline are tried."""
 
 
 def polish(problem: StageProblem, incumbent: PipelineIncumbent, clock: Clock) -> None:
-    """Offers the neighbours of the best pipeline until none of them is better.
+    """Offers the neighbours of the best pipeline until no neighbour is better.
 
     Args:
-        problem: whose pipelines they are.
-        incumbent: has the best pipeline, and gets better ones.
-        clock: when to stop.
+        problem: the problem of the pipelines.
+        incumbent: holds the best pipeline, and receives better ones.
+        clock: the time limit.
     """
     for _ in range(TURNS):
         best = incumbent.pipeline
@@ -388,24 +393,26 @@ def _neighbours(problem: StageProblem, pipeline: Pipeline) -> Iterator[Pipeline]
                 yield dataclasses.replace(pipeline, options=changed)
 
 
-# Pipelines of one stage on each device group, as a start where devices are unequal.
+# Mixed pipelines have one stage on each device group. Mixed pipelines are good first
+# solutions if the groups have unequal devices.
 #
-# Each stage gets a share of the chain's time that is proportional to its speed.
+# Each stage gets a share of the chain's time in proportion to its speed.
 
 FASTEST = 4
-"""How many options of each device group are tried."""
+"""Number of options that are tried for each device group."""
 MOST_GROUPS = 4
 
 
 def offer_mixed(
     problem: StageProblem, incumbent: PipelineIncumbent, clock: Clock
 ) -> None:
-    """Plays pipelines with one stage on each device group, the fastest options first.
+    """Simulates pipelines with one stage on each device group, fastest options first.
 
     Args:
-        problem: whose pipelines they are; nothing is offered for a single group.
-        incumbent: gets them.
-        clock: when to stop.
+        problem: the problem of the pipelines. With a single device group, no pipeline
+            is offered.
+        incumbent: receives the pipelines.
+        clock: the time limit.
     """
     most = min(MOST_GROUPS, problem.num_layers, problem.max_stages or MOST_GROUPS)
     if not 1 < len(problem.groups) <= most:
@@ -436,7 +443,7 @@ def _pipelines(problem: StageProblem) -> Iterator[Pipeline]:
 
 
 def _fastest(problem: StageProblem, work: np.ndarray, group: int) -> list[int]:
-    """The options of a group on which all layers take least."""
+    """The options of a group with the least total time of all layers."""
     room = problem.groups[group].devices
     own = [
         k
@@ -448,7 +455,7 @@ def _fastest(problem: StageProblem, work: np.ndarray, group: int) -> list[int]:
 
 
 def _proportional(work: np.ndarray) -> tuple[int, ...]:
-    """Cuts that give each stage a share of the layers' time by its speed.
+    """Cuts that give each stage a share of the layers' time in proportion to its speed.
 
     Args:
         work: float64 ``[layers, stages]``, seconds of each layer on each stage.
@@ -468,15 +475,16 @@ def _proportional(work: np.ndarray) -> tuple[int, ...]:
     return (*cuts, layers)
 
 
-# Explains why no pipeline fits: by the stage that every pipeline must have.
+# Explains why no pipeline fits, by a stage that no pipeline can avoid.
 
 
 def binding_memory(problem: StageProblem) -> BindingMemory | None:
-    """The stage that comes nearest to its memory, and is still over it.
+    """The stage with the least unavoidable excess over its memory.
 
-    Whatever the pipeline, some stage is over its memory by at least the same share,
-    even if it holds one microbatch and computes everything again. None if that does
-    not explain it: then layers are forbidden, or devices are too few.
+    In every pipeline some stage exceeds its memory by at least the same factor, even if
+    the stage holds one microbatch and recomputes everything. The result is None if
+    memory does not explain the failure. Then layers are forbidden, or too few devices
+    are available.
     """
     found = [
         binding
@@ -495,7 +503,7 @@ def _binding(
 ) -> BindingMemory | None:
     entries = build_entries(problem, costs)
     taken = device_table(problem, range(len(problem.options)))
-    # Chunks of a device group are stages that take its devices once.
+    # The chunks of a stage are modelled as separate stages, which share its devices.
     devices = np.array([group.devices * schedule.chunks for group in problem.groups])
     cross = crossings_of(problem, costs, schedule).cross
     chain = chain_of(entries, taken, devices, cross)
@@ -515,7 +523,7 @@ def _binding(
 
 
 def _least_bytes(entries: Entries, schedule: Schedule, microbatches: int) -> np.ndarray:
-    """What each stage needs at the place of the pipeline where it needs least."""
+    """The memory of each stage at the place of the pipeline where it needs least."""
     held = 1
     if schedule.chunks == 1:
         held = kept_microbatches(schedule, microbatches, 1, 1)[0][0]
@@ -526,7 +534,7 @@ def _least_bytes(entries: Entries, schedule: Schedule, microbatches: int) -> np.
 
 
 def _needed_stage(chain: Chain, share: np.ndarray) -> int | None:
-    """The stage of least share without which no chain is possible."""
+    """The stage with the least share of memory that every chain needs."""
     order = np.argsort(share, kind="stable")
     low, high = 0, len(order)
     if not high or not fits_devices(chain, np.ones(high, bool)):
@@ -543,7 +551,7 @@ def _needed_stage(chain: Chain, share: np.ndarray) -> int | None:
 
 
 CHAINS = 20_000
-"""How many stages are tried to settle what bounds leave open."""
+"""Number of stages that may be tried to close the gap between bound and best step."""
 
 
 def solve_stages(
@@ -553,21 +561,22 @@ def solve_stages(
     gap: float = 1e-4,
     below_s: float = math.inf,
 ) -> StageSolution:
-    """Chooses stages, submeshes, microbatches, schedule and what is computed again.
+    """Chooses stages, submeshes, microbatches, schedule and recomputed layers.
 
-    The space: every cut of the chain, every order of submeshes that fit beside each
-    other, every set of layers to compute again. Interleaved schedules give every group
-    the same option, and cut by rule: parts of as many layers, or of as much time; the
-    number of their groups divides the layers or is a power of two. A pipeline of one
-    stage is in the space, so that the result is never worse than the best of those.
+    The search space has every cut of the chain, every order of submeshes that fit next
+    to each other, and every set of layers to recompute. Interleaved schedules are
+    limited to uniform pipelines: every stage has the same option, and the parts have
+    equal numbers of layers or equal times. The number of stages of a uniform pipeline
+    divides the number of layers or is a power of two. Pipelines of one stage are in the
+    space, so the result is never worse than the best pipeline of one stage.
 
     Args:
-        problem: what to solve.
+        problem: the problem to solve.
         seconds: wall-clock limit; None to stop only when the search is done.
-        gap: difference of step and bound, relative to the step, at which the pipeline
-            is called optimal.
-        below_s: steps that take as long are of no interest; where none takes less, the
-            status is unknown, and the bound about as high.
+        gap: the difference of step and bound, relative to the step, at which the
+            pipeline is called optimal.
+        below_s: only shorter steps are searched. If no shorter step exists, the status
+            is unknown, and the bound is about ``below_s``.
     """
     clock = Clock(time.monotonic(), seconds)
     incumbent = PipelineIncumbent(problem, below_s)
@@ -599,7 +608,7 @@ def solve_stages(
 def _search(
     problem: StageProblem, incumbent: PipelineIncumbent, gap: float, clock: Clock
 ) -> float:
-    """Searches all schedules but the interleaved ones; returns a bound of them."""
+    """Searches all schedules except the interleaved ones; returns their bound."""
     spaces = list[Bounded]()
     for costs, schedule in itertools.product(problem.costs, problem.schedules):
         if schedule.kind is ScheduleKind.INTERLEAVED:
@@ -612,7 +621,7 @@ def _search(
             spaces.append(space)
 
     def turn(number: int) -> tuple[bool, float]:
-        """Split backwards last: their bounds are the weakest, and take longest."""
+        """Sorts schedules with split backwards last: their weak bounds take longest."""
         space = spaces[number]
         return space.space.schedule.splits_backward, space.bound_s
 

@@ -1,21 +1,23 @@
-"""Bounds the cost from below by messages on edges and prices on memory rows.
+"""Bounds the cost from below with messages on edges and prices on memory rows.
 
-With a price ``p[r] >= 0`` per row the memory limit moves into the costs::
+A price ``p[r] >= 0`` for each row moves the memory limit into the costs::
 
     bound(p) = min_x (cost(x) + sum_r p[r] (used(x)[r] - room[r]))  <=  best cost
 
-and messages, or elimination on top of them, bound the inner minimum from below. Each
-step moves the prices along a smoothed subgradient and lets the messages follow with one
-sweep; a step that loses too much is undone and shortened.
+Messages, or elimination after the messages, bound the inner minimum from below. Each
+step moves the prices along a smoothed subgradient, and then updates the messages with
+one sweep. If a step loses too much of the bound, the step is undone and the step length
+is reduced.
 
 *Mini-bucket elimination* bounds the cost of each strategy. Unlike messages on edges,
-its bounds see cycles. Nodes are eliminated one after another; eliminating a node adds
-up all tables that mention it and minimises over its strategies. Where the sum would be
-too large, its tables are dealt into several *mini-buckets* that are minimised on their
-own: the node may then answer each of them differently, which only lowers the result
-(Dechter and Rish, "Mini-buckets", JACM 50(2), 2003). Without splits it is exact.
+its bounds take cycles into account. Nodes are eliminated one after another. To
+eliminate a node, all tables that depend on the node are summed, and the sum is
+minimised over the node's strategies. If the sum would be too large, its tables are
+divided into several *mini-buckets*, each minimised separately. The node may then choose
+a different strategy in each mini-bucket, which can only lower the result (Dechter and
+Rish, "Mini-buckets", JACM 50(2), 2003). Without such splits elimination is exact.
 
-A pass back down the tree of buckets gives every strategy's own bound.
+A second pass, down the tree of buckets, gives a bound for every strategy.
 """
 
 import dataclasses
@@ -31,13 +33,14 @@ from autopar_solver.sharding.field import Field
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class MiniBucketBounds:
-    """What elimination proves at given costs.
+    """The bounds that elimination proves at given costs.
 
     Attributes:
-        bound: no choices cost less, the field's constant excluded.
-        rises: by flat strategy: choosing it costs at least ``bound + rises``.
-        choices: the best if ``exact``, else good ones.
-        exact: whether nothing was split.
+        bound: a lower bound of all choices, without the field's constant.
+        rises: for each flat strategy, every choice with it costs at least
+            ``bound + rises``.
+        choices: the best choices if ``exact``, else good choices.
+        exact: whether no bucket was split.
     """
 
     bound: float
@@ -47,12 +50,12 @@ class MiniBucketBounds:
 
 
 class TooLargeError(Exception):
-    """Elimination would take more work than allowed."""
+    """Elimination would need more work than allowed."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class _Factor:
-    """A table over nodes, in increasing order; ``source`` is the bucket it is from."""
+    """A table over ascending nodes; ``source`` is the bucket that produced it."""
 
     scope: tuple[int, ...]
     table: np.ndarray
@@ -85,10 +88,11 @@ def mini_bucket_bounds(
     """Eliminates all nodes with tables of at most ``max_entries`` entries.
 
     Args:
-        field: the nodes and edges; its memory counts only as ``costs`` price it.
-        costs: by flat strategy.
+        field: the nodes and edges. Its memory counts only through ``costs``.
+        costs: the cost of each flat strategy.
         tables: by edge.
-        max_entries: of the largest table.
+        max_entries: the largest number of entries of a table.
+        max_work: the largest number of entries of all tables together.
         max_work: entries of all tables together.
 
     Raises:
@@ -105,7 +109,7 @@ def mini_bucket_bounds(
 
 
 class _Pool:
-    """The factors not used yet, and who mentions whom."""
+    """The unused factors, and for each node the factors that depend on it."""
 
     def __init__(
         self, field: Field, costs: np.ndarray, tables: Sequence[np.ndarray]
@@ -136,7 +140,7 @@ class _Pool:
         return math.prod(self.sizes[k] for k in scope)
 
     def weight(self, node: int) -> int:
-        """Entries of the node's bucket if it is not split."""
+        """The number of entries of the node's bucket if the bucket is not split."""
         scope: set[int] = {node}
         for f in self.uses[node]:
             scope.update(self.factors[f].scope)
@@ -146,7 +150,7 @@ class _Pool:
 def _up(
     pool: _Pool, max_entries: int, max_work: int
 ) -> tuple[list[_Bucket], list[np.ndarray], bool]:
-    """Eliminates, the smallest bucket first."""
+    """Eliminates the nodes, smallest bucket first."""
     size = len(pool.sizes)
     waiting = [(pool.weight(k), k) for k in range(size)]
     heapq.heapify(waiting)
@@ -181,7 +185,7 @@ def _up(
 def _deal(
     node: int, factors: list[_Factor], pool: _Pool, max_entries: int
 ) -> list[_Bucket]:
-    """One bucket if it is small enough, else several; large factors first."""
+    """Builds one bucket if it is small enough, else several, largest factors first."""
     order = sorted(factors, key=lambda factor: -factor.table.size)
     groups: list[tuple[set[int], list[_Factor]]] = []
     for factor in order:
@@ -208,10 +212,10 @@ def _spread(
 def _down(
     field: Field, buckets: list[_Bucket], results: list[np.ndarray]
 ) -> np.ndarray:
-    """Each strategy's rise: the least of its node's buckets, the rest answering best.
+    """By strategy, its rise: the largest lower bound over the buckets of its node.
 
-    ``outside[b]`` is what everything beyond bucket ``b`` costs at least, above the
-    bound, given the strategies that the bucket's result mentions.
+    ``outside[b]`` is a lower bound of the cost outside bucket ``b``, relative to the
+    whole bound, for each combination of strategies in the bucket's result.
     """
     rises = np.zeros(field.num_strategies)
     outside: dict[int, np.ndarray] = {}
@@ -236,13 +240,13 @@ def _down(
 
 
 def _without(total: np.ndarray, bucket: _Bucket, factor: _Factor) -> np.ndarray:
-    """The bucket's total less one factor, minimised to that factor's scope."""
+    """The bucket's total minus one factor, minimised over all other nodes."""
     others = tuple(axis for axis, k in enumerate(bucket.scope) if k not in factor.scope)
     return total.min(axis=others) - factor.table
 
 
 def _decode(field: Field, buckets: list[_Bucket]) -> np.ndarray:
-    """Chooses in the opposite order, each best for what its buckets know."""
+    """Chooses strategies in reverse order, each the best given the later nodes."""
     choices = np.zeros(field.num_nodes, np.int64)
     costs: dict[int, np.ndarray] = {}
     for b, bucket in reversed(list(enumerate(buckets))):
@@ -258,38 +262,38 @@ def _decode(field: Field, buckets: list[_Bucket]) -> np.ndarray:
 
 
 SMOOTHING = 0.3
-"""Strategies whose rise is this share of the gap per node count as nearly chosen."""
+"""Strategies with rises up to this share of the gap per node count as likely."""
 
 MEMORY_OF_DIRECTION = 0.8
-"""Weight of earlier subgradients in the direction."""
+"""Weight of earlier subgradients in the direction of a step."""
 
 TOLERATED_LOSS = 0.02
-"""A step may lose this share of the gap; subgradient steps need not go up."""
+"""Share of the gap that a step may lose; subgradient steps need not improve."""
 
 GROWTH, SHRINKAGE = 1.3, 0.5
-"""Factors of the step length after a step that gained, and after an undone one."""
+"""Factors of the step length after a step that improved, and after an undone step."""
 
 FIRST_STEP = 1e-2
 
 SWEEP_SECONDS, VISIT_SECONDS, ENTRY_SECONDS = 1e-8, 2e-5, 3e-8
-"""What a step takes per pair, per node, and per entry of elimination, roughly."""
+"""Approximate seconds of a step per pair, per node and per entry of elimination."""
 
 
 class Dual:
-    """Messages and prices of a field, improved in place.
+    """Messages and prices of a field, which are improved in place.
 
     Attributes:
         prices: per row, in cost per unit of memory.
-        bound: the best bound so far, the field's constant included.
-        bounds: by flat strategy, the best bound of solutions that choose it.
-        best_prices: prices of the best bound.
-        costs: by flat strategy, the cost at the present prices.
-        rises: of the last sweep; see `message_passing.Sweep`.
-        bucket_choices: choices that the last elimination found, if there was one.
+        bound: the best bound so far, including the field's constant.
+        bounds: for each flat strategy, the best bound of solutions that choose it.
+        best_prices: the prices of the best bound.
+        costs: for each flat strategy, its cost at the current prices.
+        rises: the rises of the last sweep; see `message_passing.Sweep`.
+        bucket_choices: the choices of the last elimination; None if there was none.
     """
 
     def __init__(self, field: Field, prices: np.ndarray | None = None) -> None:
-        """Starts without messages, at given prices or none."""
+        """Starts without messages, at the given prices or at prices of 0."""
         self.field = field
         self.messages = MessagePassing(field)
         room = field.memory.room
@@ -308,7 +312,7 @@ class Dual:
 
     @property
     def step_seconds(self) -> float:
-        """What a step takes, roughly."""
+        """The approximate seconds of a step."""
         swept = SWEEP_SECONDS * self.field.num_pairs
         swept += VISIT_SECONDS * self.field.num_nodes
         return swept + ENTRY_SECONDS * (
@@ -316,15 +320,16 @@ class Dual:
         )
 
     def sweep(self) -> None:
-        """Improves the messages at the present prices."""
+        """Improves the messages at the current prices."""
         self._level = self._sweep(self.prices, self.costs)
 
     def deepen(self, max_entries: int, max_work: int) -> bool:
-        """Lets later steps eliminate as well; False if that is too much work.
+        """Adds elimination to later steps; False if elimination is too much work.
 
         Args:
-            max_entries: of the largest table; see `mini_bucket_bounds`.
-            max_work: entries of all tables together.
+            max_entries: the largest number of entries of a table; see
+                `mini_bucket_bounds`.
+            max_work: the largest number of entries of all tables together.
         """
         self._elimination = (max_entries, max_work)
         try:
@@ -335,12 +340,12 @@ class Dual:
         return True
 
     def lighten(self) -> None:
-        """Goes back to messages alone."""
+        """Removes elimination from later steps, so that only messages remain."""
         self._elimination = None
         self.bucket_choices = None
 
     def ascend(self, upper: float) -> None:
-        """Moves the prices once; ``upper`` guesses the best cost."""
+        """Moves the prices once; ``upper`` is an estimate of the best cost."""
         gap = self._gap(upper)
         excess = self._excess(gap)
         for _ in range(4):
@@ -361,10 +366,11 @@ class Dual:
         self.prices, self.costs, self._level = prices, costs, level
 
     def expected_use(self, temperature: float) -> np.ndarray:
-        """Usage by row if nodes choose with probabilities ~ exp(-rise / T)."""
+        """Memory by row if strategies have probabilities ~ exp(-rise / T)."""
         field = self.field
-        # Where elimination splits a node, all its strategies may rise: only what one
-        # rises above the least of its node says how likely it is.
+        # If elimination splits a node, all strategies of the node may have positive
+        # rises. Only the rise above the node's least rise tells how likely a strategy
+        # is.
         least = np.minimum.reduceat(self.rises, field.offsets[:-1])
         above = self.rises - np.repeat(least, field.sizes)
         weights = np.exp(-above / temperature)
@@ -382,11 +388,12 @@ class Dual:
         return (used - self.field.memory.room) / self._unit
 
     def _step_prices(self, excess: np.ndarray, gap: float) -> np.ndarray:
-        """Prices one step on.
+        """The prices after one step.
 
-        Steps are in proportion to the prices, as in exponentiated gradients: rows that
-        matter move fast, and the many others stay at zero. A row without a price gets
-        one only where its excess is the largest around.
+        Steps are proportional to the prices, as in exponentiated gradients. Prices of
+        relevant rows therefore change fast, and the many other prices stay at zero. A
+        row with a price of zero gets a price only if its excess is the largest among
+        its neighbours.
         """
         if self._direction is None:
             self._direction = excess
@@ -427,11 +434,11 @@ class Dual:
     def _learn(
         self, prices: np.ndarray, base: float, bound: float, rises: np.ndarray
     ) -> float:
-        """Keeps what is proved; returns the bound without the field's constant."""
+        """Stores proved bounds; returns the bound without the field's constant."""
         offset = -float(prices @ self.field.memory.room)
         self.rises = rises
         proved = base + offset + self.field.constant + rises
-        # What is not a number, after an overflow, proves nothing.
+        # After an overflow a value may be NaN, which proves nothing.
         np.fmax(self.bounds, proved, out=self.bounds)
         if bound + offset + self.field.constant > self.bound:
             self.bound = bound + offset + self.field.constant
@@ -440,7 +447,7 @@ class Dual:
 
 
 def peaks(values: np.ndarray) -> np.ndarray:
-    """Marks the largest value of each stretch of positive values.
+    """Marks the largest value of each run of neighbouring positive values.
 
     >>> peaks(np.array([-1.0, 2.0, 3.0, 0.0, 1.0])).tolist()
     [False, False, True, False, True]

@@ -1,15 +1,15 @@
 """Bounds the cost of each strategy by tree-reweighted message passing (TRW-S).
 
-Kolmogorov, "Convergent tree-reweighted message passing for energy minimization", IEEE
-PAMI 28(10), 2006. A sweep visits the nodes in order and back; it never lowers the
-bound. A message ``M[k -> m]`` says what each strategy of ``m`` costs at least on the
-side of ``k``. Messages here are numbers of the dual problem, not bytes on a link.
+Source: Kolmogorov, "Convergent tree-reweighted message passing for energy
+minimization", IEEE PAMI 28(10), 2006. A sweep visits the nodes in order and back, and
+never lowers the bound. A message ``M[k -> m]`` holds, for each strategy of ``m``, a
+lower bound of the cost on the side of ``k``. The messages here are numbers of the dual
+problem, not bytes on a link.
 
-Runs the inner loop of message passing, compiled if numba is installed.
-
-Numba is optional: without it, and on small fields, `message_passing` does the same in
-numpy. Both give the same messages up to rounding. On thousands of nodes the compiled
-loop is about ten times faster, because it does not pay numpy's overhead per node.
+The inner loop of message passing is compiled if numba is installed. Numba is optional:
+without it, and on small fields, the same computation runs in numpy. Both give the same
+messages up to rounding. On thousands of nodes the compiled loop is about ten times
+faster, because it avoids numpy's overhead per node.
 """
 
 from __future__ import annotations
@@ -26,28 +26,28 @@ from autopar_solver.sharding.field import Field, links_of
 from autopar_solver.sharding.graph import Graph, Restrict
 
 MIN_PAIRS = 300_000
-"""Fields with fewer pairs of strategies are swept faster than the loop is loaded."""
+"""Smaller fields are swept faster in numpy than the compiled loop is loaded."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Visit:
-    """What a sweep does at one node.
+    """The work of a sweep at one node.
 
-    Messages into node ``k`` lie in ``buffer[start:end]``, one row per neighbour.
+    Messages into node ``k`` are in ``buffer[start:end]``, one row per neighbour.
 
     Attributes:
         node: the node's position.
-        low: first flat strategy.
-        high: flat strategy after the last.
-        start: where the messages into the node start.
-        end: where they end.
-        first: first neighbour to send to.
-        last: neighbour after the last to send to.
-        share: part of the node's cost that each chain through it carries.
-        table: ``[sum of S_m, S_k]``: tables to those neighbours, stacked.
-        neighbour: ``[sum of S_m]``: whose row of ``table`` it is.
-        begins: where each neighbour's rows begin.
-        out: where the messages sent go in the buffer.
+        low: the first flat strategy of the node.
+        high: the flat strategy after the last.
+        start: the index at which the messages into the node start.
+        end: the index at which they end.
+        first: the first neighbour that receives a message.
+        last: the neighbour after the last that receives a message.
+        share: the share of the node's cost that each chain through it carries.
+        table: ``[sum of S_m, S_k]``, the stacked tables to the receiving neighbours.
+        neighbour: ``[sum of S_m]``, the neighbour of each row of ``table``.
+        begins: the first row of each neighbour.
+        out: the places of the sent messages in the buffer.
     """
 
     node: int
@@ -71,7 +71,8 @@ class Tape:
     Attributes:
         nodes: int64 ``[N, 7]``: low, size, start, first, last, first link, neighbours.
         shares: ``[N]``.
-        links: int64 ``[L, 2]``: strategies of the neighbour, where its message goes.
+        links: int64 ``[L, 2]``: the neighbour's number of strategies, and the place of
+            its message.
         tables: all tables one after another, ``[S_neighbour, S_node]`` each.
         widest: the largest number of strategies.
     """
@@ -85,7 +86,7 @@ class Tape:
     def run(
         self, loop: Callable[..., float], costs: np.ndarray, buffer: np.ndarray
     ) -> tuple[float, np.ndarray]:
-        """One pass; updates the buffer and returns bound and rises."""
+        """Runs one pass; updates the buffer, and returns the bound and the rises."""
         rises = np.empty(len(costs))
         scratch = np.empty(self.widest)
         arrays = (self.nodes, self.shares, self.links, self.tables)
@@ -93,7 +94,7 @@ class Tape:
 
 
 def record_tape(visits: Sequence[Visit]) -> Tape:
-    """Writes the visits of a pass on a tape."""
+    """Writes the visits of a pass into flat arrays."""
     counts = np.array([v.last - v.first for v in visits], np.int64)
     first = np.cumsum(counts) - counts
     rows = [
@@ -123,11 +124,12 @@ def record_tape(visits: Sequence[Visit]) -> Tape:
 def compiled_loop() -> Callable[..., float] | None:
     """The compiled loop; None without numba."""
     try:
-        # By name, at the first call: numba is an extra, and slow to import.
+        # Numba is an optional dependency and slow to import, so it is imported here by
+        # name.
         numba: Any = importlib.import_module("numba")
     except ImportError:
         return None
-    # Costs are never NaN; saying so lets minima use vector instructions.
+    # Costs are never NaN. Declaring this lets minima use vector instructions.
     return numba.njit(cache=True, fastmath={"nnan", "nsz"})(sweep_loop)
 
 
@@ -141,7 +143,7 @@ def sweep_loop(
     rises: np.ndarray,
     scratch: np.ndarray,
 ) -> float:
-    """Does one pass of `MessagePassing`, entry by entry; returns the bound."""
+    """Runs one pass of `MessagePassing`, entry by entry; returns the bound."""
     bound, at = 0.0, 0
     for n in range(len(nodes)):
         low, size, start, first, last, link, degree = nodes[n]
@@ -175,13 +177,14 @@ def sweep_loop(
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Sweep:
-    """What a sweep proves about every solution of the field, at the sweep's costs.
+    """The bounds that a sweep proves for every solution of the field, at its costs.
 
     Attributes:
-        bound: what it costs at least, without the field's constant.
-        base: such a bound on which ``rises`` stand; at most ``bound``.
-        rises: by flat strategy: choosing it costs at least ``base + rises``. When a
-            node is visited, chains through it carry its whole min-marginal.
+        bound: a lower bound of the cost, without the field's constant.
+        base: the bound that ``rises`` refer to; at most ``bound``.
+        rises: for each flat strategy, every solution with it costs at least
+            ``base + rises``. When a node is visited, the chains through it carry its
+            whole min-marginal.
     """
 
     bound: float
@@ -196,9 +199,9 @@ class MessagePassing:
         """Starts with all messages zero.
 
         Args:
-            field: whose edges carry the messages.
-            compiled: whether to use `compiled`; by default for large fields, if
-                numba is installed.
+            field: the field whose edges carry the messages.
+            compiled: whether to use the compiled loop; by default it is used for large
+                fields if numba is installed.
         """
         self.field = field
         self.links = links_of(field)
@@ -219,7 +222,7 @@ class MessagePassing:
             self._tapes = record_tape(self._forward), record_tape(self._backward)
 
     def sweep(self, costs: np.ndarray) -> Sweep:
-        """Forward and back once, with these costs by flat strategy."""
+        """Runs one forward and one backward pass with the costs of flat strategies."""
         if self._tapes is not None and (loop := compiled_loop()) is not None:
             forward, backward = self._tapes
             base, _ = forward.run(loop, costs, self.buffer)
@@ -230,12 +233,12 @@ class MessagePassing:
         return Sweep(bound=bound, base=base, rises=rises)
 
     def decode(self, costs: np.ndarray, *, backward: bool = False) -> np.ndarray:
-        """Chooses in order, each best for those before and the messages from others."""
+        """Chooses in order, by the earlier choices and the messages of later nodes."""
         choices = np.zeros(self.field.num_nodes, np.int64)
         visits = list(zip(self._forward, self.links, strict=True))
         for v, links in reversed(visits) if backward else visits:
             incoming = self.buffer[v.start : v.end].reshape(-1, v.high - v.low)
-            # Forward visits send to the neighbours from ``first`` on.
+            # Forward visits send messages to the neighbours from ``first`` on.
             cut = v.first
             open_ones = incoming[:cut] if backward else incoming[cut:]
             total = costs[v.low : v.high] + open_ones.sum(axis=0)
@@ -254,7 +257,7 @@ class MessagePassing:
         }
 
     def resume(self, known: dict[tuple[int, int], np.ndarray]) -> None:
-        """Starts from messages of links that are still there."""
+        """Restores messages of links that still exist."""
         nodes = self.field.nodes
         for k, links in enumerate(self.links):
             for m, _ in links:
@@ -262,10 +265,11 @@ class MessagePassing:
                     self._message(k, m)[:] = message
 
     def shift(self, costs: np.ndarray) -> tuple[np.ndarray, list[np.ndarray]]:
-        """The same problem with what the messages say moved between its parts.
+        """Reparametrises the problem: moves the messages into node costs and tables.
 
-        Every node gets the messages into it, every table loses those along it, and
-        each node then hands back to its tables an equal share.
+        Every node adds the messages into it, and every table subtracts the messages
+        along it. Each node then returns an equal share of its cost to each of its
+        tables.
         """
         field = self.field
         total = costs.copy()
@@ -345,7 +349,7 @@ def carry_messages(
 ) -> dict[tuple[int, int], np.ndarray]:
     """Returns the messages that a graph still has after steps of its trail.
 
-    Messages into nodes that kept only some strategies keep the entries of these.
+    Messages into a node that kept only some strategies keep the entries of these.
     """
     kept: dict[int, np.ndarray] = {}
     for step in graph.trail[first_step:]:

@@ -1,24 +1,25 @@
-"""Mends choices that break a memory row, and improves those that fit, node by node."""
+"""Repairs choices that exceed a memory row, and improves choices node by node."""
 
 import numpy as np
 
 from autopar_solver.sharding.field import Field, Links
 
 MOVES_AT_ONCE = 8
-"""Moves made between two looks at what moves cost."""
+"""Number of moves between two evaluations of all moves."""
 
 
 class Position:
-    """Choices of a field's nodes with what a change of one would cost and use.
+    """Choices of a field's nodes, with the cost and memory of changing one choice.
 
     Attributes:
         choices: int64 ``[N]``.
-        local: by flat strategy: the node's cost there, given the neighbours' choices.
-        used: ``[R]`` usage by row.
+        local: for each flat strategy, the node's cost with it, given its neighbours'
+            choices.
+        used: ``[R]``, memory by row.
     """
 
     def __init__(self, field: Field, choices: np.ndarray, links: Links) -> None:
-        """Takes a copy of the choices."""
+        """Copies the choices."""
         self.field = field
         self.links = links
         self.choices = choices.copy()
@@ -26,7 +27,7 @@ class Position:
         self.used = field.memory.usage_of(choices)
 
     def move(self, node: int, strategy: int) -> None:
-        """Lets one node choose another strategy."""
+        """Changes the strategy of one node."""
         old = int(self.choices[node])
         for other, table in self.links[node]:
             start, end = self.field.offsets[other], self.field.offsets[other + 1]
@@ -35,7 +36,7 @@ class Position:
         self.choices[node] = strategy
 
     def change(self, node: int, strategy: int) -> np.ndarray:
-        """By row, what a move would add to the usage."""
+        """By row, the memory that a move would add."""
         memory = self.field.memory
         first, last = np.searchsorted(memory.node, [node, node + 1])
         at = memory.first[first:last]
@@ -46,13 +47,13 @@ class Position:
         return np.cumsum(change)[:-1]
 
     def losses(self) -> np.ndarray:
-        """By flat strategy, what choosing it instead would cost."""
+        """By flat strategy, the cost that choosing it instead would add."""
         present = self.local[self.field.offsets[:-1] + self.choices]
         return self.local - np.repeat(present, self.field.sizes)
 
     @property
     def over(self) -> float:
-        """How much the worst row is over its room; negative if all fit."""
+        """The excess of the worst row over its room; negative if all rows fit."""
         room = self.field.memory.room
         return float(np.max(self.used - room, initial=-np.inf))
 
@@ -63,10 +64,10 @@ class Position:
 
 
 def mend(position: Position, costs: np.ndarray, max_moves: int) -> bool:
-    """Moves single nodes until the choices fit; False if that does not succeed.
+    """Moves single nodes until the choices fit; False if this fails.
 
-    Moves lower the worst row, at the least cost per unit. ``costs`` (by flat strategy)
-    may add prices of memory to the field's own costs.
+    Each move lowers the worst row, at the least cost per unit of memory. ``costs`` has
+    a cost per flat strategy, and may add prices of memory to the field's costs.
     """
     moves = 0
     while not position.fits and moves < max_moves:
@@ -79,7 +80,7 @@ def mend(position: Position, costs: np.ndarray, max_moves: int) -> bool:
 
 
 def _lower(position: Position, costs: np.ndarray, row: int) -> int:
-    """Moves different nodes until a row fits or ``MOVES_AT_ONCE``; how many moved."""
+    """Moves up to ``MOVES_AT_ONCE`` nodes until a row fits; returns their number."""
     field = position.field
     present = field.offsets[:-1] + position.choices
     use = field.memory.at(row, field.num_strategies)
@@ -88,7 +89,7 @@ def _lower(position: Position, costs: np.ndarray, row: int) -> int:
     loss = position.losses() + extra - np.repeat(extra[present], field.sizes)
     needed = float(position.used[row] - field.memory.room[row])
     helpful = np.flatnonzero((saved > 0) & (loss < np.inf))
-    # Saving more than is needed is worth nothing.
+    # Memory saved beyond the need has no value.
     rate = np.maximum(loss[helpful], 0.0) / np.minimum(saved[helpful], needed)
     nodes = np.searchsorted(field.offsets, helpful, side="right") - 1
     moved: set[int] = set()
@@ -99,14 +100,14 @@ def _lower(position: Position, costs: np.ndarray, row: int) -> int:
         position.move(node, flat - int(field.offsets[node]))
         moved.add(node)
         needed -= float(saved[flat])
-        # Losses of neighbours have changed: look again after a few moves.
+        # Moves change the losses of neighbours, so all moves are evaluated again soon.
         if needed <= 0 or len(moved) >= MOVES_AT_ONCE:
             break
     return len(moved)
 
 
 def polish(position: Position, passes: int = 10) -> None:
-    """Moves single nodes to cheaper strategies as long as everything fits."""
+    """Moves single nodes to cheaper strategies as long as all rows fit."""
     field = position.field
     for _ in range(passes):
         losses = position.losses()
@@ -134,13 +135,13 @@ def _try_move(position: Position, field: Field, flat: int, tolerance: float) -> 
 
 
 def _fitting(position: Position) -> np.ndarray:
-    """By flat strategy: whether no single term of a move to it breaks a row."""
+    """By flat strategy, whether no single memory term of a move exceeds a row."""
     field, memory = position.field, position.field.memory
     fitting = np.ones(field.num_strategies, bool)
     if not len(memory.node):
         return fitting
     left = memory.room - position.used + memory.slack
-    # Rows of a term differ little; its first and last row catch most misfits.
+    # The rows of a term differ little, so its first and last row reveal most excesses.
     least = np.minimum(left[memory.starts], left[memory.ends - 1])
     present = memory.usage[memory.first + position.choices[memory.node]]
     misfit = memory.usage - present[memory.term] > least[memory.term]

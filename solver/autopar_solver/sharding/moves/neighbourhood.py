@@ -1,4 +1,4 @@
-"""Searches large neighbourhoods: chooses again for one connected part after another."""
+"""Searches large neighbourhoods: re-optimises one connected part after another."""
 
 from __future__ import annotations
 
@@ -20,13 +20,14 @@ from autopar_solver.sharding.reductions.pipeline import reduce_graph
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class PartAnswer:
-    """What solving a part found.
+    """The result of solving a part.
 
     Attributes:
-        choices: of all nodes of the field; None if nothing under the cutoff was found.
-        bound: of the part's cost; see ``part_cost``.
+        choices: the choices of all nodes of the field; None if none below the cutoff
+            were found.
+        bound: a lower bound of the whole field's cost with the other nodes fixed.
         finished: whether the bound is within the gap, or nothing better exists.
-        pairs: how large the part was when its integer program was solved.
+        pairs: the number of strategy pairs of the part's integer program.
     """
 
     choices: np.ndarray | None
@@ -79,7 +80,7 @@ def solve_part(
     stop: StopCriteria,
     rows: tuple[int, ...] = (),
 ) -> PartAnswer:
-    """Chooses anew for some nodes; ``stop`` is in the whole field's cost."""
+    """Chooses strategies anew for some nodes; ``stop`` refers to the field's cost."""
     try:
         graph = part_graph(position, members, kept)
         graph.constant = _cost_outside(position, members)
@@ -103,7 +104,7 @@ def solve_part(
 
 
 def _cost_outside(position: Position, members: np.ndarray) -> float:
-    """What of the present cost does not depend on the members."""
+    """The part of the current cost that does not depend on the members."""
     field = position.field
     inside = np.zeros(field.num_nodes, bool)
     inside[members] = True
@@ -138,20 +139,20 @@ def _add_memory(graph: Graph, position: Position, members: np.ndarray) -> None:
 
 
 FIRST_PAIRS, LEAST_PAIRS, MOST_PAIRS = 30_000, 500, 200_000
-"""Pairs of strategies in a part: at first, at least, at most."""
+"""Pairs of strategies in a part: initial, least and largest number."""
 
 PART_SECONDS, PAIR_SECONDS, MOST_BRANCHES = 0.02, 3e-5, 200
-"""What a part takes, roughly, and its limit, where time is only counted."""
+"""Assumed seconds and limit of branches of a part, when time is only counted."""
 
 FAST_SECONDS, SLOW_SECONDS = 0.3, 2.0
-"""Parts solved faster grow; slower ones are cut off and shrink."""
+"""Parts that are solved faster grow; slower parts are stopped and shrink."""
 
 
 class NeighbourhoodSearch:
     """Improves the choices of one field, part by part."""
 
     def __init__(self, dual: Dual, backend: Backend, seed: int = 0) -> None:
-        """Parts are drawn from where the choices disagree with the dual."""
+        """Draws parts by a seeded generator, where choices differ from the dual's."""
         self.dual = dual
         self.backend = backend
         self.random = np.random.default_rng(seed)
@@ -164,13 +165,13 @@ class NeighbourhoodSearch:
         clock: Clock,
         enough: float = -math.inf,
     ) -> np.ndarray:
-        """Runs until the clock is out; the result fits and costs at most as much.
+        """Runs until time runs out; the result fits and costs at most as much.
 
         Args:
-            choices: that fit.
-            cutoff: costs from here on are of no interest.
-            clock: when to stop.
-            enough: a cost at which nothing better is needed.
+            choices: choices that fit.
+            cutoff: the cost from which on solutions are ignored.
+            clock: the time limit.
+            enough: the cost at which the search stops.
         """
         field, links = self.dual.field, self.dual.messages.links
         position = Position(field, choices, links)
@@ -209,7 +210,7 @@ class NeighbourhoodSearch:
         return kept
 
     def _members(self, position: Position, kept: np.ndarray) -> np.ndarray:
-        """Grows a part from a node drawn by how far its choice is from the dual's."""
+        """Grows a part from a random node whose choice differs from the dual's."""
         field = self.dual.field
         sizes = np.add.reduceat(kept, field.offsets[:-1], dtype=np.int64)
         rises = self.dual.rises[field.offsets[:-1] + position.choices]
@@ -222,7 +223,7 @@ class NeighbourhoodSearch:
     def _grow(self, seed: int, sizes: np.ndarray, position: Position) -> np.ndarray:
         inside, border, pairs = {seed}, [seed], 0
         while border and pairs < self.pairs:
-            # Mostly breadth first, with some chance of another way.
+            # Mostly breadth first; with some probability depth first.
             pick = 0 if self.random.random() < 0.8 else -1
             k = border.pop(pick)
             for m, _ in position.links[k]:

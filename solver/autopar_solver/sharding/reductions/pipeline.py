@@ -1,11 +1,11 @@
-"""Runs all reductions in turn, until a round finds too little.
+"""Runs all reductions in turn, until a round removes too little.
 
-Folds a node into the neighbour whose strategy determines its own.
-
-If every row of a link ``(i, j)`` has at most one finite entry, the strategy of ``i``
-determines that of ``j``: ``j`` follows ``i``. Its costs, links and memory move to
-``i``. Folding goes in rounds: each node picks at most one leader, maps are composed
-along the chains, and every link of a follower is rewritten once.
+One reduction folds a node into the neighbour whose strategy determines the node's
+strategy. If every row of a link ``(i, j)`` has at most one finite entry, the strategy
+of ``i`` determines the strategy of ``j``: ``j`` follows ``i``. The costs, links and
+memory of ``j`` then move to ``i``. Folding runs in rounds. In each round every node
+picks at most one leader, maps are composed along the chains of leaders, and every link
+of a follower is rewritten once.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from autopar_solver.sharding.memory import NodeMemory, find_rows, sum_memories
 from autopar_solver.sharding.problem import ReductionReport, ShardingProblem
 
 RELATIVE_ROUNDING = 1e-13
-"""Differences below this times the largest entry are taken for rounding."""
+"""Differences below this multiple of the largest entry count as rounding."""
 
 
 def drop_separable(graph: Graph) -> None:
@@ -38,12 +38,12 @@ def drop_separable(graph: Graph) -> None:
 
 
 def split_separable(table: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
-    """The ``u`` and ``v`` of a separable table; None if it is not one.
+    """The ``u`` and ``v`` of a separable table; None if the table is not separable.
 
     >>> split_separable(np.array([[1.0, 2.0], [4.0, 5.0]]))
     (array([1., 4.]), array([0., 1.]))
     """
-    # Most tables fail at one corner; looking there first saves the full test.
+    # Most tables fail the test at one corner, so testing corners first saves time.
     corners = table[[0, -1, 0, -1], [0, -1, -1, 0]]
     if not np.isfinite(corners).all():
         return None
@@ -64,10 +64,10 @@ def drop_infinite(graph: Graph) -> None:
 
 
 def drop_unsupported(graph: Graph) -> None:
-    """Removes strategies that some neighbour cannot be combined with.
+    """Removes strategies that have no allowed partner in some neighbour.
 
-    This is arc consistency (Mackworth's AC-3): what is removed can make strategies of
-    neighbours unsupported in turn.
+    This is arc consistency (Mackworth's AC-3): a removed strategy can leave strategies
+    of neighbours without partners in turn.
     """
     waiting = deque(graph.costs)
     queued = set(waiting)
@@ -94,8 +94,8 @@ def _has_support(graph: Graph, i: int) -> np.ndarray:
 def drop_single(graph: Graph, nodes: Iterable[int] | None = None) -> None:
     """Removes nodes with one strategy: their links become costs of the neighbours.
 
-    What such a node occupies is fixed and already outside the graph: usage is counted
-    above each node's least.
+    The memory of such a node is fixed and is not part of the graph, because memory is
+    counted above each node's least.
     """
     for i in list(graph.costs if nodes is None else nodes):
         if len(graph.costs[i]) > 1 or i in graph.memory:
@@ -109,16 +109,16 @@ def drop_single(graph: Graph, nodes: Iterable[int] | None = None) -> None:
 
 
 MAX_WORK = 4_000_000
-"""Additions per node above which it is left alone."""
+"""Nodes that need more additions than this are not eliminated."""
 
 
 def eliminate_low_degree(graph: Graph) -> None:
-    """Removes nodes of degree 0, 1 and 2 whose best answers occupy no memory.
+    """Removes nodes of degree 0, 1 and 2 whose best strategies need no memory.
 
-    The best answer of ``v`` to neighbours ``a``, ``b`` costs
-    ``min_k c[k] + T_a[k, a] + T_b[k, b]``: a cost of its only neighbour, or a link
-    between the two. That is exact as long as the answer occupies nothing above the
-    node's least at any time that can break the limit.
+    The best strategy of ``v`` for strategies of the neighbours ``a`` and ``b`` costs
+    ``min_k c[k] + T_a[k, a] + T_b[k, b]``. This becomes a cost of the only neighbour,
+    or a link between the two neighbours. The reduction is exact if the best strategy
+    needs no memory above the node's least at any row.
     """
     waiting = [(_work(graph, i), i) for i in graph.costs if len(graph.links[i]) <= 2]
     heapq.heapify(waiting)
@@ -170,17 +170,17 @@ def _is_free(graph: Graph, i: int, answer: np.ndarray) -> bool:
 
 
 MAX_PAIR_WORK = 20_000_000
-"""Comparisons per node above which the test is skipped."""
+"""Nodes that need more comparisons than this skip the test."""
 
 AT_ONCE = 1_000_000
-"""Entries of a table that are compared at once."""
+"""Number of table entries that are compared at once."""
 
 
 def drop_dominated(graph: Graph) -> None:
     """Removes strategies dominated by another one (Goldstein's criterion).
 
-    ``b`` dominates ``a`` at node ``i`` if swapping ``a`` for ``b`` never costs more,
-    whatever the neighbours choose, and ``b`` never occupies more::
+    Strategy ``b`` dominates ``a`` at node ``i`` if replacing ``a`` by ``b`` never costs
+    more for any choices of the neighbours, and ``b`` never needs more memory::
 
         c[b] - c[a] + sum_j max_k (T_j[b, k] - T_j[a, k]) <= 0
     """
@@ -205,10 +205,10 @@ def _pair_work(graph: Graph, i: int) -> int:
 
 
 def replaceable_by(graph: Graph, i: int) -> np.ndarray:
-    """``[S, S]``: entry ``[b, a]`` says that ``b`` dominates ``a``.
+    """``[S, S]``: whether ``b`` dominates ``a``, at ``[b, a]``.
 
-    Most pairs are ruled out by one column of each table: that where ``a`` is cheapest.
-    Only the others are compared column by column.
+    One column of each table rules out most pairs: the column where ``a`` is cheapest.
+    Only the remaining pairs are compared column by column.
     """
     costs = graph.costs[i]
     tables = sorted(graph.links[i].values(), key=lambda t: t.shape[1])
@@ -225,7 +225,7 @@ def replaceable_by(graph: Graph, i: int) -> np.ndarray:
     for k, table in enumerate(tables):
         total = total + _largest_loss(table, better, worse)
         rest = sum(least[k + 1 :], np.zeros_like(loss))
-        # What is left adds that much at least.
+        # The remaining tables add at least this much.
         kept = np.flatnonzero(total + rest[better, worse] <= 0)
         better, worse, total = better[kept], worse[kept], total[kept]
     out = np.eye(len(costs), dtype=bool)
@@ -234,18 +234,18 @@ def replaceable_by(graph: Graph, i: int) -> np.ndarray:
 
 
 def _least_loss(table: np.ndarray) -> np.ndarray:
-    """At most ``max_k (T[b, k] - T[a, k])``: its value where ``T[a, k]`` is least."""
+    """A bound of ``max_k (T[b, k] - T[a, k])``: its value at the least ``T[a, k]``."""
     column = table.argmin(axis=1)
     present = table[np.arange(len(table)), column]
     loss = table[:, column] - np.where(present < np.inf, present, 0.0)
-    # Nothing supports ``a`` at all: anything may replace it.
+    # If no column supports ``a``, any strategy may replace it.
     return np.where(present < np.inf, loss, 0.0)
 
 
 def _largest_loss(
     table: np.ndarray, better: np.ndarray, worse: np.ndarray
 ) -> np.ndarray:
-    """``max_k (T[b, k] - T[a, k])`` of pairs; what ``a`` forbids does not count."""
+    """``max_k (T[b, k] - T[a, k])`` of pairs, over the columns that ``a`` allows."""
     out = np.empty(len(better))
     step = max(1, AT_ONCE // table.shape[1])
     finite = bool(np.isfinite(table).all())
@@ -262,7 +262,7 @@ def _largest_loss(
 
 
 def replacements(replaceable: np.ndarray) -> np.ndarray:
-    """For each strategy the one to use instead; of equal ones the first stays.
+    """By strategy, the strategy to use instead; of equal strategies the first is kept.
 
     >>> replacements(np.array([[True, True], [True, True]])).tolist()
     [0, 0]
@@ -277,10 +277,10 @@ def replacements(replaceable: np.ndarray) -> np.ndarray:
 
 
 def settle_memory(graph: Graph) -> None:
-    """Moves what every strategy of a node occupies out of its memory into the room.
+    """Moves memory that all strategies of a node need from the graph into the room.
 
     Raises:
-        ContradictionError: some row has no room left.
+        ContradictionError: a row has no room left.
     """
     room = graph.room.copy()
     for i in list(graph.memory):
@@ -307,7 +307,7 @@ def settle_memory(graph: Graph) -> None:
 
 
 def drop_oversized(graph: Graph) -> None:
-    """Removes strategies that do not fit even if all other nodes are frugal."""
+    """Removes strategies that exceed a row even if other nodes need the least."""
     if not len(graph.room):
         return
     lows = _range_minima(graph.room)
@@ -320,7 +320,7 @@ def drop_oversized(graph: Graph) -> None:
 
 
 def drop_loose_rows(graph: Graph) -> None:
-    """Forgets rows that no choice can break any more."""
+    """Removes rows that no choice can exceed any more."""
     if not len(graph.room):
         return
     change = np.zeros(len(graph.room) + 1)
@@ -328,7 +328,7 @@ def drop_loose_rows(graph: Graph) -> None:
         most = memory.usage.max(axis=1)
         np.add.at(change, memory.starts, most)
         np.subtract.at(change, memory.ends, most)
-    # Rounding in the sums must not hide a row that can break.
+    # The sums are enlarged so that rounding cannot hide a row that can be exceeded.
     high = np.cumsum(change)[:-1] * (1 + 1e-12) + graph.slack
     kept = np.flatnonzero(high > graph.room)
     if len(kept) == len(graph.room):
@@ -345,7 +345,7 @@ def drop_loose_rows(graph: Graph) -> None:
 
 
 def _range_minima(values: np.ndarray) -> list[np.ndarray]:
-    """Minima of all stretches whose length is a power of two."""
+    """The minima of all ranges whose length is a power of two."""
     lows, width = [values], 1
     while 2 * width <= len(values):
         lows.append(np.minimum(lows[-1][:-width], lows[-1][width:]))
@@ -366,13 +366,13 @@ def _range_min(
 
 
 def fold_followers(graph: Graph) -> None:
-    """Folds until no node follows another."""
+    """Folds followers into leaders until no node follows another."""
     while maps := _compose(_pick_leaders(graph)):
         _apply(graph, maps)
 
 
 def follows(table: np.ndarray) -> np.ndarray | None:
-    """Row -> the only column it can be combined with; None if some row has several.
+    """Row -> the only column that it allows; None if some row allows several.
 
     >>> inf = np.inf
     >>> follows(np.array([[inf, 3.0], [1.0, inf], [inf, 0.0]])).tolist()
@@ -404,7 +404,7 @@ def _pick_leaders(graph: Graph) -> dict[int, tuple[int, np.ndarray]]:
 
 
 def _worthwhile(graph: Graph, follower: int, leader: int) -> bool:
-    """Folding into a node with more strategies must not multiply large tables."""
+    """Whether folding is worthwhile: large tables must not be multiplied."""
     grows = len(graph.costs[leader]) > len(graph.costs[follower])
     return not grows or len(graph.links[follower]) <= 4
 
@@ -421,7 +421,7 @@ def _find(root: dict[int, int], node: int) -> int:
 def _compose(
     leader: dict[int, tuple[int, np.ndarray]],
 ) -> dict[int, tuple[int, np.ndarray]]:
-    """Follows leaders of leaders, so that every follower maps to one that stays."""
+    """Composes chains of leaders, so that every follower maps to a remaining node."""
     done: dict[int, tuple[int, np.ndarray]] = {}
     for node in leader:
         chain = [node]
@@ -470,7 +470,7 @@ def _relink(
     table: np.ndarray,
     maps: dict[int, tuple[int, np.ndarray]],
 ) -> tuple[int, int, np.ndarray]:
-    """The link as it is between the nodes that stay; a diagonal if they are one."""
+    """The link between the remaining nodes; a diagonal if both are one node."""
     i, rows = maps[node]
     table = table[rows]
     if other not in maps:
@@ -482,7 +482,7 @@ def _relink(
 Reduction = Callable[[Graph], None]
 
 WORTHWHILE = 0.02
-"""A round that removes a smaller share of nodes, edges and strategies is the last."""
+"""The last round is one that removes a smaller share of nodes, edges and strategies."""
 
 REDUCTIONS: tuple[tuple[str, Reduction], ...] = (
     ("forbidden strategies", drop_infinite),
@@ -510,10 +510,11 @@ TIDYING: tuple[tuple[str, Reduction], ...] = (
 def reduce_graph(
     graph: Graph, clock: Clock | None = None
 ) -> tuple[ReductionReport, ...]:
-    """Reduces a graph in place; stops early, still exact, when the clock is out.
+    """Reduces a graph in place; stops early, but exactly, when time runs out.
 
-    Rounds end when one removes too little; what is left is then tidied, so that no
-    node has an infinite cost, a single strategy or memory that is certain.
+    Rounds end after a round that removes too little. The remaining graph is then
+    tidied, so that no node has an infinite cost, a single strategy or memory that all
+    its strategies need.
 
     Raises:
         ContradictionError: no choice is possible.
@@ -553,7 +554,7 @@ def _run(
 
 
 def _is_small(before: tuple[int, int, int], after: tuple[int, int, int]) -> bool:
-    """Whether a round removed less than a small share of everything."""
+    """Whether a round removed less than the share `WORTHWHILE` of each kind of item."""
     return all(a >= (1 - WORTHWHILE) * b for b, a in zip(before, after, strict=True))
 
 
@@ -562,7 +563,7 @@ def _size(graph: Graph) -> tuple[int, int, int]:
 
 
 def build_graph(problem: ShardingProblem) -> Graph:
-    """Copies a problem into a graph and its memory into rows."""
+    """Copies a problem into a graph, with its memory as rows."""
     graph = Graph()
     for i, costs in enumerate(problem.node_costs):
         graph.add_node(i, costs.astype(np.float64))

@@ -1,1 +1,1 @@
-"""Pipeline schedules as tables of tasks: made, checked and played."""
+"""Pipeline schedules as tables of tasks: made, checked and simulated."""

@@ -1,19 +1,20 @@
-"""Makes the tables of the published schedules, for any number of microbatches.
+"""Builds the tables of the published schedules, for any number of microbatches.
 
-- GPipe (Huang et al., 2019): all forwards, then all backwards.
+- GPipe (Huang et al., 2019): all forward passes, then all backward passes.
 - 1F1B (Narayanan et al., PipeDream-Flush, 2021): stage ``i`` of ``S`` begins with
-  ``S - i - 1`` forwards, and then alternates; at most ``S - i`` microbatches are alive.
-- Interleaved 1F1B (Narayanan et al., Megatron-LM, 2021): each device group has several
-  chunks, which shortens the fill by their number.
-- ZB-H1 (Qi et al., Zero Bubble Pipeline Parallelism, 2023): the backward pass is split;
-  gradients of weights wait while gradients of inputs go on to the stage before.
+  ``S - i - 1`` forward passes, and then alternates between forward and backward. At
+  most ``S - i`` microbatches are alive.
+- Interleaved 1F1B (Narayanan et al., Megatron-LM, 2021): each stage has several chunks,
+  which divides the time to fill the pipeline by the number of chunks.
+- ZB-H1 (Qi et al., Zero Bubble Pipeline Parallelism, 2023): the backward pass is split.
+  Gradients of weights wait while gradients of inputs are sent to the previous stage.
 
-A schedule's table: which tasks each device group runs, in which order.
+A schedule's table lists the tasks of each stage in their order.
 
-A *device group* runs one stage. With ``chunks`` parts a group, the chain of layers is
-cut into ``chunks * stages`` *parts*: part ``k`` is chunk ``k // stages`` of group
-``k % stages``. Part ``k`` sends activations to part ``k + 1``, and gets cotangents
-from it.
+Each stage runs on its own devices. With ``chunks`` chunks per stage, the chain of
+layers is cut into ``chunks * stages`` *parts*: part ``k`` is chunk ``k // stages`` of
+stage ``k % stages``. Part ``k`` sends activations to part ``k + 1``, and receives
+gradients of activations from it.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from autopar_errors import InputError
 
 
 class TaskKind(enum.IntEnum):
-    """What a task computes."""
+    """The computation of a task."""
 
     FORWARD = 0
     BACKWARD = 1
@@ -47,10 +48,10 @@ class ScheduleKind(enum.Enum):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Schedule:
-    """A kind of schedule, and how many chunks each device group has.
+    """A kind of schedule, and the number of chunks of each stage.
 
     Raises:
-        InputError: there are no chunks, or several without interleaving.
+        InputError: there is no chunk, or several chunks without interleaving.
 
     >>> Schedule(ScheduleKind.INTERLEAVED, 2).name
     'interleaved x2'
@@ -71,18 +72,18 @@ class Schedule:
 
     @property
     def name(self) -> str:
-        """How messages call it."""
+        """The name of the schedule in messages."""
         chunks = f" x{self.chunks}" if self.chunks > 1 else ""
         return self.kind.value + chunks
 
     @property
     def splits_backward(self) -> bool:
-        """Whether gradients of inputs and of weights are tasks of their own."""
+        """Whether gradients of inputs and gradients of weights are separate tasks."""
         return self.kind is ScheduleKind.ZERO_BUBBLE
 
 
 class ScheduleTask(NamedTuple):
-    """One computation of one microbatch on one chunk of a device group."""
+    """One computation of one microbatch on one chunk of a stage."""
 
     kind: TaskKind
     microbatch: int
@@ -91,13 +92,13 @@ class ScheduleTask(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ScheduleTable:
-    """Each device group's tasks in the order in which it runs them.
+    """The tasks of each stage, in the order in which the stage runs them.
 
     Attributes:
-        stages: the number of device groups.
-        microbatches: how many microbatches a step has.
-        chunks: how many parts of the model each group has.
-        orders: by group, int64 ``[tasks, 3]``: kind, microbatch and chunk.
+        stages: the number of stages.
+        microbatches: the number of microbatches of a step.
+        chunks: the number of parts of the model that each stage has.
+        orders: by stage, int64 ``[tasks, 3]``: kind, microbatch and chunk.
     """
 
     stages: int
@@ -111,22 +112,23 @@ class ScheduleTable:
         return self.stages * self.chunks
 
     def tasks(self, stage: int) -> tuple[ScheduleTask, ...]:
-        """The tasks of one device group, in order."""
+        """The tasks of one stage, in order."""
         rows = self.orders[stage].tolist()
         return tuple(ScheduleTask(TaskKind(kind), m, chunk) for kind, m, chunk in rows)
 
     def part(self, stage: int, chunk: int) -> int:
-        """The part of the model that a group's chunk is."""
+        """The part of the model that is a stage's chunk."""
         return chunk * self.stages + stage
 
 
 def make_table(schedule: Schedule, stages: int, microbatches: int) -> ScheduleTable:
-    """The table of a schedule.
+    """Builds the table of a schedule.
 
     Args:
-        schedule: which one, with its chunks.
-        stages: how many device groups there are.
-        microbatches: how many microbatches a step has; fewer than stages are allowed.
+        schedule: the schedule, with its number of chunks.
+        stages: the number of stages.
+        microbatches: the number of microbatches of a step; it may be less than
+            ``stages``.
 
     Raises:
         InputError: there is no stage or no microbatch.
@@ -167,7 +169,7 @@ def _tasks(kind: TaskKind, microbatches: np.ndarray, chunks: np.ndarray) -> np.n
 def _alternating(
     forwards: np.ndarray, backwards: np.ndarray, warm_up: int
 ) -> np.ndarray:
-    """``warm_up`` forwards, then a forward and a backward in turns, then the rest."""
+    """``warm_up`` forwards, then forwards and backwards alternately, then the rest."""
     late = len(forwards) - warm_up
     pairs = np.stack([forwards[warm_up:], backwards[:late]], axis=1)
     return np.concatenate([forwards[:warm_up], pairs.reshape(-1, 3), backwards[late:]])
@@ -191,9 +193,10 @@ def _one_f_one_b(stages: int, microbatches: int, chunks: int, stage: int) -> np.
 def _interleave(stages: int, microbatches: int, chunks: int, stage: int) -> np.ndarray:
     """Rounds of ``stages`` microbatches, each through all chunks.
 
-    Megatron's order needs ``microbatches`` to be a multiple of ``stages``. For any
-    other number it is made for the next multiple, and the tasks of the microbatches
-    that do not exist are left out: what is left keeps an order that runs.
+    Megatron's order requires that ``microbatches`` is a multiple of ``stages``. For
+    other numbers, the order is built for the next multiple, and the tasks of
+    microbatches that do not exist are removed. The remaining tasks still have a valid
+    order.
     """
     rounds = -(-microbatches // stages)
     place = np.arange(rounds * stages * chunks)
@@ -209,10 +212,11 @@ def _interleave(stages: int, microbatches: int, chunks: int, stage: int) -> np.n
 
 
 def _zero_bubble(stages: int, microbatches: int, chunks: int, stage: int) -> np.ndarray:
-    """1F1B in which stage ``i`` computes gradients of weights ``i`` microbatches late.
+    """1F1B in which stage ``i`` delays gradients of weights by ``i`` microbatches.
 
-    Each stage then has at most ``stages`` microbatches alive, as the first one has in
-    1F1B, and the cotangents reach it without waiting for gradients of weights.
+    Each stage then has at most ``stages`` live microbatches, as the first stage has in
+    1F1B. Gradients of activations reach each stage without waiting for gradients of
+    weights.
     """
     order = _one_f_one_b(stages, microbatches, chunks, stage)
     numbers = np.arange(microbatches)

@@ -1,9 +1,9 @@
-"""Plays a schedule's table with seconds, and says when each task begins and ends.
+"""Simulates a schedule's table: the begin and the end of each task in seconds.
 
-Each device group runs its tasks in order, each as soon as the group is free and the
-task's input is there. Links are queues: one from each group to each other, first in,
-first out. A message leaves when its link is free, occupies the link for its seconds,
-and arrives the latency later.
+Each stage runs its tasks in order. A task begins as soon as the stage is free and the
+task's input has arrived. Links are queues, first in first out, with one link from each
+stage to each other stage. A message leaves when its link is free, occupies the link for
+its seconds, and arrives one latency later.
 """
 
 from __future__ import annotations
@@ -20,14 +20,16 @@ from autopar_solver.stages.schedules.order import ScheduleTable, TaskKind
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Alive:
-    """What one device group keeps after each of its tasks has begun.
+    """The microbatches that one stage keeps after each of its tasks has begun.
 
-    A microbatch is *held* by a chunk from its forward until its backward is done, and
-    *pending* from the gradient of its input until that of its weights is done.
+    A chunk *holds* a microbatch from the microbatch's forward pass until its backward
+    pass ends. A microbatch is *pending* from the gradient of its input until the
+    gradient of the weights is done.
 
     Attributes:
         held: int64 ``[tasks, chunks]``: microbatches held while each task runs.
-        pending: the same, microbatches that wait for gradients of weights.
+        pending: int64 ``[tasks, chunks]``: microbatches whose gradients of weights are
+            pending.
     """
 
     held: np.ndarray
@@ -35,12 +37,12 @@ class Alive:
 
     @property
     def most(self) -> int:
-        """The most activations alive, of all chunks together."""
+        """The largest number of live activations, of all chunks together."""
         return int((self.held + self.pending).sum(axis=1).max(initial=0))
 
 
 def count_alive(table: ScheduleTable, stage: int) -> Alive:
-    """Counts what a device group keeps alive while each of its tasks runs."""
+    """Counts the microbatches that a stage keeps while each of its tasks runs."""
     order = table.orders[stage]
     kind, chunk = order[:, 0], order[:, 2]
     places = np.arange(len(order))
@@ -52,7 +54,7 @@ def count_alive(table: ScheduleTable, stage: int) -> Alive:
     kept[places, chunk] = kind == TaskKind.BACKWARD_INPUT
     dropped = np.zeros_like(kept)
     dropped[places, chunk] = kind == TaskKind.BACKWARD_WEIGHT
-    # What ends with a task is alive while the task runs.
+    # Microbatches that a task releases are still live while the task runs.
     return Alive(
         held=np.cumsum(begun - ended, axis=0) + ended,
         pending=np.cumsum(kept - dropped, axis=0) - kept + dropped,
@@ -60,15 +62,15 @@ def count_alive(table: ScheduleTable, stage: int) -> Alive:
 
 
 def check_table(table: ScheduleTable) -> None:
-    """Verifies that a table computes a whole step and cannot stop in the middle.
+    """Verifies that a table computes a whole step and cannot deadlock.
 
-    Every part runs every microbatch's forward once, and either its whole backward once
-    or both halves of it. Run in their orders, the groups never wait for each other in
-    a circle.
+    Every part must run each microbatch's forward pass once. It must run either the
+    whole backward pass once, or both halves of it. If all stages run their tasks in
+    order, they must never wait for each other in a circle.
 
     Raises:
-        InputError: a task is missing, doubled, unknown, or waits forever; the message
-            names it.
+        InputError: a task is missing, repeated, unknown, or waits forever; the message
+            names the task.
     """
     if len(table.orders) != table.stages:
         raise InputError(
@@ -107,7 +109,7 @@ _COMPLETE = (
 
 
 def _run(table: ScheduleTable) -> None:
-    """Runs what can run until nothing is left, or nothing can."""
+    """Runs tasks until all tasks have run, or no task can run."""
     done = set[tuple[TaskKind, int, int]]()
     at = [0] * table.stages
     todo = deque(range(table.stages))
@@ -121,7 +123,7 @@ def _run(table: ScheduleTable) -> None:
                 need in done for need in _needs(table.parts, kind, number, part)
             ):
                 break
-            # Both kinds of backward that send cotangents on count as one.
+            # Both kinds of backward task that send gradients count as one kind.
             sent = TaskKind.BACKWARD if kind == TaskKind.BACKWARD_INPUT else kind
             done.add((sent, number, part))
             at[stage] += 1
@@ -137,7 +139,7 @@ def _run(table: ScheduleTable) -> None:
 def _needs(
     parts: int, kind: TaskKind, number: int, part: int
 ) -> list[tuple[TaskKind, int, int]]:
-    """What must be done before a task."""
+    """The tasks that must end before a task begins."""
     if kind == TaskKind.FORWARD:
         return [(kind, number, part - 1)] if part else []
     if kind == TaskKind.BACKWARD_WEIGHT:
@@ -153,17 +155,18 @@ class TaskSeconds:
     """Seconds and bytes of the parts of a pipeline.
 
     Attributes:
-        task_s: float64 ``[parts, 4]``, by `TaskKind`; the column of a kind that the
-            schedule does not have is not read.
-        forward_link_s: ``[parts - 1]``, for how long the activations of a microbatch
-            occupy the link from part ``k`` to ``k + 1``.
-        backward_link_s: the same for cotangents, from part ``k + 1`` to ``k``.
+        task_s: float64 ``[parts, 4]``, by `TaskKind`. A column is ignored if the
+            schedule does not have tasks of its kind.
+        forward_link_s: ``[parts - 1]``, seconds for which the activations of a
+            microbatch occupy the link from part ``k`` to ``k + 1``.
+        backward_link_s: the same for gradients of activations, from part ``k + 1`` to
+            ``k``.
         latency_s: ``[parts - 1]``, the latency between parts ``k`` and ``k + 1``.
-        step_s: ``[stages]``, what each group does after its last task, once a step.
-        held_bytes: ``[parts]``, activations of one microbatch from its forward on.
-        pending_bytes: ``[parts]``, the same from the gradient of its input until that
-            of its weights is done.
-        blocking: whether a group sends instead of computing, not beside it.
+        step_s: ``[stages]``, seconds of each stage's work once per step, after its last
+            task.
+        held_bytes: ``[parts]``, activations of one microbatch while it is held.
+        pending_bytes: ``[parts]``, bytes of one microbatch while it is pending.
+        blocking: whether a stage cannot compute while it sends.
     """
 
     task_s: np.ndarray
@@ -178,16 +181,17 @@ class TaskSeconds:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TaskTimes:
-    """When each task of a table runs.
+    """The times at which the tasks of a table run.
 
     Attributes:
-        starts_s: by group, the start of each task in the group's order.
-        ends_s: the same, when each task ends; sending is not part of it.
-        makespan_s: when the last group is done with its last task and its step.
-        busy_s: ``[stages]``, for how long each group computes, sends instead, or does
-            what it does once a step.
-        peak_microbatches: ``[stages]``, the most activations alive.
-        peak_bytes: ``[stages]``, the most bytes that they occupy.
+        starts_s: by stage, the start of each task in the stage's order.
+        ends_s: by stage, the end of each task, without its sending.
+        makespan_s: when the last stage has finished its tasks and its work once per
+            step.
+        busy_s: ``[stages]``, seconds for which each stage computes, sends while
+            blocked, or works once per step.
+        peak_microbatches: ``[stages]``, the largest number of live activations.
+        peak_bytes: ``[stages]``, the largest number of bytes of live activations.
     """
 
     starts_s: tuple[np.ndarray, ...]
@@ -199,7 +203,7 @@ class TaskTimes:
 
     @property
     def bubble(self) -> np.ndarray:
-        """``[stages]``, the share of the makespan in which each group waits."""
+        """``[stages]``, the share of the makespan in which each stage is idle."""
         if self.makespan_s == 0:
             return np.zeros_like(self.busy_s)
         return 1 - self.busy_s / self.makespan_s
@@ -208,13 +212,13 @@ class TaskTimes:
 def equal_parts(
     table: ScheduleTable, forward_s: float, backward_s: float, weight_s: float = 0.0
 ) -> TaskSeconds:
-    """Seconds of equal parts that send for nothing and keep one byte a microbatch.
+    """Seconds of equal parts, with free communication and one byte per microbatch.
 
     Args:
-        table: whose parts they are.
-        forward_s: of one part and microbatch, as the two below.
-        backward_s: gradients of inputs and weights together.
-        weight_s: how much of it the gradients of weights take.
+        table: the table of the parts.
+        forward_s: seconds of the forward pass of one microbatch on one part.
+        backward_s: seconds of the gradients of inputs and weights together.
+        weight_s: the share of ``backward_s`` for the gradients of weights, in seconds.
     """
     row = np.zeros(len(TaskKind))
     row[TaskKind.FORWARD], row[TaskKind.BACKWARD] = forward_s, backward_s
@@ -233,10 +237,10 @@ def equal_parts(
 
 
 def play(table: ScheduleTable, seconds: TaskSeconds) -> TaskTimes:
-    """Runs a table on device groups and links.
+    """Simulates a table on stages and links.
 
     Raises:
-        InputError: seconds have another shape than the table, or a task waits forever.
+        InputError: the seconds do not have the table's shape, or a task waits forever.
 
     >>> from autopar_solver.stages.schedules.order import make_table
     >>> from autopar_solver.stages.schedules.order import Schedule, ScheduleKind
@@ -262,7 +266,7 @@ def play(table: ScheduleTable, seconds: TaskSeconds) -> TaskTimes:
 
 
 def makespan_s(table: ScheduleTable, seconds: TaskSeconds) -> float:
-    """Only the makespan of `play`."""
+    """Computes only the makespan of `play`."""
     _check_shapes(table, seconds)
     player = _Player(table, seconds)
     player.run()
@@ -296,14 +300,15 @@ def _check_shapes(table: ScheduleTable, seconds: TaskSeconds) -> None:
 
 
 class _Player:
-    """The state of a run: clocks of groups and links, and what has arrived."""
+    """The state of a simulation: clocks of stages and links, and arrival times."""
 
     def __init__(self, table: ScheduleTable, seconds: TaskSeconds) -> None:
-        """Nothing has arrived but the input of the first part."""
+        """Starts when only the input of the first part has arrived."""
         self.table = table
         self.blocking = seconds.blocking
         self.task_s: list[list[float]] = seconds.task_s.tolist()
-        # By direction and sending part: 0 to the next part, 1 to the one before.
+        # By direction and sending part: direction 0 is to the next part, 1 to the
+        # previous one.
         self.link_s: list[list[float]] = [
             [*seconds.forward_link_s.tolist(), 0.0],
             [0.0, *seconds.backward_link_s.tolist()],
@@ -319,7 +324,7 @@ class _Player:
         self.busy = [0.0] * table.stages
 
     def run(self) -> list[list[tuple[float, float]]]:
-        """Start and end by group and task."""
+        """Returns the start and the end of each task, by stage."""
         orders: list[list[list[int]]] = [rows.tolist() for rows in self.table.orders]
         times: list[list[tuple[float, float]]] = [[] for _ in orders]
         todo = deque(range(len(orders)))
@@ -340,7 +345,7 @@ class _Player:
     def _advance(
         self, stage: int, order: list[list[int]], times: list[tuple[float, float]]
     ) -> set[int]:
-        """Runs a group until its next input is missing; returns who got a message."""
+        """Runs a stage until an input is missing; returns the receivers of messages."""
         told = set[int]()
         for place in range(len(times), len(order)):
             kind, number, chunk = order[place]
@@ -386,7 +391,7 @@ class _Player:
     def _send(
         self, direction: int, part: int, other: int, end: float, told: set[int]
     ) -> float:
-        """Sends a message that is complete at ``end``; returns its arrival."""
+        """Sends a message that is complete at ``end``; returns its arrival time."""
         source, target = part % self.table.stages, other % self.table.stages
         if source == target:
             return end
