@@ -17,6 +17,7 @@ from autopar.dispatch.specs import JobSpec, check, read_jobs
 from autopar.dispatch.store import DONE, ENDED, JobRecord, Store
 from autopar.elastic.processes.records import command
 from autopar.errors import ScheduleError
+from autopar.goodput.curves import CurvePoint
 from autopar.terminal import columns
 from autopar.units import seconds_text
 from autopar.whole_files import FileLock, holder
@@ -24,7 +25,7 @@ from autopar.whole_files import FileLock, holder
 STATE_FILE = "state.sqlite"
 _HEADING = (
     "job", "state", "devices", "asked", "submitted", "started", "ended", "step",
-    "step takes", "loss", "moves", "why",
+    "step takes", "predicted", "batch", "noise", "plan", "loss", "moves", "why",
 )  # fmt: skip
 
 
@@ -120,13 +121,14 @@ def show(state: pathlib.Path, name: str, *, as_json: bool) -> Result:
         spans = [span for span in store.spans() if span["job"] == name]
         figures = _figures(store, state)
     spec, folder = job.handed.spec, state / "jobs" / name
-    data = {
+    data: dict[str, Any] = {
         **job.data,
         "script": str(pathlib.Path(job.handed.folder) / spec.script),
         "args": list(spec.args),
         "folder": str(folder),
         "output": str(folder / "output"),
         "hangs": _hangs(folder) if job.given_devices else [],
+        "predicted_step_s": None if (p := planned_point(job)) is None else p.step_s,
     }
     if as_json:
         return Result.of({**data, **figures, "decisions": decided, "spans": spans})
@@ -141,6 +143,10 @@ def show(state: pathlib.Path, name: str, *, as_json: bool) -> Result:
         "ended": _time(job.ended_s),
         "steps": str(job.step),
         "step takes": "" if job.step_s is None else seconds_text(job.step_s),
+        "predicted": _predicted(job),
+        "batch": str(job.batch or ""),
+        "noise scale": f"{_noise(job)} rows" if _noise(job) else "",
+        "plan": _plan(job),
         "loss": "" if job.loss is None else f"{job.loss:.6g}",
         "moves": str(job.moves),
         "guaranteed": "yes" if spec.guaranteed else "no",
@@ -292,7 +298,7 @@ def job_lines(records: Sequence[JobRecord]) -> list[str]:
         return ["no job was handed in yet"]
     rows = [_HEADING, *(_row(job) for job in records)]
     done = [j for j in records if j.state == DONE and j.ended_s is not None]
-    lines = columns(rows, right=range(2, 11))
+    lines = columns(rows, right=[*range(2, 12), 13, 14])
     open_ = sum(job.state not in ENDED for job in records)
     text = f"{len(done)} of {len(records)} jobs are done, {open_} are open"
     if done:
@@ -313,10 +319,39 @@ def _row(job: JobRecord) -> tuple[str, ...]:
         _time(job.ended_s),
         str(job.step),
         "" if job.step_s is None else seconds_text(job.step_s),
+        _predicted(job),
+        str(job.batch or ""),
+        _noise(job),
+        _plan(job),
         "" if job.loss is None else f"{job.loss:.6g}",
         str(job.moves),
         job.reason,
     )
+
+
+def planned_point(job: JobRecord) -> CurvePoint | None:
+    """What was planned for as many devices as a job last ran on; None: nothing."""
+    curve = job.handed.curve
+    found = [p for p in curve.points if p.devices == job.devices] if curve else []
+    return max(found, key=lambda point: point.goodput, default=None)
+
+
+def _predicted(job: JobRecord) -> str:
+    point = planned_point(job)
+    if point is None or point.goodput <= 0:
+        return ""
+    other = f" at batch {point.batch}" if job.batch not in (0, point.batch) else ""
+    return seconds_text(point.step_s) + other
+
+
+def _noise(job: JobRecord) -> str:
+    return "" if job.noise_scale is None else f"{job.noise_scale:.4g}"
+
+
+def _plan(job: JobRecord) -> str:
+    """The plan that a job last ran with, in words."""
+    parts = f"{job.microbatches} microbatches" if job.microbatches > 1 else ""
+    return ", ".join(word for word in (job.scheme, parts, job.codecs) if word)
 
 
 def _time(seconds: float | None) -> str:

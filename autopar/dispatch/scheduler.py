@@ -17,6 +17,7 @@ from autopar.dispatch.specs import obstacle
 from autopar.dispatch.store import JobRecord, Store
 from autopar.dispatch.views import MOVES, MoveTimes, Numbering, view_of
 from autopar.elastic.processes.members import SUSPENDED
+from autopar.goodput.curves import noise_scale_of
 from autopar.scheduler.jobs import Allocation, Decisions, JobView, Rounds, check_times
 from autopar.scheduler.policies.base import SchedulingPolicy
 
@@ -273,17 +274,21 @@ class Scheduler:
         """Takes lines of progress."""
         if not lines:
             return job
-        kept, before = self._lines.setdefault(job.name, []), job.devices
+        kept = self._lines.setdefault(job.name, [])
+        before, batch = job.devices, job.batch
         known = {name: kind for name, _, kind in self._store.nodes()}
         kinds = {known[name] for name in job.places}
         for line in lines:
-            # The first steps on other devices are slower.
-            if line["devices"] == before == job.given_devices and len(kinds) == 1:
+            # The first steps on other devices, and with another batch, are slower.
+            same = line["devices"] == before == job.given_devices
+            if same and line["batch"] == (batch or line["batch"]) and len(kinds) == 1:
                 kept.append({**line, "device": min(kinds)})
-            before = line["devices"]
+            before, batch = line["devices"], line["batch"]
         del kept[:-_LINES]
         last = lines[-1]
         further = last["step"] > job.step
+        told = (noise_scale_of(line) for line in reversed(lines))
+        phi = next((found for found in told if found is not None), job.noise_scale)
         return self._update(
             job,
             step=last["step"],
@@ -294,6 +299,12 @@ class Scheduler:
             finite=last["finite"],
             told_s=last["time_s"] - self._begin_s,
             losses=0 if further else job.losses,
+            batch=last["batch"],
+            noise_scale=phi,
+            microbatches=last.get("microbatches", 1),
+            scheme=last.get("scheme", ""),
+            codecs=" ".join(last.get("codecs", ())),
+            worth=last.get("progress", job.worth),
         )
 
     def _take_end(self, job: JobRecord, ending: Ending, now_s: float) -> None:

@@ -79,13 +79,19 @@ class Handed(msgspec.Struct, frozen=True, kw_only=True):
         """Which program it trains."""
         return self.spec.application or pathlib.PurePath(self.spec.script).name
 
-    def most(self, kinds: tuple[str, ...]) -> int:
-        """The most devices that are of use on a cluster with these kinds."""
+    def most(self, kinds: tuple[str, ...], curve: CurveTable | None = None) -> int:
+        """The most devices that are of use on a cluster with these kinds.
+
+        Args:
+          kinds: of the devices that are there.
+          curve: as it was measured; None: as it was handed in.
+        """
+        curve = curve or self.curve
         if self.spec.max:
             return self.spec.max
-        if self.curve is None:
+        if curve is None:
             return self.spec.devices
-        return max((self.curve.on(kind).most for kind in kinds), default=0)
+        return max((curve.on(kind).most for kind in kinds), default=0)
 
 
 def read_jobs(path: pathlib.Path) -> tuple[Handed, ...]:

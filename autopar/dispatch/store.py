@@ -18,7 +18,7 @@ from autopar.dispatch.specs import Handed
 from autopar.errors import ScheduleError
 from autopar.scheduler.jobs import Decisions
 
-_SCHEMA = 2
+_SCHEMA = 3
 # What a job is: not handed in yet; without devices; with some; giving them back; and
 # the three ends.
 PENDING, WAITING, RUNNING, STOPPING = "pending", "waiting", "running", "stopping"
@@ -39,7 +39,10 @@ create table if not exists jobs (
   position integer not null, devices integer not null, step_s real, loss real,
   finite integer not null, told_s real, served_device_s real not null,
   tried integer not null, moves integer not null, losses integer not null,
-  handed_s real not null default 0, wish text not null default '');
+  handed_s real not null default 0, wish text not null default '',
+  batch integer not null default 0, noise_scale real,
+  microbatches integer not null default 1, scheme text not null default '',
+  codecs text not null default '', worth real, submission text not null default '');
 create table if not exists decisions (
   number integer primary key, at_s real not null, job text not null,
   kept integer not null, devices integer not null, gain real, cost_s real not null,
@@ -48,6 +51,19 @@ create table if not exists spans (
   number integer primary key, job text not null, start_s real not null, end_s real,
   places text not null);
 """
+# What each schema added to the one before.
+_ADDED = {
+    2: ("handed_s real not null default 0", "wish text default ''"),
+    3: (
+        "batch integer not null default 0",
+        "noise_scale real",
+        "microbatches integer not null default 1",
+        "scheme text not null default ''",
+        "codecs text not null default ''",
+        "worth real",
+        "submission text not null default ''",
+    ),
+}
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,6 +93,14 @@ class JobRecord:
         cause itself.
       handed_s: when it was added, in seconds from the scheduler's first start.
       wish: `HOLD` or `CANCEL`, as its owner last said; '': it is to run.
+      batch: rows of its steps, as it last said.
+      noise_scale: of its gradients in rows, the last that it said; None: it has
+        measured none.
+      microbatches: into how many its batch was cut then.
+      scheme: what the layouts of its plan resemble.
+      codecs: by which it sends gradients, with spaces between.
+      worth: rows of the base batch that its steps were worth; None: it did not say.
+      submission: by which it was handed in from elsewhere; '': it was not.
     """
 
     name: str
@@ -100,6 +124,13 @@ class JobRecord:
     losses: int = 0
     handed_s: float = 0.0
     wish: str = ""
+    batch: int = 0
+    noise_scale: float | None = None
+    microbatches: int = 1
+    scheme: str = ""
+    codecs: str = ""
+    worth: float | None = None
+    submission: str = ""
 
     @property
     def submitted_s(self) -> float:
@@ -172,8 +203,8 @@ class Store:
         except sqlite3.Error as error:
             raise ScheduleError(f"{path}: {error}.") from error
         found = self.fact("schema")
-        if found == "1":
-            self._from_first()
+        if found in ("1", "2"):
+            self._migrate(int(found))
         elif found != str(_SCHEMA):
             raise ScheduleError(
                 f"{path}: it is of schema {found}, and this version reads schema "
@@ -191,11 +222,12 @@ class Store:
             "insert or ignore into facts values ('schema', ?)", (str(_SCHEMA),)
         )
 
-    def _from_first(self) -> None:
-        """Adds what schema 1 lacks."""
+    def _migrate(self, found: int) -> None:
+        """Adds what an earlier schema lacks."""
         with self._all_or_nothing():
-            for column in ("handed_s real not null default 0", "wish text default ''"):
-                self._file.execute(f"alter table jobs add column {column}")
+            for schema in range(found + 1, _SCHEMA + 1):
+                for column in _ADDED[schema]:
+                    self._file.execute(f"alter table jobs add column {column}")
             self._file.execute(
                 "update facts set value = ? where key = 'schema'", (str(_SCHEMA),)
             )

@@ -105,8 +105,8 @@ def view_of(
 ) -> JobView:
     """What a policy sees of a job.
 
-    Its curve is the planner's, corrected by what was measured. Without one every device
-    helps as much, and progress is device-seconds.
+    Its curve is the planner's, corrected by what was measured: seconds, batches and the
+    noise scale. Without one every device helps as much, and progress is device-seconds.
 
     Args:
       job: the job.
@@ -116,7 +116,8 @@ def view_of(
       lines: of its progress.
     """
     handed, spec = job.handed, job.handed.spec
-    curve = handed.curve and corrected(handed.curve, lines)
+    curve = handed.curve and corrected(handed.curve, lines, job.noise_scale)
+    most = max(handed.most(kinds, curve), 1)
     submitted_s = job.submitted_s
     shared: dict[str, Any] = {
         "name": job.name,
@@ -126,8 +127,8 @@ def view_of(
         "served_device_s": job.served_device_s,
         "restarts": max(job.moves, 0),
         "asked": spec.devices,
-        "most": max(handed.most(kinds), 1),
-        "tried": max(handed.most(kinds), 1),
+        "most": most,
+        "tried": most,
         "measured": True,
         "restart_s": moves.start_s,
         "guaranteed": spec.guaranteed,
@@ -141,5 +142,6 @@ def view_of(
         **shared,
         curve=by_kind[kinds[0]],
         by_kind=by_kind,
-        progress=float(job.position),
+        # The curve counts rows of the base batch; a batch that follows is larger.
+        progress=float(job.position if job.worth is None else job.worth),
     )

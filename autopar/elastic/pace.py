@@ -2,7 +2,9 @@
 
 A line of kind ``progress`` says how many steps are done and samples consumed, the
 median seconds from step to step since the line before, and the loss, which is the first
-number that a step returns.
+number that a step returns. Where the batch follows the noise it also says the noise
+scale and what the steps were worth. Microbatches, the plan's scheme and codecs are in a
+line where they are not the default.
 
 It stands apart from `autopar.elastic.ledger`, which supervisors and `autopar ledger`
 import without JAX.
@@ -13,13 +15,15 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import numpy as np
 
 from autopar.elastic.ledger import Ledger
+from autopar.goodput.configurations import codecs_of_plan
+from autopar.plans import Plan
 
 _EVERY_S = 1.0
 
@@ -49,7 +53,8 @@ class Pace:
         self.loss: float | None = None
         self._done_s: float | None = None
         self._seconds: list[float] = []
-        self._devices = 0
+        # What a step is done with: seconds of one way say nothing of another.
+        self._way: tuple[Any, ...] = ()
 
     def take(
         self,
@@ -59,6 +64,8 @@ class Pace:
         devices: int,
         result: Any,
         *,
+        plan: Mapping[str, Any] | None = None,
+        measured: Callable[[], Mapping[str, Any]] | None = None,
         last: bool = False,
         lost: bool = False,
     ) -> None:
@@ -67,16 +74,20 @@ class Pace:
         Args:
           step: number of steps done.
           position: number of samples consumed.
-          batch: samples of the step.
+          batch: samples of the next step.
           devices: of the world that ran it.
           result: what it returned besides the state.
+          plan: fields of the line on the plan (`plan_fields`); None: none.
+          measured: returns further fields, when a line is written; None: none.
           last: whether no other step follows; such a step is always written.
           lost: whether the step is not finite and its state stays so; likewise.
         """
         now = self._clock()
-        if devices != self._devices:
+        plan = plan or {}
+        way = (devices, batch, *sorted(plan.items()))
+        if way != self._way:
             # The time since the last step in another world is that of the change.
-            self._devices, self._seconds, self._done_s = devices, [], None
+            self._way, self._seconds, self._done_s = way, [], None
         if self._done_s is not None:
             self._seconds.append(now - self._done_s)
         self._done_s = now
@@ -85,6 +96,7 @@ class Pace:
         loss = loss_of(result)
         finite = loss is None or math.isfinite(loss)
         self.loss = loss if finite else None
+        fields = {} if measured is None else dict(measured())
         self._ledger.write(
             "progress",
             step=step,
@@ -95,8 +107,23 @@ class Pace:
             step_s=statistics.median(self._seconds) if self._seconds else None,
             loss=self.loss,
             finite=finite and not lost,
+            noise_scale=fields.pop("noise_scale", None),
+            **plan,
+            **fields,
         )
         self._told_s, self._seconds = now, []
+
+
+def plan_fields(plan: Plan) -> dict[str, Any]:
+    """What a line says of a plan: microbatches, scheme and codecs, if there are any."""
+    found: dict[str, Any] = {}
+    if plan.microbatches > 1:
+        found["microbatches"] = plan.microbatches
+    if plan.worth is not None and plan.worth.scheme:
+        found["scheme"] = plan.worth.scheme
+    if codecs := codecs_of_plan(plan):
+        found["codecs"] = list(codecs)
+    return found
 
 
 def loss_of(result: Any) -> float | None:

@@ -449,7 +449,8 @@ def _best_batch(
                     peak_memory_bytes=peak,
                     plan=made.plan.digest,
                     scheme="" if made.plan.worth is None else made.plan.worth.scheme,
-                    codecs=_codecs(made.plan),
+                    codecs=codecs_of_plan(made.plan),
+                    **_error_fields(made.error),
                 )
     if best is not None:
         return best
@@ -475,7 +476,16 @@ def _may_accumulate(wanted: WantedCurve, rows: int) -> bool:
     return count > 1
 
 
-def _codecs(plan: Plan) -> tuple[str, ...]:
+def _error_fields(error: CodecError) -> dict[str, Any]:
+    """The error of codecs as a point has it; one without end makes no goodput."""
+    own, shared, workers = dataclasses.astuple(error)
+    if not math.isfinite(own + shared):
+        return {}
+    return {"own_error": own, "shared_error": shared, "workers": workers}
+
+
+def codecs_of_plan(plan: Plan) -> tuple[str, ...]:
+    """The names of the codecs by which a plan sends gradients; none: as they are."""
     if len(plan.stages) > 1:
         return ()
     return tuple(sorted({g.codec for g in plan.gradients} - {"", "dense"}))

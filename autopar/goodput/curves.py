@@ -19,6 +19,7 @@ import msgspec
 import numpy as np
 
 from autopar.errors import ScheduleError
+from autopar.goodput.efficiency import CodecError, efficiency
 from autopar.whole_files import export_whole
 
 # Raised by one whenever a field changes its meaning.
@@ -42,6 +43,10 @@ class CurvePoint(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
       plan: digits that change with the plan; '' without one.
       scheme: what the plan's layouts resemble.
       codecs: how its gradients are sent; none: as they are.
+      own_error: of its unbiased codecs, that each worker makes by itself
+        (`autopar.goodput.CodecError`).
+      shared_error: that all workers make together.
+      workers: number of workers that send.
       measured: steps whose seconds replaced the predicted ones.
       reason: why nothing runs; '' where something does.
     """
@@ -59,6 +64,9 @@ class CurvePoint(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     plan: str = ""
     scheme: str = ""
     codecs: tuple[str, ...] = ()
+    own_error: float = 0.0
+    shared_error: float = 0.0
+    workers: int = 1
     measured: int = 0
     reason: str = ""
 
@@ -85,6 +93,13 @@ class CurvePoint(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
                 f"{where}: its step takes {self.step_s} s with a batch of "
                 f"{self.batch}; give more than 0 of both."
             )
+
+    @property
+    def error(self) -> CodecError:
+        """The error of its codecs."""
+        return CodecError(
+            own=self.own_error, shared=self.shared_error, workers=self.workers
+        )
 
     @property
     def shape(self) -> tuple[str, int, int]:
@@ -237,41 +252,77 @@ class _CurveHeader(msgspec.Struct):
     schema: int
 
 
-def corrected(table: CurveTable, lines: Iterable[Mapping[str, Any]]) -> CurveTable:
-    """The table with measured seconds of steps in the place of predicted ones.
+def corrected(
+    table: CurveTable,
+    lines: Iterable[Mapping[str, Any]],
+    noise_scale: float | None = None,
+) -> CurveTable:
+    """The table with what was measured in the place of what was predicted.
 
-    Configurations that were not measured keep their shape: their seconds are scaled by
-    the geometric mean of measured over predicted of those that were, kind by kind.
+    A configuration that was measured has the batch, the seconds and the codecs of its
+    steps; of several batches, those with the most goodput. The others of its kind
+    follow: their rows a second and their batch are scaled by the geometric means of
+    measured over predicted of those that were measured, and no batch leaves the range
+    of the table. The efficiency of all is that at the noise scale that was measured.
 
     Args:
       table: the table.
       lines: of ledgers: what runs of several processes tell of their progress, and
-        the steps that others measured after a re-plan. They count if they are of a
-        configuration and batch of the table. A line without ``device`` is of the only
-        kind of the table, and counts for none where there are several.
+        the steps that others measured after a re-plan. A line without ``device`` is of
+        the only kind of the table, and counts for none where there are several. Where
+        no noise scale is known, nobody can say what another batch is worth: only lines
+        with the batch of the table count.
+      noise_scale: of the gradients, in rows; infinite where noise hides the mean
+        gradient. None: the last that a line tells, or else that of the table.
+
+    Raises:
+      PlanError: the noise scale is negative or no number.
     """
-    found = tuple(_steps_of(tuple(lines)))
+    lines = tuple(lines)
+    judge = _Judge(
+        table, _last_noise(table, lines) if noise_scale is None else noise_scale
+    )
+    found = tuple(_steps_of(lines))
     only = table.kinds[0] if len(table.kinds) == 1 else ""
-    seconds = [_measured_seconds(point, found, only) for point in table.points]
-    ratios: dict[str, list[float]] = collections.defaultdict(list)
-    for point, (step_s, count) in zip(table.points, seconds, strict=True):
-        if count:
-            ratios[point.kind].append(step_s / point.step_s)
-    means = {kind: statistics.geometric_mean(each) for kind, each in ratios.items()}
+    measured = [_measured_at(point, found, only, judge) for point in table.points]
+    means = _scales_of(table.points, measured)
     made = [
-        _with_seconds(
-            point, step_s if count else point.step_s * means[point.kind], count
-        )
-        if point.goodput > 0 and point.kind in means
-        else point
-        for point, (step_s, count) in zip(table.points, seconds, strict=True)
+        judge.change(point, steps)
+        if steps
+        else judge.follow(point, means.get(point.kind))
+        for point, steps in zip(table.points, measured, strict=True)
     ]
-    return msgspec.structs.replace(table, points=tuple(made))
+    return msgspec.structs.replace(
+        table, points=tuple(made), noise_scale=judge.noise_scale
+    )
+
+
+def noise_scale_of(line: Mapping[str, Any]) -> float | None:
+    """The noise scale that a line of progress tells, in rows; None: it tells none.
+
+    JSON has no infinity, so a line has the text ``inf``.
+
+    >>> noise_scale_of({"noise_scale": "inf"}), noise_scale_of({"step": 3})
+    (inf, None)
+    """
+    try:
+        found = float(line.get("noise_scale") or 0.0)
+    except (TypeError, ValueError):
+        return None
+    return found if line.get("noise_scale") is not None and found >= 0 else None
+
+
+def _last_noise(table: CurveTable, lines: Sequence[Mapping[str, Any]]) -> float | None:
+    told = (noise_scale_of(line) for line in reversed(lines))
+    return next((phi for phi in told if phi is not None), table.noise_scale)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _Steps:
-    """Steps that were measured: what is '' or 0 of a configuration is not known."""
+    """Steps that were measured: what is '' or 0 of a configuration is not known.
+
+    ``codecs`` and ``error`` are None where the line says that they are as planned.
+    """
 
     step_s: float
     steps: int
@@ -279,14 +330,107 @@ class _Steps:
     cluster: str = ""
     devices: int = 0
     device: str = ""
+    accumulation: int = 1
+    scheme: str = ""
+    codecs: tuple[str, ...] | None = None
+    error: CodecError | None = None
 
     def are_of(self, point: CurvePoint, only: str) -> bool:
         """Whether they are of a configuration; ``only``: the kind of all, or ''."""
-        if self.batch != point.batch:
-            return False
         if self.cluster:
             return self.cluster == point.cluster
         return (self.device or only, self.devices) == (point.kind, point.devices)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Scale:
+    """How far what is measured of a kind is from what was predicted.
+
+    Attributes:
+      rows: batch over that of the table.
+      pace: rows a second over those of the table.
+    """
+
+    rows: float
+    pace: float
+
+
+class _Judge:
+    """Says what a batch is worth at the noise scale that is known now."""
+
+    def __init__(self, table: CurveTable, noise_scale: float | None) -> None:
+        self._before, self._base = table.noise_scale, table.base_batch
+        self._most = table.max_batch
+        self.noise_scale = noise_scale
+        self.knows = noise_scale is not None and self._base > 0
+
+    def efficiency(
+        self, point: CurvePoint, batch: float, error: CodecError | None = None
+    ) -> float:
+        """Progress of a row in a batch, as the table counts it.
+
+        A table's own figure is scaled, so that what it knows of its codecs stays.
+        """
+        phi = self.noise_scale
+        if phi is None or not self.knows:
+            return point.efficiency
+        before = 1.0
+        if self._before is not None:
+            before = efficiency(self._before, point.batch, self._base, point.error)
+        now = efficiency(phi, batch, self._base, error or point.error)
+        return point.efficiency * (now / before) if before > 0 else point.efficiency
+
+    def change(self, point: CurvePoint, steps: _Steps) -> CurvePoint:
+        """A configuration with what was measured of it."""
+        fields: dict[str, Any] = {"measured": steps.steps}
+        if steps.codecs is not None:
+            fields["codecs"] = steps.codecs
+        if steps.error is not None:
+            own, shared, workers = dataclasses.astuple(steps.error)
+            fields |= {"own_error": own, "shared_error": shared, "workers": workers}
+        if int(steps.batch) != point.batch:
+            fields["accumulation"] = steps.accumulation
+        if steps.scheme:
+            fields["scheme"] = steps.scheme
+        return self._with(point, steps.batch, steps.step_s, steps.error, fields)
+
+    def follow(self, point: CurvePoint, scale: _Scale | None) -> CurvePoint:
+        """A configuration that was not measured, beside those that were."""
+        if point.goodput <= 0:
+            return point
+        batch = self._batch(point, 1.0 if scale is None else scale.rows)
+        pace = 1.0 if scale is None else scale.pace
+        step_s = point.step_s * (batch / point.batch) / pace
+        return self._with(point, batch, step_s, None, {})
+
+    def _batch(self, point: CurvePoint, rows: float) -> int:
+        """A batch in proportion that all devices share, in the range of the table."""
+        if math.isclose(rows, 1.0) or not self.knows:
+            return point.batch
+        found = point.devices * max(round(point.batch * rows / point.devices), 1)
+        least = min(self._base, point.batch)
+        most = max(self._most, point.batch) if self._most else found
+        return min(max(found, least), most)
+
+    def _with(
+        self,
+        point: CurvePoint,
+        batch: float,
+        step_s: float,
+        error: CodecError | None,
+        fields: Mapping[str, Any],
+    ) -> CurvePoint:
+        worth = self.efficiency(point, batch, error)
+        ratio = worth / point.efficiency if point.efficiency > 0 else 1.0
+        pace = (batch / point.batch) * (point.step_s / step_s)
+        return msgspec.structs.replace(
+            point,
+            batch=int(batch),
+            step_s=step_s,
+            efficiency=worth,
+            goodput=point.goodput * pace * ratio,
+            **fields,
+        )
 
 
 def _steps_of(lines: Sequence[Mapping[str, Any]]) -> Iterator[_Steps]:
@@ -299,6 +443,7 @@ def _steps_of(lines: Sequence[Mapping[str, Any]]) -> Iterator[_Steps]:
         if line.get("kind") == "progress":
             found = {k: line.get(k, 0) for k in ("batch", "devices", "steps")}
             found["device"] = line.get("device", "")
+            found |= _way_of(line)
         elif line.get("kind") == "measured" and replan.get("step"):
             step_s = line.get("step_after_s")
             cluster = replan.get("new", {}).get("cluster", "")
@@ -308,21 +453,51 @@ def _steps_of(lines: Sequence[Mapping[str, Any]]) -> Iterator[_Steps]:
             yield _Steps(step_s=step_s, **found)
 
 
-def _measured_seconds(
-    point: CurvePoint, found: Sequence[_Steps], only: str
-) -> tuple[float, int]:
-    """Median seconds of a configuration's steps, and how many were measured."""
-    own = [each for each in found if each.are_of(point, only)]
-    if not own or point.goodput <= 0:
-        return 0.0, 0
-    median_s = statistics.median(each.step_s for each in own)
-    return median_s, max(sum(each.steps for each in own), 1)
+def _way_of(line: Mapping[str, Any]) -> dict[str, Any]:
+    """What a line says of its plan; lines of earlier releases say nothing."""
+    found: dict[str, Any] = {
+        "accumulation": line.get("microbatches", 1),
+        "scheme": line.get("scheme", ""),
+    }
+    if "noise_scale" in line:
+        found["codecs"] = tuple(line.get("codecs", ()))
+    if "codec_error" in line:
+        found["error"] = CodecError(**line["codec_error"])
+    return found
 
 
-def _with_seconds(point: CurvePoint, step_s: float, measured: int) -> CurvePoint:
-    return msgspec.structs.replace(
-        point,
-        step_s=step_s,
-        goodput=point.goodput * point.step_s / step_s,
-        measured=measured or point.measured,
-    )
+def _measured_at(
+    point: CurvePoint, found: Sequence[_Steps], only: str, judge: _Judge
+) -> _Steps | None:
+    """What was measured of a configuration; None: nothing was."""
+    if point.goodput <= 0:
+        return None
+    groups: dict[Any, list[_Steps]] = collections.defaultdict(list)
+    for each in found:
+        same = each.batch == point.batch
+        if each.are_of(point, only) and (same or (judge.knows and each.batch > 0)):
+            groups[each.batch, each.codecs, each.accumulation].append(each)
+    best, worth = None, -1.0
+    for own in groups.values():
+        step_s = statistics.median(each.step_s for each in own)
+        last = own[-1]
+        now = last.batch / step_s * judge.efficiency(point, last.batch, last.error)
+        if now > worth:
+            count = max(sum(each.steps for each in own), 1)
+            best = dataclasses.replace(last, step_s=step_s, steps=count)
+            worth = now
+    return best
+
+
+def _scales_of(
+    points: Sequence[CurvePoint], measured: Sequence[_Steps | None]
+) -> dict[str, _Scale]:
+    """How far each kind of devices is from what was predicted of it."""
+    rows: dict[str, list[float]] = collections.defaultdict(list)
+    pace: dict[str, list[float]] = collections.defaultdict(list)
+    for point, steps in zip(points, measured, strict=True):
+        if steps is not None:
+            rows[point.kind].append(steps.batch / point.batch)
+            pace[point.kind].append(rows[point.kind][-1] * point.step_s / steps.step_s)
+    mean = statistics.geometric_mean
+    return {kind: _Scale(mean(rows[kind]), mean(pace[kind])) for kind in rows}

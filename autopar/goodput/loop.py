@@ -17,6 +17,7 @@ from typing import Any
 import jax
 
 from autopar.goodput.choice import Decision, PhiRange, Way, decide, json_number
+from autopar.goodput.efficiency import CodecError
 from autopar.goodput.following import Following, check_data, check_rule
 from autopar.goodput.guard import LossGuard, finite, loss_in
 from autopar.goodput.rates import gain_told, told
@@ -532,6 +533,12 @@ class Loop:
     def way(self) -> Key:
         """The way that runs."""
         return self._ways.running(self.batch_size).key
+
+    @property
+    def error(self) -> CodecError:
+        """How much the codecs of the way that runs err."""
+        made = self._ways.running(self.batch_size)
+        return self._ways.way(made, runs=True).error
 
     def phi(self) -> PhiRange | None:
         """Within what the noise scale lies; None: it is not known yet."""

@@ -68,6 +68,7 @@ class Trainings:
         self.moved: list[tuple[str, dict[str, int]]] = []
         self.fails: dict[str, Ending] = {}
         self.losses: dict[str, float] = {}
+        self.tells: dict[str, Mapping[str, Any]] = {}
         self.deaf: set[str] = set()
 
     def start(self, job: JobRecord) -> None:
@@ -143,6 +144,7 @@ class Trainings:
             "step_s": None,
             "loss": loss if loss == loss else None,
             "finite": loss == loss,
+            **self.tells.get(job.name, {}),
         }
 
 

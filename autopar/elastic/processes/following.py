@@ -13,6 +13,7 @@ from typing import Any
 
 from autopar.elastic.loop import Step
 from autopar.elastic.samples import Samples
+from autopar.goodput.efficiency import EXACT
 from autopar.goodput.following import Following, check_rule
 from autopar.goodput.loop import HORIZON_S, Loop, Record
 from autopar.goodput.rates import Rule, progress
@@ -114,6 +115,23 @@ class TeamFollowing:
     def notes(self) -> dict[str, Any]:
         """Where the loop stands, as JSON can hold it."""
         return self.loop.to_data()
+
+    def measured(self) -> dict[str, Any]:
+        """What a line of progress says of the noise and of what steps were worth.
+
+        Returns:
+          ``noise_scale`` in rows, the text ``inf`` where noise hides the mean gradient,
+          None where it is not known yet; ``progress`` in rows of the base batch; and
+          ``codec_error`` where the codecs err.
+        """
+        phi = self.loop.phi()
+        found: dict[str, Any] = {"noise_scale": None, "progress": self.worth}
+        if phi is not None:
+            found["noise_scale"] = phi.phi if math.isfinite(phi.phi) else "inf"
+        error = self.loop.error
+        if math.isfinite(error.own + error.shared) and error != EXACT:
+            found["codec_error"] = dataclasses.asdict(error)
+        return found
 
     def after(
         self,

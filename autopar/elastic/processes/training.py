@@ -18,7 +18,7 @@ from autopar.elastic.events import Event
 from autopar.elastic.ledger import Ledger
 from autopar.elastic.loop import Step
 from autopar.elastic.nans import Finiteness, OnNan
-from autopar.elastic.pace import Pace
+from autopar.elastic.pace import Pace, plan_fields
 from autopar.elastic.processes import beside, programs
 from autopar.elastic.processes.following import TeamFollowing
 from autopar.elastic.processes.holding import place
@@ -230,8 +230,14 @@ class TeamRun:
         if not world.process_index:
             last = self.step >= self._steps
             at = (self.step, self.position, self._samples.batch, len(world.devices))
-            lost = self.nans.hopeless
-            self._pace.take(*at, done.result, last=last, lost=lost)
+            self._pace.take(
+                *at,
+                done.result,
+                plan=plan_fields(self.plan),
+                measured=None if self._follow is None else self._follow.measured,
+                last=last,
+                lost=self.nans.hopeless,
+            )
             self._activity.done(*at[:3], self._pace.loss)
 
     def _is_reached(self) -> bool:

@@ -177,6 +177,29 @@ def test_a_job_whose_worker_hangs(
     assert "\nhangs " not in run(*words).out  # its process has not started yet
 
 
+def test_what_a_job_measured_is_shown_beside_what_was_predicted(
+    run: Run, tmp_path: pathlib.Path
+) -> None:
+    world = World(tmp_path, [handed("one", max=4)], {"one": 400})
+    world.trainings.tells["one"] = {
+        "batch": 64, "step_s": 0.16, "noise_scale": 1234.5, "scheme": "DDP over data",
+        "microbatches": 2, "codecs": ["int8"],
+    }  # fmt: skip
+    world.rounds(3)
+    shown = run("jobs", "show", "one", "--state", tmp_path).out
+    for words in (
+        "step takes  160 ms", "predicted   308 ms at batch 8", "batch       64",
+        "noise scale 1234 rows", "plan        DDP over data, 2 microbatches, int8",
+    ):  # fmt: skip
+        assert words in shown
+    data = run("jobs", "show", "one", "--state", tmp_path, "--json").json
+    assert data["predicted_step_s"] == pytest.approx(8 / 26)
+    assert (data["noise_scale"], data["batch"]) == (1234.5, 64)
+    listed = run("jobs", tmp_path).out
+    assert "1234" in listed
+    assert "at batch 8" in listed
+
+
 def test_jobs_of_no_scheduler(run: Run, tmp_path: pathlib.Path) -> None:
     assert_fails(run("jobs", tmp_path), "no scheduler's state", "autopar schedule")
 

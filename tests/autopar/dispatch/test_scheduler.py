@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import pathlib
 import sqlite3
 
+import msgspec
+import numpy as np
 import pytest
-from dispatching import BATCH, World, curve, handed
+from dispatching import BATCH, HALVES, World, curve, handed
 
 from autopar.dispatch.backend import ClusterNode, Ending
 from autopar.dispatch.scheduler import SchedulerSettings
 from autopar.dispatch.store import Store
+from autopar.dispatch.views import MOVES, view_of
 from autopar.errors import ScheduleError
+from autopar.goodput.efficiency import efficiency
 from autopar.scheduler.jobs import Rounds
 
 
@@ -379,13 +384,63 @@ def test_a_job_that_comes_later_counts_from_then(tmp_path: pathlib.Path) -> None
     assert late.data["submitted_s"] == 35.0
 
 
+NEW = {
+    2: ("handed_s", "wish"),
+    3: ("batch", "noise_scale", "microbatches", "scheme", "codecs", "worth",
+        "submission"),
+}  # fmt: skip
+
+
+def as_schema(path: pathlib.Path, schema: int) -> None:
+    """Takes away what later schemas have added."""
+    with contextlib.closing(sqlite3.connect(path)) as file, file:
+        for column in (c for k, new in NEW.items() if k > schema for c in new):
+            file.execute(f"alter table jobs drop column {column}")
+        file.execute("update facts set value = ? where key = 'schema'", (str(schema),))
+
+
+def test_a_state_of_the_second_schema_is_taken_up(tmp_path: pathlib.Path) -> None:
+    world = World(tmp_path, [handed("one")], {"one": 90})
+    world.rounds(2)
+    as_schema(world.path, 2)
+    job = Store(world.path, reads=True).job("one")
+    assert (job.batch, job.noise_scale, job.worth) == (0, None, None)
+    world.again().run()
+    assert world.states() == {"one": "done"}
+
+
+def test_what_a_job_measures_is_what_its_policy_is_told(
+    tmp_path: pathlib.Path,
+) -> None:
+    """Noise scale, batch and seconds; it outlives the scheduler's lines."""
+    table = msgspec.structs.replace(HALVES, max_batch=64)
+    world = World(tmp_path, [handed("one", table=table, max=4)], {"one": 400})
+    told = {
+        "batch": 4 * BATCH, "step_s": 0.5, "steps": 5, "noise_scale": 300.0,
+        "progress": 40.0, "codecs": ["int8"], "microbatches": 2,
+    }  # fmt: skip
+    world.trainings.tells["one"] = told
+    world.rounds(4)
+    job = world.scheduler.jobs["one"]
+    assert (job.batch, job.noise_scale, job.worth) == (4 * BATCH, 300.0, 40.0)
+    assert (job.microbatches, job.codecs) == (2, "int8")
+    lines = world.scheduler._lines["one"]  # pyright: ignore[reportPrivateUsage]
+    view = view_of(job, 60.0, ("cpu",), MOVES, lines)
+    assert view.progress == 40.0
+    worth = efficiency(300.0, 4 * BATCH, BATCH)
+    four = np.array([4])
+    assert view.curve.goodput(four, four) == pytest.approx(4 * BATCH / 0.5 * worth)
+    # Another scheduler has no lines yet, and the noise scale of the state.
+    blind = view_of(Store(world.path).job("one"), 60.0, ("cpu",), MOVES)
+    assert blind.curve.goodput(four, four) == pytest.approx(26.0)
+    world.trainings.tells["one"] = {**told, "noise_scale": None, "progress": None}
+    world.rounds(1)
+    assert world.scheduler.jobs["one"].noise_scale == 300.0
+
+
 def test_a_state_of_the_first_schema_is_taken_up(tmp_path: pathlib.Path) -> None:
     world = World(tmp_path, [handed("one", submitted_s=3.0)], {"one": 5})
-    with sqlite3.connect(world.path) as file:
-        for column in ("handed_s", "wish"):
-            file.execute(f"alter table jobs drop column {column}")
-        file.execute("update facts set value = '1' where key = 'schema'")
-    file.close()
+    as_schema(world.path, 1)
     world.again().run()
     assert world.states() == {"one": "done"}
     assert world.scheduler.jobs["one"].submitted_s == 3.0

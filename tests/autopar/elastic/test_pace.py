@@ -54,3 +54,24 @@ def test_the_last_step_is_always_told() -> None:
 def test_a_loss_is_the_first_number() -> None:
     assert loss_of((jnp.ones(3), jnp.bfloat16(0.5), 2.0)) == 0.5
     assert loss_of({"done": True, "name": jnp.ones((2, 2))}) is None
+
+
+def test_the_time_of_another_batch_or_plan_is_no_step() -> None:
+    ledger, clock = Ledger(None), Clock()
+    pace = Pace(ledger, 1.0, clock)
+    plans: list[dict[str, Any]] = [{}, {}, {}, {"codecs": ["int8"]}]
+    for k, (batch, plan) in enumerate(zip((8, 8, 64, 64), plans, strict=True), 1):
+        clock.now += 2.0
+        pace.take(k, 8 * k, batch, 2, None, plan=plan)
+    assert [x["step_s"] for x in ledger.lines] == [None, 2.0, None, None]
+    assert [x.get("codecs") for x in ledger.lines] == [None, None, None, ["int8"]]
+
+
+def test_a_line_says_what_was_measured_of_the_noise() -> None:
+    ledger = Ledger(None)
+    told = {"noise_scale": 40.0, "progress": 24.0}
+    pace = Pace(ledger, 1.0, Clock())
+    pace.take(1, 8, 8, 2, 1.0)
+    pace.take(2, 16, 8, 2, 1.0, measured=lambda: told, last=True)
+    assert ledger.lines[0]["noise_scale"] is None
+    assert (ledger.lines[1]["noise_scale"], ledger.lines[1]["progress"]) == (40.0, 24.0)

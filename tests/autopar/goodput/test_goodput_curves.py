@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import json
+import math
 import pathlib
 from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from autopar.errors import ScheduleError
 from autopar.goodput.curves import CurvePoint, CurveTable, corrected
+from autopar.goodput.efficiency import efficiency
 from autopar.scheduler.jobs import JobView
 from autopar.scheduler.nodes import Nodes
 from autopar.scheduler.policies.baselines import POLICIES, policy_of
@@ -157,3 +161,117 @@ def test_a_line_of_no_kind_corrects_no_table_of_several() -> None:
     assert corrected(made, [line(1, 2.0)]) == made
     found = corrected(made, [{**line(1, 2.0), "device": "cpu"}])
     assert [p.step_s for p in found.points] == [2.0, other.step_s]
+
+
+def told(devices: int, batch: int, step_s: float, phi: Any, **fields: Any) -> Any:
+    """A line of a job whose batch follows."""
+    return {**line(devices, step_s, batch), "noise_scale": phi, **fields}
+
+
+def follows(*goodputs: float, phi: float | None = 50.0) -> CurveTable:
+    """A curve whose batches are 96 rows a device, planned with a noise scale."""
+    made: list[CurvePoint] = []
+    for k, rate in enumerate(goodputs, 1):
+        worth = 1.0 if phi is None else efficiency(phi, 96 * k, 96)
+        fields = {"batch": 96 * k, "step_s": 96 * k / rate, "efficiency": worth}
+        made.append(point(k, k, rate * worth, **fields))
+    return CurveTable(
+        points=tuple(made), base_batch=96, max_batch=4096, noise_scale=phi
+    )
+
+
+@pytest.mark.parametrize("planned", [50.0, None])
+def test_a_job_with_a_larger_batch_tells_what_its_curve_did_not_know(
+    planned: float | None,
+) -> None:
+    """It runs 768 rows in 160 ms, and was planned with 96 in 200 ms."""
+    made = follows(480.0, 900.0, phi=planned)
+    lines = [told(1, 768, 0.16, 2000.0) for _ in range(5)]
+    one, two = corrected(made, lines).points
+    assert (one.batch, one.step_s, one.measured) == (768, 0.16, 25)
+    assert one.efficiency == pytest.approx(efficiency(2000.0, 768, 96))
+    assert one.goodput == pytest.approx(768 / 0.16 * one.efficiency)
+    # Eight times the rows, ten times as many a second.
+    assert (two.batch, two.measured) == (8 * 192, 0)
+    assert two.batch / two.step_s == pytest.approx(9000.0)
+    assert two.efficiency == pytest.approx(efficiency(2000.0, 8 * 192, 96))
+    assert two.goodput == pytest.approx(9000.0 * two.efficiency)
+
+
+def test_no_batch_in_proportion_leaves_the_range_of_the_table() -> None:
+    made = msgspec.structs.replace(follows(480.0, 900.0, 1200.0), max_batch=1000)
+    batches = [p.batch for p in corrected(made, [told(1, 768, 0.16, 2e3)]).points]
+    assert batches == [768, 1000, 1000]
+    least = corrected(made, [told(3, 96, 0.1, 2e3)]).points[0]
+    assert least.batch == 96
+
+
+def test_of_several_batches_the_one_with_the_most_goodput_counts() -> None:
+    """With little noise a large batch is worth nothing; with much it is."""
+    made = follows(480.0)
+    lines = [told(1, 96, 0.2, 0.0), told(1, 768, 0.4, 0.0)]
+    assert corrected(made, lines).points[0].batch == 96
+    assert corrected(made, lines, 1e4).points[0].batch == 768
+    assert corrected(made, lines, math.inf).points[0].batch == 768
+
+
+def test_lines_of_an_earlier_release_are_read() -> None:
+    """They tell no noise scale: with one planned, their batch counts by that."""
+    made = follows(480.0)
+    assert corrected(made, [line(1, 0.1, 96)]).points[0].step_s == 0.1
+    assert corrected(made, [line(1, 0.1, 192)]).points[0].batch == 192
+    assert corrected(made, [line(1, 0.1, 192)]).noise_scale == 50.0
+    # Without one nobody knows what another batch is worth.
+    blind = follows(480.0, phi=None)
+    assert corrected(blind, [line(1, 0.1, 192)]) == blind
+
+
+def test_the_codecs_of_a_job_are_those_that_it_runs_with() -> None:
+    made = follows(480.0)
+    error = {"own": 0.0, "shared": 1.0, "workers": 4}
+    lines = [told(1, 96, 0.1, 500.0, codecs=["int8"], codec_error=error)]
+    (one,) = corrected(made, lines).points
+    assert (one.codecs, one.shared_error) == (("int8",), 1.0)
+    assert one.efficiency == pytest.approx(0.5)
+    again = corrected(corrected(made, lines), [told(1, 96, 0.1, 500.0)])
+    assert again.points[0].codecs == ()
+
+
+noises = st.one_of(st.none(), st.just(0.0), st.just("inf"), st.floats(1e-3, 1e9))
+told_lines = st.builds(
+    told,
+    st.integers(1, 4),
+    st.sampled_from([48, 96, 192, 768, 10_000]),
+    st.floats(1e-4, 1e3),
+    noises,
+)
+
+
+@given(
+    st.lists(told_lines, max_size=12),
+    st.one_of(st.none(), st.just(math.inf), st.floats(0.0, 1e9)),
+)
+def test_whatever_is_told_a_curve_stays_one(lines: list[Any], phi: float | None):
+    """Numbers stay finite, and more devices or more noise never do less."""
+    made = follows(480.0, 900.0, 1200.0, 1500.0)
+    found = corrected(made, lines, phi)
+    for each in found.points:
+        assert math.isfinite(each.goodput)
+        assert each.goodput > 0
+        assert each.batch >= 1
+        assert each.goodput == pytest.approx(each.batch / each.step_s * each.efficiency)
+    counts = np.arange(1, 5)
+    seen = found.on("cpu").goodput(counts, counts)
+    assert (np.diff(seen) >= 0).all()
+    if phi is not None and not lines:
+        noisier = corrected(made, lines, 2 * phi + 1)
+        pairs = zip(found.points, noisier.points, strict=True)
+        assert all(b.goodput >= a.goodput * (1 - 1e-9) for a, b in pairs)
+
+
+@given(st.floats(1e-3, 10.0), st.floats(1.01, 10.0))
+def test_a_slower_step_is_worth_less_on_all_configurations(step_s: float, by: float):
+    made = follows(480.0, 900.0)
+    fast = corrected(made, [told(1, 768, step_s, 1e3)]).points
+    slow = corrected(made, [told(1, 768, step_s * by, 1e3)]).points
+    assert all(a.goodput > b.goodput for a, b in zip(fast, slow, strict=True))

@@ -54,6 +54,13 @@ def test_all_take_one_decision_at_one_step_and_go_on_without_the_first(
     assert whole[STEPS - 1][2] == 4 * BASE
     for k in range(STEPS - 1):
         assert whole[k + 1][1] - whole[k][1] in (BASE, 4 * BASE)
+    # What a scheduler reads: the batch in use, its noise, and what steps were worth.
+    text = (run.folder / "progress.jsonl").read_text()
+    lines = [json.loads(x) for x in text.splitlines()]
+    last = lines[-1]
+    assert (lines[0]["batch"], last["batch"]) == (BASE, 4 * BASE)
+    assert float(last["noise_scale"]) >= 0
+    assert BASE * STEPS < last["progress"] < last["position"]
     lines = (run.folder / "losses.ledger").read_text().splitlines()
     kinds = [json.loads(line)["kind"] for line in lines]
     assert kinds.count("batch") == 1
