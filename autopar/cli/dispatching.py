@@ -21,7 +21,7 @@ from autopar.cluster import Cluster
 from autopar.dispatch.backend import Backend, ClusterNode, LocalCluster, RayCluster
 from autopar.dispatch.running import ProcessRuns
 from autopar.dispatch.scheduler import Scheduler, SchedulerSettings
-from autopar.dispatch.specs import Handed, read_jobs
+from autopar.dispatch.specs import Handed, read_jobs, read_users
 from autopar.dispatch.store import FAILED, RUNNING, STOPPING, JobRecord, Store
 from autopar.dispatch.views import MoveTimes
 from autopar.errors import AutoparError, ScheduleError
@@ -33,6 +33,7 @@ from autopar.scheduler.simulator.engine import History, Options, simulate
 from autopar.scheduler.simulator.metrics import Metrics, metrics, timeline_page
 from autopar.scheduler.simulator.traces.recorded import Trace, read_trace
 from autopar.scheduler.simulator.traces.spot import read_events
+from autopar.scheduler.users import parse_users
 from autopar.whole_files import FileLock, export_whole
 
 # These know the programs of published traces alone.
@@ -54,6 +55,8 @@ class DispatchRequest:
     react_s: float | None
     start_s: float
     change_s: float
+    quotas: tuple[str, ...] = ()
+    shares: tuple[str, ...] = ()
 
 
 def schedule(asked: DispatchRequest) -> Result:
@@ -64,12 +67,14 @@ def schedule(asked: DispatchRequest) -> Result:
     """
     policy = _policy(asked.policy)
     jobs = () if asked.jobs is None else read_jobs(asked.jobs)
+    table = {} if asked.jobs is None else read_users(asked.jobs)
     moves = MoveTimes(start_s=asked.start_s, change_s=asked.change_s)
     settings = SchedulerSettings(
         interval_s=asked.interval_s,
         react_s=asked.react_s,
         moves=moves,
         stays=asked.stays,
+        users=parse_users(asked.quotas, asked.shares, table),
     )
     asked.state.mkdir(parents=True, exist_ok=True)
     lock = FileLock(asked.state / "lock")
@@ -227,6 +232,8 @@ class SimulationRequest:
     away: pathlib.Path | None
     page: pathlib.Path | None
     explain: bool
+    quotas: tuple[str, ...] = ()
+    shares: tuple[str, ...] = ()
 
 
 def run_simulation(asked: SimulationRequest, *, as_json: bool) -> Result:
@@ -238,6 +245,7 @@ def run_simulation(asked: SimulationRequest, *, as_json: bool) -> Result:
         react_s=asked.react_s,
         interference=asked.interference,
         events=events,
+        users=parse_users(asked.quotas, asked.shares),
     )
     restart_s = asked.restart_s
     if restart_s is not None and not 0 <= restart_s < math.inf:

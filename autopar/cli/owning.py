@@ -13,7 +13,7 @@ from typing import Any
 from autopar.cli.output import Result
 from autopar.dispatch.owners import carry_out, record_wish
 from autopar.dispatch.running import ProcessRuns
-from autopar.dispatch.specs import JobSpec, check, read_jobs
+from autopar.dispatch.specs import JobSpec, check, read_jobs, read_users
 from autopar.dispatch.store import DONE, ENDED, JobRecord, Store
 from autopar.elastic.processes.records import command
 from autopar.errors import ScheduleError
@@ -24,7 +24,7 @@ from autopar.whole_files import FileLock, holder
 
 STATE_FILE = "state.sqlite"
 _HEADING = (
-    "job", "state", "devices", "asked", "submitted", "started", "ended", "step",
+    "job", "user", "state", "devices", "asked", "submitted", "started", "ended", "step",
     "step takes", "predicted", "batch", "noise", "plan", "loss", "moves", "why",
 )  # fmt: skip
 
@@ -39,6 +39,8 @@ class Submitted:
     name: str
     devices: int
     guaranteed: bool
+    user: str = ""
+    priority: float = 1.0
 
 
 def submit(asked: Submitted) -> Result:
@@ -48,10 +50,16 @@ def submit(asked: Submitted) -> Result:
       ScheduleError: a job is wrong, or one of its name is there; none is added then.
     """
     if asked.file.suffix == ".toml":
-        if asked.words or asked.name or asked.devices > 1 or asked.guaranteed:
+        said = (asked.words, asked.name, asked.devices > 1, asked.guaranteed)
+        if any((*said, asked.user, asked.priority != 1)):
             raise ScheduleError(
                 f"{asked.file}: a table says all of its jobs; leave out what follows "
-                "it, --name, --devices and --guaranteed."
+                "it, and all options of a script's job."
+            )
+        if read_users(asked.file):
+            raise ScheduleError(
+                f"{asked.file}: [users] is for who runs the scheduler: give it to "
+                "`autopar schedule`, and leave it out here."
             )
         jobs = read_jobs(asked.file)
     else:
@@ -61,6 +69,8 @@ def submit(asked: Submitted) -> Result:
             args=asked.words,
             devices=asked.devices,
             guaranteed=asked.guaranteed,
+            user=asked.user,
+            priority=asked.priority,
         )
         jobs = (check(spec, asked.file.absolute().parent, str(asked.file)),)
     for job in jobs:
@@ -134,6 +144,7 @@ def show(state: pathlib.Path, name: str, *, as_json: bool) -> Result:
         return Result.of({**data, **figures, "decisions": decided, "spans": spans})
     shown = {
         "job": name,
+        "user": job.handed.user,
         "state": f"{job.shown_state}{f': {job.reason}' if job.reason else ''}",
         "script": " ".join([str(data["script"]), *spec.args]),
         "output": data["output"],
@@ -150,6 +161,7 @@ def show(state: pathlib.Path, name: str, *, as_json: bool) -> Result:
         "loss": "" if job.loss is None else f"{job.loss:.6g}",
         "moves": str(job.moves),
         "guaranteed": "yes" if spec.guaranteed else "no",
+        "priority": "" if spec.priority == 1 else f"{spec.priority:g}",
     }
     lines = [f"{key:<12}{value}" for key, value in shown.items() if value]
     lines += [f"{'hangs':<12}{text}" for text in data["hangs"]]
@@ -298,7 +310,7 @@ def job_lines(records: Sequence[JobRecord]) -> list[str]:
         return ["no job was handed in yet"]
     rows = [_HEADING, *(_row(job) for job in records)]
     done = [j for j in records if j.state == DONE and j.ended_s is not None]
-    lines = columns(rows, right=[*range(2, 12), 13, 14])
+    lines = columns(rows, right=[*range(3, 13), 14, 15])
     open_ = sum(job.state not in ENDED for job in records)
     text = f"{len(done)} of {len(records)} jobs are done, {open_} are open"
     if done:
@@ -311,6 +323,7 @@ def _row(job: JobRecord) -> tuple[str, ...]:
     spec = job.handed.spec
     return (
         job.name,
+        job.handed.user,
         job.shown_state,
         str(job.given_devices),
         str(spec.devices),

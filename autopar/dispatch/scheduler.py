@@ -20,6 +20,7 @@ from autopar.elastic.processes.members import SUSPENDED
 from autopar.goodput.curves import noise_scale_of
 from autopar.scheduler.jobs import Allocation, Decisions, JobView, Rounds, check_times
 from autopar.scheduler.policies.base import SchedulingPolicy
+from autopar.scheduler.users import UserLimits, Users, decide_for_users, new_waits
 
 # The exit status of a run that was told to end.
 _INTERRUPTED = 130
@@ -48,6 +49,7 @@ class SchedulerSettings:
         has failed.
       leave_s: longest that a job may take to give its devices back.
       stays: whether it waits for other jobs when all have ended.
+      users: quotas and shares by user.
 
     Raises:
       ScheduleError: a number is out of its range.
@@ -59,6 +61,7 @@ class SchedulerSettings:
     losses: int = 3
     leave_s: float = 60.0
     stays: bool = False
+    users: Users = dataclasses.field(default_factory=dict[str, UserLimits])
 
     def __post_init__(self) -> None:
         """Checks the times between decisions."""
@@ -170,12 +173,22 @@ class Scheduler:
             for name in views
             if self._keeps(self._jobs[name])
         }
-        decided = self._policy.decide(now_s, views, numbering.nodes, current)
+        decided = decide_for_users(
+            self._policy, now_s, views, numbering.nodes, current, self._set.users
+        )
         numbering.nodes.free(decided.allocations)
+        # One that lost its workers keeps that for its reason.
+        told = {n: j.reason for n in views if not (j := self._jobs[n]).losses}
+        more = new_waits(decided, {**decided.waits, **told})
+        decided = dataclasses.replace(decided, reasons=(*decided.reasons, *more))
         self._store.add_decisions(now_s, decided)
         for reason in decided.reasons:
             self._say(f"{now_s:.0f} s: {reason.text}")
         self._apply(decided, views, numbering)
+        for name in views:
+            job, why = self._jobs[name], decided.waits.get(name, "")
+            if job.state == states.WAITING and job.reason != why and not job.losses:
+                self._update(job, reason=why)
 
     def _obstacle(self, job: JobRecord, numbering: Numbering) -> str:
         """Why a job that waits cannot run on the nodes that are there; it is kept."""
@@ -184,10 +197,9 @@ class Scheduler:
         adapts = self._policy.adapts != "nothing"
         devices, kinds = numbering.nodes.total, numbering.kinds
         wrong = obstacle(job.handed, devices, kinds, adapts=adapts)
-        if job.reason != wrong and not job.losses:
+        if wrong and job.reason != wrong and not job.losses:
             self._update(job, reason=wrong)
-            if wrong:
-                self._say(f"job {job.name} waits: {wrong}")
+            self._say(f"job {job.name} waits: {wrong}")
         return wrong
 
     def _keeps(self, job: JobRecord) -> bool:

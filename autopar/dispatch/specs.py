@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import collections
+import getpass
 import math
+import os
 import pathlib
 import re
 import tomllib
@@ -14,8 +16,11 @@ import msgspec
 
 from autopar.errors import ScheduleError
 from autopar.goodput.curves import CurveTable
+from autopar.scheduler.jobs import wrong_priority
+from autopar.scheduler.users import UserLimits
 
 # The name of a job is that of its folder too.
+_LONGEST_USER = 64
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,63}")
 
 
@@ -39,6 +44,8 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
       noise_scale: of its gradients, for the planned curve; None: not known.
       max_batch: largest batch, for the planned curve.
       guaranteed: whether it is promised to be as fast as on what it asks for.
+      user: whose it is; '': of who hands it in.
+      priority: its weight beside other jobs of its user.
       save_every: steps between checkpoints, for a script that says nothing of them.
       ahead: whether a process prepares programs of likely next worlds.
     """
@@ -57,6 +64,8 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     noise_scale: float | None = None
     max_batch: int | None = None
     guaranteed: bool = False
+    user: str = ""
+    priority: float = 1.0
     save_every: int = 100
     ahead: bool = False
 
@@ -68,11 +77,18 @@ class Handed(msgspec.Struct, frozen=True, kw_only=True):
       spec: what was said.
       folder: where its script runs.
       curve: its goodput by configuration; None: not known.
+      owner: the login name of who handed it in; '' where nobody knows.
     """
 
     spec: JobSpec
     folder: str
     curve: CurveTable | None = None
+    owner: str = ""
+
+    @property
+    def user(self) -> str:
+        """Whose it is."""
+        return self.spec.user or self.owner
 
     @property
     def application(self) -> str:
@@ -100,46 +116,94 @@ def read_jobs(path: pathlib.Path) -> tuple[Handed, ...]:
     Raises:
       ScheduleError: the table cannot be read, or a job is wrong; names the job and key.
     """
-    try:
-        found = tomllib.loads(path.read_text())
-    except OSError as error:
-        raise ScheduleError(f"{path}: {error.strerror}.") from error
-    except (ValueError, RecursionError) as error:  # of TOML, UTF-8 and huge numbers
-        raise ScheduleError(f"{path}: it is no TOML: {error}.") from error
+    folder = path.resolve().parent
+    return tuple(check(spec, folder, where) for where, spec in read_specs(path))
+
+
+def read_specs(path: pathlib.Path) -> list[tuple[str, JobSpec]]:
+    """The jobs of a table, each with where it stands; no other file is looked at.
+
+    Raises:
+      ScheduleError: the table cannot be read, or a job is wrong.
+    """
+    found = _read_toml(path)
+    found.pop("users", None)
     tables = found.pop("job", None)
     if found:
         raise ScheduleError(
             f"{path}: key {next(iter(found))!r} is not known; write a table [[job]] "
-            "for each job."
+            "for each job, and a table [users.NAME] for a user."
         )
     if not isinstance(tables, list) or not tables:
         raise ScheduleError(f"{path}: it has no jobs; write a table [[job]] for each.")
-    folder = path.resolve().parent
-    jobs = tuple(_read(path, k, table, folder) for k, table in enumerate(tables, 1))
-    counted = collections.Counter(job.spec.name for job in jobs)
+    jobs = [_read(path, k, table) for k, table in enumerate(tables, 1)]
+    counted = collections.Counter(spec.name for _, spec in jobs)
     for name, times in counted.items():
         if times > 1:
             raise ScheduleError(f"{path}: job {name!r} stands there twice; rename one.")
     return jobs
 
 
-def _read(path: pathlib.Path, number: int, table: Any, folder: pathlib.Path) -> Handed:
+def read_users(path: pathlib.Path) -> dict[str, UserLimits]:
+    """The quotas and shares of a table of jobs: its tables ``[users.NAME]``.
+
+    Raises:
+      ScheduleError: the table cannot be read, or a user is wrong.
+    """
+    tables = _read_toml(path).get("users", {})
+    if not isinstance(tables, dict):
+        raise ScheduleError(f"{path}: users is no table; write [users.NAME].")
+    found: dict[str, UserLimits] = {}
+    for user, table in tables.items():
+        where = f"{path}: user {user!r}"
+        unknown = set(table) - {"devices", "share"} if isinstance(table, dict) else {""}
+        if unknown:
+            raise ScheduleError(
+                f"{where}: {min(unknown)!r} is not known; give devices and share."
+            )
+        try:
+            found[user] = msgspec.convert(table, UserLimits)
+        except (msgspec.ValidationError, ScheduleError) as error:
+            raise ScheduleError(f"{where}: {str(error).rstrip('.')}.") from error
+    return found
+
+
+def _read_toml(path: pathlib.Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text())
+    except OSError as error:
+        raise ScheduleError(f"{path}: {error.strerror}.") from error
+    except (ValueError, RecursionError) as error:  # of TOML, UTF-8 and huge numbers
+        raise ScheduleError(f"{path}: it is no TOML: {error}.") from error
+
+
+def _read(path: pathlib.Path, number: int, table: Any) -> tuple[str, JobSpec]:
     named = isinstance(table, Mapping) and isinstance(table.get("name"), str)
     where = f"{path}: job {table['name']!r}" if named else f"{path}: job {number}"
     try:
-        spec = msgspec.convert(table, JobSpec)
+        return where, msgspec.convert(table, JobSpec)
     except msgspec.ValidationError as error:
         raise ScheduleError(f"{where}: {_plain(error)}.") from error
-    return check(spec, folder, where)
 
 
-def check(spec: JobSpec, folder: pathlib.Path, where: str) -> Handed:
+def login_name() -> str:
+    """The login name of who runs this process; its number where it has no name."""
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):
+        return str(os.getuid())
+
+
+def check(
+    spec: JobSpec, folder: pathlib.Path, where: str, owner: str | None = None
+) -> Handed:
     """A job that is in order, with its curve.
 
     Args:
       spec: what was said of it.
       folder: where its script runs.
       where: it was said, for errors.
+      owner: who hands it in; None: who runs this process.
 
     Raises:
       ScheduleError: something of it is wrong.
@@ -153,7 +217,8 @@ def check(spec: JobSpec, folder: pathlib.Path, where: str) -> Handed:
             curve = CurveTable.load(folder / spec.curve)
         except ScheduleError as error:
             raise ScheduleError(f"{where}: curve: {error}") from error
-    return Handed(spec=spec, folder=str(folder), curve=curve)
+    owner = login_name() if owner is None else owner
+    return Handed(spec=spec, folder=str(folder), curve=curve, owner=owner)
 
 
 def _plain(error: msgspec.ValidationError) -> str:
@@ -185,6 +250,10 @@ def _wrong(spec: JobSpec, folder: pathlib.Path) -> str:
         return "target_args and noise_scale belong to target, which is missing."
     if (spec.noise_scale is None) != (spec.max_batch is None):
         return "noise_scale and max_batch go together; give both or none."
+    if len(spec.user) > _LONGEST_USER:
+        return f"user has {len(spec.user)} letters; give at most {_LONGEST_USER}."
+    if wrong := wrong_priority(spec.priority):
+        return wrong
     if spec.save_every < 1:
         return f"save_every is {spec.save_every}; give at least 1 step."
     return ""

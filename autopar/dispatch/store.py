@@ -173,6 +173,8 @@ class JobRecord:
             "submitted_s": self.submitted_s,
             "asked": spec.devices,
             "guaranteed": spec.guaranteed,
+            "user": self.handed.user,
+            "priority": spec.priority,
         }
 
 

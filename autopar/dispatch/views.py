@@ -132,6 +132,9 @@ def view_of(
         "measured": True,
         "restart_s": moves.start_s,
         "guaranteed": spec.guaranteed,
+        "user": handed.user,
+        "priority": spec.priority,
+        "least": spec.min,
         "moves": moves.move_s,
     }
     if curve is None:

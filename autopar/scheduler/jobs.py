@@ -18,6 +18,9 @@ import numpy as np
 
 from autopar.errors import ScheduleError
 
+LARGEST_WEIGHT = 1000.0
+"""The largest priority of a job and share of a user; 1 over it is the least."""
+
 Allocation = tuple[int, ...]
 """The node of each device of a job; devices of one node stand next to each other."""
 
@@ -36,6 +39,8 @@ class Job:
       steps: how many steps it runs; 0 where it ends at a quality instead.
       duration_s: its run time on what it asks for; 0 where it is not known.
       guaranteed: whether it is promised to be as fast as on what it asks for.
+      user: whose it is; '' where nobody says.
+      priority: its weight beside other jobs of its user.
     """
 
     name: str
@@ -47,6 +52,8 @@ class Job:
     steps: int = 0
     duration_s: float = 0.0
     guaranteed: bool = False
+    user: str = ""
+    priority: float = 1.0
 
     def __post_init__(self) -> None:
         """Refuses numbers that no job can have.
@@ -69,6 +76,18 @@ class Job:
                 f"job {self.name!r}: its duration is {self.duration_s} s; give a "
                 "time of at least 0."
             )
+        if wrong := wrong_priority(self.priority):
+            raise ScheduleError(f"job {self.name!r}: {wrong}")
+
+
+def wrong_priority(priority: float) -> str:
+    """What is wrong with a priority; '' if nothing is."""
+    if 1 / LARGEST_WEIGHT <= priority <= LARGEST_WEIGHT:
+        return ""
+    return (
+        f"priority is {priority}; give a weight from {1 / LARGEST_WEIGHT:g} to "
+        f"{LARGEST_WEIGHT:g}."
+    )
 
 
 class Curve(Protocol):
@@ -131,6 +150,12 @@ class JobView:
       oracle: only for a policy that is named an oracle.
       by_kind: its curve on kinds of devices; `curve` on those that are missing.
       moves: seconds of a move by what it moves from and to; `restart_s` where None.
+      user: whose it is.
+      priority: its weight beside other jobs of its user.
+      share: the weight of its user beside other users.
+      least: it cannot use fewer devices.
+      cap: the most devices that its user's quota leaves it; 0: it may not run now, and
+        None: there is no quota.
     """
 
     name: str
@@ -151,6 +176,11 @@ class JobView:
     oracle: Oracle | None = None
     by_kind: Mapping[str, Curve] = dataclasses.field(default_factory=dict[str, Curve])
     moves: MoveSeconds | None = None
+    user: str = ""
+    priority: float = 1.0
+    share: float = 1.0
+    least: int = 1
+    cap: int | None = None
 
     def on(self, kind: str) -> Curve:
         """Its curve on devices of a kind."""
@@ -165,6 +195,24 @@ class JobView:
 
 Views = Mapping[str, JobView]
 """The jobs that wait or run, by name, in the order they were handed in."""
+
+
+def entitlements(jobs: Views) -> dict[str, float]:
+    """What each job is entitled to beside the mean of all; 1 where all are alike.
+
+    A user's share over those of all users, times a job's priority over those of the
+    user's jobs, times the number of jobs. A job that may not run counts for nobody.
+    """
+    run = {name: view for name, view in jobs.items() if view.cap != 0}
+    shares = {view.user: view.share for view in run.values()}
+    whole = sum(shares.values())
+    own = dict.fromkeys(shares, 0.0)
+    for view in run.values():
+        own[view.user] += view.priority
+    return {
+        name: len(run) * view.priority / own[view.user] * (view.share / whole)
+        for name, view in run.items()
+    }
 
 
 def placement_of(allocation: Allocation) -> tuple[int, ...]:
@@ -225,12 +273,14 @@ class Decisions:
       reasons: of the jobs whose allocation changes.
       gap: how far the allocation may be from the best, relative; nan where a policy
         proves nothing.
+      waits: why jobs may not run now, by name, where their users' quotas are used up.
     """
 
     allocations: Mapping[str, Allocation]
     plans: Mapping[str, str] = dataclasses.field(default_factory=dict[str, str])
     reasons: tuple[Reason, ...] = ()
     gap: float = float("nan")
+    waits: Mapping[str, str] = dataclasses.field(default_factory=dict[str, str])
 
 
 class Rounds:

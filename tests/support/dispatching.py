@@ -15,6 +15,7 @@ from autopar.dispatch.views import MoveTimes
 from autopar.elastic.processes.members import SUSPENDED
 from autopar.goodput.curves import CurvePoint, CurveTable
 from autopar.scheduler.policies.baselines import policy_of
+from autopar.scheduler.users import UserLimits
 
 BATCH = 8
 
@@ -36,7 +37,7 @@ HALVES = curve(8.0, 15.0, 21.0, 26.0)
 
 def handed(name: str, *, table: CurveTable | None = HALVES, **fields: Any) -> Handed:
     spec = JobSpec(name=name, script="train.py", **fields)
-    return Handed(spec=spec, folder="/", curve=table)
+    return Handed(spec=spec, folder="/", curve=table, owner="owner")
 
 
 @dataclasses.dataclass
@@ -186,7 +187,9 @@ class World:
         *,
         nodes: int = 4,
         policy: str = "goodput",
+        users: Mapping[str, UserLimits] | None = None,
     ) -> None:
+        self.users = users or {}
         self.path, self.policy = folder / "state.sqlite", policy
         self.clock, self.cluster = Clock(), Cluster(nodes)
         self.trainings = Trainings(self.clock, steps)
@@ -204,7 +207,9 @@ class World:
             self.trainings,
             policy_of(self.policy),
             SchedulerSettings(
-                interval_s=10.0, moves=MoveTimes(start_s=5.0, change_s=1.0)
+                interval_s=10.0,
+                moves=MoveTimes(start_s=5.0, change_s=1.0),
+                users=self.users,
             ),
             clock=self.clock,
             sleep=self.clock.sleep,

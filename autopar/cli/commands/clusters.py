@@ -18,6 +18,18 @@ _State = Annotated[
 ]
 _Names = Annotated[list[str], typer.Argument(metavar="JOB...", help="Names of jobs.")]
 _Name = Annotated[str, typer.Argument(metavar="JOB", help="The name of a job.")]
+_Quota = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="USER=N", help="The most devices that a user's jobs hold together."
+    ),
+]
+_Share = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="USER=WEIGHT", help="A user's weight under fair and goodput; else 1."
+    ),
+]
 _DEFAULT = pathlib.Path("autopar-jobs")
 
 
@@ -61,6 +73,12 @@ def submit(
             "--guaranteed", help="A script's job is promised the speed it asks for."
         ),
     ] = False,
+    user: Annotated[
+        str, typer.Option(help="Whose a script's job is; by default yours.")
+    ] = "",
+    priority: Annotated[
+        float, typer.Option(help="Its weight beside other jobs of its user.")
+    ] = 1.0,
 ) -> Result:
     """Hands in jobs, whether or not a scheduler runs."""
     # It imports JAX, which help must not.
@@ -73,6 +91,8 @@ def submit(
         name=name,
         devices=devices,
         guaranteed=guaranteed,
+        user=user,
+        priority=priority,
     )
     return owning.submit(asked)
 
@@ -193,6 +213,8 @@ def schedule(
         bool,
         typer.Option("--stay", help="Wait for `autopar jobs submit` when all ended."),
     ] = False,
+    quota: _Quota = None,
+    share: _Share = None,
 ) -> Result:
     """Runs jobs on a cluster that they share, until all have ended.
 
@@ -219,6 +241,8 @@ def schedule(
         react_s=react or None,
         start_s=start,
         change_s=change,
+        quotas=tuple(quota or ()),
+        shares=tuple(share or ()),
     )
     return dispatching.schedule(asked)
 
@@ -286,6 +310,8 @@ def simulate(
     explain: Annotated[
         bool, typer.Option("--explain", help="Print every decision.")
     ] = False,
+    quota: _Quota = None,
+    share: _Share = None,
     as_json: options.Json = False,
 ) -> Result:
     """Simulates the jobs of a trace on a cluster, and tells how long they took.
@@ -312,6 +338,8 @@ def simulate(
         away=away,
         page=page,
         explain=explain,
+        quotas=tuple(quota or ()),
+        shares=tuple(share or ()),
     )
     return dispatching.run_simulation(asked, as_json=as_json)
 

@@ -70,7 +70,11 @@ class Fifo:
 
 
 class FairShare:
-    """Every job gets as many devices as every other, one at least while there are."""
+    """Every job gets as many devices as every other, one at least while there are.
+
+    Users get devices by their shares first, and no more than their jobs can use; a
+    user's jobs get those by their priorities.
+    """
 
     name = "fair"
     adapts: Adapts = "batch"
@@ -85,7 +89,7 @@ class FairShare:
     ) -> Decisions:
         """Deals devices out in turn; jobs whose number stays are not moved."""
         del now_s
-        counts = _equal_shares(jobs, nodes.total)
+        counts = _fair_shares(jobs, nodes.total)
         order = sorted(counts, key=lambda name: -counts[name])
         chosen = with_counts(counts, order, current, nodes)
         return Decisions(
@@ -93,15 +97,40 @@ class FairShare:
         )
 
 
-def _equal_shares(jobs: Views, left: int) -> dict[str, int]:
-    """Equal numbers, cut to powers of two so that they change seldom."""
-    share = max(left // max(len(jobs), 1), 1)
-    share = 2 ** int(np.log2(share))
-    counts: dict[str, int] = {}
+def _fair_shares(jobs: Views, total: int) -> dict[str, int]:
+    """Numbers by share and priority, cut to powers of two: they change seldom."""
+    of: dict[str, list[str]] = {}
     for name, view in jobs.items():
-        counts[name] = min(share, view.most, left)
-        left -= counts[name]
+        of.setdefault(view.user, []).append(name)
+    counts: dict[str, int] = {}
+    for user, budget in _budgets(jobs, of, total).items():
+        weight = sum(jobs[name].priority for name in of[user])
+        left = budget
+        for name in sorted(of[user], key=lambda name: -jobs[name].priority):
+            part = max(budget * jobs[name].priority / weight, 1.0)
+            size = 2 ** int(np.log2(part))
+            counts[name] = min(size, jobs[name].most, left)
+            left -= counts[name]
     return counts
+
+
+def _budgets(jobs: Views, of: Mapping[str, list[str]], total: int) -> dict[str, int]:
+    """Devices of each user: by their shares, as far as they can be used.
+
+    Devices that nobody can use are in all budgets.
+    """
+    if len(of) == 1:
+        return dict.fromkeys(of, total)
+    useful = {u: sum(jobs[name].most for name in names) for u, names in of.items()}
+    shares = {user: jobs[names[0]].share for user, names in of.items()}
+    budgets = dict.fromkeys(of, 0)
+    for left in range(total, 0, -1):
+        open_ = [user for user in of if budgets[user] < useful[user]]
+        if not open_:
+            return {user: n + left for user, n in budgets.items()}
+        user = min(open_, key=lambda user: (budgets[user] + 1) / shares[user])
+        budgets[user] += 1
+    return budgets
 
 
 class Gavel:
@@ -215,6 +244,8 @@ class Tiresias:
     name = "tiresias"
     adapts: Adapts = "nothing"
     oracle = False
+    remembers = True
+    """It is told of jobs that may not run, too: they keep their place in its queues."""
 
     def __init__(self, queue_device_s: float = QUEUE_DEVICE_S) -> None:
         """Nothing has run."""
@@ -244,7 +275,8 @@ class Tiresias:
         chosen = {k: v for k, v in current.items() if k in jobs}
         order = [*self._first, *self._second]
         for name in order:
-            self._running[name] = jobs[name].asked <= left
+            allowed = jobs[name].cap != 0
+            self._running[name] = allowed and jobs[name].asked <= left
             if self._running[name]:
                 left -= jobs[name].asked
             else:

@@ -35,6 +35,7 @@ from autopar.scheduler.jobs import (
     Reason,
     Shape,
     Views,
+    entitlements,
     placement_of,
 )
 from autopar.scheduler.nodes import Nodes, pack, sizes_of
@@ -200,6 +201,8 @@ class Goodput:
     oracle = False
     pools = True
     """What a job measures is known of all jobs of its program."""
+    remembers = True
+    """It is told of jobs that may not run, too: they have not ended."""
 
     def __init__(self, settings: Settings | None = None) -> None:
         """No job has ended."""
@@ -321,6 +324,9 @@ class Goodput:
         What is left counts as far as its prediction is sure (`sureness`); for the rest
         a job counts as the geometric mean of all. Weights that follow predictions which
         say little move jobs back and forth.
+
+        What a job is entitled to counts with the power 1 - concavity: on curves on
+        which each device helps as much, devices are then in proportion to it.
         """
         set_ = self._settings
         left, sure = dict[str, float](), dict[str, float]()
@@ -330,8 +336,10 @@ class Goodput:
                 left[name] = math.log(self._left_s(view, single) + set_.known_s)
                 sure[name] = sureness(self._finished_work(view))
         mean = sum(left.values()) / max(len(left), 1)
+        due = entitlements(jobs)
         return {
             name: math.exp(-set_.shortness * (mean + sure[name] * (found - mean)))
+            * due.get(name, 1.0) ** (1 - set_.concavity)
             for name, found in left.items()
         }
 

@@ -350,6 +350,11 @@ class _Round:
             self._curves[name] = curve_plans(view.curve, self._widest)
         return self._curves[name][min(devices, self._widest)]
 
+    def _limit(self, name: str) -> int:
+        """The most devices of a job on a node."""
+        cap = self.jobs[name].cap
+        return self._widest if cap is None else min(self._widest, cap)
+
     def _asked_speed(self, name: str) -> float:
         """Progress per second of the configuration that slopes are measured in."""
         view = self.jobs[name]
@@ -391,7 +396,7 @@ class _Round:
             if places and node not in places:
                 continue
             held = places.count(node)
-            best = self._best(name, min(free.get(node, 0) + held, self._widest))
+            best = self._best(name, min(free.get(node, 0) + held, self._limit(name)))
             if self._nearly(name, best) if guaranteed else free.get(node, 0):
                 self._put(name, node, best.devices)
                 return
@@ -421,7 +426,7 @@ class _Round:
                 if self.jobs[name].application in _LARGE:
                     continue
                 held = self._before[name]
-                best = self._best(name, min(held + left, self._widest))
+                best = self._best(name, min(held + left, self._limit(name)))
                 grown[name] = best.devices
                 left -= best.devices - held
                 ends = ends or best.devices == held
@@ -435,6 +440,9 @@ class _Round:
         old = self.places[name]
         for devices in sorted(sizes, reverse=True) if grow else sizes:
             if grow and len(self.places[name]) > devices:
+                continue
+            cap = self.jobs[name].cap
+            if cap is not None and devices > cap:
                 continue
             if grow:
                 self.places[name] = []

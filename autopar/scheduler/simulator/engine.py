@@ -20,6 +20,7 @@ from autopar.scheduler.jobs import (
 )
 from autopar.scheduler.nodes import Nodes
 from autopar.scheduler.policies.base import SchedulingPolicy
+from autopar.scheduler.users import UserLimits, Users, decide_for_users, new_waits
 
 
 class RunningJob(Protocol):
@@ -93,6 +94,7 @@ class Options:
         that it shares with another such job.
       events: nodes that leave or come back.
       most_s: a simulation that lasts longer is stopped with an error.
+      users: quotas and shares by user.
     """
 
     interval_s: float = 60.0
@@ -100,6 +102,7 @@ class Options:
     interference: float = 0.0
     events: tuple[NodeEvent, ...] = ()
     most_s: float = 365 * 86400.0
+    users: Users = dataclasses.field(default_factory=dict[str, UserLimits])
 
     def __post_init__(self) -> None:
         """Refuses times or a slowdown that cannot be.
@@ -223,6 +226,8 @@ class _Simulation:
         self._away: set[int] = set()
         self._events = sorted(options.events, key=lambda event: event.at_s)
         self._idle = 0
+        self._owned = any(job.job.user or job.job.priority != 1 for job in jobs)
+        self._waits: Mapping[str, str] = {}
         first_s = options.interval_s
         self._times = Rounds(options.interval_s, options.react_s, first_s)
 
@@ -283,7 +288,14 @@ class _Simulation:
         """Asks the policy, and gives out what it decides."""
         if views := self._views():
             nodes = self._nodes.without(self._away)
-            decided = self._policy.decide(self._now_s, views, nodes, self._current)
+            decided = decide_for_users(
+                self._policy,
+                self._now_s,
+                views,
+                nodes,
+                self._current,
+                self._options.users,
+            )
             self._apply(views, nodes, decided)
         self._end_idleness()
 
@@ -346,7 +358,17 @@ class _Simulation:
 
     def _views(self) -> dict[str, JobView]:
         oracle = self._policy.oracle
-        return {job.job.name: job.view(self._now_s, oracle) for job in self._active()}
+        found = {job.job.name: job.view(self._now_s, oracle) for job in self._active()}
+        if not self._owned:
+            return found
+        return {
+            name: dataclasses.replace(
+                view,
+                user=self._jobs[name].job.user,
+                priority=self._jobs[name].job.priority,
+            )
+            for name, view in found.items()
+        }
 
     def _apply(
         self, views: Mapping[str, JobView], nodes: Nodes, decided: Decisions
@@ -375,10 +397,11 @@ class _Simulation:
                 len(views),
                 sum(map(len, chosen.values())),
                 nodes.total,
-                decided.reasons,
+                (*decided.reasons, *new_waits(decided, self._waits)),
                 decided.gap,
             )
         )
+        self._waits = decided.waits
 
     def _end_span(self, name: str) -> None:
         if name in self._begun:

@@ -58,6 +58,19 @@ class Row:
             )
         return found
 
+    def owner(self) -> dict[str, Any]:
+        """The user and the priority of a job, in a table that has such columns.
+
+        Raises:
+          ScheduleError: the priority is no number.
+        """
+        found: dict[str, Any] = {}
+        if "user" in self.cells:
+            found["user"] = self.text("user")
+        if "priority" in self.cells:
+            found["priority"] = self.number("priority")
+        return found
+
     def number(self, column: str, least: float = -math.inf) -> float:
         """The number in a column.
 

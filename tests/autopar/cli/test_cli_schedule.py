@@ -43,6 +43,8 @@ def table(tmp_path: pathlib.Path) -> pathlib.Path:
         (("--interval", "0"), ("the interval is 0",)),
         (("--react", "-1"), ("a look follows another after -1.0 s",)),
         (("--address", "auto"), ("add --backend ray",)),
+        (("--quota", "anna"), ("--quota anna: write USER=8",)),
+        (("--share", "anna=0"), ("a share is 0.0",)),
     ],
 )
 def test_what_makes_no_sense_is_refused(
@@ -101,6 +103,8 @@ def test_jobs_are_submitted_held_and_shown(run: Run, table: pathlib.Path) -> Non
     assert_fails(run("jobs", "submit", table, *words), "'one' is there already")
     assert_fails(run("jobs", "submit", table, *words, "--name", "x"), "says all of its")
     assert_fails(run("jobs", "submit", "none.py", *words), "there is no such file")
+    table.write_text(ONE.replace("one", "three") + "[users.anna]\ndevices = 2\n")
+    assert_fails(run("jobs", "submit", table, *words), "[users] is for who runs")
     table.write_text(ONE.replace("one", "three") + 'target = "train.py:f"\n')
     assert_fails(
         run("jobs", "submit", table, *words), "job 'three'", "autopar schedule"
@@ -143,7 +147,10 @@ def test_jobs_are_listed(run: Run, tmp_path: pathlib.Path) -> None:
     assert "no scheduler runs; the figures are " in found.out
     table, follows = found.out.rstrip().split("\n\n")
     rows = [line.split() for line in table.splitlines()]
-    assert [row[:2] for row in rows[1:]] == [["one", "done"], ["two", "failed"]]
+    assert [row[:3] for row in rows[1:]] == [
+        ["one", "owner", "done"],
+        ["two", "owner", "failed"],
+    ]
     assert "its loss is not finite" in table
     assert follows.startswith("1 of 2 jobs are done, 0 are open; average completion")
     data = run("jobs", tmp_path, "--json").json

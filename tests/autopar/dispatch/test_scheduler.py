@@ -18,6 +18,7 @@ from autopar.dispatch.views import MOVES, view_of
 from autopar.errors import ScheduleError
 from autopar.goodput.efficiency import efficiency
 from autopar.scheduler.jobs import Rounds
+from autopar.scheduler.users import UserLimits
 
 
 def two(folder: pathlib.Path, **fields: object) -> World:
@@ -444,3 +445,43 @@ def test_a_state_of_the_first_schema_is_taken_up(tmp_path: pathlib.Path) -> None
     world.again().run()
     assert world.states() == {"one": "done"}
     assert world.scheduler.jobs["one"].submitted_s == 3.0
+
+
+@pytest.mark.parametrize("policy", ["fifo", "tiresias", "fair", "goodput"])
+def test_a_user_has_no_more_than_its_quota(policy: str, tmp_path: pathlib.Path) -> None:
+    """Who waits for it says so once; all jobs are done in the end."""
+    jobs = [handed(f"a{k}", user="anna", devices=1, max=4) for k in range(3)]
+    names = [job.spec.name for job in jobs] + ["b"]
+    world = World(
+        tmp_path, [*jobs, handed("b", max=4)], dict.fromkeys(names, 60), policy=policy,
+        users={"anna": UserLimits(devices=2)},
+    )  # fmt: skip
+    world.rounds(2)
+    given = world.given()
+    assert sum(n for name, n in given.items() if name != "b") == 2
+    assert given["b"] >= 1
+    (waits,) = [n for n, state in world.states().items() if state == "waiting"]
+    why = "waits: user anna has its 2 devices"
+    assert world.scheduler.jobs[waits].reason == why
+    store = Store(world.path, reads=True)
+    logged = [x["compared"] for x in store.decisions() if x["job"] == waits]
+    assert logged == [why]
+    world.again()
+    world.scheduler.run()
+    assert set(world.states().values()) == {"done"}
+    assert world.scheduler.jobs[waits].reason == ""
+
+
+def test_a_quota_that_is_lowered_takes_devices_back(tmp_path: pathlib.Path) -> None:
+    world = World(tmp_path, [handed("one", max=4)], {"one": 4000})
+    world.rounds(3)
+    assert world.given() == {"one": 4}
+    world.users = {"owner": UserLimits(devices=2)}
+    world.again()
+    world.rounds(1)
+    assert world.given() == {"one": 2}
+    world.users = {"owner": UserLimits(devices=0)}
+    world.again()
+    world.rounds(2)
+    assert world.states() == {"one": "waiting"}
+    assert world.scheduler.jobs["one"].reason.endswith("user owner may have 0")

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import pathlib
+from typing import Any
 
 import pytest
 from dispatching import HALVES
 
-from autopar.dispatch.specs import read_jobs
+from autopar.dispatch.specs import read_jobs, read_users
 from autopar.errors import ScheduleError
+from autopar.scheduler.users import UserLimits
 
 ONE = '[[job]]\nname = "one"\nscript = "train.py"\n'
 
@@ -52,6 +54,9 @@ def test_a_table_is_read(tmp_path: pathlib.Path) -> None:
         ('[[job]]\nname = "../x"\nscript = "train.py"', r"name '\.\./x' is no name"),
         ('[[job]]\nname = "x"\nscript = "no.py"', "job 'x': script 'no.py': there is"),
         ("[[jobs]]\n", "key 'jobs' is not known"),
+        (ONE + "priority = 0", "job 'one': priority is 0"),
+        (ONE + "priority = nan", "job 'one': priority is nan"),
+        (ONE + f'user = "{"x" * 65}"', "job 'one': user has 65 letters"),
         ("", "it has no jobs"),
         ("[[job", "it is no TOML"),
         (ONE + f"devices = {'9' * 5000}", "it is no TOML"),
@@ -67,3 +72,31 @@ def test_what_is_wrong_is_named(text: str, words: str, tmp_path: pathlib.Path) -
 def test_a_table_that_is_not_there(tmp_path: pathlib.Path) -> None:
     with pytest.raises(ScheduleError, match="No such file"):
         read_jobs(tmp_path / "jobs.toml")
+
+
+def test_users_of_a_table(tmp_path: pathlib.Path, monkeypatch: Any) -> None:
+    """A job is of who hands it in, unless the table says otherwise."""
+    monkeypatch.setenv("LOGNAME", "carla")
+    more = ONE.replace("one", "two") + 'user = "anna"\npriority = 2.0\n'
+    path = written(tmp_path, ONE + more + "[users.anna]\ndevices = 8\nshare = 2.0\n")
+    first, second = read_jobs(path)
+    assert (first.user, second.user, second.spec.priority) == ("carla", "anna", 2.0)
+    assert read_users(path) == {"anna": UserLimits(devices=8, share=2.0)}
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("[users.anna]\ndevces = 8", "user 'anna': 'devces' is not known"),
+        ("[users.anna]\ndevices = -1", "user 'anna': a quota is -1"),
+        ("[users.anna]\nshare = 0", "user 'anna': a share is 0"),
+        ('[users.anna]\nshare = "2"', "user 'anna': Expected `float`"),
+        ("[users]\nanna = 8", "user 'anna'"),
+        ("users = 8", "users is no table"),
+    ],
+)
+def test_what_is_wrong_of_a_user_is_named(
+    text: str, words: str, tmp_path: pathlib.Path
+) -> None:
+    with pytest.raises(ScheduleError, match=words):
+        read_users(written(tmp_path, text))

@@ -79,13 +79,22 @@ def read_jobs(path: pathlib.Path) -> list[tuple[str, Job]]:
                 row.number("submitted_s", 0.0),
                 row.whole("devices", 1),
                 row.number("duration_s", _LEAST_S),
+                **row.owner(),
             ),
         )
         for row in read_rows(path, COLUMNS)
     ]
 
 
-def timed_job(name: str, submitted_s: float, devices: int, seconds: float) -> Job:
+def timed_job(
+    name: str,
+    submitted_s: float,
+    devices: int,
+    seconds: float,
+    *,
+    user: str = "",
+    priority: float = 1.0,
+) -> Job:
     """A job of which nothing is known but its run time on what it asks for.
 
     It makes a step each second; all are equally long, and end with the run time.
@@ -97,6 +106,8 @@ def timed_job(name: str, submitted_s: float, devices: int, seconds: float) -> Jo
         devices=devices,
         steps=math.ceil(seconds),
         duration_s=seconds,
+        user=user,
+        priority=priority,
     )
 
 

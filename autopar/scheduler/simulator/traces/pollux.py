@@ -70,6 +70,7 @@ def read_jobs(path: pathlib.Path) -> list[tuple[str, Job]]:
             submitted_s=row.number("time", 0.0),
             devices=row.whole("num_replicas", 1),
             batch=row.whole("batch_size", 1),
+            **row.owner(),
         )
         found.append((row.where, job))
     return found

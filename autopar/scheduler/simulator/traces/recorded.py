@@ -53,6 +53,7 @@ def read_philly_table(path: pathlib.Path) -> tuple[Rows, Left]:
             submitted=_date(row.where, "timestamp", row.text("timestamp")),
             devices=row.whole("num_gpus"),
             seconds=row.number("duration", 0.0),
+            **row.owner(),
         )
         for number, row in enumerate(read_rows(path, PHILLY))
     ]
@@ -91,6 +92,7 @@ def read_sacct(path: pathlib.Path) -> tuple[Rows, Left]:
             submitted=submitted,
             devices=devices,
             seconds=seconds,
+            user=row.text("User") if "User" in row.cells else "",
         )
     return _jobs(found.values())
 
@@ -123,7 +125,10 @@ class _Recorded:
         submitted: datetime.datetime | None,
         devices: int,
         seconds: float,
+        user: str = "",
+        priority: float = 1.0,
     ) -> None:
+        self.user, self.priority = user, priority
         self.where, self.name, self.submitted = where, name, submitted
         self.devices, self.seconds = devices, seconds
 
@@ -150,6 +155,8 @@ def _jobs(recorded: Iterable[_Recorded]) -> tuple[Rows, Left]:
                 (submitted - ran[0][0]).total_seconds(),
                 job.devices,
                 job.seconds,
+                user=job.user,
+                priority=job.priority,
             ),
         )
         for submitted, job in ran
@@ -187,6 +194,7 @@ def _read_logged(path: pathlib.Path, number: int, job: Any) -> _Recorded:
         submitted=_date(where, "submitted_time", job.get("submitted_time")),
         devices=devices,
         seconds=seconds,
+        user=str(job.get("user", ""))[:200],
     )
 
 

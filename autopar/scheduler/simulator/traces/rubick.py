@@ -54,6 +54,7 @@ def read_jobs(path: pathlib.Path) -> list[tuple[str, Job]]:
             steps=row.whole("steps", 1),
             duration_s=row.number("duration", 0.0),
             guaranteed=row.whole("is_sla", 0) > 0,
+            **row.owner(),
         )
         found.append((row.where, job))
     return found
