@@ -17,13 +17,16 @@ from autopar.cli.curving import curve_of
 from autopar.cli.failures import COULD_NOT_RUN
 from autopar.cli.output import Result
 from autopar.cli.owning import STATE_FILE, job_lines
+from autopar.cli.remote import listen
 from autopar.cluster import Cluster
 from autopar.dispatch.backend import Backend, ClusterNode, LocalCluster, RayCluster
+from autopar.dispatch.endpoint import Endpoint
 from autopar.dispatch.running import ProcessRuns
 from autopar.dispatch.scheduler import Scheduler, SchedulerSettings
 from autopar.dispatch.specs import Handed, read_jobs, read_users
 from autopar.dispatch.store import FAILED, RUNNING, STOPPING, JobRecord, Store
 from autopar.dispatch.views import MoveTimes
+from autopar.elastic.processes.network import read_secret
 from autopar.errors import AutoparError, ScheduleError
 from autopar.planner.options import DEFAULTS
 from autopar.scheduler.nodes import Nodes, sizes_of
@@ -57,6 +60,8 @@ class DispatchRequest:
     change_s: float
     quotas: tuple[str, ...] = ()
     shares: tuple[str, ...] = ()
+    listen: str = ""
+    secret: pathlib.Path | None = None
 
 
 def schedule(asked: DispatchRequest) -> Result:
@@ -76,6 +81,7 @@ def schedule(asked: DispatchRequest) -> Result:
         stays=asked.stays,
         users=parse_users(asked.quotas, asked.shares, table),
     )
+    secret = read_secret(asked.secret) if asked.listen else ""
     asked.state.mkdir(parents=True, exist_ok=True)
     lock = FileLock(asked.state / "lock")
     if not lock.take():
@@ -86,7 +92,11 @@ def schedule(asked: DispatchRequest) -> Result:
     store = Store(asked.state / STATE_FILE)
     cluster = _cluster(asked)
     terminated = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    endpoint: Endpoint | None = None
     try:
+        if asked.listen:
+            endpoint = listen(asked.state, asked.listen, secret)
+            _say(f"it listens at {endpoint.address} for `autopar jobs ... --at`")
         _add(store, jobs, cluster, policy, asked)
         runs = ProcessRuns(asked.state / "jobs", cluster.words)
         scheduler = Scheduler(store, cluster, runs, policy, settings, say=_say)
@@ -97,6 +107,8 @@ def schedule(asked: DispatchRequest) -> Result:
         raise
     finally:
         signal.signal(signal.SIGTERM, terminated)
+        if endpoint is not None:
+            endpoint.close()
         cluster.close()
         store.close()
         lock.free()

@@ -13,7 +13,7 @@ from typing import Any
 from autopar.cli.output import Result
 from autopar.dispatch.owners import carry_out, record_wish
 from autopar.dispatch.running import ProcessRuns
-from autopar.dispatch.specs import JobSpec, check, read_jobs, read_users
+from autopar.dispatch.specs import JobSpec, check, read_specs, read_users
 from autopar.dispatch.store import DONE, ENDED, JobRecord, Store
 from autopar.elastic.processes.records import command
 from autopar.errors import ScheduleError
@@ -41,6 +41,7 @@ class Submitted:
     guaranteed: bool
     user: str = ""
     priority: float = 1.0
+    submission: str = ""
 
 
 def submit(asked: Submitted) -> Result:
@@ -49,20 +50,19 @@ def submit(asked: Submitted) -> Result:
     Raises:
       ScheduleError: a job is wrong, or one of its name is there; none is added then.
     """
-    if asked.file.suffix == ".toml":
-        said = (asked.words, asked.name, asked.devices > 1, asked.guaranteed)
-        if any((*said, asked.user, asked.priority != 1)):
-            raise ScheduleError(
-                f"{asked.file}: a table says all of its jobs; leave out what follows "
-                "it, and all options of a script's job."
-            )
-        if read_users(asked.file):
-            raise ScheduleError(
-                f"{asked.file}: [users] is for who runs the scheduler: give it to "
-                "`autopar schedule`, and leave it out here."
-            )
-        jobs = read_jobs(asked.file)
-    else:
+    specs, folder = read_submitted(asked)
+    return take_jobs(asked.state, specs, folder)
+
+
+def read_submitted(
+    asked: Submitted,
+) -> tuple[list[tuple[str, JobSpec]], pathlib.Path]:
+    """The jobs that are handed in, each with where it stands, and their folder.
+
+    Raises:
+      ScheduleError: the table is wrong.
+    """
+    if asked.file.suffix != ".toml":
         spec = JobSpec(
             name=asked.name or asked.file.stem,
             script=asked.file.name,
@@ -72,26 +72,69 @@ def submit(asked: Submitted) -> Result:
             user=asked.user,
             priority=asked.priority,
         )
-        jobs = (check(spec, asked.file.absolute().parent, str(asked.file)),)
-    for job in jobs:
-        if job.spec.target:
+        return [(str(asked.file), spec)], asked.file.absolute().parent
+    said = (asked.words, asked.name, asked.devices > 1, asked.guaranteed)
+    if any((*said, asked.user, asked.priority != 1)):
+        raise ScheduleError(
+            f"{asked.file}: a table says all of its jobs; leave out what follows it, "
+            "and all options of a script's job."
+        )
+    if read_users(asked.file):
+        raise ScheduleError(
+            f"{asked.file}: [users] is for who runs the scheduler: give it to "
+            "`autopar schedule`, and leave it out here."
+        )
+    return read_specs(asked.file), asked.file.resolve().parent
+
+
+def take_jobs(
+    state: pathlib.Path,
+    specs: Sequence[tuple[str, JobSpec]],
+    folder: pathlib.Path,
+    *,
+    owner: str | None = None,
+    submission: str = "",
+) -> Result:
+    """Adds jobs to the state of a scheduler.
+
+    Args:
+      state: its folder.
+      specs: the jobs, each with where it stands.
+      folder: where their scripts run.
+      owner: who hands them in; None: who runs this process.
+      submission: its name; where it was taken before, nothing is added.
+
+    Raises:
+      ScheduleError: a job is wrong, or one of its name is there; none is added then.
+    """
+    for where, spec in specs:
+        if spec.target:
             raise ScheduleError(
-                f"{asked.file}: job {job.spec.name!r}: the curve of its target is "
-                "planned by `autopar schedule JOBS.toml`; hand it in there, or make a "
-                "file with `autopar goodput --out` and name that as curve."
+                f"{where}: the curve of its target is planned by "
+                "`autopar schedule JOBS.toml`; hand it in there, or make a file with "
+                "`autopar goodput --out` and name that as curve."
             )
-    asked.state.mkdir(parents=True, exist_ok=True)
-    store = Store(asked.state / STATE_FILE)
+    state.mkdir(parents=True, exist_ok=True)
+    store = Store(state / STATE_FILE)
     try:
-        now = time.time()
-        store.add_jobs(jobs, now - store.begin_s(now))
+        known = store.submitted(submission) if submission else {}
+        if known and known != {spec.name: spec for _, spec in specs}:
+            raise ScheduleError(
+                f"submission {submission!r} was of {', '.join(known)}, as they were "
+                "then; hand others in without --id, or with another one."
+            )
+        if not known:
+            jobs = [check(spec, folder, where, owner) for where, spec in specs]
+            now = time.time()
+            store.add_jobs(jobs, now - store.begin_s(now), submission)
     finally:
         store.close()
-    lines = [f"job {job.spec.name} is submitted" for job in jobs]
-    if not _scheduler(asked.state):
+    again = " already: it was taken before, and is the same" if known else ""
+    lines = [f"job {spec.name} is submitted{again}" for _, spec in specs]
+    if not _scheduler(state):
         lines.append(
             "no scheduler runs: `autopar schedule --state "
-            f"{asked.state} --nodes 1x2` starts one"
+            f"{state} --nodes 1x2` starts one"
         )
     return Result("\n".join(lines))
 

@@ -5,6 +5,7 @@ Every change of a job is one transaction, written before what follows from it is
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import pathlib
@@ -14,7 +15,7 @@ from typing import Any, TypedDict
 
 import msgspec
 
-from autopar.dispatch.specs import Handed
+from autopar.dispatch.specs import Handed, JobSpec
 from autopar.errors import ScheduleError
 from autopar.scheduler.jobs import Decisions
 
@@ -285,22 +286,36 @@ class Store:
         except ValueError as error:
             raise ScheduleError(f"{self.path}: {key} is {text!r}, no time.") from error
 
-    def add_jobs(self, jobs: Iterable[Handed], at_s: float = 0.0) -> None:
+    def add_jobs(
+        self, jobs: Iterable[Handed], at_s: float = 0.0, submission: str = ""
+    ) -> None:
         """Adds jobs, all or none.
 
         Args:
           jobs: as they are handed in.
           at_s: when, in seconds from the start of the clock.
+          submission: by which; '': it has no name.
 
         Raises:
           ScheduleError: one of a name is there.
         """
         with self._all_or_nothing():
             for job in jobs:
-                self._add(job, at_s)
+                self._add(job, at_s, submission)
 
-    def _add(self, job: Handed, at_s: float) -> None:
-        row = _row(JobRecord(name=job.spec.name, handed=job, handed_s=at_s))
+    def submitted(self, submission: str) -> dict[str, JobSpec]:
+        """The jobs of a submission, by name; none where it was not taken."""
+        return {
+            name: job.handed.spec
+            for name, job in self.jobs().items()
+            if job.submission == submission
+        }
+
+    def _add(self, job: Handed, at_s: float, submission: str) -> None:
+        name = job.spec.name
+        row = _row(
+            JobRecord(name=name, handed=job, handed_s=at_s, submission=submission)
+        )
         names, marks = ", ".join(row), ", ".join("?" * len(row))
         try:
             self._file.execute(
@@ -492,3 +507,16 @@ def _record(row: tuple[Any, ...]) -> JobRecord:
         fields[name] = json.loads(fields[name])
     fields["finite"] = bool(fields["finite"])
     return msgspec.convert(fields, JobRecord)
+
+
+def _learn_types() -> None:
+    """Lets msgspec find out about all types that are read.
+
+    It crashes where two threads find out about one type at once.
+    """
+    for kind in (JobRecord, list[tuple[str, int, str]], list[_Decision], list[_Span]):
+        with contextlib.suppress(msgspec.ValidationError):
+            msgspec.convert(None, kind)
+
+
+_learn_types()

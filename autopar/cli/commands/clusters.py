@@ -4,6 +4,7 @@
 
 import os
 import pathlib
+import uuid
 from typing import Annotated
 
 import typer
@@ -18,6 +19,21 @@ _State = Annotated[
 ]
 _Names = Annotated[list[str], typer.Argument(metavar="JOB...", help="Names of jobs.")]
 _Name = Annotated[str, typer.Argument(metavar="JOB", help="The name of a job.")]
+_At = Annotated[
+    str,
+    typer.Option(
+        "--at",
+        metavar="HOST:PORT",
+        help="At a scheduler on another machine: where its --listen is.",
+    ),
+]
+_Secret = Annotated[
+    pathlib.Path | None,
+    typer.Option(
+        metavar="FILE",
+        help="Made by `autopar secret`; by default the text of AUTOPAR_SECRET.",
+    ),
+]
 _Quota = Annotated[
     list[str] | None,
     typer.Option(
@@ -40,12 +56,17 @@ def list_(
     decisions: Annotated[
         bool, typer.Option("--decisions", help="Print every decision, and why.")
     ] = False,
+    at: _At = "",
+    secret: _Secret = None,
     as_json: options.Json = False,
 ) -> Result:
     """Lists the jobs of a scheduler, and says whether it runs; `autopar jobs DIR`."""
     # It imports JAX, which help must not.
-    from autopar.cli import owning
+    from autopar.cli import owning, remote
 
+    if at:
+        there = remote.SchedulerAt.of(at, secret)
+        return there.run("jobs", decisions=decisions, as_json=as_json)
     return owning.jobs(folder, decisions=decisions, as_json=as_json)
 
 
@@ -79,10 +100,26 @@ def submit(
     priority: Annotated[
         float, typer.Option(help="Its weight beside other jobs of its user.")
     ] = 1.0,
+    submission: Annotated[
+        str,
+        typer.Option(
+            "--id", help="With --at: of the submission; the same is taken once."
+        ),
+    ] = "",
+    at: _At = "",
+    secret: _Secret = None,
 ) -> Result:
-    """Hands in jobs, whether or not a scheduler runs."""
+    """Hands in jobs, whether or not a scheduler runs.
+
+    With --at, a scheduler on another machine takes them. Paths are those of its file
+    systems: the script and the curve must be there.
+    """
     # It imports JAX, which help must not.
-    from autopar.cli import owning
+    from autopar.cli import owning, remote
+    from autopar.errors import ScheduleError  # as it does
+
+    if submission and not at:
+        raise ScheduleError("--id is of a submission elsewhere: add --at HOST:PORT.")
 
     asked = owning.Submitted(
         file=file,
@@ -93,32 +130,48 @@ def submit(
         guaranteed=guaranteed,
         user=user,
         priority=priority,
+        submission=submission or uuid.uuid4().hex,
     )
+    if at:
+        return remote.SchedulerAt.of(at, secret).submit(asked)
     return owning.submit(asked)
 
 
-def cancel(names: _Names, state: _State = _DEFAULT) -> Result:
+def cancel(
+    names: _Names, state: _State = _DEFAULT, at: _At = "", secret: _Secret = None
+) -> Result:
     """Ends jobs for good; what they saved stays in their folders."""
-    # It imports JAX, which help must not.
-    from autopar.cli import owning
-
-    return owning.wish(state, names, "cancel")
+    return _wish(names, "cancel", state, at, secret)
 
 
-def hold(names: _Names, state: _State = _DEFAULT) -> Result:
+def hold(
+    names: _Names, state: _State = _DEFAULT, at: _At = "", secret: _Secret = None
+) -> Result:
     """Has jobs saved and stopped; they wait until they are released."""
-    # It imports JAX, which help must not.
-    from autopar.cli import owning
-
-    return owning.wish(state, names, "hold")
+    return _wish(names, "hold", state, at, secret)
 
 
-def release(names: _Names, state: _State = _DEFAULT) -> Result:
+def release(
+    names: _Names, state: _State = _DEFAULT, at: _At = "", secret: _Secret = None
+) -> Result:
     """Lets jobs that were held run again."""
-    # It imports JAX, which help must not.
-    from autopar.cli import owning
+    return _wish(names, "", state, at, secret)
 
-    return owning.wish(state, names, "")
+
+def _wish(
+    names: list[str],
+    wish: str,
+    state: pathlib.Path,
+    at: str,
+    secret: pathlib.Path | None,
+) -> Result:
+    # It imports JAX, which help must not.
+    from autopar.cli import owning, remote
+
+    if at:
+        there = remote.SchedulerAt.of(at, secret)
+        return there.run("wish", names=names, wish=wish)
+    return owning.wish(state, names, wish)
 
 
 def logs(
@@ -130,21 +183,36 @@ def logs(
     follow: Annotated[
         bool, typer.Option("-f", "--follow", help="Print what comes, to the job's end.")
     ] = False,
+    at: _At = "",
+    secret: _Secret = None,
 ) -> Result:
     """Prints what a job printed."""
     # It imports JAX, which help must not.
-    from autopar.cli import owning
+    from autopar.cli import owning, remote
+    from autopar.errors import ScheduleError  # as it does
 
+    if at and follow:
+        raise ScheduleError("--follow works beside the scheduler: leave out --at.")
+    if at:
+        there = remote.SchedulerAt.of(at, secret)
+        return there.run("logs", names=[name], lines=lines)
     return owning.logs(state, name, lines, follow=follow)
 
 
 def show(
-    name: _Name, state: _State = _DEFAULT, as_json: options.Json = False
+    name: _Name,
+    state: _State = _DEFAULT,
+    at: _At = "",
+    secret: _Secret = None,
+    as_json: options.Json = False,
 ) -> Result:
     """Shows all that is known of a job: its devices, times, decisions and output."""
     # It imports JAX, which help must not.
-    from autopar.cli import owning
+    from autopar.cli import owning, remote
 
+    if at:
+        there = remote.SchedulerAt.of(at, secret)
+        return there.run("show", names=[name], as_json=as_json)
     return owning.show(state, name, as_json=as_json)
 
 
@@ -215,6 +283,14 @@ def schedule(
     ] = False,
     quota: _Quota = None,
     share: _Share = None,
+    listen: Annotated[
+        str,
+        typer.Option(
+            metavar="HOST:PORT",
+            help="Take `autopar jobs ... --at` of other machines here.",
+        ),
+    ] = "",
+    secret: _Secret = None,
 ) -> Result:
     """Runs jobs on a cluster that they share, until all have ended.
 
@@ -229,6 +305,8 @@ def schedule(
 
     if address and backend is not BackendName.RAY:
         raise ScheduleError("--address is that of a Ray cluster: add --backend ray.")
+    if secret is not None and not listen:
+        raise ScheduleError("--secret is for other hosts: add --listen HOST:PORT.")
     asked = dispatching.DispatchRequest(
         jobs=table,
         stays=stay,
@@ -243,6 +321,8 @@ def schedule(
         change_s=change,
         quotas=tuple(quota or ()),
         shares=tuple(share or ()),
+        listen=listen,
+        secret=secret,
     )
     return dispatching.schedule(asked)
 

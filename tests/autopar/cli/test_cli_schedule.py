@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import pathlib
+import re
 import sqlite3
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from autopar.cli import owning
 from autopar.cli.dispatching import configurations
 from autopar.dispatch.backend import ClusterNode
 from autopar.dispatch.store import Store
+from autopar.elastic.processes.certificates import create_secret
 from autopar.errors import ScheduleError
 from autopar.scheduler.jobs import Decisions, Reason
 from autopar.whole_files import FileLock, holder
@@ -43,6 +45,8 @@ def table(tmp_path: pathlib.Path) -> pathlib.Path:
         (("--interval", "0"), ("the interval is 0",)),
         (("--react", "-1"), ("a look follows another after -1.0 s",)),
         (("--address", "auto"), ("add --backend ray",)),
+        (("--secret", "x"), ("add --listen HOST:PORT",)),
+        (("--listen", "here", "--secret", "none.pem"), ("none.pem cannot be read",)),
         (("--quota", "anna"), ("--quota anna: write USER=8",)),
         (("--share", "anna=0"), ("a share is 0.0",)),
     ],
@@ -62,16 +66,22 @@ def test_a_scheduler_that_is_stopped_says_what_runs_on(
     (table.parent / "train.py").write_text("import time\ntime.sleep(90)\n")
     table.write_text(ONE + ONE.replace("one", "wide") + "devices = 3\n")
     state = table.parent / "state"
-    words = ("schedule", str(table), "--state", str(state), "--policy", "fifo")
+    secret = table.parent / "secret.pem"
+    create_secret(secret)
+    words = ("schedule", str(table), "--state", str(state), "--policy", "fifo",
+             "--listen", "127.0.0.1:0", "--secret", str(secret))  # fmt: skip
+    there: list[str] = []
     with subprocess.Popen(
         [sys.executable, "-m", "autopar", *words], stderr=subprocess.PIPE, text=True
     ) as process:
         assert process.stderr is not None
         for line in process.stderr:
+            if found := re.search(r"it listens at (\S+)", line):
+                there += ["--at", found[1], "--secret", str(secret)]
             if "one: 0 -> 1 devices" in line:
                 break
         assert f"a scheduler runs (process {process.pid})" in run("jobs", state).out
-        told = run("jobs", "hold", "wide", "--state", state)
+        told = run("jobs", "hold", "wide", *there)
         assert f"the scheduler (process {process.pid}) does it" in told.out
         process.terminate()
         said = process.stderr.read()

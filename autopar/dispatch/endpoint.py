@@ -1,0 +1,154 @@
+"""How commands on other machines reach a scheduler: questions and answers over TLS.
+
+Both sides have the secret of `autopar secret`, as the processes of a run over hosts do
+(`autopar.elastic.processes.network`). A question is one message, and so is its answer.
+An answer is sent when what was asked for is in the scheduler's state. So a question
+whose answer is lost is asked again: nothing that it does is done twice.
+"""
+
+from __future__ import annotations
+
+import socket
+import ssl
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+from autopar.elastic.processes.members import Connection, Message
+from autopar.elastic.processes.network import End, Listener, Network, split_address
+from autopar.errors import AutoparError, ScheduleError
+
+# Of the questions and answers; another version is refused.
+PROTOCOL = 1
+# Longest wait for a question, and for an answer.
+_PATIENCE_S = 30.0
+# So long a broken line is tried anew, and so long it waits in between.
+_TRIES_S, _PAUSE_S = 20.0, 0.5
+
+Answer = Callable[[Message], dict[str, Any]]
+
+
+class Endpoint:
+    """Listens for questions, and answers one at a time."""
+
+    def __init__(self, network: Network, port: int, answer: Answer) -> None:
+        """Listens from now on.
+
+        Args:
+          network: the address to listen at, and the secret.
+          port: to listen at; 0: one that is free.
+          answer: of a question; what it raises of `AutoparError` is said to who asks.
+
+        Raises:
+          ScheduleError: there is no secret, or nobody can listen there.
+        """
+        if network.is_local:
+            raise ScheduleError("an endpoint needs a secret: `autopar secret FILE`.")
+        self._answer, self._lock = answer, threading.Lock()
+        try:
+            self._listener: Listener = network.listen(self._serve, port)
+        except OSError as error:
+            raise ScheduleError(
+                f"nobody can listen at {network.address(port)}: {error.strerror}; "
+                "name an address of this host and a port that is free."
+            ) from error
+        self.address = network.address(self._listener.port)
+
+    def close(self) -> None:
+        """Listens no more; a question that is being answered is answered."""
+        self._listener.close()
+        with self._lock:
+            pass
+
+    def _serve(self, end: End) -> None:
+        connection = Connection(end)
+        connection.patience(_PATIENCE_S)
+        while (message := connection.receive()) is not None:
+            if not connection.send("answer", **self._say(message)):
+                break
+        connection.close()
+
+    def _say(self, message: Message) -> dict[str, Any]:
+        found = message.get("protocol")
+        if found != PROTOCOL:
+            return {
+                "wrong": f"it is asked by protocol {str(found)[:20]} and speaks "
+                f"{PROTOCOL}; use one release of autopar on both sides."
+            }
+        try:
+            with self._lock:
+                return {"wrong": "", **self._answer(message)}
+        except AutoparError as error:
+            return {"wrong": str(error)}
+        except Exception as error:  # said here and there; the scheduler goes on
+            traceback.print_exc()
+            return {"wrong": f"it failed: {type(error).__name__}: {error}"}
+
+
+def ask(
+    network: Network,
+    address: str,
+    *,
+    tries_s: float | None = None,
+    clock: Callable[[], float] = time.monotonic,
+    sleep: Callable[[float], None] = time.sleep,
+    **words: Any,
+) -> Message:
+    """Asks a scheduler; a line that breaks is tried anew, with the same question.
+
+    Args:
+      network: with the secret.
+      address: ``HOST:PORT`` of the scheduler's ``--listen``.
+      tries_s: how long a broken line is tried anew; None: 20 s.
+      clock: seconds now.
+      sleep: waits.
+      words: of the question.
+
+    Raises:
+      InputError: the address is none.
+      ScheduleError: the scheduler refuses what is asked, or has another secret.
+      OSError: no answer has come; nobody knows whether the question has arrived.
+    """
+    split_address(address)
+    end_s = clock() + (_TRIES_S if tries_s is None else tries_s)
+    while True:
+        try:
+            answer = _ask_once(network, address, words)
+        except ssl.SSLError as error:
+            raise ScheduleError(
+                f"{address} has another secret, or none: give the --secret of its "
+                "`autopar schedule --listen`."
+            ) from error
+        except OSError:
+            if clock() >= end_s:
+                raise
+            sleep(_PAUSE_S)
+            continue
+        if answer.get("wrong"):
+            raise ScheduleError(
+                f"the scheduler at {address} refuses: {answer['wrong']}"
+            )
+        return answer
+
+
+def _ask_once(network: Network, address: str, words: dict[str, Any]) -> Message:
+    """One try.
+
+    Raises:
+      OSError: the line is broken.
+    """
+    try:
+        connection = Connection(network.connect(address, _PATIENCE_S))
+    except socket.gaierror as error:
+        raise ScheduleError(f"{address}: there is no such host.") from error
+    try:
+        connection.patience(_PATIENCE_S)
+        connection.send("question", protocol=PROTOCOL, **words)
+        answer = connection.receive()
+    finally:
+        connection.close()
+    if answer is None:
+        raise ConnectionError("the line broke before the answer")
+    return answer
