@@ -16,6 +16,7 @@ from autopar.dispatch.scheduler import SchedulerSettings
 from autopar.dispatch.store import Store
 from autopar.dispatch.views import MOVES, view_of
 from autopar.errors import ScheduleError
+from autopar.goodput.curves import CurveTable
 from autopar.goodput.efficiency import efficiency
 from autopar.scheduler.jobs import Rounds
 from autopar.scheduler.users import UserLimits
@@ -431,12 +432,35 @@ def test_what_a_job_measures_is_what_its_policy_is_told(
     worth = efficiency(300.0, 4 * BATCH, BATCH)
     four = np.array([4])
     assert view.curve.goodput(four, four) == pytest.approx(4 * BATCH / 0.5 * worth)
-    # Another scheduler has no lines yet, and the noise scale of the state.
-    blind = view_of(Store(world.path).job("one"), 60.0, ("cpu",), MOVES)
-    assert blind.curve.goodput(four, four) == pytest.approx(26.0)
     world.trainings.tells["one"] = {**told, "noise_scale": None, "progress": None}
     world.rounds(1)
     assert world.scheduler.jobs["one"].noise_scale == 300.0
+
+
+def test_devices_go_where_the_noise_makes_them_worth_something(
+    tmp_path: pathlib.Path,
+) -> None:
+    """Both were planned alike; without noise a larger batch does no more."""
+    points = [
+        msgspec.structs.replace(point, batch=k * BATCH, step_s=1.0, goodput=8.0 * k)
+        for k, point in enumerate(HALVES.points, 1)
+    ]
+    table = CurveTable(points=tuple(points), base_batch=BATCH, max_batch=64)
+    jobs = [handed(name, table=table, max=4) for name in ("quiet", "noisy")]
+    world = World(tmp_path, jobs, {"quiet": 4000, "noisy": 4000})
+    world.rounds(1)
+    assert world.given() == {"quiet": 2, "noisy": 2}
+    world.trainings.tells = {
+        "quiet": {"noise_scale": 0.0},
+        "noisy": {"noise_scale": 9e4},
+    }
+    world.rounds(2)
+    assert world.given() == {"quiet": 1, "noisy": 3}
+    # Another scheduler has the noise scales of the state alone.
+    world.trainings.tells = {}
+    world.again()
+    world.rounds(1)
+    assert world.given() == {"quiet": 1, "noisy": 3}
 
 
 def test_a_state_of_the_first_schema_is_taken_up(tmp_path: pathlib.Path) -> None:

@@ -256,3 +256,12 @@ def test_a_trace_may_say_whose_jobs_are(tmp_path: pathlib.Path) -> None:
     path.write_text(head + "one,0,1,60,anna,0\n")
     with pytest.raises(ScheduleError, match="job 'one': priority is 0"):
         read_trace(path, {}, NODES, policy_of("fair"))
+
+
+def test_devices_beyond_a_lowered_quota_are_given_to_others_at_once() -> None:
+    views = {v.name: v for v in (view("a", "anna", asked=16), view("b", asked=16))}
+    current = {"a": tuple(k for k in range(4) for _ in range(4))}
+    users = {"anna": UserLimits(devices=0)}
+    found = decide_for_users(policy_of("fifo"), 0.0, views, NODES, current, users)
+    assert {name: len(a) for name, a in found.allocations.items() if a} == {"b": 16}
+    assert [(r.job, r.kept) for r in found.reasons if r.job == "a"] == [("a", 16)]
