@@ -196,6 +196,7 @@ class SelectionResult:
         bound_s: a lower bound of the cost of all choices within the budgets.
         status: how the solve ended; `Status` speaks of a memory limit, here both
             budgets are meant.
+        seconds: the wall-clock seconds of the solve.
     """
 
     choices: tuple[int, ...]

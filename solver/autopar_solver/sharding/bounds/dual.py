@@ -93,7 +93,6 @@ def mini_bucket_bounds(
         tables: by edge.
         max_entries: the largest number of entries of a table.
         max_work: the largest number of entries of all tables together.
-        max_work: entries of all tables together.
 
     Raises:
         TooLargeError: more work would be needed.
