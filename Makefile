@@ -28,9 +28,9 @@ help:
 demo: $(INSTALLED)
 	$(BIN)/autopar demo
 
-## make test         run the test suite (WORKERS=2, PYTEST_ARGS=...)
+## make test         run the test suite (WORKERS=2, PYTEST_ARGS=...; ALL=1: the slowest, too)
 test: $(INSTALLED)
-	$(PYTEST) -m "not cluster" $(PYTEST_ARGS)
+	$(if $(ALL),AUTOPAR_ALL_TESTS=1) $(PYTEST) -m "not cluster" $(PYTEST_ARGS)
 
 ## make test-cluster run the tests of several processes and of shaped links
 test-cluster: $(INSTALLED)

@@ -39,6 +39,7 @@ os.environ.pop("COLUMNS", None)
 os.environ.setdefault("AUTOPAR_VERIFY", "1")
 
 import jax
+import slow_tests
 from property_tests import take_profile
 
 take_profile()
@@ -93,6 +94,18 @@ def pytest_collection_finish() -> None:
     gc.collect()
     # Tracing makes many objects that stay for a while: look at them less often.
     gc.set_threshold(10_000, 20, 50)
+
+
+def pytest_collection_modifyitems(
+    config: pytest.Config, items: list[pytest.Item]
+) -> None:
+    """Leaves the slowest tests of a whole run to CI, and to `make test ALL=1`."""
+    if not slow_tests.leaves_out(config.args, config.getini("testpaths")):
+        return
+    slow = slow_tests.names()
+    left = [item for item in items if slow_tests.name_of(item.nodeid) in slow]
+    items[:] = [item for item in items if slow_tests.name_of(item.nodeid) not in slow]
+    config.hook.pytest_deselected(items=left)
 
 
 # Tests of these are about running a plan: their steps are planned as they are written,

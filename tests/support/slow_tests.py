@@ -1,0 +1,72 @@
+"""The slowest tests: CI runs them, and a whole run on a user's machine leaves them out.
+
+``slow_tests.txt`` beside this module has a name in each line. To write it anew:
+
+    make test ALL=1 PYTEST_ARGS=--junitxml=build/tests.xml
+    python tests/support/slow_tests.py build/tests.xml --seconds 4
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import os
+import pathlib
+import xml.etree.ElementTree as ET
+from collections.abc import Sequence
+
+PATH = pathlib.Path(__file__).with_name("slow_tests.txt")
+
+
+def names() -> frozenset[str]:
+    """The slow tests, as `name_of` names them."""
+    return frozenset(PATH.read_text().split())
+
+
+def name_of(node: str) -> str:
+    """A test's name for all its parameters: that of its module, class and function.
+
+    >>> name_of("tests/solver/test_a.py::TestB::test_c[1-2]")
+    'tests/solver/test_a.py::TestB::test_c'
+    """
+    return node.partition("[")[0]
+
+
+def leaves_out(given: Sequence[str], default: Sequence[str]) -> bool:
+    """Whether a run leaves the slow tests out: nobody has asked for them.
+
+    Args:
+      given: the paths of the run.
+      default: the paths of a whole run.
+    """
+    asked = os.environ.get("CI") or os.environ.get("AUTOPAR_ALL_TESTS")
+    return not asked and list(given) == list(default)
+
+
+def seconds_of(path: pathlib.Path) -> dict[str, float]:
+    """The seconds of each test, over all its parameters, in a JUnit file of pytest."""
+    found: dict[str, float] = collections.defaultdict(float)
+    for case in ET.parse(path).iter("testcase"):
+        *places, last = case.attrib["classname"].split(".")
+        file = "/".join([*places, last]) + ".py"
+        if not pathlib.Path(file).exists():  # the last part is a class
+            file = "/".join(places) + f".py::{last}"
+        found[name_of(f"{file}::{case.attrib['name']}")] += float(case.attrib["time"])
+    return found
+
+
+def main() -> None:
+    """Writes the names of the slow tests, and says what they take."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("junit", type=pathlib.Path)
+    parser.add_argument("--seconds", type=float, default=4.0, help="from which on")
+    given = parser.parse_args()
+    found = seconds_of(given.junit)
+    slow = sorted(name for name, s in found.items() if s >= given.seconds)
+    PATH.write_text("".join(f"{name}\n" for name in slow))
+    taken, whole = sum(found[name] for name in slow), sum(found.values())
+    print(f"{len(slow)} of {len(found)} tests take {taken:.0f} of {whole:.0f} s")
+
+
+if __name__ == "__main__":
+    main()
