@@ -1,4 +1,4 @@
-"""Keeps plans on disk, by what they were made of."""
+"""Keeps plans on disk, under a key of all inputs that a plan depends on."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from autopar.version import __version__
 class PlanCache:
     """A folder of plans.
 
-    A plan is found again for the same step and shapes (its fingerprint), cluster,
-    options and version of autopar.
+    The key of a plan is made of the step's fingerprint (its program and shapes), the
+    cluster, the options and the version of autopar.
 
     Attributes:
-      folder: where the plans are; made when the first is kept.
+      folder: where the plans are; created when the first plan is stored.
     """
 
     folder: Path
@@ -42,11 +42,11 @@ class PlanCache:
         options: PlanOptions,
         make: Callable[[], Plan],
     ) -> Plan:
-        """Returns the plan that is kept, or makes one and keeps it.
+        """Returns the stored plan, or makes a plan and stores it.
 
         Args:
           analysis: the step.
-          cluster: what is planned for.
+          cluster: the devices that the plan is for.
           options: hints and limits.
           make: plans the step.
         """
@@ -60,7 +60,7 @@ class PlanCache:
     def find(
         self, analysis: Analysis, cluster: Cluster, options: PlanOptions
     ) -> Plan | None:
-        """Returns the plan that is kept; None where there is none that can be used."""
+        """Returns the stored plan; None if no usable plan is stored."""
         name = _file_name(analysis, cluster, options)
         data = self._files.read(name)
         if data is None:
@@ -100,12 +100,15 @@ def _file_name(analysis: Analysis, cluster: Cluster, options: PlanOptions) -> st
     return f"{digest.hexdigest()[:32]}.json"
 
 
-# Of which the figures of codecs are asked.
+# Shape of the array for which the costs of codecs are computed.
 _SHAPE = (1024, 1024)
 
 
 def _figures(compression: str) -> list[str]:
-    """What codecs that may be chosen say of themselves: a program may add others."""
+    """The costs and errors that the codecs to choose from report.
+
+    A program may register codecs of its own, so these figures are part of the key.
+    """
     known = {"none": (), "auto": offered_codecs()}
     codecs = [
         (text, parse_codec(text)) for text in known.get(compression, (compression,))

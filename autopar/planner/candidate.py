@@ -21,7 +21,8 @@ from autopar.planner.weights import WHOLE, Weights
 from autopar.steps.analysis import Analysis
 from autopar_solver import Solution, Status
 
-# A plan that saves less than this part of a step is not worth another problem.
+# A plan that saves less than this fraction of a step is not worth solving another
+# problem.
 WORTHWHILE = 5e-3
 
 
@@ -33,16 +34,18 @@ class Candidate:
       assignment: strategies as layouts.
       pricer: the mesh and cluster.
       formulation: the problem that the solver was given.
-      solution: what the solver says.
-      estimate: what a step of it does.
+      solution: the solver's answer to it.
+      estimate: the work, messages and memory of one step.
       peak_memory_bytes: most bytes live at once on one device.
-      weights: of what may be hidden, at which the problem was solved.
-      lower_s: a lower bound of the time of every plan of this mesh; None: that of the
-        solution.
-      sending: how gradients are sent; None: nothing was said about codecs.
-      before_s: seconds of the fastest plan of this mesh without codecs; None: of this.
-      free_s: seconds of the fastest plan without codecs that was seen, whatever memory
-        it needs; None: of this.
+      weights: weights of the communication that may overlap with work, at which the
+        problem was solved.
+      lower_s: a lower bound of the step time of every plan of this mesh; None: the
+        bound in `solution`.
+      sending: how gradients are sent; None: the user asked for no codecs.
+      before_s: seconds of a step of this mesh's fastest plan without codecs; None: this
+        candidate is that plan.
+      free_s: seconds of a step of the fastest plan without codecs that the search saw,
+        whatever memory that plan needs; None: this candidate is that plan.
     """
 
     assignment: Assignment
@@ -59,13 +62,15 @@ class Candidate:
 
     @functools.cached_property
     def mesh(self) -> MeshShape:
-        """The mesh with its axes named by what they split; given names stay."""
+        """The mesh, each axis named after what the axis splits; names from the user
+        stay.
+        """
         works = self.estimate.work.table.works
         return with_axis_names(self.pricer.mesh, self.assignment, works)
 
     @property
     def cost(self) -> CostBreakdown:
-        """The cost of a step, with codecs where there are any."""
+        """The cost of a step, including the codecs if gradients have any."""
         return self.estimate.cost if self.sending is None else self.sending.cost
 
     @property
@@ -75,17 +80,21 @@ class Candidate:
 
     @property
     def timelines(self) -> tuple[Timeline, ...]:
-        """Work, and communication that may be hidden, of both passes."""
+        """The work of the forward and the backward pass, and the communication that may
+        overlap with the work.
+        """
         return self.estimate.timelines
 
     @property
     def compute_s(self) -> float:
-        """Seconds of work on arrays in one step, with what is beside it."""
+        """Seconds of work on arrays in one step, including communication that overlaps
+        with the work.
+        """
         return self.cost.work_s + self.cost.contention_s
 
     @property
     def hidden_s(self) -> float:
-        """Seconds of communication that run beside work."""
+        """Seconds of communication that overlap with work."""
         return self.cost.cover_s
 
     @property
@@ -115,7 +124,7 @@ class Candidate:
 
     @property
     def held_bytes(self) -> float:
-        """The most bytes live at once on one device, with what codecs keep."""
+        """The most bytes live at once on one device, including the state of codecs."""
         kept = 0.0 if self.sending is None else self.sending.memory_bytes
         return self.peak_memory_bytes + kept
 
@@ -126,11 +135,13 @@ class Candidate:
 
     @property
     def report(self) -> Solution:
-        """What is known of the plan: its cost, its bound and whether it is proved.
+        """The plan's cost, its lower bound, and whether the plan is proved to be
+        optimal.
 
-        Where several problems were solved the cost is the time of a step; elsewhere
-        it is the objective of the problem. Proved is what no other plan beats by a
-        part of `WORTHWHILE`; the gap says by how much at most.
+        If several problems were solved, the cost is the time of a step. If only one
+        problem was solved, the cost is the objective of that problem. A plan counts as
+        proved if no other plan is faster by a fraction of `WORTHWHILE` or more. The gap
+        is the largest fraction by which another plan may be faster.
         """
         if self.lower_s is None:
             return self.solution
@@ -144,18 +155,18 @@ class Candidate:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SearchResult:
-    """The best candidate, and what every mesh tried came to.
+    """The best candidate, and the result on every mesh that was tried.
 
-    Where layouts were given nothing was searched, and there is no bound on others.
+    If the user gave the layouts, nothing is searched and other plans have no bound.
 
     Attributes:
       best: the fastest candidate.
-      tried: each mesh, and its best candidate; None: no plan was found there.
-      seconds: that the search took.
-      searched: whether others were looked at.
-      floor_s: a lower bound of the seconds of every plan of all meshes; infinite
-        where the best candidate's own bound is all that counts.
-      short: whether nothing fits the memory of a device on some mesh.
+      tried: each mesh, and its best candidate; None: no plan was found on the mesh.
+      seconds: duration of the search.
+      searched: whether plans with other layouts were considered.
+      floor_s: a lower bound of the seconds of a step under every plan of all meshes;
+        infinite if only the bound of the best candidate counts.
+      short: whether on at least one mesh no plan fits the memory of a device.
     """
 
     best: Candidate
@@ -167,7 +178,7 @@ class SearchResult:
 
     @property
     def slowdown(self) -> float:
-        """How many times as long a step takes as with room for everything."""
+        """The seconds of a step over those with unlimited memory."""
         known = [
             c.plain_s if c.free_s is None else c.free_s for _, c in self.tried if c
         ]
@@ -183,15 +194,16 @@ class SearchResult:
 
     @property
     def report(self) -> Solution:
-        """What is known of the best candidate beside the plans of all meshes."""
+        """The best candidate's cost and bound, compared with the plans of all meshes.
+        """
         return with_bound(self.best.report, self.floor_s)
 
 
 def with_bound(known: Solution, floor_s: float) -> Solution:
-    """Returns what is known of a plan where others may take as little as a bound.
+    """Returns a solution whose bound also covers other plans.
 
     Args:
-      known: what is known beside the plans of its own mesh.
+      known: the plan's solution, whose bound covers the plans of its own mesh.
       floor_s: a lower bound of the seconds of other plans.
     """
     if floor_s >= known.bound:
@@ -202,7 +214,9 @@ def with_bound(known: Solution, floor_s: float) -> Solution:
 
 
 def choices_of(formulation: Formulation, assignment: Assignment) -> list[int] | None:
-    """Finds an assignment's strategies in a formulation; None if one is not there."""
+    """Finds an assignment's strategies in a formulation; None if a strategy is missing
+    from the formulation.
+    """
     choices: list[int] = []
     count = len(assignment.strategies)
     for space, strategy in zip(
@@ -235,13 +249,14 @@ def candidate_of(
     solution: Solution,
     like: Assignment | None = None,
 ) -> Candidate:
-    """Turns a solution into layouts and prices what they really do.
+    """Turns a solution into layouts and prices these layouts with the full cost model.
 
     Args:
       analysis: the step.
       formulation: the problem that the solver was given.
-      solution: what it says.
-      like: other layouts, which say where gradients are summed; None: once a step.
+      solution: the solver's answer to it.
+      like: other layouts, from which the place where gradients are summed is taken;
+          None: gradients are summed once a step.
     """
     assignment = assignment_of(analysis, formulation, solution)
     if like is not None and like.sums_each_microbatch:
@@ -277,7 +292,7 @@ def price_solution(
 
     Args:
       formulation: the problem that the solver was given.
-      solution: what it says.
+      solution: the solver's answer to it.
       assignment: the layouts.
       peak_bytes: most bytes live at once on one device.
     """

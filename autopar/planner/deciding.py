@@ -1,21 +1,25 @@
-"""Decides what is beside layouts: stages, microbatches, layers that compute again.
+"""Decides pipeline stages, microbatches and rematerialised layers.
 
-Proposers say by name how the step may be rewritten or cut. One search judges each
-proposal: it drops what cannot be faster, finds the best layouts of the rest, keeps the
-fastest plan that fits, and records all of it.
+Proposers make named proposals of how to rewrite the step or cut it into stages. One
+search judges all proposals. The search drops proposals that cannot be faster, finds the
+best layouts of the others, keeps the fastest plan that fits the memory, and records
+every proposal.
 
-*Bounds.* More microbatches and layers that compute again do more work with less memory.
-So they are faster only where memory holds a plan back: where a plan that was seen on
-the way and does not fit is faster. A plan that needs less than half of the memory is
-not held back. Layers of a loop may be faster with room for all, too, because what they
-keep is written to stacks and read again; they are priced in the layouts of the plan. A
-pipeline takes no less than `least_s`.
+*Bounds.* More microbatches and more rematerialised layers mean more work and less
+memory. So they make a step faster only if memory slows the plan: the search saw a
+faster plan that does not fit. Memory does not slow a plan that needs less than half of
+the memory. Layers of a loop are an exception. Rematerialising such layers may be faster
+even with enough memory, because without it their activations are written to stacked
+arrays and read again. The search prices these layers in the layouts of the plan. The
+step of a pipeline takes at least `least_s`.
 
-*Layers.* The first layers compute again: what they keep is needed longest. The more of
-them do, the less memory a plan needs. So the fewest layers with which a plan fits are
-found by bisection, from the number on where a straight line from what every plan needs
-without them to nothing meets the memory of a device. More layers are tried as long as
-plans get faster: with memory to spare layouts may be faster, too.
+*Layers.* The first layers are rematerialised, because their activations stay in memory
+longest. A plan needs less memory if more layers are rematerialised. The search finds
+the fewest layers with which a plan fits by bisection. The bisection starts at an
+estimate: the memory that every plan needs is taken to fall along a straight line to
+zero with the number of layers, and the estimate is where this line meets the memory of
+a device. The search tries more layers as long as plans get faster, because with spare
+memory faster layouts may fit.
 """
 
 from __future__ import annotations
@@ -54,13 +58,15 @@ from autopar.steps.remat import layer_starts, named_values
 from autopar.steps.update_batches import equations_of_update
 from autopar_passes.remat.copies import DOTS, FULL, NAMES
 
-# Numbers of layers that are tried of each level, at most and about.
+# About the most numbers of layers that are tried for each level of rematerialisation.
 _TRIED = 8
-# A pipeline has to be faster by this part, as more of what it does is not predicted.
+# A pipeline has to be faster by this fraction, because the cost model leaves out more
+# of a pipeline's time.
 _STAGED = 0.05
-# The part of the work that stages do at least: a cut leaves some small operators out.
+# The least fraction of the work that the stages of a cut do: a cut leaves out some
+# small operators.
 _CUT = 0.999
-# Least seconds of the solver of stages.
+# The least time limit of the solver of stages, in seconds.
 _LEAST_S = 1.0
 
 
@@ -74,21 +80,22 @@ def decide(
     advise: bool = True,
     unfit: Unfit | None = None,
 ) -> Plan:
-    """The fastest plan of all proposals that fits.
+    """Returns the fastest plan of all proposals that fit the memory.
 
     Args:
       analysis: the step.
-      cluster: what to plan for.
+      cluster: the devices to plan for.
       options: hints and limits, without layouts to keep.
-      plan: plans a step of one stage for options that decide all else.
-      codecs: what was said about codecs.
-      advise: whether the error, if no plan fits, says a size of memory that is enough.
-      unfit: proposals that did not fit when the same was planned with more memory,
-        which are not looked at again. Those that do not fit now are added.
+      plan: plans a step of one stage, for options that decide everything but the
+        layouts.
+      codecs: the user's request about codecs.
+      advise: if no plan fits, whether the error states a memory size that is enough.
+      unfit: proposals that did not fit when the same step was planned with more memory.
+        These proposals are not tried again. Proposals that do not fit now are added.
 
     Raises:
       InfeasibleError: no plan fits the memory of a device.
-      PlanError: the step cannot be split, cut or planned as is asked for.
+      PlanError: the step cannot be split, cut or planned as the options say.
     """
     search = Programs(analysis, cluster, options, plan, codecs, unfit)
     for propose in _PROPOSERS:
@@ -126,9 +133,9 @@ def _replicas(search: Programs) -> None:
 
 
 def _rewritten(search: Programs) -> None:
-    """Proposes 1, 2, 4 ... microbatches, each with layers that compute again.
+    """Proposes 1, 2, 4 ... microbatches, each with rematerialised layers.
 
-    It ends where more of them are slower, or where memory holds no plan back.
+    The proposals end when more microbatches are slower, or when memory slows no plan.
     """
     asked = search.options
     if search.cluster.groups or (isinstance(asked.stages, int) and asked.stages > 1):
@@ -138,7 +145,11 @@ def _rewritten(search: Programs) -> None:
 
 
 def _in_microbatches(search: Programs) -> None:
-    """Tries numbers of microbatches until they are slower, or need not be fewer."""
+    """Tries growing numbers of microbatches.
+
+    The trials end when more microbatches are slower, or when memory no longer slows the
+    plan.
+    """
     asked = search.options
     for count in _counts(search):
         before = search.best
@@ -147,7 +158,8 @@ def _in_microbatches(search: Programs) -> None:
         except PlanError as error:
             if before is None and not search.errors.keys() - {program_name(count, "")}:
                 raise
-            # More microbatches do not divide the rows either, nor keep the meaning.
+            # If this number does not divide the rows or changes the result, larger
+            # numbers do so, too.
             search.leave_out(f"{count} microbatches", str(error).split("\n", 1)[0])
             return
         if search.best is None and search.too_large():
@@ -172,7 +184,9 @@ def _in_microbatches(search: Programs) -> None:
 
 
 def _counts(search: Programs) -> Iterator[int]:
-    """Numbers of microbatches to try; of more than one those that are exact."""
+    """Numbers of microbatches to try. Several microbatches are tried only if the step
+    stays exact.
+    """
     asked = search.options
     if asked.microbatches != "auto":
         yield asked.count
@@ -195,10 +209,12 @@ def _counts(search: Programs) -> Iterator[int]:
 
 
 def _least_memory(search: Programs) -> None:
-    """Tries the most microbatches with all layers again, for what is to be said.
+    """Tries the most microbatches with all layers rematerialised, for the error
+    message.
 
-    Where the state alone does not fit, neither is enough. But what every plan needs,
-    and the memory that is enough, are those of a plan with both.
+    If the state by itself does not fit, no plan fits either. But the error states the
+    memory that every plan needs and the memory that is enough. Both numbers come from
+    this plan.
     """
     asked = search.options
     counts = [asked.count]
@@ -218,7 +234,9 @@ def _least_memory(search: Programs) -> None:
 
 
 def _local(search: Programs, count: int) -> tuple[str, ...]:
-    """What would be computed from each microbatch alone, and nobody asked for."""
+    """The values that would be computed from one microbatch only, although the user has
+    not allowed this.
+    """
     if search.options.coupled == "microbatch":
         return ()
     name = program_name(count, "")
@@ -231,7 +249,7 @@ def _local(search: Programs, count: int) -> tuple[str, ...]:
 
 
 def _again(search: Programs, count: int) -> None:
-    """Proposes layers that compute again, in a number of microbatches."""
+    """Proposes rematerialised layers, at a number of microbatches."""
     plain = program_name(count, "")
     held = plain not in search.plans or search.is_held_back(plain)
     own = equations_of_update(search.analysis)
@@ -262,7 +280,7 @@ def _again(search: Programs, count: int) -> None:
 
 
 class _Layers:
-    """Proposals of layers that compute again, in one number of microbatches."""
+    """Proposals of rematerialised layers, at one number of microbatches."""
 
     def __init__(self, search: Programs, count: int, layers: int) -> None:
         self.search, self.count, self.layers = search, count, layers
@@ -274,7 +292,8 @@ class _Layers:
         return self.search.plans.get(program_name(self.count, remat))
 
     def beside(self, plain: str, levels: Sequence[str], *, held: bool) -> None:
-        """Tries layers where a plan fits that computes nothing again."""
+        """Tries rematerialised layers although a plan without rematerialisation fits.
+        """
         numbers = _numbers(self.layers)
         for level in levels:
             if held:
@@ -286,7 +305,8 @@ class _Layers:
             self.search.programs.setdefault(other, options)
             same_s = self.search.priced_s(plain, plain)
             if self.search.priced_s(plain, other) < same_s:
-                # Fewer layers save fewer stacks, and memory holds nothing back.
+                # Fewer rematerialised layers remove fewer stacked arrays, and memory
+                # slows no plan here.
                 self.fits_with(f"{self.layers}:{level}")
 
     def to_fit(self, levels: Sequence[str]) -> None:
@@ -298,7 +318,8 @@ class _Layers:
                 if level == FULL:
                     return
                 continue
-            # What keeps more of each layer has to compute as many of them again.
+            # A level that keeps more activations of each layer has to rematerialise at
+            # least as many layers.
             least = max(least, first) if level == FULL else least
             above = [k for k in _numbers(self.layers) if k > first]
             if self.may_gain(level, first):
@@ -307,10 +328,12 @@ class _Layers:
                 self.more(level, above[::-1])
 
     def may_gain(self, level: str, first: int) -> bool:
-        """Whether other layouts than fit with the fewest layers are faster.
+        """Whether layouts that do not fit with the fewest rematerialised layers are
+        faster.
 
-        The plan with most layers has memory to spare. Where its layouts are no faster
-        with the fewest layers, more of them only compute more.
+        The plan with the most rematerialised layers has spare memory. If the layouts of
+        that plan are no faster with the fewest layers, rematerialising more layers only
+        adds work.
         """
         numbers = range(1, self.layers + 1)
         most = max(n for n in numbers if self.plan_with(f"{n}:{level}") is not None)
@@ -321,10 +344,12 @@ class _Layers:
         return free_s < (1 - GAP) * self.search.priced_s(few, few)
 
     def fewest(self, level: str, least: int) -> int | None:
-        """The fewest layers with which a plan fits, ``least`` or more; None: none.
+        """The fewest rematerialised layers, ``least`` or more, with which a plan fits;
+        None: no plan fits.
 
-        With more layers the plan needs less memory, but for the last layer: its
-        activations are needed as soon as they are made.
+        Each further layer lowers the memory of the plan, except for the last layer: the
+        backward pass needs the activations of the last layer as soon as they are
+        computed.
         """
         top = max(self.layers - 1, least)
         if not self.fits_with(f"{top}:{level}"):
@@ -337,9 +362,11 @@ class _Layers:
         return first_that(lambda n: self.fits_with(f"{n}:{level}"), least - 1, top, few)
 
     def last_too_few(self, remat: str, layers: int) -> bool:
-        """Whether one more layer is not enough, if it saves what the others do.
+        """Whether the plan would still not fit with one more layer, if that layer saves
+        as much memory as each of the others.
 
-        The last layer saves less: its activations are needed as soon as they are made.
+        The last layer saves less, because the backward pass needs its activations as
+        soon as they are computed.
         """
         errors = (self.search.errors[program_name(self.count, r)] for r in ("", remat))
         none, most = (getattr(error, "least_bytes", 0.0) for error in errors)
@@ -347,12 +374,13 @@ class _Layers:
         return most - saved > self.search.cluster.memory_bytes
 
     def too_few(self, layers: int) -> int:
-        """With so many layers no plan fits if what is needed falls evenly with layers.
+        """The number of layers with which no plan fits, if the memory falls linearly
+        with the layers.
 
-        It falls at most to nothing, so fewer of them cannot be enough.
+        The memory falls at most to zero, so fewer layers cannot be enough.
 
         Args:
-          layers: with which a plan fits.
+          layers: a number of layers with which a plan fits.
         """
         error = self.search.errors[program_name(self.count, "")]
         need = error.least_bytes if isinstance(error, InfeasibleError) else 0.0
@@ -370,19 +398,20 @@ class _Layers:
 
 
 def first_that(holds: Callable[[int], bool], low: int, high: int, few: int = 0) -> int:
-    """The first number for which something holds that holds for all larger ones.
+    """The first number for which a condition holds that also holds for all larger
+    numbers.
 
-    What is left is bisected. Numbers up to ``few`` are asked for only if it holds for
-    the number behind them.
+    The search is a bisection. Numbers up to ``few`` are tested only if the condition
+    holds for ``few + 1``.
 
     >>> first_that(lambda n: n >= 5, 0, 12, few=4)
     5
 
     Args:
-      holds: is asked for few numbers between ``low`` and ``high``.
-      low: it does not hold for this one.
-      high: it holds for this one.
-      few: it is not likely to hold for this one.
+      holds: the condition; called for few numbers between ``low`` and ``high``.
+      low: a number for which the condition does not hold.
+      high: a number for which the condition holds.
+      few: a number for which the condition is not likely to hold.
     """
     begin = min(max(few, low), high - 1)
     first = _bisect(holds, begin, high)
@@ -399,13 +428,17 @@ def _bisect(holds: Callable[[int], bool], low: int, high: int) -> int:
 
 
 def _numbers(layers: int) -> list[int]:
-    """The numbers of layers that are tried: all of few, some of many."""
+    """The numbers of layers to try: every number if the step has few layers, some
+    numbers if it has many.
+    """
     apart = -(-layers // _TRIED)
     return sorted({*range(apart, layers + 1, apart), max(1, layers - 1), layers})
 
 
 def _pipelines(search: Programs) -> None:
-    """Proposes pipelines: so many stages as are asked for, or the best."""
+    """Proposes pipelines: with the number of stages that the user asked for, or with
+    the best number.
+    """
     analysis, cluster, asked = search.analysis, search.cluster, search.options
     if asked.stages in (None, 1):
         return
@@ -428,7 +461,7 @@ def _pipelines(search: Programs) -> None:
     begin = time.thread_time()
     limited = asked
     if search.best is not None and asked.seconds is not None:
-        # The search of stages takes about as long as that of one stage.
+        # The search of stages may take about as long as the search of one stage.
         own_s = max(_LEAST_S, begin - search.begin_s)
         limited = dataclasses.replace(asked, seconds=min(asked.seconds, own_s))
     make = functools.partial(best_pipeline, analysis, cluster, limited, search.codecs)
@@ -437,10 +470,10 @@ def _pipelines(search: Programs) -> None:
 
 
 def _limits_of_pipelines(search: Programs, most_s: float) -> PipelineLimits | str:
-    """The pipelines that may be better than the best plan of one stage.
+    """Bounds the pipelines that may be faster than the best plan of one stage.
 
     Args:
-      search: with the best plan of one stage, where one fits.
+      search: holds the best plan of one stage, if one fits.
       most_s: seconds of a step that a pipeline may take at most.
 
     Returns:
@@ -469,9 +502,9 @@ def _limits_of_pipelines(search: Programs, most_s: float) -> PipelineLimits | st
 
 
 def alone_on(analysis: Analysis, cluster: Cluster) -> tuple[float, float]:
-    """Seconds of a step on one device, and those of starting its kernels.
+    """Seconds of a step on one device, and seconds of launching the step's kernels.
 
-    Kernels of the update are left out of the second ones.
+    The second number leaves out the kernels of the optimizer update.
     """
     pricer = Pricer(cluster, candidate_meshes(cluster)[0])
     work = work_of(unsplit(analysis, pricer.sizes), pricer)
@@ -482,16 +515,19 @@ def alone_on(analysis: Analysis, cluster: Cluster) -> tuple[float, float]:
 def least_s(
     each_s: float, starts_s: float, slices: float, stages: int, microbatches: int
 ) -> float:
-    """Seconds that a step in stages takes at least, the issue of its tasks included.
+    """A lower bound of the seconds of a step in stages, including the launch of its
+    tasks.
 
-    The first microbatch goes through all stages before the next ones can keep them
-    busy, on no more devices at a time than a stage has. Stages that have several parts
-    in turn wait for as small a part of that. With one microbatch, weights' gradients of
-    the later stages may be made meanwhile: at most half of the work, as each product
-    of them is as large as one of the forward pass.
+    The first microbatch goes through all stages before later microbatches can keep the
+    stages busy. Meanwhile it runs on the devices of one stage only. If each stage has
+    several virtual stages (interleaving), this wait is divided by their number. With
+    one microbatch, later stages may compute gradients of weights during the wait. These
+    gradients are at most half of the work, because each of their products is as large
+    as a product of the forward pass.
 
-    A stage starts its kernels for each microbatch, however many devices it has. Some
-    stage has as many kernels as the mean. So a step takes that long, too.
+    A stage launches its kernels once for each microbatch, whatever its number of
+    devices. At least one stage has as many kernels as the mean of all stages. So a step
+    takes at least as long as that stage needs for its launches.
 
     >>> least_s(0.080, 0.0, 2, stages=2, microbatches=1) > 1.4 * 0.080
     True
@@ -499,11 +535,12 @@ def least_s(
     True
 
     Args:
-      each_s: seconds of each device where all do an even part of the work.
-      starts_s: seconds of starting all kernels of a microbatch.
-      slices: all devices over those of the largest stage.
-      stages: how many there are.
-      microbatches: likewise.
+      each_s: seconds of each device if all devices do equal parts of the work.
+      starts_s: seconds of launching all kernels of one microbatch.
+      slices: number of all devices divided by the number of devices of the largest
+        stage.
+      stages: number of stages.
+      microbatches: number of microbatches.
     """
     chunks = max(s.chunks for s in SCHEDULES) if microbatches > 1 else 2
     work_s = (1 + (slices - 1) / (chunks * microbatches)) * each_s

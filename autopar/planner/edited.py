@@ -1,8 +1,9 @@
-"""Carries out what was edited in a plan; the rest follows, and costs are stated anew.
+"""Applies the user's edits to a plan and computes the costs again.
 
-Layouts of inputs win: what depends on them is planned again. Other edits are taken as
-they are where they fit. No edit is ignored: what cannot be carried out is an error that
-names it (docs/plans.md has the table).
+Edited layouts of inputs take precedence: the planner plans again all layouts that
+depend on these inputs. Other edits are applied unchanged if they fit the step. No edit
+is ignored. An edit that cannot be applied is an error that names the edit
+(docs/plans.md has the table).
 """
 
 from __future__ import annotations
@@ -37,12 +38,12 @@ from autopar.plans import Plan
 from autopar.plans.specs import spec_of, spec_text
 from autopar.steps.analysis import Analysis
 
-# What may be edited; costs are stated anew after any of it.
+# The fields that a user may edit. After any edit the costs are computed again.
 EDITABLE = (
     "inputs", "nodes", "copies", "gradients", "sums_each_microbatch", "predicted",
     "cluster",
 )  # fmt: skip
-# Why other parts may not, by what they are called.
+# Reasons why the other fields may not be edited, by name of the field.
 _OTHER_MESH = (
     "another mesh is another plan: make it with autopar.plan(..., axis_names=, "
     "max_axes=)"
@@ -73,12 +74,14 @@ def carried_out(
     *,
     seconds: float | None = None,
 ) -> Plan:
-    """Returns a plan in which all that was edited holds; itself if nothing was.
+    """Returns a plan to which all edits are applied; the same plan if nothing was
+    edited.
 
     Args:
       analysis: the step.
       plan: the plan, edited or not.
-      cluster: what it is priced for; default: its own.
+      cluster: the devices for which the plan is priced; default: the plan's own
+        cluster.
       seconds: time limit of the solver.
 
     Raises:
@@ -120,13 +123,15 @@ def carried_out(
 
 
 def with_status(plan: Plan, status: str) -> Plan:
-    """The plan with other words on how it was found."""
+    """The plan with another text on how it was found."""
     solver = msgspec.structs.replace(plan.solver, status=status)
     return msgspec.structs.replace(plan, solver=solver)
 
 
 def _check_parts(parts: tuple[str, ...]) -> None:
-    """Raises `PlanError` for a part that cannot be edited, or not with another."""
+    """Raises `PlanError` for a field that cannot be edited, or not together with
+    another field.
+    """
     for part in parts:
         if part not in EDITABLE:
             why = _WHY_NOT.get(part, "it is a fact of the step")
@@ -151,7 +156,9 @@ def _check_text(plan: Plan) -> None:
 def _with_inputs(
     analysis: Analysis, plan: Plan, cluster: Cluster, seconds: float | None
 ) -> tuple[SearchResult, str]:
-    """Plans again with the inputs' layouts; says what of them was edited."""
+    """Plans again with the inputs' layouts; also returns a text that lists the edited
+    inputs.
+    """
     stated = assignment_of(analysis, plan)
     wanted = _wanted_layouts(analysis, plan)
     edited = {v: w for v, w in wanted.items() if stated.home_layout(v) != w}
@@ -183,7 +190,7 @@ def _best_with_pins(
     layouts: dict[int, Layout],
     seconds: float | None,
 ) -> SearchResult:
-    """The best layouts on the plan's mesh with those of some inputs as given."""
+    """The best layouts on the plan's mesh, with given layouts of some inputs."""
     mesh = plan_mesh(cluster, plan.axis_names, plan.axis_sizes)
     allowed = pin_restriction(analysis, layouts)
     return search(
@@ -192,7 +199,7 @@ def _best_with_pins(
 
 
 def _wanted_layouts(analysis: Analysis, plan: Plan) -> dict[int, Layout]:
-    """Value of each input -> the layout that the plan's inputs say."""
+    """Value of each input -> the layout of that input in the plan."""
     out: dict[int, Layout] = {}
     for given_input in analysis.graph.inputs:
         path, shape = given_input.path, analysis.graph.values[given_input.value].shape
@@ -208,7 +215,7 @@ def _wanted_layouts(analysis: Analysis, plan: Plan) -> dict[int, Layout]:
 
 
 def _check_possible(analysis: Analysis, plan: Plan, edited: dict[int, Layout]) -> None:
-    """Raises `PlanError` where edited layouts contradict the step, or each other."""
+    """Raises `PlanError` if edited layouts contradict the step or each other."""
     homes, paths = analysis.contraction.homes, analysis.input_paths
     for value, layout in edited.items():
         if value not in homes:
@@ -256,7 +263,7 @@ def _as_stated(analysis: Analysis, plan: Plan, cluster: Cluster) -> SearchResult
 
 
 def _check_nodes(analysis: Analysis, plan: Plan, assignment: Assignment) -> None:
-    """Raises `PlanError` for a decision that is none of the node's strategies."""
+    """Raises `PlanError` for a decision that is not among the node's strategies."""
     graph, contraction = analysis.graph, analysis.contraction
     for node, strategy, decision in zip(
         contraction.nodes, assignment.strategies, plan.nodes, strict=True
@@ -271,7 +278,7 @@ def _check_nodes(analysis: Analysis, plan: Plan, assignment: Assignment) -> None
 
 
 def _impossible(plan: Plan, found: Candidate) -> PlanError:
-    """Names two decisions that cannot go together."""
+    """The error that names two decisions which exclude each other."""
     problem, choices = found.formulation.problem, found.solution.choices
     names = [f"node '{n.name}'" for n in plan.nodes]
     names += [
@@ -291,17 +298,18 @@ def _impossible(plan: Plan, found: Candidate) -> PlanError:
 def _with_codecs_of(
     analysis: Analysis, result: SearchResult, plan: Plan, *, edited: bool
 ) -> Plan:
-    """The plan of layouts that were found, with the codecs of a plan.
+    """Makes a plan from layouts that a search found and the codecs of another plan.
 
     Args:
       analysis: the step.
       result: the layouts.
-      plan: says by what each gradient is sent.
-      edited: whether its codecs were changed. Each must be as it says then;
-        otherwise a gradient that its codec cannot send is sent as it is.
+      plan: the plan that names the codec of each gradient.
+      edited: whether the user changed the codecs of ``plan``. If so, each gradient must
+        use its codec. If not, a gradient that its codec cannot send is sent without a
+        codec.
 
     Raises:
-      PlanError: the codecs were changed, and do not fit the gradients.
+      PlanError: the user changed the codecs, and a codec cannot send its gradient.
     """
     if not plan.gradients:
         return make_plan(analysis, result)
@@ -321,7 +329,7 @@ def _with_codecs_of(
 
 
 def check_fits(best: Candidate) -> None:
-    """Raises `PlanError` where given layouts need more memory than a device has."""
+    """Raises `PlanError` if given layouts need more memory than a device has."""
     have = best.pricer.cluster.memory_bytes
     if best.peak_memory_bytes > have:
         raise PlanError(
@@ -332,7 +340,7 @@ def check_fits(best: Candidate) -> None:
 
 
 def _check_given(plan: Plan, found: Sequence[Site]) -> None:
-    """Raises `PlanError` where codecs that were edited do not fit the gradients."""
+    """Raises `PlanError` if an edited codec cannot send its gradient."""
     given = {g.name: g for g in plan.gradients}
     names = {site.name for site in found}
     if differ := sorted(names ^ set(given)):

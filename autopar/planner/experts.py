@@ -1,8 +1,8 @@
 """The plans that experts write by hand, under the same cost model.
 
-Each is a rule about which mesh axes may split what; within the rule the
-solver makes the best of it, so an expert plan here is never worse than the
-one a person would write by that rule.
+Each expert plan is a rule about which arrays each mesh axis may split. The solver finds
+the best plan that keeps to the rule. So under the cost model, an expert plan here is at
+least as good as the plan that a person would write by the same rule.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from autopar_passes.graph.roles import Role
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Expert:
-    """One expert plan; ``reason`` says why it is not possible."""
+    """One expert plan; ``reason`` says why the plan is not possible."""
 
     name: str
     mesh: str
@@ -36,10 +36,11 @@ class Expert:
 
 
 def _with_rows_split(analysis: Analysis, recipe: Recipe, pricer: Pricer) -> Restriction:
-    """A recipe whose axes split the rows, or the sequence, wherever they can.
+    """The restriction of a recipe whose axes must split the rows or the sequence
+    wherever possible.
 
-    A search may leave axes out. Plans that people write do not: data parallelism whose
-    devices all do everything is none.
+    A search may leave an axis unused. Plans that people write use all axes: it is not
+    data parallelism if every device computes the whole batch.
     """
     within = restriction_of(analysis, recipe, pricer)
     labels, sizes = analysis.node_labels, pricer.sizes
@@ -73,11 +74,11 @@ def expert_plans(
 ) -> list[Expert]:
     """Solves every expert plan on every mesh of the search.
 
-    Those that split sequences are left out where the step has none.
+    Expert plans that split sequences are left out if the step has no sequence.
 
     Args:
       analysis: the step.
-      cluster: what to plan for.
+      cluster: the devices to plan for.
       seconds: time limit of the solver for each.
     """
     out: list[Expert] = []

@@ -1,7 +1,7 @@
 """Hints a user may give: layouts of inputs, and rules for Flax's logical axes.
 
-Hints are never needed. They restrict the search, so a plan with hints is at
-most as good as one without.
+Hints are optional. Hints restrict the search, so a plan with hints is at most as good
+as a plan without hints.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from autopar_passes.program.static_leaves import is_object_state
 
 # Pattern of an input's path -> its layout.
 Pins = Mapping[str, PartitionSpec]
-# Flax's logical axis name -> mesh axes, the first that fits.
+# Flax's logical axis name -> mesh axes; the first rule that fits is used.
 LogicalRules = Sequence[tuple[str, Any]]
 
 
@@ -71,11 +71,11 @@ def fitting_meshes(
 ) -> list[MeshShape]:
     """Returns the meshes that have the pins' axes, in sizes that divide the arrays.
 
-    Their axes keep their names, which are those that pins know.
+    The axes of these meshes have the names that the pins use.
 
     Raises:
-      PlanError: there is none; the message is that of the last mesh, which has the
-        most axes.
+      PlanError: no mesh fits; the message is about the last mesh, which has the most
+        axes.
     """
     out: list[MeshShape] = []
     failure: PlanError | None = None
@@ -91,10 +91,10 @@ def fitting_meshes(
 
 
 def _named_meshes(mesh: MeshShape, pins: Pins) -> Iterator[MeshShape]:
-    """Yields a mesh with the names of pins on its axes, in every way that there is.
+    """Yields a mesh once for every way to give the pins' names to its axes.
 
-    Axes are named by their position, where pins have no names beside these that plans
-    give (`is_axis_name`). A name that finds no axis is an error later.
+    If the pins use only names that plans give to axes (`is_axis_name`), the axes are
+    named by position. A name without an axis leads to an error later.
     """
     wanted = dict.fromkeys(
         axis
@@ -125,7 +125,7 @@ def _named_meshes(mesh: MeshShape, pins: Pins) -> Iterator[MeshShape]:
 def check_pinned(
     pins: Pins, analysis: Analysis, assignment: Assignment, mesh: MeshShape
 ) -> None:
-    """Raises `PlanError` where an assignment could not keep to a pin."""
+    """Raises `PlanError` if an assignment contradicts a pin."""
     for pattern, spec in pins.items():
         for value, layout in pinned_layouts(analysis, {pattern: spec}, mesh).items():
             if assignment.home_layout(value) != layout:
@@ -159,7 +159,7 @@ def logical_pins(call: StepCall, rules: LogicalRules) -> dict[str, PartitionSpec
         for path, spec in keyed:
             if isinstance(spec, PartitionSpec) and any(e is not None for e in spec):
                 key = jax.tree_util.keystr(path, simple=True, separator="/")
-                # The box is a pytree node of its own, whose one leaf is `value`.
+                # The box is a pytree node whose only leaf is `value`.
                 out[f"{prefix}/{key}/value"] = spec
     return out
 
@@ -190,7 +190,7 @@ def parse_pins(words: Sequence[str]) -> dict[str, PartitionSpec]:
     """Reads the values of ``--pin``.
 
     Raises:
-      PlanError: one is not ``PATH=SPEC``, or names a path twice.
+      PlanError: a word is not ``PATH=SPEC``, or two words name the same path.
     """
     out: dict[str, PartitionSpec] = {}
     for word in words:
@@ -208,7 +208,7 @@ def parse_pins(words: Sequence[str]) -> dict[str, PartitionSpec]:
 
 
 def parse_entries(text: str) -> tuple[str | tuple[str, ...] | None, ...]:
-    """Reads a layout, as tables print it or in short.
+    """Reads a layout, in the notation of printed tables or in short notation.
 
     >>> parse_entries("P(None, ('data', 'tensor'))")
     (None, ('data', 'tensor'))
@@ -216,7 +216,7 @@ def parse_entries(text: str) -> tuple[str | tuple[str, ...] | None, ...]:
     (('data', 'fsdp'), None)
 
     Raises:
-      InputError: it is neither.
+      InputError: the text is in neither notation.
     """
     text = text.strip()
     if text.startswith(("P(", "PartitionSpec(")):

@@ -1,4 +1,6 @@
-"""Explains why nothing fits the memory of a device, and what would."""
+"""Explains why no plan fits the memory of a device, and which changes would make a plan
+fit.
+"""
 
 from __future__ import annotations
 
@@ -18,14 +20,16 @@ from autopar_solver import ShardingProblem, explain_infeasibility
 
 _LARGEST = 4
 _UNITS = (("GB", 1e9), ("MB", 1e6), ("kB", 1e3))
-# Memory that is tried: so many times what is needed or there, whichever is more.
+# Memory sizes to try, as multiples of the needed or the available memory, whichever is
+# larger.
 _FACTORS = (1.02, 1.1, 1.25, 1.5, 2.0, 3.0, 5.0)
 
 
 def infeasible(
     analysis: Analysis, pricer: Pricer, formulation: Formulation
 ) -> InfeasibleError:
-    """Makes the error of one mesh, which names the binding memory."""
+    """Makes the error of one mesh; the error names the arrays that exceed the memory.
+    """
     found = explain_infeasibility(_relaxed_problem(analysis, pricer, formulation))
     op = analysis.graph.operators[min(found.time, len(analysis.graph.operators) - 1)]
     limit = pricer.cluster.memory_bytes
@@ -69,7 +73,9 @@ def infeasible(
 def _relaxed_problem(
     analysis: Analysis, pricer: Pricer, formulation: Formulation
 ) -> ShardingProblem:
-    """The problem with what is held under every choice alone: its peak is a bound."""
+    """The problem with only the memory that every choice needs: its peak is a lower
+    bound.
+    """
     terms = least_terms(analysis, pricer, formulation.spaces)
     return dataclasses.replace(formulation.problem, memory=terms)
 
@@ -82,15 +88,16 @@ def advise(
     plans: Callable[[int], bool],
     untried: Sequence[str] = (),
 ) -> InfeasibleError:
-    """The error of a mesh with what to do; the memory that it names was checked.
+    """The error of a mesh with advice; a search has checked the memory size that the
+    error names.
 
     Args:
       analysis: the step.
-      pricer: of the mesh.
+      pricer: prices on the mesh.
       failure: the error of the mesh, from `infeasible`.
       least: bytes that every plan needs, on any mesh.
-      plans: whether a plan is found for so many bytes of memory.
-      untried: options with which less is kept for the backward pass.
+      plans: whether the search finds a plan for a given number of bytes of memory.
+      untried: options that would lower the memory for activations.
     """
     limit = pricer.cluster.memory_bytes
     enough = next((n for n in _sizes(max(least, limit)) if plans(n)), None)
@@ -105,13 +112,13 @@ def advise(
 
 
 def _sizes(start: float) -> Iterator[int]:
-    """Sizes of memory to try, each with three digits as it is printed."""
+    """Memory sizes to try, each rounded to the three digits that are printed."""
     for factor in _FACTORS:
         yield round_up(factor * start)
 
 
 def round_up(nbytes: float) -> int:
-    """The next size of memory with three digits, as it is printed.
+    """Rounds a memory size up to three digits, as printed.
 
     >>> size_text(round_up(23_012_345))
     '23.1MB'
@@ -124,7 +131,7 @@ def round_up(nbytes: float) -> int:
 def _unchecked_fixes(
     analysis: Analysis, pricer: Pricer, need: float, untried: Sequence[str]
 ) -> list[str]:
-    """What lowers the memory that is needed; nobody has tried it."""
+    """Advice that lowers the needed memory; no search has checked this advice."""
     cluster = pricer.cluster
     limit = cluster.memory_bytes
     inputs = sum(analysis.graph.values[i.value].nbytes for i in analysis.graph.inputs)
@@ -141,7 +148,7 @@ def _unchecked_fixes(
 
 
 def _state_bytes(analysis: Analysis) -> float:
-    """Bytes of all inputs but the batch."""
+    """Bytes of all inputs except the batch."""
     return sum(
         analysis.graph.values[i.value].nbytes
         for i in analysis.graph.inputs
@@ -150,7 +157,9 @@ def _state_bytes(analysis: Analysis) -> float:
 
 
 def _together(number: int) -> str:
-    """That several arrays of a node, as of layers that are alike, are counted."""
+    """The text that a number counts several arrays of one node, such as those of equal
+    layers.
+    """
     return f"and {number - 1} like it " if number > 1 else ""
 
 
@@ -171,8 +180,8 @@ def size_text(nbytes: float, space: str = "") -> str:
     """Bytes with three digits, as ``memory=`` takes them.
 
     Args:
-      nbytes: how many.
-      space: before the unit.
+      nbytes: number of bytes.
+      space: text between the number and the unit.
     """
     for unit, size in _UNITS:
         if nbytes >= size:
@@ -181,7 +190,7 @@ def size_text(nbytes: float, space: str = "") -> str:
 
 
 def _down(nbytes: float) -> str:
-    """A lower bound, rounded down."""
+    """A lower bound of bytes as text, rounded down."""
     unit = next((size for _, size in _UNITS if nbytes >= size), 1.0)
     if nbytes < 1:
         return "0B"

@@ -1,10 +1,11 @@
 """Memory as terms of the solver's problem, one choice at a time.
 
-The exact model (`autopar.cost.live`) knows both ends of a resharding; a
-term of the problem knows one node. So the terms leave out the short-lived
-forms between two nodes, and the search checks the exact peak of what the
-solver returns and tightens the limit where that is over. The work space of products
-is no term: `fixed_bytes` has it, and the limit of the problem is lower by as much.
+The exact model (`autopar.cost.live`) sees both ends of a resharding. A term of the
+problem sees only one node. So the terms leave out the short-lived copies between two
+nodes. The search therefore computes the exact peak of the solver's answer. If the peak
+is over the memory of a device, the search lowers the limit and solves again. The
+workspace of matrix products is not a term: `fixed_bytes` returns this workspace, and
+the limit of the problem is reduced by it.
 """
 
 from __future__ import annotations
@@ -29,9 +30,10 @@ from autopar_solver import MemoryTerm
 
 
 def fixed_bytes(analysis: Analysis, pricer: Pricer) -> float:
-    """Returns the bytes of a device that every choice occupies, beside its terms.
+    """Returns the bytes on a device that every choice needs in addition to its terms.
 
-    Less what the chip itself holds, which is the same for every choice at the most.
+    Bytes that stay in on-chip memory are subtracted: at the peak they are the same for
+    every choice.
     """
     life = analysis.life(habits_of(pricer.cluster.device))
     return float(life.workspace_bytes - life.on_chip_bytes)
@@ -40,13 +42,13 @@ def fixed_bytes(analysis: Analysis, pricer: Pricer) -> float:
 def memory_terms(
     analysis: Analysis, pricer: Pricer, spaces: Sequence[Space], copies: Sequence[Copy]
 ) -> tuple[MemoryTerm, ...]:
-    """Returns what each choice occupies, and when.
+    """Returns the memory of each choice, and the time during which it is occupied.
 
     Args:
       analysis: the step.
-      pricer: of the mesh.
+      pricer: prices on the mesh.
       spaces: the strategies of each node.
-      copies: of arrays with several readers.
+      copies: copies of arrays with several readers.
     """
     writer = _TermWriter(analysis, pricer, spaces)
     terms = [*writer.inputs(), *writer.homes(), *writer.partials(), *writer.orders()]
@@ -59,11 +61,12 @@ def memory_terms(
 def least_terms(
     analysis: Analysis, pricer: Pricer, spaces: Sequence[Space]
 ) -> tuple[MemoryTerm, ...]:
-    """Returns what is held under every choice, for a lower bound of the peak.
+    """Returns the memory that every choice needs, for a lower bound of the peak.
 
-    `memory_terms` may count more than the exact model does: a value stays until its
-    last reader has run, though it may have been resharded for it before. Here it stays
-    until that reader starts, and forms between two layouts are left out.
+    `memory_terms` may count more than the exact model: it keeps a value until its last
+    reader has run, although a resharded copy may have replaced the value before. The
+    terms here keep a value only until its last reader starts, and leave out copies
+    between two layouts.
     """
     writer = _TermWriter(analysis, pricer, spaces)
     return (*writer.inputs(), *writer.homes(least=True), *writer.orders())
@@ -124,7 +127,7 @@ class _TermWriter:
                     yield self.buffer(home, value, first, last, least=least)
 
     def orders(self) -> Iterator[MemoryTerm]:
-        """Copies in other orders of dimensions, which every choice makes."""
+        """Transposed copies, which every choice makes."""
         for (value, reader), start in self.life.copies.items():
             home = self.contraction.homes.get(value)
             op = self.graph.operators[reader]
@@ -133,7 +136,7 @@ class _TermWriter:
                 yield self.buffer(home, value, start, end)
 
     def partials(self) -> Iterator[MemoryTerm]:
-        """Results of contractions before their reduction, while that lasts."""
+        """Partial results of contractions, until their reduction over devices ends."""
         for op in self.graph.operators:
             index = self.contraction.node_of.get(op.class_index)
             if index is None or self.contraction.nodes[index].kind != "contraction":
@@ -149,7 +152,8 @@ class _TermWriter:
                     yield self.waiting(op, usage)
 
     def waiting(self, op: Operator, usage: np.ndarray) -> MemoryTerm:
-        """A gradient that waits for the last of those that its sum travels with."""
+        """A gradient that waits for the last gradient of the same all-reduce message.
+        """
         node = self.contraction.node(op)
         reduced = node.factors_reduced(op)
         strategies = self.spaces[node.index].strategies
@@ -163,7 +167,7 @@ class _TermWriter:
         )
 
     def arrivals(self, sources: Iterable[HomeValue]) -> Iterator[MemoryTerm]:
-        """The array that a reader's resharding fills while it arrives."""
+        """The receive buffer of a reader's resharding."""
         for source in sources:
             for use in source.foreign:
                 for value, (first, _, _) in use.readers.items():

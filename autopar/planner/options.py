@@ -1,4 +1,4 @@
-"""What is said about planning a step and running it, read and checked once."""
+"""The options for planning and running a step, parsed and checked in one place."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from autopar.steps.spares import Spares
 from autopar_passes.program.calls import BatchNames, StepCall
 from autopar_passes.remat.copies import FULL, is_level
 
-# Whether a value is one that its option takes.
+# Returns whether an option accepts a value.
 Check = Callable[[Any], bool]
 
 
@@ -62,7 +62,7 @@ def _number(least: float) -> Callable[[Any], bool]:
 
 
 def _any(*allowed: Any) -> Callable[[Any], bool]:
-    """Whether a value is one of these, or one that a check of them allows."""
+    """Whether a value equals one of ``allowed``, or passes one of the checks in it."""
     return lambda x: any(a(x) if callable(a) else _same(a, x) for a in allowed)
 
 
@@ -71,7 +71,7 @@ def _same(a: Any, b: Any) -> bool:
 
 
 def _names(least: int = 1) -> Callable[[Any], bool]:
-    """Whether a value is a sequence of different names, ``least`` or more."""
+    """Whether a value is a sequence of at least ``least`` different names."""
 
     def valid(given: Any) -> bool:
         if isinstance(given, str) or not isinstance(given, Sequence):
@@ -100,7 +100,7 @@ def _pairs(given: Any) -> bool:
 
 
 def _shares(given: Any) -> bool:
-    """Whether a value is the microbatches of several replicas."""
+    """Whether a value lists the numbers of microbatches of several replicas."""
     if not isinstance(given, tuple):
         return False
     counts = cast("tuple[Any, ...]", given)
@@ -130,7 +130,7 @@ def _read_seconds(text: str) -> float | None:
 
 
 _COUNT = _whole(1)
-# By name; an option without one takes whatever its text says.
+# Name of an option -> its check. An option without an entry has no check here.
 _CHECKS: Mapping[str, Check] = {
     "pins": _any(None, _has_pins),
     "logical_axis_rules": _any(None, _pairs),
@@ -152,7 +152,8 @@ _CHECKS: Mapping[str, Check] = {
     "telemetry_every": _COUNT,
     "last_batch": _any("run", "drop", "pad"),
 }
-# Makes a value of a word; raises ``ValueError`` where there is none.
+# Name of an option -> a function that parses a word. The function raises ``ValueError``
+# if the word has no value.
 _READERS: Mapping[str, Callable[[Any], Any]] = {
     "pins": lambda words: parse_pins(words) or None,
     "axis_names": lambda text: tuple(x.strip() for x in text.split(",")),
@@ -169,14 +170,16 @@ _READERS: Mapping[str, Callable[[Any], Any]] = {
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class PlanOptions:
-    """What was said about planning a step and running it; `OPTIONS` has the texts.
+    """The options for planning and running a step; `OPTIONS` has their texts.
 
-    Beside the options it holds what follows from how a step is run: ``spares``, what
-    devices hold of the state beside the one in use; and ``one_stage``, why stages that
-    nobody asked for are not tried ('': they are).
+    Two more fields follow from the way in which the step is run. ``spares`` is the part
+    of the state that devices hold in addition to the state in use. ``one_stage`` is the
+    reason why pipelines are not tried without the user asking for them; '' means that
+    pipelines are tried.
 
     Raises:
-      PlanError: a value is none that its option takes, or two contradict each other.
+      PlanError: an option does not accept its value, or two values contradict each
+        other.
     """
 
     pins: Pins | None = OPTIONS["pins"].default
@@ -208,7 +211,7 @@ class PlanOptions:
     one_stage: str = ""
 
     def __post_init__(self) -> None:
-        """Checks each option, then those that depend on each other."""
+        """Checks each option, then combinations of options."""
         if isinstance(self.microbatches, Sequence):
             counts = self.microbatches
             counts = counts if isinstance(counts, str) else tuple(counts)
@@ -225,7 +228,7 @@ class PlanOptions:
 
     @property
     def untried_options(self) -> tuple[str, ...]:
-        """Options with which less is kept for the backward pass, not in use."""
+        """Options that would lower the memory for activations and are not in use."""
         off = {
             "remat='auto'": self.remat in (None, 0, "none"),
             "microbatches='auto'": self.microbatches in (None, 1),
@@ -235,7 +238,7 @@ class PlanOptions:
 
     @property
     def count(self) -> int:
-        """The number of microbatches that is asked for; 1 where none is."""
+        """The number of microbatches that the user asked for; 1 by default."""
         asked = self.microbatches
         if isinstance(asked, int):
             return asked
@@ -285,7 +288,9 @@ def _check_together(asked: PlanOptions) -> None:
 
 
 def _is_of_one_stage(asked: PlanOptions) -> str:
-    """What is asked for and is of plans of one stage, as text; '' where nothing is."""
+    """The options in use that only plans of one stage support, as text; '' if there are
+    none.
+    """
     if isinstance(asked.microbatches, tuple):
         return f"microbatches={list(asked.microbatches)} are those of replicas"
     if asked.remat not in (None, "auto"):
@@ -293,12 +298,13 @@ def _is_of_one_stage(asked: PlanOptions) -> str:
     return ""
 
 
-# What holds where nothing is said.
+# The default options.
 DEFAULTS = PlanOptions()
 
 
 def decide_open(asked: PlanOptions) -> PlanOptions:
-    """The options with ``auto`` for what nobody said and other options leave open.
+    """Sets ``auto`` for options that the user did not set and that other options leave
+    open.
 
     >>> found = decide_open(PlanOptions(remat=4))
     >>> found.stages, found.microbatches, found.one_stage
@@ -319,9 +325,9 @@ def decide_open(asked: PlanOptions) -> PlanOptions:
 
 
 def as_written(asked: PlanOptions) -> PlanOptions:
-    """The options with the step as it is written where nobody said how to change it.
+    """Options that leave the step unchanged, unless the user asked to rewrite it.
 
-    What follows plans of one program at other batches needs this.
+    Code that plans the same program for other batch sizes needs these options.
     """
     return dataclasses.replace(
         asked,
@@ -332,13 +338,13 @@ def as_written(asked: PlanOptions) -> PlanOptions:
 
 
 def read_options(given: Mapping[str, Any]) -> PlanOptions:
-    """The options of a command line.
+    """Parses the options of a command line.
 
     Args:
-      given: name of an option -> its word, or words; None: it was not given.
+      given: name of an option -> its word or words; None: the option was not given.
 
     Raises:
-      PlanError: a word is no value of its option; the error names the flag.
+      PlanError: an option does not accept a word; the error names the flag.
     """
     values: dict[str, Any] = {}
     for name, word in given.items():
@@ -358,7 +364,7 @@ def read_options(given: Mapping[str, Any]) -> PlanOptions:
 
 
 def changed_options(asked: PlanOptions, group: str = PLANNING) -> dict[str, Any]:
-    """The options of a group that are not as where nothing is said, by name."""
+    """The options of a group that differ from their defaults, by name."""
     return {
         name: getattr(asked, name)
         for name, option in OPTIONS.items()
@@ -378,7 +384,8 @@ def with_logical_pins(options: PlanOptions, call: StepCall) -> PlanOptions:
 
 
 def layers_asked(remat: Any) -> tuple[int | None, str]:
-    """How many layers are computed again, and what is kept of them.
+    """Parses how many layers are rematerialised, and which of their activations are
+    kept.
 
     >>> layers_asked("4:dots")
     (4, 'dots')
@@ -386,10 +393,10 @@ def layers_asked(remat: Any) -> tuple[int | None, str]:
     (None, 'names=attn_out,mlp_in')
 
     Args:
-      remat: a number, ``all``, or one of them with a level.
+      remat: a number or ``all``, optionally followed by a level.
 
     Returns:
-      The number of layers, None for all, and the level.
+      The number of layers (None: all) and the level.
     """
     found = _layers(remat)
     assert found is not None, remat
@@ -397,7 +404,7 @@ def layers_asked(remat: Any) -> tuple[int | None, str]:
 
 
 def _layers(remat: Any) -> tuple[int | None, str] | None:
-    """`layers_asked`; None where it is neither of the forms."""
+    """As `layers_asked`; None if the value has none of these forms."""
     text = str(remat) if _whole(0)(remat) or isinstance(remat, str) else ""
     layers, _, level = text.partition(":")
     if is_level(text):
@@ -414,7 +421,8 @@ def as_cluster(given: Cluster | str) -> Cluster:
     ``local`` is the devices of this process.
 
     Raises:
-      ClusterError: the text describes none, or it is neither.
+      ClusterError: the text describes no cluster, or the value is neither a cluster nor
+        a text.
     """
     if isinstance(given, Cluster):
         return given
@@ -431,10 +439,11 @@ def as_plan(given: Plan | str | os.PathLike[str], option: str = "plan") -> Plan:
 
     Args:
       given: a plan, or the path of a file that `autopar.Plan.save` wrote.
-      option: what errors call it.
+      option: name of the argument in errors.
 
     Raises:
-      PlanError: there is no such file, it is no plan, or it is neither.
+      PlanError: the file is missing or holds no plan, or the value is neither a plan
+        nor a path.
     """
     if isinstance(given, Plan):
         return given

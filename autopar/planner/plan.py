@@ -62,9 +62,10 @@ from autopar.steps.update_batches import in_update_batches
 
 
 def rebatch_plan(analysis: Analysis, plan: Plan) -> Plan:
-    """Returns a plan with the shapes of a step that differs in its batch alone.
+    """Returns a plan with the shapes of a step that differs only in its batch size.
 
-    Layouts stay; what they cost there is not known yet. Edits stay edits.
+    The layouts and the marks of edits stay the same. The costs at the new batch size
+    are not computed.
 
     Raises:
       PlanError: the step has another structure, or an axis does not divide a size.
@@ -127,7 +128,7 @@ P = ParamSpec("P")
 def _with_seconds(
     plan: Callable[Concatenate[Analysis, P], Plan],
 ) -> Callable[Concatenate[Analysis, P], Plan]:
-    """Writes into a plan how long all of its search took."""
+    """Records in a plan the duration of the whole search."""
 
     @functools.wraps(plan)
     def plan_with_time(
@@ -157,17 +158,17 @@ def plan_analysis(
 ) -> Plan:
     """`autopar.plan`, for a step that is already analysed.
 
-    The plan's `Seconds.solve` are those of the whole search.
+    The plan's `Seconds.solve` is the duration of the whole search.
 
     Args:
       analysis: the step.
-      cluster: what to plan for.
+      cluster: the devices to plan for.
       options: hints and limits.
-      sent: a plan whose codecs hold gradient by gradient, where they can be used;
-        ``options.compression`` is what layouts are found for then.
-      errors: relative errors that were measured while training, by name of the
-        gradient and codec; the others are expected ones.
-      advise: whether the error, if no plan fits, says a size of memory that is enough.
+      sent: a plan from which each gradient takes its codec if possible. The search of
+        layouts then assumes ``options.compression``.
+      errors: relative errors that were measured while training, by name of the gradient
+        and codec. For all others the expected error is used.
+      advise: if no plan fits, whether the error states a memory size that is enough.
       unfit: as for `autopar.planner.deciding.decide`.
 
     Raises:
@@ -225,7 +226,7 @@ def meshes_of(
     """The meshes to try, which have the axes that pins and the step name.
 
     Raises:
-      PlanError: there is none, or none divides the batch.
+      PlanError: no mesh exists, or no mesh divides the batch.
     """
     meshes = candidate_meshes(cluster, options.max_axes, options.axis_names)
     meshes = meshes_for_manual(analysis, cluster, meshes)
@@ -237,7 +238,9 @@ def meshes_of(
 
 
 def _check_no_remat(options: PlanOptions, kept: Plan) -> None:
-    """Checks that nothing is said of what a plan of several stages computes again."""
+    """Checks that the options ask for no rematerialisation if the plan has several
+    stages.
+    """
     if options.remat not in (None, "auto"):
         raise PlanError(
             f"remat={options.remat!r} is for plans of one stage, and the plan given as "
@@ -246,10 +249,10 @@ def _check_no_remat(options: PlanOptions, kept: Plan) -> None:
 
 
 def _check_program(analysis: Analysis, kept: Plan, options: PlanOptions) -> None:
-    """Checks that options say what the plan given as layouts does.
+    """Checks that the options agree with the plan that was given as layouts.
 
     Raises:
-      PlanError: they are for another program, or for several stages or replicas.
+      PlanError: the options ask for another program, or for several stages or replicas.
     """
     asked = options.microbatches
     if options.stages not in (None, 1, "auto"):
@@ -284,22 +287,23 @@ def plan_beside(
     running: Plan,
     sent: Plan | None = None,
 ) -> Plan:
-    """A plan for another batch, under which the state of a running plan stays put.
+    """Makes a plan for another batch size that leaves the state of a running plan where
+    it is.
 
-    It has the running plan's layouts where the axes divide the batch. Where they do
-    not, the state keeps its layouts, pinned ones among them, and the batch is split as
-    far as it can be.
+    If the mesh axes divide the new batch, the plan has the layouts of the running plan.
+    If not, only the state keeps its layouts (pinned layouts included), and the batch is
+    split as far as possible.
 
     Args:
       analysis: the step with the other batch.
-      cluster: that of the running plan.
-      options: hints and limits; those of the running plan.
-      running: the plan of the step with its usual batch.
+      cluster: the cluster of the running plan.
+      options: hints and limits of the running plan.
+      running: the plan of the step with its usual batch size.
       sent: as for `plan_analysis`.
 
     Raises:
-      InfeasibleError: the batch does not fit the memory of a device like this.
-      PlanError: the running plan's mesh is none that the cluster has.
+      InfeasibleError: with these layouts the batch does not fit the memory of a device.
+      PlanError: the cluster has no such mesh as the running plan.
     """
     if running.replicas:
         return _replicas_beside(analysis, cluster, options, running)
@@ -329,7 +333,8 @@ def _replicas_beside(
 
     Raises:
       InfeasibleError: the batch does not fit the memory of a device.
-      PlanError: it cannot be dealt out, or only on another mesh.
+      PlanError: the batch cannot be divided among the replicas, or only on another
+        mesh.
     """
     kept = dataclasses.replace(
         options,
@@ -348,7 +353,7 @@ def _replicas_beside(
 
 
 def _state_pins(analysis: Analysis, plan: Plan) -> dict[str, PartitionSpec]:
-    """Pins of the carried inputs to where a plan has them."""
+    """Pins the carried inputs to their layouts in a plan."""
     return {
         glob.escape(given.path): PartitionSpec(
             *(axes or None for axes in plan.inputs[given.path])
@@ -359,7 +364,7 @@ def _state_pins(analysis: Analysis, plan: Plan) -> dict[str, PartitionSpec]:
 
 
 def _check_axes_of(layouts: Plan, options: PlanOptions) -> None:
-    """Checks that what is said about mesh axes holds for the layouts to keep."""
+    """Checks that the options about mesh axes agree with the layouts to keep."""
     kept, names = layouts.axis_names, options.axis_names
     said = {
         f"axis_names={tuple(names or ())}": names is not None and tuple(names) != kept,
@@ -384,7 +389,7 @@ def _search_layouts(
     weights: Sequence[Weights] | None = None,
     most_s: float = math.inf,
 ) -> Planned:
-    """The fastest layouts, with codecs where they are asked for."""
+    """The fastest layouts, with codecs if the user asked for them."""
 
     def restrict(pricer: Pricer) -> Restriction:
         return pin_restriction(analysis, pinned_layouts(analysis, pins, pricer.mesh))
@@ -414,7 +419,9 @@ def _with_layouts(
     options: PlanOptions,
     codecs: CodecRequest,
 ) -> Plan:
-    """The layouts of a plan, of another batch perhaps, and codecs chosen for them."""
+    """Keeps the layouts of a plan, which may be for another batch size, and chooses
+    codecs.
+    """
     if cluster.groups:
         raise PlanError(
             "layouts=: replicas of unequal devices are planned anew. Leave layouts "
@@ -444,9 +451,9 @@ def _with_layouts(
 def check_batch(
     analysis: Analysis, cluster: Cluster, meshes: Sequence[MeshShape]
 ) -> None:
-    """Raises `PlanError` where no mesh axis divides the rows of the batch.
+    """Raises `PlanError` if no mesh axis divides the rows of the batch.
 
-    Rows of a kernel whose sequence may be split need not be.
+    Rows of a kernel whose sequence may be split need not be divisible.
     """
     graph, parts = analysis.graph, analysis.microbatches
     if has_context(analysis):

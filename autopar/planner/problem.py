@@ -31,33 +31,35 @@ from autopar.steps.uses import HomeValue, Use, times_made
 from autopar_passes.graph.operators import OperatorGraph
 from autopar_solver import MemoryTerm, ShardingProblem
 
-# In a program of so few nodes all state may be split: it takes next to no time to
-# consider, and a small array is a larger part of a small step.
+# In a program with at most this many nodes, all state may be split. The larger problem
+# costs almost no solver time, and in a small step a small array matters more.
 FEW_NODES = 64
-# State that is kept whole takes at most these parts of a device and of all state.
+# Unsharded state takes at most this fraction of a device's memory, and at most this
+# fraction of all state.
 SMALL_OF_DEVICE = 1e-3
 SMALL_OF_STATE = 1e-2
 
 # Says which strategies of a node a restricted plan may use.
 Restriction = Callable[[Node, Strategy], bool]
-# Makes the seconds of an edge, and the parts of them that are of each kind.
+# Computes the seconds of an edge, and the fraction of the seconds of each kind.
 Priced = Callable[[], tuple[np.ndarray, np.ndarray]]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Within:
-    """A restriction that says nothing about a node where it would leave no choice.
+    """A restriction that is ignored at nodes where it would leave no strategy.
 
     Attributes:
-      outer: a restriction that holds everywhere; None: there is none.
-      inner: one that holds as far as ``outer`` leaves a strategy that it allows.
+      outer: a restriction that holds at every node; None: no such restriction.
+      inner: a restriction that holds at nodes where ``outer`` leaves a strategy that it
+        allows.
     """
 
     outer: Restriction | None
     inner: Restriction
 
     def __call__(self, node: Node, strategy: Strategy) -> bool:
-        """Whether both allow a strategy."""
+        """Whether both restrictions allow a strategy."""
         return self.inner(node, strategy) and (
             self.outer is None or self.outer(node, strategy)
         )
@@ -69,13 +71,15 @@ def allowed_strategies(
     strategies: tuple[Strategy, ...],
     small: bool,
 ) -> tuple[Strategy, ...]:
-    """Returns the strategies that a restriction allows; the first where that is none.
+    """Returns the strategies that a restriction allows; the first strategy if it allows
+    none.
 
     Args:
-      restriction: says which; None: all.
+      restriction: says which strategies are allowed; None: all strategies.
       node: the node.
-      strategies: of it, the one that splits nothing first.
-      small: whether nothing is gained by splitting it; it stays whole where it may.
+      strategies: the strategies of the node; the first strategy splits nothing.
+      small: whether the node's array is too small to be worth sharding. Such an array
+        stays unsharded if the restriction allows it.
     """
     if isinstance(restriction, Within):
         outer = allowed_strategies(restriction.outer, node, strategies, small)
@@ -86,23 +90,25 @@ def allowed_strategies(
     return kept[:1] if small and not any(kept[0]) else kept
 
 
-# Parts of seconds that are of no kind.
+# Fractions for seconds that belong to no kind.
 _NO_PARTS = in_kinds(0.0, 0.0, 0.0)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Formulation:
-    """A priced problem and what its nodes stand for.
+    """A priced problem, with the strategies and copies that its nodes represent.
 
     Attributes:
       problem: nodes and edges with their costs.
-      spaces: the strategies of each node, of the copies after those of the program.
+      spaces: the strategies of each node: first the nodes of the program, then the
+        copies.
       copies: the copies.
       pricer: the mesh and cluster.
-      own: of each node of the program, seconds of each kind that is weighed, and last
-        all other; float64 ``[KINDS + 1, strategies]``.
-      parts: of each edge, the parts that are of these kinds; float64 ``[KINDS]``.
-      weights: of the problem.
+      own: the seconds of each strategy of each program node, one row for each weighted
+        kind and a last row for all other seconds; float64 ``[KINDS + 1, strategies]``.
+      parts: for each edge, the fraction of its seconds of each kind; float64
+        ``[KINDS]``.
+      weights: the weights of the problem.
       whole: the costs of edges at weights of 1.
     """
 
@@ -116,7 +122,7 @@ class Formulation:
     whole: tuple[np.ndarray, ...]
 
     def at(self, weights: Weights) -> Formulation:
-        """The same at other weights."""
+        """The same formulation at other weights."""
         if weights == self.weights:
             return self
         problem = dataclasses.replace(
@@ -130,7 +136,7 @@ class Formulation:
         return dataclasses.replace(self, problem=problem, weights=weights)
 
     def with_limit(self, memory_limit: float | None) -> Formulation:
-        """The same where terms of memory may use so many bytes."""
+        """The same formulation with another limit on the bytes of memory terms."""
         problem = dataclasses.replace(self.problem, memory_limit=memory_limit)
         return dataclasses.replace(self, problem=problem)
 
@@ -140,12 +146,13 @@ class Formulation:
         rule: Restriction | None,
         small: frozenset[int] = frozenset(),
     ) -> Formulation:
-        """The same with the strategies that a rule allows.
+        """The same formulation with only the strategies that a rule allows.
 
         Args:
           analysis: the program.
-          rule: a node of which it allows none keeps the first; None: it allows all.
-          small: nodes that stay whole where they may.
+          rule: the rule; a node without an allowed strategy keeps its first strategy.
+            None: all strategies are allowed.
+          small: nodes whose arrays stay unsharded if the rule allows it.
         """
         nodes = analysis.contraction.nodes
         kept: list[np.ndarray] = []
@@ -213,10 +220,10 @@ def small_state(
 ) -> frozenset[int]:
     """Returns the nodes of carried state too small to be worth splitting.
 
-    Biases and scales are kept whole, the smallest first, as long as all of them
-    together stay below `SMALL_OF_DEVICE` of a device's memory and `SMALL_OF_STATE`
-    of the state: splitting them saves next to no memory, and one small
-    collective is as slow as another. A program of `FEW_NODES` keeps none whole.
+    Biases and scales stay unsharded, the smallest first, as long as together they stay
+    below `SMALL_OF_DEVICE` of a device's memory and `SMALL_OF_STATE` of the state.
+    Sharding them saves almost no memory and adds collectives whose time is mostly
+    latency. A program with at most `FEW_NODES` nodes may shard all of its state.
     """
     if len(contraction.nodes) <= FEW_NODES:
         return frozenset()
@@ -251,13 +258,14 @@ def formulate(
       analysis: the program.
       pricer: the mesh and cluster.
       restriction: says which strategies are allowed.
-      memory_limit: bytes of one device. With it the problem has memory terms;
-        without, it is smaller, and enough where memory is plenty.
-      prices: with them gradients may be sent by codecs.
-      weights: of what may be hidden.
-      small: nodes that stay whole where they may.
-      known: the same problem at other messages and without prices. What shares no
-        message costs as much there.
+      memory_limit: bytes of one device. With a limit the problem has memory terms.
+        None: the problem has no memory terms and is smaller.
+      prices: prices of error and link with which gradients may be sent by codecs; None:
+        no codecs.
+      weights: weights of the communication that may overlap with work.
+      small: nodes whose arrays stay unsharded if the restriction allows it.
+      known: the same problem with other message sizes and without prices. The costs of
+        arrays that share no message are taken from it.
     """
     judge, pricer = pricer, with_joined_bytes(analysis, pricer)
     spaces, own = _node_costs(analysis, pricer, restriction, small, known)
@@ -328,7 +336,7 @@ def with_joined_bytes(analysis: Analysis, pricer: Pricer) -> Pricer:
     gathers = 0.0
     for source in analysis.sources.values():
         if source.value_class[0] in analysis.independent.gathered:
-            # An axis is gathered once on the way to a reader.
+            # On the way to a reader, each axis is gathered once.
             times = sum(use.weight for use in source.foreign)
             gathers += times * sent_bytes(analysis, source.example, rounds=rounds)
     return dataclasses.replace(pricer, joined_bytes=(float(sums), gathers))
@@ -369,7 +377,9 @@ def _result_edges(
     prices: Prices | None,
     weights: Weights,
 ) -> Iterator[tuple[tuple[int, int], Priced, bool]]:
-    """Edges from a contraction to its results, which take the reduction."""
+    """Edges from a contraction to its results; these edges carry the cost of the
+    reduction.
+    """
     for node in analysis.contraction.nodes:
         if node.kind != "contraction":
             continue
@@ -389,9 +399,10 @@ def _result_edges(
 def _partial_work_edges(
     analysis: Analysis, spaces: Sequence[Space], pricer: Pricer
 ) -> Iterator[tuple[tuple[int, int], np.ndarray]]:
-    """Edges from contractions to what works on their partial results.
+    """Edges from contractions to operators that work on their partial results.
 
-    Only where the results wait in a loop: elsewhere they wait for a codec alone.
+    These edges exist only for results whose reduction is postponed in a loop. Outside
+    of loops only codecs postpone a reduction.
     """
     graph, contraction = analysis.graph, analysis.contraction
     for (maker, member), trips in partial_runs(analysis, pricer).items():
@@ -492,7 +503,8 @@ def _source_edges(
     spaces: Sequence[Space],
     pricer: Pricer,
 ) -> Iterator[tuple[tuple[int, int], Priced, bool]]:
-    """Edges from a value to its readers, by its copies where it has any."""
+    """Edges from a value to its readers; if the value has copies, through the copies.
+    """
     known = analysis.independent.gathered
     together = GATHERS if source.value_class[0] in known else ALONE
     rounds = pricer.cluster.device.rounds_operands
@@ -511,7 +523,7 @@ def _source_edges(
         return matrix, parts(copy.uses)
 
     def parts(uses: Sequence[Use]) -> np.ndarray:
-        """The parts of a gather that nothing waits for."""
+        """The fractions of a gather that may overlap with work, by kind."""
         return _in_passes(analysis, uses) if together else _NO_PARTS
 
     shared = bool(together)
@@ -529,14 +541,15 @@ def _source_edges(
 
 
 def _whole(matrix: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Seconds of which nothing may be hidden."""
+    """Seconds of which no part may overlap with work."""
     return matrix, _NO_PARTS
 
 
 def _in_passes(analysis: Analysis, uses: Sequence[Use]) -> np.ndarray:
-    """The parts of a value's gathers that are ahead of readers in each segment.
+    """The fraction of a value's gathers whose first reader is in each segment.
 
-    Work of the pass may run beside gathers for them; the update waits for its own.
+    Gathers for readers in a pass may overlap with the work of that pass. The optimizer
+    update waits for its own gathers.
     """
     first: dict[int, int] = {}
     for use in uses:
@@ -557,7 +570,9 @@ def _matrix(
 
 
 def _reuse_matrix(forward: Copy, backward: Copy) -> tuple[np.ndarray, np.ndarray]:
-    """A backward copy that reuses the forward one must have its layout."""
+    """The edge by which a backward copy that reuses the forward copy must have the same
+    layout.
+    """
     same = np.array(
         [[a == b for b in backward.space.strategies] for a in forward.space.strategies]
     )
@@ -569,7 +584,9 @@ def _reuse_matrix(forward: Copy, backward: Copy) -> tuple[np.ndarray, np.ndarray
 def _by_mode(
     copy: Copy, home: Sequence[Layout], layouts: Sequence[Layout], fetch: np.ndarray
 ) -> np.ndarray:
-    """The cost of each way to make a copy; only the value itself has its layout."""
+    """The cost of each way to make a copy; the mode that uses the value itself needs
+    the value's layout.
+    """
     if Mode.SAME in copy.modes:
         same = np.array([[a == b for b in layouts] for a in home])
         mine = np.array([m is Mode.SAME for m in copy.modes])[None, :]

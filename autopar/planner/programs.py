@@ -1,8 +1,9 @@
-"""Programs that a step is rewritten to, their plans, and the fastest of them.
+"""Rewrites a step to candidate programs, plans each program, and keeps the fastest
+plan.
 
-A program computes some layers again and has some number of microbatches. Each is
-planned once quickly, by one problem on each mesh; the fastest ones are then planned in
-full. `autopar.planner.deciding` says which are looked at.
+A program has a number of microbatches and a number of rematerialised layers. Each
+program is first planned quickly, by one problem on each mesh. The fastest programs are
+then planned in full. `autopar.planner.deciding` proposes the programs.
 """
 
 from __future__ import annotations
@@ -38,14 +39,15 @@ from autopar_passes.graph.roles import InputRole
 
 
 def remat_wanted(analysis: Analysis, options: PlanOptions) -> Rematerialisation:
-    """What the options say to compute again; for ``auto``, what the step says alone.
+    """The rematerialisation that the options ask for; for ``auto``, only the step's
+    own.
 
     Args:
       analysis: the step.
-      options: with a number of microbatches.
+      options: the options, including a number of microbatches.
 
     Raises:
-      PlanError: the step has not so many layers, or none that can be computed again.
+      PlanError: the step has fewer layers, or none that can be rematerialised.
     """
     if options.remat in (None, "auto"):
         return AS_WRITTEN
@@ -66,12 +68,12 @@ def remat_wanted(analysis: Analysis, options: PlanOptions) -> Rematerialisation:
 
 
 def as_asked(analysis: Analysis, options: PlanOptions, devices: int = 1) -> Analysis:
-    """The step in the microbatches, and with the layers computed again, of options.
+    """The step with the microbatches and the rematerialised layers of the options.
 
-    Its update is in batches for so many devices.
+    The optimizer update is computed in batches, for ``devices`` devices.
 
     Raises:
-      PlanError: it cannot be split or rewritten so.
+      PlanError: the step cannot be split or rewritten in this way.
     """
     made = rematerialise(
         analysis,
@@ -82,23 +84,25 @@ def as_asked(analysis: Analysis, options: PlanOptions, devices: int = 1) -> Anal
     return in_update_batches(made, devices)
 
 
-# Seconds of the solver, for the layouts of what is computed again.
+# Time limit of the solver for the layouts of rematerialised operators, in seconds.
 _MOST_S = 5.0
 
 
 def price_in_layouts(
     plan: Plan, planned: Analysis, other: Analysis, cluster: Cluster
 ) -> Candidate:
-    """The step with other layers computed again, in the layouts of a plan.
+    """Prices the step with other rematerialised layers, in the layouts of a plan.
 
-    What both steps compute keeps its layouts; the solver chooses those of the rest, in
-    one problem. So the result is no slower bound than a plan that exists.
+    Operators that are in both steps keep their layouts. The solver chooses the layouts
+    of all other operators in one problem. So the result is a plan that exists, and the
+    best plan is at least as fast.
 
     Args:
-      plan: of one stage.
-      planned: the step that it is for.
-      other: the same step, with other layers computed again.
-      cluster: what is priced; its devices hold whatever is planned for them.
+      plan: a plan of one stage.
+      planned: the step that ``plan`` was made for.
+      other: the same step with other rematerialised layers.
+      cluster: the devices for which the step is priced; their memory is taken to be
+        unlimited.
 
     Raises:
       PlanError: the cluster has no such mesh, or the solver found nothing in time.
@@ -115,9 +119,10 @@ def price_in_layouts(
 def _kept_strategies(
     plan: Plan, planned: Analysis, other: Analysis
 ) -> dict[int, Strategy]:
-    """Node of the other step -> its strategy in the plan, if both have its operators.
+    """Node of the other step -> its strategy in the plan, if both steps have the node's
+    operators.
 
-    Values keep their numbers where layers are computed again.
+    Values keep their numbers when layers are rematerialised.
     """
     strategies = assignment_of(planned, plan).strategies
     nodes, node_of = planned.contraction.nodes, planned.contraction.node_of
@@ -138,11 +143,11 @@ def _kept_strategies(
 
 
 class Planned(NamedTuple):
-    """A plan, and what else its search came to.
+    """A plan, and further results of its search.
 
     Attributes:
       plan: the fastest plan.
-      slowed: how many times as long it takes as with room for everything.
+      slowed: the seconds of a step over those with unlimited memory.
       near: the meshes whose plans are nearly as fast.
     """
 
@@ -165,45 +170,47 @@ class Planner(Protocol):
         most_s: float = math.inf,
         meshes: Sequence[MeshShape] = (),
     ) -> Planned:
-        """Finds them.
+        """Finds the best layouts of a step.
 
         Args:
-          program: the step as the options ask for it.
+          program: the step, rewritten as the options say.
           on: the cluster.
-          asked: options that decide all but layouts and codecs.
-          untried: where nothing fits, the error says what would be enough, and these
-            options; None: it does not.
-          quick: whether one problem is solved on each mesh, which shows about how fast
-            a plan is.
-          most_s: seconds of a plan that is known; where none can be faster, the search
-            ends.
-          meshes: the only ones to try; none: all.
+          asked: options that decide everything but layouts and codecs.
+          untried: options to advise. If no plan fits, the error states a memory size
+            that is enough, and these options. None: the error states neither.
+          quick: whether to solve only one problem on each mesh, for an estimate of the
+            step time.
+          most_s: seconds of a step under a known plan; the search ends when no plan can
+            be faster.
+          meshes: the meshes to try; empty: all meshes.
         """
         ...
 
 
-# A plan that needs less than this part of the memory is not held back by it.
+# Memory does not slow a plan that needs less than this fraction of the memory.
 _EASY = 0.5
-# A plan slower by less than this part is as fast: the solver's own gap.
+# Two plans count as equally fast if their step times differ by less than this fraction,
+# which is the solver's gap.
 GAP = 0.005
-# Most seconds of the solver on a mesh for a program that is looked at quickly.
+# Time limit of the solver on a mesh for a program that is planned quickly, in seconds.
 _QUICK_S = 2.0
-# Programs that are planned in full: so many, within this part of the fastest one.
+# The most programs that are planned in full, and the fraction by which their steps may
+# be slower than the fastest step.
 _REFINED, NEAR = 3, 0.03
-# Programs whose steps differ by a smaller part count as equally fast.
+# Programs whose step times differ by a smaller fraction count as equally fast.
 _TOLD = 1e-3
-# Programs that are kept for a second look.
+# The number of analysed programs that are kept for a second use.
 _PROGRAMS = 4
-# Bytes of a device that holds whatever is planned for it.
+# Bytes of a device with practically unlimited memory.
 _UNLIMITED = 10**18
 
 
-# By the name of a proposal, why none of its plans fits.
+# Name of a proposal -> the error that says why none of its plans fits.
 Unfit = dict[str, InfeasibleError]
 
 
 class Programs:
-    """The plans that were proposed, and the fastest of them that fits."""
+    """The proposed plans, and the fastest plan that fits."""
 
     def __init__(
         self,
@@ -214,7 +221,7 @@ class Programs:
         codecs: CodecRequest,
         unfit: Unfit | None = None,
     ) -> None:
-        """Nothing is planned yet; for the arguments see `autopar.planner.deciding`."""
+        """Starts without any plan; for the arguments see `autopar.planner.deciding`."""
         self.analysis, self.cluster = analysis, cluster
         self.options = decide_open(options)
         self.said, self.plan, self.codecs = options, plan, codecs
@@ -222,28 +229,30 @@ class Programs:
         self.plans: dict[str, Plan] = {}
         self.unfit: Unfit = {} if unfit is None else unfit
         self.errors: dict[str, PlanError] = dict(self.unfit)
-        # Why something was not tried, by what it is.
+        # Proposal that was not tried -> the reason.
         self.left_out: dict[str, str] = {}
         self.programs: dict[str, PlanOptions] = {}
-        # The last programs that were looked at.
+        # The programs that were analysed last.
         self.analyses: dict[str, Analysis] = {}
-        # Seconds of a step by the plan whose layouts it has, and its program.
+        # (Program of the plan that gives the layouts, program) -> seconds of a step.
         self.seconds: dict[tuple[str, str], float] = {}
-        # Programs whose layouts are not the best that there are.
+        # Programs that were planned only quickly.
         self.quick: set[str] = set()
-        # How much memory slows plans (`Planned.slowed`).
+        # Program -> how much memory slows its plan (`Planned.slowed`).
         self.slowed: dict[str, float] = {}
-        # The fastest meshes of the last program that fits in a number of microbatches.
+        # Number of microbatches -> the fastest meshes of the last program that fits
+        # with it.
         self.near: dict[int, tuple[MeshShape, ...]] = {}
         self.begin_s = time.thread_time()
 
     def judge(self, name: str, make: Callable[[], Plan | None], gain: float) -> None:
-        """Finds the plan of a proposal, and keeps it where it is the fastest.
+        """Finds the plan of a proposal, and keeps the plan if it is the fastest so far.
 
         Args:
-          name: of the proposal.
-          make: finds its plan; None: none is as fast as the best one.
-          gain: the part of a step that it must save to be worth it.
+          name: name of the proposal.
+          make: finds the plan of the proposal; None: no plan of the proposal is as fast
+            as the best plan.
+          gain: the fraction of a step that the proposal must save to be kept.
         """
         if name in self.plans or name in self.errors:
             return
@@ -265,7 +274,9 @@ class Programs:
             _record(name, found, self.errors.get(name), time.thread_time() - begin)
 
     def keep(self, plan: Plan, gain: float = 0.0) -> None:
-        """Keeps a plan that is faster; of those as fast, that which changes less."""
+        """Keeps a plan that is faster than the best. Of equally fast plans, keeps the
+        plan that changes less.
+        """
         best = self.best
         if best is not None:
             more, less = _changes(plan), _changes(best)
@@ -274,18 +285,20 @@ class Programs:
             self.best = plan
 
     def most_s(self, gain: float = 0.0) -> float:
-        """Seconds of a step that a plan may take at most to be kept."""
+        """The most seconds of a step with which a plan is kept."""
         best = self.best
         return math.inf if best is None else (1 - gain) * best.predicted.step_s
 
     def leave_out(self, what: str, why: str) -> None:
-        """Records that something is not tried, and why."""
+        """Records that a proposal is not tried, with the reason."""
         say(f"{what}: {why}")
         self.left_out[what] = why
         record(Proposal(what, "", note=f"not tried: {why}"))
 
     def rewritten(self, count: int, remat: str) -> PlanOptions:
-        """The options of a plan of one stage in microbatches, with layers again."""
+        """The options of a plan of one stage with microbatches and rematerialised
+        layers.
+        """
         asked = self.options
         said = asked.remat if asked.remat != "auto" else remat or None
         return dataclasses.replace(
@@ -293,7 +306,7 @@ class Programs:
         )
 
     def program(self, name: str) -> Analysis:
-        """The step as a program's options ask for it; see `as_asked`."""
+        """The step, rewritten as a program's options say; see `as_asked`."""
         found = self.analyses.pop(name, None)
         if found is None:
             found = as_asked(
@@ -305,10 +318,11 @@ class Programs:
         return found
 
     def fits_in(self, count: int, remat: str = "") -> bool:
-        """Whether a plan in microbatches, with layers computed again, fits.
+        """Whether a plan with these microbatches and rematerialised layers fits.
 
-        Programs that differ in these layers have the same fast meshes: once one fits,
-        the others are looked at on these.
+        Programs that differ only in the rematerialised layers have the same fast
+        meshes. Once one such program fits, the others are tried only on its fastest
+        meshes.
 
         Raises:
           PlanError: the step cannot be planned as it is written.
@@ -338,10 +352,11 @@ class Programs:
         return name in self.plans
 
     def refine(self) -> None:
-        """Plans the fastest programs in full that were looked at quickly.
+        """Plans the fastest of the quickly planned programs in full.
 
-        One is left out where a bound of all its plans is no less than the best plan.
-        So is one that would have to gain more than the others did.
+        A program is skipped if the lower bound of its plans is not below the best plan.
+        A program is also skipped if it would have to gain more than other programs
+        gained.
         """
         gain = GAP
         near_s = (1 + NEAR) * self.best.predicted.step_s if self.best else 0.0
@@ -356,7 +371,8 @@ class Programs:
                 continue
             say(f"planning in full: {name}")
             options, most_s = self.programs[name], self.most_s()
-            # In its time the solver may find no plan that fits: the quick one stays.
+            # If the solver finds no plan that fits within its time limit, the quick
+            # plan is kept.
             with contextlib.suppress(InfeasibleError, TimeOutError), of_program(name):
                 program = self.program(name)
                 plan = self.plan(program, self.cluster, options, most_s=most_s).plan
@@ -365,14 +381,16 @@ class Programs:
                 gain = max(gain, 1 - plan.predicted.step_s / quick_s)
 
     def free_s(self, name: str) -> float:
-        """Seconds of a step with room for everything; 0 where it is not known."""
+        """Seconds of a step with unlimited memory; 0 if unknown."""
         plan = self.plans.get(name)
         if plan is None:
             return getattr(self.errors.get(name), "free_s", 0.0)
         return plan.predicted.step_s / self.slowed[name]
 
     def is_held_back(self, name: str) -> bool:
-        """Whether memory holds a plan back: with room for everything it is faster."""
+        """Whether memory slows a plan, so that the plan with unlimited memory is
+        faster.
+        """
         plan = self.plans[name]
         easy = plan.predicted.peak_memory_bytes <= _EASY * self.cluster.memory_bytes
         return not easy and self.slowed[name] > 1 + GAP
@@ -380,7 +398,7 @@ class Programs:
     def priced_s(self, name: str, other: str) -> float:
         """Seconds of a step of another program in the layouts of a plan.
 
-        They are 0 where no layouts of the rest are found in time.
+        The result is 0 if the solver finds no layouts of the other operators in time.
         """
         if (name, other) not in self.seconds:
             before, after = self.program(name), self.program(other)
@@ -394,7 +412,7 @@ class Programs:
         return self.seconds[name, other]
 
     def too_large(self) -> bool:
-        """Whether the state alone does not fit, however it is split."""
+        """Whether the state by itself does not fit, however it is sharded."""
         if self.cluster.groups:
             return False
         graph = self.analysis.graph
@@ -406,7 +424,8 @@ class Programs:
         return state > self.cluster.memory_bytes * self.cluster.num_devices
 
     def failure(self, *, advise: bool) -> PlanError:
-        """The error where no plan fits, of what needs least memory."""
+        """The error if no plan fits: the error of the program that needs least memory.
+        """
         unfit = {n: e for n, e in self.errors.items() if isinstance(e, InfeasibleError)}
         programs = [name for name in unfit if name in self.programs]
         others = {n: e for n, e in self.errors.items() if n not in unfit}
@@ -443,7 +462,7 @@ class Programs:
         return error
 
     def write_plan(self) -> Plan:
-        """The best plan, with what was decided and what it gained."""
+        """The best plan, with the decisions and the gain of each decision."""
         best = self.best
         assert best is not None
         count = best.microbatches
@@ -475,14 +494,16 @@ class Programs:
         return msgspec.structs.replace(best, decided=tuple(lines)) if lines else best
 
     def fastest(self, which: Callable[[Plan], bool]) -> Plan | None:
-        """The fastest plan of one stage of some kind; None: none was found to fit."""
+        """The fastest plan of one stage for which a condition holds; None: no such plan
+        fits.
+        """
         ones = [self.plans[n] for n in self.programs if n in self.plans]
         return min(filter(which, ones), key=lambda p: p.predicted.step_s, default=None)
 
     def describe_gain(
         self, what: str, best: Plan, other: Plan | None, than: str
     ) -> str:
-        """What a decision gains over the best plan without it."""
+        """The gain of a decision over the best plan without it, as text."""
         if other is not None:
             times = other.predicted.step_s / best.predicted.step_s
             if times < 1.1:
@@ -501,12 +522,13 @@ class Programs:
 
 
 def _changes(plan: Plan) -> tuple[int, int]:
-    """How much a plan changes of the step as it is written."""
+    """How much a plan changes the user's step: sorts plans that are equally fast."""
     return len(plan.remat.layers), plan.microbatches
 
 
 def program_name(count: int, remat: str) -> str:
-    """What a program computes again, and in how many microbatches."""
+    """The name of a program: its rematerialised layers and its number of microbatches.
+    """
     parts = [f"{count} microbatches"] if count > 1 else []
     parts += [f"remat {remat}"] if remat else []
     return ", ".join(parts) or "as written"
@@ -527,6 +549,6 @@ def _record(
 
 
 def _roomy(cluster: Cluster) -> Cluster:
-    """A cluster whose devices hold whatever is planned for them."""
+    """A cluster with the same devices but unlimited memory."""
     device = dataclasses.replace(cluster.device, memory_bytes=_UNLIMITED)
     return dataclasses.replace(cluster, device=device)

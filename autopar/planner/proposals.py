@@ -1,4 +1,4 @@
-"""What a search proposes, and how each proposal is judged, where that is asked for."""
+"""Records the proposals of a search and their results, if the caller asks for it."""
 
 from __future__ import annotations
 
@@ -20,13 +20,14 @@ class Proposal:
     """One proposal of a search.
 
     Attributes:
-      proposer: what made it.
+      proposer: name of the rule or problem that made the proposal.
       mesh: the sizes of the mesh's axes.
-      step_s: predicted seconds of a step; None: no plan came of it.
+      step_s: predicted seconds of a step; None: the proposal led to no plan.
       peak_bytes: most bytes live at once on one device; 0 without a plan.
-      note: why no plan came of it; else ''.
-      cpu_s: seconds of the CPU that it took.
-      program: what is computed again, and in how many microbatches; '': as written.
+      note: the reason why the proposal led to no plan; '' if it did.
+      cpu_s: CPU seconds that the proposal took.
+      program: rematerialised layers and number of microbatches, as text; '': the user's
+        step without a change.
     """
 
     proposer: str
@@ -40,7 +41,9 @@ class Proposal:
 
 @contextlib.contextmanager
 def recorded_proposals() -> Generator[list[Proposal]]:
-    """A list to which all proposals are added that are made within."""
+    """A context that yields a list, to which every proposal made in the context is
+    added.
+    """
     found: list[Proposal] = []
     token = _RECORD.set(found)
     try:
@@ -51,7 +54,9 @@ def recorded_proposals() -> Generator[list[Proposal]]:
 
 @contextlib.contextmanager
 def of_program(text: str) -> Generator[None]:
-    """Within it, proposals are of a program that is split or computes again."""
+    """A context in which proposals belong to a program with microbatches or
+    rematerialisation.
+    """
     token = _PROGRAM.set(text)
     try:
         yield
@@ -60,13 +65,13 @@ def of_program(text: str) -> Generator[None]:
 
 
 def program_text() -> str:
-    """The program that is planned, behind a comma; '' where none is named."""
+    """The current program as text after a comma; '' if no program is named."""
     name = _PROGRAM.get()
     return f", {name}" if name else ""
 
 
 def record(proposal: Proposal) -> None:
-    """Adds a proposal where they are recorded."""
+    """Adds a proposal to the list of `recorded_proposals`, if there is one."""
     known = _RECORD.get()
     if known is not None:
         known.append(proposal)

@@ -1,6 +1,7 @@
 """The plans that people write by hand, as rules about mesh axes.
 
-Each rule says which axes may split what; a solver makes the best of it.
+Each rule says which arrays each mesh axis may split. The solver finds the best plan
+that keeps to the rule.
 """
 
 from __future__ import annotations
@@ -26,16 +27,18 @@ class Recipe:
       name: what people call it.
       data: axes that split the batch.
       tensor: axes that split the model.
-      shard_parameters: parameters are split over the data axes too (ZeRO-3).
-      shard_optimizer: optimizer state is split over the data axes (ZeRO-1). So may
-        be parameters that the passes read in a narrower type only: these are the
-        optimizer's copies, and what is gathered is the narrow ones.
-      sequence: arrays between products are split along the sequence over the
-        tensor axes.
-      within: the data axes over which parameters and optimizer state are split;
+      shard_parameters: whether parameters are also split over the data axes (ZeRO-3).
+      shard_optimizer: whether optimizer state is split over the data axes (ZeRO-1).
+        Parameters that both passes read only in a narrower type may be split, too: such
+        parameters are master copies of the optimizer, and only the narrow copies are
+        gathered.
+      sequence: whether arrays between matrix products are split along the sequence over
+        the tensor axes.
+      within: the data axes over which parameters and optimizer state are split; None:
+        all data axes.
         None: all of them.
-      context: axes that split the sequence, in attention, too; state is split over
-        them as over the data axes.
+      context: axes that split the sequence, also in attention; state is split over
+        these axes as over the data axes.
     """
 
     name: str
@@ -54,12 +57,14 @@ class Recipe:
 
     @property
     def rows(self) -> dict[int, str]:
-        """What each axis splits that splits no part of the model."""
+        """For each axis that does not split the model, whether it splits rows or the
+        sequence.
+        """
         return dict.fromkeys(self.data, BATCH) | dict.fromkeys(self.context, SEQUENCE)
 
 
 def has_context(analysis: Analysis) -> bool:
-    """Whether attention of a step may be split along its sequence."""
+    """Whether the attention of a step may be split along the sequence."""
     return any(op.rule.exchanges for op in analysis.graph.operators)
 
 
@@ -67,8 +72,8 @@ def recipes(num_axes: int, *, context: bool = False) -> Iterator[Recipe]:
     """Lists the expert plans on a mesh with this many axes.
 
     Args:
-      num_axes: of the mesh.
-      context: with those that split sequences of attention.
+      num_axes: number of axes of the mesh.
+      context: whether to add plans that split the sequence of attention.
     """
     every = tuple(range(num_axes))
     yield Recipe("data parallel", every)
@@ -126,7 +131,7 @@ def restriction_of(analysis: Analysis, recipe: Recipe, pricer: Pricer) -> Restri
 def _may_shard(
     role: InputRole | None, recipe: Recipe, has_rows: bool, node: Node
 ) -> bool:
-    """Whether axes of rows may split something that has none."""
+    """Whether axes that split rows may split an array without rows."""
     if role in (InputRole.PARAMETER, InputRole.FROZEN):
         return recipe.shard_parameters
     if role is InputRole.OPTIMIZER_STATE:
@@ -156,13 +161,14 @@ def _node_roles(analysis: Analysis) -> dict[int, InputRole]:
 
 
 def least_bytes(analysis: Analysis, rule: Restriction, pricer: Pricer) -> float:
-    """Returns the bytes of state that a device holds at least under a rule.
+    """Returns a lower bound of the bytes of state on a device under a rule.
 
-    Each input lies as the rule allows that splits it most, whatever the others do.
+    Each input is taken to have the allowed layout that splits it most, regardless of
+    other inputs.
 
     Args:
       analysis: the step.
-      rule: a recipe's, within what the user pinned where something is.
+      rule: the restriction of a recipe, combined with the user's pins.
       pricer: the mesh and cluster.
     """
     graph, homes = analysis.graph, analysis.contraction.homes
@@ -189,14 +195,14 @@ def least_bytes(analysis: Analysis, rule: Restriction, pricer: Pricer) -> float:
 def _strategies_left(
     analysis: Analysis, rule: Restriction, number: int, pricer: Pricer, small: bool
 ) -> tuple[Strategy, ...]:
-    """The strategies of a node that a rule leaves."""
+    """The strategies of a node that a rule allows."""
     node = analysis.contraction.nodes[number]
     space = strategy_space(analysis.graph, analysis.contraction, node, pricer.sizes)
     return allowed_strategies(rule, node, space.strategies, small)
 
 
 def masters_of(analysis: Analysis) -> frozenset[int]:
-    """The nodes of parameters that both passes read in a narrower type only."""
+    """The nodes of parameters that both passes read only in a narrower type."""
     graph, homes = analysis.graph, analysis.contraction.homes
     wide = {
         i.value

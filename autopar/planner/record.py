@@ -1,7 +1,8 @@
-"""Between assignments, which know the graph, and plans, which are plain data.
+"""Converts assignments, which refer to the graph, to plans, which are plain data, and
+back.
 
-A file may have been edited by hand: that it fits the step which it names is checked
-decision by decision, and what does not fit is refused as a whole.
+A user may have edited the file of a plan. So each decision of the plan is checked
+against the step. If one decision does not fit, the whole plan is refused.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ from autopar.units import seconds_text
 from autopar.version import __version__
 from autopar_passes.graph.roles import InputRole
 
-# Status of a plan whose layouts were not searched for.
+# Status of a plan whose layouts were given.
 GIVEN = "layouts as they were given"
 
 
@@ -57,12 +58,12 @@ GIVEN = "layouts as they were given"
 def make_plan(
     analysis: Analysis, result: SearchResult, codecs: CodecRequest | None = None
 ) -> Plan:
-    """Writes the best candidate of a search down as a plan.
+    """Records the best candidate of a search as a plan.
 
     Args:
       analysis: the step.
       result: the search.
-      codecs: what was said about codecs, if gradients are sent so.
+      codecs: the user's request about codecs, if gradients have codecs.
     """
     best = result.best
     pricer = dataclasses.replace(best.pricer, mesh=best.mesh)
@@ -84,7 +85,8 @@ def make_plan(
         gap=min(max(0.0, float(solution.gap)), 1.0) if result.searched else 0.0,
         seconds=result.seconds,
         cost=float(solution.cost),
-        # No step takes less than no time: a search that ended early may know no more.
+        # After a search that ended early, the solver's bound may be negative. Zero is
+        # then the better bound.
         bound=max(0.0, float(solution.bound)),
         meshes={str(c.mesh): c.step_s for _, c in result.tried if c is not None},
     )
@@ -127,7 +129,7 @@ def make_plan(
 def _describe_compression(
     analysis: Analysis, result: SearchResult, codecs: CodecRequest
 ) -> Compression:
-    """Says why gradients are sent so, and what it gains."""
+    """Says why these codecs were chosen, and what they gain."""
     best, more = result.best, ""
     before_s = best.plain_s
     if codecs.sent is None and best.sending is not None and best.sending.sites:
@@ -144,7 +146,7 @@ def _describe_compression(
 
 
 def _stage(analysis: Analysis, best: Candidate) -> StagePlan:
-    """The whole step on all devices."""
+    """The record of the whole step as one stage on all devices."""
     names, sizes = best.mesh.names, best.mesh.sizes
     inputs, outputs = _interface(analysis, best.assignment, names)
     return StagePlan(
@@ -212,11 +214,11 @@ def _copy_decisions(
 def split_as(analysis: Analysis, plan: Plan) -> Analysis:
     """The step as a plan runs it.
 
-    In its microbatches, with the layers that it computes again, and with the update in
-    batches for its devices.
+    The step has the plan's microbatches and rematerialised layers. The optimizer update
+    is in batches for the plan's devices.
 
     Raises:
-      PlanError: it cannot be split or rewritten so.
+      PlanError: the step cannot be split or rewritten in this way.
     """
     if len(plan.stages) > 1:
         return analysis
@@ -231,8 +233,8 @@ def check_plan(analysis: Analysis, plan: Plan) -> None:
     """Checks that a plan was made for this step.
 
     Raises:
-      PlanError: it was made for another one; the message says what differs. Or it
-        is inconsistent.
+      PlanError: the plan was made for another step (the message says what differs), or
+        the plan is inconsistent.
     """
     plan.check_one_stage()
     analysis = split_as(analysis, plan)
@@ -242,7 +244,7 @@ def check_plan(analysis: Analysis, plan: Plan) -> None:
 
 
 def another_step(analysis: Analysis, plan: Plan) -> PlanError:
-    """The error for a plan of another step; it says what differs."""
+    """The error for a plan of another step; the error says what differs."""
     have = {i.path for i in analysis.graph.inputs}
     want = set(plan.shapes or plan.inputs)
     differ = sorted(have ^ want)
@@ -268,7 +270,9 @@ def another_step(analysis: Analysis, plan: Plan) -> PlanError:
 
 
 def _differing_shapes(analysis: Analysis, plan: Plan) -> str:
-    """What differs of a step and a plan whose inputs have the same names."""
+    """The differing shapes of a step and a plan whose inputs have the same names, as
+    text.
+    """
     values = analysis.graph.values
     shapes = {i.path: tuple(values[i.value].shape) for i in analysis.graph.inputs}
     found = [
@@ -287,7 +291,7 @@ def _differing_shapes(analysis: Analysis, plan: Plan) -> str:
 
 
 def only_batch_differs(analysis: Analysis, plan: Plan) -> bool:
-    """Whether a step has the inputs of a plan, but for the sizes of its batch."""
+    """Whether a step has the same inputs as a plan, except for the batch size."""
     differs = False
     shapes = {i.path: i for i in analysis.graph.inputs}
     if shapes.keys() != plan.shapes.keys():
@@ -303,7 +307,9 @@ def only_batch_differs(analysis: Analysis, plan: Plan) -> bool:
 
 
 def assignment_of(analysis: Analysis, plan: Plan) -> Assignment:
-    """The decisions of a plan's nodes, copies and codecs, whatever its inputs say."""
+    """The assignment of a plan's nodes, copies and codecs; the layouts listed for
+    inputs are not read.
+    """
     names = plan.axis_names
     copies = {
         ((c.producer, c.slot), c.backward): CopyChoice(
@@ -368,7 +374,7 @@ def check_consistent(analysis: Analysis, plan: Plan) -> None:
     """Checks the mesh, and each decision of a plan, against the step's graph.
 
     Raises:
-      PlanError: the plan does not fit; the message names the first thing wrong.
+      PlanError: the plan does not fit; the message names the first mismatch.
     """
     _check_runs(plan)
     axes = plan.mesh["axes"]
@@ -388,7 +394,7 @@ def check_consistent(analysis: Analysis, plan: Plan) -> None:
 
 
 def _check_runs(plan: Plan) -> None:
-    """Raises `PlanError` for what a plan may say and cannot be carried out yet."""
+    """Raises `PlanError` if a valid plan asks for something that cannot be run yet."""
     stage = plan.stage
     if stage.devices != tuple(range(len(stage.devices))):
         raise PlanError(

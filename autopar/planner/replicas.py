@@ -1,15 +1,17 @@
 """Plans a step on groups of unequal devices as replicas of unequal shares.
 
-Each replica holds the whole state and runs as many of the microbatches as its speed
-allows; gradients are added up over replicas once, and each updates its own state. The
-planner compares numbers of microbatches, and the layouts that are best on each kind of
-device; for each of them it deals the microbatches out so that the last replica ends
-as early as can be (`autopar_solver.deal_out`).
+Each replica holds the whole state and runs a share of the microbatches in proportion to
+its speed. Gradients are summed over the replicas once a step, and each replica updates
+its own copy of the state. The planner compares numbers of microbatches and the best
+layouts for each kind of device. For each combination it divides the microbatches among
+the replicas so that the slowest replica ends as early as possible
+(`autopar_solver.deal_out`).
 
-Replicas are equally many devices in equal levels, so that one program with one mesh
-runs on all of them (`autopar_passes.replay.replicas`). A price is that of one replica,
-as if all were of its devices: collectives within it, and the sums over replicas on the
-link between the groups.
+All replicas have the same number of devices in the same network levels, so that one
+program with one mesh runs on all replicas (`autopar_passes.replay.replicas`). The price
+of a replica is computed as if all replicas had its kind of device. The price includes
+collectives within the replica, and the sums over replicas on the link between the
+groups.
 """
 
 from __future__ import annotations
@@ -49,7 +51,7 @@ from autopar.steps.batch import batch_rows
 from autopar.steps.microbatches import check_can_be_dealt_out, with_turns
 from autopar_solver import deal_out
 
-# What the axis of the replicas is called, unless another axis has the name.
+# Names for the mesh axis of the replicas: the first name that no other axis has.
 _NAMES = ("replica", "replicas", "replica_group")
 
 
@@ -58,9 +60,9 @@ class ReplicaDevices:
     """The devices of one replica.
 
     Attributes:
-      part: the devices alone.
+      part: the devices of this replica as a cluster.
       count: how many replicas there are.
-      between: the link between them.
+      between: the link between replicas.
     """
 
     part: Cluster
@@ -69,19 +71,19 @@ class ReplicaDevices:
 
     @property
     def kind(self) -> tuple[object, ...]:
-        """What sites share on which all costs are the same."""
+        """A key that is equal for replicas on which all costs are the same."""
         return self.part.device, self.part.levels
 
     @property
     def whole(self) -> Cluster:
-        """All replicas, as if they were of these devices."""
+        """The cluster of all replicas, as if all replicas had these devices."""
         taken = {level.name for level in self.part.levels}
         name = next(n for n in ("between", *_NAMES) if n not in taken)
         outer = Level(name=name, size=self.count, link=self.between)
         return Cluster(device=self.part.device, levels=(outer, *self.part.levels))
 
     def mesh(self, mesh: MeshShape) -> MeshShape:
-        """A mesh of the part, with the axis of the replicas before its own."""
+        """A mesh of this replica with the axis of the replicas prepended."""
         name = axis_name(mesh.names)
         outer = MeshAxis(name=name, size=self.count, link=self.between, level=0)
         inner = [dataclasses.replace(a, level=a.level + 1) for a in mesh.axes]
@@ -89,15 +91,16 @@ class ReplicaDevices:
 
 
 def axis_name(names: Sequence[str]) -> str:
-    """The name of the axis of the replicas beside axes with these names."""
+    """A name for the axis of the replicas that is not among the given names."""
     return next(n for n in _NAMES if n not in names)
 
 
 def sites_of(cluster: Cluster) -> tuple[ReplicaDevices, ...]:
     """The replicas of a cluster of groups, in the order of its devices.
 
-    Groups of equal levels are a replica each. Groups that differ in their outermost
-    level alone are cut into replicas of the greatest common divisor of its sizes.
+    If all groups have equal levels, each group is one replica. If the groups differ
+    only in the size of their outermost level, each group is cut into replicas whose
+    outermost level has the greatest common divisor of these sizes.
 
     Raises:
       PlanError: the groups cannot be cut into replicas of equal shape.
@@ -124,12 +127,12 @@ def sites_of(cluster: Cluster) -> tuple[ReplicaDevices, ...]:
 
 
 def price_replica(view: Analysis, found: Candidate, site: ReplicaDevices) -> Candidate:
-    """The layouts of a candidate as one replica runs them.
+    """Prices the layouts of a candidate on one replica.
 
     Args:
-      view: the step with the turns of the replica (`with_turns`).
-      found: layouts on the mesh of a replica alone.
-      site: of the replica.
+      view: the step with the replica's number of microbatches (`with_turns`).
+      found: layouts on the mesh of a single replica.
+      site: the devices of the replica.
     """
     own = found.assignment
     copies = {
@@ -165,28 +168,28 @@ def _mesh_on(site: ReplicaDevices, found: Candidate) -> MeshShape:
 
 
 def _shift_axes(layout: Layout) -> Layout:
-    """A layout on a mesh with one more axis before its own."""
+    """A layout on the mesh with one more axis prepended."""
     return tuple(tuple(axis + 1 for axis in axes) for axes in layout)
 
 
 def slowest_of(plan: Plan) -> int:
-    """The number of the replica that a plan with replicas waits for."""
+    """The number of the slowest replica of a plan."""
     return max(range(len(plan.replicas)), key=lambda k: plan.replicas[k].step_s)
 
 
 def on_replica(
     analysis: Analysis, plan: Plan, cluster: Cluster, number: int
 ) -> tuple[Analysis, Pricer]:
-    """What one replica of a plan runs, and its prices.
+    """The step that one replica of a plan runs, and the replica's prices.
 
     Args:
       analysis: the step in the plan's microbatches.
       plan: a plan with replicas.
-      cluster: that of the plan.
-      number: of the replica.
+      cluster: the cluster of the plan.
+      number: number of the replica.
 
     Raises:
-      PlanError: the cluster is of other replicas, or has no such mesh.
+      PlanError: the cluster has other replicas, or no such mesh.
     """
     sites = sites_of(cluster)
     if len(sites) != len(plan.replicas):
@@ -201,11 +204,13 @@ def on_replica(
     return with_turns(analysis, turns), pricer
 
 
-# What a plan says of how it was found.
+# Status of a plan with replicas.
 STATUS = "shares and layouts of replicas compared"
-# Another number of microbatches is tried where it should save this part of a step.
+# Another number of microbatches is tried if it is expected to save this fraction of a
+# step.
 _WORTHWHILE = 0.01
-# Most numbers of microbatches that are tried, and most microbatches for each replica.
+# The most numbers of microbatches that are tried, and the most microbatches per
+# replica.
 _TRIED, _PER_REPLICA = 6, 16
 
 
@@ -215,7 +220,7 @@ class Dealt:
 
     Attributes:
       base: the step in its microbatches.
-      counts: of each replica.
+      counts: number of microbatches of each replica.
       replicas: the layouts as each replica runs them.
     """
 
@@ -225,14 +230,15 @@ class Dealt:
 
     @property
     def step_s(self) -> float:
-        """Seconds of a step: those of the last replica."""
+        """Seconds of a step: those of the slowest replica."""
         return max(c.step_s for c in self.replicas)
 
     def expected_s(self, count: int) -> float:
-        """About the least seconds of a step in another number of microbatches.
+        """An estimate of the least seconds of a step with another number of
+        microbatches.
 
-        Microbatches of other sizes are taken to need as long for each row, and
-        everything else of a step to need nothing.
+        The estimate assumes that each row takes the same time at any microbatch size,
+        and that the rest of the step takes no time.
         """
         each = [
             c.step_s / n * self.base.microbatches / count
@@ -249,12 +255,12 @@ def plan_replicas(analysis: Analysis, cluster: Cluster, options: PlanOptions) ->
     Args:
       analysis: the step on the whole batch.
       cluster: of groups of unequal devices.
-      options: hints and limits; axes and pins are those of the mesh of a replica.
+      options: hints and limits; axes and pins refer to the mesh of a replica.
 
     Raises:
       InfeasibleError: no plan fits the memory of a device.
       PlanError: the groups have no replicas of equal shape, the batch cannot be split,
-        or an option is not carried out for replicas.
+        or an option is not supported for replicas.
     """
     _check_options(options)
     started = time.perf_counter()
@@ -289,7 +295,7 @@ def plan_replicas(analysis: Analysis, cluster: Cluster, options: PlanOptions) ->
 
 
 def _check_options(options: PlanOptions) -> None:
-    """Raises `PlanError` for options that are not carried out for replicas."""
+    """Raises `PlanError` for options that are not supported for replicas."""
     if options.compression != "none":
         raise PlanError(
             f"compression={options.compression!r}: replicas of unequal devices send "
@@ -303,10 +309,11 @@ def _check_options(options: PlanOptions) -> None:
 
 
 def _numbers(whole: Analysis, options: PlanOptions, least: int) -> Iterator[int]:
-    """Yields the numbers of microbatches to try, few first.
+    """Yields the numbers of microbatches to try, small numbers first.
 
     Raises:
-      PlanError: there are no numbers, or fewer are asked for than there are replicas.
+      PlanError: there is no number to try, or the user asked for fewer microbatches
+        than there are replicas.
     """
     asked = options.microbatches
     if isinstance(asked, tuple):
@@ -336,7 +343,8 @@ def _numbers(whole: Analysis, options: PlanOptions, least: int) -> Iterator[int]
 
 
 def _most_promising(best: Dealt, counts: Sequence[int]) -> int | None:
-    """The number of microbatches that may save most; None: none is worth a search."""
+    """The number of microbatches that may save most; None: no number is worth a search.
+    """
     least_s, count = min((best.expected_s(count), count) for count in counts)
     return count if least_s < (1 - _WORTHWHILE) * best.step_s else None
 
@@ -347,8 +355,8 @@ def _deal_best(
     """The best layouts and shares for a number of microbatches.
 
     Raises:
-      InfeasibleError: none fit.
-      PlanError: the batch cannot be split so.
+      InfeasibleError: no layouts fit.
+      PlanError: the batch cannot be split into this number of microbatches.
     """
     base = as_asked(whole, dataclasses.replace(options, microbatches=count))
     check_can_be_dealt_out(base)
@@ -376,7 +384,7 @@ def _deal_best(
 def _search_alone(
     view: Analysis, options: PlanOptions, site: ReplicaDevices
 ) -> Candidate:
-    """The best layouts on the devices of one replica alone."""
+    """The best layouts on the devices of a single replica."""
     pins = options.pins or {}
     meshes = candidate_meshes(site.part, options.max_axes, options.axis_names)
     if pins:
@@ -385,7 +393,8 @@ def _search_alone(
     def restrict(pricer: Pricer) -> Restriction:
         return pin_restriction(view, pinned_layouts(view, pins, pricer.mesh))
 
-    # The sums over replicas are no part of the search: they are priced behind it.
+    # The search leaves out the sums over replicas; `price_replica` adds them
+    # afterwards.
     alone = dataclasses.replace(view, turns=None)
     result = search(
         alone,
@@ -407,10 +416,10 @@ def _best_shares(
     """The best shares for given layouts.
 
     Args:
-      view: the number of microbatches of a replica -> what it runs.
-      layouts: on the mesh of a replica alone.
-      sites: of the replicas.
-      options: may say the shares.
+      view: the number of microbatches of a replica -> the step that the replica runs.
+      layouts: layouts on the mesh of a single replica.
+      sites: the devices of each replica.
+      options: options, which may fix the shares.
 
     Raises:
       InfeasibleError: a replica does not fit the memory of its devices.
@@ -442,18 +451,19 @@ def _best_shares(
 def best_shares(
     price: Callable[[int, int], float], replicas: int, count: int
 ) -> Sequence[int]:
-    """The shares whose last replica ends first, of few prices.
+    """The shares with which the slowest replica ends earliest, found with few prices.
 
-    Seconds grow with microbatches, and nearly in proportion: what is hidden beside work
-    alone bends them. They are taken to be straight between those that are known. A
-    choice is proved once what it takes is known, and what each replica would take with
-    one microbatch more: no other can do with less unless it gives one to a replica that
-    has time for it.
+    The seconds of a replica grow almost in proportion to its microbatches; only the
+    overlap of communication with work makes the growth uneven. So the seconds are
+    interpolated linearly between known prices. A choice is proved to be best once two
+    prices are known for each replica: with its share, and with one microbatch more. Any
+    better choice would have to give one more microbatch to a replica that still has
+    time for it.
 
     Args:
       price: the number of a replica and of its microbatches -> seconds.
-      replicas: how many there are.
-      count: microbatches of all of them.
+      replicas: number of replicas.
+      count: number of microbatches of all replicas together.
     """
     most = count - replicas + 1
     known: list[dict[int, float]] = [{} for _ in range(replicas)]
@@ -469,14 +479,15 @@ def best_shares(
 
 
 def _between(known: dict[int, float], most: int) -> list[float]:
-    """Seconds of 1, 2 ... microbatches, of which some are known; never decreasing."""
+    """Seconds of 1, 2 ... microbatches, interpolated from known ones; never decreasing.
+    """
     at = sorted(known)
     values = np.maximum.accumulate([known[n] for n in at])
     return [float(s) for s in np.interp(range(1, most + 1), at, values)]
 
 
 def _check_fits(found: Candidate, site: ReplicaDevices) -> None:
-    """Raises `InfeasibleError` where a replica does not fit its devices."""
+    """Raises `InfeasibleError` if a replica does not fit its devices."""
     need, have = found.peak_memory_bytes, site.part.memory_bytes
     if need > have:
         raise InfeasibleError(
@@ -489,7 +500,7 @@ def _check_fits(found: Candidate, site: ReplicaDevices) -> None:
 def _write_plan(
     dealt: Dealt, cluster: Cluster, sites: Sequence[ReplicaDevices], seconds: float
 ) -> Plan:
-    """The plan: that of the last replica, with what all of them run."""
+    """The plan of the slowest replica, with the shares of all replicas."""
     last = max(dealt.replicas, key=lambda c: c.step_s)
     view = last.assignment.analysis
     tried = ((last.pricer.mesh, last),)
@@ -504,7 +515,7 @@ def _write_plan(
         for site, n, c in zip(sites, dealt.counts, dealt.replicas, strict=True)
     )
     most = max(r.peak_memory_bytes for r in replicas)
-    # Nothing bounds what other shares and layouts take.
+    # The step time of other shares and layouts has no proved bound.
     solver = msgspec.structs.replace(made.solver, status=STATUS, gap=1.0, bound=0.0)
     return msgspec.structs.replace(
         made,

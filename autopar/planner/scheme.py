@@ -1,8 +1,8 @@
 """Which known scheme the layouts of a plan resemble, mesh axis by mesh axis.
 
-Nothing is read from names: what an axis splits in matrix products says what it does
-with the work, where parameters and optimizer state lie says what it does with memory.
-The names of the axes follow from it.
+The result does not depend on names. The dimensions of matrix products that an axis
+splits say how the axis divides the work. The layouts of parameters and optimizer state
+say how the axis divides the memory. The names of the axes follow from these two.
 """
 
 from __future__ import annotations
@@ -23,14 +23,15 @@ from autopar_passes.graph.roles import InputRole, Role
 
 DATA, CONTEXT, TENSOR, EXPERTS = "data", "sequence", "tensor", "experts"
 _KINDS = {BATCH: DATA, SEQUENCE: CONTEXT}
-# Parts of the work, or of the bytes, from which a scheme is named.
+# Fractions of the work or of the bytes from which on a scheme is named.
 _NAMED, _MOST = 0.2, 0.5
 _NAMES = {
     CONTEXT: "sequence parallel",
     TENSOR: "tensor parallel",
     EXPERTS: "expert parallel",
 }
-# What an axis is called that splits a kind most, and one that splits no work.
+# The name of an axis by the kind of dimension that it splits most, and the name of an
+# axis that splits no work.
 _AXES, _OTHER = {DATA: "data", CONTEXT: "sequence", TENSOR: "tensor"}, "x"
 _EXPERT = "expert"
 
@@ -40,17 +41,19 @@ class AxisSplit:
     """What one mesh axis splits.
 
     Attributes:
-      work: part of the work of matrix products whose batch, sequence, experts or other
-        dimensions it splits; where it splits none of them, of the bytes of the other
-        work of the forward pass.
-      columns: whether it splits a dimension that stays, of a product of the forward
-        pass with parameters split.
-      rows: whether it splits one that is summed.
-      ring: whether it splits the sequence of a kernel, whose shards exchange arrays.
-      between: part of the other work of the forward pass along a sequence, in bytes,
-        that it splits along the sequence.
-      parameters: part of the bytes of parameters that it splits.
-      optimizer: the same of optimizer state.
+      work: by kind of dimension (batch, sequence, experts or other), the fraction of
+        the matrix products' work for which the axis splits such a dimension. If the
+        axis splits no product, the fractions are of the bytes of the other forward
+        work.
+      columns: whether the axis splits a dimension of the result, in a forward product
+        with split parameters.
+      rows: whether the axis splits a summed dimension in such a product.
+      ring: whether the axis splits the sequence of a kernel whose shards exchange
+        arrays.
+      between: fraction of the other forward work with a sequence, in bytes, that the
+        axis splits along the sequence.
+      parameters: fraction of the bytes of parameters that the axis splits.
+      optimizer: fraction of the bytes of optimizer state that the axis splits.
     """
 
     work: Mapping[str, float]
@@ -70,7 +73,7 @@ def scheme_of(
     Args:
       assignment: strategies as layouts.
       works: the work of the operators of a step.
-      names: of the mesh axes.
+      names: names of the mesh axes.
     """
     found: dict[str, list[str]] = {}
     for axis, (name, size) in enumerate(zip(names, assignment.sizes, strict=True)):
@@ -84,10 +87,10 @@ def scheme_of(
 def with_axis_names(
     mesh: MeshShape, assignment: Assignment, works: Sequence[OperatorWork]
 ) -> MeshShape:
-    """The mesh with its axes named by what they split; given names stay.
+    """The mesh, each axis named after what the axis splits; names from the user stay.
 
     Args:
-      mesh: that of the assignment.
+      mesh: the mesh of the assignment.
       assignment: strategies as layouts.
       works: the work of the operators of a step.
     """
@@ -111,14 +114,16 @@ def _numbered_names(name: str) -> Iterator[str]:
 
 
 def is_axis_name(name: str) -> bool:
-    """Whether a plan may give an axis this name: that of a kind, or a numbered one."""
+    """Whether a plan may give an axis this name: the name of a kind, or such a name
+    with a number.
+    """
     kind, _, number = name.partition("_")
     known = kind in {*_AXES.values(), _EXPERT, _OTHER}
     return known and (kind == name or number.isdecimal())
 
 
 def axis_name_of(split: AxisSplit) -> str:
-    """The name of an axis: what it splits most, before all experts."""
+    """The name of an axis: the kind of dimension that it splits most, experts first."""
     if split.work.get(EXPERTS, 0.0) >= _NAMED:
         return _EXPERT
     kind = max(split.work, key=lambda kind: split.work[kind], default="")
@@ -126,7 +131,7 @@ def axis_name_of(split: AxisSplit) -> str:
 
 
 def name_of(split: AxisSplit) -> str:
-    """The name of what one axis does."""
+    """The name of the scheme of one axis."""
     ranked = sorted(split.work.items(), key=lambda item: -item[1])
     kinds = [kind for kind, part in ranked if part >= _NAMED]
     if kinds:
@@ -157,10 +162,10 @@ def _name(kind: str, split: AxisSplit) -> str:
 def split_of(
     assignment: Assignment, works: Sequence[OperatorWork], axis: int
 ) -> AxisSplit:
-    """Finds what a mesh axis splits."""
+    """Computes what a mesh axis splits."""
     products = [work for work in works if work.is_matrix]
-    # The forward pass says best what is split: a product of the backward pass may have
-    # no parameter among its operands.
+    # Only the forward pass is read, because a product of the backward pass may have no
+    # parameter among its operands.
     forward = [work for work in products if work.op.role is Role.FORWARD]
     parts, sides = _of_products(assignment, forward, axis)
     if not parts:
@@ -181,9 +186,9 @@ def split_of(
 def _of_products(
     assignment: Assignment, products: Sequence[OperatorWork], axis: int
 ) -> tuple[dict[str, float], set[bool]]:
-    """Parts of the FLOPs of products by what an axis splits in them.
+    """Fractions of the products' FLOPs, by the kind of dimension that an axis splits.
 
-    Also says of the tensor's dimensions that it splits whether they are summed.
+    The second result says, for split tensor dimensions, whether they are summed.
     """
     flops: dict[str, float] = defaultdict(float)
     total, sides = 0.0, set[bool]()
@@ -202,7 +207,9 @@ def _of_products(
 def _of_others(
     assignment: Assignment, works: Sequence[OperatorWork], axis: int
 ) -> dict[str, float]:
-    """Parts of the bytes of forward work without products that it splits so."""
+    """Fractions of the bytes of forward work without products, by the kind that an axis
+    splits.
+    """
     total, parts = 0.0, defaultdict[str, float](float)
     for work in works:
         op = work.op
@@ -218,7 +225,9 @@ def _of_others(
 
 
 def _between(assignment: Assignment, works: Sequence[OperatorWork], axis: int) -> float:
-    """Part of the bytes of other work along a sequence, forward, that is split so."""
+    """Fraction of the bytes of forward work with a sequence, without products, that an
+    axis splits along the sequence.
+    """
     total = split = 0.0
     for work in works:
         op = work.op
@@ -241,13 +250,14 @@ def _split_factors(assignment: Assignment, member: int, axis: int) -> list[int]:
 
 
 def _goes_around(assignment: Assignment, op: Operator, axis: int) -> bool:
-    """Whether an axis splits a factor over which an operator's shards exchange."""
+    """Whether an axis splits a factor along which an operator's shards exchange arrays.
+    """
     moved = {e.factor for e in op.rule.exchanges}
     return not moved.isdisjoint(_split_factors(assignment, op.index, axis))
 
 
 def _labels(assignment: Assignment, member: int) -> dict[int, str]:
-    """The factors of a class's rule that are the batch's or the sequence's."""
+    """The factors of a class's rule that belong to the batch or to the sequence."""
     node, mapping = _place(assignment, member)
     known = assignment.analysis.node_labels.get(node.index, {})
     own = assignment.analysis.dim_labels.factors.get(member, {})
@@ -262,7 +272,7 @@ def _place(assignment: Assignment, member: int) -> tuple[Node, tuple[int, ...]]:
 
 
 def _kind(assignment: Assignment, op: Operator, label: str, factor: int) -> str:
-    """What is split where a factor of a product is."""
+    """The kind of dimension that is split if a factor of a product is split."""
     if label:
         return _KINDS[label]
     arrays = (*op.rule.operands[:2], op.rule.results[0])
@@ -273,7 +283,9 @@ def _kind(assignment: Assignment, op: Operator, label: str, factor: int) -> str:
 
 
 def _is_parameter(assignment: Assignment, value: int | None) -> bool:
-    """Whether a value lies where a parameter does: is one, or made of one alone."""
+    """Whether a value has the layout of a parameter: it is a parameter, or is made of
+    one parameter only.
+    """
     home = None if value is None else assignment.contraction.homes.get(value)
     if home is None:
         return False
@@ -283,7 +295,9 @@ def _is_parameter(assignment: Assignment, value: int | None) -> bool:
 
 
 def _split_share(assignment: Assignment, role: InputRole, axis: int) -> float:
-    """Part of the bytes of a kind of input that an axis splits; 0 without any."""
+    """Fraction of the bytes of a kind of input that an axis splits; 0 without such
+    inputs.
+    """
     total = split = 0.0
     for given in assignment.graph.inputs:
         if given.role is role:

@@ -42,8 +42,8 @@ def candidate_meshes(
 ) -> list[MeshShape]:
     """Returns the meshes to try: one for each way to cut the levels into axes.
 
-    Two axes within one level are interchangeable, so only one order of their
-    sizes is kept.
+    Two axes within one level are interchangeable. So only one order of their sizes is
+    tried.
 
     Raises:
       PlanError: the cluster has no mesh with so few axes, or with these names.
@@ -68,7 +68,7 @@ def candidate_meshes(
 def _check_axes(
     cluster: Cluster, levels: int, max_axes: int, axis_names: Sequence[str] | None
 ) -> None:
-    """Checks the number of mesh axes that is asked for."""
+    """Checks the number of mesh axes that the user asked for."""
     if max_axes < levels:
         text = "1 level" if levels == 1 else f"{levels} levels"
         raise PlanError(
@@ -112,21 +112,21 @@ def search(
 
     Args:
       analysis: the step.
-      cluster: what to plan for.
+      cluster: the devices to plan for.
       meshes: the meshes to try; default: `candidate_meshes`.
-      seconds: time limit, for each mesh.
-      restriction: says, for a mesh, which strategies are allowed.
-      starts: assignments known already; the result is at least as good as those
-        that fit.
-      experts: whether plans that people write start the search of a mesh whose plan
-        is not proved at once.
-      untried: options with which less memory is needed, for the error. It also says a
-        size of memory that is enough, which takes about as long as the search; None:
-        it says neither.
+      seconds: time limit of the solver for each mesh.
+      restriction: for each mesh, a function that says which strategies are allowed.
+      starts: known assignments; the result is at least as fast as each of them that
+        fits.
+      experts: if the first plan of a mesh is not proved, whether the search goes on
+        with the plans that people write.
+      untried: options that need less memory, for the error. The error also states a
+        memory size that is enough, which takes about as long as the search. None: the
+        error states neither.
       weights: as for `autopar.planner.solving.solve_mesh`.
-      codecs: what was said about codecs; None: gradients are sent as they are.
-      most_s: seconds of a plan that is known; where none can be faster, the search
-        ends.
+      codecs: the user's request about codecs; None: no codecs.
+      most_s: seconds of a step under a known plan; the search ends when no plan can be
+        faster.
 
     Raises:
       InfeasibleError: no mesh has a plan that fits the memory of a device.
@@ -162,7 +162,7 @@ def search(
         raise _no_mesh(analysis, failures, seconds, restriction, untried)
     best = min(solved, key=lambda c: c.step_s)
     late = any(isinstance(error, TimeOutError) for _, error in failures)
-    # The bounds are those of plans without codecs.
+    # The bounds hold only for plans without codecs.
     coded = best.sending is not None and best.sending.has_codecs
     floor_s = 0.0 if late or coded else min(c.bound_s for c in solved)
     spent_s = time.perf_counter() - start
@@ -171,13 +171,13 @@ def search(
 
 
 def _least_s(tried: Sequence[tuple[MeshShape, Candidate | None]]) -> float:
-    """Seconds of the best plan so far, of those without codecs."""
+    """Seconds of a step of the best plan so far without codecs."""
     known = (c for _, c in tried if c is not None)
     return min((c.before_s or c.plain_s for c in known), default=math.inf)
 
 
 def _best(tried: Sequence[tuple[MeshShape, Candidate | None]]) -> str:
-    """What is known of the best plan so far, as text."""
+    """The best plan so far, described as text."""
     solved = [c for _, c in tried if c is not None]
     if not solved:
         return ""
@@ -186,7 +186,7 @@ def _best(tried: Sequence[tuple[MeshShape, Candidate | None]]) -> str:
     return f"; best so far {seconds_text(best.step_s)}, on its mesh {near}"
 
 
-# Most seconds in which a size of memory is checked.
+# Time limit for checking one memory size, in seconds.
 _CHECK_S = 10.0
 
 
@@ -197,10 +197,10 @@ def _no_mesh(
     restriction: Callable[[Pricer], Restriction] | None,
     untried: Sequence[str] | None,
 ) -> PlanError:
-    """The error where no mesh has a plan: that of the mesh that needs least memory.
+    """The error if no mesh has a plan: the error of the mesh that needs least memory.
 
-    Unless ``untried`` is None it says a size of memory for which a plan was found on
-    that mesh.
+    Unless ``untried`` is None, the error states a memory size for which a plan was
+    found on that mesh.
     """
     unfit = [(p, e) for p, e in failures if isinstance(e, InfeasibleError)]
     if len(unfit) < len(failures):
@@ -241,13 +241,13 @@ def plan_mesh(
 def search_of_one(
     analysis: Analysis, cluster: Cluster, assignment: Assignment, names: Sequence[str]
 ) -> SearchResult:
-    """A search that tries one assignment only, on another cluster perhaps.
+    """The result of a search that tries only one assignment.
 
     Args:
       analysis: the step.
-      cluster: what it is priced for.
+      cluster: the devices for which the assignment is priced.
       assignment: the layouts.
-      names: of its mesh axes.
+      names: names of the assignment's mesh axes.
 
     Raises:
       PlanError: the cluster has no such mesh, or the layouts do not fit the step.
@@ -275,8 +275,9 @@ def search_of_one(
     )
     found = candidate_of(analysis, formulation, solution, assignment)
     if not math.isfinite(cost):
-        # The problem rules out a copy that the layouts of another batch have: there
-        # it costs as much to make it anew. A plan that is written down needs a number.
+        # The problem forbids a copy that the layouts contain. The layouts come from
+        # another batch size, for which the copy costs as much as a new one. The record
+        # of a plan needs a finite cost.
         solution = dataclasses.replace(solution, cost=found.step_s)
         found = dataclasses.replace(found, solution=solution)
     seconds = time.perf_counter() - start
@@ -290,12 +291,12 @@ def meshes_for_manual(
 
     Args:
       analysis: the step.
-      cluster: what is planned for.
-      meshes: those to choose from.
+      cluster: the devices to plan for.
+      meshes: the meshes to choose from.
 
     Raises:
-      PlanError: no mesh has; or a ``shard_map`` uses an axis that no array is split
-        over, which a plan cannot place.
+      PlanError: no mesh has such axes; or a ``shard_map`` uses an axis over which no
+        array is split, so that a plan cannot map it to a mesh axis.
     """
     if f"kernel '{manual.PRIMITIVE}'" in analysis.graph.unsupported:
         raise PlanError(

@@ -1,20 +1,20 @@
-"""Proposals for one mesh, each judged once by the whole model.
+"""Makes proposals for one mesh, and prices each proposal once with the full cost model.
 
-The problem of the layouts adds seconds of work and of communication. How much of the
-communication runs beside work, and which arrays share a message and its latency, is
-known of a plan as a whole only. So the problem is solved in a few ways, each plan is
-priced once by the whole model, and the fastest is taken:
+The problem of the layouts adds seconds of work and of communication. Two effects depend
+on the whole plan: how much communication overlaps with work, and which arrays share a
+message and its latency. So the problem is solved in several ways. Each resulting plan
+is priced once with the full cost model, and the fastest plan is taken. The ways are:
 
-- at weights that bound the time of every plan from below (`autopar.planner.weights`),
-  moved to where the bound of the plans known so far is highest (cutting planes: Kelley,
-  J. SIAM 8, 1960);
-- with communication that may be hidden at a part of its price (`PARTLY`), and then at
-  parts beside those that gave the fastest plan;
-- with messages as large as those of the fastest plan, of whose latency each array pays
-  its part, and with a message for each array;
-- by the rules of the plans that people write (`autopar.planner.recipes`);
-- where codecs are asked for, with gradients that are sent by them, at the prices of
-  error and link of the best choice so far. Each plan is then judged with its codecs.
+- with weights at which the solution is a lower bound of the time of every plan
+  (`autopar.planner.weights`). The weights are moved to where the bound, given the plans
+  known so far, is highest (cutting planes: Kelley, J. SIAM 8, 1960);
+- with communication that may overlap with work at a fraction of its price (`PARTLY`),
+  and then at fractions close to those that gave the fastest plan;
+- with messages as large as those of the fastest plan, where each array pays its share
+  of the latency; and with one message for each array;
+- with the rules of plans that people write (`autopar.planner.recipes`);
+- if the user asked for codecs, with gradients that may be sent by codecs, at the prices
+  of error and link of the best choice so far. Each plan is then priced with its codecs.
 """
 
 from __future__ import annotations
@@ -72,70 +72,73 @@ from autopar.steps.analysis import Analysis
 from autopar.steps.nodes import Node
 from autopar_solver import Solution, Status, solve
 
-# Every problem has this part of the whole time, even where that is over.
+# Every problem gets at least this fraction of the whole time limit, even after the
+# limit.
 _LEAST_SHARE = 0.05
 
 
 class Limit:
-    """A limit on what the solver spends on a mesh.
+    """A limit on the time that the solver spends on a mesh.
 
-    It counts seconds of the thread's own work, so that a busy machine does not make
-    plans worse. Pricing does not count: the number of problems bounds that.
+    The limit counts CPU seconds of the thread, so that a busy machine does not lead to
+    worse plans. The time of pricing is not counted, because the number of problems
+    limits it.
 
     Attributes:
-      seconds: of it; None: none.
+      seconds: the limit; None: no limit.
       spent_s: seconds spent.
     """
 
     def __init__(self, seconds: float | None, parent: Limit | None = None) -> None:
-        """A limit, or a part of another one."""
+        """Makes a limit; with a parent, time spent here also counts in the parent."""
         self.seconds, self.parent = seconds, parent
         self.spent_s = 0.0
 
     def spend(self, seconds: float) -> None:
-        """Counts what was spent."""
+        """Counts seconds as spent."""
         self.spent_s += seconds
         if self.parent is not None:
             self.parent.spend(seconds)
 
     @property
     def over(self) -> bool:
-        """Whether nothing is left."""
+        """Whether the whole limit is spent."""
         return self.seconds is not None and self.spent_s >= self.seconds
 
     def part_s(self, share: float) -> float | None:
-        """A part of what is left; None: no limit."""
+        """A fraction of the remaining seconds; None: no limit."""
         if self.seconds is None:
             return None
         return max(share * (self.seconds - self.spent_s), _LEAST_SHARE * self.seconds)
 
     def part(self, share: float) -> Limit:
-        """A limit of a part of what is left."""
+        """A limit of a fraction of the remaining seconds."""
         return Limit(self.part_s(share), self)
 
 
-# How often the memory limit is tightened until the exact peak fits.
+# The most times that the memory limit is tightened until the exact peak fits.
 _TIGHTENINGS = 5
-# Plans in a row that terms of memory made and that were hardly faster, after which a
-# mesh is done but for rules and codecs: each such problem takes as long as ten without.
+# After this many consecutive plans that came from problems with memory terms and were
+# hardly faster, only rules and codecs are still tried on the mesh. A problem with
+# memory terms takes about ten times as long as one without.
 _MOST_ALIKE = 2
-# How often the weights that bound are moved.
+# The number of times that the weights of the bound are moved.
 _ROUNDS = 4
 PARTLY = (WHOLE, partly(1.0, 0.33), partly(0.5, 0.0), partly(0.67, 0.67))
 # Most problems in which gradients may be sent by codecs, each at the prices of the best
 # choice so far.
 _CODED = 2
-# How far the weights are moved from the best ones.
+# The distance by which the weights are moved from the best weights.
 _STEP = 0.25
-# A plan by an expert's rule is not made where its cost is this much above the least,
-# and above the time of the fastest plan.
+# A plan by an expert's rule is not made if its cost is above the least cost times this
+# factor and above the time of the fastest plan.
 _FAR = 1.1
-# How well least costs are proved.
+# The relative gap to which the solver proves least costs.
 _GAP = 1e-3
-# Why a proposal is no plan.
+# Reason why a proposal led to no plan.
 _TOO_LARGE = "does not fit"
-# Parts of the time that is left: of the first problem and of those with codecs, and of
-# every other one.
+# Fractions of the remaining time: for the first problem and problems with codecs, and
+# for every other problem.
 _FIRST_SHARE, _SHARE = 0.45, 0.2
 
 
@@ -157,19 +160,19 @@ def solve_mesh(
       analysis: the step.
       pricer: the mesh and cluster.
       restriction: says which strategies are allowed.
-      seconds: time limit of all problems of the mesh.
-      starts: assignments known already.
-      codecs: what was said about codecs; None: gradients are sent as they are.
-      weights: the only ones at which the problem is solved; (): the problem is solved
-        once, with messages like those of the assignments that are known; None: the
+      seconds: time limit of all problems of the mesh together.
+      starts: known assignments.
+      codecs: the user's request about codecs; None: no codecs.
+      weights: the only weights at which the problem is solved. (): the problem is
+        solved once, with messages like those of the known assignments. None: the
         problem is solved in all ways.
-      most_s: seconds of the best plan of other meshes; where none of this mesh can be
-        faster, no more of them are made.
-      experts: whether plans that people write are made where they may be faster.
+      most_s: seconds of a step of the best plan of other meshes; the search ends when
+        no plan of this mesh can be faster.
+      experts: whether to try plans that people write, if they may be faster.
 
     Raises:
       InfeasibleError: nothing fits the memory of a device.
-      PlanError: the codec that was asked for can be used for no gradient.
+      PlanError: no gradient can use the codec that was asked for.
     """
     memory = pricer.cluster.memory_bytes
     fitting = [c for c in starts if c.peak_memory_bytes <= memory]
@@ -199,7 +202,7 @@ def solve_mesh(
 
 
 class TimeOutError(PlanError):
-    """Time ran out before any plan was found."""
+    """The time limit ended before any plan was found."""
 
 
 def has_plan(
@@ -208,7 +211,7 @@ def has_plan(
     restriction: Restriction | None,
     seconds: float | None,
 ) -> bool:
-    """Whether a plan that fits is found on a mesh in one problem."""
+    """Whether one problem on a mesh gives a plan that fits."""
     mesh = _Mesh(analysis, pricer, restriction, Limit(seconds), None, ())
     try:
         mesh.solve(CommunicationWay(HIDDEN))
@@ -218,11 +221,12 @@ def has_plan(
 
 
 class _Mesh:
-    """What is known of a mesh after some proposals.
+    """The plans and bounds of a mesh after some proposals.
 
     Attributes:
-      best: the fastest plan that fits, with gradients that the compiler sums.
-      sent: the fastest with codecs; None: none were asked for, or none can be used.
+      best: the fastest plan that fits, without codecs.
+      sent: the fastest plan with codecs; None: no codecs were asked for, or no codec
+        can be used.
       bound_s: a lower bound of the seconds of every plan.
     """
 
@@ -235,21 +239,22 @@ class _Mesh:
         codecs: CodecRequest | None,
         starts: Sequence[Candidate],
     ) -> None:
-        """Knows some plans."""
+        """Starts with the known plans."""
         self.analysis, self.pricer, self.limit = analysis, pricer, limit
         self.restriction, self.codecs = restriction, codecs
         self.best = min(starts, key=lambda c: c.plain_s, default=None)
         self.sent: Candidate | None = None
         self._refused: PlanError | None = None
         self.bound_s = 0.0
-        # Bytes that terms of memory may use; None: every plan fitted so far.
+        # Limit of the memory terms, in bytes; None: every plan has fitted so far.
         self.tight: float | None = None
-        # Plans in a row that terms of memory made, and that were hardly faster.
+        # Consecutive plans that came from problems with memory terms and were hardly
+        # faster.
         self._alike = 0
-        # Seconds of the fastest plan, whatever memory it needs.
+        # Seconds of a step of the fastest plan, whatever memory the plan needs.
         self.free_s = math.inf
-        # The way that gave the fastest plan of those in which all work counts, the
-        # plan's seconds, and the least cost of the problem.
+        # Of the ways in which all work counts: the way that gave the fastest plan, the
+        # seconds of that plan, and the least cost of the problem.
         self.way = CommunicationWay(HIDDEN)
         self._way_s = self.least_s = math.inf
         self._planes: list[Plane] = []
@@ -263,28 +268,31 @@ class _Mesh:
 
     @property
     def hides(self) -> bool:
-        """Whether communication may run beside work."""
+        """Whether communication may overlap with work."""
         return bool(self.pricer.cluster.device.corrections.overlap)
 
     def is_settled(self, most_s: float) -> bool:
-        """Whether no plan can be faster by what is worth the time."""
+        """Whether no plan can be faster by a worthwhile fraction."""
         if self.best is None:
             return False
         least_s = (1 - WORTHWHILE) * self.best.step_s
         return self.bound_s >= min(most_s, least_s)
 
     def felt_weights(self, weights: Weights) -> Weights:
-        """The weights of a problem: what is hidden slows the work beside it."""
+        """The weights of a problem, given that overlapping communication slows the
+        work.
+        """
         if not self.hides:
             return WHOLE
         least = self.pricer.cluster.device.corrections.contention
         return weights.with_least(least)
 
     def solve(self, way: CommunicationWay) -> Candidate | None:
-        """Solves the problem in a way; None where it was, or there is no time.
+        """Solves the problem in a given way; None if it was already solved so, or if no
+        time is left.
 
         Raises:
-          PlanError: no plan was found, and none was known.
+          PlanError: no plan was found, and no plan was known before.
         """
         if way in self._tried or (self.best is not None and self.limit.over):
             return None
@@ -304,10 +312,11 @@ class _Mesh:
         return found
 
     def raise_bound(self, most_s: float) -> None:
-        """Bounds the time of every plan, and finds plans on the way.
+        """Raises the lower bound of the time of every plan, and collects the plans
+        found meanwhile.
 
         Raises:
-          PlanError: no plan was found, and none was known.
+          PlanError: no plan was found, and no plan was known before.
         """
         known = self.pricer.cluster.device.corrections
         best = tried = nowhere()
@@ -322,14 +331,15 @@ class _Mesh:
                 part *= 0.5
             if not self.hides or self.is_settled(most_s):
                 return
-            # Few plans are no guide far off: half of the way at first.
+            # A few planes describe only their neighbourhood, so the first moves go half
+            # of the way.
             goal, most_bound_s = highest(self._planes, known.overlap)
             if most_bound_s <= (1.0 + WORTHWHILE) * self.bound_s:
                 return
             tried = (1.0 - part) * best + part * goal
 
     def propose(self, most_s: float) -> None:
-        """Makes plans at other prices of communication."""
+        """Solves the problem at other prices of communication."""
         small = bool(self.small)
         for weights in PARTLY if self.hides else ():
             if not self.is_settled(most_s):
@@ -351,9 +361,10 @@ class _Mesh:
         return tuple(sorted(found.items()))
 
     def improve(self, most_s: float) -> None:
-        """Moves parts of the price as long as plans get faster.
+        """Changes the fractions of the communication's price as long as plans get
+        faster.
 
-        Only where the fastest plan is one of such a price.
+        Does nothing unless the fastest plan came from such a fraction.
         """
         assert self.best is not None
         moved = self.hides and self._way_s <= self.best.step_s
@@ -380,7 +391,7 @@ class _Mesh:
         self.take_sent(found)
 
     def take_sent(self, found: Candidate) -> None:
-        """Adds a plan with its codecs, where they are asked for and can help."""
+        """Adds a plan with its codecs, if codecs were asked for and can help."""
         least_s = found.estimate.cost.work_s
         if self.codecs is None or (self.sent and self.sent.step_s <= least_s):
             return
@@ -407,10 +418,10 @@ class _Mesh:
                 return
 
     def fastest_plan(self) -> Candidate:
-        """The fastest plan, with the bound of those without codecs.
+        """The fastest plan, with the lower bound of plans without codecs.
 
         Raises:
-          PlanError: the codec that was asked for can be used in no plan.
+          PlanError: no plan can use the codec that was asked for.
         """
         assert self.best is not None  # where none was found an error was raised
         if self.sent is None and self._refused is not None:
@@ -424,7 +435,7 @@ class _Mesh:
         )
 
     def ask_experts(self) -> None:
-        """Makes the plans that people write."""
+        """Finds the best plan for each rule of plans that people write."""
         axes, context = len(self.pricer.mesh.axes), has_context(self.analysis)
         rules = [
             (recipe.name, restriction_of(self.analysis, recipe, self.pricer))
@@ -434,7 +445,7 @@ class _Mesh:
         for name, inner in (("nothing split", _splits_nothing), *rules):
             if self.limit.over:
                 return
-            # What the user pinned holds for the plans of experts, too.
+            # The user's pins also hold for plans of experts.
             rule = Within(self.restriction, inner)
             least = least_bytes(self.analysis, rule, self.pricer)
             if least > self.pricer.cluster.memory_bytes:
@@ -447,7 +458,7 @@ class _Mesh:
 
     @property
     def far_s(self) -> float:
-        """The cost from which on a plan by an expert's rule is not made."""
+        """The cost above which a plan by an expert's rule is not made."""
         known = self.best.step_s if self.best is not None else math.inf
         return max(_FAR * self.least_s, known)
 
@@ -458,23 +469,25 @@ class _Mesh:
         inner: Restriction | None = None,
         name: str = "",
     ) -> Candidate | None:
-        """The best plan of the problem in a way.
+        """The best plan of the problem in a given way.
 
-        Terms of memory enter only where the fastest plan does not fit without: they
-        make a problem hard. Where that plan is no faster than the best one, they do
-        not enter either: with them the problem's least cost is no lower.
+        Memory terms make a problem hard. So the problem has memory terms only if the
+        fastest plan without them does not fit. If that plan is not faster than the best
+        plan, memory terms are not added either, because they cannot lower the least
+        cost of the problem.
 
         Args:
           way: how communication counts.
-          start: a plan that is known.
-          inner: says which of the strategies are allowed.
-          name: of that rule.
+          start: a known plan.
+          inner: a rule that says which strategies are allowed.
+          name: name of the rule.
 
         Returns:
-          None where the solver found none that fits, and one is known.
+          The plan; None if the solver found no plan that fits and another plan is
+          known.
 
         Raises:
-          PlanError: no plan was found, and none was known.
+          PlanError: no plan was found, and no plan was known before.
         """
         fixed = fixed_bytes(self.analysis, self.pricer)
         memory = float(self.pricer.cluster.memory_bytes)
@@ -484,10 +497,10 @@ class _Mesh:
         left = _TIGHTENINGS
         proposer = f"rule: {name}" if name else way.name
         begin = time.thread_time()
-        # The fastest plan so far whose gradients are summed in each microbatch.
+        # The fastest plan so far that sums gradients in each microbatch.
         each: Candidate | None = None
         while True:
-            # Priced once, with terms of memory and without.
+            # A problem is priced once with memory terms and once without.
             key = tight is not None, way.messages, way.prices, way.small
             known, weights = self._problems.get(key), self.felt_weights(way.weights)
             whole = self._problems.get((*key[:3], False))
@@ -506,7 +519,8 @@ class _Mesh:
                     self.small if way.small else frozenset(),
                     self._problems.get((key[0], None, None, way.small)),
                 )
-                # Plans are judged by the whole model, whatever proposed them.
+                # Every plan is priced with the full cost model, whatever problem gave
+                # it.
                 known = dataclasses.replace(known, pricer=self.pricer)
                 self._problems[key] = known
             formulation = known.at(weights).with_limit(tight)
@@ -530,7 +544,8 @@ class _Mesh:
             plain_s, peak_bytes = found.step_s, found.peak_memory_bytes
             if peak_bytes > memory:
                 each = _faster(each, self.summed_each_microbatch(found))
-            # Sums that wait are worth another problem where that saves time.
+            # A problem with postponed sums is solved only if postponing the sums saves
+            # time.
             if each is not None and each.step_s <= (1 + WORTHWHILE) * plain_s:
                 found = each
             if found.peak_memory_bytes <= memory:
@@ -571,10 +586,12 @@ class _Mesh:
         raise _failure(self, formulation, solution.status, tight)
 
     def summed_each_microbatch(self, found: Candidate) -> Candidate | None:
-        """The layouts of a plan with gradients summed in each microbatch, if they fit.
+        """A plan's layouts with gradients summed in each microbatch; None if they do
+        not fit.
 
-        So they are kept split, where a sum that waits is whole on every device. Codecs
-        that were asked for send sums that wait.
+        Gradients summed in each microbatch are stored sharded. A postponed sum is
+        stored in full size on every device. If the user asked for codecs, postponed
+        sums are needed, because codecs send only these.
         """
         own = found.assignment
         if self.analysis.microbatches == 1:
@@ -593,7 +610,7 @@ class _Mesh:
     def record(
         self, proposer: str, found: Candidate | None, note: str, cpu_s: float = 0.0
     ) -> None:
-        """Says what was proposed, where that is recorded."""
+        """Records a proposal, if proposals are recorded."""
         made = (found.step_s, found.peak_memory_bytes) if found else (None, 0.0)
         label = self.pricer.mesh.label
         record(Proposal(proposer, label, *made, note=note, cpu_s=cpu_s))
@@ -601,10 +618,11 @@ class _Mesh:
     def judge_solution(
         self, kind: object, formulation: Formulation, solution: Solution
     ) -> Candidate:
-        """A plan with its price; one that is known has it already.
+        """Prices the plan of a solution; a known plan is not priced again.
 
         Args:
-          kind: of the formulation; choices of one kind mean the same.
+          kind: key of the formulation; in formulations with equal keys, equal choices
+            have the same meaning.
           formulation: the problem.
           solution: its solution.
         """
@@ -620,13 +638,14 @@ class _Mesh:
                     known = tie_broken(self.analysis, known)
             known = dataclasses.replace(known, solution=fitted)
             self._known[key] = self._known[same] = known
-        # What is proved is of this problem; the choices may be split where it is free.
+        # The bound belongs to this problem. The choices are those of the known plan, in
+        # which arrays that cost nothing to split are split.
         solution = dataclasses.replace(solution, choices=known.solution.choices)
         return dataclasses.replace(known, formulation=formulation, solution=solution)
 
 
 def _faster(one: Candidate | None, other: Candidate | None) -> Candidate | None:
-    """The faster of two plans that may be there."""
+    """The faster of two plans, each of which may be None."""
     if one is None or other is None:
         return one or other
     return other if other.step_s < one.step_s else one
@@ -640,7 +659,7 @@ def _splits_nothing(node: Node, strategy: Strategy) -> bool:
 def _failure(
     mesh: _Mesh, formulation: Formulation, status: Status, tight: float | None
 ) -> PlanError:
-    """The error where the solver found no plan that fits."""
+    """The error if the solver found no plan that fits."""
     label = mesh.pricer.mesh.label
     if status is Status.UNKNOWN:
         return TimeOutError(

@@ -1,4 +1,6 @@
-"""Decisions whose codecs have inputs (`autopar.compression.adjusting`)."""
+"""Decisions whose codecs take their settings as inputs of the program
+(`autopar.compression.adjusting`).
+"""
 
 from __future__ import annotations
 
@@ -27,20 +29,24 @@ Decisions = Sequence[GradientDecision]
 
 
 def codec_of(decision: GradientDecision) -> Codec:
-    """The codec that a gradient's program has, which its bytes are those of."""
+    """The codec in a gradient's compiled program.
+
+    The gradient's bytes are the bytes of this codec.
+    """
     if not decision.limit:
         return parse_codec(decision.codec)
     return Adjustable(parse_codec(decision.limit), decision.room)
 
 
 def families(decisions: Decisions) -> set[Codec]:
-    """The families of codecs that have inputs in some decisions."""
+    """The families of the codecs that take inputs, among the given decisions."""
     limits = [parse_codec(g.limit) for g in decisions if g.limit]
     return {f for limit in limits if (f := family_of(limit)) is not None}
 
 
 def changed_families(before: Decisions, after: Decisions) -> set[Codec]:
-    """The families within which codecs differ, gradient by gradient."""
+    """The families of those codecs that differ between two plans for the same gradient.
+    """
     known = {g.name: g for g in before}
     out: set[Codec] = set()
     for new in after:
@@ -54,9 +60,10 @@ def changed_families(before: Decisions, after: Decisions) -> set[Codec]:
 def adjust_inputs(
     decisions: Decisions, wanted: Iterable[Codec]
 ) -> tuple[GradientDecision, ...]:
-    """Decisions of which those of some families have inputs, and no others.
+    """Returns decisions in which exactly the codecs of the wanted families take inputs.
 
-    Their bytes are those that are sent, each gradient's share by what it uses.
+    The bytes of a decision are the bytes that are sent. Each gradient's share of a
+    message is in proportion to the bytes that the gradient uses.
     """
     made = [_constant(g) for g in decisions]
     for family in wanted:
@@ -75,16 +82,17 @@ def adjust_inputs(
 
 
 def adjusted_plan(plan: Plan, wanted: Collection[Codec]) -> Plan:
-    """A plan whose decisions are `adjust_inputs`, each stage's by themselves."""
+    """A plan with `adjust_inputs` applied to the decisions of each stage separately."""
     made = [adjust_inputs(stage.gradients, wanted) for stage in plan.stages]
     return plan.with_gradients([g for stage in made for g in stage])
 
 
 def check_rooms(decisions: Decisions) -> None:
-    """Checks that what gradients send fits into the room that decisions state.
+    """Checks that the bytes which gradients send fit into the message sizes in the
+    decisions.
 
     Raises:
-      PlanError: it does not.
+      PlanError: a gradient does not fit.
     """
     groups: dict[Any, list[GradientDecision]] = defaultdict(list)
     for g in decisions:
@@ -105,7 +113,9 @@ def check_rooms(decisions: Decisions) -> None:
 
 
 def program_plan(plan: Plan) -> Plan:
-    """A plan with what its program is made of: inputs are left out."""
+    """The part of a plan that determines its program: the inputs of codecs are left
+    out.
+    """
     return plan.with_gradients(
         [
             msgspec.structs.replace(g, codec=g.limit, wire_bytes=0.0, error=0.0)
@@ -158,6 +168,6 @@ def _size(codec: Codec) -> float:
 
 
 def _together(decision: GradientDecision) -> tuple[Any, ...]:
-    """What is the same for gradients whose messages travel together."""
+    """The key that gradients share if one message carries them."""
     g = decision
     return g.bucket, g.axes, g.within, g.workers, g.scatter

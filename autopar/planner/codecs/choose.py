@@ -1,11 +1,12 @@
 """Chooses how each gradient is sent, for layouts that are known.
 
-The choice is a small program (`autopar_solver.selection`): least exposed and local
-seconds under a budget of error. The search of layouts (`autopar.planner.solving`) has
-each of its plans sent so, and proposes layouts by the prices of the best choice: with a
-price on error and a weight on each second of the link, every gradient's best codec for
-every pair of layouts is known, so the problem of the layouts stays what it was, with
-other costs on the edges that carry gradients.
+The choice is a small integer program (`autopar_solver.selection`). It minimises the
+exposed and local seconds under a budget of error. The search of layouts
+(`autopar.planner.solving`) chooses codecs for each of its plans in this way. The search
+then solves the problem of the layouts again, with a price on error and a weight on each
+second of the link, both taken from the best choice so far. At given prices, every
+gradient has a best codec for every pair of layouts. So only the costs on the edges that
+carry gradients change; the problem of the layouts stays the same otherwise.
 """
 
 from __future__ import annotations
@@ -66,39 +67,40 @@ from autopar_solver import (
     solve_selection,
 )
 
-# Codecs that save less than this part of a step are not worth their error.
+# Codecs that save less than this fraction of a step are not worth their error.
 WORTHWHILE = 0.03
-# No gradient may lose more than this many times the budget: what is left of it is not
-# spent on a few small ones. In training they do not average out: on 100 steps of a
-# character GPT, 6 % of the elements sent by `predicted` and `sign`, within a budget of
-# 0.1, cost 0.09 nats a character (docs/record).
+# The relative error of each gradient may be at most this many times the budget. Without
+# the limit, the rest of the budget would be spent on large errors of a few small
+# gradients. In training such errors do not average out: on 100 steps of a character
+# GPT, sending 6 % of the elements by `predicted` and `sign`, within a budget of 0.1,
+# raised the loss by 0.09 nats a character (docs/record).
 MOST_OF_BUDGET = 2.0
 
-# name of a parameter -> codec -> relative error of its gradient, measured.
+# Name of a parameter -> codec -> measured relative error of the parameter's gradient.
 Errors = Mapping[str, Mapping[str, float]]
 
-# Effective relative error of the whole gradient that ``auto`` allows. Of the codecs
-# that were tried alone on three seeds, those below it (int8; int4 with rotation, .032)
-# end within about one deviation of dense gradients' loss, those above it do not
-# (docs/record): int4 in blocks of 256 without rotation, .061, takes a seventh
-# more steps.
+# Effective relative error of the whole gradient that ``auto`` allows. Each codec was
+# tried by itself on three seeds (docs/record). With errors below this budget (int8;
+# int4 with rotation, .032), the final loss is within about one standard deviation of
+# the loss with dense gradients. With errors above the budget it is not: int4 in blocks
+# of 256 without rotation, .061, needs a seventh more steps.
 DEFAULT_BUDGET = 0.05
-# Mode of a plan whose codecs were given gradient by gradient.
+# Mode of a plan for which the user gave the codec of each gradient.
 EDITED = "edited"
 GIVEN_CODECS = "codecs as they were given"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CodecRequest:
-    """What was said about codecs.
+    """The user's request about codecs.
 
     Attributes:
-      mode: as of `PlanOptions.compression`.
-      codec: that it names.
-      budget: of error.
-      sent: a plan whose codecs hold gradient by gradient.
+      mode: the value of `PlanOptions.compression`.
+      codec: the codec that `mode` names.
+      budget: the most effective relative error of the whole gradient.
+      sent: a plan from which each gradient takes its codec.
       errors: measured relative errors, by gradient and codec.
-      most: none of a gradient's may count for more.
+      most: upper limit of the relative error of each gradient.
     """
 
     mode: str
@@ -121,7 +123,7 @@ def request_of(
 
     Args:
       options: hints and limits of planning.
-      sent: a plan whose codecs hold gradient by gradient.
+      sent: a plan from which each gradient takes its codec.
       errors: measured relative errors, by gradient and codec.
     """
     mode, given = options.compression, options.error_budget
@@ -133,11 +135,11 @@ def request_of(
 def sent_as_asked(
     analysis: Analysis, candidate: Candidate, request: CodecRequest
 ) -> Candidate:
-    """Layouts with their gradients sent as is asked for.
+    """Returns a candidate whose gradients are sent as the request says.
 
     Raises:
-      PlanError: the codec that was asked for can be used for no gradient.
-      InputError: a codec does not keep to what is asked of its class.
+      PlanError: no gradient can use the codec that was asked for.
+      InputError: a codec breaks the contract of its class.
     """
     mesh = candidate.pricer.mesh.axes
     found = sites(analysis, candidate.assignment, mesh, candidate.collectives)
@@ -161,10 +163,11 @@ def sent_as_asked(
 def _as_they_are(
     candidate: Candidate, found: Sequence[Site], request: CodecRequest
 ) -> Sending:
-    """Gradients that are summed in each microbatch, because whole ones do not fit.
+    """The sending of gradients that are summed in each microbatch because accumulated
+    gradients do not fit the memory.
 
     Raises:
-      PlanError: codecs were asked for. They send sums of all microbatches.
+      PlanError: codecs were asked for. Codecs send only sums over all microbatches.
     """
     given = request.sent.gradients if request.sent is not None else ()
     if request.codec is not None or any(g.codec for g in given):
@@ -178,7 +181,9 @@ def _as_they_are(
 
 
 def _check_codecs(found: Sequence[Site], request: CodecRequest) -> None:
-    """Checks codecs of classes outside of the package on the first gradient of each."""
+    """Checks each codec whose class is defined outside of the package, on the first
+    gradient that can use the codec.
+    """
     asked = request.codec
     texts = offered_codecs() if asked is None else [format_codec(asked)]
     for codec in map(parse_codec, texts):
@@ -197,10 +202,10 @@ def _check_codecs(found: Sequence[Site], request: CodecRequest) -> None:
 
 
 def _uniform(candidate: Candidate, found: Sequence[Site], codec: Codec) -> Sending:
-    """Every gradient by one codec, the small ones as they are.
+    """Sends every gradient by one codec, and small gradients without a codec.
 
     Raises:
-      PlanError: the codec can be used for none of them.
+      PlanError: no gradient can use the codec.
     """
     large = [s for s in found if s.compressible]
     refusals = {s.value: s.refuses(codec) for s in large}
@@ -216,7 +221,8 @@ def _uniform(candidate: Candidate, found: Sequence[Site], codec: Codec) -> Sendi
 
 
 def codecs_of(given: dict[str, GradientDecision], found: Sequence[Site]) -> list[str]:
-    """The codec of each gradient; 'dense' where that of the plan cannot send it."""
+    """The codec of each gradient; 'dense' if the plan's codec cannot send the gradient.
+    """
     texts = [given[s.name].codec if s.name in given else "" for s in found]
     if not any(texts):
         return texts
@@ -227,7 +233,9 @@ def codecs_of(given: dict[str, GradientDecision], found: Sequence[Site]) -> list
 
 
 def _sends(site: Site, text: str, given: dict[str, GradientDecision]) -> bool:
-    """Whether a gradient can be sent so; '' is possible where the plan says it."""
+    """Whether a codec can send a gradient; '' (no codec) is possible only if the plan
+    says so.
+    """
     return not site.refuses(parse_codec(text)) if text else site.name in given
 
 
@@ -243,7 +251,7 @@ def _choose_sending(
     known: dict[object, list[tuple[str, CodecOption]]] = {}
     rows: list[list[tuple[str, CodecOption]]] = []
     for site in large:
-        # Gradients of one shape and place have the same prices.
+        # Gradients with the same shape and the same devices have the same prices.
         own = errors.get(site.name)
         key = site.name if own else (site.shape, site.summations, site.itemsize)
         if key not in known:
@@ -267,10 +275,11 @@ def _choose_sending(
 
 
 def _rest_codec(site: Site, *, coded: bool) -> str:
-    """How a gradient is sent that no codec was chosen for.
+    """Decides how to send a gradient for which no codec was chosen.
 
-    Beside gradients with codecs it costs no message of its own to send it with them, in
-    float32; so the compiler sums a large one that it sums in a narrower type.
+    If other gradients have codecs, the gradient can join their messages in float32 and
+    needs no message of its own. A large gradient that the compiler sums in a narrower
+    type is left to the compiler.
     """
     narrow = site.compressible and site.itemsize < WITHIN_BYTES
     return "dense" if coded and not narrow else ""
@@ -279,11 +288,12 @@ def _rest_codec(site: Site, *, coded: bool) -> str:
 def judge_codecs(
     candidate: Candidate, found: Sequence[Site], codecs: Sequence[str], errors: Errors
 ) -> Sending:
-    """Returns what given codecs cost.
+    """Returns the cost of sending gradients by given codecs.
 
-    Gradients that wait are summed once where several operators contribute. What is
-    sent is charged by message, with and without codecs. A message holds all gradients
-    of one codec, so nothing of it is sent before the backward pass has ended.
+    If several operators contribute to a gradient whose sum is postponed, the gradient
+    is summed once. The cost is computed for each message, with and without codecs. A
+    message holds all gradients of one codec. So no part of a message is sent before the
+    backward pass has ended.
     """
     pricer = candidate.pricer
     mesh = pricer.mesh.axes
@@ -323,19 +333,20 @@ def judge_codecs(
 
 
 def _waiting_cost(candidate: Candidate, texts: Mapping[int, str]) -> CostBreakdown:
-    """The cost of a step besides gradients with codecs, whose sums wait."""
+    """The cost of a step without the sums of the gradients that have codecs."""
     waiting = dataclasses.replace(candidate.assignment, codecs=dict(texts))
     return estimate(waiting, candidate.pricer).cost
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CodecOption:
-    """One codec for one gradient, as the program that chooses sees it.
+    """One codec for one gradient, as an option of the integer program.
 
     Attributes:
-      price: what it costs by itself.
-      weighted_error: its squared error, times the gradient's elements.
-      memory_bytes: what it keeps on one device.
+      price: cost of the codec for this gradient only.
+      weighted_error: the squared error of the codec, times the number of elements of
+        the gradient.
+      memory_bytes: bytes of codec state on one device.
       summation: how the devices share the work.
     """
 
@@ -346,7 +357,9 @@ class CodecOption:
 
 
 def _option(pricer: Pricer, site: Site, text: str, errors: Errors) -> CodecOption:
-    """Prices a codec for a gradient, the fastest way; '' is what the compiler does."""
+    """Prices a codec for a gradient, with the fastest way to share the work; '' is the
+    compiler's all-reduce.
+    """
     mesh = pricer.mesh.axes
     if not text:
         route = route_of(site.summations[-1], mesh)
@@ -366,7 +379,7 @@ def _option(pricer: Pricer, site: Site, text: str, errors: Errors) -> CodecOptio
 
 @functools.lru_cache(maxsize=1 << 14)
 def _state_bytes(summation: Summation, codec: Codec) -> float:
-    """Returns the bytes that a codec keeps on a device, with the residual."""
+    """Returns the bytes of codec state on a device, including the residual."""
     kind = "residual" if codec.feedback else "none"
     how = Gradient("", summation.local_shape, codec, Feedback(kind=kind))
     state = jax.eval_shape(lambda: init_state(how, summation.workers))
@@ -376,7 +389,7 @@ def _state_bytes(summation: Summation, codec: Codec) -> float:
 def _allowed_codecs(
     pricer: Pricer, site: Site, request: CodecRequest
 ) -> list[tuple[str, CodecOption]]:
-    """Returns the codecs that a gradient may be sent by, and their effects."""
+    """Returns the codecs that may send a gradient, and their costs and errors."""
     known = [t for t in offered_codecs() if not site.refuses(parse_codec(t))]
     options = [
         (text, _option(pricer, site, text, request.errors)) for text in ("", *known)
@@ -407,7 +420,8 @@ def _selection(
         wire_s=wire_s,
         local_s=column(lambda o: o.price.local_s),
         error=column(lambda o: o.weighted_error),
-        # Messages of many gradients leave when the last of them is complete.
+        # A message of many gradients is sent when the last of these gradients is
+        # complete.
         ready_s=(0.0,) * len(large),
         backward_s=0.0,
         error_budget=budget**2 * total,
@@ -417,7 +431,9 @@ def _selection(
 
 
 def _felt_part(candidate: Candidate) -> float:
-    """The part of the compiler's sums that lengthens a step; work hides the rest."""
+    """The fraction of the compiler's all-reduce time that lengthens a step; the rest
+    overlaps with work.
+    """
     known = candidate.pricer.cluster.device.corrections
     backward = [t for t in candidate.timelines if t.role is Role.BACKWARD]
     sent = sum(t.communication_s for t in backward)
@@ -425,24 +441,27 @@ def _felt_part(candidate: Candidate) -> float:
     return (exposed + known.contention * (sent - exposed)) / sent if sent else 1.0
 
 
-# Costs that differ by less, as a share of the backward pass and the cost together, are
-# the same: the solver proves no more, and the smaller error is taken.
+# Two costs count as equal if their difference is less than this fraction of the
+# backward pass and the cost together. The solver proves costs only up to this fraction.
+# Among equal costs, the choice with the smaller error is taken.
 GAP = 1e-4
 
 
 def with_less_error(
     problem: CodecSelection, answer: SelectionResult
 ) -> SelectionResult:
-    """The choices with less error that cost the same, as far as the solver can tell.
+    """Replaces choices by choices with less error and the same cost, within the
+    solver's gap.
 
-    Gradient by gradient the option of least error is taken that costs no more by itself
-    nor, with all others as they are, in the step.
+    For each gradient in turn, the option with the least error is taken whose own cost
+    is no higher, and with which the step costs no more while the other gradients keep
+    their options.
     """
     most = answer.cost_s + GAP * (problem.backward_s + answer.cost_s)
     chosen, spent = list(answer.choices), answer.cost_s
     for site, errors in enumerate(problem.error):
         now, local, wire = chosen[site], problem.local_s[site], problem.wire_s[site]
-        # Work that cannot hide behind the backward pass costs all of its time.
+        # Work that cannot overlap with the backward pass costs all of its time.
         own = local if problem.backward_s else local + wire
         for k in np.argsort(errors, kind="stable").tolist():
             if errors[k] >= errors[now]:
@@ -462,8 +481,9 @@ def with_less_error(
 def prices_of(best: Candidate, request: CodecRequest) -> Prices:
     """The prices of a second on the link and of an error at the best choice.
 
-    Where that sends nothing, an error is free: the exact choice sees to the budget.
-    Codecs that were asked for are used wherever they can be.
+    If the best choice sends nothing by codecs, the price of an error is 0, because the
+    exact choice keeps the budget later. A codec that the user named is used for every
+    gradient that it can send.
     """
     if not request.chooses:
         given = request.sent.gradients if request.sent is not None else ()
@@ -484,10 +504,11 @@ def prices_of(best: Candidate, request: CodecRequest) -> Prices:
 def record_decisions(
     candidate: Candidate, request: CodecRequest
 ) -> tuple[GradientDecision, ...]:
-    """Writes down how each gradient is sent.
+    """Records how each gradient is sent.
 
-    Of a plan whose codecs hold, a gradient keeps all that it says. One that its codec
-    cannot send here is sent as it is, with a warning.
+    If the request takes the codecs from a plan, each gradient keeps its decision of
+    that plan. A gradient that its codec cannot send under these layouts is sent without
+    a codec, with a warning.
     """
     assert candidate.sending is not None
     made = candidate.sending.decisions(candidate.mesh.axes)
@@ -505,7 +526,8 @@ def record_decisions(
 
 
 def _as_before(given: GradientDecision, made: GradientDecision) -> GradientDecision:
-    """A decision with what a plan says of it besides the codec."""
+    """Copies the fields of a plan's decision, other than the codec, to a new decision.
+    """
     return msgspec.structs.replace(
         made,
         feedback=given.feedback,
@@ -521,14 +543,14 @@ def describe_compression(
     after_s: float,
     more: str = "",
 ) -> Compression:
-    """Says why gradients are sent so, and how many no codec can send.
+    """Says why these codecs were chosen, and how many gradients no codec can send.
 
     Args:
-      parts: the stages, with their gradients sent.
-      request: what was said about codecs.
+      parts: the stages, with the decisions on their gradients.
+      request: the user's request about codecs.
       before_s: seconds of a step without codecs, in the best layouts known.
-      after_s: seconds with them.
-      more: what else is to be said of the step without codecs.
+      after_s: seconds of a step with codecs.
+      more: further text about the step without codecs.
     """
     rows = [(a, c.assignment, c.sending) for a, c in parts if c.sending is not None]
     squares = sum(s.error**2 * elements_of(s) for _, _, s in rows)
@@ -567,7 +589,7 @@ def describe_compression(
 def warn_if_unused(
     parts: Sequence[tuple[Analysis, Candidate]], request: CodecRequest
 ) -> None:
-    """Warns where the codec that was asked for sends no gradient of any stage."""
+    """Warns if the codec that was asked for sends no gradient of any stage."""
     if request.codec is None or request.sent is not None or request.codec.lossless:
         return
     text = format_codec(request.codec)
@@ -577,15 +599,16 @@ def warn_if_unused(
 
 
 def elements_of(sending: Sending) -> int:
-    """Elements of all gradients."""
+    """The number of elements of all gradients."""
     return sum(math.prod(site.shape) for site in sending.sites)
 
 
 def gradients_s(candidate: Candidate) -> float:
     """Seconds that the sums of gradients add to a step without codecs.
 
-    What works on a sum that waits takes longer, for it is whole on each device. That is
-    no part of sending it.
+    An operator on a postponed sum takes longer, because the sum is not sharded on each
+    device. This time is not counted here, because the operator does not send the
+    gradient.
     """
     assert candidate.sending is not None
     texts = {site.value: "dense" for site in candidate.sending.sites}

@@ -1,7 +1,8 @@
 """The gradients that a plan sums over devices, and how they are sent.
 
-A gradient can be sent by a codec where its sum may wait
-(`autopar.layouts.stacking`): then each device holds its part of the sum whole.
+A codec can send a gradient if the all-reduce of the gradient may be postponed
+(`autopar.layouts.stacking`). Until then each device holds its own summand of the
+gradient in full size.
 """
 
 from __future__ import annotations
@@ -38,17 +39,19 @@ from autopar_solver import CodecSelection
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Site:
-    """A gradient whose sum over devices may be taken by a codec.
+    """A gradient whose sum over devices a codec may compute.
 
     Attributes:
-      value: its value.
-      name: path of its parameter.
+      value: number of the gradient's value in the graph.
+      name: path of the gradient's parameter.
       shape: of the whole gradient.
-      axes: mesh axes over which it is summed.
-      summations: how the devices can share the work, over all links at once first.
-      ready: the operator that completes it.
-      itemsize: bytes that the compiler sums for an element of it, in the type of what
-        is summed, by all operators that contribute.
+      axes: mesh axes over which the gradient is summed.
+      summations: the ways in which the devices can share the work; the first way sums
+        over all links at once.
+      ready: the operator that completes the gradient.
+      itemsize: bytes that the compiler sums for one element of the gradient. The bytes
+        are in the dtype of the sum and count all operators that contribute to the
+        gradient.
     """
 
     value: int
@@ -66,29 +69,30 @@ class Site:
 
     @property
     def compressible(self) -> bool:
-        """Whether it is large enough, and no vector."""
+        """Whether the gradient is large enough and has more than one dimension."""
         return worth_a_codec(self.shape)
 
     def refuses(self, codec: Codec) -> str:
-        """Says why a codec cannot be used for it, or ''."""
+        """Says why the gradient cannot use a codec; '' if the gradient can."""
         found = [codec.check(w.local_shape, scatter=w.scatter) for w in self.summations]
         return "" if not all(found) else found[0]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Sending:
-    """How the gradients of some layouts are sent, and what a step costs with it.
+    """How the gradients are sent under given layouts, and the cost of a step with these
+    codecs.
 
     Attributes:
       sites: the gradients.
-      codecs: of each, '' where it is left to the compiler.
-      summations: how the devices share the work of each.
-      each_s: seconds of a step that each saves.
-      errors: relative error of each, in the L2 norm.
+      codecs: the codec of each gradient; '' if the compiler sums the gradient.
+      summations: how the devices share the work of each gradient.
+      each_s: seconds of a step that the codec of each gradient saves.
+      errors: relative error of each gradient, in the L2 norm.
       error: effective relative error of the whole gradient.
-      memory_bytes: what the codecs keep on one device.
-      cost: of a step: all but gradients with codecs, and what sending these takes.
-      problem: the program that chose; None: nothing was to be chosen.
+      memory_bytes: bytes of codec state on one device.
+      cost: cost of a step, including the time to send gradients by codecs.
+      problem: the integer program of the choice; None: there was no choice to make.
     """
 
     sites: tuple[Site, ...]
@@ -107,7 +111,7 @@ class Sending:
         return any(self.codecs)
 
     def decisions(self, mesh: Sequence[MeshAxis]) -> tuple[GradientDecision, ...]:
-        """Writes down how each gradient is sent.
+        """Records how each gradient is sent.
 
         Args:
           mesh: the axes of the mesh.
@@ -129,13 +133,13 @@ def sites(
 ) -> list[Site]:
     """Lists the gradients that codecs may send under an assignment, in program order.
 
-    Those left out are summed by the compiler, as without a codec.
+    The compiler sums the other gradients, as it does without codecs.
 
     Args:
       analysis: the step.
       assignment: its layouts.
       mesh: the axes of the mesh.
-      collectives: of a step without codecs.
+      collectives: the collectives of a step without codecs.
     """
     names = parameter_names(
         analysis.graph, analysis.contraction, gradients_of(analysis)
@@ -170,21 +174,22 @@ def sites(
 def _summed_itemsize(
     graph: OperatorGraph, deferral: Deferral, summed: Mapping[int, float]
 ) -> float:
-    """Bytes that are summed for each element of a deferral's ends.
+    """Bytes that are summed for each element of the final values of a deferral.
 
     Args:
       graph: the operators.
-      deferral: the gradients' way.
-      summed: bytes of the sums of values in a step without codecs.
+      deferral: the postponed sum of the gradients.
+      summed: bytes that the sum of each value moves in a step without codecs.
     """
     ends = [graph.values[v] for v in deferral.ends]
     nbytes = sum(summed.get(v, 0.0) for v in deferral.members)
-    # Sums that something else takes count as those of the ends.
+    # If another operator takes the sums, the bytes of the final values are counted
+    # instead.
     return (nbytes or sum(v.nbytes for v in ends)) / max(1, sum(v.size for v in ends))
 
 
 def gradients_of(analysis: Analysis) -> list[int]:
-    """The values that the update reads of the backward pass."""
+    """The values of the backward pass that the optimizer update reads."""
     return [v for d in analysis.deferrals for v in d.ends if v in d.gradients]
 
 
@@ -193,9 +198,9 @@ def parameter_names(
 ) -> dict[int, str]:
     """Names gradients by the parameter that they update.
 
-    A gradient is followed through operators that keep its shape, to
-    the first parameter of that shape which comes back. One that is reached by no
-    such way is named by the module that makes it.
+    A gradient is followed through operators that keep its shape, to the first parameter
+    of the same shape that the step returns. If no parameter is reached, the gradient is
+    named after the module that computes it.
     """
     names: dict[int, str] = {}
     taken: set[str] = set()
@@ -209,7 +214,9 @@ def parameter_names(
 
 
 def updated_parameters(graph: OperatorGraph, values: Sequence[int]) -> dict[int, str]:
-    """The parameter that each gradient updates, by `parameter_names`' way; or ''."""
+    """The parameter that each gradient updates, found as in `parameter_names`; '' if
+    none is found.
+    """
     readers: dict[int, list[Operator]] = {}
     for op in graph.operators:
         for v in op.inputs:
@@ -248,12 +255,12 @@ def _reached_path(
 def decision(
     site: Site, mesh: Sequence[MeshAxis], codec: str, summation: Summation
 ) -> GradientDecision:
-    """Writes down how one gradient is sent.
+    """Records how one gradient is sent.
 
     Args:
       site: the gradient.
       mesh: the axes of the mesh.
-      codec: as text; '' leaves it to the compiler.
+      codec: the codec as text; '': the compiler sums the gradient.
       summation: how the devices share the work.
     """
     route = route_of(summation, mesh)
@@ -278,7 +285,7 @@ def decision(
 
 
 def reprice_bytes(made: GradientDecision) -> GradientDecision:
-    """A decision with the bytes that its codec sends."""
+    """Returns a decision whose bytes are those that its codec sends."""
     if not made.codec:
         return msgspec.structs.replace(made, wire_bytes=made.dense_bytes)
     codec = parse_codec(made.codec)
@@ -298,7 +305,7 @@ _REMEDIES = {
     "documentation, 'What is not compressed')",
 }
 
-# Most names that are given of one group.
+# The most names that a warning lists of one group.
 _NAMES = 3
 
 _TOLD = contextvars.ContextVar("told", default=True)
@@ -306,7 +313,10 @@ _TOLD = contextvars.ContextVar("told", default=True)
 
 @contextlib.contextmanager
 def without_warnings() -> Generator[None]:
-    """Within it codecs are tried that nobody has asked for: no use is no warning."""
+    """A context without warnings about unused codecs.
+
+    In this context the planner tries codecs that the user has not asked for.
+    """
     token = _TOLD.set(False)
     try:
         yield
@@ -340,10 +350,11 @@ def left_to_compiler(
 def warn_of_no_use(
     stages: Sequence[tuple[Analysis, Assignment, Sequence[Site]]], text: str
 ) -> None:
-    """Warns that a codec which was asked for sends nothing, with a reason by group.
+    """Warns that the codec which was asked for sends no gradient, with a reason for
+    each group of gradients.
 
     Args:
-      stages: of each stage of the plan its analysis, layouts and gradients.
+      stages: the analysis, layouts and gradients of each stage of the plan.
       text: the codec.
     """
     if not _TOLD.get():

@@ -1,1 +1,2 @@
-"""Pipeline stages: layers, what they cost on submeshes, and the pipeline chosen."""
+"""Pipeline stages: the layers, their costs on submeshes, and the choice of a pipeline.
+"""

@@ -1,9 +1,10 @@
 """Chooses how the stages of a pipeline send their gradients.
 
-A stage sums its gradients behind its last microbatch, so what its codecs save shortens
-the step where it is the last to end. The error budget is that of the whole gradient.
-For each stage the best codecs under several budgets of its own are known; of these are
-taken those with which the last stage ends first, and of those the ones that lose least.
+A stage sums its gradients after its last microbatch. So the codecs of a stage shorten
+the step if this stage ends last. The error budget applies to the whole gradient. First,
+the best codecs of each stage are computed under several budgets for that stage. Then
+one option of each stage is chosen such that the last stage ends earliest. Among equally
+fast choices, the choice with the least error is taken.
 """
 
 from __future__ import annotations
@@ -33,11 +34,11 @@ from autopar.steps.analysis import Analysis
 from autopar_passes.graph.operators import OperatorGraph
 from autopar_solver import ScheduleTable, play
 
-# Budgets of one stage, in parts of the whole gradient's. A stage may lose more where
-# others lose less.
+# Error budgets of one stage, as multiples of the whole gradient's budget. A stage may
+# have a larger error if other stages have smaller errors.
 _PARTS = (0.0, 0.25, 0.5, 0.71, 1.0, 1.41, 2.0)
 
-# The stages, with their gradients sent.
+# The stages, with their codecs.
 Choices = tuple[Candidate, ...]
 # Seconds of a step with the codecs of each stage.
 StepSeconds = Callable[[Sequence[Candidate]], float]
@@ -48,9 +49,9 @@ class StagedChoice:
     """Codecs of all stages.
 
     Attributes:
-      choices: of each stage.
-      costs: what the pipeline costs with them.
-      compression: says why.
+      choices: the candidate of each stage, with codecs.
+      costs: cost of the pipeline with these codecs.
+      compression: text with the reason for the choice.
     """
 
     choices: Choices
@@ -58,10 +59,11 @@ class StagedChoice:
     compression: Compression
 
     def decisions(self, graph: OperatorGraph) -> list[tuple[GradientDecision, ...]]:
-        """By stage, how each gradient is summed; no two have one name.
+        """For each stage, how each gradient is summed; all gradients have different
+        names.
 
         Args:
-          graph: of one microbatch's program, with the updates of all stages.
+          graph: graph of one microbatch's program, with the updates of all stages.
         """
         pairs = [(choice, sending_of(choice)) for choice in self.choices]
         values = [site.value for _, sending in pairs for site in sending.sites]
@@ -102,15 +104,15 @@ def choose_staged(
     """Chooses the codecs of all stages.
 
     Args:
-      analyses: of each stage.
+      analyses: the analysis of each stage.
       found: the layouts of each stage.
       memory: bytes that a device of each stage holds without codecs.
       costs: what the pipeline costs without codecs.
-      table: its schedule.
-      request: what was said about codecs.
+      table: schedule of the pipeline.
+      request: the user's request about codecs.
 
     Raises:
-      PlanError: the codec that was asked for can be used in no stage.
+      PlanError: no stage can use the codec that was asked for.
     """
     once = [summed_once(analysis) for analysis in analyses]
     held = [
@@ -132,7 +134,9 @@ def choose_staged(
 
 
 def with_codecs(costs: StageCosts, choices: Sequence[Candidate]) -> StageCosts:
-    """What a pipeline costs with codecs: they change what a stage does once a step."""
+    """The cost of a pipeline with codecs; codecs change the work that a stage does once
+    a step.
+    """
     saved = [choice.saved_s for choice in choices]
     tasks = dataclasses.replace(
         costs.tasks, step_s=np.maximum(0.0, costs.tasks.step_s - np.array(saved))
@@ -145,7 +149,9 @@ def with_codecs(costs: StageCosts, choices: Sequence[Candidate]) -> StageCosts:
 
 
 def summed_once(analysis: Analysis) -> Analysis:
-    """A stage whose gradients are those that it adds up over microbatches."""
+    """The analysis of a stage with the gradients that the stage accumulates over
+    microbatches.
+    """
     added = analysis.graph.accumulated
     deferrals = tuple(
         d if added.issuperset(d.ends) else dataclasses.replace(d, gradients=frozenset())
@@ -155,7 +161,7 @@ def summed_once(analysis: Analysis) -> Analysis:
 
 
 def _nothing(analysis: Analysis, candidate: Candidate) -> Candidate:
-    """A stage whose gradients the compiler sums."""
+    """A stage without codecs: the compiler sums its gradients."""
     mesh = candidate.pricer.mesh.axes
     found = sites(analysis, candidate.assignment, mesh, candidate.collectives)
     sending = judge_codecs(candidate, found, [""] * len(found), {})
@@ -165,10 +171,10 @@ def _nothing(analysis: Analysis, candidate: Candidate) -> Candidate:
 def _as_asked(
     analyses: Sequence[Analysis], nothing: Choices, request: CodecRequest
 ) -> Choices:
-    """The stages with the codecs that were asked for, where they can be used.
+    """The stages with the codec that was asked for, in all stages that can use it.
 
     Raises:
-      PlanError: that is nowhere.
+      PlanError: no stage can use the codec.
     """
     out: list[Candidate] = []
     failed: list[PlanError] = []
@@ -193,7 +199,9 @@ def _within_budget(
     request: CodecRequest,
     seconds: StepSeconds,
 ) -> Choices:
-    """The codecs that make the step fastest, the whole gradient within its budget."""
+    """The codecs that make the step fastest while the whole gradient stays within its
+    budget.
+    """
     budgets = [
         dataclasses.replace(request, budget=part * request.budget) for part in _PARTS
     ]
@@ -203,7 +211,7 @@ def _within_budget(
         key = (analysis.fingerprint, id(none.pricer), none.peak_memory_bytes)
         if key not in known:
             known[key] = [none, *(sent_as_asked(analysis, none, b) for b in budgets)]
-        # An equal stage has the same choices.
+        # Equal stages have the same choices.
         same = [dataclasses.replace(none, sending=c.sending) for c in known[key]]
         options.append(same)
     ends = play(table, costs.tasks).ends_s
@@ -220,13 +228,14 @@ def _fastest(
     costs: StageCosts,
     budget: float,
 ) -> Choices:
-    """One option of each stage: the last stage to end ends first, within the budget.
+    """Chooses one option of each stage such that the last stage ends earliest, within
+    the budget.
 
     Args:
-      options: of each stage; the first loses nothing.
+      options: the options of each stage; the first option has no error.
       last: when the last task of each stage ends.
       costs: what the pipeline costs without codecs.
-      budget: of the error of the whole gradient.
+      budget: error budget of the whole gradient.
     """
     ends = [
         [end + max(0.0, float(costs.tasks.step_s[k]) - o.saved_s) for o in row]
@@ -248,6 +257,6 @@ def _fastest(
 
 
 def _squared_error(choice: Candidate) -> float:
-    """The squared error of a stage, times its elements."""
+    """The squared error of a stage's gradients, times the number of their elements."""
     sending = sending_of(choice)
     return sending.error**2 * elements_of(sending)

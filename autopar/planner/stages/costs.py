@@ -1,9 +1,10 @@
-"""The problem of the stages: what each layer costs on each submesh.
+"""Builds the problem of the stages: the cost of each layer on each submesh.
 
-*Bytes* of layers are those of one device, for each number of microbatches. What a
-device holds all the time are parameters, moments and the sums of gradients. Activations
-are what the forward pass makes and the backward pass reads; they belong to the layer
-that reads them last. The rest is transient: it lives while a layer runs.
+*Bytes* of layers are counted on one device, for each number of microbatches. A device
+always holds parameters, optimizer moments and accumulated gradients. Activations are
+arrays that the forward pass computes and the backward pass reads. An activation belongs
+to the layer that reads it last. All other arrays are transient: they exist only while a
+layer runs.
 """
 
 from __future__ import annotations
@@ -43,11 +44,12 @@ class LayerBytes:
 
     Attributes:
       state: float64 ``[examples]``, parameters, moments and the batch.
-      gradients: ``[examples]``, sums of gradients over microbatches.
-      accumulated: ``[examples]``, what is read and written to add a microbatch's
-        gradients to their sums.
-      activations: ``[examples, scales]``, from the forward to the backward pass.
-      transient: ``[examples, scales]``, beside that while a layer runs.
+      gradients: ``[examples]``, gradients accumulated over microbatches.
+      accumulated: ``[examples]``, bytes read and written to add the gradients of one
+        microbatch to the accumulated gradients.
+      activations: ``[examples, scales]``, arrays kept from the forward to the backward
+        pass.
+      transient: ``[examples, scales]``, further bytes while a layer runs.
     """
 
     state: np.ndarray
@@ -63,7 +65,8 @@ class BytesPricer:
 
     Attributes:
       layers: the layers.
-      scales: rows of a microbatch over those of the program, for each number of them.
+      scales: rows of a microbatch divided by rows of the program, for each number of
+        microbatches.
     """
 
     layers: LayerMap
@@ -96,7 +99,9 @@ class BytesPricer:
         )
 
     def life(self, device: DeviceSpec) -> Lifetimes:
-        """When values live: products of gradients run where they stand."""
+        """The lifetimes of values; products that compute gradients run in program
+        order.
+        """
         habits = dataclasses.replace(habits_of(device), late_gradients=0)
         analysis = self.layers.analysis
         if habits.breadth_first:
@@ -105,7 +110,9 @@ class BytesPricer:
 
     @functools.cached_property
     def around(self) -> tuple[int, ...]:
-        """The operators of example layers, their readers, and the makers they read."""
+        """The operators of example layers, the readers of their results, and the
+        producers of their inputs.
+        """
         graph = self.layers.analysis.graph
         producer = self.layers.analysis.contraction.producer
         within = set(self.layers.operators)
@@ -121,12 +128,15 @@ class BytesPricer:
         return tuple(sorted(out))
 
     def keepers(self, found: Live) -> np.ndarray:
-        """For each array the layer whose backward pass it waits for; -1: none."""
+        """For each array, the layer whose backward pass the array is kept for; -1:
+        none.
+        """
         layers, graph = self.layers, self.layers.analysis.graph
         producer = layers.analysis.contraction.producer
         forward = {v for v, op in producer.items() if op.role is Role.FORWARD}
         roles = np.array([op.role is Role.BACKWARD for op in graph.operators])
-        # What begins in the backward pass is gathered anew for it.
+        # An array that is first used in the backward pass is gathered again for that
+        # pass.
         waits = np.array([int(v) in forward for v in found.values], dtype=bool)
         waits &= roles[found.last] & ~roles[found.first]
         waits[: found.held] = False
@@ -150,10 +160,12 @@ class BytesPricer:
         return out
 
     def gradients(self, submesh: Submesh) -> tuple[np.ndarray, np.ndarray]:
-        """Bytes of the sums of gradients, and of adding to them, by example layer.
+        """Bytes of accumulated gradients, and bytes moved to add to them, by example
+        layer.
 
-        Sums are as products leave them. A product is read, and the sum read and
-        written; what lies between the two is fused into the addition.
+        An accumulated gradient has the layout of the product that computes the
+        gradient. The addition reads the product, and reads and writes the sum.
+        Operators between the product and the sum are fused into the addition.
         """
         held = np.zeros(len(self.layers.examples))
         moved = np.zeros(len(self.layers.examples))
@@ -177,12 +189,12 @@ class BytesPricer:
 
 # Seconds of layers on a submesh, for each number of microbatches.
 #
-# The work and the messages of a step (`autopar.cost.estimate`) are added up by layer,
-# at the rows of each microbatch. Layers that stand for others are priced alone.
+# The work and the messages of a step (`autopar.cost.estimate`) are summed by layer, at
+# the rows of each microbatch. Of equal layers only one is priced, the example layer.
 #
-# Communication that nothing waits for runs beside the work of its own layer: gathers of
-# parameters beside each microbatch's, sums of gradients beside the backward pass of the
-# last microbatch.
+# Communication that no operator waits for overlaps with the work of its own layer.
+# Gathers of parameters overlap with the work of every microbatch. Sums of gradients
+# overlap with the backward pass of the last microbatch.
 
 # Columns of a table of seconds.
 FORWARD, INPUT, WEIGHT, STEP, AGAIN = range(5)
@@ -194,11 +206,11 @@ class LayerSeconds:
     """Seconds of example layers, float64 ``[examples, scales]``.
 
     Attributes:
-      forward: of one microbatch.
-      backward_input: gradients that an earlier layer waits for.
+      forward: the forward pass of one microbatch.
+      backward_input: the gradients that an earlier layer waits for.
       backward_weight: the other gradients.
-      step: once a step.
-      again: of computing activations again, before the backward pass of a microbatch.
+      step: work done once a step.
+      again: rematerialising the activations before the backward pass of a microbatch.
     """
 
     forward: np.ndarray
@@ -214,7 +226,8 @@ class SecondsPricer:
 
     Attributes:
       layers: the layers.
-      scales: rows of a microbatch over those of the program, for each number of them.
+      scales: rows of a microbatch divided by rows of the program, for each number of
+        microbatches.
     """
 
     layers: LayerMap
@@ -232,7 +245,7 @@ class SecondsPricer:
     def _add_work(self, submesh: Submesh, out: np.ndarray) -> None:
         work = work_of(submesh.assignment, submesh.pricer)
         table = work.table
-        # The update is the same whatever a microbatch is.
+        # The update takes the same time at any microbatch size.
         run_s = np.where(
             table.update[:, None], work.run_s(np.ones(1)), work.run_s(self.scales)
         )
@@ -245,7 +258,8 @@ class SecondsPricer:
 
     @functools.cached_property
     def _runs(self) -> tuple[list[tuple[int, int, int]], np.ndarray]:
-        """The columns, example layers and classes of operators, and how often they run.
+        """The columns, example layers and classes of operators, and their numbers of
+        runs.
 
         ``[places]``.
         """
@@ -268,7 +282,7 @@ class SecondsPricer:
         layers, assignment = self.layers, submesh.assignment
         found = self._collectives(submesh)
         sent = messages_of(assignment, submesh.pricer, [c for c, _ in found])
-        # Sums of gradients are as large whatever the microbatch is.
+        # Sums of gradients have the same size at any microbatch size.
         each_s = np.where(
             sent.once[:, None], sent.planned_s[:, None], sent.seconds(self.scales)
         )
@@ -281,15 +295,15 @@ class SecondsPricer:
                 (free if hides else waiting)[column, layers.row[layer]] += seconds
 
     def _columns(self, operator: int) -> tuple[int, ...]:
-        """The columns in which an operator counts."""
+        """The columns of the table to which an operator contributes."""
         again = self.layers.again(operator)
         return (self.layers.column(operator), AGAIN)[: 2 if again else 1]
 
     def _collectives(self, submesh: Submesh) -> list[tuple[Collective, int]]:
         """The collectives of example layers, each with its layer.
 
-        Messages are those of all layers: a collective travels with those of the layers
-        that are like its own.
+        Message sizes are those of all layers: a collective shares its message with the
+        collectives of equal layers.
         """
         layers = self.layers
         found = [
@@ -318,14 +332,16 @@ def _overlap(
     share: float,
     contention: float,
 ) -> LayerSeconds:
-    """Adds work and communication, of which a part runs beside the work.
+    """Adds the seconds of work and of communication, part of which overlaps with the
+    work.
 
     Args:
       work: float64 ``[columns, examples, scales]``, seconds of work.
-      waiting: of communication that something waits for.
-      free: of communication that may run beside work.
-      share: part of the work that it may run beside.
-      contention: seconds of work lost for each second of it.
+      waiting: seconds of communication that an operator waits for.
+      free: seconds of communication that may overlap with work.
+      share: fraction of the work that communication may overlap with.
+      contention: seconds by which each overlapping second of communication lengthens
+        the work.
     """
     saved = np.zeros_like(work)
     backward = work[INPUT] + work[WEIGHT]
@@ -344,17 +360,18 @@ def _overlap(
     return LayerSeconds(*total)
 
 
-# What crosses the boundaries between layers, and for how long it occupies links.
+# The values that cross the boundaries between layers, and the seconds for which they
+# occupy links.
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Crossings:
-    """The values that cross the boundary behind each layer but the last.
+    """The values that cross the boundary behind each layer except the last.
 
     Attributes:
       forward: activations, by boundary.
-      backward: cotangents, on their way back.
-      entering: by layer, the activations of earlier layers that it reads.
+      backward: cotangents, by boundary.
+      entering: by layer, the activations of earlier layers that the layer reads.
     """
 
     forward: tuple[tuple[int, ...], ...]
@@ -363,10 +380,10 @@ class Crossings:
 
 
 def crossings(layers: LayerMap) -> Crossings:
-    """Finds what crosses the boundaries between layers.
+    """Finds the values that cross the boundaries between layers.
 
-    A value that several layers read crosses all boundaries up to the last of them;
-    the stages between hand it on.
+    A value that several layers read crosses all boundaries up to the last reader. The
+    stages in between forward the value.
     """
     flow, count = layers.parts.flow, layers.count
     forward: list[list[int]] = [[] for _ in range(count - 1)]
@@ -416,9 +433,10 @@ def device_bytes(
 
 
 def between(cluster: Cluster, first: Submesh, second: Submesh) -> LinkSpec:
-    """The link from a stage to the next: that of the outermost level that has several.
+    """The link from a stage to the next: the link of the outermost level of size two or
+    more.
 
-    Where stages will lie is not known yet; some of them may be closer.
+    The places of the stages are not known yet. Some stages may be closer to each other.
     """
     if first.group != second.group:
         assert cluster.between is not None
@@ -434,8 +452,8 @@ class SharedLayerParameter:
 
     Attributes:
       value: the input.
-      source: the first layer, which holds it.
-      target: another layer that reads it.
+      source: the first layer that reads the parameter, and holds it.
+      target: another layer that reads the parameter.
     """
 
     value: int
@@ -444,9 +462,10 @@ class SharedLayerParameter:
 
 
 def shared_parameters(layers: LayerMap) -> Iterator[SharedLayerParameter]:
-    """The parameters that forward passes of several layers read, cast or not.
+    """The parameters that the forward passes of several layers read, directly or after
+    a cast.
 
-    Small ones are sent to whoever reads them without a thought.
+    The cost of sending small parameters is neglected.
     """
     flow, part = layers.parts.flow, layers.parts.part
     read: dict[int, set[int]] = {}
@@ -463,8 +482,8 @@ def shared_parameters(layers: LayerMap) -> Iterator[SharedLayerParameter]:
                 yield SharedLayerParameter(given.value, found[0], target)
 
 
-# A submesh is left out where another one of its size costs no more than this in
-# anything.
+# A submesh is left out if, in every measure, another submesh of the same size costs at
+# most this many times as much.
 _WORSE = 1.01
 
 
@@ -476,11 +495,11 @@ class Priced:
       submesh: the devices and layouts.
       seconds: of the example layers.
       nbytes: of the example layers.
-      accumulate: float64 ``[examples]``, seconds of adding a microbatch's gradients to
-        their sums.
+      accumulate: float64 ``[examples]``, seconds of adding the gradients of one
+        microbatch to the accumulated gradients.
       possible: ``[scales]``, whether the layouts split a microbatch.
       sent: ``[layers - 1, scales]``, bytes of activations behind each layer.
-      returned: the same of cotangents.
+      returned: ``[layers - 1, scales]``, bytes of cotangents behind each layer.
       entering: ``[layers, scales]``, bytes of activations that each layer reads.
     """
 
@@ -495,7 +514,7 @@ class Priced:
 
     @property
     def measures(self) -> np.ndarray:
-        """All that counts against it, flat."""
+        """All costs of the submesh, as one flat array."""
         s, n = self.seconds, self.nbytes
         found = [
             np.where(self.possible, table, np.inf)
@@ -508,12 +527,13 @@ class Priced:
 def price_layers(
     layers: LayerMap, found: Sequence[Submesh], scales: np.ndarray
 ) -> list[Priced]:
-    """Prices the layers on submeshes; those that others dominate are left out.
+    """Prices the layers on submeshes, and leaves out dominated submeshes.
 
     Args:
       layers: the layers.
       found: the submeshes.
-      scales: rows of a microbatch over those of the program, for each number of them.
+      scales: rows of a microbatch divided by rows of the program, for each number of
+        microbatches.
     """
     seconds, nbytes = SecondsPricer(layers, scales), BytesPricer(layers, scales)
     across = crossings(layers)
@@ -549,7 +569,9 @@ def _price_submesh(
 
 
 def _is_dominated(found: Sequence[Priced], number: int) -> bool:
-    """Whether another submesh of the same devices is as good in everything."""
+    """Whether another submesh of the same devices is at least about as good in every
+    measure.
+    """
     mine = found[number]
     key = (mine.submesh.group, mine.submesh.devices)
     for k, other in enumerate(found):
@@ -578,10 +600,11 @@ def stage_problem(
       cluster: the devices.
       found: the submeshes with their prices.
       microbatches: the numbers of microbatches, one for each scale of the prices.
-      schedules: those that are allowed.
-      max_stages: most stages; None for no limit.
-      alone_again: whether stages on more than half of the devices may compute
-        activations again. No plan of one stage can, so that the choice is then a plan.
+      schedules: the allowed schedules.
+      max_stages: the most stages; None: no limit.
+      alone_again: whether stages on more than half of the devices may rematerialise
+        activations. False makes sure that a choice of one stage can become a plan,
+        because a plan of one stage cannot rematerialise in this way.
     """
     groups = tuple(
         DeviceGroup(devices=part.num_devices, memory_bytes=float(part.memory_bytes))
@@ -616,7 +639,9 @@ def stage_problem(
 
 
 def _link_ends(found: Sequence[Priced]) -> list[int]:
-    """A number for each submesh; equal where they send and get the same bytes."""
+    """A number for each submesh; equal for submeshes that send and receive the same
+    bytes.
+    """
     known: dict[object, int] = {}
     out: list[int] = []
     for one in found:
@@ -626,12 +651,12 @@ def _link_ends(found: Sequence[Priced]) -> list[int]:
 
 
 class _Links:
-    """Seconds and latencies between kinds of ends of links."""
+    """Seconds and latencies of links, by the kinds of their two ends."""
 
     def __init__(
         self, cluster: Cluster, found: Sequence[Priced], ends: Sequence[int]
     ) -> None:
-        """One submesh stands for each end."""
+        """One submesh represents each kind of end."""
         first = dict(zip(reversed(ends), reversed(found), strict=True))
         self.examples = [first[end] for end in range(len(first))]
         count = len(self.examples)
@@ -644,7 +669,8 @@ class _Links:
                 self.latency[a, b] = link.latency_s
 
     def seconds(self, scale: int, *, backward: bool) -> np.ndarray:
-        """``[layers - 1, links, links]``: the busier end decides."""
+        """Seconds of a link, ``[layers - 1, links, links]``: those of its busier end.
+        """
         nbytes = np.stack(
             [(e.returned if backward else e.sent)[:, scale] for e in self.examples], 1
         )
@@ -665,15 +691,17 @@ def _layer_costs(
     Args:
       layers: the layers.
       found: the submeshes with their prices.
-      links: seconds between them.
-      scale: place of the number among those of the prices.
-      microbatches: the number.
-      again: bool ``[options]``, whether layers may compute activations again.
+      links: seconds of the links between submeshes.
+      scale: index of the number of microbatches among the scales of the prices.
+      microbatches: the number of microbatches.
+      again: bool ``[options]``, whether layers may rematerialise activations.
     """
     several = 1.0 if microbatches > 1 else 0.0
 
     def table(rows: Sequence[np.ndarray]) -> np.ndarray:
-        """``[layers, options]`` of rows of example layers, one for each submesh."""
+        """Expands rows of example layers, one row per submesh, to ``[layers,
+        options]``.
+        """
         return layers.spread(np.stack(rows, 1))
 
     possible = np.array([one.possible[scale] for one in found])

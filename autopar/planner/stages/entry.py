@@ -1,4 +1,4 @@
-"""Plans a step as a pipeline, as the options ask for it."""
+"""Plans a step as the pipeline that the options ask for."""
 
 from __future__ import annotations
 
@@ -52,21 +52,22 @@ from autopar_passes.stages.layers import top_level
 from autopar_passes.stages.parts import CutError
 from autopar_solver import Schedule, ScheduleKind
 
-# Where parts of a pipeline begin in a step whose loops over layers are in pieces.
+# Places where the parts of a pipeline begin, in a step whose loops over layers are cut
+# into pieces.
 
 
 def parts_at_loops(
     whole: Analysis, layers: LayerMap, stages: int
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Cuts a step so that each stage has one piece of its loop with most work.
+    """Cuts a step so that each stage has one piece of the loop with most work.
 
     Args:
       whole: the step with each loop in as many pieces as there are stages.
-      layers: its layers.
-      stages: how many stages.
+      layers: the layers of the step.
+      stages: number of stages.
 
     Returns:
-      The forward equations at which layers begin, and the layers at which parts do.
+      The forward equations at which layers begin, and the layers at which parts begin.
     """
     loops = _heaviest(whole, stages)
     starts = tuple(sorted({*layers.starts, *loops[1:]}))
@@ -74,7 +75,7 @@ def parts_at_loops(
 
 
 def _heaviest(whole: Analysis, stages: int) -> list[int]:
-    """The forward equations of the loop that has most work, in their order."""
+    """The forward equations of the loop with most work, in program order."""
     pieces = _piece_numbers(whole)
     graph = whole.graph
     once = update_equations(whole.program, graph)
@@ -84,7 +85,7 @@ def _heaviest(whole: Analysis, stages: int) -> list[int]:
     above = top_level(whole.program)
     for op in graph.operators:
         work[above.get(op.equation, -1)] += op.flops * op.trips
-    # Number of a piece -> the loops over it, in the order of the program.
+    # Number of a piece -> the loops over the piece, in program order.
     found: dict[int, list[int]] = defaultdict(list)
     for index, eqn in flow.equations.items():
         if eqn.primitive != "scan" or flow.roles[index] is not Role.FORWARD:
@@ -103,7 +104,7 @@ def _heaviest(whole: Analysis, stages: int) -> list[int]:
 
 
 def _piece_numbers(whole: Analysis) -> dict[int, int]:
-    """Value of an input that is a piece -> its number among those of its array."""
+    """Value of an input that is a piece -> the number of the piece within its array."""
     inputs, behind = whole.graph.inputs, len(whole.graph.inputs)
     behind -= sum(len(own) - 1 for own in whole.pieces.values())
     out: dict[int, int] = {}
@@ -115,12 +116,12 @@ def _piece_numbers(whole: Analysis) -> dict[int, int]:
 
 # Chunks of a stage under the interleaved schedule.
 _CHUNKS = 2
-# Pieces of loops over layers in which the search of stages sees them.
+# The most pieces into which loops over layers are cut for the search of stages.
 _MOST_PIECES = 16
-# Microbatches for each stage where nobody says how many: the bubble of 1F1B is then
-# less than a fifth of a step.
+# Default number of microbatches per stage: with it the bubble of 1F1B is less than a
+# fifth of a step.
 _PER_STAGE = 4
-# Seconds in which a task is issued: the call of a compiled function with its arrays
+# Seconds of launching a task, which is a call of a compiled function with its arrays
 # (docs/record/stages.md, `python benchmarks/pipeline_dispatch.py`).
 _ISSUE_S = 110e-6
 
@@ -132,18 +133,18 @@ def plan_pipeline(
     stages: int,
     codecs: CodecRequest | None = None,
 ) -> Plan:
-    """Plans a step in so many stages of as many devices each.
+    """Plans a step in a given number of stages with equally many devices.
 
     Args:
       analysis: the step on the whole batch.
-      cluster: what to plan for.
+      cluster: the devices to plan for.
       options: hints and limits.
-      stages: how many stages; 2 or more.
-      codecs: what was said about codecs; None: what the options say.
+      stages: number of stages; 2 or more.
+      codecs: the request about codecs; None: the request in the options.
 
     Raises:
       InfeasibleError: a stage does not fit the memory of its devices.
-      PlanError: the step cannot be cut or split so.
+      PlanError: the step cannot be cut or split in this way.
     """
     whole, wanted, count = even_pipeline(analysis, cluster, options, stages)
     return plan_wanted(whole, cluster, options, wanted, count, codecs)
@@ -152,19 +153,19 @@ def plan_pipeline(
 def even_pipeline(
     analysis: Analysis, cluster: Cluster, options: PlanOptions, stages: int
 ) -> tuple[Analysis, WantedPipeline, int]:
-    """A pipeline of equal slices and about equal layers.
+    """A pipeline of equal slices of the cluster and about equal numbers of layers.
 
     Args:
       analysis: the step on the whole batch.
-      cluster: what to plan for.
-      options: of which schedule and microbatches count.
-      stages: how many stages; 2 or more.
+      cluster: the devices to plan for.
+      options: options, of which only the schedule and the microbatches are read.
+      stages: number of stages; 2 or more.
 
-    Returns the step on the whole batch, its loops in pieces; the pipeline; and the
+    Returns the step on the whole batch with its loops in pieces, the pipeline, and the
     number of microbatches.
 
     Raises:
-      PlanError: there are too few layers, or no such slices.
+      PlanError: the step has too few layers, or the cluster has no such slices.
     """
     whole = analysis.whole or analysis
     schedule = _schedule(options.schedule or ScheduleKind.ONE_F_ONE_B.value)
@@ -191,12 +192,12 @@ def even_pipeline(
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PipelineLimits:
-    """What pipelines are worth a look.
+    """Limits of the pipelines to consider.
 
     Attributes:
-      stages: the most of them; None: no limit.
+      stages: the most stages; None: no limit.
       microbatches: likewise.
-      alone: whether one stage is looked at, too.
+      alone: whether to consider one stage, too.
     """
 
     stages: int | None = None
@@ -213,20 +214,21 @@ def best_pipeline(
     most_s: float = math.inf,
     limits: PipelineLimits = PipelineLimits(),
 ) -> Plan | None:
-    """Finds the best pipeline of a step; None: one stage is better, or needed.
+    """Finds the best pipeline of a step; None if one stage is better or necessary.
 
-    Microbatches that nobody asked for must be exact; where they are not, there is one.
+    If the user did not ask for microbatches, microbatches must be exact. If they are
+    not exact, the step has one microbatch.
 
     Args:
       analysis: the step on the whole batch.
-      cluster: what to plan for.
-      options: hints and limits; what they say of microbatches and schedule holds.
-      codecs: what was said about codecs; None: what the options say.
-      most_s: seconds that a step may take, the issue of its tasks included.
-      limits: of what is looked at.
+      cluster: the devices to plan for.
+      options: hints and limits; their microbatches and schedule, if given, are kept.
+      codecs: the request about codecs; None: the request in the options.
+      most_s: the most seconds of a step, including the launch of its tasks.
+      limits: limits of the pipelines to consider.
 
     Raises:
-      InfeasibleError: no pipeline fits, and no plan of one stage either.
+      InfeasibleError: neither a pipeline nor a plan of one stage fits.
       PlanError: the step cannot be cut into layers.
     """
     whole = analysis.whole or analysis
@@ -279,17 +281,19 @@ def best_pipeline(
 
 
 def issue_s(stages: int, microbatches: int) -> float:
-    """Seconds in which the tasks of a pipeline are issued that wait for each other.
+    """Seconds of launching those tasks of a pipeline that wait for each other.
 
     Args:
-      stages: how many there are.
-      microbatches: likewise.
+      stages: number of stages.
+      microbatches: number of microbatches.
     """
     return _ISSUE_S * (2 * (stages - 1) + 2 * microbatches + 1)
 
 
 def _is_exact(whole: Analysis, options: PlanOptions, choice: PipelineChoice) -> bool:
-    """Whether microbatches keep the meaning of a step, or other ones are asked for."""
+    """Whether microbatches keep the result of a step exact, or the user accepts inexact
+    microbatches.
+    """
     if choice.microbatches == 1 or options.coupled == "microbatch":
         return True
     try:
@@ -307,10 +311,10 @@ def _of_loops(
     choice: PipelineChoice,
     codecs: CodecRequest | None,
 ) -> Plan | None:
-    """The pipeline of a step with loops over layers, as it was chosen for its pieces.
+    """Plans the chosen pipeline of a step that has loops over layers.
 
-    Stages have as many layers of each loop, as arrays of stacked layers are split
-    evenly over devices.
+    All stages have the same number of layers of each loop, because arrays of stacked
+    layers are split evenly over devices.
     """
     stages = _most_pieces(whole, len(choice.stages))
     while stages > 1 and cluster.num_devices % stages:
@@ -329,7 +333,7 @@ def _of_loops(
 def _most_pieces(whole: Analysis, most: int) -> int:
     """The largest number of pieces, up to a limit, that divides some stack of layers.
 
-    Stacks that it does not divide stay whole.
+    Stacks of layers that this number does not divide are not cut.
     """
     stacks = set(whole.stacked_inputs.values())
     return max(
@@ -348,7 +352,9 @@ def _schedules(options: PlanOptions, *, in_loops: bool) -> tuple[Schedule, ...]:
 
 
 def _check_stacked(schedule: Schedule, stages: object) -> None:
-    """Raises `PlanError` for a schedule under which stages have layers in turn."""
+    """Raises `PlanError` for an interleaved schedule, under which a stage has several
+    separate groups of layers.
+    """
     if schedule.chunks > 1:
         raise PlanError(
             f"stages={stages}: schedule {schedule.name} deals layers to stages in "
@@ -358,16 +364,17 @@ def _check_stacked(schedule: Schedule, stages: object) -> None:
 
 
 def _loops_text(whole: Analysis) -> str:
-    """What to say of loops that have fewer layers than there are stages."""
+    """The message about loops that have fewer layers than there are stages."""
     if not whole.stacked_inputs:
         return ""
     return f": its loops have at most {max(whole.stacked_inputs.values())} layers"
 
 
 def _with_report(plan: Plan, choice: PipelineChoice) -> Plan:
-    """The plan with what is known of other pipelines.
+    """Adds the bounds and times of other pipelines to a plan.
 
-    Stages are planned anew, so that the step differs a little from the choice's.
+    Stages are planned again after the choice, so the step time differs a little from
+    that of the choice.
     """
     step_s = plan.predicted.step_s
     bound_s = min(choice.bound_s, step_s)
@@ -396,11 +403,11 @@ def plan_wanted(
       options: hints and limits.
       wanted: the pipeline.
       count: the number of microbatches.
-      codecs: what was said about codecs; None: what the options say.
+      codecs: the request about codecs; None: the request in the options.
 
     Raises:
       InfeasibleError: a stage does not fit the memory of its devices.
-      PlanError: the step cannot be cut or split so.
+      PlanError: the step cannot be cut or split in this way.
     """
     cut = cut_for(whole, options, wanted, count)
     asked = codecs or request_of(options)
@@ -410,16 +417,16 @@ def plan_wanted(
 def cut_for(
     whole: Analysis, options: PlanOptions, wanted: WantedPipeline, count: int
 ) -> CutStep:
-    """The step, cut into the stages that are wanted.
+    """The step, cut into the wanted stages.
 
     Args:
       whole: the step on the whole batch.
-      options: which say whether rows may be coupled.
+      options: options, of which only the permission of coupled rows is read.
       wanted: the pipeline.
       count: the number of microbatches.
 
     Raises:
-      PlanError: the step cannot be cut or split so.
+      PlanError: the step cannot be cut or split in this way.
     """
     couple = options.coupled == "microbatch"
     micro = one_microbatch(whole, count, couple=couple)
@@ -464,7 +471,7 @@ def cut_as(analysis: Analysis, plan: Plan) -> CutStep:
       plan: a plan of several stages.
 
     Raises:
-      PlanError: the plan is of another step.
+      PlanError: the plan was made for another step.
     """
     whole, data = analysis.whole or analysis, plan.pipeline
     if data is None:
@@ -488,7 +495,8 @@ def _schedule(name: str) -> Schedule:
 
 
 def _microbatches(analysis: Analysis, options: PlanOptions, stages: int) -> int:
-    """As many microbatches as are asked for, or a few for each stage."""
+    """The number of microbatches that the user asked for; by default a few per stage.
+    """
     asked = options.microbatches
     if isinstance(asked, int):
         return asked
@@ -522,7 +530,7 @@ def _sites(cluster: Cluster, stages: int) -> tuple[StageSite, ...]:
 
 
 def wanted_of(choice: PipelineChoice) -> WantedPipeline:
-    """What a choice of the planner of stages asks for."""
+    """Converts a choice of the planner of stages to a wanted pipeline."""
     return WantedPipeline(
         layers=choice.layer_starts,
         parts=choice.cuts[:-1],
@@ -540,7 +548,7 @@ def wanted_of(choice: PipelineChoice) -> WantedPipeline:
 
 
 def _weights(layers: LayerMap) -> list[float]:
-    """The work of each layer, by floating-point operations."""
+    """The work of each layer, in floating-point operations."""
     out = [0.0] * layers.count
     for op in layers.analysis.graph.operators:
         layer = int(layers.layer[op.index])
@@ -550,7 +558,8 @@ def _weights(layers: LayerMap) -> list[float]:
 
 
 def _balance(weights: Sequence[float], parts: int) -> tuple[int, ...]:
-    """The layers at which parts begin, the heaviest as light as can be.
+    """The layers at which parts begin, such that the heaviest part is as light as
+    possible.
 
     >>> _balance([1, 1, 1, 3], 2)
     (0, 3)

@@ -1,8 +1,8 @@
 """The pipelines that people write by hand, under the same cost model.
 
-They are Megatron's: equal stages, each on a slice of the cluster with the model split
-within a host and replicas over the rest. Within such a rule the solver makes the best
-of each stage.
+These are Megatron's pipelines: equal stages, each on one slice of the cluster. Within a
+stage, tensor parallelism runs within a host, and data parallelism over the other
+devices. The solver finds the best plan of each stage that keeps to this rule.
 """
 
 from __future__ import annotations
@@ -25,20 +25,21 @@ from autopar.progress import say
 from autopar.steps.analysis import Analysis
 from autopar.steps.stages import CutStep
 
-# Microbatches for each stage: so many, or fewer where the batch cannot be split so.
+# Microbatches per stage: the first number that divides the batch is used.
 _PER_STAGE = (4, 2, 1)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class HandMade:
-    """One pipeline; without a plan, ``reason`` says why it is not possible.
+    """One pipeline; if ``plan`` is None, ``reason`` says why the pipeline is not
+    possible.
 
     Attributes:
       name: what people call it.
-      stages: how many there are.
-      mesh: of each stage, as text.
+      stages: number of stages.
+      mesh: mesh of each stage, as text.
       plan: the plan.
-      reason: why there is none.
+      reason: why there is no plan.
     """
 
     name: str
@@ -59,9 +60,11 @@ def hand_made(
 
     Args:
       analysis: the step on the whole batch.
-      cluster: what to plan for; of devices of several kinds there are none.
-      options: of which schedule, microbatches, coupled rows and seconds count.
-      most_stages: no more stages than these; None: as many as there are devices.
+      cluster: the devices to plan for; for devices of several kinds there are no
+        hand-made pipelines.
+      options: options, of which only schedule, microbatches, coupled rows and seconds
+        are read.
+      most_stages: the most stages; None: the number of devices.
     """
     out: list[HandMade] = []
     if cluster.groups:
@@ -83,7 +86,7 @@ def _of(
     """The pipelines of a number of stages.
 
     Raises:
-      PlanError: the step cannot be cut into so many.
+      PlanError: the step cannot be cut into this number of stages.
     """
     cut, wanted = _cut(analysis, cluster, options, stages)
     dense = request_of(dataclasses.replace(options, compression="none"))
@@ -102,10 +105,10 @@ def _of(
 def _cut(
     analysis: Analysis, cluster: Cluster, options: PlanOptions, stages: int
 ) -> tuple[CutStep, WantedPipeline]:
-    """The stages, with as many microbatches for each as the batch can be split into.
+    """The stages, with the most microbatches per stage that divide the batch.
 
     Raises:
-      PlanError: the step cannot be cut or split so.
+      PlanError: the step cannot be cut or split in this way.
     """
     asked = options.microbatches
     rows = rows_to_split(analysis.whole or analysis)
@@ -124,10 +127,10 @@ def _cut(
 
 
 def pipeline_recipes(mesh: MeshShape, cluster: Cluster) -> Iterator[Recipe]:
-    """The rules for the mesh of a stage: tensors are split within hosts alone.
+    """The rules for the mesh of a stage: tensor parallelism runs only within hosts.
 
     Args:
-      mesh: of each stage.
+      mesh: mesh of each stage.
       cluster: all devices.
     """
     within = cluster.levels[-1].link

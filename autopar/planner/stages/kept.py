@@ -1,4 +1,4 @@
-"""Keeps the stages and layouts of a plan, and chooses codecs for them anew."""
+"""Keeps the stages and layouts of a plan, and chooses new codecs."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ def kept_pipeline(
 
     Args:
       analysis: the step on the whole batch.
-      cluster: what to plan for.
-      options: hints, which must be those of the plan.
+      cluster: the devices to plan for.
+      options: hints, which must agree with the plan.
       kept: a plan of several stages of the same step.
-      codecs: what was said about codecs.
+      codecs: the user's request about codecs.
 
     Raises:
       InfeasibleError: a stage does not fit the memory of its devices.
-      PlanError: the plan is of another step, was edited, or contradicts the options;
-        or the cluster has not its slices.
+      PlanError: the plan was made for another step, was edited, or contradicts the
+        options; or the cluster does not have the plan's slices.
     """
     _check(options, kept)
     cut = cut_as(analysis, kept)
@@ -73,7 +73,7 @@ def _candidate(cut: CutStep, kept: Plan, number: int, site: StageSite) -> Candid
 
 
 def _check(options: PlanOptions, kept: Plan) -> None:
-    """Raises `PlanError` where the options contradict the plan."""
+    """Raises `PlanError` if the options contradict the plan."""
     names = options.axis_names
     most = max(len(stage.axis_names) for stage in kept.stages)
     said = {
@@ -93,7 +93,7 @@ def _check(options: PlanOptions, kept: Plan) -> None:
             f"{', '.join(kept.stages[0].axis_names)}; leave "
             f"{wrong[0].partition('=')[0]} out."
         )
-    # Codecs are chosen anew.
+    # Edited codecs do not matter, because new codecs are chosen.
     if edited := [name for name in kept.edited if name != "gradients"]:
         raise PlanError(
             f"layouts=: {', '.join(edited)} of the plan were edited, which is not "

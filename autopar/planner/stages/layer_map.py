@@ -1,6 +1,7 @@
-"""Which layer each operator of a microbatch's program belongs to.
+"""Maps each operator of a microbatch's program to its layer.
 
-Layers that have the same operators cost the same, so that one of them stands for all.
+Layers with the same operators cost the same. So one of these layers, the example layer,
+represents all of them.
 """
 
 from __future__ import annotations
@@ -27,13 +28,13 @@ class LayerMap:
     """The layers of a program.
 
     Attributes:
-      analysis: of one microbatch, or of all together.
+      analysis: analysis of one microbatch, or of the whole batch.
       starts: the forward equation at which each layer begins.
       parts: the layer of each equation.
       batch: input values that are split into microbatches.
-      layer: int array ``[operators]``, the layer of each; `NOWHERE` for what leaves
-        the step.
-      kept: ``[layers]``, the layer that stands for each.
+      layer: int array ``[operators]``, the layer of each operator; `NOWHERE` for
+        operators that return results of the step.
+      kept: ``[layers]``, the example layer of each layer.
     """
 
     analysis: Analysis
@@ -50,23 +51,25 @@ class LayerMap:
 
     @functools.cached_property
     def examples(self) -> tuple[int, ...]:
-        """The layers that stand for themselves, in order."""
+        """The example layers, in order."""
         return tuple(sorted({int(k) for k in self.kept}))
 
     @functools.cached_property
     def row(self) -> dict[int, int]:
-        """Example layer -> its place among the examples."""
+        """Example layer -> its index among the example layers."""
         return {layer: k for k, layer in enumerate(self.examples)}
 
     @functools.cached_property
     def operators(self) -> tuple[int, ...]:
-        """The operators of the example layers, and what leaves the step."""
+        """The operators of the example layers, and operators that return results of the
+        step.
+        """
         wanted = np.isin(self.layer, [*self.examples, NOWHERE])
         return tuple(int(k) for k in np.flatnonzero(wanted))
 
     @functools.cached_property
     def _columns(self) -> np.ndarray:
-        """``[operators]``, as `column` says."""
+        """The column of each operator (see `column`), ``[operators]``."""
         operators = self.analysis.graph.operators
         ahead, above = sent_back(self), self._above
         once = self.parts.flow.once
@@ -80,7 +83,9 @@ class LayerMap:
 
     @functools.cached_property
     def of_equation(self) -> dict[int, int]:
-        """Top-level equation -> its layer; the first, of those that several make."""
+        """Top-level equation -> its layer; the first layer if several layers have the
+        equation.
+        """
         return {
             self._above[op.equation]: int(self.layer[op.index])
             for op in self.analysis.graph.operators
@@ -89,14 +94,16 @@ class LayerMap:
 
     @functools.cached_property
     def in_passes(self) -> np.ndarray:
-        """``[operators]``, whether each runs in every microbatch."""
+        """Whether each operator runs in every microbatch, ``[operators]``."""
         return self._columns < 3
 
     @functools.cached_property
     def gradients(self) -> dict[int, int]:
-        """Each gradient that is added up over microbatches -> an operator it is of.
+        """Each gradient that is accumulated over microbatches -> the operator that
+        computes it.
 
-        The operator's result is partial, and so is the sum over microbatches.
+        The result of the operator is a partial sum over devices, and so is the
+        accumulated gradient.
         """
         return {
             value: maker
@@ -115,14 +122,14 @@ class LayerMap:
         return top_level(self.analysis.program)
 
     def again(self, operator: int) -> bool:
-        """Whether an operator runs again where its layer computes activations again."""
+        """Whether an operator runs again if its layer is rematerialised."""
         op = self.analysis.graph.operators[operator]
         return self._above.get(op.equation) in self._again
 
     def column(self, operator: int) -> int:
         """The task of an operator: 0 is forward, 1 gradients of inputs, 2 of weights.
 
-        3 is what runs once a step.
+        3 is work that runs once a step.
         """
         return int(self._columns[operator])
 
@@ -135,7 +142,8 @@ class LayerMap:
         return layer
 
     def spread(self, rows: np.ndarray) -> np.ndarray:
-        """Rows of example layers as rows of all layers; the first axis."""
+        """Expands rows of example layers to rows of all layers, along the first axis.
+        """
         return rows[[self.row[int(k)] for k in self.kept]]
 
 
@@ -160,7 +168,7 @@ def sent_back(layers: LayerMap) -> frozenset[int]:
 def needed_again(layers: LayerMap) -> frozenset[int]:
     """The forward equations whose results the backward pass of their layer needs.
 
-    What only the next layer reads is not computed again.
+    Results that only the next layer reads are not rematerialised.
     """
     flow = layers.parts.flow
     layer = layers.of_equation
@@ -185,12 +193,13 @@ def batch_inputs(analysis: Analysis) -> frozenset[int]:
 def layer_map(
     analysis: Analysis, starts: Sequence[int], batch: Collection[int] | None = None
 ) -> LayerMap:
-    """Gives every operator its layer.
+    """Assigns a layer to every operator.
 
     Args:
       analysis: the program.
       starts: the forward equation at which each layer begins.
-      batch: input values that are split into microbatches; None: all of the batch.
+      batch: input values that are split into microbatches; None: all inputs of the
+        batch.
     """
     split = batch_inputs(analysis) if batch is None else frozenset(batch)
     program, graph = analysis.program, analysis.graph
@@ -224,7 +233,8 @@ def _layers(analysis: Analysis, parts: Parts) -> np.ndarray:
             if value is not None and op.kind != "return":
                 readers.setdefault(value, []).append(op.index)
     for op in reversed(unknown):
-        # What several layers make for themselves counts in the first that reads it.
+        # An operator that several layers share counts in the first layer that reads its
+        # result.
         found = {
             int(out[r]): operators[r].role is Role.BACKWARD
             for v in op.outputs
@@ -237,9 +247,10 @@ def _layers(analysis: Analysis, parts: Parts) -> np.ndarray:
 
 
 def _examples(analysis: Analysis, parts: Parts, layer: np.ndarray) -> np.ndarray:
-    """For each layer the first but one with the same operators.
+    """For each layer, the second layer with the same operators.
 
-    The first one may read what the others do not, so that the second stands for all.
+    The first of equal layers may read values that the others do not read. So the second
+    layer represents all of them.
     """
     classes: list[Counter[int]] = [Counter() for _ in range(parts.count)]
     for op in analysis.graph.operators:

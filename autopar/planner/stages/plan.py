@@ -41,24 +41,24 @@ from autopar_solver import (
     task_seconds,
 )
 
-# The schedules that the runtime runs.
+# The schedules that the runtime supports.
 SCHEDULES = (
     Schedule(ScheduleKind.GPIPE),
     Schedule(ScheduleKind.ONE_F_ONE_B),
     *(Schedule(ScheduleKind.INTERLEAVED, chunks) for chunks in (2, 3, 4)),
     Schedule(ScheduleKind.ZERO_BUBBLE),
 )
-# Numbers of microbatches are tried that are at least this far apart.
+# Least ratio of two consecutive numbers of microbatches that are tried.
 _APART = 1.4
-# The number of microbatches at which the search of layouts counts gathers of
+# The number of microbatches for which the search of layouts counts gathers of
 # parameters.
 _TYPICAL = 16
-# Layers for each device, where there are few devices.
+# Layers per device if there are few devices.
 _LAYERS = 4
 
 
 class NotFasterError(PlanError):
-    """No pipeline takes less than what is known."""
+    """No pipeline is faster than a known plan."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -66,13 +66,13 @@ class StageChoice:
     """One stage of the pipeline.
 
     Attributes:
-      submesh: its slice, logical mesh and layouts.
+      submesh: slice, logical mesh and layouts of the stage.
       devices: positions in the cluster.
-      layers: its layers, chunk after chunk.
-      recomputed: those of them whose activations are computed again.
-      memory_bytes: the most that one of its devices holds.
-      limit_bytes: what one of its devices can hold.
-      bubble: the share of the step in which it waits.
+      layers: layers of the stage, chunk after chunk.
+      recomputed: the layers of the stage that are rematerialised.
+      memory_bytes: the most bytes that a device of the stage holds.
+      limit_bytes: the memory of a device of the stage.
+      bubble: the fraction of the step in which the stage is idle.
     """
 
     submesh: Submesh
@@ -89,22 +89,25 @@ class PipelineChoice:
     """The pipeline that was found.
 
     Attributes:
-      microbatches: how many a step has.
-      schedule: in which order stages run them, and with how many chunks.
+      microbatches: number of microbatches of a step.
+      schedule: the order in which stages run microbatches, and the number of chunks per
+        stage.
       starts: the forward equation at which each part begins; part ``k`` is on stage
         ``k % stages``.
-      layer_starts: the same for the layers.
+      layer_starts: the forward equation at which each layer begins.
       cuts: the layer at which each part begins, and the number of layers.
       stages: the stages, first to last.
       tasks: seconds of each part's tasks and links.
       timeline: when each task runs.
       step_s: predicted seconds of a step.
-      bound_s: no pipeline of the space takes less.
-      gap: how far the step can be from the shortest, relative to it.
+      bound_s: lower bound of the seconds of a step of every pipeline in the search
+        space.
+      gap: the most by which the step may be longer than the shortest step, relative to
+        the shortest.
       status: how the search ended, as text.
-      one_stage_s: seconds of the best plan of one stage in the same space; infinite
-        where none fits, or none was looked at.
-      seconds: CPU seconds of planning by what they were spent on.
+      one_stage_s: seconds of the best plan of one stage in the same search space;
+        infinite if no such plan fits or none was considered.
+      seconds: CPU seconds of each part of the planning.
     """
 
     microbatches: int
@@ -138,24 +141,27 @@ def plan_stages(
     alone_again: bool = True,
     below_s: float = math.inf,
 ) -> PipelineChoice:
-    """Plans a step as a pipeline; one stage is a pipeline, too.
+    """Plans a step as a pipeline of one or more stages.
 
     Args:
-      analysis: of the whole batch, or of one of ``analysed`` microbatches.
+      analysis: analysis of the whole batch, or of one of ``analysed`` microbatches.
       cluster: the devices.
-      analysed: into how many microbatches the batch was cut for the analysis.
-      microbatches: the numbers to try; None: those that divide the rows of the batch.
-      most_microbatches: the most to try; None for no limit.
-      schedules: those to try.
-      stages: most stages; None for no limit.
-      seconds: time limit of the solver: of all layouts, and of the stages.
-      gap: share of the step that a better pipeline may save without being looked for.
-      alone: whether one stage of all devices is a choice.
+      analysed: the number of microbatches into which the batch was cut for the
+        analysis.
+      microbatches: the numbers to try; None: numbers that divide the rows of the batch.
+      most_microbatches: the most microbatches to try; None: no limit.
+      schedules: the schedules to try.
+      stages: the most stages; None: no limit.
+      seconds: time limit of the solver, for all layouts together and again for the
+        stages.
+      gap: relative gap of the solver: the search may end before it finds a pipeline
+        that is faster by less than this fraction.
+      alone: whether one stage on all devices is a possible choice.
       alone_again: as for `stage_problem`.
-      below_s: pipelines that take as long are of no interest.
+      below_s: only pipelines with a shorter step, in seconds, are searched for.
 
     Raises:
-      NotFasterError: no pipeline was found that takes less than ``below_s``.
+      NotFasterError: no pipeline with a step shorter than ``below_s`` was found.
       InfeasibleError: no pipeline fits the memory of the devices.
       PlanError: the step has no batch that can be cut, or no forward pass.
     """
@@ -194,15 +200,15 @@ def plan_stages(
 
 
 class _Spent:
-    """CPU seconds since the last look."""
+    """CPU seconds of each part of the planning."""
 
     def __init__(self) -> None:
-        """Starts now."""
+        """Starts the clock."""
         self.seconds: dict[str, float] = {}
         self.last = time.process_time()
 
     def on(self, what: str) -> None:
-        """Counts the time since the last call."""
+        """Adds the CPU time since the last call to a part of the planning."""
         now = time.process_time()
         self.seconds[what], self.last = now - self.last, now
 
@@ -210,12 +216,12 @@ class _Spent:
 def layers_of(
     analysis: Analysis, cluster: Cluster, layers: int | None = None
 ) -> LayerMap:
-    """The layers of a step, a few for each device at most.
+    """The layers of a step, at most a few per device.
 
     Args:
       analysis: the step.
       cluster: the devices.
-      layers: how many; None: as many as are found.
+      layers: number of layers; None: as many as are found.
 
     Raises:
       PlanError: no forward equation depends on both state and batch.
@@ -238,7 +244,7 @@ def layers_of(
 
 
 def rows_to_split(analysis: Analysis) -> int:
-    """Rows of the batch, of which there are several.
+    """The number of rows of the batch, which must be more than one.
 
     Raises:
       PlanError: no input has rows.
@@ -253,7 +259,7 @@ def rows_to_split(analysis: Analysis) -> int:
 
 
 def divisors(rows: int) -> list[int]:
-    """The numbers that divide some rows, ascending.
+    """The divisors of a number of rows, ascending.
 
     >>> divisors(6)
     [1, 2, 3, 6]
@@ -262,11 +268,12 @@ def divisors(rows: int) -> list[int]:
 
 
 def microbatch_counts(analysis: Analysis, analysed: int = 1) -> list[int]:
-    """Numbers of microbatches to try: some of those that divide the rows.
+    """Numbers of microbatches to try, chosen from the divisors of the rows.
 
     Args:
-      analysis: of the whole batch, or of one of ``analysed`` microbatches.
-      analysed: into how many microbatches the batch was cut for the analysis.
+      analysis: analysis of the whole batch, or of one of ``analysed`` microbatches.
+      analysed: the number of microbatches into which the batch was cut for the
+        analysis.
     """
     out: list[int] = []
     every = divisors(rows_to_split(analysis) * analysed)
@@ -279,15 +286,18 @@ def microbatch_counts(analysis: Analysis, analysed: int = 1) -> list[int]:
 def covering(
     counts: Sequence[int], found: Sequence[Submesh], analysed: int = 1
 ) -> list[int]:
-    """Some numbers of microbatches, such that each submesh has some of any size.
+    """Numbers of microbatches, chosen such that each submesh can use numbers of every
+    magnitude.
 
-    Of numbers that are less than `_APART` apart, the first is taken; others where
-    submeshes can split their microbatches that cannot split the first one's.
+    Of numbers whose ratio is less than `_APART`, the first number is taken. A further
+    number is taken if it gives microbatches that some submesh can split, while this
+    submesh cannot split those of the first number.
 
     Args:
-      counts: those to choose from, ascending.
+      counts: the numbers to choose from, ascending.
       found: the submeshes with their layouts.
-      analysed: into how many microbatches the batch was cut for the analysis.
+      analysed: the number of microbatches into which the batch was cut for the
+        analysis.
     """
     splits = [batch_splits(submesh.assignment) for submesh in found]
     out: list[int] = []
