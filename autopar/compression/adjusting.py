@@ -1,16 +1,19 @@
-"""Codecs whose parameters are inputs of the program: changing them compiles none.
+"""Codecs whose parameters are inputs of the program, so that changing them needs no
+compilation.
 
-XLA programs have fixed shapes, so such a codec works with a *limit*: itself with the
-parameter that decides how much is sent rounded up to a power of two. Of its message
-only the part that counts travels. Messages of one bucket share their room
-(`autopar.compression.exchange`), so what one gradient saves another can use, and only
-their sum has a size that is fixed: a *room* of ``2 ** (-k / 2)`` of all the limits.
+XLA programs have fixed shapes. So such a codec has a *limit*: the same codec with the
+parameter that decides the message size rounded up to a power of two. Only the used part
+of its message is sent. Messages of one bucket share a send buffer
+(`autopar.compression.exchange`), so bytes that one gradient does not use are free for
+another. Only the size of this buffer is fixed. The buffer is called the *room*; its
+size is ``2 ** (-k / 2)`` times the sum of all limits.
 
-With n changes of parameters that grow F-fold in all there are at most log2 F limits and
-2 log2 F rooms, whatever the number of gradients. A room is larger than what it holds by
-a factor of 1 to 1.41, 1.21 on average over all sizes; with powers of two it would be up
-to 2, and 1.44 on average, to save half of those compilations. Bytes are paid for in
-every step, a compilation once, so rooms have the finer steps.
+If changes of parameters increase them F-fold in total, there are at most log2 F limits
+and 2 log2 F rooms, whatever the number of gradients and changes. A room is larger than
+its content by a factor of 1 to 1.41, on average over all sizes 1.21. Rooms in powers of
+two would halve the number of compilations, but would be larger by a factor of up to 2,
+on average 1.44. The finer steps are used because bytes cost time in every step, and a
+compilation only once.
 
 >>> from autopar.compression.codecs.registry import parse_codec
 >>> limit_of([parse_codec("topk:ratio=0.01"), parse_codec("topk:ratio=0.003")])
@@ -29,9 +32,9 @@ import jax.numpy as jnp
 
 from autopar.compression.codecs.codec import Codec, CodecContext, Rounds, State
 
-# Rooms by which sizes differ by a factor of two.
+# Number of room sizes per factor of two.
 _STEPS = 2
-# The smallest room is a part of 2 ** -16.
+# The smallest room is 2 ** -16 of the limits.
 _SMALLEST = 16 * _STEPS
 
 
@@ -39,12 +42,12 @@ _SMALLEST = 16 * _STEPS
 class Adjustable(Codec):
     """A codec whose amounts (`Codec.amounts`) are arrays in its state.
 
-    Its state has ``own``, that of the codec, ``now``, the amounts, and ``last``, those
-    of the step before.
+    The state has three fields: ``own`` is the codec's state, ``now`` the amounts, and
+    ``last`` the amounts of the step before.
 
     Attributes:
       codec: the limit.
-      room: part of the limit's messages that there is room for.
+      room: size of the send buffer as a fraction of the limit's messages.
     """
 
     name: ClassVar[str] = "adjustable"
@@ -92,17 +95,21 @@ class Adjustable(Codec):
 
 
 def is_adjusted(state: State) -> bool:
-    """Whether a state is that of an `Adjustable`."""
+    """Whether a state belongs to an `Adjustable`."""
     return isinstance(state, dict) and set(state) == {"own", "now", "last"}
 
 
 def set_amounts(state: State, amounts: dict[str, Any]) -> State:
-    """A state of `Adjustable` with other amounts from the next step on."""
+    """Returns a state of `Adjustable` with other amounts, which apply from the next
+    step on.
+    """
     return {**state, "now": amounts}
 
 
 def family_of(codec: Codec) -> Codec | None:
-    """What codecs share that differ in inputs alone; None: it can have none."""
+    """A key shared by codecs that differ only in inputs; None if the codec can have no
+    inputs.
+    """
     if not codec.adjustable:
         return None
     fields = {f.name: f.default for f in dataclasses.fields(codec)}
@@ -112,7 +119,7 @@ def family_of(codec: Codec) -> Codec | None:
 
 
 def limit_of(codecs: Sequence[Codec]) -> Codec:
-    """The limit of some codecs of one family."""
+    """The common limit of several codecs of one family."""
     largest = max(codecs, key=lambda codec: getattr(codec, codec.sized))
     family = family_of(largest)
     assert family is not None
@@ -122,11 +129,11 @@ def limit_of(codecs: Sequence[Codec]) -> Codec:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Adjusted:
-    """A gradient of which an amount is an input.
+    """A gradient whose codec has an amount as an input.
 
     Attributes:
-      codec: its codec.
-      shape: of the gradient on one device.
+      codec: codec of the gradient.
+      shape: shape of the gradient on one device.
       workers: number of workers.
       scatter: whether each worker needs only its part of the sum.
     """
@@ -137,13 +144,13 @@ class Adjusted:
     scatter: bool
 
     def nbytes(self, codec: Codec) -> list[float]:
-        """Bytes of each message, by another codec."""
+        """Bytes of each message if another codec sent the gradient."""
         found = codec.messages(self.shape, self.workers, scatter=self.scatter)
         return [message.nbytes for message in found]
 
 
 def room_for(gradients: Sequence[Adjusted], limit: Codec) -> float:
-    """The smallest room in which gradients that travel together fit, one family's."""
+    """The smallest room for gradients of one family that share a message."""
     used = _sums([g.nbytes(g.codec) for g in gradients])
     whole = _sums([g.nbytes(limit) for g in gradients])
     need = max((u / w for u, w in zip(used, whole, strict=True) if w), default=1.0)
@@ -154,7 +161,7 @@ def room_for(gradients: Sequence[Adjusted], limit: Codec) -> float:
 
 
 def fits(gradients: Sequence[Adjusted], limit: Codec, room: float) -> bool:
-    """Whether gradients that travel together fit into a room."""
+    """Whether gradients that share a message fit into a room."""
     used = _sums([g.nbytes(g.codec) for g in gradients])
     there = _sums([g.nbytes(Adjustable(limit, room)) for g in gradients])
     return all(u <= t for u, t in zip(used, there, strict=True))
@@ -169,7 +176,7 @@ def _sums(rows: Sequence[Sequence[float]]) -> list[float]:
 
 
 def _rounded_up(value: float) -> Any:
-    """The next power of two; of shares one at most."""
+    """The next power of two; for a fraction, at most 1."""
     if isinstance(value, int):
         return 1 << (value - 1).bit_length()
     return min(1.0, 2.0 ** math.ceil(math.log2(value) - 1e-9))

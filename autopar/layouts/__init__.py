@@ -1,1 +1,1 @@
-"""Layouts: how arrays lie on a mesh, and how they move."""
+"""Layouts: how arrays are sharded over a mesh, and how they are resharded."""

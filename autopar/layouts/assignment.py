@@ -1,12 +1,14 @@
-"""A solved problem as layouts: what each operator reads and makes, and how.
+"""Converts the solution of a planning problem to the layouts of each operator's
+operands and results.
 
-*Gathers over all devices of a slice* are stated so that the compiler keeps them. XLA's
-TPU compiler runs a gather among all devices of a slice of 64 chips or more as an
-all-reduce: each device puts its part into zeros, and twice the bytes are sent. On v5e
-it does so up to 16 MiB of result, on v5p at any size (libtpu 0.0.42; slices of 8 to 256
-chips, float32 and bfloat16, either dimension, arrays of .25 MiB to 1 GiB). A gather
-along one dimension of the torus stays one, so a program states one axis at a time. That
-sends as much, and the cost model prices it so.
+*All-gathers over all devices of a slice* are stated so that the compiler keeps them. On
+slices of 64 chips or more, XLA's TPU compiler turns an all-gather over all devices into
+an all-reduce: each device pads its shard with zeros, and twice the bytes are sent. On
+v5e the compiler does so for results up to 16 MiB, on v5p for any size (libtpu 0.0.42;
+slices of 8 to 256 chips, float32 and bfloat16, either dimension, arrays of .25 MiB to 1
+GiB). An all-gather along one dimension of the torus is not changed. So the program
+states the gather one mesh axis at a time. This sends the same bytes as a single
+all-gather, and the cost model prices these bytes.
 """
 
 from __future__ import annotations
@@ -31,22 +33,23 @@ from autopar_passes.replay.layout_plan import LayoutRoute
 from autopar_passes.rules.factor_rule import Dims
 from autopar_passes.sums.finish import Sum
 
-# The sums that a planned program writes down collective by collective.
+# The sums that a planned program states collective by collective.
 
 
 def written_sums(
     start: Layout, steps: Sequence[ReshardStep], kept: Layout | None = None
 ) -> tuple[Sum, ...]:
-    """The sums of a way that have to be stated; empty: a compiler finds them.
+    """The sums of a resharding that a program has to state; empty: the compiler inserts
+    them.
 
-    XLA finds a sum over one axis. One over several it cuts into others than the plan's,
-    on some platforms (`autopar_passes.sums.finish`).
+    XLA inserts a sum over one axis by itself. On some platforms XLA cuts a sum over
+    several axes into other collectives than the plan (`autopar_passes.sums.finish`).
 
     Args:
       start: the layout before the steps.
       steps: from `reshard_steps`.
-      kept: the layout of the slices that alone are read of what the last step leaves
-        (`kept_slices`); None: more is read.
+      kept: the layout of the slices, if readers read only these slices of the result of
+        the last step (`kept_slices`); None: readers read more.
     """
     out: list[Sum] = []
     layout = start
@@ -78,14 +81,14 @@ def _scatters(before: Layout, after: Layout) -> list[Sum]:
 def kept_slices(
     ways: Collection[tuple[Sequence[ReshardStep], bool]], axes: Axes
 ) -> Layout | None:
-    """The layout of the slice of an array that all its readers begin with.
+    """The layout of the slice that all readers of an array take first.
 
     Args:
-      ways: how the array is brought to its readers (`Assignment.fetch_steps`).
-      axes: the mesh axes that the slice may go over.
+      ways: the resharding to each reader (`Assignment.fetch_steps`).
+      axes: the mesh axes that may split the slice.
 
     Returns:
-      None: some reader takes the array as it is, or in another slice.
+      The layout; None if some reader takes the array unchanged, or takes another slice.
     """
     layout: Layout | None = None
     if not ways or any(fresh for _, fresh in ways):
@@ -101,13 +104,13 @@ def kept_slices(
     return None
 
 
-# The steps to a reader's layout, and whether they make a backward copy anew.
+# The steps to a reader's layout, and whether they make a new backward copy.
 Way = tuple[tuple[ReshardStep, ...], bool]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CopyChoice:
-    """The layout of a shared copy, and whether it is the forward copy kept."""
+    """The layout of a shared copy, and whether the copy is the kept forward copy."""
 
     layout: Layout
     reuse: bool
@@ -122,17 +125,19 @@ class Assignment:
       sizes: size of each mesh axis.
       strategies: the strategy of each node.
       copies: (value class, backward) -> the copy's choice.
-      codecs: value where a sum is due -> how it is sent, as text; a value that
-        is not here is summed as it is.
-      waiting: values where a sum is due that waits although it is sent as it is,
-        because something looks at its parts.
-      settled: values where a sum was due, and has been taken: whole ones.
+      codecs: value whose sum is due -> its codec as text; other values are summed
+        without a codec.
+      waiting: values whose sum is postponed although they have no codec, because an
+        operator reads their partial sums.
+      settled: values whose sum was due and has been computed, so that they are not
+        partial.
       sums_each_microbatch: whether gradients are summed over devices in each
-        microbatch, so that they are kept split; else once a step, where they can wait.
-      apart_bytes: gathers over all devices of arrays up to so many bytes are stated
+        microbatch, so that they are stored sharded. If not, gradients whose sum can be
+        postponed are summed once a step.
+      apart_bytes: the most bytes of an array whose gathers over all devices are stated
         axis by axis (`autopar.layouts.assignment`).
-      graph: the analysis's own.
-      contraction: the analysis's own.
+      graph: the graph of the analysis.
+      contraction: the contraction of the analysis.
     """
 
     analysis: Analysis
@@ -144,11 +149,11 @@ class Assignment:
     settled: frozenset[int] = frozenset()
     sums_each_microbatch: bool = False
     apart_bytes: float = 0.0
-    # The analysis's own, at hand: a program asks for them of every operator.
+    # Copies of the analysis's fields, because a program reads them for every operator.
     graph: OperatorGraph = dataclasses.field(init=False, repr=False)
     contraction: Contraction = dataclasses.field(init=False, repr=False)
-    # Answers by class: a program asks the same of every repeated layer.
-    # A changed assignment begins without them.
+    # Cached answers by class, because a program asks the same for every repeated layer.
+    # A changed assignment starts with an empty cache.
     _known: dict[tuple[object, ...], Any] = dataclasses.field(
         default_factory=dict[tuple[object, ...], Any],
         init=False,
@@ -157,7 +162,7 @@ class Assignment:
     )
 
     def __post_init__(self) -> None:
-        """Takes the graph and its nodes out of the analysis."""
+        """Copies the graph and its nodes from the analysis."""
         object.__setattr__(self, "graph", self.analysis.graph)
         object.__setattr__(self, "contraction", self.analysis.contraction)
 
@@ -188,10 +193,10 @@ class Assignment:
         )
 
     def works_as(self, op: Operator) -> Strategy:
-        """The axes that split each factor of an operator's node where it works.
+        """The axes that split each factor of an operator's node during its work.
 
-        Those over which its result stays partial split nothing: each device works on
-        its own part of the sum, whole.
+        Axes over which the result stays partial are left out: each device works on its
+        own summand in full size.
         """
         strategy = self.strategies[self.contraction.node_of[op.class_index]]
         held = next((h for v in op.outputs if (h := self.stackings.get(v))), None)
@@ -208,12 +213,12 @@ class Assignment:
         return partial_axes(self.strategies[node.index], node.factors_reduced(op))
 
     def _summed_axes(self, op: Operator, slot: int) -> Axes:
-        """The axes over which an operator itself adds up a result."""
+        """The axes over which an operator itself sums a result."""
         node = self.contraction.node(op)
         return partial_axes(self.strategies[node.index], node.summed_factors(op)[slot])
 
     def partial_of(self, op: Operator) -> Axes:
-        """`partial`, of any operator: () where it has no node."""
+        """As `partial`, for any operator; () if the operator has no node."""
         has = op.class_index in self.contraction.node_of
         return self.partial(op) if has else ()
 
@@ -264,16 +269,16 @@ class Assignment:
 
     @property
     def independent(self) -> Independent:
-        """The collectives that need no other's result."""
+        """The collectives that need no result of another collective."""
         return self.analysis.independent
 
     @property
     def stackings(self) -> dict[int, Stacking]:
-        """The values that stay partial under this plan, each with how it is held."""
+        """The values that stay partial under this plan, each with its stacking."""
         return self._memo(("stackings",), self._stackings)
 
     def _stackings(self) -> dict[int, Stacking]:
-        # While deferrals are judged, nothing is partial yet.
+        # While the deferrals are checked, no value counts as partial.
         self._known["stackings",] = {}
         found = [
             stacking
@@ -320,7 +325,9 @@ class Assignment:
         return written_sums(start, steps, kept)
 
     def _scatters_apart(self, op: Operator) -> bool:
-        """Whether what devices scatter, each from zeros, adds up to the result."""
+        """Whether the result of a scatter is the sum of the devices' own scatters into
+        zeros.
+        """
         makers: frozenset[int] = self._memo(
             ("makers",),
             lambda: frozenset(
@@ -330,7 +337,7 @@ class Assignment:
         return op.index in makers and whole_rows(self, op)
 
     def _ways_of(self) -> dict[int, set[Way]]:
-        """How each value with a home is brought to its readers."""
+        """For each value with a home, the reshardings to its readers."""
         return self._memo(("ways of",), self._list_ways)
 
     def _list_ways(self) -> dict[int, set[Way]]:
@@ -351,7 +358,7 @@ class Assignment:
         return out
 
     def due_steps(self, value: int) -> tuple[ReshardStep, ...]:
-        """The collectives that take a sum that was put off."""
+        """The collectives of a postponed sum."""
         held = self.stackings[value]
         home = self.home_layout(value)
         return reshard_steps(held.strip(home), home, held.axes, "sum", self.sizes)
@@ -361,7 +368,9 @@ class Assignment:
         return value in self.contraction.floating
 
     def output(self, position: int) -> Layout | None:
-        """See `LayoutPlan`: carried state leaves as it came, the rest as it is."""
+        """See `LayoutPlan`: carried state is returned in its input layout, other
+        results in their own layout.
+        """
         value = self.graph.outputs[position]
         if value is None:
             return None
@@ -378,7 +387,8 @@ class Assignment:
     def route(self, value: int, layout: Layout, backward: bool) -> LayoutRoute:
         """See `LayoutPlan`."""
         steps, fresh = self.fetch_steps(value, layout, backward)
-        # Unstated, what starts anew could take any layout in between.
+        # The first layout is stated, too. Otherwise the compiler could choose any
+        # layout between.
         home = self.home_layout(value)
         start = (home,) if fresh else ()
         return LayoutRoute((*start, *self._stated_layouts(value, home, steps)), fresh)
@@ -390,12 +400,15 @@ class Assignment:
         return stated_layouts(start, steps, self.sizes, nbytes, self.apart_bytes)
 
     def required_layouts(self, value: int, layout: Layout) -> list[tuple[int, Layout]]:
-        """The values with a home that make ``value``, and the layouts they need."""
+        """The values with a home that ``value`` is made of, and the layouts in which
+        they are needed.
+        """
         return required_values(self.graph, self.contraction, value, layout)
 
     @property
     def ways(self) -> tuple[tuple[Way, ...], ...]:
-        """How each group of readings is brought: of each of its parts, `fetch_steps`.
+        """For each group of readings, the result of `fetch_steps` for each of its
+        parts.
 
         The groups are those of `autopar.steps.readings.Readings`.
         """
@@ -416,9 +429,9 @@ class Assignment:
         return tuple(out)
 
     def fetch_steps(self, value: int, layout: Layout, backward: bool) -> Way:
-        """The steps from a value's home, by its copy, to a reader's layout.
+        """The steps from a value's home layout, through its copy, to a reader's layout.
 
-        Also says whether they make a backward copy anew.
+        The second result says whether these steps make a new backward copy.
         """
         home = self.home_layout(value)
         if value not in self.contraction.homes or layout == home:
@@ -458,7 +471,7 @@ def assign(
 
 
 def unsplit(analysis: Analysis, sizes: Sequence[int]) -> Assignment:
-    """A step as every device of a mesh would do it alone."""
+    """An assignment in which every device computes the whole step without sharding."""
     nodes = analysis.contraction.nodes
     whole = tuple(((),) * len(node.factors) for node in nodes)
     return Assignment(analysis, tuple(sizes), whole, {})
@@ -469,7 +482,9 @@ _ONE_CORE_BYTES = 16 * 2**20
 
 
 def apart_bytes(device: DeviceSpec, devices: int) -> float:
-    """Most bytes of an array that must not be gathered over all devices at once."""
+    """The most bytes of an array that must not be gathered over all devices in one
+    collective.
+    """
     if device.kind != "tpu" or devices < _DEVICES:
         return 0.0
     # Chips of one core are those with `on_chip_bytes` (v5e).
@@ -483,13 +498,13 @@ def stated_layouts(
     nbytes: float,
     most_bytes: float,
 ) -> tuple[Layout, ...]:
-    """The layouts that a program states on a way.
+    """The layouts that a program states for a resharding.
 
     Args:
       start: the layout before the steps.
       steps: from `reshard_steps`.
       sizes: size of each mesh axis.
-      nbytes: of the whole array.
+      nbytes: bytes of the whole array.
       most_bytes: from `apart_bytes`.
     """
     out: list[Layout] = []
@@ -506,7 +521,7 @@ def stated_layouts(
 
 
 def _by_axis(before: Layout, after: Layout) -> Iterator[Layout]:
-    """Takes the axes off the dimension that is gathered, the last one first."""
+    """Removes the axes of the gathered dimension one by one, the last axis first."""
     (dim,) = (d for d, axes in enumerate(before) if axes != after[d])
     for end in range(len(before[dim]) - 1, len(after[dim]) - 1, -1):
         yield (*before[:dim], before[dim][:end], *before[dim + 1 :])

@@ -1,4 +1,4 @@
-"""The layouts in which values without a home are kept between programs."""
+"""The layouts of values without a home between two programs."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from autopar.layouts.layout import Layout
 def kept_layout(assignment: Assignment, value: int) -> Layout:
     """The layout in which a value is kept where a program ends.
 
-    A value with a home is kept there. One that takes its reader's layout is kept as it
-    is made: split as what it is made of, so that nothing is gathered.
+    A value with a home keeps its home layout. A value without a home normally takes the
+    layout of its reader. At the end of a program such a value keeps the layout of the
+    values that it is computed from, so that nothing is gathered.
 
     Args:
       assignment: the layouts of the program that makes the value.

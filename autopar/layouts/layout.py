@@ -1,12 +1,13 @@
-"""Layouts: how an array lies on a mesh, and the steps from one to another.
+"""Layouts: how an array is sharded over a mesh, and the steps from one layout to
+another.
 
 A *layout* gives each dimension of an array the mesh axes that split it, major
 to minor, as positions in the mesh: ``((0,), (), (2, 1))`` splits dimension 0
 over axis 0 and dimension 2 over axis 2 and then axis 1.
 
-The compiler would choose its own way between two layouts. We choose it, and
-the planned program states every intermediate layout, so that each step is one
-elementary collective and its price is known.
+The compiler would choose its own collectives between two layouts. The planner chooses
+them instead, and the planned program states every intermediate layout. So each step is
+one elementary collective with a known price.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ class ReshardStep:
       kind: ``slice`` (free), ``all_gather``, ``all_to_all``, ``all_reduce``,
         ``reduce_scatter`` or ``collective_permute``.
       axes: the mesh axes that take part.
-      fraction: the bytes it is charged for, in the convention of
+      fraction: the bytes of the collective, in the convention of
         `autopar.cost.collectives`, as a fraction of the whole array.
       layout: the layout after the step.
     """
@@ -56,12 +57,13 @@ def axes_of(layout: Layout) -> frozenset[int]:
 def exchange_step(
     exchange: Exchange, axes: Axes, layout: Layout, sizes: Sequence[int]
 ) -> tuple[ReshardStep, int]:
-    """A message that the shards of an operator send each other, and how many.
+    """A message that the shards of an operator exchange, and the number of such
+    messages.
 
     Args:
-      exchange: of the operator's rule.
-      axes: that split its factor.
-      layout: of the array.
+      exchange: the exchange in the operator's rule.
+      axes: the mesh axes that split the factor of the exchange.
+      layout: layout of the array.
       sizes: size of each mesh axis.
     """
     devices = math.prod(sizes[a] for a in axes)
@@ -70,8 +72,9 @@ def exchange_step(
     return step, exchange.messages(devices)
 
 
-# A GPT of 2 layers on 2x4x4 asks for 72,000 different ones in 455,000 calls. Half this
-# size would find 26,000 again. An entry takes about 340 bytes: 22 MB in all.
+# For a GPT of 2 layers on a 2x4x4 mesh, 455,000 calls have 72,000 different arguments.
+# With half this cache size, 26,000 results would be computed again. An entry takes
+# about 340 bytes, so a full cache takes 22 MB.
 @functools.lru_cache(maxsize=1 << 16)
 def reshard_steps(
     start: Layout, target: Layout, partial: Axes, reduction: str, sizes: tuple[int, ...]
@@ -81,15 +84,17 @@ def reshard_steps(
     Args:
       start: the layout the array has.
       target: the layout it must get.
-      partial: axes over which the array is a sum (or maximum) still to be taken.
-      reduction: how partial results combine; only a sum is scattered.
+      partial: axes over which the array is partial: the sum or maximum over them is
+        still to be computed.
+      reduction: how partial results are combined; only a sum may use a reduce-scatter.
       sizes: size of each mesh axis.
 
-    The order is: reduce (scattering where the target wants the axis and it
-    can be appended), take slices, which are free, move axes between dimensions
-    by all-to-all, gather what is left over. An axis that must leave from the
-    middle of a dimension takes the ones behind it along. Reduction comes first
-    because a partial value has no layout that a program could state.
+    The steps come in this order. First the array is reduced; a reduce-scatter is used
+    if the target has the axis and the axis can be appended. Then slices are taken,
+    which is free. Then axes move between dimensions by all-to-all. Last, the remaining
+    axes are gathered. If an axis must leave the middle of a dimension, the axes behind
+    it leave, too. The reduction comes first because a program cannot state the layout
+    of a partial value.
     """
     path = _LayoutPath(start, target, sizes)
     path.reduce(partial, scatter=reduction == "sum")
@@ -119,14 +124,16 @@ class _LayoutPath:
         return (*self.layout[:dim], axes, *self.layout[dim + 1 :])
 
     def next_axis(self, dim: int) -> int | None:
-        """The axis that the target has next, where all before it are in place."""
+        """The next axis of the target on a dimension, if all axes before it are in
+        place.
+        """
         have, want = self.layout[dim], self.target[dim]
         if len(have) < len(want) and want[: len(have)] == have:
             return want[len(have)]
         return None
 
     def slice(self) -> bool:
-        """Splits dimensions over axes that hold nothing yet; costs no bytes."""
+        """Splits dimensions over axes that are not in use; costs no bytes."""
         before = self.layout
         layout, used = before, axes_of(before)
         for dim in range(len(before)):
@@ -140,7 +147,9 @@ class _LayoutPath:
         return True
 
     def reduce(self, partial: Axes, *, scatter: bool) -> None:
-        """Takes the sum over partial axes, onto a dimension where that is wanted."""
+        """Sums over the partial axes; a reduce-scatter if the target splits a dimension
+        over them.
+        """
         left = list(partial)
         moved = scatter
         while moved:
@@ -156,7 +165,7 @@ class _LayoutPath:
             self.add("all_reduce", tuple(sorted(left)), self.fraction(), self.layout)
 
     def move(self) -> bool:
-        """Moves one axis from the end of a dimension to where the target has it."""
+        """Moves one axis from the end of a dimension to its place in the target."""
         for dim in range(len(self.layout)):
             axis = self.next_axis(dim)
             if axis is None:
@@ -172,7 +181,9 @@ class _LayoutPath:
         return False
 
     def gather(self) -> bool:
-        """Gathers axes that the target does not have there, fewest bytes first."""
+        """Gathers axes that the target does not have on the dimension, fewest bytes
+        first.
+        """
         best: tuple[float, int] | None = None
         for dim, have in enumerate(self.layout):
             keep = _common(have, self.target[dim])
@@ -190,7 +201,7 @@ class _LayoutPath:
 
 
 def _common(a: Axes, b: Axes) -> int:
-    """Length of the common beginning of two tuples."""
+    """Length of the common prefix of two tuples."""
     length = 0
     for x, y in zip(a, b, strict=False):
         if x != y:
@@ -203,13 +214,14 @@ def _common(a: Axes, b: Axes) -> int:
 def assignments(
     factors: tuple[int, ...], sizes: tuple[int, ...], *, orders: bool
 ) -> tuple[Layout, ...]:
-    """Returns every way to give mesh axes to factors, the replicated one first.
+    """Returns every way to assign mesh axes to factors; the replicated layout comes
+    first.
 
     Args:
       factors: size of each factor; an axis can split it only evenly.
       sizes: size of each mesh axis.
-      orders: whether the axes on one factor may stand in any order; otherwise
-        they stand in the order of the mesh.
+      orders: whether the axes on one factor may have any order; otherwise they have the
+        order of the mesh.
     """
     out: list[Layout] = []
     options = range(-1, len(factors))

@@ -1,9 +1,10 @@
-"""Deferred sums: the sums that a plan takes later, and how values wait for them.
+"""Deferred sums: sums over devices that a plan postpones, and the layouts of the values
+until then.
 
-A plan takes a `autopar_passes.sums.stacked.Deferral` where all its contributions are
-partial over the same mesh axes, and where every value along it has the layout that
-the operators around it have, once those axes are taken out. Then the stacked value
-needs no communication at all.
+A plan uses a `autopar_passes.sums.stacked.Deferral` under two conditions. All
+contributions of the deferral must be partial over the same mesh axes. Without these
+axes, every value of the deferral must have the same layout as the operators around it.
+Then the stacked value needs no communication until the sum.
 """
 
 from __future__ import annotations
@@ -51,13 +52,13 @@ class Layouts(Protocol):
         ...
 
     def partial_of(self, op: Operator) -> Axes:
-        """`partial`, of any operator: () where it has no node."""
+        """As `partial`, for any operator; () if the operator has no node."""
         ...
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Stacking:
-    """A deferral that a plan takes.
+    """A deferral that a plan uses.
 
     Attributes:
       deferral: the deferral.
@@ -68,19 +69,21 @@ class Stacking:
     axes: Axes
 
     def strip(self, layout: Layout) -> Layout:
-        """A layout without the partial axes: how a value along the deferral is held."""
+        """A layout without the partial axes: the layout of a value during the deferral.
+        """
         return without(layout, self.axes)
 
 
 def without(layout: Layout, axes: Axes) -> Layout:
-    """A layout, some of whose axes split nothing."""
+    """A layout with some axes removed."""
     return tuple(tuple(a for a in dim if a not in axes) for dim in layout)
 
 
 def partial_along(assignment: Layouts, deferral: Deferral) -> Axes:
     """The axes over which all contributions to a deferral are partial.
 
-    () where they are so over different ones: then nothing waits.
+    The result is () if the contributions are partial over different axes; then no sum
+    is postponed.
     """
     makers = [assignment.graph.operators[c] for c in deferral.contributions]
     partials = {assignment.partial_of(op) for op in makers}
@@ -108,7 +111,7 @@ def stacking_of(assignment: Layouts, deferral: Deferral) -> Stacking | None:
 
 
 def _starts(assignment: Layouts, stacking: Stacking, op: Operator) -> bool:
-    """Whether a partial result becomes the stacked value by slicing alone."""
+    """Whether a partial result becomes the stacked value only by slicing."""
     own = assignment.layout(op, op.rule.results[0])
     home = stacking.strip(assignment.home_layout(op.outputs[0]))
     steps = reshard_steps(own, home, (), "", assignment.sizes)
@@ -120,7 +123,7 @@ def _starts(assignment: Layouts, stacking: Stacking, op: Operator) -> bool:
 def whole_rows(assignment: Layouts, op: Operator) -> bool:
     """Whether a scatter's indices find every row on each device.
 
-    The factors of the operand that its updates do not have are those indexed.
+    The indexed factors are the factors of the operand that the updates do not have.
     """
     operand, _, updates = op.rule.operands
     layout = assignment.layout(op, operand)
@@ -132,7 +135,9 @@ def whole_rows(assignment: Layouts, op: Operator) -> bool:
 
 
 def _passes(assignment: Layouts, stacking: Stacking, op: Operator) -> bool:
-    """Whether a linear operator finds its operands where it works."""
+    """Whether the operands of a linear operator have the layouts that the operator
+    needs.
+    """
     if assignment.partial_of(op) and op.kind != "carry":
         return False
     for value, dims in zip(op.inputs, op.rule.operands, strict=True):
@@ -159,7 +164,7 @@ def _layout(assignment: Layouts, op: Operator, dims: Dims) -> Layout:
 
 
 def _ends(assignment: Layouts, stacking: Stacking, value: int) -> bool:
-    """Whether the sum, once taken, is where its readers expect the value."""
+    """Whether the sum has the layout that its readers expect."""
     home = assignment.home_layout(value)
     start = stacking.strip(home)
     steps = reshard_steps(start, home, stacking.axes, "sum", assignment.sizes)

@@ -1,4 +1,4 @@
-"""The strategies of each node: ways to give mesh axes to its factors."""
+"""The strategies of each node: ways to assign mesh axes to its factors."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from autopar_passes.rules.factor_rule import Dims
 # A strategy gives each factor of a node the mesh axes that split it.
 Strategy = tuple[Axes, ...]
 
-# With three axes and more, the order of the axes on one dimension is a choice
-# only where it is stored (state): the number of orders grows as a factorial.
+# With three axes or more, the order of the axes on one dimension is a choice only for
+# state, because the number of orders grows as a factorial.
 _ORDERED_MESHES = 2
 
 
@@ -33,20 +33,21 @@ class Space:
         return list(_layouts(self.strategies, dims))
 
 
-# Sizes: of a U-Net of three levels on 4x4x4, which has 400 different ones of 250
-# layouts at most; a layout takes some 300 bytes: 30 MB in all.
+# The cache size is for a U-Net of three levels on a 4x4x4 mesh. It has 400 different
+# entries of at most 250 layouts. A layout takes about 300 bytes, so these entries take
+# 30 MB.
 @functools.lru_cache(maxsize=1 << 10)
 def _layouts(strategies: tuple[Strategy, ...], dims: Dims) -> tuple[Layout, ...]:
     return tuple(layout_of(s, dims) for s in strategies)
 
 
 def layout_of(strategy: Strategy, dims: Dims) -> Layout:
-    """The layout of an array whose dimensions have these factors."""
+    """The layout, under a strategy, of an array whose dimensions have these factors."""
     return tuple(tuple(a for f in d for a in strategy[f]) for d in dims)
 
 
 def partial_axes(strategy: Strategy, reduced: Sequence[int]) -> Axes:
-    """The axes over which a result is partial: those given to reduced factors."""
+    """The axes over which a result is partial: the axes that split reduced factors."""
     return tuple(sorted(a for f in reduced for a in strategy[f]))
 
 
@@ -77,7 +78,7 @@ def copy_space(factors: Sequence[int], sizes: Sequence[int], *, orders: bool) ->
 def _compound_dims(
     graph: OperatorGraph, contraction: Contraction, node: Node
 ) -> list[tuple[int, ...]]:
-    """The dimensions of the node's root operator made of several factors."""
+    """The dimensions of the node's root operator that consist of several factors."""
     op = graph.operators[node.root]
     mapping = node.members.get(node.root)
     if mapping is None:
@@ -102,7 +103,7 @@ def _split_wholly(
 def _has_halves(
     strategy: Strategy, node: Node, factor: int, sizes: Sequence[int]
 ) -> bool:
-    """Whether a factor is not split, or has shards of an even number of elements."""
+    """Whether a factor is not split, or its shards have an even number of elements."""
     parts = math.prod(sizes[a] for a in strategy[factor])
     return parts == 1 or node.factors[factor][0] // parts % 2 == 0
 
@@ -110,7 +111,9 @@ def _has_halves(
 def _dense(
     strategy: Strategy, node: Node, dim: tuple[int, ...], sizes: Sequence[int]
 ) -> bool:
-    """A minor factor may be split only where the major ones are split wholly."""
+    """Whether a minor factor is split only if all major factors are split into single
+    elements.
+    """
     complete = True
     for f in dim:
         split = math.prod(sizes[a] for a in strategy[f]) if f >= 0 else 1
@@ -134,13 +137,13 @@ class Copy:
     """A shared copy of a value, in a layout of its own.
 
     Attributes:
-      node: its node in the problem.
-      value_class: the value it is a copy of.
-      backward: whether backward readers share it, rather than forward ones.
+      node: node of the copy in the problem.
+      value_class: the value that is copied.
+      backward: whether backward readers share the copy, rather than forward readers.
       dims: the factors of each dimension of the value.
-      space: its strategies.
-      modes: how each strategy comes by the copy.
-      uses: the readers that share it.
+      space: strategies of the copy.
+      modes: for each strategy, the way in which the copy is made.
+      uses: the readers that share the copy.
     """
 
     node: int
@@ -152,7 +155,9 @@ class Copy:
     uses: tuple[Use, ...]
 
     def mode_of(self, same: bool, reuse: bool) -> Mode:
-        """The mode of a copy with or without the value's own layout."""
+        """The mode of a copy, given whether it has the value's own layout and whether
+        it reuses the forward copy.
+        """
         if reuse:
             return Mode.REUSE
         return Mode.SAME if same and Mode.SAME in self.modes else Mode.FETCH

@@ -1,11 +1,12 @@
-"""How the devices of a sum share the work of sending one gradient.
+"""How the devices that sum a gradient share the work of sending it.
 
-Where links are of several speeds, a gradient is summed over the fast ones first, as
-it is: each device of a host is left with a part, and only that part is encoded and
-crosses the slow links. With F devices behind a link, each of them sends an F-th of
-what it would send if the codec summed over all of them at once, and encodes an F-th
-(the two hops of ZeRO++, arXiv 2306.10209, with the first one exact). Where the whole
-sum is wanted, the parts are gathered over the fast links at the end.
+If links have several speeds, a gradient is first summed over the fast links without a
+codec, by a reduce-scatter. Each device of a host then holds one part. Only this part is
+encoded and crosses the slow links. With F devices behind a slow link, each device
+encodes and sends 1/F of the elements that it would encode and send if the codec summed
+over all devices at once (the two hops of ZeRO++, arXiv 2306.10209, with an exact first
+hop). If every device needs the whole sum, the parts are gathered over the fast links at
+the end.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from autopar.cluster.mesh import MeshAxis
 from autopar.compression.exchange import Message
 from autopar.layouts.layout import Axes, Layout, axes_of
 
-# What is summed and gathered over the fast links is float32.
+# Bytes of an element on the fast links, where gradients are summed and gathered in
+# float32.
 WITHIN_BYTES = 4.0
 
 
@@ -30,14 +32,15 @@ class Summation:
     Attributes:
       axes: mesh axes over which the codec sums, worker numbers major to minor.
       workers: number of devices along them.
-      local_shape: of what a device encodes.
+      local_shape: shape of the array that a device encodes.
       scatter_dim: the dim of which each worker needs only its own part of the sum;
         None: all need the whole.
-      within: mesh axes over which the gradient is summed before, as it is.
-      dim: the dim that these split; -1 without them.
-      keeps: whether the sum stays split over them; it is gathered otherwise.
-      interleaved: whether the workers' parts of ``dim`` are the outer ones, so that
-        each device of ``within`` holds a piece of each.
+      within: mesh axes over which the gradient is summed first, without a codec.
+      dim: the dim that the axes of ``within`` split; -1 if there are none.
+      keeps: whether the sum stays split over ``within``; otherwise it is gathered.
+      interleaved: whether ``dim`` is split first among the workers and then over
+        ``within``, so that each device of ``within`` holds a piece of every worker's
+        part.
     """
 
     axes: Axes
@@ -63,12 +66,13 @@ class Summation:
 def summations(
     shape: tuple[int, ...], home: Layout, axes: Axes, mesh: Sequence[MeshAxis]
 ) -> tuple[Summation, ...]:
-    """The ways to sum a gradient, the one without levels first.
+    """The ways to sum a gradient; the way that sums over all links at once comes first.
 
     Args:
-      shape: of the whole gradient; dims in front of those of ``home`` are whole.
-      home: the layout in which the sum is wanted.
-      axes: the mesh axes over which it is taken.
+      shape: shape of the whole gradient; dims in front of the dims of ``home`` are not
+        split.
+      home: the layout in which the sum is needed.
+      axes: the mesh axes over which the gradient is summed.
       mesh: the axes of the mesh.
     """
     outermost = min((mesh[a].level for a in axes), default=0)
@@ -87,13 +91,13 @@ def summation_of(
     within: Axes,
     sizes: Sequence[int],
 ) -> Summation | None:
-    """The way that sums over ``within`` first; None: the layout has none.
+    """The way that sums over ``within`` first; None if the layout allows no such way.
 
     Args:
-      shape: as of `ways`.
-      home: as of `ways`.
-      axes: as of `ways`.
-      within: some of the axes; none of them for one sum over all.
+      shape: as for `summations`.
+      home: as for `summations`.
+      axes: as for `summations`.
+      within: some of the axes; empty: one sum over all axes.
       sizes: size of each mesh axis.
     """
     home = ((),) * (len(shape) - len(home)) + home
@@ -115,7 +119,7 @@ def summation_of(
 
 
 def scattered_dim(home: Layout, axes: Axes) -> int | None:
-    """The dim that all the axes of a sum split, behind whatever else splits it."""
+    """The dim that all axes of a sum split, as its innermost axes."""
     if not set(axes) <= axes_of(home):
         return None
     for dim, split in enumerate(home):
@@ -127,7 +131,9 @@ def scattered_dim(home: Layout, axes: Axes) -> int | None:
 def _gather_whole(
     local: tuple[int, ...], slow: Axes, within: Axes, sizes: Sequence[int]
 ) -> Summation | None:
-    """The whole sum is wanted: the largest dim that can be is split meanwhile."""
+    """The way if every device needs the whole sum: meanwhile the largest divisible dim
+    is split.
+    """
     count = _count(within, sizes)
     fitting = [dim for dim, n in enumerate(local) if n and n % count == 0]
     if not fitting or not slow:
@@ -145,7 +151,7 @@ def _keep_local(
     within: Axes,
     sizes: Sequence[int],
 ) -> Summation | None:
-    """The sum is wanted split over the fast links alone."""
+    """The way if the sum is needed split over the fast links only."""
     dim = scattered_dim(home, within)
     if dim is None or not slow:
         return None
@@ -161,7 +167,7 @@ def _scatter_all(
     within: Axes,
     sizes: Sequence[int],
 ) -> Summation | None:
-    """The sum is wanted split over all the links, along one dim."""
+    """The way if the sum is needed split over all links, along one dim."""
     dim = scattered_dim(home, axes)
     if dim is None or set(within) >= set(axes):
         return None
@@ -189,19 +195,18 @@ def _cut(shape: tuple[int, ...], dim: int, count: int) -> tuple[int, ...]:
 # A mesh axis, by number or by name.
 A = TypeVar("A", int, str)
 
-# The round of what a bucket sums and gathers over its fast links.
+# The round number of sums and gathers over the fast links of a bucket.
 WITHIN = -1
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Bucket(Generic[A]):
-    """Gradients that are sent together have equal buckets.
+    """The bucket of a gradient; gradients that are sent together have equal buckets.
 
     Attributes:
-      number: of the plan's bucket.
-      axes: mesh axes over which the codecs sum, all by number or all by
-        name.
-      within: mesh axes over which the gradients are summed before.
+      number: number of the plan's bucket.
+      axes: mesh axes over which the codecs sum, given by number or by name.
+      within: mesh axes over which the gradients are summed first.
     """
 
     number: int
@@ -211,12 +216,12 @@ class Bucket(Generic[A]):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class BucketCollective(Generic[A]):
-    """Messages of one bucket that have the same round and kind are one collective.
+    """The collective of all messages of one bucket with the same round and kind.
 
     Attributes:
       bucket: the bucket.
       round: number of the codecs' round, or `WITHIN`.
-      kind: as of `autopar.compression.exchange.Message`.
+      kind: as in `autopar.compression.exchange.Message`.
     """
 
     bucket: Bucket[A]
@@ -225,7 +230,7 @@ class BucketCollective(Generic[A]):
 
     @property
     def axes(self) -> tuple[A, ...]:
-        """The mesh axes over which it runs."""
+        """The mesh axes over which the collective runs."""
         return self.bucket.within if self.round == WITHIN else self.bucket.axes
 
 
@@ -235,9 +240,9 @@ def bucket_messages(
     """Yields each message of one gradient with the collective that carries it.
 
     Args:
-      bucket: the gradient's.
-      rounds: what its codec sends, a message a round.
-      within: what is sent over the fast links.
+      bucket: bucket of the gradient.
+      rounds: the messages of its codec, one per round.
+      within: the messages over the fast links.
     """
     for number, message in enumerate(rounds):
         yield BucketCollective(bucket, number, message.kind), message

@@ -1,10 +1,10 @@
 """Breaks ties between layouts of batch inputs: the more split, the better.
 
-Where all readers of a batch input take slices of it, the model charges nothing
-for keeping it whole on every device. Real input pipelines deliver parts, so
-among choices of the same cost the one that is split most is taken. The same holds for
-what is made of nothing, such as a mask, and enters a loop: it costs nothing to make
-whole, but the loop holds it on every device.
+If all readers of a batch input take slices of the input, the cost model charges nothing
+for replicating it on every device. Real input pipelines deliver shards. So among
+choices of the same cost, the layout with the most shards is taken. The same holds for
+arrays that are made without inputs, such as a mask, and enter a loop: computing such an
+array in full costs nothing, but the loop keeps it in the memory of every device.
 """
 
 from __future__ import annotations
@@ -27,12 +27,14 @@ from autopar.steps.analysis import Analysis
 from autopar_passes.graph.roles import InputRole
 from autopar_solver import ShardingProblem, Solution
 
-# Costs that differ by less than this part of the step are the same but for rounding.
+# Costs that differ by less than this fraction of the step are equal up to rounding.
 _ROUNDING = 1e-12
 
 
 def tie_broken(analysis: Analysis, found: Candidate) -> Candidate:
-    """Splits the free arrays of a candidate where that costs nothing and still fits."""
+    """Splits arrays of a candidate that cost nothing to split, if the result still
+    fits.
+    """
     solution = split_most(analysis, found.formulation, found.solution)
     if solution.choices == found.solution.choices:
         return found
@@ -47,7 +49,8 @@ def laid_out(
 ) -> tuple[Solution, Assignment, float]:
     """A solution, its layouts, and the most bytes live at once on one device.
 
-    Where it does not fit, arrays that cost nothing to split are split if it fits then.
+    If the solution does not fit the memory, arrays that cost nothing to split are
+    split, provided that the result fits.
     """
     pricer = formulation.pricer
     layouts = assignment_of(analysis, formulation, solution)
@@ -65,7 +68,9 @@ def laid_out(
 def split_most(
     analysis: Analysis, formulation: Formulation, solution: Solution
 ) -> Solution:
-    """Returns a solution of the same cost whose free arrays are split most."""
+    """Returns a solution of the same cost that splits the free arrays as far as
+    possible.
+    """
     choices = list(solution.choices)
     slack = _ROUNDING * abs(solution.cost)
     for group, layouts in _groups(analysis, formulation):
@@ -104,7 +109,9 @@ def _groups(
 
 
 def _free(analysis: Analysis) -> Iterator[tuple[int, str]]:
-    """Batch inputs, and what loops take that is made of nothing; kinds of nodes."""
+    """The free arrays with their kinds of nodes: batch inputs, and inputs of loops that
+    are made without inputs.
+    """
     for given in analysis.graph.inputs:
         if given.role is InputRole.BATCH:
             yield given.value, "input"
@@ -116,7 +123,9 @@ def _free(analysis: Analysis) -> Iterator[tuple[int, str]]:
 
 
 def _split(layout: Layout, sizes: Sequence[int]) -> tuple[int, int]:
-    """The number of parts of the rows, then the parts of all dimensions."""
+    """The number of shards along the rows, then the number of shards along all
+    dimensions.
+    """
     parts = [int(np.prod([sizes[a] for a in axes], dtype=int)) for axes in layout]
     return (parts[0] if parts else 1), int(np.prod(parts, dtype=int))
 
@@ -124,7 +133,9 @@ def _split(layout: Layout, sizes: Sequence[int]) -> tuple[int, int]:
 def _cheapest(
     problem: ShardingProblem, choices: Sequence[int], group: Sequence[int], first: int
 ) -> tuple[float, tuple[int, ...]]:
-    """The best choices of a group whose first node is fixed, all others as chosen."""
+    """The best choices of a group, with the choices of the first node and of all other
+    groups fixed.
+    """
     own = [np.array(problem.node_costs[n], dtype=float) for n in group]
     number = {n: k for k, n in enumerate(group)}
     between = np.zeros((len(own[1]), len(own[2])) if len(group) == 3 else ())

@@ -1,8 +1,8 @@
-"""Plans a step for another cluster in a short time, from the plan that it runs under.
+"""Plans a step for another cluster in a short time, starting from the running plan.
 
-The search of `autopar.planner.plan` proves how good a plan is, which takes most of its
-time. Here each mesh has one problem and little time. The running plan's layouts, as far
-as they fit the new mesh, are a candidate, and the solver begins with them.
+The search of `autopar.planner.plan` spends most of its time on proving how good a plan
+is. The search here solves one problem on each mesh, with a short time limit. The solver
+starts from the running plan's layouts, as far as these layouts fit the new mesh.
 """
 
 from __future__ import annotations
@@ -34,17 +34,18 @@ from autopar.steps.analysis import Analysis
 from autopar.steps.nodes import Node
 from autopar.steps.update_batches import in_update_batches
 
-# Seconds of the solver on each mesh, and seconds after which no other mesh is tried.
+# Time limit of the solver on each mesh, and time after which no further mesh is tried,
+# in seconds.
 MESH_S, ALL_S = 0.6, 1.2
-# Seconds of the solver for more problems of a mesh, and the part of a step that more of
-# them must be able to save.
+# Time limit of the solver for further problems of a mesh, in seconds, and the fraction
+# of a step that further problems must be able to save.
 REFINE_S, _CLOSE = 0.15, 0.01
 
 
 def can_be_warm(cluster: Cluster, options: PlanOptions, running: Plan) -> bool:
-    """Whether `warm_plan` knows all that the options ask for.
+    """Whether `warm_plan` supports everything that the options ask for.
 
-    It plans one stage on equal devices, with layouts of its own.
+    `warm_plan` plans only one stage on equal devices, and chooses the layouts itself.
     """
     several = options.stages not in (None, 1) or len(running.stages) > 1
     several = several or bool(running.replicas)
@@ -64,11 +65,11 @@ def warm_plan(
 
     Args:
       analysis: the step.
-      cluster: what to plan for.
-      options: hints and limits, for which `can_be_warm`.
-      running: the plan in use, of the same step.
+      cluster: the devices to plan for.
+      options: hints and limits for which `can_be_warm` is true.
+      running: the plan in use for the same step.
       sent: as for `autopar.planner.plan.plan_analysis`.
-      errors: likewise.
+      errors: as for `autopar.planner.plan.plan_analysis`.
 
     Raises:
       InfeasibleError: no plan fits the memory of a device.
@@ -89,7 +90,9 @@ def warm_plan(
 def _split(
     analysis: Analysis, cluster: Cluster, options: PlanOptions, running: Plan
 ) -> Analysis:
-    """The step as is asked for; what nobody said: as it runs."""
+    """The step as the options say; options that are open are taken from the running
+    plan.
+    """
     count, remat = options.microbatches, options.remat
     same = count in (None, "auto", running.microbatches)
     if same and remat in (None, "auto"):
@@ -118,7 +121,8 @@ def _search_in_time(
     running: Plan,
     codecs: CodecRequest | None,
 ) -> SearchResult | None:
-    """The best of the meshes that there is time for; None: no plan was found."""
+    """The best plan of the meshes that can be tried in time; None if no plan was found.
+    """
     start = time.perf_counter()
     tried: list[tuple[MeshShape, Candidate | None]] = []
     for mesh in meshes:
@@ -145,17 +149,18 @@ def _refine(
     start: float,
     codecs: CodecRequest | None,
 ) -> Candidate:
-    """The best plan, once more problems are solved where these may be worth it.
+    """The best plan after further problems, which are solved if they may save enough.
 
-    One problem of a mesh knows no latencies of shared messages, which are most of the
-    time of a small step. Such a step has small problems, so there is time for more.
+    The first problem of a mesh does not model latencies of shared messages. These
+    latencies are most of the time of a small step. The problems of a small step are
+    small, so there is time for further problems.
 
     Args:
       analysis: the step.
-      solved: a plan of each mesh.
+      solved: one plan of each mesh.
       options: hints and limits.
-      start: when the search began, as of ``time.perf_counter``.
-      codecs: what was said about codecs, if anything was.
+      start: start time of the search, from ``time.perf_counter``.
+      codecs: the user's request about codecs; None: no request.
     """
     best = min(solved, key=lambda c: c.step_s)
     few = len(analysis.contraction.nodes) <= FEW_NODES
@@ -199,10 +204,10 @@ def _on_mesh(
     running: Plan,
     codecs: CodecRequest | None,
 ) -> Candidate | None:
-    """A good plan on one mesh; None where none was found in the time."""
+    """A good plan on one mesh; None if none was found in time."""
     limit = _limit(analysis, pricer, options)
     starts: list[Candidate] = []
-    # Another number of microbatches, or of rows, may make another program.
+    # Another number of microbatches or rows may lead to another program.
     alike = len(running.nodes) == len(analysis.contraction.nodes)
     if alike and len(pricer.sizes) == len(running.axis_sizes):
         with contextlib.suppress(PlanError):
@@ -217,15 +222,15 @@ def _on_mesh(
 def carried_plan(
     analysis: Analysis, pricer: Pricer, running: Plan, limit: Restriction | None = None
 ) -> Candidate:
-    """The running plan's layouts on a mesh with the same axes, of other sizes.
+    """The running plan's layouts on a mesh that has the same axes in other sizes.
 
-    A node whose layout does not fit there is split nowhere.
+    A node whose layout does not fit the new mesh is not split.
 
     Args:
       analysis: the step, in the plan's microbatches.
       pricer: the mesh and cluster.
       running: the plan.
-      limit: strategies that are allowed besides.
+      limit: restriction of the allowed strategies.
 
     Raises:
       PlanError: the layouts do not fit the memory of a device.
@@ -237,5 +242,6 @@ def carried_plan(
 
     rule = Within(limit, same)
     found = solve_mesh(analysis, pricer, rule, MESH_S, weights=(HIDDEN,))
-    # Its bound is that of plans with these layouts, and says nothing of others.
+    # The solver's bound holds only for plans with these layouts, so it is replaced by
+    # 0.
     return dataclasses.replace(found, lower_s=0.0)

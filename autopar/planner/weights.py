@@ -1,14 +1,17 @@
-"""How much seconds count in a problem that may run beside others.
+"""Weights in a problem for seconds that may overlap with other seconds.
 
-A pass is cut into segments. Communication that nothing waits for has a window: gathers
-from the start of the pass to the segment of their reader, sums from the segment in
-which they are complete to the end of the update. So a stretch of segments, from the
-start of a pass or to its end, exposes at least the communication whose windows lie
-within, less the work there (the interval bound of preemptive scheduling on one machine,
-Horn 1974), and at least nothing.
+A pass is cut into segments. Communication that no operator waits for has a window of
+segments in which it may run. The window of a gather goes from the start of the pass to
+the segment of its reader. The window of a sum goes from the segment in which its
+operand is complete to the end of the update. A stretch is a sequence of segments that
+begins at the start of a pass or ends at its end. The exposed communication of a stretch
+is at least the communication whose windows lie within the stretch, minus the work
+there, and at least 0 (the interval bound of preemptive scheduling on one machine, Horn
+1974).
 
-Weights of stretches make that a sum over decisions. For weights of which those of a
-pass add up to at most 1, the least sum is a lower bound of the time of every plan.
+With a weight for each stretch, these bounds become a sum over decisions. If the weights
+of each pass add up to at most 1, the least sum is a lower bound of the time of every
+plan.
 """
 
 from __future__ import annotations
@@ -29,21 +32,22 @@ from autopar_solver import highest_minimum
 # Bytes of the largest message of each group.
 Messages = tuple[tuple[Group, float], ...]
 
-# Kinds of seconds, each by segment: work of both passes and of the update, gathers of
-# both passes, and sums.
+# Numbers of kinds of seconds: work in each segment of both passes and in the update,
+# gathers in each segment of both passes, and sums in each segment.
 _WORK, _GATHERS = 2 * SEGMENTS + 1, 2 * SEGMENTS
 KINDS = _WORK + _GATHERS + SEGMENTS
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Weights:
-    """How much seconds of each kind count, those of no kind being 1.
+    """The weight of seconds of each kind; seconds of no kind have weight 1.
 
     Attributes:
-      work: of each segment of the forward pass and of the backward pass, and of the
-        update.
-      gathers: ahead of readers in each segment of both passes.
-      sums: that are complete in each segment of the backward pass.
+      work: weights of work in each segment of the forward pass and of the backward
+        pass, and in the update.
+      gathers: weights of gathers whose reader is in each segment of both passes.
+      sums: weights of sums whose operand is complete in each segment of the backward
+        pass.
     """
 
     work: tuple[float, ...]
@@ -52,44 +56,49 @@ class Weights:
 
     @property
     def kinds(self) -> np.ndarray:
-        """All of them; float64 ``[KINDS]``."""
+        """All weights, float64 ``[KINDS]``."""
         return np.array((*self.work, *self.gathers, *self.sums))
 
     @property
     def works(self) -> bool:
-        """Whether all work counts."""
+        """Whether all work has weight 1."""
         return min(self.work) == 1.0
 
     def with_least(self, least: float) -> Weights:
-        """The same where what is hidden still counts at least so much."""
+        """The same weights, rescaled from the range 0 to 1 to the range ``least`` to 1.
+        """
         return _of_kinds(least + (1.0 - least) * self.kinds)
 
 
 def _of_kinds(kinds: np.ndarray) -> Weights:
-    """The weights of all kinds; see `Weights.kinds`."""
+    """Makes weights from an array of all kinds; the inverse of `Weights.kinds`."""
     work, gathers, sums = np.split(kinds, (_WORK, _WORK + _GATHERS))
     return Weights(tuple(work), tuple(gathers), tuple(sums))
 
 
 def partly(gathers: float, sums: float) -> Weights:
-    """Weights of communication that may be hidden, where all work counts."""
+    """Weights with full work and given weights of communication that may overlap with
+    work.
+    """
     return Weights((1.0,) * _WORK, (gathers,) * _GATHERS, (sums,) * SEGMENTS)
 
 
-# Everything counts; what may be hidden is.
+# Weights with full communication, and weights with all possible communication hidden.
 WHOLE, HIDDEN = partly(1.0, 1.0), partly(0.0, 0.0)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CommunicationWay:
-    """How the communication of a problem counts.
+    """The way in which a problem counts communication.
 
     Attributes:
-      weights: of what may be hidden.
-      messages: bytes of messages by group, of which each array pays its part; an array
-        of another group has its own message. None: one may hold all that may be joined.
-      small: whether small state stays whole (`autopar.planner.problem.small_state`).
-      prices: with them gradients may be sent by codecs.
+      weights: weights of seconds that may overlap.
+      messages: bytes of messages by group. Each array pays its share of the message of
+        its group; an array of another group has its own message. None: one message may
+        hold all arrays that may be joined.
+      small: whether small state stays unsharded
+        (`autopar.planner.problem.small_state`).
+      prices: prices with which gradients may be sent by codecs; None: no codecs.
     """
 
     weights: Weights
@@ -99,7 +108,7 @@ class CommunicationWay:
 
     @property
     def name(self) -> str:
-        """What people read of it."""
+        """Name of the way in reports."""
         some = self.weights
         text = f"solver: gathers {some.gathers[0]:.2g}, sums {some.sums[0]:.2g}"
         if not some.works:
@@ -113,7 +122,9 @@ class CommunicationWay:
 
     @property
     def bounds(self) -> bool:
-        """Whether the least cost may bound the time of every plan."""
+        """Whether the least cost of the problem may be a lower bound of the time of
+        every plan.
+        """
         plain = self.messages is None and self.prices is None
         whole = not self.small and plain
         return whole and (self.weights == HIDDEN or not self.weights.works)
@@ -122,7 +133,7 @@ class CommunicationWay:
 def in_kinds(
     work: np.ndarray | float, gathers: np.ndarray | float, sums: np.ndarray | float
 ) -> np.ndarray:
-    """Seconds, or parts of them, of all kinds.
+    """Joins seconds, or fractions of seconds, of all kinds to one array.
 
     Args:
       work: ``[2 * SEGMENTS + 1, ...]``.
@@ -144,7 +155,9 @@ def in_kinds(
 def lower_seconds(
     weights: Weights, seconds: np.ndarray, parts: np.ndarray
 ) -> np.ndarray:
-    """Seconds of which parts are of some kinds; what is infinite stays so."""
+    """Weighted seconds, given the fraction of each kind; infinite seconds stay
+    infinite.
+    """
     factor = 1.0 - float((1.0 - weights.kinds) @ parts)
     if factor == 1.0:
         return seconds
@@ -157,9 +170,9 @@ def _stretches() -> tuple[np.ndarray, np.ndarray]:
     """The stretches.
 
     Returns:
-      Of each, whether the seconds of each kind must lie in it, or work of each segment
-      is there, bool ``[stretches, KINDS]``; and whether it is of each pass, bool
-      ``[2, stretches]``.
+      Two arrays. The first says for each stretch whether it contains the window or the
+      work of each kind, bool ``[stretches, KINDS]``. The second says for each pass
+      whether a stretch belongs to it, bool ``[2, stretches]``.
     """
     index = np.arange(SEGMENTS)
     rows: list[np.ndarray] = []
@@ -182,16 +195,17 @@ def _stretches() -> tuple[np.ndarray, np.ndarray]:
 
 
 def nowhere() -> np.ndarray:
-    """No weight on any stretch; float64 ``[stretches]``."""
+    """Zero weights of all stretches, float64 ``[stretches]``."""
     return np.zeros(len(_stretches()[0]))
 
 
 def highest(planes: Sequence[Plane], share: float) -> tuple[np.ndarray, float]:
-    """Weights of stretches at which the least of some planes is highest, and that.
+    """The weights of stretches that maximise the minimum of some planes, and this
+    maximum.
 
     Args:
-      planes: of plans.
-      share: part of the work that communication may run beside.
+      planes: the planes of known plans.
+      share: fraction of the work that communication may overlap with.
     """
     base = np.array([plane.base_s for plane in planes])
     slopes = np.array([plane.slopes(share) for plane in planes])
@@ -201,11 +215,11 @@ def highest(planes: Sequence[Plane], share: float) -> tuple[np.ndarray, float]:
 
 
 def weights_of(stretches: np.ndarray, known: Calibration) -> Weights:
-    """The weights of a problem at weights of stretches; see `nowhere`.
+    """The weights of a problem for given weights of stretches; see `nowhere`.
 
     Args:
       stretches: float64 ``[stretches]``.
-      known: how communication runs beside work.
+      known: calibration of the overlap of communication and work.
     """
     inside, _ = _stretches()
     counted = np.minimum((stretches @ inside).round(4), 1.0)
@@ -220,15 +234,15 @@ class Plane:
     """The least time of a plan, as a linear function of weights of stretches.
 
     Attributes:
-      base_s: seconds where everything is hidden that may be.
-      kinds: seconds of each kind, as far as they decide what is exposed.
+      base_s: seconds if all communication that may be hidden is hidden.
+      kinds: seconds of each kind that affect the exposed communication.
     """
 
     base_s: float
     kinds: np.ndarray
 
     def slopes(self, share: float) -> np.ndarray:
-        """Seconds that each stretch exposes, or less than none."""
+        """Exposed seconds of each stretch; may be negative."""
         signs = np.concatenate([np.full(_WORK, -share), np.ones(KINDS - _WORK)])
         inside, _ = _stretches()
         return inside @ (signs * self.kinds)
@@ -241,9 +255,9 @@ def plane_of(
 
     Args:
       places: positions of operators.
-      seconds: of a step of it.
-      passes: its work and communication.
-      known: how communication runs beside work.
+      seconds: seconds of a step under the plan.
+      passes: work and communication of the plan's passes.
+      known: calibration of the overlap of communication and work.
     """
     rest, share = 1.0 - known.contention, known.overlap
     exposed_s = sum(one.exposed_s(share) for one in passes)

@@ -1,4 +1,4 @@
-"""What a plan makes of its cluster: speed-up, utilisation, axes that lie idle."""
+"""Measures how well a plan uses its cluster: speed-up, utilisation, idle axes."""
 
 from __future__ import annotations
 
@@ -21,22 +21,23 @@ from autopar_passes.graph.operators import PRODUCTS, Operator
 from autopar_passes.graph.roles import REPEATED, InputRole, Role
 from autopar_passes.rules.factor_rule import CUDNN_EFFICIENCY, PALLAS_EFFICIENCY
 
-# The largest head for which a kind of device has a fused kernel of attention, and the
-# part of the peak that it reaches: cuDNN's and Splash attention.
+# For each kind of device: the largest head dimension that its fused attention kernel
+# supports, and the fraction of peak FLOPs that the kernel reaches (cuDNN's kernel and
+# Splash attention).
 _FUSED = {"gpu": (128, CUDNN_EFFICIENCY), "tpu": (256, PALLAS_EFFICIENCY)}
-# What such a kernel takes.
+# The dtypes that such a kernel supports.
 _HALF = frozenset({"bfloat16", "float16"})
-# A kernel's backward pass has five products where that of the written-out products
-# has four: the scores once more.
+# The backward pass of a fused kernel has five matrix products, because it computes the
+# scores again. Without the kernel the backward pass has four products.
 _AGAIN = 1.25
 
 
 def worth_of(estimate: StepEstimate, step_s: float) -> Worth:
-    """Says what a plan makes of its cluster.
+    """Computes how well a plan uses its cluster.
 
     Args:
-      estimate: what a step does.
-      step_s: seconds of it, with codecs.
+      estimate: work and messages of a step.
+      step_s: seconds of a step, with codecs.
     """
     assignment, pricer = estimate.assignment, estimate.pricer
     analysis, cluster = assignment.analysis, pricer.cluster
@@ -69,13 +70,13 @@ def worth_of(estimate: StepEstimate, step_s: float) -> Worth:
 class ModelWork:
     """The matrix products and the attention of a step, on the whole batch.
 
-    What rematerialisation and kernels compute again is left out, and attention counts
-    in full, whatever its mask (Chowdhery et al., "PaLM", 2022, appendix B).
+    Work that rematerialisation or kernels repeat is left out. Attention counts in full,
+    whatever its mask (Chowdhery et al., "PaLM", 2022, appendix B).
 
     Attributes:
       flops: floating point operations.
-      causal_flops: those of them that are attention with a causal mask.
-      dtype: in which most of the forward pass is done.
+      causal_flops: the part of ``flops`` that is attention with a causal mask.
+      dtype: dtype of most of the work of the forward pass.
     """
 
     flops: float
@@ -113,19 +114,22 @@ def model_work(analysis: Analysis) -> ModelWork:
 
 
 def fused_saves_s(analysis: Analysis, work: Work) -> float:
-    """Seconds of a step that a fused kernel would save; 0 where there is none for it.
+    """Seconds of a step that a fused attention kernel would save; 0 if no kernel
+    supports the step.
 
-    A kernel reads queries, keys and values, keeps scores on the chip, leaves out what
-    a causal mask hides, and computes the scores again in the backward pass.
+    The kernel reads queries, keys and values and keeps the scores in on-chip memory. It
+    skips the work that a causal mask hides, and computes the scores again in the
+    backward pass.
 
     Args:
       analysis: the step.
-      work: what a device computes.
+      work: the work of a device.
     """
     device, seconds = work.device, work.planned_s + work.kernel_s
     most, efficiency = _FUSED.get(device.kind, (0, 0.0))
     operators = analysis.graph.operators
-    # A row stands for a class of operators: those of all layers alike.
+    # A row represents a class of operators, such as the same operator of all equal
+    # layers.
     read = dict[int, Attention]()
     products = set[int]()
     for found in analysis.attention:
@@ -149,7 +153,7 @@ def fused_saves_s(analysis: Analysis, work: Work) -> float:
 
 
 def _is_matrix(op: Operator) -> bool:
-    """Whether a product makes more than inner products of the rows of its operands."""
+    """Whether a product is more than the inner products of the rows of its operands."""
     rule = op.rule
     sides = rule.factors_of(rule.results[0]) - frozenset.intersection(
         *map(rule.factors_of, rule.operands)
@@ -158,7 +162,7 @@ def _is_matrix(op: Operator) -> bool:
 
 
 def is_repeated(op: Operator) -> bool:
-    """Whether rematerialisation does the work of an operator for a second time."""
+    """Whether an operator repeats work because of rematerialisation."""
     return REPEATED in op.module.split("/")
 
 
@@ -169,8 +173,9 @@ def axis_uses(
 
     Args:
       assignment: strategies as layouts.
-      work: what a device computes; splitting it shortens all but starts of kernels.
-      pricer: of the mesh.
+      work: the work of a device; splitting the work shortens everything except kernel
+        launches.
+      pricer: prices on the mesh.
     """
     total = float(work.planned_s.sum())
     split = [0.0] * len(assignment.sizes)
@@ -211,7 +216,7 @@ def _sums_s(assignment: Assignment, axis: int, pricer: Pricer) -> float:
 
 
 def _part_left(split: float, total: float) -> float:
-    """The part that is not split; of no work, everything."""
+    """The fraction of the work that is not split; 1 if there is no work."""
     return min(1.0, max(0.0, 1.0 - split / total)) if total else 1.0
 
 

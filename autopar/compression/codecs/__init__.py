@@ -1,4 +1,4 @@
-"""Codecs: how a gradient is written in fewer bytes.
+"""Codecs: ways to encode a gradient in fewer bytes.
 
 Importing the package fills the registry with the codecs below.
 """

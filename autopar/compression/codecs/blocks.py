@@ -1,18 +1,20 @@
-"""Gives blockwise codecs the sum in two shots, blocks, scales and noise.
+"""Shared parts of blockwise codecs: the sum in two shots, blocks, scales and random
+numbers.
 
-First shot: every worker quantises its chunks and sends chunk i to worker i,
-which decodes and sums them in float32. Second shot: each quantises its sum and
-sends it to all (Seide et al. 2014; 1-bit Adam, arXiv 2102.02888; CGX, arXiv
-2111.08617). All workers decode the same bytes, their own included, so that
-their results have the same bits.
+First shot: every worker quantises its chunks and sends chunk i to worker i, which
+decodes and sums them in float32. Second shot: every worker quantises its sum and sends
+it to all workers (Seide et al. 2014; 1-bit Adam, arXiv 2102.02888; CGX, arXiv
+2111.08617). All workers decode the same bytes, also for their own chunk. So their
+results are bit-identical.
 
-Every block has a scale of its own in bfloat16: the range of float32, so that no
-gradient over- or underflows, in two bytes. Where the scale comes from the
-largest element it is rounded up, so that this element is not clipped; that
-coarsens the steps by at most 1/128. One message holds codes and scales.
+Every block has its own scale in bfloat16. Two bytes of bfloat16 have the range of
+float32, so no gradient over- or underflows. A scale that comes from the largest element
+is rounded up, so that this element is not clipped. The rounding coarsens the
+quantisation steps by at most 1/128. One message holds codes and scales.
 
-A block with an infinity or a NaN becomes all NaN, so that the damage is seen
-and stays in its block. A block whose scale would be a denormal becomes zero.
+A block with an infinity or a NaN is decoded to NaN in all elements. So the fault is
+visible and does not spread to other blocks. A block whose scale would be a denormal
+becomes zero.
 """
 
 from __future__ import annotations
@@ -38,20 +40,23 @@ from autopar_errors import InputError
 
 Rounding = Literal["nearest", "stochastic"]
 
-# Chunks of at least so many blocks are padded to whole blocks: at most 3 % more
-# bytes, and no second, shorter kind of block to compile.
+# Chunks of at least this many blocks are padded to whole blocks. Padding adds at most 3
+# % of the bytes, and the compiler then needs no second, shorter kind of block.
 _WHOLE_BLOCKS = 32
 _SCALE_BYTES = 2
-# Factors of the Walsh-Hadamard transform: 32 x 8 took 0.8 of the time of 64 x 4, half
-# of that of 16 x 16 and at most 0.4 of that of a single 256, on two CPU cores.
+# Factors of the Walsh-Hadamard transform. On two CPU cores, 32 x 8 took 0.8 times the
+# time of 64 x 4, half the time of 16 x 16, and at most 0.4 times the time of a single
+# product of size 256.
 _PRODUCT = 32
 _BUTTERFLY = 8
-# Rows up to this number are added in one loop over the elements, which on a CPU is
-# twelve times as fast as a reduction over the leading dim.
+# Up to this number of rows, rows are added in one loop over the elements. On a CPU this
+# is twelve times as fast as a reduction over the leading dim.
 _UNROLLED_ROWS = 16
-# To the width at which the halves of a block are no longer compared with each other.
+# The block width from which on the two halves of a block are no longer compared with
+# each other.
 _HALVES = 16
-# Adding it rounds to a whole number, in the low bits of the float32: 1.5 * 2 ** 23.
+# Adding this constant, 1.5 * 2 ** 23, rounds a float32 to a whole number, which is then
+# in its low bits.
 _ROUNDER = 12582912.0
 _SMALLEST_NORMAL = float(np.finfo(np.float32).tiny)
 
@@ -63,7 +68,7 @@ class RowCodec(Protocol):
         """Float32 (m, c) to uint8 (m, b).
 
         Args:
-          rows: the numbers; zeros behind the first ``lengths`` of each row.
+          rows: the numbers; each row holds zeros after its first ``lengths`` elements.
           lengths: int32 (m,), how many elements of each row are real.
           salt: uint32 scalar, for random choices.
         """
@@ -74,7 +79,7 @@ class RowCodec(Protocol):
         ...
 
     def decode_sum(self, payload: jax.Array, elements: int) -> jax.Array:
-        """The sum of what the rows of uint8 (m, b) stand for, float32 (c,)."""
+        """The sum of the decoded rows of uint8 (m, b), float32 (c,)."""
         ...
 
 
@@ -88,12 +93,13 @@ def two_shot(
     """Sums chunks over the workers with an all-to-all and an all-gather.
 
     Args:
-      rows: how rows are sent.
-      chunks: of this worker, float32 (n, c).
-      state: `server_state`, where the error of the second shot is fed back to
-        the next step's, or ().
-      context: the step. Where it says scatter there is no second shot.
-      second: how rows are sent in the second shot; default: as in the first.
+      rows: the codec of rows.
+      chunks: chunks of this worker, float32 (n, c).
+      state: `server_state` if the error of the second shot is added to the next step's
+        second shot; otherwise ().
+      context: the step. With ``scatter`` there is no second shot.
+      second: the codec of rows in the second shot; default: the codec of the first
+        shot.
     """
     back = rows if second is None else second
     count, elements = chunks.shape
@@ -104,7 +110,7 @@ def two_shot(
     total = rows.decode_sum(received, elements)
     if context.scatter:
         return Reduced(total, sent, state)
-    # The values decoded in the place of padding need not be zero.
+    # Decoded values in the padding need not be zero.
     length = lengths[context.worker]
     real = jnp.arange(elements) < length
     wanted = jnp.where(real, total + state["server"] if state else total, 0.0)
@@ -121,7 +127,9 @@ def two_shot(
 
 
 def server_state(enabled: bool, size: int, workers: int) -> State:
-    """State of `two_shot`: the error of the own chunk, float32 (c,), or none."""
+    """State of `two_shot`: the error of the worker's own chunk, float32 (c,); () if
+    disabled.
+    """
     if not enabled:
         return ()
     return {"server": jnp.zeros((size // workers,), jnp.float32)}
@@ -138,8 +146,8 @@ def row_lengths(context: CodecContext, elements: int) -> jax.Array:
 def mix(word: jax.Array) -> jax.Array:
     """A bijective hash of uint32 words: lowbias32 by C. Wellons.
 
-    Source of the constants: nullprogram.com/blog/2018/07/31. About a fortieth of
-    the time of threefry on a CPU.
+    Source of the constants: nullprogram.com/blog/2018/07/31. On a CPU the hash takes
+    about a fortieth of the time of threefry.
     """
     word = (word ^ (word >> 16)) * jnp.uint32(0x7FEB352D)
     word = (word ^ (word >> 15)) * jnp.uint32(0x846CA68B)
@@ -154,40 +162,42 @@ def salt(context: CodecContext, shot: int) -> jax.Array:
 
 
 def uniform(shape: tuple[int, ...], salt_word: jax.Array) -> jax.Array:
-    """Float32 in [0, 1), a hash of position and salt; multiples of 2 ** -24."""
+    """Random float32 in [0, 1), hashed from position and salt; multiples of 2 ** -24.
+    """
     position = jax.lax.iota(jnp.uint32, int(np.prod(shape))).reshape(shape)
     return uniform_at(position, salt_word)
 
 
 def uniform_at(position: jax.Array, salt_word: jax.Array) -> jax.Array:
-    """`uniform` at positions, uint32."""
+    """As `uniform`, at given positions, uint32."""
     # 2 ** 32 / golden ratio spreads neighbouring positions (Knuth, TAOCP 6.4).
     word = mix((position * jnp.uint32(0x9E3779B9)) ^ salt_word)
     return (word >> 8).astype(jnp.float32) * jnp.float32(2.0**-24)
 
 
-# Compiler options that keep optimization barriers to the end on CPUs.
+# Compiler options with which XLA for CPUs keeps optimization barriers until the end.
 WITH_BARRIERS: Final = {"xla_disable_hlo_passes": "cse_barrier_expander"}
 
 
 def add_barrier(values: jax.Array) -> jax.Array:
     """The values behind an optimization barrier.
 
-    It keeps a compiler from simplifying across it, so that what is decoded here is
-    what the bytes that are sent say. It is no promise of a buffer: XLA for CPUs drops
-    the barriers before it merges loops.
+    The barrier keeps the compiler from simplifying across it. So the worker decodes
+    exactly the values that the sent bytes encode. The barrier does not guarantee a
+    buffer: XLA for CPUs removes barriers before it fuses loops.
     """
     return jax.lax.optimization_barrier(values)
 
 
 def hadamard(blocks: jax.Array) -> jax.Array:
-    """Walsh-Hadamard transform of the last dim, not normalised: a sum of +-1 times.
+    """Unnormalised Walsh-Hadamard transform of the last dim.
 
-    Of width ``w``, a power of two; twice the transform is ``w`` times the blocks.
-    The Sylvester matrix is the Kronecker product of smaller ones: a matrix product
-    with that of at most `_PRODUCT` elements, and butterflies of `_BUTTERFLY` for the
-    rest; for w = 256 at most 0.4 of the time of one product on a CPU. Whole numbers
-    come out exact, in any order of summation.
+    The width ``w`` is a power of two. Applying the transform twice multiplies the
+    blocks by ``w``. The Sylvester matrix is the Kronecker product of smaller Sylvester
+    matrices. So the transform is a matrix product of size at most `_PRODUCT`, followed
+    by butterflies of size `_BUTTERFLY`. On a CPU, for w = 256, this takes at most 0.4
+    times the time of one product. Whole numbers are transformed exactly, in any order
+    of summation.
     """
     *outer, width = blocks.shape
     inner = min(width, _PRODUCT)
@@ -204,7 +214,7 @@ def hadamard(blocks: jax.Array) -> jax.Array:
 
 
 def _butterfly(values: jax.Array) -> jax.Array:
-    """The transform of the middle dim of (m, r, w), by additions."""
+    """The transform of the middle dim of (m, r, w), computed by additions."""
     parts = [values[:, k] for k in range(values.shape[1])]
     step = 1
     while step < len(parts):
@@ -218,17 +228,19 @@ def _butterfly(values: jax.Array) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Format:
-    """Blocks of a row as bytes. Shapes: m rows, k blocks of w elements.
+    """How the blocks of a row are written as bytes. Shapes: m rows, k blocks of w
+    elements.
 
     Attributes:
       block: elements of a block.
-      bits: of one element.
-      width: the width of a shorter last block of so many elements.
+      bits: bits of one element.
+      width: maps the number of elements in a shorter last block to the width of that
+        block.
       encode: (m, k, w), real elements of each block (m, k), salt -> codes, uint8
         (m, k, w * bits / 8), and scales, float32 (m, k), exact in bfloat16.
-      decode: codes -> (m, k, w), not yet times the scales. Exact.
-      rotation: a linear map of the blocks that ends the decoding, exact on what
-        ``decode`` returns, or None.
+      decode: codes -> (m, k, w), before the multiplication by the scales. Exact.
+      rotation: a linear map of the blocks at the end of decoding, exact on the results
+        of ``decode``; None: no map.
     """
 
     block: int
@@ -239,7 +251,7 @@ class Format:
     rotation: Callable[[jax.Array], jax.Array] | None = None
 
     def parts(self, elements: int) -> list[tuple[int, int, int]]:
-        """First element, number of blocks and their width, of each kind."""
+        """First element, number of blocks and block width, for each kind of block."""
         blocks, rest = divmod(elements, self.block)
         parts = [(0, blocks, self.block)] if blocks else []
         if rest:
@@ -248,11 +260,12 @@ class Format:
 
     @property
     def interleaves_scales(self) -> bool:
-        """Whether each block's scale lies behind its codes, not behind them all.
+        """Whether each block's scale follows its own codes, instead of all scales
+        following all codes.
 
-        XLA for CPUs vectorises neither the packing of codes into bytes once it has
-        merged it with a reshape to rows, nor whole bytes that do not lie side by
-        side. Behind a concatenation of blocks the reshape costs nothing.
+        XLA for CPUs fails to vectorise in two cases: packing of codes into bytes that
+        is fused with a reshape to rows, and whole bytes that are not adjacent. After a
+        concatenation of blocks the reshape costs nothing.
         """
         return self.bits < 8
 
@@ -266,7 +279,7 @@ class Format:
     def taken_apart(
         self, payload: jax.Array, blocks: int
     ) -> tuple[jax.Array, jax.Array]:
-        """Codes (m, k, _) and scales (m, k) of what was laid out."""
+        """Codes (m, k, _) and scales (m, k) from a part that `laid_out` made."""
         count = payload.shape[0]
         if self.interleaves_scales:
             both = payload.reshape(count, blocks, -1)
@@ -283,7 +296,7 @@ class Format:
 def encode_rows(
     form: Format, rows: jax.Array, lengths: jax.Array, salt_word: jax.Array
 ) -> jax.Array:
-    """Float32 (m, c) to uint8 (m, b): for each part, codes and then scales."""
+    """Encodes float32 (m, c) to uint8 (m, b): for each part, codes and then scales."""
     count, elements = rows.shape
     payload: list[jax.Array] = []
     for index, (start, blocks, width) in enumerate(form.parts(elements)):
@@ -302,15 +315,17 @@ def decode_rows(form: Format, payload: jax.Array, elements: int) -> jax.Array:
     """Uint8 (m, b) to float32 (m, c)."""
     out: list[jax.Array] = []
     for values, scales in _parts_of(form, payload, elements):
-        # On whole numbers the rotation is exact: all workers get the same bits even
-        # where their processors sum in different orders.
+        # The rotation of whole numbers is exact. So all workers get the same bits, even
+        # if their processors sum in different orders.
         turned = form.rotation(values) if form.rotation else values
         out.append(_flat(turned * scales))
     return join_parts(out)[:, :elements]
 
 
 def decode_sum_rows(form: Format, payload: jax.Array, elements: int) -> jax.Array:
-    """Uint8 (m, b) to the sum of its rows, float32 (c,), rotated only once."""
+    """Decodes uint8 (m, b) to the sum of its rows, float32 (c,), with only one
+    rotation.
+    """
     out: list[jax.Array] = []
     for values, scales in _parts_of(form, payload, elements):
         total = add_rows(values * scales)[None]
@@ -329,7 +344,7 @@ def add_rows(rows: jax.Array) -> jax.Array:
 
 
 def joined_bytes(low: jax.Array, high: jax.Array) -> jax.Array:
-    """The bytes of bfloat16, uint8, to float32."""
+    """Joins the low and high bytes of bfloat16, uint8, to float32."""
     word = low.astype(jnp.uint32) << 16 | high.astype(jnp.uint32) << 24
     return jax.lax.bitcast_convert_type(word, jnp.float32)
 
@@ -373,12 +388,14 @@ def usable(scales: jax.Array) -> jax.Array:
 
 
 def largest(blocks: jax.Array, top: float) -> jax.Array:
-    """Scale at which the largest element is at most ``top``, exact in bfloat16.
+    """Scales with which the largest element of a block is at most ``top``, exact in
+    bfloat16.
 
     Float32 (m, k, w) -> (m, k).
     """
     sizes = jnp.abs(blocks)
-    # Whole vectors at a time; the reduction proper compares element by element.
+    # Whole vectors are compared at a time; a plain reduction would compare element by
+    # element.
     while sizes.shape[-1] > _HALVES and sizes.shape[-1] % 2 == 0:
         half = sizes.shape[-1] // 2
         sizes = jnp.maximum(sizes[..., :half], sizes[..., half:])
@@ -392,7 +409,8 @@ def largest(blocks: jax.Array, top: float) -> jax.Array:
 def divide_by_scales(blocks: jax.Array, scales: jax.Array) -> jax.Array:
     """Blocks divided by their scales.
 
-    Zero where the scale is zero; where it is NaN anything, as it is decoded to NaN.
+    The result is zero if the scale is zero. If the scale is NaN, the result is
+    arbitrary, because the block is decoded to NaN.
     """
     good = scales > 0
     inverse = jnp.where(good, 1.0 / jnp.where(good, scales, 1.0), 0.0)
@@ -404,14 +422,15 @@ def levels(
 ) -> tuple[jax.Array, jax.Array]:
     """Whole numbers of -top..top and scales, (m, k, w) -> int32 and (m, k).
 
-    The low 22 bits are the number's in two's complement, those above are not its.
+    The low 22 bits hold the number in two's complement; the bits above are to be
+    ignored.
     """
     scales = largest(blocks, top)
     values = divide_by_scales(blocks, scales)
     if rounding == "stochastic":
         values = jnp.floor(values + uniform(values.shape, salt_word))
         values = jnp.clip(values, -top, top)
-    # To the nearest it needs no clipping: scales are rounded up.
+    # Rounding to the nearest needs no clipping, because scales are rounded up.
     return jax.lax.bitcast_convert_type(values + _ROUNDER, jnp.int32), scales
 
 
@@ -432,10 +451,12 @@ def check_choice(codec: str, field: str, value: str, choices: tuple[str, ...]) -
 
 
 def round_up(value: int, multiple: int) -> int:
-    """The smallest multiple that is not below a value."""
+    """Rounds a value up to a multiple."""
     return -(-value // multiple) * multiple
 
 
 def block_chunk(elements: int, block: int) -> int:
-    """Whole blocks for large chunks; small ones end in a shorter block."""
+    """Elements of a padded chunk: large chunks have whole blocks, small chunks end in a
+    shorter block.
+    """
     return round_up(elements, block) if elements >= _WHOLE_BLOCKS * block else elements

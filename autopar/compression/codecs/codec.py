@@ -1,11 +1,11 @@
 """A codec turns a partial gradient into messages, and messages into a sum.
 
 A codec describes the communication of one gradient as a generator of requests
-(`autopar.compression.exchange`), so that the rounds of many gradients can be fused.
-What it sends is exactly what it yields, and `Codec.wire_bytes` counts it by running the
-generator on abstract values. All that a planner asks of a codec stands in its class:
-what it sends, loses (`Codec.error`) and costs (`Codec.cost`), and which of its
-parameters there are to choose from (`Codec.choices`).
+(`autopar.compression.exchange`), so that the rounds of many gradients can be fused. A
+codec sends exactly the messages that it yields. `Codec.wire_bytes` counts their bytes
+by running the generator on abstract values. The class of a codec answers everything
+that a planner asks: the bytes that the codec sends, its error (`Codec.error`), its cost
+(`Codec.cost`), and the parameters to choose from (`Codec.choices`).
 
 Legend of shapes: n workers, c elements of one chunk, b bytes of one message.
 A partial gradient comes as *chunks* ``(n, c)`` in float32, zero-padded; chunk
@@ -43,8 +43,8 @@ from autopar.compression.exchange import (
 from autopar_errors import AutoparError, InputError, user_line
 from autopar_passes.jax_compat import subjaxprs
 
-# Of each request: the name and type of what is sent, and its dims; n is the number of
-# workers, and letters are free.
+# For each request: the name, the dtype and the dims of the sent array. The dim n is the
+# number of workers; other letters are free.
 _REQUESTS: dict[type[Any], tuple[str, str, tuple[str, ...]]] = {
     AllReduce: ("values", "float32", ("k",)),
     ReduceScatter: ("values", "float32", ("n", "k")),
@@ -65,17 +65,17 @@ def checked_rounds(
     scatter: bool,
     where: str,
 ) -> Rounds:
-    """The rounds of a codec, each checked as it is asked for.
+    """Runs the rounds of a codec, and checks each request when it is made.
 
     Args:
       make: calls `Codec.reduce`.
-      chunks: that it is given, (n, c).
-      state: that it is given.
+      chunks: the chunks passed to `Codec.reduce`, (n, c).
+      state: the state passed to `Codec.reduce`.
       scatter: whether a worker needs only its chunk of the sum.
       where: names the codec and the gradient in errors.
 
     Raises:
-      InputError: what it asks for, or returns, does not fit.
+      InputError: a request or the result of the codec does not fit.
     """
     made: Any = _call(make, where)
     if not inspect.isgenerator(made):
@@ -93,7 +93,7 @@ def checked_rounds(
 
 
 def _next(rounds: Rounds, answer: jax.Array | None) -> tuple[Any, bool]:
-    """The next request, or what is returned, and whether it is that."""
+    """The next request or the returned result, and whether it is the result."""
     try:
         return (next(rounds) if answer is None else rounds.send(answer)), False
     except StopIteration as stop:
@@ -101,10 +101,10 @@ def _next(rounds: Rounds, answer: jax.Array | None) -> tuple[Any, bool]:
 
 
 def _call(function: Callable[[], Any], where: str, method: str = "reduce") -> Any:
-    """What a function of the codec returns; its errors name the codec.
+    """Calls a function of the codec; errors name the codec.
 
     Raises:
-      InputError: it fails.
+      InputError: the function fails.
     """
     try:
         return function()
@@ -168,12 +168,12 @@ def _describe_state(state: State) -> str:
 
 
 def _shape(given: Any) -> tuple[int, ...] | None:
-    """The shape of an array; None: it is none."""
+    """The shape of an array; None if the value is not an array."""
     return tuple(given.shape) if hasattr(given, "shape") else None
 
 
 def _kind(given: Any) -> str:
-    """What something is, for an error."""
+    """Describes the type of a value, for an error."""
     shape = _shape(given)
     if shape is None:
         return "None" if given is None else f"a {type(given).__name__}"
@@ -203,16 +203,16 @@ __all__ = [
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CodecContext:
-    """The facts of the step that a codec knows.
+    """The facts of the step that are passed to a codec.
 
     Attributes:
       workers: number of workers, n.
       worker: this worker's number, an int32 scalar.
       step: number of the step, an int32 scalar, the same on all workers.
-      seed: a number of its own for each gradient of a step.
+      seed: a number that is different for each gradient of a step.
       shape: shape of the gradient on this device, before chunking.
-      size: its number of elements; chunks hold zeros behind it when it is not
-        scattered.
+      size: number of elements of the gradient; if the sum is not scattered, chunks hold
+        zeros after these elements.
       scatter: whether each worker needs only its own chunk of the sum.
       inputs: `Codec.amounts` that are inputs of the program, int32 scalars by name;
         None: they are constants.
@@ -230,11 +230,13 @@ class CodecContext:
     room: float = 1.0
 
     def amount(self, name: str, constant: int) -> int | jax.Array:
-        """An amount by name: the input of the program, or else the constant."""
+        """An amount by name: the input of the program if there is one, otherwise the
+        constant.
+        """
         return constant if self.inputs is None else self.inputs[name]
 
     def part(self, used: int | jax.Array) -> UsedPart | None:
-        """The part of a request that counts; None where amounts are constants."""
+        """The used part of a request; None if amounts are constants."""
         if self.inputs is None:
             return None
         return UsedPart(jnp.asarray(used, jnp.int32), self.room)
@@ -242,19 +244,19 @@ class CodecContext:
 
 @dataclasses.dataclass(frozen=True)
 class Codec(abc.ABC):
-    """A way to send gradients; its fields are its parameters.
+    """A way to send gradients; the fields of a codec are its parameters.
 
     Class attributes:
-      name: the word it is written with, as in ``int4:block=64``.
-      feedback: whether its error must be fed back for training to converge.
-      linear: whether the sum of what is sent is what the sum would send.
-      sound: whether elements whose squares have a finite sum give a finite sum over
-        the workers, whatever they are. Of other codecs every sum is looked at.
-      lossless: whether the sum is the exact one, in float32.
-      sized: the field that decides how much is sent, where it can be an input of the
-        program (`autopar.compression.adjusting`); '' where it cannot.
-      free: other fields that can be inputs.
-      restarts: names of `amounts` on whose change the state starts anew.
+      name: the name of the codec in text, as in ``int4:block=64``.
+      feedback: whether training converges only with error feedback.
+      linear: whether the sum of the workers' encoded gradients equals the encoded sum.
+      sound: whether gradients with finite squared norms always give a finite sum over
+        the workers. For other codecs every sum is checked.
+      lossless: whether the sum is exact, in float32.
+      sized: the field that decides the message size, if it can be an input of the
+        program (`autopar.compression.adjusting`); '' if it cannot.
+      free: other fields that can be inputs of the program.
+      restarts: names of `amounts`; when one of them changes, the state is reset.
     """
 
     name: ClassVar[str]
@@ -267,7 +269,9 @@ class Codec(abc.ABC):
     restarts: ClassVar[tuple[str, ...]] = ()
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Has figures measured anew of a class that sends something else."""
+        """Makes a class that sends other messages than its base measure its own error
+        and cost.
+        """
         super().__init_subclass__(**kwargs)
         for figure in ("error", "cost"):
             for base in cls.__mro__:
@@ -280,49 +284,51 @@ class Codec(abc.ABC):
 
     @classmethod
     def is_of_package(cls) -> bool:
-        """Whether autopar has the class, which is tested with it."""
+        """Whether the class belongs to autopar, and so is tested with autopar."""
         return cls.__module__.startswith("autopar.")
 
     @classmethod
     def choices(cls) -> tuple[Self, ...]:
         """The parameters that ``compression="auto"`` chooses from.
 
-        Default: those that the class has by default.
+        Default: one choice, with the default values of the fields.
         """
         return (cls(),)
 
     def error(self, shape: tuple[int, ...]) -> float:
         """Expected relative error of one worker's gradient, in the L2 norm.
 
-        Default: measured on heavy-tailed samples (Student's t with four degrees of
-        freedom), as most of the package's own codecs state it.
+        Default: the error measured on heavy-tailed samples (Student's t with four
+        degrees of freedom). Most of the package's own codecs state their error for such
+        samples, too.
 
         Args:
-          shape: of the gradient on one device.
+          shape: shape of the gradient on one device.
         """
         return _measured_error(self, _example(self, shape))
 
     def cost(self, shape: tuple[int, ...]) -> float:
         """Work of encoding and decoding, in passes over the gradient.
 
-        A pass reads and writes each float32 element once, on one core of a CPU. It
-        holds all that one worker does: feedback, and what a step reports. Default:
-        counted in the traced program.
+        A pass reads and writes each float32 element once, on one core of a CPU. The
+        cost includes all work of one worker, with error feedback and the reports of a
+        step. Default: the cost counted in the traced program.
 
         Args:
-          shape: of the gradient on one device.
+          shape: shape of the gradient on one device.
         """
         return _counted_passes(self, _example(self, shape))
 
     def messages(
         self, shape: tuple[int, ...], workers: int, *, scatter: bool = False
     ) -> tuple[Message, ...]:
-        """The messages for one gradient, one a round.
+        """The messages for one gradient, one per round.
 
-        The generator is run on abstract values, so this is what is sent.
+        The generator runs on abstract values, so these are exactly the messages that
+        are sent.
 
         Args:
-          shape: of the gradient on one device.
+          shape: shape of the gradient on one device.
           workers: number of workers, n.
           scatter: whether each worker needs only its part of the sum.
         """
@@ -347,12 +353,12 @@ class Codec(abc.ABC):
     def amounts(
         self, shape: tuple[int, ...], workers: int, *, scatter: bool
     ) -> dict[str, int]:
-        """What ``sized`` and ``free`` are for a gradient, in whole numbers.
+        """The values of ``sized`` and ``free`` for a gradient, as whole numbers.
 
-        `reduce` asks for them by `CodecContext.amount`.
+        `reduce` reads them with `CodecContext.amount`.
 
         Args:
-          shape: of the gradient on one device.
+          shape: shape of the gradient on one device.
           workers: number of workers.
           scatter: whether each worker needs only its part of the sum.
         """
@@ -361,16 +367,16 @@ class Codec(abc.ABC):
 
     @property
     def unit(self) -> int:
-        """Elements of a chunk that are sent by themselves, whatever is beside them.
+        """Elements of a chunk that are encoded independently of all other elements.
 
-        Gradients of whole units are encoded side by side
-        (`autopar.compression.encoding`); the state of such a codec is one array of a
-        chunk's elements, or nothing. Default: 0, the gradient is one whole.
+        Gradients that consist of whole units are encoded together
+        (`autopar.compression.encoding`). The state of a codec with units is one array
+        with a chunk's elements, or (). Default: 0, the gradient cannot be divided.
         """
         return 0
 
     def init(self, shape: tuple[int, ...], size: int, workers: int) -> State:
-        """The state before the first step, of one device; default: none.
+        """The state of one device before the first step; default: no state.
 
         Args:
           shape: shape of the gradient on one device.
@@ -381,23 +387,23 @@ class Codec(abc.ABC):
         return ()
 
     def check(self, shape: tuple[int, ...], *, scatter: bool) -> str:
-        """Says why the codec cannot be used for such a gradient, or ''."""
+        """Says why the codec cannot be used for such a gradient; '' if it can."""
         del shape, scatter
         return ""
 
     def chunk(self, elements: int) -> int:
-        """The smallest chunk of at least ``elements`` that it can work on.
+        """The smallest chunk size of at least ``elements`` that the codec supports.
 
-        Only where the sum is not scattered; a scattered gradient has the chunks
-        that its layout gives.
+        Called only if the sum is not scattered. The chunks of a scattered gradient
+        follow from its layout.
         """
         return elements
 
     def extent(self, shape: tuple[int, ...]) -> float:
         """The size to which the sent bytes are proportional, without padding.
 
-        It is used to estimate the bytes of many shapes from those of one; default:
-        the number of elements.
+        With this size, the bytes of many shapes are estimated from the bytes of one
+        shape. Default: the number of elements.
 
         Args:
           shape: shape of the gradient on one device.
@@ -410,12 +416,12 @@ class Codec(abc.ABC):
 
         Args:
           chunks: this worker's partial gradient, float32 (n, c).
-          state: of `init` or of the step before.
+          state: the state from `init` or from the step before.
           context: the step.
         """
 
 
-# What a class may say for itself and still send what its base sends.
+# Attributes that a class may define and still send the same messages as its base.
 _SENDS_AS_BEFORE = frozenset(
     ("__annotate__", "__annotate_func__", "__annotations__", "__doc__",
      "__firstlineno__", "__module__", "__post_init__", "__qualname__",
@@ -431,14 +437,15 @@ def begin_rounds(
     context: CodecContext,
     name: str = "",
 ) -> Rounds:
-    """Begins to sum a gradient; what does not fit is refused as it comes.
+    """Begins to sum a gradient; requests that do not fit are refused when they are
+    made.
 
     Args:
       codec: the codec.
       chunks: this worker's partial gradient, float32 (n, c).
-      state: of `Codec.init` or of the step before.
+      state: the state from `Codec.init` or from the step before.
       context: the step.
-      name: of the gradient, for errors; '': it is a sample.
+      name: name of the gradient, for errors; '': the gradient is a sample.
     """
     which = f"gradient {name!r}" if name else "a sample"
     return checked_rounds(
@@ -457,13 +464,13 @@ def check_codec(
 
     Args:
       codec: the codec.
-      shape: of the gradient on one device.
+      shape: shape of the gradient on one device.
       workers: number of workers.
       scatter: whether each worker needs only its part of the sum.
-      name: of the gradient.
+      name: name of the gradient.
 
     Raises:
-      InputError: what it asks for, or returns, does not fit.
+      InputError: a request or the result of the codec does not fit.
     """
     try:
         codec.messages(shape, workers, scatter=scatter)
@@ -476,7 +483,7 @@ def chunk_elements(codec: Codec, size: int, workers: int, *, scatter: bool) -> i
     """Elements of one of the chunks that a gradient is cut into.
 
     Raises:
-      InputError: `Codec.chunk` fails, or returns no number that is large enough.
+      InputError: `Codec.chunk` fails, or its result is not a large enough number.
     """
     if scatter:
         return size // workers
@@ -508,7 +515,7 @@ def _worker_jaxpr(
     scatter: bool = False,
     name: str = "",
 ) -> Any:
-    """The jaxpr of what one worker does for a gradient: total, error and state."""
+    """The jaxpr of one worker's computation for a gradient: total, error and state."""
     size, n = math.prod(shape), links.workers
     chunk = chunk_elements(codec, size, n, scatter=scatter)
 
@@ -524,8 +531,9 @@ def _worker_jaxpr(
     )
 
 
-# Rows for each worker and columns of the gradient that estimates start from: wide
-# enough that blocks and padding weigh as little as in most gradients.
+# Rows per worker and columns of the gradient from which bytes of other gradients are
+# estimated. It is so large that blocks and padding matter as little as in most
+# gradients.
 _ROWS, _COLUMNS = 64, 1024
 
 
@@ -534,8 +542,8 @@ def example_messages(
 ) -> tuple[tuple[Message, ...], float]:
     """The messages of a gradient of 1024 columns, and its `Codec.extent`.
 
-    Those of any other are nearly in proportion to its extent, which spares running
-    the codec on every shape.
+    The messages of any other gradient are nearly in proportion to its extent. So the
+    codec need not be run on every shape.
 
     Args:
       codec: the codec.
@@ -546,27 +554,28 @@ def example_messages(
     return codec.messages(shape, workers, scatter=scatter), codec.extent(shape)
 
 
-# Gradients of which figures are measured; the first that the codec can send is taken.
+# Shapes for measuring error and cost; the first shape that the codec can send is taken.
 _EXAMPLES = ((256, 256), (1024, 1024), (1 << 16,))
 
 
 def _example(codec: Codec, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """A shape of which the codec's figures are measured."""
+    """The shape with which the error and the cost of a codec are measured."""
     alike = (s for s in _EXAMPLES if not codec.check(s, scatter=False))
     return next(alike, shape)
 
 
-# Encodings of a sample by a codec before its error counts, and those that count. Their
-# numbers are those of steps late in training: a codec may do something else at first.
+# The number of steps before the error is measured, and the number of measured steps.
+# The step numbers start late in training, because a codec may work differently in its
+# first steps.
 _WARM_UP, _COUNTED, _LATE = 5, 4, 1_000_000
 
 
 @functools.lru_cache(maxsize=1 << 10)
 def _measured_error(codec: Codec, shape: tuple[int, ...]) -> float:
-    """The error of samples, a root mean square over some steps.
+    """The error on samples, as a root mean square over some steps.
 
-    Each step has them in another order: nothing is to be learned from those before.
-    Where nothing is left to be sent later, what the sum lost.
+    Each step has the samples in another order, so that a codec cannot learn from
+    earlier steps. If the codec leaves no residual, the error is that of the sum.
     """
     random = np.random.default_rng(0)
     sample = random.standard_t(4.0, shape).astype(np.float32)
@@ -585,27 +594,28 @@ def _measured_error(codec: Codec, shape: tuple[int, ...]) -> float:
             f"{type(codec).__qualname__}: what it makes of a finite gradient of shape "
             f"{shape} is not finite; state its error(shape), or mend reduce."
         )
-    # Processors that round differently agree.
+    # With six digits, processors that round differently give the same number.
     return float(f"{error:.6g}")
 
 
-# Options of programs that measure errors: the compiler otherwise leaves out a rounding
-# that is undone at once, such as one to bfloat16 and back, and nothing seems lost.
+# Compiler options of programs that measure errors. Without them the compiler removes
+# roundings such as from float32 to bfloat16 and back, and the error seems to be zero.
 KEEP_ROUNDINGS = {"xla_allow_excess_precision": False}
 
 
 @functools.lru_cache(maxsize=1024)
 def sample_encoder(codec: Codec, shape: tuple[int, ...], seed: int) -> tuple[Any, Any]:
-    """Encodes samples of a gradient as the only worker.
+    """Makes a function that encodes samples of a gradient as the only worker.
 
     Args:
       codec: the codec.
-      shape: of the samples.
-      seed: a number of its own for each gradient.
+      shape: shape of the samples.
+      seed: a number that is different for each gradient.
 
     Returns:
-      A function that makes the state before the first step, and a compiled step: the
-      L2 norms of what is left to be sent and of what the sum lost, and the new state.
+      A function that makes the state before the first step, and a compiled step. The
+      step returns the L2 norm of the residual, the L2 norm of the error of the sum, and
+      the new state.
     """
     size = math.prod(shape)
     chunk = chunk_elements(codec, size, 1, scatter=False)
@@ -622,12 +632,13 @@ def sample_encoder(codec: Codec, shape: tuple[int, ...], seed: int) -> tuple[Any
     return lambda: codec.init(shape, chunk, 1), exact
 
 
-# Workers of the program in which passes are counted.
+# Number of workers in the program in which passes are counted.
 _WORKERS = 4
-# Passes of feedback; of an operation of a product, which the package's low-rank codec
-# takes 0.33 for each 8 of; and of a level of a sort.
+# Passes of error feedback, passes of one operation of a matrix product, and passes of
+# one level of a sort. The second is from the package's low-rank codec, whose products
+# take 0.33 passes for 8 operations.
 _FEEDBACK, _PRODUCT, _SORT = 3.0, 0.04, 1.0
-# Operators that a compiler merges with others, or that move nothing.
+# Operators that a compiler fuses with others, or that move no data.
 _FREE = {
     "bitcast_convert_type", "broadcast_in_dim", "iota", "optimization_barrier",
     "reshape", "slice", "squeeze",
@@ -636,9 +647,9 @@ _FREE = {
 
 @functools.lru_cache(maxsize=1 << 10)
 def _counted_passes(codec: Codec, shape: tuple[int, ...]) -> float:
-    """Passes by the arrays that the program of one worker writes.
+    """Passes, estimated from the arrays that the program of one worker writes.
 
-    Of most of the package's codecs this gives 0.5 to 2.5 times what was measured.
+    For most of the package's codecs the estimate is 0.5 to 2.5 times the measured cost.
     """
     work = _work(_worker_jaxpr(codec, shape, RecordingLinks(_WORKERS)).jaxpr)
     return work / math.prod(shape) + _FEEDBACK * codec.feedback
@@ -647,7 +658,8 @@ def _counted_passes(codec: Codec, shape: tuple[int, ...]) -> float:
 def _work(jaxpr: Any) -> float:
     """Work of a jaxpr, in passes of an element.
 
-    A loop of unknown length counts once, of branches the mean.
+    A loop of unknown length counts as one iteration. A conditional counts as the mean
+    of its branches.
     """
     total = 0.0
     for eqn in jaxpr.eqns:
@@ -657,7 +669,7 @@ def _work(jaxpr: Any) -> float:
             many = eqn.params["length"] if kind == "scan" else 1
             total += many * sum(inner) / (len(inner) if kind == "cond" else 1)
         elif kind not in _FREE:
-            # Half of a pass is its writing of four bytes.
+            # Writing four bytes is half of a pass.
             total += sum(v.aval.size * v.aval.dtype.itemsize for v in out) / 8
         if kind == "dot_general":
             ((left, _), _) = eqn.params["dimension_numbers"]

@@ -1,4 +1,4 @@
-"""Codecs that send every element: float32 as it is, and bfloat16."""
+"""Codecs that send every element, in float32 or in bfloat16."""
 
 from __future__ import annotations
 
@@ -38,7 +38,9 @@ class Dense(Codec):
 
     @classmethod
     def choices(cls) -> tuple[Self, ...]:
-        """See `Codec`: it sends what no other codec is chosen for."""
+        """See `Codec`: none, because gradients without another codec are sent by this
+        codec anyway.
+        """
         return ()
 
     def error(self, shape: tuple[int, ...]) -> float:
@@ -51,7 +53,9 @@ class Dense(Codec):
 
     @property
     def unit(self) -> int:
-        """See `Codec`; so many that sums over gradients side by side are few."""
+        """See `Codec`; the unit is large, so that few sums over joined gradients are
+        needed.
+        """
         return 32
 
     def reduce(self, chunks: jax.Array, state: State, context: CodecContext) -> Rounds:
@@ -68,8 +72,9 @@ class Dense(Codec):
 class Bf16(Codec):
     """Sends bfloat16 in two shots and sums in float32.
 
-    The values travel as bytes, so that no backend widens them, and the sum of n
-    workers is rounded once, not n times as in a ring of bfloat16.
+    The values are sent as bytes, so that no backend converts them to a wider dtype. The
+    sum over n workers is rounded once. In a ring all-reduce of bfloat16 it would be
+    rounded n times.
     """
 
     name: ClassVar[str] = "bf16"
@@ -85,7 +90,9 @@ class Bf16(Codec):
 
     @property
     def unit(self) -> int:
-        """See `Codec`; so many that sums over gradients side by side are few."""
+        """See `Codec`; the unit is large, so that few sums over joined gradients are
+        needed.
+        """
         return 32
 
     def reduce(self, chunks: jax.Array, state: State, context: CodecContext) -> Rounds:
@@ -98,7 +105,8 @@ class Bf16(Codec):
         words = jax.lax.bitcast_convert_type(rows.astype(jnp.bfloat16), jnp.uint16)
         words = add_barrier(words)
         low, high = words.astype(jnp.uint8), (words >> 8).astype(jnp.uint8)
-        # The low bytes of a row and then the high ones: pairs are not vectorised.
+        # All low bytes of a row come first, then all high bytes, because interleaved
+        # pairs are not vectorised.
         return jnp.concatenate((low, high), axis=1)
 
     def decode(self, payload: jax.Array, elements: int) -> jax.Array:

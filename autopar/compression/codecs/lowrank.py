@@ -31,20 +31,20 @@ from autopar.compression.codecs.registry import register_codec
 from autopar.compression.codecs.sparse import shared_salt
 from autopar_errors import InputError
 
-# On accelerators a float32 product may be rounded to fewer bits; P must be
-# orthonormal to float32 for the error to be what is left.
+# On accelerators a float32 product may be computed with fewer bits. P must be
+# orthonormal in float32, so that the error equals the remainder of M.
 _PRECISION = lax.Precision.HIGHEST
 
 Values = Literal["f32", "bf16", "int8"]
 
-# The factors are sent by one of these codecs; f32 needs no second shot.
+# The codecs for the factors; f32 needs no second shot.
 _WIRES: dict[str, Codec] = {"f32": Dense(), "bf16": Bf16(), "int8": Int8(block=64)}
 
 
 def matrix_shape(shape: tuple[int, ...]) -> tuple[int, int]:
     """Rows and columns of a gradient seen as a matrix.
 
-    Its dims are split in two where the factors are smallest.
+    The dims are divided into rows and columns such that the factors are smallest.
 
     >>> matrix_shape((3, 3, 64, 128)), matrix_shape((512, 8, 64))
     ((576, 128), (512, 512))
@@ -58,14 +58,15 @@ def matrix_shape(shape: tuple[int, ...]) -> tuple[int, int]:
 @register_codec
 @dataclasses.dataclass(frozen=True)
 class PowerSGD(Codec):
-    """One step of a power iteration a training step, from where the last ended.
+    """One power iteration per training step, started from the result of the step
+    before.
 
-    With M the sum over the workers, ``P = orthonormal(M Q)``, ``Q' = M^T P`` and
-    ``M ~ P Q'^T``, the projection of M on the columns of P. Both products are
-    linear in M, so P and Q' are summed by all-reduces:
-    ``8 (n - 1) / n * r (h + w)`` bytes; half of that in bf16, and a quarter and the
-    scales in int8, in two shots each. The error that rounding makes of P turns the
-    subspace a little, that of Q' is a part of this codec's error like any other.
+    With M the sum over the workers, ``P = orthonormal(M Q)``, ``Q' = M^T P`` and ``M ~
+    P Q'^T``, the projection of M on the columns of P. Both products are linear in M, so
+    P and Q' are summed by all-reduces. In f32 these send ``8 (n - 1) / n * r (h + w)``
+    bytes. In bf16 the codec sends half of these bytes, in int8 a quarter plus the
+    scales, in two shots each. The rounding of P turns the subspace slightly. The
+    rounding of Q' is part of this codec's error.
 
     Attributes:
       rank: columns of the factors, r; at most the rank that M can have.
@@ -92,7 +93,7 @@ class PowerSGD(Codec):
 
     @property
     def adjustable(self) -> bool:
-        """See `Codec`: not where the factors are cut into blocks."""
+        """See `Codec`: false if the factors are cut into blocks."""
         return self.values == "f32"
 
     def amounts(
@@ -110,16 +111,18 @@ class PowerSGD(Codec):
     def error(self, shape: tuple[int, ...]) -> float:
         """See `Codec`.
 
-        A power law through relative errors of .93, .65 and .45 at 1/64, 1/16 and 1/8 of
-        the narrower side: gradients of a character language model 128 wide, with
-        feedback, in batches so small that they are mostly noise. Larger batches are
-        easier.
+        A power law through relative errors of .93, .65 and .45 at ranks of 1/64, 1/16
+        and 1/8 of the narrower side. These errors were measured on gradients of a
+        character language model of width 128, with error feedback, in batches so small
+        that the gradients are mostly noise. Larger batches have smaller errors.
         """
         part = self.rank / max(1, min(matrix_shape(shape)))
         return math.sqrt(1.0 - min(0.95, 1.9 * part**0.42))
 
     def cost(self, shape: tuple[int, ...]) -> float:
-        """See `Codec`: three products with the thin factor, and its basis."""
+        """See `Codec`: three products with the thin factor, and the orthonormal basis
+        of the factor.
+        """
         return 5.8 + 0.33 * self.rank
 
     def check(self, shape: tuple[int, ...], *, scatter: bool) -> str:
@@ -141,7 +144,7 @@ class PowerSGD(Codec):
         return ""
 
     def init(self, shape: tuple[int, ...], size: int, workers: int) -> State:
-        """The factor to start from, f32 (w, r); zero asks for a random one."""
+        """The factor to start from, f32 (w, r); zero means a random factor."""
         del size, workers
         rows, columns = matrix_shape(shape)
         return jnp.zeros((columns, min(self.rank, rows, columns)), jnp.float32)
@@ -159,9 +162,9 @@ class PowerSGD(Codec):
         rank = context.amount("rank", state.shape[1])
         start = _first_columns(_start(state, context, rank), rank)
         summed, _ = yield from self._sum(_dot(matrix, start), context)
-        # Householder's QR stays orthonormal where P has fewer than r independent
-        # columns, and P is the same everywhere, hence so is its result. Columns of
-        # zeros behind the others do not change what becomes of these.
+        # The result of Householder's QR is orthonormal even if P has fewer than r
+        # independent columns. P is equal on all workers, so the result is, too. Columns
+        # of zeros at the end do not change the result for the other columns.
         left = _first_columns(jnp.linalg.qr(summed)[0], rank)
         right, own = yield from self._sum(_dot(matrix.T, left), context)
 
@@ -175,10 +178,11 @@ class PowerSGD(Codec):
     def _sum(
         self, factor: jax.Array, context: CodecContext
     ) -> Generator[Request, jax.Array, tuple[jax.Array, jax.Array]]:
-        """Sums a factor, (m, r); also what the others understood of this one's.
+        """Sums a factor, (m, r); also returns this worker's factor as the other workers
+        decode it.
 
-        Column after column: their magnitudes are the singular values, and codes of
-        one block share a scale.
+        The factor is sent column by column. The magnitudes of the columns are the
+        singular values, and the codes of one block share a scale.
         """
         columns = factor.T
         if context.inputs is not None:
@@ -202,9 +206,10 @@ class PowerSGD(Codec):
 
 
 def _start(state: jax.Array, context: CodecContext, rank: int | jax.Array) -> jax.Array:
-    """The last step's Q, scaled to 1; random where it is zero or not finite.
+    """The last step's Q, scaled to 1; a random factor if Q is zero or not finite.
 
-    The first ``rank`` columns of what is random do not depend on how many there are.
+    The first ``rank`` columns of the random factor do not depend on its number of
+    columns.
     """
     salt = shared_salt(context.step, context.seed, stream=3)
     row, column = (lax.broadcasted_iota(jnp.uint32, state.shape, d) for d in (0, 1))
@@ -216,7 +221,7 @@ def _start(state: jax.Array, context: CodecContext, rank: int | jax.Array) -> ja
 
 
 def _first_columns(factor: jax.Array, rank: int | jax.Array) -> jax.Array:
-    """A factor with zeros behind its first columns."""
+    """A factor whose columns after the first ``rank`` are zero."""
     if isinstance(rank, int):
         return factor
     column = lax.broadcasted_iota(jnp.int32, factor.shape, 1)

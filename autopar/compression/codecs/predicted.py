@@ -1,11 +1,12 @@
-"""A codec that sends the elements which are expected to be large, without places.
+"""A codec that sends the elements which are expected to be large, without their
+indices.
 
-OSCAR's software half (HPCA 2026, known from its abstract) splits the elements
-into probable zeros and probable non-zeros. Here the split is a function of what
-all workers have received, so that no place is ever sent: a score of each
-element is kept from the summed gradients, and the elements with the largest
-scores are sent as blocks of int8. What is not expected to be large can go
-through a count sketch, and is sent anyhow when its turn comes.
+OSCAR's software half (HPCA 2026, known from its abstract) splits the elements into
+probable zeros and probable non-zeros. Here the split is a function of the sums that all
+workers have received, so that no index is ever sent. Each element has a score, which is
+computed from the summed gradients. The elements with the largest scores are sent as
+blocks of int8. The other elements can go through a count sketch. In addition they are
+sent in rotation.
 
 Legend of shapes: D elements of the gradient, padding included, k predicted ones,
 e elements of the rotating slice.
@@ -37,8 +38,9 @@ from autopar_errors import InputError
 Score = Literal["second_moment", "previous"]
 Wire = Literal["int8", "bf16", "f32"]
 
-# Memory of the score: a gradient's weight falls to 1 / e in ten sendings. Adam's
-# is longer, but is not misled by what was sent late and is large for that.
+# Decay of the score: the weight of a gradient falls to 1 / e after it was sent ten
+# times. Adam's second moment has a longer memory. But here late elements are large only
+# because they were sent late, and a long memory would keep their scores too high.
 _DECAY = 0.9
 
 
@@ -46,7 +48,7 @@ class PredictedState(NamedTuple):
     """State of `PredictedTopK`, the same on all workers.
 
     Attributes:
-      score: what is expected of each element, f32 (D,).
+      score: the expected size of each element, f32 (D,).
       indices: the predicted elements, int32 (k,), D or more in unused slots.
       seen: steps since the start, int32 ().
     """
@@ -59,28 +61,30 @@ class PredictedState(NamedTuple):
 @register_codec
 @dataclasses.dataclass(frozen=True)
 class PredictedTopK(Codec):
-    """The probable non-zeros without their places, in rotation also the others.
+    """Sends the probable non-zeros without their indices, and the other elements in
+    rotation.
 
-    At first nothing is known: for ``ceil(1 / ratio)`` steps, the elements are
-    sent in turn, each once. From then on those are sent that have the largest
-    scores, and beside them a slice of ``explore * D`` elements that moves
-    on by its own length in every step, so that each element is sent at least
-    once in ``1 / explore`` steps and can win back its place.
+    At first there are no scores: for ``ceil(1 / ratio)`` steps, the elements are sent
+    in turn, each of them once. After that, the elements with the largest scores are
+    sent. In addition a slice of ``explore * D`` elements is sent, which moves on by its
+    own length in every step. So each element is sent at least once in ``1 / explore``
+    steps and can regain a large score.
 
-    Scores follow only what was sent. An element that is sent late brings the
-    gradients of all steps since it was sent last, if errors are fed back; its
-    square is divided by their number, as it is expected to grow like the square
-    of a sum of independent gradients.
+    Scores are updated only from sent elements. With error feedback, an element that is
+    sent late contains the gradients of all steps since it was last sent. Its square is
+    divided by the number of these steps, because the square of a sum of independent
+    gradients grows in proportion to their number.
 
     Attributes:
-      ratio: share of the elements that is predicted.
+      ratio: fraction of the elements that is predicted.
       every: steps between two predictions.
-      explore: share of the elements in the rotating slice; 0 for none.
-      score: what a prediction is made from: the mean square of the summed
-        gradient, which is Adam's second moment, or its last magnitude.
-      values: type of the values on the wire; int8 and bf16 go in two shots.
-      sketch: numbers for each element in a count sketch of the rest; 0 for none.
-      heavy: share of the elements that is recovered from the sketch.
+      explore: fraction of the elements in the rotating slice; 0: no slice.
+      score: basis of the prediction: the mean square of the summed gradient, which is
+        Adam's second moment, or the last magnitude of the summed gradient.
+      values: dtype of the sent values; int8 and bf16 are sent in two shots.
+      sketch: size of a count sketch of the other elements, in numbers per element; 0:
+        no sketch.
+      heavy: fraction of the elements that is recovered from the sketch.
     """
 
     name: ClassVar[str] = "predicted"
@@ -134,10 +138,12 @@ class PredictedTopK(Codec):
         return cls(ratio=0.05), cls(ratio=0.1)
 
     def error(self, shape: tuple[int, ...]) -> float:
-        """See `Codec`: that of as many elements which nothing is known of.
+        """See `Codec`: the error of sending the same number of elements without any
+        prediction.
 
-        It is so for ``ceil(1 / ratio)`` steps, and for as long as large elements do
-        not come where they came before. With feedback, those that wait get larger.
+        This error holds for the first ``ceil(1 / ratio)`` steps, and as long as large
+        elements do not recur at the same indices. With error feedback, elements that
+        wait get larger.
         """
         share = min(1.0, self.ratio + self.explore)
         coded = _WIRES[self.values].error(shape)
@@ -167,7 +173,7 @@ class PredictedTopK(Codec):
         def place(numbers: jax.Array) -> jax.Array:
             out = jnp.zeros(flat.size, jnp.float32)
             out = lax.dynamic_update_slice(out, numbers[indices.size :], (first,))
-            # Elements that are in both are zero in the slice.
+            # Elements that are both predicted and in the slice are zero in the slice.
             return out.at[indices].add(
                 numbers[: indices.size], mode="drop", unique_indices=True
             )
@@ -191,7 +197,7 @@ class PredictedTopK(Codec):
         return Reduced(out.total.reshape(-1), out.sent_array.reshape(-1), ())
 
     def _turns(self, size: int) -> int:
-        """Steps at the start in which elements are sent in turn."""
+        """Number of steps at the start in which elements are sent in turn."""
         return -(-size // elements_in_share(self.ratio, size))
 
     def _indices(self, state: PredictedState, context: CodecContext) -> jax.Array:
@@ -216,7 +222,7 @@ class PredictedTopK(Codec):
         return lax.switch(kind, (in_turn, most_probable, lambda: state.indices))
 
     def _slice(self, size: int, seen: jax.Array) -> tuple[jax.Array, int]:
-        """First element and length of the rotating slice; the last is cut short."""
+        """First element and length of the rotating slice; the last slice is shorter."""
         window = self.slice_elements(size)
         if not window:
             return jnp.zeros((), jnp.int32), 0
@@ -270,18 +276,19 @@ def _dense(values: jax.Array, codec: Codec, context: CodecContext) -> Rounds:
 
 
 def largest(scores: jax.Array, count: int, salt: jax.Array) -> jax.Array:
-    """Places of about the ``count`` largest of non-negative scores.
+    """Indices of about the ``count`` largest of non-negative scores.
 
-    Those above a threshold, which a sample brackets and `_PASSES` bisections
-    then set as low as possible without exceeding ``count``.
+    Returns the indices of scores above a threshold. A sample brackets the threshold.
+    Then `_PASSES` bisections make the threshold as low as possible without exceeding
+    ``count``.
 
     Args:
       scores: f32 (D,).
-      count: the most places that are wanted, k.
+      count: the most indices that are wanted, k.
       salt: uint32, decides which elements the sample holds.
 
     Returns:
-      int32 (k,), distinct; D or more in the slots that are left.
+      int32 (k,), distinct; D or more in unused slots.
     """
     share = count / scores.size
     low = quantile(scores, min(1.0, 1.25 * share), salt)
@@ -294,9 +301,9 @@ def largest(scores: jax.Array, count: int, salt: jax.Array) -> jax.Array:
         return jnp.where(fits, low, middle), jnp.where(fits, middle, high)
 
     _, threshold = lax.fori_loop(0, _PASSES, halve, (low, high))
-    # Not below, rather than above: where many scores are equal, some are taken.
+    # The comparison is >= rather than >, so that some of many equal scores are taken.
     return compact((scores >= threshold) & (scores > 0), count, salt)[0]
 
 
-# A bracket of half to twice the threshold is narrowed to a 256th of it.
+# The bracket, from half to twice the threshold, is narrowed to 1/256 of its size.
 _PASSES = 8

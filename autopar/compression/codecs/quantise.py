@@ -1,8 +1,8 @@
 """Blockwise quantisers: int8, int4, sign and fp8.
 
-See `autopar.compression.codecs.blocks` for how they sum and scale. For ``D`` elements,
-``b`` bits and blocks of ``B`` each of n workers sends
-``2 (n - 1) / n * D * (b / 8 + 2 / B)`` bytes, half of it when scattered.
+See `autopar.compression.codecs.blocks` for the sum and the scales. For ``D`` elements,
+``b`` bits and blocks of ``B`` elements, each of n workers sends ``2 (n - 1) / n * D *
+(b / 8 + 2 / B)`` bytes. If the sum is scattered, each worker sends half of these bytes.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class Blockwise(Codec):
         return (yield from two_shot(self, chunks, state, context, second))
 
     def second_shot(self) -> RowCodec | None:
-        """How the sum is sent; None: as its parts are."""
+        """The codec of rows for the sum; None: the same as for the parts."""
         return None
 
     def encode(self, rows: jax.Array, lengths: jax.Array, salt: jax.Array) -> jax.Array:
@@ -100,11 +100,12 @@ class Blockwise(Codec):
 
     @abc.abstractmethod
     def _format(self) -> Format:
-        """Blocks as bytes."""
+        """The format of blocks as bytes."""
 
 
-# Elements of a block, and the error of int8 and of int4 without rotation: of 2e6
-# samples of Student's t. The largest element of a block grows with it.
+# Elements of a block, and the errors of int8 and of int4 without rotation, measured on
+# 2e6 samples of Student's t. The errors grow with the block, because its largest
+# element does.
 _BLOCKS = 16, 64, 256, 1024, 4096, 65536
 _INT8_ERRORS = 0.0060, 0.0092, 0.0134, 0.0194, 0.0283, 0.0616
 _INT4_ERRORS = 0.106, 0.160, 0.230, 0.321, 0.437, 0.685
@@ -112,7 +113,9 @@ _ROTATED_ERROR = 0.125
 
 
 def _error_of(block: int, errors: Sequence[float], rounding: Rounding) -> float:
-    """The error of whole numbers; stochastic rounding has sqrt(2) of it."""
+    """The error of rounding to whole numbers; stochastic rounding has sqrt(2) times the
+    error.
+    """
     found = float(np.interp(math.log2(block), np.log2(_BLOCKS), errors))
     return found if rounding == "nearest" else min(1.0, math.sqrt(2.0) * found)
 
@@ -124,7 +127,8 @@ class Int8(Blockwise):
 
     Attributes:
       block: elements of a block.
-      rounding: nearest, or stochastic, which is unbiased at sqrt(2) of the error.
+      rounding: nearest or stochastic. Stochastic rounding is unbiased and has sqrt(2)
+        times the error.
       server_feedback: whether the error of the second shot is fed back.
     """
 
@@ -163,13 +167,13 @@ class Int8(Blockwise):
 @register_codec
 @dataclasses.dataclass(frozen=True)
 class Int4(Blockwise):
-    """Whole numbers of -7..7 times a scale per block, two to a byte.
+    """Whole numbers of -7..7 times a scale per block, two numbers per byte.
 
     Attributes:
       block: elements of a block.
-      hadamard: whether each block is rotated by a Walsh-Hadamard transform
-        first, which spreads outliers: the error of heavy-tailed gradients
-        halves (SDP4Bit, arXiv 2410.15526).
+      hadamard: whether each block is first rotated by a Walsh-Hadamard transform. The
+        rotation spreads outliers and halves the error of heavy-tailed gradients
+        (SDP4Bit, arXiv 2410.15526).
       rounding: nearest or stochastic.
       server_feedback: whether the error of the second shot is fed back.
     """
@@ -203,7 +207,7 @@ class Int4(Blockwise):
         return _error_of(self.block, errors, self.rounding)
 
     def cost(self, shape: tuple[int, ...]) -> float:
-        """See `Codec`: short blocks leave shorter loops."""
+        """See `Codec`: short blocks cost more, because their loops are shorter."""
         return 14.0 if self.hadamard else 7.5 if self.block > 64 else 10.5
 
     def _format(self) -> Format:
@@ -235,17 +239,17 @@ class Int4(Blockwise):
 class Sign(Blockwise):
     """The sign of each element and the mean magnitude of each block.
 
-    Eight elements to a byte. The mean magnitude is the best scale for the signs
-    in the squared error (arXiv 1901.09847, section 4).
+    Eight elements are packed in a byte. The mean magnitude is the scale of the signs
+    with the least squared error (arXiv 1901.09847, section 4).
 
-    The errors of the workers' signs partly cancel in the sum, that of the sum's own
-    signs does not. With ``second=int4`` the sum is sent by `Int4`, at 2.5 bits an
-    element on average instead of 1.
+    The errors of the workers' signs partly cancel in the sum. The error of sending the
+    sum by signs does not cancel. With ``second=int4`` the sum is sent by `Int4`. Both
+    shots together then take 2.5 bits per element on average instead of 1.
 
     Attributes:
       block: elements of a block.
       server_feedback: whether the error of the second shot is fed back.
-      second: how the sum is sent: sign or int4.
+      second: codec of the sum: sign or int4.
     """
 
     name: ClassVar[str] = "sign"
@@ -269,7 +273,7 @@ class Sign(Blockwise):
         return 7.5
 
     def second_shot(self) -> RowCodec | None:
-        """See `Blockwise`: rotated where blocks of this size can be."""
+        """See `Blockwise`: with a rotation, if the block size allows it."""
         if self.second == "sign":
             return None
         return Int4(block=self.block, hadamard=not self.block & (self.block - 1))
@@ -303,7 +307,7 @@ class Fp8(Blockwise):
         check_choice(self.name, "format", self.format, tuple(_FP8))
 
     def error(self, shape: tuple[int, ...]) -> float:
-        """See `Codec`: a bit of mantissa less is twice the error."""
+        """See `Codec`: one bit of mantissa less doubles the error."""
         return 0.025 if self.format == "e4m3" else 0.05
 
     def cost(self, shape: tuple[int, ...]) -> float:
@@ -332,7 +336,9 @@ class Fp8(Blockwise):
 
 
 def _rotate(blocks: jax.Array) -> jax.Array:
-    """The orthonormal Walsh-Hadamard transform of the last dim, its own inverse."""
+    """The orthonormal Walsh-Hadamard transform of the last dim, which is its own
+    inverse.
+    """
     return hadamard(blocks) * jnp.float32(1.0 / math.sqrt(blocks.shape[-1]))
 
 
@@ -341,7 +347,7 @@ def _decode_int8(codes: jax.Array) -> jax.Array:
 
 
 def _decode_int4(codes: jax.Array) -> jax.Array:
-    """Uint8 (m, k, w / 2) -> (m, k, w), the low halves of the bytes first."""
+    """Uint8 (m, k, w / 2) -> (m, k, w); the low halves of the bytes come first."""
     offset = _INT4_TOP + 1
     low, high = (codes & 0xF).astype(jnp.float32), (codes >> 4).astype(jnp.float32)
     both = jnp.stack((low - offset, high - offset), axis=2)
@@ -351,11 +357,14 @@ def _decode_int4(codes: jax.Array) -> jax.Array:
 def _encode_signs(
     blocks: jax.Array, real: jax.Array, salt: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Float32 (m, k, w) -> uint8 (m, k, w / 8), one bit plane per eighth."""
+    """Float32 (m, k, w) -> uint8 (m, k, w / 8); bit i of the bytes holds the i-th
+    eighth of a block.
+    """
     del salt
     width = blocks.shape[-1]
     share = width / jnp.maximum(real, 1).astype(jnp.float32)
-    # Divided before it is summed: the sum of the largest floats overflows.
+    # The magnitudes are divided before they are summed, because a sum of very large
+    # floats overflows.
     mean = jnp.sum(jnp.abs(blocks) * jnp.float32(1.0 / width), axis=-1) * share
     scales = usable(mean.astype(jnp.bfloat16).astype(jnp.float32))
     planes = jnp.split(blocks >= 0, 8, axis=-1)
@@ -365,9 +374,9 @@ def _encode_signs(
 
 
 def _decode_signs(codes: jax.Array) -> jax.Array:
-    # On a CPU two long loops over half a block take a third of the time of eight
-    # short ones.
-    # The halves are joined last, as in `_decode_int4`; see `blocks` on why.
+    # On a CPU, two long loops over half a block take a third of the time of eight short
+    # loops. The halves are joined last, as in `_decode_int4`;
+    # `Format.interleaves_scales` has the reason.
     copies = add_barrier(jnp.concatenate([codes] * 4, axis=-1))
     places = np.repeat(1 << np.arange(4), codes.shape[-1]).astype(np.uint8)
     low, high = (copies & places) != 0, (copies & (places << 4)) != 0

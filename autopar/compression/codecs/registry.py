@@ -1,9 +1,9 @@
-"""Codecs by name: ``int4:block=64,hadamard=false`` is a codec, and back.
+"""Converts codecs to text and back, as in ``int4:block=64,hadamard=false``.
 
-A codec is written as its name and, behind a colon, those of its fields that
-differ from their defaults. A class is added with the decorator
-`register_codec`. The package `autopar.compression.codecs` imports its own codecs; a
-codec of a user's is imported before its name is used.
+The text of a codec is its name, followed by a colon and the fields that differ from
+their defaults. The decorator `register_codec` adds a class. The package
+`autopar.compression.codecs` imports its own codecs. The module of a user's codec must
+be imported before the name of that codec is used.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ C = TypeVar("C", bound=Codec)
 def register_codec(cls: type[C]) -> type[C]:
     """Adds a codec class under its ``name``; a class decorator.
 
-    It goes above the dataclass decorator. The fields must have defaults and be
-    annotated ``int``, ``float``, ``bool``, ``str``, a ``Literal`` of strings, or
-    one of these ``| None``.
+    This decorator stands above the dataclass decorator. The fields must have defaults.
+    Their types must be ``int``, ``float``, ``bool``, ``str``, a ``Literal`` of strings,
+    or one of these types ``| None``.
 
     Raises:
       InputTypeError: the class or one of its fields cannot be written as text.
@@ -89,10 +89,10 @@ def codec_class(name: str) -> type[Codec]:
 
 @functools.lru_cache(maxsize=1 << 12)
 def parse_codec(text: str) -> Codec:
-    """The codec that a text such as ``int4:block=64,hadamard=false`` means.
+    """Parses a text such as ``int4:block=64,hadamard=false`` to a codec.
 
     Raises:
-      InputError: the name, a field or a value is not known.
+      InputError: the name, a field or a value is unknown.
     """
     check_type("parse_codec", text, str, "a text such as 'int8'")
     name, colon, rest = text.strip().partition(":")
@@ -165,7 +165,7 @@ def _check_fields(cls: type[Codec]) -> None:
 
 
 def _readable(kind: Any) -> bool:
-    """Whether `_parse` knows a type."""
+    """Whether `_parse` supports a type."""
     origin, parts = typing.get_origin(kind), typing.get_args(kind)
     if origin in _UNIONS:
         rest = [part for part in parts if part is not types.NoneType]
@@ -206,7 +206,7 @@ def _format(value: Any) -> str:
 
 
 def _parse(text: str, kind: Any) -> Any:
-    """Reads a value; the error says what it must be, without the field's name."""
+    """Parses a value; the error states the expected type, without the field's name."""
     origin = typing.get_origin(kind)
     if origin in _UNIONS:
         kinds = typing.get_args(kind)

@@ -1,11 +1,12 @@
 """A codec that sends a count sketch and recovers the largest elements of the sum.
 
-Count sketch: Charikar, Chen and Farach-Colton, ICALP 2002; for gradients,
-Sketched-SGD, arXiv 1903.04488, and FetchSGD, arXiv 2007.07682. Buckets are not
-drawn one by one: the vector is cut into pieces as long as the sketch, each is
-multiplied by random signs, rotated by a random number and added. Two elements of
-one piece never meet, and two of different pieces meet with the probability
-1 / C, as with independent buckets; but nothing is scattered.
+Count sketch: Charikar, Chen and Farach-Colton, ICALP 2002; for gradients, Sketched-SGD,
+arXiv 1903.04488, and FetchSGD, arXiv 2007.07682. Buckets are not drawn for each element
+separately. The vector is cut into pieces of the sketch's length. Each piece is
+multiplied by random signs, rotated by a random number, and added to the sketch. Two
+elements of one piece never share a bucket. Two elements of different pieces share a
+bucket with probability 1 / C, as with independent buckets. But no scatter operation is
+needed.
 
 Legend of shapes: R rows and C columns of the sketch, p pieces of C elements.
 """
@@ -44,16 +45,16 @@ from autopar_errors import InputError
 class Sketch(Codec):
     """Count sketch with recovery of the largest elements.
 
-    An element's estimate is the median of its R buckets in the summed sketch.
-    Those that are largest are taken from it, the others are zero; a worker's
-    contribution is what its own sketch put into the bucket that the median came
-    from, so that the contributions add up to the sum. Signs and rotations are new in
-    every step. ``8 (n - 1) / n * R C`` bytes.
+    An element's estimate is the median of its R buckets in the summed sketch. The
+    largest estimates are kept, all other elements are set to zero. A worker's
+    contribution is the value of its own sketch in the bucket of the median. So the
+    contributions add up to the sum. Signs and rotations are new in every step. A worker
+    sends ``8 (n - 1) / n * R C`` bytes.
 
     Attributes:
-      ratio: numbers in the sketch for each element, R C / D.
+      ratio: numbers in the sketch per element, R C / D.
       rows: R; 1, 3 or 5.
-      heavy: share of the elements that are recovered.
+      heavy: fraction of the elements that is recovered.
       exact: whether the smallest recovered magnitude is found among all
         estimates rather than in a sample.
     """
@@ -82,7 +83,7 @@ class Sketch(Codec):
         return 10.6 * self.rows
 
     def columns(self, elements: int) -> int:
-        """C, the length of a row for so many elements."""
+        """C, the length of a row for a given number of elements."""
         return max(1, round(self.ratio * elements / self.rows))
 
     def reduce(self, chunks: jax.Array, state: State, context: CodecContext) -> Rounds:
@@ -143,7 +144,8 @@ def unsketch(
       salt: as in `sketch`.
     """
     rows, columns = summed.shape
-    # A rotation back by s starts at s: twice in a row, it never wraps around.
+    # The inverse of a rotation by s starts at s. With two copies in a row, the slice
+    # never wraps around.
     twice = jnp.concatenate([summed, summed], axis=1)
     own_twice = jnp.concatenate([own, own], axis=1)
     hashes = _hashes(columns, salt)
@@ -174,7 +176,7 @@ def median(values: list[jax.Array]) -> jax.Array:
     if len(values) == 3:
         a, b, c = values
         return high(low(a, b), low(high(a, b), c))
-    # The smallest and the largest of four are not the median of five.
+    # The smallest and the largest of four values cannot be the median of five.
     a, b, c, d, e = values
     first = high(low(a, b), low(c, d))
     second = low(high(a, b), high(c, d))
@@ -187,7 +189,7 @@ def _pieces(flat: jax.Array, columns: int) -> jax.Array:
 
 
 def _rotate(piece: jax.Array, shift: jax.Array) -> jax.Array:
-    """Element j of the piece goes to place ``(j + shift) % C``."""
+    """Moves element j of the piece to index ``(j + shift) % C``."""
     columns = piece.shape[0]
     twice = jnp.concatenate([piece, piece])
     return lax.dynamic_slice(twice, (columns - shift,), (columns,))
@@ -209,9 +211,9 @@ def _apply_signs(
 ) -> jax.Array:
     """A piece (C,) with the random signs that it has in one row.
 
-    The sign is the top bit of the place's hash times an odd number of the piece
-    and row: multiply-shift hashing (Dietzfelbinger et al., 1997), one product an
-    element.
+    The sign is the top bit of a product: the hash of the index times an odd number that
+    belongs to the piece and row. This is multiply-shift hashing (Dietzfelbinger et al.,
+    1997), which needs one product per element.
     """
     odd = mix(mix(number * 8 + jnp.uint32(row)) + salt) | jnp.uint32(1)
     flips = (hashes * odd) & jnp.uint32(0x80000000)
@@ -220,5 +222,5 @@ def _apply_signs(
 
 
 def _hashes(columns: int, salt: jax.Array) -> jax.Array:
-    """A hash of each place in a piece, uint32 (C,)."""
+    """A hash of each index in a piece, uint32 (C,)."""
     return mix(mix(lax.iota(jnp.uint32, columns)) ^ salt)

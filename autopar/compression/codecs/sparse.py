@@ -1,9 +1,9 @@
 """Codecs that send a few elements: the largest, a random set, the largest per block.
 
-Legend of shapes: n workers, c elements of a chunk, g groups of m elements that
-are selected from on their own (one group, or one per chunk when the sum is
-scattered, for then each chunk goes to its owner only), k kept elements, B
-elements of a block.
+Legend of shapes: n workers, c elements of a chunk, g groups of m elements, k kept
+elements, B elements of a block. Elements are selected from each group separately. There
+is one group if the sum is not scattered. If it is scattered, each chunk is a group,
+because a chunk is then sent only to its owner.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from autopar_errors import InputError
 
 Values = Literal["bf16", "f32"]
 
-# An element is sent in one of these types.
+# The dtypes in which an element can be sent.
 VALUE_TYPES: dict[str, Any] = {"bf16": jnp.bfloat16, "f32": jnp.float32}
 
 
@@ -62,7 +62,7 @@ def shared_salt(step: jax.Array, seed: int, stream: int = 0) -> jax.Array:
 
 
 def elements_in_share(ratio: float, elements: int) -> int:
-    """The number of elements in a share of ``elements``, at least one.
+    """The number of elements in a fraction of ``elements``, at least one.
 
     >>> [elements_in_share(*x) for x in ((0.01, 1000), (0.01, 3), (1.0, 3))]
     [10, 1, 3]
@@ -70,22 +70,23 @@ def elements_in_share(ratio: float, elements: int) -> int:
     return min(elements, max(1, round(ratio * elements)))
 
 
-# Part of the largest elements of heavy-tailed samples (Student's t with four degrees
-# of freedom, 1e7 of them), and their part of the squared norm. Gradients of large
-# batches have far more in few elements: .78 in 1 %, .92 in 5 %.
+# Fractions of the largest elements, and their fraction of the squared norm, for 1e7
+# heavy-tailed samples (Student's t with four degrees of freedom). In gradients of large
+# batches, few elements have far more of the squared norm: 1 % of the elements have .78,
+# and 5 % have .92.
 _PARTS = 1e-4, 1e-3, 0.01, 0.05, 0.1, 0.25, 0.5, 1.0
 _ENERGIES = 0.024, 0.075, 0.228, 0.465, 0.612, 0.826, 0.958, 1.0
 
 
 def error_without(ratio: float) -> float:
-    """The error where a share of the elements is sent, the largest."""
+    """The error if only a fraction of the elements is sent, the largest elements."""
     x = math.log(min(1.0, max(ratio, _PARTS[0])))
     energy = float(np.interp(x, np.log(_PARTS), _ENERGIES))
     return math.sqrt(1.0 - energy)
 
 
 def group_size(shape: tuple[int, ...], workers: int, *, scatter: bool) -> int:
-    """Real elements of each group that is selected from on its own."""
+    """Elements of each group, without padding."""
     return math.prod(shape) // (workers if scatter else 1)
 
 
@@ -99,19 +100,19 @@ def check_ratio(codec: Codec, ratio: float, field: str = "ratio") -> None:
 
 
 def groups(chunks: jax.Array, context: CodecContext) -> jax.Array:
-    """The groups that are selected from one by one: (n, c) -> (g, m)."""
+    """The groups from which elements are selected separately: (n, c) -> (g, m)."""
     return chunks if context.scatter else chunks.reshape(1, -1)
 
 
 def share(
     payload: jax.Array, context: CodecContext, used: int | jax.Array | None = None
 ) -> Request:
-    """Sends each group's message, uint8 (g, b), to whoever needs it.
+    """Sends each group's message, uint8 (g, b), to the workers that need it.
 
     Args:
       payload: the messages.
       context: the step.
-      used: bytes of each that count; default: all.
+      used: number of used bytes of each message; default: all bytes.
     """
     part = None if used is None else context.part(used)
     if context.scatter:
@@ -129,15 +130,16 @@ def spread(indices: jax.Array, values: jax.Array, elements: int) -> jax.Array:
         out = jnp.zeros(elements, jnp.float32)
         return out.at[index].set(value, mode="drop", unique_indices=True)
 
-    # Empty slots share an index, but dropped writes cannot collide.
+    # Empty slots share an index, but writes out of range are dropped and cannot
+    # collide.
     return jax.vmap(row)(indices, values)
 
 
 def add_all(indices: jax.Array, values: jax.Array, elements: int) -> jax.Array:
-    """Sums what n workers sent: (n, k), (n, k) -> (m,).
+    """Sums the elements that n workers sent: (n, k), (n, k) -> (m,).
 
-    Worker after worker, and the places of one worker are distinct: the sum does
-    not depend on the order in which a device happens to write.
+    The workers are added one after the other, and the indices of one worker are
+    distinct. So the sum does not depend on the order in which a device writes.
     """
 
     def add(total: jax.Array, sent: tuple[jax.Array, jax.Array]) -> Any:
@@ -155,14 +157,14 @@ def send_selected(
     context: CodecContext,
     dtype: Any,
 ) -> Rounds:
-    """Sends selected elements with their places, as int32, and sums them.
+    """Sends selected elements with their indices, as int32, and sums them.
 
     Args:
-      indices: int32 (g, k), distinct in a row; m or more for an empty slot.
+      indices: int32 (g, k), distinct in each row; m or more for an empty slot.
       values: float32 (g, k).
       chunks: the partial gradient, (n, c).
       context: the step; its amount ``kept`` is the number of slots that are sent.
-      dtype: of the values on the wire.
+      dtype: dtype of the sent values.
     """
     elements = groups(chunks, context).shape[1]
     slots = values.shape[1]
@@ -181,7 +183,7 @@ def send_selected(
 
 
 def _kept_slots(indices: jax.Array, used: int | jax.Array, elements: int) -> jax.Array:
-    """Indices (g, k) with those of slots that are not sent as empty ones."""
+    """Indices (g, k), with slots that are not sent marked as empty."""
     if isinstance(used, int):
         return indices
     slot = lax.iota(jnp.int32, indices.shape[1])
@@ -191,7 +193,7 @@ def _kept_slots(indices: jax.Array, used: int | jax.Array, elements: int) -> jax
 def _payload(
     coded: jax.Array, indices: jax.Array, used: int | jax.Array
 ) -> tuple[jax.Array, int]:
-    """Bytes of the slots that are sent, all values first; and the bytes of a slot."""
+    """Bytes of the sent slots, all values first; and the number of bytes of a slot."""
     values, places = to_bytes(coded), to_bytes(indices.astype(jnp.int32))
     width = (values.shape[1] + places.shape[1]) // coded.shape[1]
     if isinstance(used, int):
@@ -204,7 +206,8 @@ def _payload(
 def _taken_apart(
     answer: jax.Array, dtype: Any, slots: int, used: int | jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Values and places of `_payload`; behind the slots that are sent, anything."""
+    """Values and indices from a `_payload`; entries after the sent slots are arbitrary.
+    """
     item, end = jnp.dtype(dtype).itemsize, answer.shape[1]
     values = from_bytes(answer[:, : slots * item], dtype)
     if isinstance(used, int):
@@ -217,9 +220,9 @@ def _taken_apart(
 def blocks_of(rows: jax.Array, block: int) -> jax.Array:
     """Blocks as columns, padded with zeros: (n, c) -> (n, B, c' / B).
 
-    Element j of block b of a chunk is element ``j * c' / B + b``: a reduction
-    over a block then runs over whole vectors, and neighbours, which tend to be
-    large together, fall into different blocks.
+    Element j of block b is element ``j * c' / B + b`` of the chunk. So a reduction over
+    a block works on whole vectors. Neighbouring elements, which are often large
+    together, are in different blocks.
     """
     count = -(-rows.shape[1] // block)
     padding = count * block - rows.shape[1]
@@ -239,15 +242,15 @@ def _next_multiple(number: int, of: int) -> int:
 @register_codec
 @dataclasses.dataclass(frozen=True)
 class TopK(Codec):
-    """The largest elements by magnitude, with their places.
+    """Sends the largest elements by magnitude, with their indices.
 
-    Exact over the whole gradient, or over each chunk when the sum is scattered.
-    Each worker sends ``(n - 1) * k * (value + 4)`` bytes, or
-    ``(n - 1) * k / n * (value + 4)`` when scattered.
+    The selection is exact over the whole gradient, or over each chunk if the sum is
+    scattered. Each worker sends ``(n - 1) * k * (value + 4)`` bytes, or ``(n - 1) * k /
+    n * (value + 4)`` when scattered.
 
     Attributes:
-      ratio: share of the elements that is sent.
-      values: type of the values on the wire.
+      ratio: fraction of the elements that is sent.
+      values: dtype of the sent values.
     """
 
     name: ClassVar[str] = "topk"
@@ -276,7 +279,7 @@ class TopK(Codec):
     def amounts(
         self, shape: tuple[int, ...], workers: int, *, scatter: bool
     ) -> dict[str, int]:
-        """See `Codec`: the elements that are sent."""
+        """See `Codec`: the number of sent elements."""
         return {
             "kept": elements_in_share(
                 self.ratio, group_size(shape, workers, scatter=scatter)
@@ -301,14 +304,14 @@ class TopK(Codec):
 class RandK(Codec):
     """One element of each block, chosen by a hash that all workers share.
 
-    No places are sent, so the values are summed by an all-reduce:
-    ``8 (n - 1) / n * k`` bytes. A block has ``round(1 / ratio)`` elements, each
-    of which is chosen with the same probability, and is drawn anew every step.
+    No indices are sent, so an all-reduce sums the values and sends ``8 (n - 1) / n *
+    k`` bytes. A block has ``round(1 / ratio)`` elements. Each element is chosen with
+    the same probability, with a new draw in every step.
 
     Attributes:
-      ratio: share of the elements that is sent.
-      unbiased: whether the values are multiplied by the size of a block, which
-        makes the sum right on average; nothing then remains as error.
+      ratio: fraction of the elements that is sent.
+      unbiased: whether the values are multiplied by the size of a block. The expected
+        sum is then the exact sum, and no error is fed back.
     """
 
     name: ClassVar[str] = "randk"
@@ -322,7 +325,9 @@ class RandK(Codec):
         check_ratio(self, self.ratio)
 
     def error(self, shape: tuple[int, ...]) -> float:
-        """See `Codec`: of what is drawn, or of its noise where nothing is left."""
+        """See `Codec`: the error of the elements that are not drawn or, with
+        ``unbiased``, the noise of the draw.
+        """
         return math.sqrt(1 / self.ratio - 1 if self.unbiased else 1 - self.ratio)
 
     def cost(self, shape: tuple[int, ...]) -> float:
@@ -364,16 +369,16 @@ class RandK(Codec):
 @register_codec
 @dataclasses.dataclass(frozen=True)
 class BlockTopK(Codec):
-    """The k largest elements of each block, with one-byte places.
+    """Sends the k largest elements of each block, with one-byte indices.
 
-    The selection is a pass over whole vectors without a sort, and decoding one
-    without a scatter. Each worker sends ``(n - 1) * ceil(D / B) * k *
-    (value + 1)`` bytes, or 1 / n of it when the sum is scattered.
+    The selection works on whole vectors without a sort, and the decoding works without
+    a scatter. Each worker sends ``(n - 1) * ceil(D / B) * k * (value + 1)`` bytes, or 1
+    / n of these bytes if the sum is scattered.
 
     Attributes:
       k: elements kept of a block.
       block: elements of a block, B, at most 256.
-      values: type of the values on the wire.
+      values: dtype of the sent values.
     """
 
     name: ClassVar[str] = "blocktopk"
@@ -395,7 +400,9 @@ class BlockTopK(Codec):
             )
 
     def error(self, shape: tuple[int, ...]) -> float:
-        """See `Codec`: the largest of each block are not the largest of all."""
+        """See `Codec`: the largest elements of each block are not the largest elements
+        of the gradient.
+        """
         return min(0.99, 1.1 * error_without(self.k / self.block))
 
     def cost(self, shape: tuple[int, ...]) -> float:
@@ -419,7 +426,8 @@ class BlockTopK(Codec):
         )
         whole = payload if context.scatter else payload.reshape(1, -1)
         answer = yield share(whole, context)
-        # Of all workers, each with its message for the chunks that are summed.
+        # The answer holds the messages of all workers for the chunks that are summed
+        # here.
         answer = answer.reshape(n, -1, payload.shape[1])
         split = coded.size // n * jnp.dtype(dtype).itemsize
         rows = answer.shape[:2] + coded.shape[1:]
@@ -436,7 +444,8 @@ class BlockTopK(Codec):
 
 
 def _largest(x: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
-    """Places, uint8, and values of each block's largest, both (n, k, blocks)."""
+    """Indices, uint8, and values of each block's largest elements, both (n, k, blocks).
+    """
     size = jnp.abs(x)
     row = lax.broadcasted_iota(jnp.int32, x.shape, 1)
     places: list[jax.Array] = []
@@ -449,7 +458,7 @@ def _largest(x: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
 
 
 def _expand(places: jax.Array, values: jax.Array, block: int) -> jax.Array:
-    """Values at their places, zero elsewhere: (n, k, blocks) -> (n, B, blocks)."""
+    """Values at their indices, zero elsewhere: (n, k, blocks) -> (n, B, blocks)."""
     n, k, count = places.shape
     row = lax.broadcasted_iota(jnp.uint8, (n, block, count), 1)
     out = jnp.zeros((n, block, count), jnp.float32)

@@ -1,11 +1,11 @@
-"""A codec that sends whatever exceeds a threshold, and looks for it but rarely.
+"""A codec that sends all elements above a threshold, which it updates only rarely.
 
-Dynamic communication thresholding, arXiv 2010.08899: the threshold is the k-th
-largest magnitude of some step and is kept for many. In between, a step costs a
-comparison and a compaction, which here is done on bits: 32 comparisons make one
-word, the words' bit counts are summed up, and each output slot finds its word by
-bisection and its bit within the word by five more. This takes a tenth of the
-time of a sort-based selection.
+Dynamic communication thresholding, arXiv 2010.08899: the threshold is the k-th largest
+magnitude of one step and is kept for many steps. The other steps only compare the
+elements with the threshold and compact the result. The compaction works on bits. 32
+comparisons make one word, and the bit counts of the words are summed cumulatively. Each
+output slot finds its word by bisection, and its bit within the word by five more
+bisection steps. This takes a tenth of the time of a sort-based selection.
 
 Legend of shapes: g groups of m elements, k slots of a group, W = ceil(m / 32).
 """
@@ -36,23 +36,26 @@ from autopar.compression.codecs.sparse import (
 from autopar_errors import InputError
 
 _WORD = 32
-# Words of which the bits are summed in one product.
+# Number of words whose bit counts are summed in one product.
 _ROW = 64
-# Elements of the sample that a threshold is estimated from: with a share of 1 %
-# it holds 655 larger ones, so that their number is known to about 4 %.
+# Elements of the sample from which a threshold is estimated. With a fraction of 1 %,
+# about 655 elements of the sample exceed the threshold, so that this number has an
+# error of about 4 %.
 _SAMPLE = 1 << 16
-# How the threshold follows the count: by its power of 0.1. Where a normal density
-# has 1 % beyond the threshold, raising it by 1 % lowers the count by 7 %, at 0.01 %
-# by 16 %: a larger power than 2 / 16 overshoots more and more.
+# The exponent with which the threshold follows the count of larger elements. If 1 % of
+# normally distributed elements exceed the threshold, raising the threshold by 1 %
+# lowers the count by 7 %. If 0.01 % exceed it, the count falls by 16 %. With an
+# exponent above 2 / 16, the threshold would overshoot more and more.
 _POWER = 0.1
-# The most that it moves between two steps, up or down.
+# The largest factor by which the threshold changes between two steps, up or down.
 _STEEPEST = 2.0
 
 
 def exceeding(x: jax.Array, threshold: jax.Array) -> jax.Array:
-    """The mask of the elements that are sent: not below the threshold, and not zero.
+    """The mask of sent elements: elements that are not zero and not below the
+    threshold.
 
-    NaN is sent, so that it shows in the sum rather than staying in the error.
+    NaN is sent, too, so that it appears in the sum instead of staying in the error.
     """
     return ~(jnp.abs(x) < threshold) & (x != 0)
 
@@ -65,12 +68,12 @@ def compact(
     Args:
       mask: bool (m,).
       slots: the most indices that are wanted, k.
-      first_word: uint32, where to start: it decides who is left over when more
-        than ``slots`` elements are True.
+      first_word: uint32, the word to start from. It decides which elements are left out
+        if more than ``slots`` elements are True.
 
     Returns:
-      The indices, int32 (k,), distinct, m or more in the slots that are left; and
-      how many elements are True, int32 ().
+      The indices, int32 (k,), distinct, with m or more in unused slots; and the number
+      of True elements, int32 ().
     """
     elements = mask.shape[0]
     count = -(-elements // _WORD)
@@ -83,7 +86,8 @@ def compact(
     counts = lax.population_count(words).astype(jnp.int32)
     ends = _cumulative_sums(counts)
     starts = ends - counts
-    # Each word that has a bit marks its first slot, and the marks are extended.
+    # Each word with a set bit marks its first slot, and the marks are extended to its
+    # other slots.
     marked = jnp.where(counts > 0, starts, slots)
     at = (
         jnp.zeros(slots, jnp.int32)
@@ -98,11 +102,14 @@ def compact(
 
 
 def _cumulative_sums(counts: jax.Array) -> jax.Array:
-    """Inclusive sums of int32 (W,) of at most 32: rows first, then over the rows."""
+    """Inclusive cumulative sums of int32 (W,), each at most 32: first within rows, then
+    over rows.
+    """
     rows = -(-counts.size // _ROW)
     table = jnp.pad(counts, (0, rows * _ROW - counts.size)).reshape(rows, _ROW)
-    # A product with ones on and above the diagonal is many times faster than a
-    # scan, and exact: sums stay below 2 ** 11, what float32 and TF32 hold.
+    # A product with a matrix of ones on and above the diagonal is many times faster
+    # than a scan. The product is exact, because sums of at most 2 ** 11 are exact in
+    # float32 and TF32.
     upper = jnp.triu(jnp.ones((_ROW, _ROW), jnp.float32))
     within = jnp.dot(table.astype(jnp.float32), upper).astype(jnp.int32)
     before = jnp.cumsum(within[:, -1]) - within[:, -1]
@@ -110,7 +117,7 @@ def _cumulative_sums(counts: jax.Array) -> jax.Array:
 
 
 def _nth_bit(word: jax.Array, rank: jax.Array) -> jax.Array:
-    """Place of the set bit of a word that has ``rank`` set bits below it."""
+    """Index of the set bit of a word that has ``rank`` set bits below it."""
     place = jnp.zeros_like(rank)
     for width in (16, 8, 4, 2, 1):
         half = (word >> place.astype(jnp.uint32)) & jnp.uint32((1 << width) - 1)
@@ -124,9 +131,9 @@ def _nth_bit(word: jax.Array, rank: jax.Array) -> jax.Array:
 def kth_largest(x: jax.Array, k: int | jax.Array) -> jax.Array:
     """The k-th largest magnitude of a vector, exactly; NaN counts as the largest.
 
-    The bits of non-negative floats are ordered as the floats are, so bisection
-    finds them one by one: 31 counts, which is faster than a sort, and much so in
-    a branch, where XLA does not recognise a partial one.
+    The bit patterns of non-negative floats have the same order as the floats. So
+    bisection finds the bits one by one with 31 counts. This is faster than a sort,
+    especially in a branch, where XLA does not recognise a partial sort.
     """
     bits = lax.bitcast_convert_type(jnp.abs(x), jnp.uint32)
 
@@ -141,17 +148,17 @@ def kth_largest(x: jax.Array, k: int | jax.Array) -> jax.Array:
 def quantile(
     x: jax.Array, share: float, key: jax.Array, count: int | jax.Array | None = None
 ) -> jax.Array:
-    """About the magnitude that a ``share`` of the elements of ``x`` exceeds.
+    """Estimates the magnitude that a ``share`` of the elements of ``x`` exceeds.
 
-    The largest elements of a regular sample of at most 65536, taken from an
-    offset that ``key`` decides.
+    The estimate comes from a regular sample of at most 65536 elements, whose offset
+    depends on ``key``.
 
     Args:
       x: the elements.
-      share: of them.
+      share: the fraction of the elements.
       key: uint32.
-      count: elements of the sample that exceed it, if not that share of
-        `sample_size` of them.
+      count: number of elements of the sample that exceed the magnitude; default:
+        ``share`` of `sample_size`.
     """
     flat = x.reshape(-1)
     stride = -(-flat.size // _SAMPLE)
@@ -166,25 +173,25 @@ def quantile(
 
 
 def sample_size(elements: int) -> int:
-    """Elements of the sample that `quantile` takes of so many."""
+    """Number of elements of the sample that `quantile` takes."""
     return elements // max(1, -(-elements // _SAMPLE))
 
 
 @register_codec
 @dataclasses.dataclass(frozen=True)
 class Threshold(Codec):
-    """All elements above a threshold that is refreshed every so many steps.
+    """Sends all elements above a threshold that is updated every ``every`` steps.
 
-    The message has room for the share ``ratio``; what does not fit is left to
-    the next step, and the threshold follows the count of the elements that
-    exceed it, ``threshold *= (count / room) ** 0.1``. The bytes are those of
-    `TopK`. The threshold is each worker's own.
+    The message has room for the fraction ``ratio`` of the elements. Elements that do
+    not fit are left for the next step. The threshold follows the count of the elements
+    that exceed it: ``threshold *= (count / room) ** 0.1``. The codec sends the same
+    bytes as `TopK`. Each worker has its own threshold.
 
     Attributes:
-      ratio: share of the elements that is sent.
-      every: steps between two refreshes.
-      exact: whether a refresh looks at all elements rather than at a sample.
-      values: type of the values on the wire.
+      ratio: fraction of the elements that is sent.
+      every: steps between two updates of the threshold.
+      exact: whether an update reads all elements rather than a sample.
+      values: dtype of the sent values.
     """
 
     name: ClassVar[str] = "threshold"
@@ -218,7 +225,7 @@ class Threshold(Codec):
         return 8.6
 
     def init(self, shape: tuple[int, ...], size: int, workers: int) -> State:
-        """The threshold, f32 (); zero asks for a refresh."""
+        """The threshold, f32 (); zero asks for an update."""
         del shape, size, workers
         return jnp.zeros((), jnp.float32)
 
@@ -229,7 +236,9 @@ class Threshold(Codec):
     def amounts(
         self, shape: tuple[int, ...], workers: int, *, scatter: bool
     ) -> dict[str, int]:
-        """See `Codec`: elements sent of a group, and of what a refresh looks at."""
+        """See `Codec`: the numbers of elements that are sent of a group, and that
+        exceed the threshold in an update.
+        """
         whole = math.prod(shape)
         seen = whole if self.exact else sample_size(whole)
         return {
@@ -247,7 +256,7 @@ class Threshold(Codec):
         slots = elements_in_share(self.ratio, elements)
         used = context.amount("kept", slots)
         key = shared_salt(context.step, context.seed, stream=2)
-        # A threshold of zero, or of NaN, is none.
+        # A threshold of zero or NaN counts as no threshold.
         stale = (context.step % context.amount("every", self.every) == 0) | ~(state > 0)
         threshold = lax.cond(
             stale, lambda: self._new_threshold(chunks, context, key), lambda: state

@@ -29,17 +29,17 @@ _AXIS = "workers"
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
-    """What a codec did to samples.
+    """The results of a codec on samples.
 
     Attributes:
-      error: relative error of one worker's gradient, with what feedback adds to it, in
-        the L2 norm; a root mean square over steps and workers.
-      sum_error: relative error of the sum of all steps together: what feedback sends
-        later counts as sent.
-      total_error: relative error of a step's total, against the sum of what the workers
-        sent; 0 where nothing is rounded after the sum.
+      error: relative error of one worker's gradient plus its residual, in the L2 norm;
+        a root mean square over steps and workers.
+      sum_error: relative error of the sum over all steps; elements that error feedback
+        sends later count as sent.
+      total_error: relative error of a step's total, compared with the sum of the
+        workers' sent values; 0 if nothing is rounded after the sum.
       wire_bytes: bytes that a worker sends in a step.
-      dense_bytes: bytes that it sends by ``dense``.
+      dense_bytes: bytes that a worker sends in a step with the codec ``dense``.
     """
 
     error: float
@@ -57,23 +57,23 @@ def try_codec(
     steps: int = 8,
     scatter: bool = False,
 ) -> Trial:
-    """Sums samples over simulated workers, with error feedback where the codec has it.
+    """Sums samples over simulated workers, with error feedback if the codec needs it.
 
     Args:
-      codec: the codec, or its text.
+      codec: the codec or its text.
       shape: of the gradient on one device.
       workers: number of workers.
-      steps: how many steps are made, each of new samples.
-      scatter: whether each worker needs only its part of the sum, as where a parameter
-        is split over the workers. The parts are rows of the gradient.
+      steps: number of steps, each with new samples.
+      scatter: whether each worker needs only its part of the sum, as for a parameter
+        that is split over the workers. The parts are rows of the gradient.
 
     Returns:
-      What was sent and lost.
+      The bytes and errors.
 
     Raises:
-      InputError: the codec refuses the shape, what it asks for or returns does not fit,
-        the total is not the same on all workers, bit for bit, or it is far from the sum
-        of what is sent.
+      InputError: the codec refuses the shape; or a request or the result of the codec
+        does not fit; or the total is not bit-identical on all workers; or the total is
+        far from the sum of the sent values.
     """
     codec, shape = parse_codec(codec) if isinstance(codec, str) else codec, (*shape,)
     where = f"codec {codec.name!r}, a sample of shape {shape}"
@@ -106,7 +106,7 @@ def try_codec(
         if not scatter:
             _check_same(totals, where, step)
         left = wanted - sent
-        # With parts, worker i has the sum of the i-th chunks.
+        # If the sum is scattered, worker i has the sum of the i-th chunks.
         made = (totals if scatter else totals[0]).astype(np.float64)
         total = total + made
         misses.append(_relative(made, sent.sum(axis=0, dtype=np.float64)))
@@ -129,8 +129,9 @@ def try_codec(
     )
 
 
-# A total that is rounded once more differs from the sum of what was sent by no more
-# than so many times what a worker's gradient loses, and a bit.
+# A total that is rounded again after the sum may differ from the sum of the sent
+# values. The difference may be at most this factor times the error of a worker's
+# gradient, plus the second number.
 _ROUNDED_AGAIN, _LEAST = 2.0, 0.01
 
 
@@ -141,7 +142,7 @@ def _relative(found: Any, wanted: Any) -> float:
 
 
 def _check_scattered(codec: Codec, shape: tuple[int, ...], workers: int) -> None:
-    """Checks the form that was not asked for, in which a run may use the codec."""
+    """Also checks the scattered sum, in which a run may use the codec."""
     try:
         check_codec(codec, shape, workers, scatter=True, name="")
     except InputError as error:
@@ -153,7 +154,7 @@ def _check_scattered(codec: Codec, shape: tuple[int, ...], workers: int) -> None
 
 
 def _check_same(totals: np.ndarray, where: str, step: int) -> None:
-    """Raises `InputError` where workers hold different totals."""
+    """Raises `InputError` if workers hold different totals."""
     for worker, other in enumerate(totals):
         if other.tobytes() != totals[0].tobytes():
             most = np.abs(other.astype(np.float64) - totals[0]).max()
@@ -171,8 +172,8 @@ def simulated_step(
     """A compiled step of all workers.
 
     Returns:
-      A function of chunks (workers, n, c), states, numbers of the workers, and the
-      step; it returns totals, what was sent, and new states, each of all workers.
+      A function of chunks (workers, n, c), states, worker numbers, and the step. The
+      function returns totals, sent values and new states, each for all workers.
     """
     size, links = math.prod(shape), MeshLinks((_AXIS,), workers)
 

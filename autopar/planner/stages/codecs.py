@@ -107,7 +107,7 @@ def choose_staged(
       analyses: the analysis of each stage.
       found: the layouts of each stage.
       memory: bytes that a device of each stage holds without codecs.
-      costs: what the pipeline costs without codecs.
+      costs: cost of the pipeline without codecs.
       table: schedule of the pipeline.
       request: the user's request about codecs.
 
@@ -234,7 +234,7 @@ def _fastest(
     Args:
       options: the options of each stage; the first option has no error.
       last: when the last task of each stage ends.
-      costs: what the pipeline costs without codecs.
+      costs: cost of the pipeline without codecs.
       budget: error budget of the whole gradient.
     """
     ends = [

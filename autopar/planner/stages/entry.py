@@ -196,7 +196,7 @@ class PipelineLimits:
 
     Attributes:
       stages: the most stages; None: no limit.
-      microbatches: likewise.
+      microbatches: number of microbatches.
       alone: whether to consider one stage, too.
     """
 

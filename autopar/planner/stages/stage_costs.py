@@ -1,4 +1,4 @@
-"""What the tasks of planned stages cost: seconds and bytes of each part."""
+"""Computes the costs of the tasks of planned stages: seconds and bytes of each part."""
 
 from __future__ import annotations
 
@@ -36,13 +36,14 @@ _KINDS = {
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class StageCosts:
-    """What a pipeline costs.
+    """The costs of a pipeline.
 
     Attributes:
-      tasks: seconds of each part's tasks and links, as a schedule is played with.
-      step_bytes: by stage, what a device holds whatever the schedule: state, gradients,
-        and one microbatch.
-      activation_bytes: by part, what a device keeps of one microbatch.
+      tasks: seconds of each part's tasks and links, as input for playing a schedule.
+      step_bytes: by stage, bytes on a device that do not depend on the schedule: state,
+        gradients, and one microbatch.
+      activation_bytes: by part, bytes of activations that a device keeps of one
+        microbatch.
       sent_bytes: bytes that one device of each stage sends in a step, within the stage
         and to others.
     """
@@ -64,8 +65,8 @@ def stage_costs(
     Args:
       cut: the step as stages.
       cluster: all devices.
-      devices: by stage, its positions in the cluster.
-      found: by stage, its layouts with what they cost.
+      devices: by stage, the positions of its devices in the cluster.
+      found: by stage, the layouts and their costs.
     """
     parts, count = cut.cut.parts.count, cut.found.microbatches
     task_s = np.zeros((parts, len(TaskKind)))
@@ -92,7 +93,7 @@ def stage_costs(
         nbytes = _device_bytes(cut, [value], layouts[stage])
         moved[home] += nbytes
         link = link_between(cluster, devices[home], devices[stage])
-        # There before the microbatches, and back after the update.
+        # The layer is sent before the microbatches, and sent back after the update.
         step_s[home] += 2 * (link.latency_s + nbytes / link.bandwidth_bytes_per_s)
     shared = [0.0] * len(found)
     for source, target, value in _sent_once(cut):
@@ -242,13 +243,14 @@ def wire_of(
 
 
 def _sent_once(cut: CutStep) -> set[tuple[int, int, int]]:
-    """What stages send each other once a step, such as the weights of two stages.
+    """The values that stages send each other once a step, such as weights that two
+    stages read.
 
-    A stage that reads state of another one is sent it, and sends its gradient back.
-    What is small is sent without a thought.
+    A stage that reads state of another stage receives that state, and sends its
+    gradient back. Small values are left out, because their cost is neglected.
 
     Returns:
-      The stages that send and get, and the value.
+      The sending stage, the receiving stage, and the value.
     """
     flow = cut.cut.parts.flow
     return {
@@ -283,10 +285,11 @@ def moved_layers(cut: CutStep) -> Iterator[tuple[int, int, int]]:
 def _task_seconds(
     cut: CutStep, stage: int, candidate: Candidate
 ) -> dict[TaskKey, float]:
-    """Seconds of each task in a step, all microbatches together.
+    """Seconds of each task in a step, summed over all microbatches.
 
-    The operators of a class cost the same each, in every task that runs them: what is
-    computed again costs as often. What is hidden beside work is shared out by seconds.
+    All operators of a class cost the same in every task that runs them. A
+    rematerialised operator is counted once for each run. Communication that overlaps
+    with work is divided among the tasks in proportion to their seconds.
     """
     graph = candidate.assignment.graph
     tasks = _tasks_of(cut, stage)
@@ -318,7 +321,9 @@ def _task_seconds(
 
 
 def _tasks_of(cut: CutStep, stage: int) -> dict[int, list[TaskKey]]:
-    """Equation, also one of a region -> the tasks of the stage that run it."""
+    """Equation (also an equation within a region) -> the tasks of the stage that run
+    it.
+    """
     out: dict[int, list[TaskKey]] = defaultdict(list)
     for task in cut.cut.of_stage(stage):
         for index in _needed_equations(cut, task):
@@ -328,9 +333,10 @@ def _tasks_of(cut: CutStep, stage: int) -> dict[int, list[TaskKey]]:
 
 
 def _needed_equations(cut: CutStep, task: Task) -> list[int]:
-    """The equations of a task whose results somebody needs; compilers drop others.
+    """The equations of a task whose results are used; compilers remove the others.
 
-    What computes activations again has some that only the next part reads.
+    A task that rematerialises activations also has equations whose results only the
+    next part reads.
     """
     equations = cut.cut.parts.flow.equations
     wanted = set(task.outputs)
@@ -373,7 +379,8 @@ def _wire_bytes(
 
 
 def _activation_bytes(cut: CutStep, part: int, found: Sequence[Candidate]) -> float:
-    """What a device keeps of a microbatch from its forward to its backward pass."""
+    """Bytes that a device keeps of a microbatch from its forward to its backward pass.
+    """
     stage = cut.cut.stage_of[part]
     batch = cut.cut.parts.flow.batch
     kept = {
@@ -411,7 +418,9 @@ def _link(
     found: Sequence[Candidate],
     part: int,
 ) -> tuple[float, float, float]:
-    """Seconds of activations and of cotangents from a part to the next, and latency."""
+    """Seconds to send activations to the next part, seconds to send cotangents back,
+    and the latency.
+    """
     one, two = cut.cut.stage_of[part], cut.cut.stage_of[part + 1]
     if one == two:
         return 0.0, 0.0, 0.0
@@ -424,15 +433,15 @@ def _link(
 def link_bytes(
     cut: CutStep, assignments: Sequence[Assignment], part: int
 ) -> tuple[float, float]:
-    """Bytes that a device sends of a microbatch from a part to the next, and back.
+    """Bytes of a microbatch that a device sends from a part to the next, and back.
 
-    What skips parts is counted with the last one that it reaches. Parts of one stage
-    send each other nothing.
+    A value that skips parts is counted on the link to the last part that it reaches.
+    Parts on the same stage send each other nothing.
 
     Args:
       cut: the step as stages.
       assignments: the layouts of each stage.
-      part: the first of both.
+      part: the first of the two parts.
     """
     one, two = cut.cut.stage_of[part], cut.cut.stage_of[part + 1]
     if one == two:
@@ -454,7 +463,8 @@ def link_between(
 ) -> LinkSpec:
     """The slowest link that messages between two sets of devices take.
 
-    Each device of one sends to one of the other, all at once.
+    Each device of the first set sends to one device of the second set, all at the same
+    time.
     """
     parts = cluster.groups or (cluster,)
     begin = 0
@@ -479,15 +489,16 @@ def link_between(
 def saved_bytes(
     cut: CutStep, layers: Sequence[int], recomputed: Collection[int], found: Candidate
 ) -> float:
-    """What computing again saves a device of one microbatch's activations.
+    """Bytes of one microbatch's activations that rematerialisation saves on a device.
 
-    The search of a stage counts the activations of all of its layers at once. Those
-    that are computed again are there for one layer at a time; the neediest one stays.
+    The search of a stage counts the activations of all of its layers at once.
+    Rematerialised activations exist for only one layer at a time. So only those of the
+    layer with the most bytes are counted.
 
     Args:
       cut: the step as stages.
       layers: the forward equation at which each layer begins.
-      recomputed: the layers of the stage whose activations are computed again.
+      recomputed: the layers of the stage that are rematerialised.
       found: the stage's layouts.
     """
     flow = cut.cut.parts.flow

@@ -40,7 +40,7 @@ class StageSite:
     Attributes:
       devices: positions in the cluster, in the order of the mesh.
       cluster: these devices as a cluster.
-      mesh: its logical mesh; None: the best one.
+      mesh: logical mesh of the stage; None: the search chooses the best mesh.
     """
 
     devices: tuple[int, ...]
@@ -50,14 +50,14 @@ class StageSite:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StageHints:
-    """What is said of the layouts of all stages.
+    """Hints about the layouts of all stages.
 
     Attributes:
       pins: pattern of an input's path -> its layout on the mesh of its stage.
-      axis_names: of the mesh of each stage.
-      max_axes: most axes of the mesh of a stage.
+      axis_names: names of the axes of each stage's mesh.
+      max_axes: the most axes of a stage's mesh.
       seconds: time limit of the search of a stage on one mesh.
-      recipe: a rule about the axes of the mesh of each stage; None: there is none.
+      recipe: a rule about the axes of each stage's mesh; None: no rule.
     """
 
     pins: Mapping[str, PartitionSpec] = dataclasses.field(default_factory=dict)
@@ -68,13 +68,13 @@ class StageHints:
 
     @property
     def about_meshes(self) -> bool:
-        """Whether they say anything of meshes."""
+        """Whether any hint is about meshes."""
         names, most = self.axis_names, self.max_axes
         return bool(self.pins) or names is not None or most is not None
 
 
 def hints_of(options: PlanOptions) -> StageHints:
-    """The hints of the options of planning."""
+    """The hints that the planning options contain."""
     names = options.axis_names
     return StageHints(
         pins=dict(options.pins or {}),
@@ -91,10 +91,10 @@ class StageSearch:
     Attributes:
       cut: the step as stages.
       sites: where the stages run.
-      hints: what is said of their layouts.
-      codecs: what was said about codecs, which layouts are found for; None: layouts
-        are found for gradients that are sent as they are.
-      known: what was searched before.
+      hints: hints about the layouts of the stages.
+      codecs: the user's request about codecs, which the search of layouts takes into
+        account; None: the search assumes no codecs.
+      known: results of earlier searches.
     """
 
     cut: CutStep
@@ -106,10 +106,10 @@ class StageSearch:
     )
 
     def all(self, rooms: Sequence[float]) -> list[Candidate]:
-        """The best layouts of each stage; those of equal stages are searched once.
+        """The best layouts of each stage; equal stages are searched only once.
 
         Args:
-          rooms: by stage, what a device may hold while one microbatch runs.
+          rooms: by stage, the bytes that a device may hold while one microbatch runs.
 
         Raises:
           InfeasibleError: a stage does not fit.
@@ -118,7 +118,8 @@ class StageSearch:
         check_matches(self.cut, self.hints.pins)
         found: dict[int, Candidate] = {}
         count = len(self.sites)
-        # Pieces of one array lie alike on all stages; one in the middle decides.
+        # The pieces of one array have the same layout on all stages. A stage in the
+        # middle determines this layout.
         middle = count // 2
         for number in sorted(range(count), key=lambda k: k != middle):
             say(f"planning stage {number + 1} of {count}")
@@ -143,11 +144,11 @@ class StageSearch:
         """The best layouts of a stage.
 
         Args:
-          number: of the stage.
+          number: number of the stage.
           room: bytes that a device may hold while one microbatch runs.
-          pins: those of its inputs.
-          like: of another stage with pieces of the same arrays, which lie here as
-            there.
+          pins: pins of the stage's inputs.
+          like: layouts of another stage that has pieces of the same arrays; these
+            pieces get the same layouts here.
         """
         site, analysis = self.sites[number], self.cut.stages[number]
         meshes = self._meshes(analysis, site, pins)
@@ -170,7 +171,7 @@ class StageSearch:
         meshes: Sequence[MeshShape],
         restriction: Callable[[Pricer], Restriction] | None,
     ) -> Candidate:
-        """The best layouts of a stage, where gradients are sent as is asked for."""
+        """The best layouts of a stage, given the user's request about codecs."""
 
         def find_layouts(codecs: CodecRequest | None) -> Candidate:
             return search(
@@ -194,7 +195,9 @@ class StageSearch:
     def _restriction(
         self, analysis: Analysis, pins: Pins, lies: Mapping[int, Layout]
     ) -> Callable[[Pricer], Restriction] | None:
-        """What pins, pieces on other stages and a recipe leave; None: everything."""
+        """The strategies that pins, pieces on other stages and a recipe allow; None:
+        all.
+        """
         recipe = self.hints.recipe
 
         def keep_homes(pricer: Pricer) -> Restriction:
@@ -224,7 +227,7 @@ class StageSearch:
 def own_pins(analysis: Analysis, pins: Pins) -> dict[str, PartitionSpec]:
     """The pins of a stage's inputs, each by its path.
 
-    A pin of an array of stacked layers is one of its pieces.
+    A pin of an array of stacked layers becomes a pin of each of its pieces.
     """
     out: dict[str, PartitionSpec] = {}
     for given in analysis.graph.inputs:
@@ -235,12 +238,12 @@ def own_pins(analysis: Analysis, pins: Pins) -> dict[str, PartitionSpec]:
 
 
 def _escape(path: str) -> str:
-    """A pattern that matches this path alone."""
+    """A pattern that matches only this path."""
     return "".join(f"[{c}]" if c in "*?[" else c for c in path)
 
 
 def check_matches(cut: CutStep, pins: Pins) -> None:
-    """Raises `PlanError` where a pin is of no input of the step."""
+    """Raises `PlanError` if a pin matches no input of the step."""
     paths = [
         whole_path(given.path) or given.path
         for stage in cut.stages
@@ -269,6 +272,6 @@ def _like(analysis: Analysis, other: Candidate) -> dict[int, Layout]:
 
 
 def _alike(analysis: Analysis, other: Candidate) -> Candidate:
-    """The layouts of a stage for another one with the same program."""
+    """The layouts of a stage for another stage with the same program."""
     assignment = dataclasses.replace(other.assignment, analysis=analysis)
     return dataclasses.replace(other, assignment=assignment)

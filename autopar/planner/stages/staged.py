@@ -1,4 +1,5 @@
-"""Makes a plan of a pipeline: plans each stage's program and writes all down."""
+"""Makes the plan of a pipeline: plans the program of each stage and records the result.
+"""
 
 from __future__ import annotations
 
@@ -28,20 +29,20 @@ from autopar_solver import (
     play,
 )
 
-# The stages are searched again at most so often, each time with less memory, until
-# what the schedule keeps fits.
+# The most times that the stages are searched again. Each search allows less memory,
+# until the activations that the schedule keeps fit, too.
 _ROUNDS = 4
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class WantedPipeline:
-    """The pipeline that is wanted.
+    """The pipeline to plan.
 
     Attributes:
       layers: the forward equation at which each layer begins.
       parts: the layer at which each part begins.
-      recomputed: layers whose activations are computed again.
-      schedule: in which order stages run microbatches.
+      recomputed: layers that are rematerialised.
+      schedule: the order in which stages run microbatches.
       sites: where the stages run.
     """
 
@@ -53,7 +54,7 @@ class WantedPipeline:
 
 
 def schedule_of(plan: Plan) -> Schedule:
-    """The schedule of a plan, with its chunks.
+    """The schedule of a plan, with the number of chunks per stage.
 
     Raises:
       PlanError: the plan has one stage.
@@ -66,13 +67,13 @@ def schedule_of(plan: Plan) -> Schedule:
 
 @dataclasses.dataclass(frozen=True)
 class _Laid:
-    """The stages of a pipeline with layouts, and with codecs where there are any.
+    """The stages of a pipeline with layouts, and with codecs if codecs were asked for.
 
     Attributes:
       found: the layouts of each stage.
-      costs: what the pipeline costs.
-      memory: bytes that a device of each stage holds at most.
-      choice: the codecs; None: none were asked for.
+      costs: costs of the pipeline.
+      memory: the most bytes that a device of each stage holds.
+      choice: the codecs; None: no codecs were asked for.
     """
 
     found: list[Candidate]
@@ -88,19 +89,18 @@ def staged_plan(
     codecs: CodecRequest,
     hints: StageHints,
 ) -> Plan:
-    """Plans every stage of a step that is cut, and writes the plan down.
+    """Plans every stage of a cut step, and records the plan.
 
     Args:
       cut: the step as stages, cut as wanted.
       cluster: all devices.
       wanted: the pipeline.
-      codecs: what was said about codecs.
-      hints: what was said of layouts.
+      codecs: the user's request about codecs.
+      hints: hints about layouts.
 
     Raises:
       InfeasibleError: a stage does not fit the memory of its devices.
-      PlanError: the codec that was asked for can be used in no stage, or a pin does
-        not fit.
+      PlanError: no stage can use the codec that was asked for, or a pin does not fit.
     """
     start = time.perf_counter()
     table = make_table(wanted.schedule, len(wanted.sites), cut.found.microbatches)
@@ -124,11 +124,14 @@ def _lay_stages(
     table: ScheduleTable,
     search: StageSearch,
 ) -> _Laid:
-    """The layouts of all stages, with what the schedule keeps in memory."""
+    """The layouts of all stages, searched such that the activations which the schedule
+    keeps fit.
+    """
     devices = [site.devices for site in wanted.sites]
-    # What each stage may hold while one microbatch runs.
+    # The layers that each stage rematerialises.
     again = [_again(cut, wanted, k) for k in range(len(wanted.sites))]
-    # The search knows of nothing that is computed again.
+    # The search of a stage does not know about rematerialisation. So a stage with
+    # rematerialised layers is searched without a memory limit.
     rooms = [
         1e18 if again[k] else float(site.cluster.device.memory_bytes)
         for k, site in enumerate(wanted.sites)
@@ -152,10 +155,10 @@ def _lay_stages(
 
 
 def _with_equal_names(cut: CutStep, found: list[Candidate]) -> list[Candidate]:
-    """The stages on meshes whose axes have the same names, if they share an array.
+    """The stages with equal names of mesh axes, if the stages share an array.
 
-    An array of which every stage has a piece lies on a mesh of all stages, so one in
-    the middle names the axes of all.
+    An array of which every stage has a piece lies on a mesh of all stages. So a stage
+    in the middle gives the names for the axes of all stages.
     """
     shared = sizes_by_path(cut.analysis.whole or cut.analysis)
     if not shared or len({c.pricer.mesh for c in found}) > 1:
@@ -170,7 +173,7 @@ def _with_equal_names(cut: CutStep, found: list[Candidate]) -> list[Candidate]:
 def _send_by_codecs(
     cut: CutStep, table: ScheduleTable, laid: _Laid, codecs: CodecRequest
 ) -> _Laid:
-    """The layouts with codecs for them."""
+    """The layouts, with codecs chosen for them."""
     choice = choose_staged(
         cut.stages, laid.found, laid.memory, laid.costs, table, codecs
     )
@@ -186,13 +189,13 @@ def kept_plan(
     codecs: CodecRequest,
     found: Sequence[Candidate],
 ) -> Plan:
-    """The plan of stages whose layouts are given; codecs are chosen for them.
+    """The plan of stages with given layouts, for which codecs are chosen.
 
     Args:
       cut: the step as stages, cut as wanted.
       cluster: all devices.
       wanted: the pipeline.
-      codecs: what was said about codecs.
+      codecs: the user's request about codecs.
       found: the layouts of each stage.
 
     Raises:
@@ -218,7 +221,7 @@ def _finish_plan(
     table: ScheduleTable,
     seconds: float,
 ) -> Plan:
-    """The plan of stages that are laid out.
+    """The plan of stages that have layouts.
 
     Args:
       cut: the step as stages.
@@ -226,7 +229,7 @@ def _finish_plan(
       wanted: the pipeline.
       laid: the layouts and codecs of the stages.
       table: the schedule.
-      seconds: that planning took.
+      seconds: duration of the planning.
 
     Raises:
       InfeasibleError: a stage does not fit the memory of its devices.
@@ -249,7 +252,7 @@ def _with_codecs(cut: CutStep, plan: Plan, choice: StagedChoice) -> Plan:
 
 
 def _over(wanted: WantedPipeline, memory: Sequence[float]) -> list[int]:
-    """The stages that hold more than their devices can."""
+    """The stages that need more than the memory of their devices."""
     return [
         k
         for k, (site, nbytes) in enumerate(zip(wanted.sites, memory, strict=True))
@@ -260,7 +263,9 @@ def _over(wanted: WantedPipeline, memory: Sequence[float]) -> list[int]:
 def _rooms(
     wanted: WantedPipeline, costs: StageCosts, memory: Sequence[float]
 ) -> list[float]:
-    """By stage, what is left for one microbatch beside what the schedule keeps."""
+    """By stage, the bytes left for one microbatch after the activations that the
+    schedule keeps.
+    """
     return [
         max(1.0, site.cluster.device.memory_bytes - (nbytes - once))
         for site, nbytes, once in zip(
@@ -270,7 +275,7 @@ def _rooms(
 
 
 def _again(cut: CutStep, wanted: WantedPipeline, stage: int) -> frozenset[int]:
-    """The layers of a stage whose activations are computed again."""
+    """The layers of a stage that are rematerialised."""
     ends = (*wanted.parts[1:], len(wanted.layers))
     own = {
         layer
@@ -287,7 +292,7 @@ def _saved_by_remat(
     again: Sequence[frozenset[int]],
     found: Sequence[Candidate],
 ) -> list[float]:
-    """By stage, what computing again saves (`saved_bytes`)."""
+    """By stage, the bytes that rematerialisation saves (`saved_bytes`)."""
     return [
         saved_bytes(cut, wanted.layers, layers, candidate) if layers else 0.0
         for layers, candidate in zip(again, found, strict=True)
@@ -297,10 +302,10 @@ def _saved_by_remat(
 def _memory_bytes(
     table: ScheduleTable, costs: StageCosts, saved: Sequence[float]
 ) -> list[float]:
-    """By stage, what a device holds at most.
+    """By stage, the most bytes that a device holds.
 
-    What the search of a stage counts has the activations of one microbatch of each of
-    its parts; the schedule keeps those of several.
+    The search of a stage counts the activations of one microbatch for each part of the
+    stage. The schedule may keep the activations of several microbatches.
     """
     peaks = play(table, costs.tasks).peak_bytes
     stages = len(peaks)
@@ -337,7 +342,7 @@ def _write_stages(
     timeline: TaskTimes,
     seconds: float,
 ) -> Plan:
-    """The plan as data: that of the first stage, with all stages in it."""
+    """The plan as data: the plan of the first stage, to which all stages are added."""
     plans = [
         make_plan(analysis, SearchResult(c, ((c.pricer.mesh, c),), seconds))
         for analysis, c in zip(cut.stages, found, strict=True)

@@ -1,14 +1,15 @@
 """The submeshes that stages may have, and the layouts that are tried on each.
 
-Layouts are searched on few submeshes: some whole hosts, or a part of a torus. On
-others they stay, and only the sizes of mesh axes change, so that a submesh shape costs
-milliseconds. On each submesh that is searched there are several rules: the fastest
-layouts, the fastest that split optimizer state over all devices, the fastest that
-split all state, and those that split no batch over some axes.
+Layouts are searched only on a few submeshes: some whole hosts, or a part of a torus.
+Other submeshes reuse these layouts with other sizes of the mesh axes. So a further
+submesh shape costs only milliseconds. On each searched submesh several rules are tried:
+the fastest layouts, the fastest layouts that split optimizer state over all devices,
+the fastest layouts that split all state, and layouts that do not split the batch over
+some axes.
 
-All others allow less than the first does. So they are there for memory, and for
-microbatches that the fastest layouts cannot split. Where those fit with room to spare,
-and can split all microbatches, they are the only ones.
+The first rule allows the most layouts. The other rules serve to save memory, and to run
+microbatches that the fastest layouts cannot split. If the fastest layouts leave spare
+memory and can split all microbatches, no other rule is tried.
 """
 
 from __future__ import annotations
@@ -47,27 +48,27 @@ from autopar_solver import Status, solve
 
 Shape = tuple[int, ...]
 
-# Layouts are searched to this part of their objective, which weighs communication
-# roughly anyway.
+# Relative gap of the search of layouts. A smaller gap is not needed, because the
+# objective weighs communication only roughly.
 _GAP = 5e-3
-# A whole program that needs less than this part of the memory leaves enough for what a
-# stage of it has besides: sums of gradients, and microbatches on their way.
+# If the whole program needs less than this fraction of the memory, enough is left for
+# what a stage needs in addition: accumulated gradients, and microbatches in flight.
 _EASY = 0.5
-# The part of the time that is left which each search of layouts has.
+# The fraction of the remaining time that each search of layouts gets.
 _SHARE = 0.2
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Rule:
-    """What layouts are searched for.
+    """A rule under which layouts are searched.
 
     Attributes:
       name: what people call it.
       parameters: mesh axes over which parameters are split between steps.
-      optimizer: the same of optimizer state.
-      tensor: axes that split the model, and never the batch.
-      sequence: whether they may split the sequence of products, too. Where not, each
-        device sums gradients of its own part of the weights.
+      optimizer: mesh axes over which optimizer state is split between steps.
+      tensor: axes that split the model and never the batch.
+      sequence: whether the axes of ``tensor`` may split the sequence of products, too.
+        If not, each device sums the gradients of its own part of the weights.
     """
 
     name: str
@@ -77,7 +78,8 @@ class Rule:
     sequence: bool = False
 
     def allows(self, kind: str, label: str, axes: Sequence[int]) -> bool:
-        """Whether axes may split what has a label in a node of a kind."""
+        """Whether axes may split a factor with a given label in a node of a given kind.
+        """
         if not set(self.tensor).intersection(axes):
             return True
         whole = kind == "contraction" and not self.sequence
@@ -87,10 +89,11 @@ class Rule:
 def rules(mesh: MeshShape) -> list[Rule]:
     """The rules that are tried on a mesh.
 
-    The fastest layouts; those that split optimizer state, and all state, over all
-    devices; and for each axis of the innermost level those that split the model over
-    it, or the sequence, and optimizer state over all devices. Where a level has several
-    axes, only rules that make a difference between them.
+    The first rules are: the fastest layouts, layouts that split optimizer state over
+    all devices, and layouts that split all state over all devices. Further rules exist
+    for each axis of the innermost level: layouts that split the model or the sequence
+    over this axis, and optimizer state over all devices. If a level has several axes,
+    only rules that treat these axes differently are added.
     """
     every = tuple(k for k, axis in enumerate(mesh.axes) if axis.size > 1)
     levels = [mesh.axes[k].level for k in every]
@@ -116,11 +119,11 @@ class Submesh:
     """Layouts on the devices of one slice of a cluster.
 
     Attributes:
-      group: which group of equal devices it is of.
-      shape: of the slice, by level.
+      group: number of the group of equal devices that the slice belongs to.
+      shape: shape of the slice, by level.
       pricer: the slice and its logical mesh.
-      assignment: the layouts of the whole program there.
-      rule: what they were searched for.
+      assignment: the layouts of the whole program on the slice.
+      rule: name of the rule under which the layouts were searched.
     """
 
     group: int
@@ -131,12 +134,12 @@ class Submesh:
 
     @property
     def devices(self) -> int:
-        """How many devices it has."""
+        """Number of devices."""
         return math.prod(self.shape)
 
     @property
     def name(self) -> str:
-        """What messages call it."""
+        """Name of the submesh in messages."""
         cluster, mesh = self.pricer.cluster, self.pricer.mesh
         return f"{cluster}: {'x'.join(map(str, mesh.sizes))}, {self.rule}"
 
@@ -150,16 +153,16 @@ def submeshes(
     seconds: float | None = None,
     whole: bool = True,
 ) -> list[Submesh]:
-    """The submeshes of a cluster, each with the layouts tried on it.
+    """The submeshes of a cluster, each with layouts to try.
 
     Args:
       analysis: the program.
-      cluster: whose slices they are.
-      weights: of communication in the search.
-      scales: rows of the microbatches that are looked at over those of the program;
-        (): any.
+      cluster: the cluster whose slices are the submeshes.
+      weights: weights of communication in the search.
+      scales: rows of the microbatches to consider divided by the rows of the program;
+        (): any number of rows.
       seconds: time limit of the solver for all searches.
-      whole: whether all devices are one of them.
+      whole: whether the slice of all devices is included.
     """
     out: list[Submesh] = []
     limit = Limit(seconds)
@@ -187,11 +190,11 @@ def _suffice(
     scales: Sequence[float],
     fastest: Assignment,
 ) -> bool:
-    """Whether the fastest layouts can split all microbatches, and leave memory.
+    """Whether the fastest layouts can split all microbatches, and leave spare memory.
 
     Args:
       resized: makes submeshes of all sizes with some layouts.
-      sizes: how many there are.
+      sizes: number of submesh sizes.
       scales: as for `submeshes`.
       fastest: the layouts.
     """
@@ -210,7 +213,8 @@ def _suffice(
 def slice_shapes(cluster: Cluster) -> list[Shape]:
     """The shapes of slices that are tried, few devices first.
 
-    Of a level that may be cut anywhere, the sizes that divide it, and powers of two.
+    If a level may be cut anywhere, the tried sizes are its divisors and the powers of
+    two.
     """
     whole = [level.size for level in cluster.levels]
     found = [tuple(level.size for level in part.levels) for part, _ in cluster.slices()]
@@ -227,8 +231,8 @@ def slice_shapes(cluster: Cluster) -> list[Shape]:
 def _bases(cluster: Cluster, shapes: Sequence[Shape]) -> Iterator[Shape]:
     """The shapes on which layouts are searched: one for each set of levels used.
 
-    All of the inner levels; of the outermost, as little as a slice may have where the
-    level may be cut anywhere, and else all of it.
+    The inner levels have their full size. The outermost level has the smallest size of
+    a slice if the level may be cut anywhere, and its full size otherwise.
     """
     by_levels: dict[tuple[bool, ...], list[Shape]] = {}
     for shape in shapes:
@@ -241,7 +245,7 @@ def _bases(cluster: Cluster, shapes: Sequence[Shape]) -> Iterator[Shape]:
 
 
 def _levels(shape: Shape) -> tuple[bool, ...]:
-    """Which levels a slice has several devices of."""
+    """For each level, whether a slice has several devices along it."""
     return tuple(size > 1 for size in shape)
 
 
@@ -274,9 +278,10 @@ def _resize_group(
 
 
 def _meshes(mesh: MeshShape, part: Cluster) -> Iterator[MeshShape]:
-    """A logical mesh with the outer axis of each level as long as a slice has it.
+    """The logical meshes on a slice: the outer axis of each level is resized to the
+    slice.
 
-    No axis of two devices or more becomes one of one device.
+    An axis with several devices is never resized to one device.
     """
     sizes = [axis.size for axis in mesh.axes]
     for number, level in enumerate(part.levels):
@@ -297,7 +302,9 @@ def _meshes(mesh: MeshShape, part: Cluster) -> Iterator[MeshShape]:
 
 
 def fits(assignment: Assignment, sizes: Sequence[int]) -> bool:
-    """Whether mesh axes of these sizes split all that is no batch without a rest."""
+    """Whether mesh axes of these sizes divide every factor evenly, except factors of
+    the batch.
+    """
     labels = assignment.analysis.node_labels
     for node, strategy in _pairs(assignment):
         named = labels.get(node.index, {})
@@ -309,7 +316,9 @@ def fits(assignment: Assignment, sizes: Sequence[int]) -> bool:
 
 
 def batch_splits(assignment: Assignment) -> frozenset[tuple[int, int]]:
-    """The sizes of the batch's factors, each with the parts that it is split into."""
+    """The sizes of the batch's factors, each with the number of parts into which the
+    factor is split.
+    """
     labels = assignment.analysis.node_labels
     return frozenset(
         (node.factors[factor][0], math.prod(assignment.sizes[a] for a in axes))
@@ -320,11 +329,12 @@ def batch_splits(assignment: Assignment) -> frozenset[tuple[int, int]]:
 
 
 def divides(splits: Iterable[tuple[int, int]], scale: float) -> bool:
-    """Whether a batch of another size can be split so without a rest.
+    """Whether a batch of another size can be split evenly into the same numbers of
+    parts.
 
     Args:
       splits: sizes and parts (`batch_splits`).
-      scale: the rows of a microbatch over those of the program.
+      scale: the rows of a microbatch divided by the rows of the program.
     """
     for size, parts in splits:
         rows = size * scale
@@ -340,7 +350,9 @@ def _pairs(assignment: Assignment) -> Iterator[tuple[Node, Strategy]]:
 
 
 def _distinct(found: Sequence[Submesh]) -> list[Submesh]:
-    """Without those that have the same layouts on the same mesh as an earlier one."""
+    """Removes submeshes that have the same layouts on the same mesh as an earlier
+    submesh.
+    """
     seen: set[object] = set()
     out: list[Submesh] = []
     for submesh in found:
@@ -363,20 +375,21 @@ def layouts_on(
 ) -> list[tuple[str, Assignment]]:
     """The fastest layouts of a whole program on one mesh, whatever memory they need.
 
-    The problem is made once; each rule takes strategies out of it.
+    The problem is formulated once; each rule removes strategies from it.
 
     Args:
       analysis: the program.
       pricer: the mesh.
-      weights: of communication.
+      weights: weights of communication.
       largest: sizes of the mesh axes at which the layouts must be possible, too, for
         a large batch.
-      limit: time of the solver.
-      suffice: whether the fastest layouts need no others beside them.
+      limit: time limit of the solver.
+      suffice: says whether the fastest layouts are enough, so that no other rule is
+        tried.
 
     Returns:
-      By the name of each rule its layouts; without rules that leave none, or none that
-      was found in time.
+      The layouts by name of the rule. Rules that allow no layouts, or for which none
+      were found in time, are left out.
     """
     sizes = largest or pricer.sizes
     growing = _growing(analysis, sizes)
@@ -394,7 +407,7 @@ def layouts_on(
 
 
 def _small(analysis: Analysis, pricer: Pricer) -> frozenset[int]:
-    """The nodes of state that stays whole."""
+    """The nodes of state that stays unsharded."""
     memory = float(pricer.cluster.memory_bytes)
     return small_state(analysis.graph, analysis.contraction, memory)
 
@@ -405,7 +418,7 @@ def _solve_by_rule(
     allowed: Restriction,
     limit: Limit,
 ) -> Assignment | None:
-    """The fastest layouts of a problem that keep to a rule; None: none was found."""
+    """The fastest layouts of a problem that keep to a rule; None if none were found."""
     limited = formulation.within(analysis, allowed)
     solution = solve(
         limited.problem,
@@ -420,7 +433,8 @@ def _solve_by_rule(
 
 
 def _growing(analysis: Analysis, largest: Sequence[int]) -> Restriction:
-    """Strategies that stay possible on longer axes, but for the batch.
+    """Allows strategies that also divide evenly on longer axes; factors of the batch
+    are exempt.
 
     Args:
       analysis: the program.
@@ -442,13 +456,13 @@ def _growing(analysis: Analysis, largest: Sequence[int]) -> Restriction:
 def _keeping(
     analysis: Analysis, pricer: Pricer, rule: Rule, largest: Sequence[int]
 ) -> Restriction:
-    """Strategies that keep to a rule.
+    """Allows the strategies that keep to a rule.
 
     Args:
       analysis: the program.
       pricer: the mesh.
-      rule: what is split.
-      largest: sizes of its axes at which state is split as far as it can be.
+      rule: the rule.
+      largest: sizes of the mesh axes, for which state is split as far as possible.
     """
     homes, nodes = analysis.contraction.homes, analysis.contraction.nodes
     small = _small(analysis, pricer)
@@ -480,15 +494,16 @@ Wanted = tuple[int, tuple[int, ...]]
 def place(cluster: Cluster, wanted: Sequence[Wanted]) -> list[tuple[int, ...]]:
     """The devices of each stage, as positions in the cluster.
 
-    Stages are placed in their order, each behind the last where its slice may begin
-    there. Where some then find no room, the largest are placed first.
+    Stages are placed in order, each after the previous stage, at a position where its
+    slice may begin. If some stages then find no place, the largest stages are placed
+    first instead.
 
     Args:
       cluster: the devices.
       wanted: by stage, its group of equal devices and the shape of its slice.
 
     Raises:
-      PlanError: the slices do not fit beside each other.
+      PlanError: the slices do not fit on the cluster together.
     """
     parts = cluster.groups or (cluster,)
     begins = [sum(part.num_devices for part in parts[:k]) for k in range(len(parts))]
@@ -512,7 +527,7 @@ def place(cluster: Cluster, wanted: Sequence[Wanted]) -> list[tuple[int, ...]]:
 def _in_order(
     cluster: Cluster, wanted: Sequence[tuple[int, tuple[int, ...]]]
 ) -> dict[int, tuple[int, ...]] | None:
-    """Places slices one behind the other; None: the last ones find no room."""
+    """Places slices one after the other; None: the last slices find no place."""
     free = [True] * cluster.num_devices
     inside = {m: k for k, m in enumerate(cluster.ids)}
     out: dict[int, tuple[int, ...]] = {}
@@ -540,7 +555,7 @@ def _in_order(
 
 
 def _step(cluster: Cluster, shape: Sequence[int]) -> int:
-    """Devices between places where a slice may begin, at least."""
+    """The least number of devices between two positions where a slice may begin."""
     levels = [level.size for level in cluster.levels]
     step = 1
     for size, whole in zip(reversed(shape), reversed(levels), strict=True):
@@ -560,7 +575,7 @@ def stage_cluster(cluster: Cluster, devices: Sequence[int]) -> Cluster:
 
     Args:
       cluster: all devices.
-      devices: positions of those of the stage.
+      devices: positions of the stage's devices.
 
     Raises:
       PlanError: the cluster has no such slice.
@@ -583,14 +598,14 @@ def stage_cluster(cluster: Cluster, devices: Sequence[int]) -> Cluster:
 
 
 def stage_pricers(plan: Plan, cluster: Cluster | None = None) -> tuple[Pricer, ...]:
-    """The pricer of each stage of a plan, also of a plan's only stage.
+    """The pricer of each stage of a plan; works for plans of one stage, too.
 
     Args:
       plan: the plan.
-      cluster: all devices; None: those that the plan was made for.
+      cluster: all devices; None: the devices that the plan was made for.
 
     Raises:
-      PlanError: the cluster has not the stages' meshes.
+      PlanError: the cluster does not have the meshes of the stages.
     """
     whole = plan.cluster.read() if cluster is None else cluster
     if len(plan.stages) == 1:
@@ -608,7 +623,7 @@ def one_stage(plan: Plan, number: int) -> Plan:
 
     Args:
       plan: the plan.
-      number: of the stage, from 0.
+      number: number of the stage, from 0.
     """
     return msgspec.structs.replace(
         plan, stages=(plan.stages[number],), schedule=NO_SCHEDULE, pipeline=None
