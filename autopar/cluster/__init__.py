@@ -1,7 +1,7 @@
-"""What a cluster is made of: devices, the links between them, and meshes over both.
+"""The parts of a cluster: devices, links between devices, and device meshes.
 
-Describing a cluster needs none of its devices: only `Cluster.local` starts a JAX
-backend.
+A cluster can be described without access to its devices. Only `Cluster.local` starts a
+JAX backend.
 """
 
 from autopar.cluster.cluster import Cluster

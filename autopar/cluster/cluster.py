@@ -1,4 +1,4 @@
-"""A cluster: one class of device, and the levels of links between the devices."""
+"""A cluster: one class of devices, and the levels of links between them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from autopar.cluster.mesh import MeshShape
 from autopar.cluster.specs import ClusterError, DeviceSpec, Level, LinkSpec
 from autopar_errors import check_path, check_type
 
-# What a cluster is called in one line.
+# The one-line text of a cluster.
 
 
 def _runs(positions: Sequence[int]) -> Iterator[str]:
@@ -40,7 +40,9 @@ def _runs(positions: Sequence[int]) -> Iterator[str]:
 
 
 def _place(of: Members) -> list[str]:
-    """The group, the positions that are not all, and how many devices are idle."""
+    """The text of the group, of the positions (unless all devices are used), and of the
+    number of idle devices.
+    """
     said = [of.group] if of.group else []
     if of.positions != tuple(range(size_of(of.whole))):
         shape = "x".join(str(level.size) for level in of.whole)
@@ -49,7 +51,7 @@ def _place(of: Members) -> list[str]:
 
 
 def _of_groups(cluster: ClusterFields) -> str:
-    """The groups' texts, which `parse` reads back if they say everything."""
+    """The groups' texts; `parse` can read them back if they are complete."""
     bare = groups_of.without_places(cluster.groups)
     said = "+".join(map(str, bare))
     if groups_of.is_default(bare, cluster.between) and "(" not in said:
@@ -58,7 +60,8 @@ def _of_groups(cluster: ClusterFields) -> str:
 
 
 def cluster_text(cluster: ClusterFields) -> str:
-    """The short form if there is one; otherwise the shape, the name and what differs.
+    """The short form if there is one; otherwise the shape, the name and the
+    differences.
 
     >>> from autopar.cluster import Cluster
     >>> cluster_text(Cluster.parse("4x8:h100").without("host1"))
@@ -93,15 +96,17 @@ class Cluster:
     ('host1/device0', 'host1/device1', 'host1/device3')
 
     Attributes:
-      device: the devices; a cluster of groups has none and says so.
-      levels: the links; a cluster of groups has none and says so.
-      members: which devices of a whole cluster these are; None: all of them.
-      groups: clusters of equal devices; empty where all devices are equal.
-      between: the link between groups; None where all devices are equal.
+      device: the devices; reading it on a cluster of groups is an error.
+      levels: the links; reading it on a cluster of groups is an error.
+      members: the positions of these devices in a whole cluster; None: these are all
+        devices.
+      groups: clusters of equal devices; empty if all devices are equal.
+      between: the link between groups; None if all devices are equal.
     """
 
-    # No slots: a field that an instance lacks is found in the class, and refuses.
-    # RUF009 takes the call for a shared value; it makes a descriptor of this field.
+    # The class has no slots, so that a missing field of an instance is looked up in the
+    # class, where the descriptor raises an error. RUF009 takes the call for a shared
+    # default value, but the call makes a descriptor.
     device: DeviceSpec = groups_of.equal_only()  # noqa: RUF009
     levels: tuple[Level, ...] = groups_of.equal_only()
     members: Members | None = None
@@ -141,18 +146,19 @@ class Cluster:
     def parse(cls, description: str) -> Self:
         """The cluster that a short text or the path of a TOML file describes.
 
-        ``"8x8:h100"`` is 8 hosts of 8 devices; ``"2x4x4:cpu"`` is 2 pods of 4 hosts
-        of 4 devices; ``"8:h100"`` is 8 devices in one host (or, more widely, in one
-        domain of the fastest links). For TPUs the sizes are the dimensions of the
-        torus: ``"16x16:v5e"``. Without a device, ``"8x8"``, it is an H100. Options
-        follow after commas: ``memory=40GB`` (memory a program may use, per device),
-        ``efficiency=0.5`` (of large matrix products), ``power=500W`` (a limit below
-        the datasheet's, which slows products), ``network=100Gb/s`` and
-        ``network_latency=10us`` (between hosts, per device, one direction). Groups
-        of unequal devices are joined by plus signs: ``"4x8:h100+2x8:a100"``.
+        ``"8x8:h100"`` is 8 hosts of 8 devices; ``"2x4x4:cpu"`` is 2 pods of 4 hosts of
+        4 devices; ``"8:h100"`` is 8 devices in one host (or, more widely, in one domain
+        of the fastest links). For TPUs the sizes are the dimensions of the torus:
+        ``"16x16:v5e"``. Without a device, ``"8x8"``, it is an H100. Options follow
+        after commas: ``memory=40GB`` (memory per device that a program may use),
+        ``efficiency=0.5`` (the fraction of the peak that large matrix products reach),
+        ``power=500W`` (a power limit below the datasheet's, which slows products),
+        ``network=100Gb/s`` and ``network_latency=10us`` (between hosts, per device, one
+        direction). Groups of unequal devices are joined by plus signs:
+        ``"4x8:h100+2x8:a100"``.
 
         Raises:
-          ClusterError: if the text is wrong or the file cannot be read.
+          ClusterError: the text is wrong or the file cannot be read.
         """
         check_type("Cluster.parse", description, str, "a text such as '2x8:h100'")
         if description.strip().endswith(".toml"):
@@ -172,7 +178,7 @@ class Cluster:
         """The cluster that `to_data` wrote.
 
         Raises:
-          ClusterError: a key is unknown or lacking, or a value is wrong.
+          ClusterError: a key is unknown or missing, or a value is wrong.
         """
         try:
             return data.read(cls, values)
@@ -181,15 +187,16 @@ class Cluster:
 
     @classmethod
     def local(cls, devices: int | Sequence[Any] | None = None) -> Self:
-        """The devices of this process's JAX backend, the first few, or given ones.
+        """The cluster of this process's JAX devices: all, the first few, or given
+        devices.
 
-        Takes the profile that `autopar profile` saved for this machine and number of
-        devices if there is one, and otherwise the preset of the device. This starts
-        the JAX backend; no other function of this package does.
+        If `autopar profile` saved a profile for this machine and number of devices, the
+        profile is used; otherwise the preset of the device. This function starts the
+        JAX backend; no other function of this package does.
 
         Args:
-          devices: how many; or devices of JAX, such as those of a world that is not
-            this process's; None: all.
+          devices: number of devices; or JAX devices, for example from another set of
+            processes; None: all devices.
         """
         check_type(
             "Cluster.local",
@@ -216,7 +223,7 @@ class Cluster:
 
     @property
     def num_devices(self) -> int:
-        """The number of devices; idle ones do not count."""
+        """The number of devices, without idle devices."""
         if self.groups:
             return sum(group.num_devices for group in self.groups)
         return math.prod(level.size for level in self.levels)
@@ -246,12 +253,16 @@ class Cluster:
 
     @property
     def hosts(self) -> tuple[str, ...]:
-        """The names of the hosts that hold the devices; of a torus, of its rows."""
+        """The names of the hosts that hold the devices; for a torus, the names of its
+        rows.
+        """
         return tuple(dict.fromkeys(n.rpartition("/")[0] for n in self.device_names))
 
     @property
     def idle(self) -> tuple[str, ...]:
-        """The names of devices that are there and that a regular cluster cannot use."""
+        """The names of devices that are available but not used, because the cluster is
+        regular.
+        """
         return sum((m.names(m.idle) for m in self._all_members()), ())
 
     def _all_members(self) -> list[Members]:
@@ -262,8 +273,8 @@ class Cluster:
     ) -> tuple[MeshShape, ...]:
         """Every mesh of all devices in which each axis lies within one level.
 
-        Meshes with fewer axes come first; no axis has size 1, but for the one axis
-        of a single device. `names` replaces the default names, outermost first.
+        Meshes with fewer axes come first. No axis has size 1, except the axis of a
+        single device. `names` replaces the default names, outermost first.
         """
         return mesh.mesh_shapes(self.levels, max_axes, names)
 
@@ -273,9 +284,10 @@ class Cluster:
         return self.mesh_shapes(axes, names)[0]
 
     def slices(self) -> tuple[tuple[Self, int], ...]:
-        """The first slice of every shape, and how many there are side by side.
+        """The first slice of every shape, and the number of disjoint slices of that
+        shape.
 
-        `autopar.cluster.slices` says which shapes there are.
+        `autopar.cluster.slices` defines the shapes.
 
         >>> [(str(part), count) for part, count in Cluster.parse("2x2:h100").slices()]
         ... # doctest: +NORMALIZE_WHITESPACE
@@ -292,11 +304,12 @@ class Cluster:
         """The slice of this shape whose first device is the one at `offset`.
 
         Args:
-          shape: sizes of the levels, one of those of `slices`.
-          offset: counts the devices of this cluster, through all groups.
+          shape: sizes of the levels, one of the shapes of `slices`.
+          offset: index of a device of this cluster, counted through all groups.
 
         Raises:
-          ClusterError: the links allow no such slice; the message says which.
+          ClusterError: the links allow no such slice; the message lists the allowed
+            slices.
 
         >>> Cluster.parse("2x4:h100").slice((1, 2), offset=6).device_names
         ('host1/device2', 'host1/device3')
@@ -313,10 +326,12 @@ class Cluster:
         return membership.select(self, sizes, cells)
 
     def partition(self, shapes: Sequence[Sequence[int]]) -> tuple[Self, ...]:
-        """Slices of these shapes that hold each device once, in the order given.
+        """Slices of these shapes that together hold each device once, in the given
+        order.
 
         Raises:
-          ClusterError: they hold more or fewer devices, or do not fit side by side.
+          ClusterError: the slices hold more or fewer devices than the cluster, or do
+            not fit together.
 
         >>> stages = Cluster.parse("2x4:h100").partition([(1, 2), (1, 4), (1, 2)])
         >>> [stage.ids for stage in stages]
@@ -337,16 +352,17 @@ class Cluster:
         hosts: Sequence[int] = (),
         prefer: Prefer = "devices",
     ) -> Self:
-        """The largest regular cluster of the devices that are left.
+        """The largest regular cluster of the remaining devices.
 
-        The others are `idle`, and count again when more devices leave or join.
+        Remaining devices that are not used are `idle`. They may be used again when more
+        devices leave or join.
 
         Args:
           *names: devices, hosts, pods or groups, such as ``"host0/device1"``.
           devices: devices by their `ids`.
           hosts: hosts by their number in the whole cluster.
-          prefer: what counts between clusters of the same size: ``"devices"`` of a
-            host, or ``"hosts"``.
+          prefer: which cluster to choose among clusters of the same size: the one with
+            more ``"devices"`` per host, or with more ``"hosts"``.
 
         Raises:
           ClusterError: a name is unknown or given twice, or no device is left.
@@ -363,17 +379,19 @@ class Cluster:
     def with_hosts(
         self, hosts: int | str | Sequence[str], prefer: Prefer = "devices"
     ) -> Self:
-        """The largest regular cluster after hosts joined, or came back.
+        """The largest regular cluster after hosts joined or returned.
 
-        A host of the whole cluster comes back with all its devices, to where they
-        were; a new host comes after the last. A number takes the former first.
+        A host that belonged to the whole cluster returns with all its devices to their
+        old positions. A new host is added after the last host. If a number is given,
+        returning hosts are taken first.
 
         Args:
-          hosts: their number or their names.
+          hosts: number of hosts, or their names.
           prefer: as for `without`.
 
         Raises:
-          ClusterError: a host is there already, or there is no switch that it joins.
+          ClusterError: a host is already in the cluster, or there is no switch that it
+            can join.
 
         >>> cluster = Cluster.parse("2x4:h100").without("host0")
         >>> cluster.with_hosts(2).hosts
@@ -382,14 +400,14 @@ class Cluster:
         return self._rejoin(membership.with_hosts(self, hosts, prefer))
 
     def with_devices(self, devices: Sequence[int], prefer: Prefer = "devices") -> Self:
-        """The largest regular cluster after devices came back to where they were.
+        """The largest regular cluster after devices returned to their positions.
 
         Args:
-          devices: their `ids`.
+          devices: `ids` of the devices.
           prefer: as for `without`.
 
         Raises:
-          ClusterError: a device is there already, or never was.
+          ClusterError: a device is already in the cluster, or never belonged to it.
 
         >>> Cluster.parse("8:h100").without(devices=(2, 3)).with_devices((3,)).ids
         (0, 1, 3, 4, 5, 6, 7)
@@ -403,14 +421,14 @@ class Cluster:
         bandwidth_bytes_per_s: float | None = None,
         latency_s: float | None = None,
     ) -> Self:
-        """The same devices, a level of whose links was measured anew.
+        """The same cluster with new measurements for the links of one level.
 
-        Times of collectives that were measured on the link are scaled with it.
+        Measured times of collectives on the link are scaled accordingly.
 
         Args:
-          level: its name; of groups, ``between`` or a group and its level.
-          bandwidth_bytes_per_s: as for `LinkSpec`; None: as it was.
-          latency_s: as for `LinkSpec`; None: as it was.
+          level: name of the level; for groups, ``between`` or a group and its level.
+          bandwidth_bytes_per_s: as for `LinkSpec`; None: unchanged.
+          latency_s: as for `LinkSpec`; None: unchanged.
 
         Raises:
           ClusterError: there is no such level, or a value is wrong.
@@ -427,13 +445,15 @@ class Cluster:
         return type(self)(groups=groups, between=between)
 
     def _rejoin(self, left: Sequence[Self]) -> Self:
-        """The parts as one cluster: again of groups if more than one is left."""
+        """Joins the parts to one cluster; a cluster of groups if more than one part is
+        left.
+        """
         if len(left) == 1:
             return left[0]
         return type(self)(groups=tuple(left), between=self.between)
 
     def fingerprint(self) -> str:
-        """16 hexadecimal digits that change when any number of the cluster does."""
+        """16 hexadecimal digits that change if any value of the cluster changes."""
         return hashlib.sha256(self.to_toml().encode()).hexdigest()[:16]
 
     def _key(self) -> tuple[object, ...]:
@@ -441,7 +461,8 @@ class Cluster:
         return (*own, self.members, self.groups, self.between)
 
     def __eq__(self, other: object) -> bool:
-        """Whether all fields are equal, those that groups lack among them."""
+        """Whether all fields are equal, including fields that clusters of groups lack.
+        """
         if not isinstance(other, Cluster):
             return NotImplemented
         return self._key() == other._key()
@@ -460,5 +481,7 @@ class Cluster:
         return f"<Cluster {self}, {count} {'device' if count == 1 else 'devices'}>"
 
     def __str__(self) -> str:
-        """The text that `parse` reads; of any other cluster, its shape and name."""
+        """The text that `parse` reads; for a cluster without such a text, its shape and
+        name.
+        """
         return cluster_text(self)

@@ -1,7 +1,7 @@
 """Clusters as plain data: dictionaries, lists, texts and numbers.
 
-TOML files and plan files hold a cluster in this form. Reading is strict, and gives
-back equal values.
+TOML files and plan files hold a cluster in this form. Reading is strict and restores
+equal values.
 
 Clusters of unequal devices: groups of equal ones, and a link between the groups.
 
@@ -41,7 +41,7 @@ from autopar.cluster.specs import (
 
 
 def unequal_error(cluster: ClusterFields, what: str) -> ClusterError:
-    """The error of what only a cluster of equal devices has."""
+    """The error for a feature that only clusters of equal devices support."""
     return ClusterError(
         f"{what} needs equal devices, and {cluster} has groups of unequal ones: plan "
         f"one group at a time, cluster.groups[0] to "
@@ -51,10 +51,11 @@ def unequal_error(cluster: ClusterFields, what: str) -> ClusterError:
 
 @final
 class _EqualOnly:
-    """The value of a field that a cluster of groups lacks: reading it is an error.
+    """The descriptor of a field that clusters of groups lack: reading the field is an
+    error.
 
-    It defines no `__set__`, so that a cluster of equal devices holds plain values,
-    which are read before this.
+    The descriptor defines no `__set__`. So a cluster of equal devices holds plain
+    values, which take precedence over the descriptor.
     """
 
     def __set_name__(self, owner: type, name: str) -> None:
@@ -63,7 +64,7 @@ class _EqualOnly:
     def __get__(self, cluster: ClusterFields | None, owner: type) -> None:
         if cluster is not None:
             raise unequal_error(cluster, f"cluster.{self._name}")
-        # `dataclasses` asks the class for the default.
+        # `dataclasses` reads the default from the class.
 
 
 def equal_only() -> Any:
@@ -72,9 +73,9 @@ def equal_only() -> Any:
 
 
 def split_text(description: str) -> list[str]:
-    """The texts of the groups: what stands between plus signs.
+    """The texts of the groups, which are separated by plus signs.
 
-    A plus sign may also be that of an exponent, in the value of an option.
+    A plus sign may also belong to an exponent in the value of an option.
 
     >>> split_text("4x8:h100,network=1e+11B/s+2x4:v5e+1x4:t4")
     ['4x8:h100,network=1e+11B/s', '2x4:v5e', '1x4:t4']
@@ -89,7 +90,7 @@ def split_text(description: str) -> list[str]:
 
 
 def outer_network(device: DeviceSpec, levels: Sequence[Level]) -> LinkSpec | None:
-    """The links beyond a group, or None if nothing tells."""
+    """The links beyond a group; None if unknown."""
     base = PRESETS.get(device.name)
     if any(level.link.topology != "switch" for level in levels):
         return None
@@ -99,7 +100,7 @@ def outer_network(device: DeviceSpec, levels: Sequence[Level]) -> LinkSpec | Non
 
 
 def default_between(groups: Sequence[ClusterFields]) -> LinkSpec:
-    """A link as slow as the slowest of the groups' outermost networks."""
+    """A link with the speed of the slowest of the groups' outermost networks."""
     links = [outer_network(group.device, group.levels) for group in groups]
     for i, link in enumerate(links):
         if link is None:
@@ -115,9 +116,9 @@ def default_between(groups: Sequence[ClusterFields]) -> LinkSpec:
 
 
 def place_groups(groups: Sequence[AnyCluster]) -> tuple[AnyCluster, ...]:
-    """The groups with names, and with positions one group after the other.
+    """The groups with names and consecutive positions.
 
-    Groups that have been in a cluster of groups keep both.
+    Groups that were part of a cluster of groups keep both.
     """
     placed: list[AnyCluster] = []
     start = 0
@@ -143,7 +144,9 @@ def _check_places(groups: Sequence[ClusterFields]) -> None:
 
 
 def without_places(groups: Sequence[AnyCluster]) -> tuple[AnyCluster, ...]:
-    """The groups less the names and positions that `place` gives them again."""
+    """The groups without the names and positions that `place_groups` would assign
+    again.
+    """
     bare = tuple(_bare(group) for group in groups)
     return bare if place_groups(bare) == tuple(groups) else tuple(groups)
 
@@ -156,7 +159,7 @@ def _bare(group: AnyCluster) -> AnyCluster:
 
 
 def check_groups(groups: Sequence[ClusterFields], between: LinkSpec) -> None:
-    """Raises `ClusterError` where these make no cluster of groups."""
+    """Raises `ClusterError` if these groups cannot form a cluster."""
     if len(groups) < 2:
         raise ClusterError("Cluster: one group of equal devices needs no groups=.")
     if between.topology != "switch" or between.measured:
@@ -166,7 +169,7 @@ def check_groups(groups: Sequence[ClusterFields], between: LinkSpec) -> None:
 
 
 def is_default(groups: Sequence[ClusterFields], between: LinkSpec | None) -> bool:
-    """Whether the link between the groups is what it would be if not given."""
+    """Whether the link between the groups equals its default."""
     if any(outer_network(group.device, group.levels) is None for group in groups):
         return False
     return between == default_between(groups)
@@ -194,7 +197,7 @@ C = TypeVar("C")
 
 
 class _Calibration(msgspec.Struct, forbid_unknown_fields=True):
-    """The table [device.calibration]; what is left out is that of the device's kind."""
+    """The table [device.calibration]; missing values are those of the device's kind."""
 
     skew: float | None = None
     half_rate_side: float | None = None
@@ -215,7 +218,7 @@ class _Calibration(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class _Device(msgspec.Struct, forbid_unknown_fields=True):
-    """The table [device]; what is left out comes from `preset`."""
+    """The table [device]; missing values come from `preset`."""
 
     preset: str | None = None
     name: str | None = None
@@ -236,7 +239,7 @@ class _Device(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class _Measured(msgspec.Struct, forbid_unknown_fields=True):
-    """One of [[level.measured]]."""
+    """One entry of [[level.measured]]."""
 
     kind: str
     group_size: int
@@ -247,7 +250,7 @@ class _Measured(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class _Level(msgspec.Struct, forbid_unknown_fields=True):
-    """One of [[level]], outermost first."""
+    """One entry of [[level]]; the outermost level comes first."""
 
     name: str
     size: int
@@ -259,7 +262,7 @@ class _Level(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class _Members(msgspec.Struct, forbid_unknown_fields=True):
-    """The table [members]: the place in a whole cluster with levels `level`."""
+    """The table [members]: the positions in a whole cluster with the levels `level`."""
 
     positions: list[int]
     idle: list[int] = []
@@ -276,7 +279,7 @@ class _Between(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class _Equal(msgspec.Struct, forbid_unknown_fields=True):
-    """A cluster of equal devices: a whole file, or one of [[group]]."""
+    """A cluster of equal devices: a whole file, or one entry of [[group]]."""
 
     device: _Device
     level: list[_Level]
@@ -291,8 +294,9 @@ class _Unequal(msgspec.Struct, forbid_unknown_fields=True):
     between: _Between | None = None
 
 
-# Made at import: msgspec crashes where two threads find out about one type at once.
-# A decoder finds out all that `msgspec.convert` needs to know, of _Equal too.
+# The decoder is made at import, because msgspec crashes if two threads analyse one type
+# at the same time. A decoder analyses every type that `msgspec.convert` needs,
+# including _Equal.
 _DECODER = msgspec.json.Decoder(_Unequal)
 
 
@@ -351,7 +355,7 @@ def _level(given: _Level) -> Level:
 
 
 def _members(given: _Equal, levels: tuple[Level, ...]) -> Members | None:
-    """The members that the file names, or those of hosts with names of their own."""
+    """The members that the file lists, or members with the file's host names."""
     hosts = tuple(given.hosts)
     if given.members is None:
         return dataclasses.replace(everything(levels), hosts=hosts) if hosts else None
@@ -375,7 +379,7 @@ def _equal(make: Callable[..., C], given: _Equal) -> C:
 
 
 def read_equal(data: object) -> tuple[DeviceSpec, tuple[Level, ...]]:
-    """The device and the levels of data that hold nothing else: a profile's."""
+    """The device and the levels of a profile's data, which hold nothing else."""
     given = msgspec.convert(data, _Equal)
     if given.hosts or given.members:
         raise ClusterError("a profile has no hosts and no [members].")
@@ -386,7 +390,7 @@ def read(make: Callable[..., C], data: object) -> C:
     """The cluster that the data describe, made by `make`.
 
     Raises:
-      ValueError: of msgspec where a type or a name is wrong, and `ClusterError`.
+      ValueError: from msgspec, if a type or a name is wrong; or `ClusterError`.
     """
     if not (isinstance(data, Mapping) and "group" in data):
         return _equal(make, msgspec.convert(data, _Equal))
@@ -408,7 +412,8 @@ def _device_data(device: DeviceSpec) -> Data:
     numbers = _fields(device, *tables, *own, "calibration")
     given = {name: getattr(device, name) for name in own}
     given.update(on_chip_bytes=device.on_chip_bytes or None)
-    # Left out where nothing limits it, as in files from before there was a limit.
+    # Without a power limit the field is left out, as in files from versions without the
+    # field.
     given.update(power_part=device.power_part if device.power_part < 1 else None)
     numbers |= {name: value for name, value in given.items() if value not in ("", None)}
     for name in tables:

@@ -14,8 +14,8 @@ from autopar.cluster.specs import ClusterError, DeviceSpec, Level
 
 PROFILE_VARIABLE = "AUTOPAR_PROFILE"
 
-# What `jax.Device.device_kind` holds, in lower case, and the preset; the first match
-# counts.
+# A substring of `jax.Device.device_kind` in lower case, and the preset; the first match
+# is used.
 _KINDS = (
     ("h200", "h200"),
     ("gb200", "gb200"),
@@ -33,7 +33,9 @@ _KINDS = (
 
 
 class Device(Protocol):
-    """The part of a `jax.Device` that is read here; type checkers do not know it."""
+    """The part of a `jax.Device` that is read here, because type checkers do not know
+    that class.
+    """
 
     device_kind: str
     platform: str
@@ -47,8 +49,8 @@ class Device(Protocol):
 def profile_path(device_kind: str, num_devices: int) -> pathlib.Path:
     """The path of this machine's profile.
 
-    $AUTOPAR_PROFILE if it is set, and otherwise a file of the user's cache folder
-    named after the host, the kind of device and their number.
+    The path is $AUTOPAR_PROFILE if set. Otherwise it is a file in the user's cache
+    folder, named after the host, the kind of device and the number of devices.
     """
     chosen = os.environ.get(PROFILE_VARIABLE)
     if chosen:
@@ -60,11 +62,14 @@ def profile_path(device_kind: str, num_devices: int) -> pathlib.Path:
 
 
 def take_devices(count: int | Sequence[Device] | None) -> list[Device]:
-    """The first `count` devices of the JAX backend, all of them, or given ones."""
+    """The first `count` devices of the JAX backend, all of its devices, or the given
+    devices.
+    """
     if isinstance(count, Sequence):
         return list(count)
-    # Here, not above: describing a cluster must not import JAX, so that planning for
-    # another machine and `autopar --help` stay fast and start no backend.
+    # JAX is imported here and not at the top, because describing a cluster must not
+    # import JAX. So planning for another machine and `autopar --help` stay fast and
+    # start no backend.
     import jax
 
     found = jax.devices()
@@ -80,7 +85,7 @@ def take_devices(count: int | Sequence[Device] | None) -> list[Device]:
 
 
 def preset_name(device_kind: str) -> str | None:
-    """The preset of what `jax.Device.device_kind` says, if there is one."""
+    """The name of the preset for a `jax.Device.device_kind`; None if there is none."""
     lower = device_kind.lower()
     return next((name for part, name in _KINDS if part in lower), None)
 
@@ -90,7 +95,9 @@ def _host_memory_bytes() -> int:
 
 
 def _share_of_cpu(device: DeviceSpec, count: int) -> DeviceSpec:
-    """The preset's core, scaled to the part of this host that a device gets."""
+    """The preset of one core, scaled to the share of this host's cores that a device
+    gets.
+    """
     share = min(1.0, (os.cpu_count() or 1) / count)
     return dataclasses.replace(
         device,
@@ -102,7 +109,7 @@ def _share_of_cpu(device: DeviceSpec, count: int) -> DeviceSpec:
 
 
 def _device(preset: Preset, devices: Sequence[Device]) -> DeviceSpec:
-    """The preset's device with the memory that the backend really has."""
+    """The preset's device with the memory that the backend reports."""
     if preset.device.kind == "cpu":
         return _share_of_cpu(preset.device, len(devices))
     limit = (devices[0].memory_stats() or {}).get("bytes_limit")
@@ -112,7 +119,7 @@ def _device(preset: Preset, devices: Sequence[Device]) -> DeviceSpec:
 
 
 def level_sizes(devices: Sequence[Device]) -> tuple[int, ...]:
-    """(processes, devices of each), or just the devices of the one process."""
+    """(processes, devices per process), or (devices,) if there is only one process."""
     processes = {device.process_index for device in devices}
     if len(processes) == 1 or len(devices) % len(processes):
         return (len(devices),)

@@ -1,12 +1,13 @@
-"""Which devices of a whole cluster another one holds, and what they are called.
+"""The positions and names of a cluster's devices within a whole cluster.
 
 Devices have positions, counted row-major over the levels of the whole cluster, and
-names: ``host3/device1`` is the second device of the fourth host. Both stay what they
-were when other devices leave.
+names: ``host3/device1`` is the second device of the fourth host. Position and name of a
+device do not change when other devices leave.
 
-What the modules below `autopar.cluster.cluster` read of a cluster.
+The protocol `ClusterFields` lists the fields of a cluster that the modules below
+`autopar.cluster.cluster` read.
 
-They take and give back clusters without knowing the class, which is above them.
+These modules take and return clusters without importing the class `Cluster`.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from autopar.cluster.specs import (
     show,
 )
 
-# The parts of a short list of names that an error shows.
+# The most names that an error lists in full.
 _SHOWN = 12
 
 
@@ -36,9 +37,10 @@ class Members:
 
     Attributes:
       whole: the levels of the whole cluster.
-      positions: of the devices in use, in the order of a mesh.
-      idle: positions of the devices that are there and not used.
-      hosts: a name for each host of the whole; empty: named by level, ``host3``.
+      positions: positions of the devices in use, in the order of a mesh.
+      idle: positions of the devices that are available and not used.
+      hosts: a name for each host of the whole cluster; empty: names by level, such as
+        ``host3``.
       group: the name of the group, in a cluster of unequal devices.
       start: the position of the group's first device among those of all groups.
     """
@@ -76,7 +78,7 @@ class Members:
 
     @property
     def host_names(self) -> tuple[str, ...]:
-        """The name of every host of the whole."""
+        """The name of every host of the whole cluster."""
         prefix = f"{self.group}/" if self.group else ""
         names = self.hosts or default_hosts(self.whole)
         return tuple(prefix + name for name in names)
@@ -88,7 +90,7 @@ class Members:
         return tuple(f"{hosts[host]}/{last.name}{i}" for host, i in split)
 
     def blocks(self) -> dict[str, range]:
-        """The positions that each name stands for: of parts, hosts and devices."""
+        """The positions of each named part, host and device."""
         found: dict[str, range] = {}
         prefix = f"{self.group}/" if self.group else ""
         if self.group:
@@ -111,7 +113,7 @@ def checked_size(levels: Sequence[Level]) -> int:
     """The number of devices that the levels hold.
 
     Raises:
-      ClusterError: it is more than a cluster may have.
+      ClusterError: the number is larger than a cluster may have.
     """
     if (found := size_of(levels)) > MOST_DEVICES:
         raise ClusterError(f"a cluster has at most {MOST_DEVICES} devices: {found}.")
@@ -151,7 +153,7 @@ def _check_hosts(members: Members) -> None:
             f"hosts: {len(hosts)} names for {count} hosts; name every host, row-major "
             "over the levels, or none."
         )
-    # Parts, hosts and devices share one space of names.
+    # Names must be unique among parts, hosts and devices together.
     outer = sum(size_of(members.whole[:i]) for i in range(1, len(members.whole) - 1))
     expected = outer + count + size_of(members.whole) + bool(members.group)
     if "" in hosts or len(members.blocks()) != expected:
@@ -162,15 +164,15 @@ def _check_hosts(members: Members) -> None:
 
 
 def everything(levels: tuple[Level, ...]) -> Members:
-    """All devices of a whole cluster."""
+    """The members that hold all devices of a whole cluster."""
     return Members(whole=levels, positions=tuple(range(size_of(levels))))
 
 
 def settle(members: Members, levels: tuple[Level, ...]) -> Members | None:
-    """The members, checked against the levels; None if they say nothing.
+    """The members, checked against the levels; None if they only state defaults.
 
     Raises:
-      ClusterError: the members are not those of a cluster with these levels.
+      ClusterError: the members do not fit a cluster with these levels.
     """
     if len(members.positions) != size_of(levels):
         raise ClusterError(
@@ -194,7 +196,8 @@ def _shape(levels: Sequence[Level]) -> str:
 
 
 def list_names(names: Sequence[str]) -> str:
-    """The names for an error: all of a few, the ends of many.
+    """The names for an error: all names of a short list, the first and last of a long
+    list.
 
     >>> list_names(["a", "b"])
     'a, b'
@@ -205,39 +208,41 @@ def list_names(names: Sequence[str]) -> str:
 
 
 class ClusterFields(Protocol):
-    """The fields of `autopar.cluster.Cluster`, and what is derived from them."""
+    """The fields and derived properties of `autopar.cluster.Cluster`."""
 
-    # What `dataclasses.replace` asks for.
+    # `dataclasses.replace` needs this attribute.
     __dataclass_fields__: ClassVar[dict[str, dataclasses.Field[Any]]]
 
     @property
     def device(self) -> DeviceSpec:
-        """The devices; refused where there are groups."""
+        """The devices; an error for a cluster of groups."""
         ...
 
     @property
     def levels(self) -> tuple[Level, ...]:
-        """The links; refused where there are groups."""
+        """The links; an error for a cluster of groups."""
         ...
 
     @property
     def members(self) -> Members | None:
-        """The places of these devices in a whole cluster; None: all of them."""
+        """The positions of these devices in a whole cluster; None: these are all
+        devices.
+        """
         ...
 
     @property
     def groups(self) -> tuple[Self, ...]:
-        """Clusters of equal devices; empty where all devices are equal."""
+        """Clusters of equal devices; empty if all devices are equal."""
         ...
 
     @property
     def between(self) -> LinkSpec | None:
-        """The link between groups; None where all devices are equal."""
+        """The link between groups; None if all devices are equal."""
         ...
 
     @property
     def num_devices(self) -> int:
-        """The number of devices; idle ones do not count."""
+        """The number of devices, without idle devices."""
         ...
 
     @property
@@ -250,7 +255,7 @@ class ClusterFields(Protocol):
         ...
 
     def fingerprint(self) -> str:
-        """Digits that change when any number of the cluster does."""
+        """Digits that change if any value of the cluster changes."""
         ...
 
 

@@ -1,14 +1,15 @@
 """Clusters after devices left or joined.
 
-What is left is seldom regular: 8 hosts of 8 less one device are 63 devices. A plan
-needs the same number of devices in every part, so the largest regular cluster is used
-and the other devices wait: they are idle, and count again the next time.
+The remaining devices are rarely a regular cluster: 8 hosts of 8 devices without one
+device are 63 devices. A plan needs the same number of devices in every part. So the
+largest regular cluster is used, and the other devices are idle. Idle devices are
+considered again at the next change.
 
-The largest regular cluster over the devices that are left.
+This module finds the largest regular cluster of the remaining devices.
 
-Between switches any devices of any parts will do, as long as every part has the same
-number of them. In a torus only blocks of neighbours are joined; a ring that lost a
-part is a line around the gap.
+Behind switches, any devices of any parts can be used, as long as every part has the
+same number of devices. In a torus only blocks of neighbours are connected. A ring that
+lost a part becomes a line.
 """
 
 from __future__ import annotations
@@ -36,14 +37,16 @@ from autopar.cluster.slices import at_rate, cut_all, is_torus, wraps_around
 from autopar.cluster.specs import ClusterError, DeviceSpec, Level, LinkSpec
 
 Prefer = Literal["devices", "hosts"]
-"""Among regular clusters of the same size: more devices of a host, or more hosts."""
+"""Which of several regular clusters of the same size to choose: the one with more
+devices per host, or the one with more hosts.
+"""
 
 Cells = npt.NDArray[np.bool_]
 Shape = tuple[int, ...]
 
 
 def check_prefer(prefer: str) -> None:
-    """Raises `ClusterError` where the preference is none."""
+    """Raises `ClusterError` if the preference is unknown."""
     if prefer not in get_args(Prefer):
         raise ClusterError(
             f"prefer={prefer!r} is unknown: it is one of {get_args(Prefer)}."
@@ -52,7 +55,8 @@ def check_prefer(prefer: str) -> None:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Segment:
-    """Levels that are chosen together: one behind a switch, or those of a torus.
+    """Levels that are chosen together: one level behind a switch, or all levels of a
+    torus.
 
     `wraps` holds, for each dimension of a torus, whether its ends are joined.
     """
@@ -61,9 +65,9 @@ class _Segment:
     wraps: tuple[bool, ...] | None
 
     def options(self, cells: Cells) -> Iterator[tuple[Shape, Cells]]:
-        """Yields the sizes that some part can have, and the parts that can.
+        """Yields each size that a part can have, and the parts that can have it.
 
-        `cells` says which parts inside are good; its last axes are this segment's.
+        `cells` says which inner parts are usable; its last axes belong to this segment.
         """
         if self.wraps is not None:
             yield from _blocks(cells, self.axes, self.wraps)
@@ -110,7 +114,8 @@ def _segments(device: DeviceSpec, levels: Sequence[Level]) -> list[_Segment]:
 
 
 def _shift(cells: Cells, axis: int, by: int, wraps: bool) -> Cells:
-    """The cells `by` further on; beyond an end that is not joined there are none."""
+    """The cells shifted by `by`; beyond an end without wrap-around the cells are False.
+    """
     moved = np.roll(cells, -by, axis)
     if not wraps:
         index: list[Any] = [slice(None)] * cells.ndim
@@ -122,7 +127,9 @@ def _shift(cells: Cells, axis: int, by: int, wraps: bool) -> Cells:
 def _corners(
     cells: Cells, axes: tuple[int, ...], wraps: tuple[bool, ...]
 ) -> Iterator[tuple[Shape, Cells]]:
-    """Yields the shapes of the blocks of good cells, and where these begin."""
+    """Yields the shapes of blocks of usable cells, and the cells where the blocks
+    begin.
+    """
     if not axes:
         yield (), cells
         return
@@ -150,7 +157,7 @@ def _blocks(
 
 
 def _shapes(cells: Cells, segments: Sequence[_Segment]) -> Iterator[Shape]:
-    """Yields every shape that the good cells can have."""
+    """Yields every shape that the usable cells can have."""
     if not segments:
         yield ()
         return
@@ -183,14 +190,14 @@ def largest_cluster(
 ) -> tuple[Shape, tuple[int, ...]]:
     """The shape and the positions of the largest regular cluster.
 
-    Of several the one with more devices of a host, or with more hosts, counts; of
-    these the first positions do.
+    Of several clusters of the same size, `prefer` decides. Of the remaining clusters,
+    the one with the first positions is taken.
 
     Args:
       device: the device, which says whether a torus wraps around.
-      levels: of the whole cluster.
-      there: positions of the devices that are left, at least one.
-      prefer: what counts among clusters of the same size.
+      levels: levels of the whole cluster.
+      there: positions of the remaining devices, at least one.
+      prefer: which of several clusters of the same size to choose.
     """
     check_prefer(prefer)
     sizes = tuple(level.size for level in levels)
@@ -211,12 +218,12 @@ def largest_cluster(
 
 
 def members_of(cluster: ClusterFields) -> Members:
-    """The members of a cluster of equal devices, also where they say nothing."""
+    """The members of a cluster of equal devices, also if its field is None."""
     return cluster.members or everything(cluster.levels)
 
 
 def parts(cluster: AnyCluster) -> tuple[AnyCluster, ...]:
-    """The groups, or the cluster itself where all devices are equal."""
+    """The groups, or the cluster itself if all devices are equal."""
     return cluster.groups or (cluster,)
 
 
@@ -236,7 +243,7 @@ def select(
 def regrid(
     cluster: AnyCluster, of: Members, there: Iterable[int], prefer: Prefer
 ) -> AnyCluster:
-    """The largest regular cluster over the positions that are there."""
+    """The largest regular cluster of the available positions."""
     left = sorted(there)
     shape, positions = largest_cluster(cluster.device, of.whole, left, prefer)
     idle = tuple(sorted(set(left) - set(positions)))
@@ -252,7 +259,7 @@ def _there(of: Members) -> set[int]:
 
 
 def _known_names(cluster: ClusterFields) -> dict[str, set[int]]:
-    """The ids that each name stands for; only of devices that are there."""
+    """Name -> the ids of its devices, for available devices only."""
     found: dict[str, set[int]] = {}
     for part in parts(cluster):
         of = members_of(part)
@@ -281,7 +288,7 @@ def _by_id(cluster: ClusterFields) -> dict[int, str]:
 def _names_of(
     cluster: ClusterFields, devices: Iterable[int], hosts: Iterable[int]
 ) -> list[str]:
-    """The names of devices and hosts that are given by number."""
+    """The names of devices and hosts given by number."""
     ids, rows = _by_id(cluster), _all_hosts(cluster)
     found: list[str] = []
     for device in devices:
@@ -320,7 +327,7 @@ def without(
     hosts: Sequence[int],
     prefer: Prefer,
 ) -> list[AnyCluster]:
-    """The parts that are left; see `autopar.cluster.Cluster.without`."""
+    """The remaining parts; see `autopar.cluster.Cluster.without`."""
     check_prefer(prefer)
     known = _known_names(cluster)
     gone = _leaving(known, [*names, *_names_of(cluster, devices, hosts)])
@@ -340,7 +347,7 @@ def without(
 def with_devices(
     cluster: AnyCluster, devices: Sequence[int], prefer: Prefer
 ) -> list[AnyCluster]:
-    """The parts with devices that came back.
+    """The parts after devices returned.
 
     See `autopar.cluster.Cluster.with_devices`.
     """
@@ -387,7 +394,9 @@ def with_link(
         )
 
     def _exactly(link: LinkSpec, was: Level) -> LinkSpec:
-        """Without rounding: the same measurement twice makes one cluster."""
+        """Restores the exact measured values without rounding, so that equal
+        measurements give equal clusters.
+        """
         if was.link != found.link:
             return link
         return dataclasses.replace(
@@ -409,7 +418,7 @@ def _ratio(new: float | None, old: float) -> float:
 def groups_with_link(
     cluster: AnyCluster, level: str, bandwidth: float | None, latency: float | None
 ) -> tuple[tuple[AnyCluster, ...], LinkSpec]:
-    """The groups and the link between them, one link of which has another rate."""
+    """The groups and the link between them, with another rate for one link."""
     between = cluster.between
     assert between is not None
     if level == "between":
@@ -432,7 +441,9 @@ def groups_with_link(
 
 
 def _missing(of: Members) -> dict[str, set[int]]:
-    """Positions of the whole that are not there, by host; hosts that lack none too."""
+    """Missing positions of the whole cluster by host, including hosts without missing
+    devices.
+    """
     size, there = of.whole[-1].size, _there(of)
     return {
         name: set(range(i * size, (i + 1) * size)) - there
@@ -441,7 +452,8 @@ def _missing(of: Members) -> dict[str, set[int]]:
 
 
 def _names_for(of: Members, hosts: int) -> list[str]:
-    """The names of that many hosts: those that left entirely, then new ones."""
+    """The names of a number of hosts: first hosts that left entirely, then new hosts.
+    """
     if hosts < 1:
         raise ClusterError(f"with_hosts: cannot add {hosts} hosts; give 1 or more.")
     size = of.whole[-1].size
@@ -454,7 +466,7 @@ def _names_for(of: Members, hosts: int) -> list[str]:
 
 
 def _longer(whole: tuple[Level, ...], hosts: int) -> tuple[Level, ...]:
-    """The levels with that many more hosts."""
+    """The levels after adding a number of hosts."""
     if len(whole) == 1 or is_torus(whole[0]):
         raise ClusterError(
             "with_hosts: no new host can join: the cluster describes no switch between "
@@ -472,7 +484,8 @@ def _longer(whole: tuple[Level, ...], hosts: int) -> tuple[Level, ...]:
 
 
 def _extend(of: Members, new: Sequence[str]) -> Members:
-    """The members of a whole with more hosts, whose devices are not there yet."""
+    """The members of a larger whole cluster, whose new devices are not yet available.
+    """
     if not new:
         return of
     prefix = f"{of.group}/" if of.group else ""
@@ -547,7 +560,9 @@ def _next_host(group: ClusterFields) -> str:
 def _grown_groups(
     cluster: AnyCluster, names: Sequence[str], prefer: Prefer
 ) -> list[AnyCluster]:
-    """Each group with its hosts; later groups move up where one has new ones."""
+    """Each group with its hosts; if a group has new hosts, the positions of later
+    groups increase.
+    """
     groups = {members_of(group).group: group for group in cluster.groups}
     mine = {name: [n for n in names if _is_in(name, n)] for name in groups}
     strays = [n for n in names if not any(_is_in(group, n) for group in groups)]

@@ -1,4 +1,4 @@
-"""Logical meshes: the ways to lay mesh axes over the levels of a cluster."""
+"""Logical meshes: the ways to map mesh axes to the levels of a cluster."""
 
 import dataclasses
 import functools
@@ -21,12 +21,12 @@ class MeshAxis:
     """One axis of a logical mesh.
 
     Attributes:
-      name: of the axis.
-      size: number of devices along it.
-      link: between neighbours along it.
-      level: of the cluster in which it lies, from the outermost, 0.
-      named: whether somebody gave the name. Otherwise it says the position alone, and
-        a plan names the axis by what it splits.
+      name: name of the axis.
+      size: number of devices along the axis.
+      link: link between neighbours along the axis.
+      level: number of the cluster level that contains the axis; 0 is the outermost.
+      named: whether the user gave the name. If not, the name only states the position,
+        and a plan renames the axis after what it splits.
     """
 
     name: str
@@ -54,7 +54,7 @@ class MeshShape:
 
     @property
     def label(self) -> str:
-        """Sizes by name, or such as ``8x4`` where nobody named an axis."""
+        """Sizes by name; sizes only, such as ``8x4``, if the user named no axis."""
         named = any(axis.named for axis in self.axes)
         return str(self) if named else "x".join(map(str, self.sizes))
 
@@ -75,7 +75,8 @@ class MeshShape:
         return " ".join(f"{axis.name}={axis.size}" for axis in self.axes)
 
 
-# The sizes of a cluster's levels and their divisors: some tens, of about 450 bytes.
+# The keys are sizes of levels and their divisors: a few tens of entries of about 450
+# bytes.
 @functools.lru_cache(maxsize=1 << 10)
 def ordered_factorisations(
     number: int, max_factors: int

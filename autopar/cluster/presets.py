@@ -1,11 +1,12 @@
-"""Public figures of common devices and of the links they usually come with.
+"""Public figures of common devices and of their usual links.
 
-Peaks are dense (no sparsity), per device, from the vendors' datasheets named beside
-each, which also say what power a device may draw. The memory of a GPU is what its
-driver reports: `device_memory_size` of OpenXLA's target configurations
-(xla/backends/gpu/target_config/specs/*.txtpb), for a card of 80 GB about 85e9 bytes.
-What a datasheet promises and what a program attains differ; the factors below say by
-how much. `autopar profile` replaces all of it by measurement.
+Peaks are dense (without sparsity) and per device. They come from the vendors'
+datasheets, which are named beside each device and also state the power limit. The
+memory of a GPU is the size that its driver reports: `device_memory_size` of OpenXLA's
+target configurations (xla/backends/gpu/target_config/specs/*.txtpb), for a card of 80
+GB about 85e9 bytes. Programs do not reach the datasheet's figures; the factors below
+give the reachable fraction. `autopar profile` replaces all of these figures by
+measurements.
 """
 
 import dataclasses
@@ -20,28 +21,28 @@ from autopar.cluster.specs import (
 )
 
 # Assumption: NCCL's buffers, the compiler's scratch space and fragmentation take a
-# tenth of a GPU. JAX itself reserves 75 % of it unless XLA_PYTHON_CLIENT_MEM_FRACTION
-# says more:
+# tenth of a GPU's memory. JAX itself reserves 75 % of the memory unless
+# XLA_PYTHON_CLIENT_MEM_FRACTION is larger:
 # https://docs.jax.dev/en/latest/gpu_memory_allocation.html
 USABLE_MEMORY = 0.9
-# Assumption, near what the STREAM kernels reach on current GPUs
+# Assumption: about the fraction that the STREAM kernels reach on current GPUs
 # (https://github.com/UoB-HPC/BabelStream).
 STREAM_EFFICIENCY = 0.9
-# Rings over NVLink attain 235 of 300 GB/s on 8 A100 and 376 of 450 on 8 H200
+# Rings over NVLink reach 235 of 300 GB/s on 8 A100 and 376 of 450 GB/s on 8 H200
 # (https://github.com/stas00/ml-engineering, network benchmarks; 'bus bandwidth' as
-# https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md has it), and
-# large all-gathers on 8 B200 617 of 900 (XLA's tables, `autopar.cluster.rates`). The
-# factors for older links and for networks are assumptions.
+# defined in https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md). Large
+# all-gathers on 8 B200 reach 617 of 900 GB/s (XLA's tables, `autopar.cluster.rates`).
+# The factors for older links and for networks are assumptions.
 AMPERE_NVLINK_EFFICIENCY = 0.783
 HOPPER_NVLINK_EFFICIENCY = 0.836
 BLACKWELL_NVLINK_EFFICIENCY = 0.686
 OLD_LINK_EFFICIENCY = 0.8
 NETWORK_EFFICIENCY = 0.9
 
-# Time of one step of a collective, for what looks at no protocol in particular:
-# `autopar.cost.collectives` has NCCL's latencies by algorithm and protocol, and scales
-# those of networks by the network's latency over InfiniBand's. Ethernet and shared
-# memory are assumptions; TPU links take about 1 us a hop
+# Time of one step of a collective, for models without protocols.
+# `autopar.cost.collectives` has NCCL's latencies by algorithm and protocol. It scales
+# the latencies of networks by the network's latency divided by InfiniBand's. The values
+# for Ethernet and shared memory are assumptions. TPU links take about 1 us per hop
 # (https://jax-ml.github.io/scaling-book/sharding/).
 NVLINK_LATENCY_S = 2e-6
 PCIE_LATENCY_S = 4e-6
@@ -55,25 +56,27 @@ GPU_KERNEL_LATENCY_S = 2e-6
 TPU_KERNEL_LATENCY_S = 1e-6
 CPU_KERNEL_LATENCY_S = 2e-6
 
-# Products alone run faster than in a step: there the limit of power lowers the clock
-# (an A100's product of random numbers takes 257 where one of zeros takes 295 TFLOP/s:
-# thonking.ai, "Strangely, matrix multiplications on GPUs run faster when given
-# predictable data"). The parts are those at which published steps are predicted with
-# the least error, each source counted alike (`benchmarks/published.py`, which also
-# leaves each source out). No rows of Blackwell were at hand: Hopper's part is assumed.
+# A matrix product by itself runs faster than within a step, because in a step the power
+# limit lowers the clock. For example, an A100 reaches 257 TFLOP/s for a product of
+# random numbers and 295 TFLOP/s for zeros (thonking.ai, "Strangely, matrix
+# multiplications on GPUs run faster when given predictable data"). With these fractions
+# the prediction error over published steps is least, with equal weight for each source
+# (`benchmarks/published.py`, which also does leave-one-source-out tests). There were no
+# published steps for Blackwell, so Hopper's fraction is assumed.
 AMPERE_SUSTAINED = 0.755
 HOPPER_SUSTAINED = 0.64
 
-# What XLA gives products of cuBLAS to work in before Hopper (openxla/xla,
+# The workspace that XLA gives to products of cuBLAS before Hopper (openxla/xla,
 # ``xla/service/gpu/transforms/gemm_rewriter.cc``).
 EARLY_WORKSPACE_BYTES = 2**22
 
 # Assumption: large products reach nearly the peak, because whole training steps on v5e
-# reach up to 0.86 of it.
+# reach up to 0.86 of the peak.
 TPU_EFFICIENCY = 0.95
-# The rules for the memory of v5e were read from models of two layers. Of six programs
-# of six layers the compiler needs 1.07 to 1.30 times what they say (docs/record);
-# why is not known. With this factor 0.92 to 1.13 of what they need is predicted.
+# The rules for the memory of v5e were derived from models with two layers. For six
+# programs with six layers, the compiler needs 1.07 to 1.30 times the memory that these
+# rules predict (docs/record). The reason is not known. With this factor, the prediction
+# is 0.92 to 1.13 times the needed memory.
 V5E_MEMORY_OVERHEAD = 1.25
 
 _GPU_LEVELS = ("pod", "host", "device")
@@ -84,10 +87,10 @@ _TORUS_LEVELS = ("x", "y", "z")
 class Preset:
     """A device with the links between such devices.
 
-    `inner` joins the devices of a host, `outer` everything beyond it. A torus has
-    links of one class in every dimension, and wrap-around links only where a
-    dimension's size is a multiple of `wrap_multiple`. `power_w` is what the device may
-    draw by its datasheet; 0 is for a device whose power is not known.
+    `inner` is the link between devices of a host, `outer` the link between hosts. A
+    torus has links of one class in every dimension. It has wrap-around links only in
+    dimensions whose size is a multiple of `wrap_multiple`. `power_w` is the power limit
+    of the datasheet; 0 means that the power is not known.
     """
 
     device: DeviceSpec
@@ -103,7 +106,8 @@ class Preset:
 
     @property
     def open_link(self) -> LinkSpec:
-        """The links of a torus dimension whose ends are not joined: half as fast."""
+        """The links of a torus dimension without wrap-around, with half the bandwidth.
+        """
         half = self.inner.bandwidth_bytes_per_s / 2
         return dataclasses.replace(self.inner, bandwidth_bytes_per_s=half)
 
@@ -119,7 +123,9 @@ class Preset:
         return tuple(Level(name=n, size=s, link=link) for n, s, link in named)
 
     def _torus_link(self, size: int) -> LinkSpec:
-        """The ring's link, or the open link if a dimension of this size has no ring."""
+        """The link of a ring, or the open link if a dimension of this size has no
+        wrap-around.
+        """
         return self.inner if size % self.wrap_multiple == 0 else self.open_link
 
 
@@ -182,9 +188,10 @@ def _tpu(
 ) -> Preset:
     """A TPU; `link_gb_per_s` is one link, one direction, two links a dimension.
 
-    `memory_gib` is what the runtime leaves to a program, `vector_memory_mib` that of a
-    chip of one core (jax, ``jax/_src/pallas/mosaic/tpu_info.py``), which has rules of
-    memory and a factor of its own.
+    `memory_gib` is the memory that the runtime leaves to a program. `vector_memory_mib`
+    is the vector memory of a chip with one core (jax,
+    ``jax/_src/pallas/mosaic/tpu_info.py``). Chips with one core have their own memory
+    rules and their own factor.
     """
     usual = CALIBRATIONS["tpu"]
     own = dataclasses.replace(usual, memory_overhead=V5E_MEMORY_OVERHEAD)
@@ -211,7 +218,7 @@ def _tpu(
 
 def _ampere(name: str, memory_bytes: float, memory_gb_per_s: float) -> Preset:
     # NVIDIA A100 SXM datasheets; a DGX A100 has one 200 Gb/s port per GPU. Products of
-    # the best shapes attain 0.869 of the peak (stas00/ml-engineering, MAMF).
+    # the best shapes reach 0.869 of the peak (stas00/ml-engineering, MAMF).
     return _gpu(
         name,
         tera_flops={"float32": 156, "bfloat16": 312, "float16": 312, "int8": 624},
@@ -237,10 +244,10 @@ def _a100_40() -> Preset:
 
 
 def _hopper(name: str, memory_bytes: float, memory_gb_per_s: float) -> Preset:
-    # NVIDIA H100 SXM and H200 SXM datasheets, without sparsity; a DGX H100 has one
-    # 400 Gb/s port per GPU. At full load Hopper lowers its clock: products of the best
-    # shapes attain 0.803 of the peak (stas00/ml-engineering, MAMF). XLA's tables were
-    # measured on the H100; the H200 differs in its memory alone.
+    # NVIDIA H100 SXM and H200 SXM datasheets, without sparsity; a DGX H100 has one 400
+    # Gb/s port per GPU. At full load Hopper lowers its clock: products of the best
+    # shapes reach 0.803 of the peak (stas00/ml-engineering, MAMF). XLA's tables were
+    # measured on the H100. The H200 differs only in its memory.
     return _gpu(
         name,
         tera_flops={
@@ -278,8 +285,8 @@ def _blackwell(
     power_w: float,
 ) -> Preset:
     # NVIDIA HGX B200 and GB200 NVL72 datasheets, one GPU, without sparsity; `faster` is
-    # the peak over that of the B200. Products of the best shapes on a B200 attain 0.776
-    # of the peak (stas00/ml-engineering, MAMF).
+    # the peak divided by the peak of the B200. Products of the best shapes on a B200
+    # reach 0.776 of the peak (stas00/ml-engineering, MAMF).
     tera = {
         "float32": 1125.0,
         "bfloat16": 2250.0,
@@ -309,16 +316,16 @@ def _b200() -> Preset:
 
 
 def _gb200() -> Preset:
-    # One domain of NVLink holds 72: "72:gb200", or "2x72:gb200" for two racks.
+    # One NVLink domain has 72 GPUs: "72:gb200", or "2x72:gb200" for two racks.
     return _blackwell(
         "gb200", 10 / 9, memory_bytes=197.90e9, memory_gb_per_s=8000, power_w=1200
     )
 
 
 def _v100() -> Preset:
-    # NVIDIA V100 SXM2 32GB datasheet, memory as nvidia-smi reports it; a DGX-1 has
-    # four 100 Gb/s ports for 8 GPUs. No TF32 and no bfloat16 units: both run on the
-    # float32 units.
+    # NVIDIA V100 SXM2 32GB datasheet, memory as nvidia-smi reports it; a DGX-1 has four
+    # 100 Gb/s ports for 8 GPUs. The V100 has no units for TF32 and bfloat16: both run
+    # on the float32 units.
     return _gpu(
         "v100",
         tera_flops={"float32": 15.7, "bfloat16": 15.7, "float16": 125, "int8": 62.8},
@@ -362,10 +369,10 @@ def _t4() -> Preset:
 
 
 # https://cloud.google.com/tpu/docs/v5e and .../v5p; links and the vector unit (8x128
-# lanes x 4 ALUs x cores x clock) from https://jax-ml.github.io/scaling-book/tpus/.
-# v5e joins the ends of a dimension of 16 only, v5p those of multiples of 4. The memory
-# is the limit that the compiler states where a program does not fit: 15.75 of 16 GiB,
-# 95.74 of 96.
+# lanes x 4 ALUs x cores x clock) from https://jax-ml.github.io/scaling-book/tpus/. v5e
+# has wrap-around links only in dimensions of size 16, v5p in dimensions whose size is a
+# multiple of 4. The memory is the limit that the compiler states for programs that do
+# not fit: 15.75 of 16 GiB on v5e, 95.74 of 96 GiB on v5p.
 def _v5e() -> Preset:
     return _tpu(
         "v5e",

@@ -1,15 +1,17 @@
-"""The sub-clusters that the links allow: what a stage of a pipeline may run on.
+"""The sub-clusters that the links allow; a pipeline stage may run on each of them.
 
 A slice is one of
 
-- some devices of one host, as many as divide the host's, from a multiple of them on;
-- some whole parts of one part of a middle level, by the same rule;
-- some neighbouring whole parts of the outermost level, any number of them;
-- in a torus, a block whose sides divide the torus's, aligned to them.
+- devices of one host, whose number divides the host's devices and whose first index is
+  a multiple of this number;
+- whole parts within one part of a middle level, by the same rule;
+- any number of neighbouring whole parts of the outermost level;
+- in a torus, a block whose sides divide the sides of the torus, aligned to multiples of
+  its sides.
 
 These are the submesh shapes of Alpa (L. Zheng et al., "Alpa: Automating Inter- and
 Intra-Operator Parallelism for Distributed Deep Learning", OSDI 2022, section 5.2) for
-any number of levels. Each level of a slice has links of one class, and shares none
+any number of levels. Each level of a slice has links of one class, and shares no link
 with other slices of the same shape.
 """
 
@@ -34,15 +36,15 @@ from autopar.cluster.specs import (
 
 
 def is_torus(level: Level) -> bool:
-    """Whether the parts of a level are joined to their neighbours only."""
+    """Whether the parts of a level are connected only to their neighbours."""
     return level.link.topology != "switch"
 
 
 def wraps_around(device: DeviceSpec, link: LinkSpec) -> bool:
-    """Whether the ends of a torus dimension are joined.
+    """Whether a torus dimension has wrap-around links.
 
-    A ring is, but for what the presets write for a dimension without wrap-around:
-    a ring of half the bandwidth.
+    A ring has wrap-around links, with one exception: presets describe a dimension
+    without wrap-around as a ring with half the bandwidth.
     """
     if link.topology != "ring":
         return False
@@ -53,11 +55,12 @@ def wraps_around(device: DeviceSpec, link: LinkSpec) -> bool:
 
 
 def cut_level(device: DeviceSpec, level: Level, size: int) -> Level:
-    """`size` parts of a level, next to each other where it is a torus dimension.
+    """A level cut to `size` parts, which are neighbours in a torus dimension.
 
-    A ring becomes a line: without the wrap-around, a device at an end sends one way
-    only, at half the bandwidth. Groups as large as the ring were measured with its
-    wrap-around, so those fits go; smaller groups were lines already.
+    A ring becomes a line: without the wrap-around, a device at an end sends in one
+    direction only, at half the bandwidth. Measured fits for groups as large as the ring
+    are dropped, because they were measured with the wrap-around. Smaller groups were
+    measured as lines.
 
     >>> from autopar.cluster.presets import PRESETS
     >>> level = PRESETS["v5e"].levels((16,))[0]
@@ -90,15 +93,15 @@ def cut_all(
 
 
 def at_rate(link: LinkSpec, bandwidth: float, latency: float) -> LinkSpec:
-    """A link with its bandwidth and latency scaled, and what was measured on it too.
+    """A link with scaled bandwidth, latency and measured times.
 
-    A table of XLA's measurements holds for a link in order only; it gives way to the
-    model of bandwidth and latency.
+    A table of XLA's measurements holds only for a link at full speed. So it is replaced
+    by the model of bandwidth and latency.
 
     Args:
-      link: the link as it was described.
-      bandwidth: new bandwidth as a part of the old one.
-      latency: new latency as a part of the old one.
+      link: the original link.
+      bandwidth: new bandwidth divided by the old bandwidth.
+      latency: new latency divided by the old latency.
 
     >>> from autopar.cluster.presets import PRESETS
     >>> slow = at_rate(PRESETS["h100"].outer, 0.5, 1.0)
@@ -137,7 +140,8 @@ def shape_text(shape: Sequence[int]) -> str:
 
 
 def _any_count(levels: Sequence[Level]) -> int:
-    """The level that may be cut at any part, the outermost one; -1: none may."""
+    """The level that may be cut anywhere, which is the outermost level; -1: no level.
+    """
     first = next((i for i, level in enumerate(levels) if level.size > 1), 0)
     cuttable = first < len(levels) - 1 and not is_torus(levels[first])
     return first if cuttable else -1
@@ -152,7 +156,9 @@ def _sizes(levels: Sequence[Level], free: int) -> list[list[int]]:
 
 
 def _nests(levels: Sequence[Level], shape: Sequence[int]) -> bool:
-    """Whether several parts of a level are whole parts, but for blocks of a torus."""
+    """Whether a slice with several parts of a level has them whole; blocks of a torus
+    are exempt.
+    """
     for i, size in enumerate(shape):
         if size == 1:
             continue
@@ -177,14 +183,14 @@ def shapes(levels: Sequence[Level]) -> tuple[Shape, ...]:
 
 
 def count(levels: Sequence[Level], shape: Shape) -> int:
-    """The number of slices of one shape that the levels hold side by side."""
+    """The number of disjoint slices of one shape in the levels."""
     return math.prod(
         level.size // size for level, size in zip(levels, shape, strict=True)
     )
 
 
 def check_shape(levels: Sequence[Level], shape: Sequence[int]) -> Shape:
-    """The shape as a tuple, if slices may have it."""
+    """The shape as a tuple; an error if no slice may have this shape."""
     allowed = _sizes(levels, _any_count(levels))
     good = len(shape) == len(levels) and all(
         size in sizes for size, sizes in zip(shape, allowed, strict=True)
@@ -230,7 +236,7 @@ def block(levels: Sequence[Level], shape: Shape, offset: int) -> tuple[int, ...]
 
 
 def check_offset(levels: Sequence[Level], shape: Shape, offset: int) -> int:
-    """The offset, if a slice of this shape may begin there."""
+    """The offset; an error if no slice of this shape may begin there."""
     known = list(offsets(levels, shape))
     if offset not in known:
         raise ClusterError(
@@ -243,8 +249,8 @@ def check_offset(levels: Sequence[Level], shape: Shape, offset: int) -> int:
 def partition(levels: Sequence[Level], asked: Sequence[Sequence[int]]) -> list[int]:
     """An offset for each shape, so that the slices hold each device once.
 
-    Fills from the first device on, with the first of the shapes that fits there, and
-    goes back where that leads nowhere.
+    The search fills the devices in order with the first shape that fits, and backtracks
+    if it gets stuck.
     """
     checked = {shape: check_shape(levels, shape) for shape in map(tuple, asked)}
     wanted = [checked[tuple(shape)] for shape in asked]
@@ -270,10 +276,11 @@ def _texts(wanted: Sequence[Shape]) -> str:
 
 
 class _Filling:
-    """The search for a partition: an exact cover, by the first free device.
+    """The search for a partition: an exact cover problem, solved by the first free
+    device.
 
-    The first free device is always the first of its slice, so that only the shape
-    is to be chosen. What was found to lead nowhere is not tried again.
+    The first free device is always the first device of its slice, so that only the
+    shape must be chosen. States without a solution are not tried again.
     """
 
     def __init__(self, levels: Sequence[Level], wanted: Sequence[Shape]) -> None:
@@ -290,7 +297,7 @@ class _Filling:
         return start
 
     def _state(self) -> tuple[int, ...]:
-        """The positions that are taken, as bits of one number, and the counts left."""
+        """The taken positions, as bits of one number, and the remaining counts."""
         bits = int("".join("01"[taken] for taken in self._taken), 2)
         return (bits, *self._left.values())
 
@@ -308,7 +315,11 @@ class _Filling:
                     yield shape
 
     def fill(self) -> dict[Shape, list[int]] | None:
-        """Offsets by shape, or None. A loop: stages may be more than frames."""
+        """Offsets by shape; None if there is no partition.
+
+        This is a loop and not a recursion, because there may be more stages than Python
+        allows stack frames.
+        """
         path: list[tuple[int, Shape]] = []
         free = self._first_free(0)
         tries = [self._choices(free)]

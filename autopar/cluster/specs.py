@@ -1,10 +1,10 @@
-"""Devices, links and levels: the numbers a cost model needs about hardware.
+"""Devices, links and levels: the hardware figures that the cost model needs.
 
-Constants of a kind of machine that no datasheet gives.
+A calibration holds constants of a kind of device that no datasheet gives.
 
-They correct the formulas of `autopar.cost` for what compilers and shared machines
-really do. A device takes those of its kind (`CALIBRATIONS`) unless its cluster file
-has a table ``[device.calibration]``.
+These constants correct the formulas of `autopar.cost` for the behaviour of compilers
+and shared machines. A device has the calibration of its kind (`CALIBRATIONS`) unless
+its cluster file has a table ``[device.calibration]``.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from autopar_errors import InputError
 
 
 class ClusterError(InputError):
-    """A cluster description is wrong; the message shows one that is right."""
+    """A cluster description is wrong; the message shows a correct description."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,35 +26,39 @@ class Calibration:
     """Corrections of the cost model for one kind of device.
 
     Attributes:
-      skew: factor on the time of every collective: devices that reach it early wait
-        for the others. 1 between devices that run alone.
-      half_rate_side: elements; a matrix product with one side of this length runs at
-        half its rate, because the rest of a tile or a vector is wasted.
-      vector_slowdown: factor on the roofline time of operators that are no matrix
+      skew: factor on the time of every collective, because devices that reach the
+        collective early wait for the others. 1 for devices that share no hardware.
+      half_rate_side: side length in elements at which a matrix product runs at half its
+        rate, because the rest of a tile or vector is wasted.
+      vector_slowdown: factor on the roofline time of operators that are not matrix
         products.
-      patch_passes: passes over memory for the unfolded patches of a convolution; 0
-        where convolutions do not unfold them.
+      patch_passes: passes over memory for the unfolded patches of a convolution; 0 if
+        convolutions unfold no patches.
       memory_overhead: factor on the peak of live buffers, for copies into other
         memory orders and for fragmentation.
       combined_kinds: kinds of collectives that the compiler joins into one message.
-      combined_bytes: most bytes of the results of one message; a larger array
-        travels alone. 1e18 is no limit.
-      combined_arrays: most arrays in one message.
-      arrays_apart: whether the arrays of a message between hosts are sent one after
-        the other, so that each waits for the latency of the link.
-      forms_reduce_scatter: whether the compiler forms reduce-scatters; without, an
-        all-reduce runs of which each device keeps a slice.
-      copies_pieces: whether what a collective leaves in pieces is copied into its
-        place, or what it sends is packed.
-      reassociates: whether the compiler takes the sum of two sums over devices as one.
-      overlap: part of the work beside which communication may run; 0 where a device
+      combined_bytes: the most bytes of the results of one message; a larger array has
+        its own message. 1e18 means no limit.
+      combined_arrays: the most arrays in one message.
+      arrays_apart: whether the arrays of a message between hosts are sent one after the
+        other, so that each array costs the latency of the link.
+      forms_reduce_scatter: whether the compiler forms reduce-scatters. If not, an
+        all-reduce runs, and each device keeps a slice of the result.
+      copies_pieces: whether the compiler packs the operand of a collective, or copies
+        the pieces of the result to their places.
+      reassociates: whether the compiler replaces the addition of two all-reduces by one
+        all-reduce.
+      overlap: fraction of the work that communication may overlap with; 0 if a device
         does one after the other.
-      contention: seconds of work lost for each second of communication beside it.
-      whole_messages: whether communication runs beside work as whole messages, sums
-        beside the update too (`autopar.cost.overlap`); else array by array.
-      makes_room: whether the compiler is taken to make room where memory is short
-        (`autopar.cost.live`). Beside communication it often does not, so such plans
-        are made only where nothing else fits, and kept only where they compile.
+      contention: seconds by which each second of overlapping communication lengthens
+        the work.
+      whole_messages: whether communication overlaps with work in whole messages, and
+        sums also overlap with the update (`autopar.cost.overlap`). If not,
+        communication overlaps array by array.
+      makes_room: whether the cost model assumes that the compiler saves memory if
+        memory is short (`autopar.cost.live`). The compiler often fails to do so next to
+        communication. So such plans are made only if nothing else fits, and kept only
+        if they compile.
     """
 
     skew: float = 1.0
@@ -102,72 +106,81 @@ class Calibration:
             )
 
 
-# 30 MiB + 7 bytes are the thresholds xla_gpu_{all_reduce,all_gather,reduce_scatter}_
-# combine_threshold_bytes (openxla/xla, xla/service/collective_utils.h), 256 arrays the
-# limit in xla/service/gpu/gpu_compiler.cc. The TPU's compiler is closed; the same is
-# assumed for it. On CPUs (jaxlib 0.10.2) 3.2 GB of gradients in 25 arrays became one
-# all-reduce and 401 arrays two, of 256 and 145, while no all-gathers were joined:
-# benchmarks/combined_collectives.py.
+# 30 MiB + 7 bytes is the value of the thresholds
+# xla_gpu_{all_reduce,all_gather,reduce_scatter}_ combine_threshold_bytes (openxla/xla,
+# xla/service/collective_utils.h). 256 arrays is the limit in
+# xla/service/gpu/gpu_compiler.cc. The TPU's compiler is not public; the same values are
+# assumed for it. On CPUs (jaxlib 0.10.2), 25 arrays with 3.2 GB of gradients became one
+# all-reduce, and 401 arrays became two all-reduces of 256 and 145 arrays. All-gathers
+# were not joined (benchmarks/combined_collectives.py).
 _COMBINED_KINDS = ("all_reduce", "all_gather", "reduce_scatter")
 _COMBINED_BYTES = 30.0 * 1024 * 1024 + 7
 
 CALIBRATIONS = {
     "cpu": Calibration(
-        # Simulated devices share the cores. Chosen by hand, below the 1.9 of least
-        # squares over measured steps (docs/cost-model.md).
+        # Simulated devices share the cores. The value was chosen by hand; least squares
+        # over measured steps gave 1.9 (docs/cost-model.md).
         skew=1.5,
         # The width of a vector register of 32-bit numbers (AVX2); not fitted.
         half_rate_side=8.0,
-        # XLA's CPU code for element-wise operators and reductions takes longer than
-        # one pass over memory. Chosen by hand: least squares over measured steps gave
-        # about 3, but then the fastest plans of some examples were predicted worse.
+        # XLA's CPU code for element-wise operators and reductions takes longer than one
+        # pass over memory. The value was chosen by hand. Least squares over measured
+        # steps gave about 3, but with 3 the fastest plans of some examples were
+        # predicted worse.
         vector_slowdown=2.0,
-        # Convolutions are products over unfolded patches (Eigen), which are written
-        # and read once, mostly in cache: half a pass over memory each way. Assumed.
+        # Convolutions are products over unfolded patches (Eigen). The patches are
+        # written and read once, mostly in cache. Half a pass over memory is assumed for
+        # writing and for reading.
         patch_passes=0.5,
-        # What the heap loses between buffers, and copies that no rule is known for:
-        # the peak of the buffers is up to 8 % below XLA's in programs of the examples.
+        # Fragmentation of the heap, and copies for which no rule is known: in programs
+        # of the examples, the predicted peak of the buffers is up to 8 % below XLA's
+        # peak.
         memory_overhead=1.05,
         combined_kinds=("all_reduce",),
-        # XLA hands gloo the arrays one by one: 70 arrays of 4 KiB take 36 to 186 ms
-        # between two hosts at 1 Gbit/s, and 294 to 371 ms among four; one of 280 KiB
-        # takes 2 and 6 (benchmarks/network/collectives.py --arrays 70).
+        # XLA passes the arrays to gloo one by one. At 1 Gbit/s, 70 arrays of 4 KiB take
+        # 36 to 186 ms between two hosts, and 294 to 371 ms among four hosts. One array
+        # of 280 KiB takes 2 ms and 6 ms (benchmarks/network/collectives.py --arrays
+        # 70).
         arrays_apart=True,
         # XLA's CPU pipeline has no pass that forms a reduce-scatter.
         forms_reduce_scatter=False,
     ),
-    # Half-rate sides: a quarter of the tiles that GPU libraries prefer (64), and of a
-    # TPU's matrix unit (128). Assumptions, not fitted. On GPUs the peak of the buffers
-    # is about what XLA allocates (docs/record, compilers of accelerators); the
-    # TPU's memory overhead is the one chosen on CPUs.
+    # Half-rate sides are a quarter of the tiles that GPU libraries prefer (64) and of a
+    # TPU's matrix unit (128). These values are assumptions. On GPUs the predicted peak
+    # of the buffers is about what XLA allocates (docs/record, compilers of
+    # accelerators). The TPU's memory overhead is the value that was chosen for CPUs.
     "gpu": Calibration(
         half_rate_side=16.0,
         memory_overhead=1.0,
         combined_kinds=_COMBINED_KINDS,
         combined_bytes=_COMBINED_BYTES,
         # The dimension that a collective gathers, scatters or splits is outermost in
-        # memory, so that pieces lie in their places
-        # (xla/service/gpu/transforms/layout_assignment.cc); products read any order.
+        # memory, so that no pieces are copied
+        # (xla/service/gpu/transforms/layout_assignment.cc). Products can read any
+        # order.
         copies_pieces=False,
-        # Both kinds of sums (autopar_passes.sums.reassociated).
+        # The compiler does so for both kinds of sums
+        # (autopar_passes.sums.reassociated).
         reassociates=True,
         overlap=1.0,
-        # Collectives take streaming multiprocessors and bandwidth from the work beside
-        # them: work is 18.9 % slower on average meanwhile (arXiv 2507.03114).
+        # Collectives use streaming multiprocessors and bandwidth. Overlapping work is
+        # 18.9 % slower on average (arXiv 2507.03114).
         contention=0.189,
-        # Read from schedules for H100 (docs/record). TPUs send more and smaller
-        # messages than the limits above make, and no rule for them is known.
+        # This was read from compiled schedules for H100 (docs/record). TPUs send more
+        # and smaller messages than the limits above give, and no rule for TPUs is
+        # known.
         whole_messages=True,
     ),
     "tpu": Calibration(
         half_rate_side=32.0,
         combined_kinds=_COMBINED_KINDS,
         combined_bytes=_COMBINED_BYTES,
-        # Tensor-parallel plans for 16 v5e send what is predicted so, byte for byte of
-        # reduce-scatters, sums apart 1.2 to 1.6 times that (libtpu 0.0.42).
+        # With this setting the predicted bytes of reduce-scatters are exact for
+        # tensor-parallel plans on 16 v5e. With separate sums, the prediction would be
+        # 1.2 to 1.6 times as large (libtpu 0.0.42).
         reassociates=True,
-        # Transfers between TPUs are made by engines of their own; no figure of what
-        # they cost the work beside them was found.
+        # Separate engines do the transfers between TPUs. No published figure was found
+        # for the slowdown of overlapping work.
         overlap=1.0,
     ),
 }
@@ -180,18 +193,19 @@ Kind = Literal[
     "all_to_all",
     "collective_permute",
 ]
-"""A collective. The size `nbytes` of each, here and in every cost, is:
-`all_reduce`: local input; `all_gather`: result; `reduce_scatter`: input;
-`all_to_all` and `collective_permute`: local input. All are bytes of one device.
+"""The kind of a collective. Here and in every cost, the size `nbytes` of a collective
+is: `all_reduce`: local input; `all_gather`: result; `reduce_scatter`: input;
+`all_to_all` and `collective_permute`: local input. All sizes are bytes of one device.
 """
 
 KINDS: tuple[str, ...] = get_args(Kind)
 TOPOLOGIES = ("switch", "ring", "line")
 DEVICE_KINDS = ("gpu", "tpu", "cpu")
 
-# What a dtype without a rate of its own is computed as, tried in order. XLA widens
-# 8-bit floats to bfloat16 where the hardware has no instruction for them, and the
-# two 16-bit floats share the same units on every device in `presets`.
+# The dtypes in which a dtype without its own rate is computed, in the order in which
+# they are tried. XLA widens 8-bit floats to bfloat16 where the hardware has no
+# instruction for them, and the two 16-bit floats share the same units on every device
+# in `presets`.
 _STAND_INS = {
     "float8": ("float8", "bfloat16", "float16"),
     "bfloat16": ("bfloat16", "float16"),
@@ -200,8 +214,9 @@ _STAND_INS = {
     "uint4": ("int4", "int8"),
     "uint8": ("int8",),
 }
-# Types that the matrix units of GPUs and TPUs cannot multiply, or multiply no faster
-# than the vector units do (float64 on an A100 and an H100).
+# Dtypes for which the matrix units of GPUs and TPUs are not used: the units do not
+# support them, or are not faster than the vector units (float64 on an A100 and an
+# H100).
 _VECTOR_ONLY = frozenset(
     {
         "bool", "int16", "int32", "int64", "uint16", "uint32", "uint64", "float64",
@@ -210,8 +225,8 @@ _VECTOR_ONLY = frozenset(
 )  # fmt: skip
 
 
-# Most devices of a cluster, and the largest number that stands for a rate, a time or
-# bytes: products of some of them are finite.
+# The most devices of a cluster, and the largest value of a rate, a time or bytes. With
+# these limits, products of several values stay finite.
 MOST_DEVICES, _LARGEST = 1 << 20, 1e60
 _LONGEST_SHOWN = 200
 
@@ -222,7 +237,7 @@ def _require(condition: bool, owner: str, what: str, value: object) -> None:
 
 
 def show(value: object) -> str:
-    """A value for an error, cut where it is long."""
+    """A value as text for an error, cut if long."""
     try:
         text = repr(value)
     except ValueError:  # a whole number of more digits than Python writes
@@ -245,9 +260,9 @@ class CollectiveFit:
     """Measured time of one collective in groups of one size.
 
     The time is ``max(latency_s + s_per_byte * n, large_s_per_byte * n)``, where n is
-    the size by the convention of `Kind`. The second term is for buffers that no
-    longer fit a cache, and zero where there is no such effect. `relative_error` is
-    the root mean square of ``predicted / measured - 1`` over the fitted points.
+    the size by the convention of `Kind`. The second term is for buffers that no longer
+    fit a cache; it is zero if there is no such effect. `relative_error` is the root
+    mean square of ``predicted / measured - 1`` over the fitted points.
     """
 
     kind: str
@@ -280,22 +295,23 @@ class LinkSpec:
 
     Attributes:
       latency_s: time of an empty message between two neighbours.
-      bandwidth_bytes_per_s: what one device can send through this level while all
-        devices send, one direction, as a collective attains it.
-      topology: "switch" (any device reaches any other at full rate), "ring" (a
-        torus dimension with wrap-around: half the bandwidth goes each way round) or
-        "line" (a part of a torus dimension, whose ends are not joined).
-      rates: how collectives run on the link, one of `LINK_RATES`: by XLA's
-        measurements on a device, or by NCCL's latencies on a class of links; ""
-        leaves it to the latency and the bandwidth.
-      measured: fitted times that replace the model for the kinds they hold.
+      bandwidth_bytes_per_s: bytes per second that one device can send through this
+        level in one direction while all devices send, as reached in collectives.
+      topology: "switch" (any device reaches any other at full rate), "ring" (a torus
+        dimension with wrap-around: half the bandwidth is for each direction) or "line"
+        (a part of a torus dimension without wrap-around).
+      rates: source of the times of collectives on the link, one of `LINK_RATES`: XLA's
+        measurements on a device, or NCCL's latencies on a class of links. "": times
+        follow from the latency and the bandwidth only.
+      measured: fitted times, which replace the model for their kinds of collectives.
     """
 
     latency_s: float
     bandwidth_bytes_per_s: float
     topology: str = "switch"
     rates: str = ""
-    # Not hashed: cost functions look links up in caches many thousand times.
+    # This field is not hashed, because cost functions look up links in caches many
+    # thousand times.
     measured: tuple[CollectiveFit, ...] = dataclasses.field(default=(), hash=False)
 
     def __post_init__(self) -> None:
@@ -321,28 +337,28 @@ class DeviceSpec:
     """One accelerator (or one simulated CPU device).
 
     Attributes:
-      name: a preset's name, or any other.
+      name: the name of a preset, or any other name.
       kind: "gpu", "tpu" or "cpu".
-      peak_flops_per_s: (dtype name, FLOP/s of dense matrix products) pairs; float32
-        is required, and means what XLA does by default for float32 operands (TF32
-        on GPUs since Ampere, one bfloat16 pass on TPUs).
+      peak_flops_per_s: (dtype name, FLOP/s of dense matrix products) pairs; float32 is
+        required. Its rate is for XLA's default computation of float32 operands (TF32 on
+        GPUs since Ampere, one bfloat16 pass on TPUs).
       memory_bytes: memory a program may use.
-      memory_bandwidth_bytes_per_s: reads plus writes, as a large copy attains it.
-      matmul_efficiency: part of the peak that a large matrix product attains.
-      kernel_latency_s: time of an operator that has next to nothing to do.
-      vector_flops_per_s: rate of everything but matrix products; 0 means the
+      memory_bandwidth_bytes_per_s: reads plus writes, as reached by a large copy.
+      matmul_efficiency: fraction of the peak that a large matrix product reaches.
+      kernel_latency_s: time of an operator with almost no work.
+      vector_flops_per_s: rate of all operators except matrix products; 0 means the
         float32 peak.
-      sustained: part of the rate of a product alone that products keep in a step, where
-        the limit of a device's power lowers its clock.
-      power_part: part of its datasheet's power that the device may draw.
-      rates: the table of matrix products, one of `DEVICE_RATES`; "" has none.
-      workspace_bytes: what the library of matrix products takes to work in; None: as
+      sustained: rate of products in a step, where the power limit lowers the clock,
+        divided by the rate of a product by itself.
+      power_part: power limit of the device as a fraction of the datasheet's power.
+      rates: the table of matrix products, one of `DEVICE_RATES`; "": no table.
+      workspace_bytes: workspace of the library of matrix products; None: the workspace
         on the newest devices of the kind (`autopar.cost.live.habits_of`).
-      on_chip_bytes: memory of the chip itself that its compiler gives to buffers: the
-        vector memory of a TPU; 0 elsewhere.
-      codec_s_per_element: (codec as text, seconds) pairs, measured: what encoding and
-        decoding a gradient adds to a plain sum, for each of its elements.
-      calibration: corrections of the cost model; None means those of the kind.
+      on_chip_bytes: on-chip memory that the compiler uses for buffers: the vector
+        memory of a TPU; 0 for other devices.
+      codec_s_per_element: (codec as text, seconds) pairs: the measured seconds per
+        element by which encoding and decoding lengthen the sum of a gradient.
+      calibration: corrections of the cost model; None: the corrections of the kind.
     """
 
     name: str
@@ -358,7 +374,8 @@ class DeviceSpec:
     power_part: float = 1.0
     workspace_bytes: int | None = None
     on_chip_bytes: int = 0
-    # Not hashed: cost functions look devices up in caches many thousand times.
+    # This field is not hashed, because cost functions look up devices in caches many
+    # thousand times.
     codec_s_per_element: tuple[tuple[str, float], ...] = dataclasses.field(
         default=(), hash=False
     )
@@ -401,9 +418,9 @@ class DeviceSpec:
     def peak(self, dtype: str) -> float:
         """Peak FLOP/s of matrix products in `dtype` (a NumPy or ml_dtypes name).
 
-        A dtype that is not listed runs at the rate of the one it is widened to, and
-        what no matrix unit takes (`_VECTOR_ONLY`) on the vector units. In the last
-        resort the rate is that of float32.
+        A dtype that is not listed runs at the rate of the dtype to which it is widened.
+        A dtype that no matrix unit supports (`_VECTOR_ONLY`) runs on the vector units.
+        If no rule applies, the rate is that of float32.
         """
         peaks = dict(self.peak_flops_per_s)
         family = "float8" if dtype.startswith("float8") else dtype
@@ -426,29 +443,32 @@ class DeviceSpec:
 
     @property
     def kept_rate(self) -> float:
-        """Part of the rate of a product alone that products keep in a step.
+        """The rate of products in a step divided by the rate of a product by itself.
 
-        `sustained` is with the datasheet's power. Below it the clock falls with the
-        cube root: power goes with clock times voltage squared, and voltage with clock
-        (Mudge, "Power: A First-Class Architectural Design Constraint", IEEE Computer
-        34(4), 2001).
+        `sustained` is for the datasheet's power limit. Below this limit the clock falls
+        with the cube root of the power, because power is proportional to the clock
+        times the squared voltage, and the voltage is proportional to the clock (Mudge,
+        "Power: A First-Class Architectural Design Constraint", IEEE Computer 34(4),
+        2001).
         """
         return self.sustained * self.power_part ** (1 / 3)
 
     @property
     def streams(self) -> bool:
-        """Whether its compiler makes operands of products as these read them.
+        """Whether the compiler computes operands of products while the products read
+        them.
 
-        A TPU's vector unit makes them tile by tile, beside the matrix unit
-        (`autopar.steps.fusion.made_again`).
+        A TPU's vector unit computes the operands tile by tile, in parallel with the
+        matrix unit (`autopar.steps.fusion.made_again`).
         """
         return self.kind == "tpu"
 
     @property
     def rounds_operands(self) -> bool:
-        """Whether products of float32 read bfloat16, which is all that is kept then.
+        """Whether products of float32 read bfloat16 operands, so that only bfloat16
+        copies are kept.
 
-        So XLA's compiler for TPUs does it (`autopar.steps.rounding`).
+        XLA's compiler for TPUs does so (`autopar.steps.rounding`).
         """
         return self.kind == "tpu"
 

@@ -9,7 +9,7 @@ from autopar.cluster.specs import ClusterError, DeviceSpec, Level, show
 
 EXAMPLE = "Example: Cluster.parse('8x8:h100,memory=40GB')."
 
-# Larger than what any field takes, and finite, so that it can be rounded.
+# A value that is larger than any field allows, and finite, so that it can be rounded.
 _MOST = 1e99
 _SCALE = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15}
 _BINARY = {"Ki": 2.0**10, "Mi": 2.0**20, "Gi": 2.0**30, "Ti": 2.0**40}
@@ -42,7 +42,8 @@ def parse_quantity(text: str, unit: str) -> float:
     match = re.fullmatch(r"([0-9.]+(?:e[+-]?[0-9]+)?)\s*([A-Za-z/]*)", text.strip())
     scales = _UNITS[unit]
     if match and match[2] in scales and match[1].count(".") <= 1 and match[1] != ".":
-        # No number, as of too many digits, is caught where the value is checked.
+        # Values that are not numbers, or have too many digits, are refused by the later
+        # check of the value.
         return min(float(match[1]) * scales[match[2]], _MOST)
     known = ", ".join(name for name in scales if name)
     raise ClusterError(
@@ -63,13 +64,13 @@ def format_quantity(value: float, unit: str) -> str:
     ]
     short = [f"{value / scale:g}{name}" for name, scale in _UNITS[unit].items()]
     exact = [text for text in short + written if parse_quantity(text, unit) == value]
-    # None is exact where a whole number has more digits than a float.
+    # No text is exact if a whole number has more digits than a float.
     return min(exact or written, key=len)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _DeviceOption:
-    """One ``key=value`` option: its unit, and how it is written and applied."""
+    """One ``key=value`` option: its unit, and functions to write and apply it."""
 
     unit: str
     read: Callable[[Preset], float]
@@ -90,7 +91,7 @@ def _on_device(
 
 
 def _watts(of: Preset) -> float:
-    # Rounded, so that what was written as 450 W is written as that again.
+    # The value is rounded, so that 450 W is read and written as 450 W.
     return round(of.device.power_part * of.power_w, 6)
 
 

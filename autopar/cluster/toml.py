@@ -11,17 +11,18 @@ from autopar.cluster import data
 from autopar.cluster.specs import ClusterError
 
 _HELP = "docs/cost-model.md has a complete example."
-# The keys of these tables are names of dtypes and codecs, which are quoted as data are.
+# The keys of these tables are names of dtypes and codecs, which are quoted like
+# strings.
 _QUOTED = ("peak_flops_per_s.", "codec_s_per_element.")
 
 T = TypeVar("T")
 
 
 def read(path: pathlib.Path, convert: Callable[[data.Data], T]) -> T:
-    """The value that `convert` makes of the tables of a file.
+    """Reads a file and converts its tables with `convert`.
 
     Raises:
-      ClusterError: the file cannot be read, or what it says is wrong.
+      ClusterError: the file cannot be read, or its content is wrong.
     """
     try:
         return convert(tomllib.loads(path.read_text(encoding="utf-8")))
@@ -37,8 +38,8 @@ def read(path: pathlib.Path, convert: Callable[[data.Data], T]) -> T:
 
 def _value(value: object) -> str:
     if isinstance(value, str | list):
-        # A JSON string is also a TOML basic string, but for the one control character
-        # that JSON leaves as it is. Lists hold strings or integers.
+        # A JSON string is also a TOML basic string, except for one control character
+        # that JSON does not escape. Lists hold strings or integers.
         return msgspec.json.encode(value).decode().replace("\x7f", "\\u007f")
     return repr(value)
 
@@ -54,7 +55,7 @@ def _tables(name: str, value: Any) -> list[str]:
 
 
 def _lines(prefix: str, values: data.Data) -> list[str]:
-    """The lines of a table's values: plain ones first, then the tables in it."""
+    """The lines of a table's values: plain values first, then nested tables."""
     plain: list[str] = []
     tables: list[str] = []
     for key, value in values.items():

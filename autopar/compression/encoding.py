@@ -1,23 +1,25 @@
-"""Runs the codecs of many gradients side by side, and knows what each sent.
+"""Runs the codecs of many gradients together, and computes what was sent of each
+gradient.
 
-Gradients of one codec are encoded as one array where they may: the same bytes are
-sent, and a compiler has one loop to compile where it had one for each gradient. That is
-most of what a step with codecs takes to compile. It costs copies of the gradients, so
-large ones stay by themselves.
+Gradients of one codec are encoded as one array if possible. The same bytes are sent,
+but the compiler has only one loop to compile instead of one loop per gradient. These
+loops are most of the compile time of a step with codecs. Joining copies the gradients,
+so large gradients are not joined.
 
-Gradients that all workers want whole, and that are sent as they are, may lie in any
-order. These are mostly many small ones. They are laid one behind the other, so each is
-a single slice of the sum. Of the others each chunk holds a part of every gradient.
-Blocks could lie in any order as well: with int8 a step then compiled for a fifth less,
-and took 10 % more CPU time.
+Gradients that are sent without a codec and whose sum is not scattered may be joined in
+any order. These are mostly many small gradients. They are concatenated one after the
+other, so that each gradient is a single slice of the sum. For other groups each chunk
+holds a part of every gradient. Blockwise codecs would also allow concatenation. With
+int8 this reduced the compile time of a step by a fifth, but increased its CPU time by
+10 %.
 
-Legend: n workers, c elements of a chunk of one gradient, C of all of a group; worker i
-adds up the i-th chunks. ``dim`` is the dim of which worker i needs only the i-th part
-of the sum; None: all need all.
+Legend: n workers, c elements of a chunk of one gradient, C elements of a chunk of a
+whole group. Worker i sums the i-th chunks. ``dim`` is the dim along which worker i
+needs only the i-th part of the sum; None: every worker needs the whole sum.
 
-Sums over the elements of gradients that lie side by side, one of each gradient.
+Some functions sum over the elements of joined gradients, with one sum per gradient.
 
-Legend: k gradients of c elements of a chunk each, C of all.
+Their legend: k gradients with c elements of a chunk each, C elements of all chunks.
 """
 
 from __future__ import annotations
@@ -47,16 +49,16 @@ from autopar.compression.gradient import Feedback, Gradient, State
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SentGroup:
-    """A group of gradients as it was to be sent, and the part that was not sent.
+    """A group of gradients before encoding, and the error of sending it.
 
     Attributes:
-      wanted: of one gradient any shape, of several (..., C).
-      error: of the same shape, or a function that makes it.
-      total: the sum, in the type in which it is read; of several (..., C).
+      wanted: the values to send; any shape for one gradient, (..., C) for several.
+      error: the error in the same shape, or a function that computes it.
+      total: the sum, in the dtype in which it is read; (..., C) for several gradients.
       widths: elements along the last dim of each gradient, c.
-      part: whether the total is only a part of the sum of what is wanted here.
-      again: makes the total anew, for a branch that is seldom taken: an array that a
-        branch reads has to be in memory, also where it is not taken.
+      part: whether the total is only a part of the sum of ``wanted``.
+      again: computes the total again, for a branch that is rarely taken. Otherwise the
+        total would have to be in memory even in steps that do not take the branch.
     """
 
     wanted: jax.Array
@@ -70,8 +72,9 @@ class SentGroup:
     def unsure(self) -> bool:
         """Whether a total may be infinite although the norms here are finite.
 
-        Where they are, the elements are so small that no sum of them overflows, unless
-        its type has a smaller range than float32, or the sum is of other elements.
+        If the norms are finite, the elements are so small that their sum cannot
+        overflow. There are two exceptions: the dtype of the sum has a smaller range
+        than float32, or the sum is over other elements.
         """
         narrow = jnp.finfo(self.total.dtype).max < jnp.finfo(jnp.bfloat16).max
         return self.part or bool(narrow)
@@ -82,15 +85,17 @@ class SentGroup:
         return self.error() if callable(self.error) else self.error
 
     def with_error(self) -> SentGroup:
-        """The same, with the error computed."""
+        """The same group with the error computed."""
         return dataclasses.replace(self, error=self.error_array)
 
     def squares(self) -> jax.Array:
-        """Squared norms of what was wanted, (k,)."""
+        """Squared norms of the values to send, (k,)."""
         return squared_norms(self.wanted, self.widths)
 
     def norms(self) -> jax.Array:
-        """Squared norms of what was wanted, of the error and of the rest, (k, 3)."""
+        """Squared norms of the values to send, of the error, and of the sent values,
+        (k, 3).
+        """
         lost = self.error_array
         sent = self.wanted - lost
         return jnp.stack(
@@ -98,16 +103,18 @@ class SentGroup:
         )
 
     def non_finite(self) -> jax.Array:
-        """Elements of what was wanted that are not finite, else of the error, (k,)."""
+        """Number of non-finite elements of the values to send or, if there are none, of
+        the error, (k,).
+        """
         own, lost = self._count(self.wanted), self._count(self.error_array)
         return jnp.where(own > 0, own, lost)
 
     def overflows(self) -> jax.Array:
-        """Elements of the total that are not finite, (k,)."""
+        """Number of elements of the total that are not finite, (k,)."""
         return self._count(self.total)
 
     def overflows_again(self) -> jax.Array:
-        """`overflows`, in a branch that is seldom taken."""
+        """As `overflows`, in a branch that is rarely taken."""
         return self._count(self.again() if self.again else self.total)
 
     def _count(self, values: jax.Array) -> jax.Array:
@@ -118,7 +125,7 @@ class SentGroup:
 
 
 def squared_norms(values: jax.Array, widths: Sequence[int]) -> jax.Array:
-    """Squared norms of gradients that lie as `SentGroup` says, (k,)."""
+    """Squared norms of gradients that are joined as in `SentGroup`, (k,)."""
     return _sum_each(jnp.square(values), widths)
 
 
@@ -140,16 +147,16 @@ def _sum_each(values: jax.Array, widths: Sequence[int]) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TelemetryGroup:
-    """The k gradients of a group, as far as rows of telemetry need them.
+    """The data of the k gradients of a group that rows of telemetry need.
 
     Attributes:
-      sent: what was to be sent.
-      again: makes the same anew, for a branch that is seldom taken: an array that a
-        branch reads has to be in memory, also where it is not taken.
+      sent: the group before encoding, and its error.
+      again: computes ``sent`` again, for a branch that is rarely taken. Otherwise its
+        arrays would have to be in memory even in steps that do not take the branch.
       sound: `autopar.compression.codecs.codec.Codec.sound`.
-      feedbacks: of each gradient.
-      partials: this worker's part of each.
-      residuals: of each, () where there is none.
+      feedbacks: error feedback of each gradient.
+      partials: this worker's part of each gradient.
+      residuals: residual of each gradient; () without a residual.
     """
 
     sent: SentGroup
@@ -182,18 +189,19 @@ class TelemetryGroup:
         return jnp.concatenate((norms, jnp.stack((kept, own, bad), axis=1)), axis=1)
 
 
-# Stands for a norm that was not measured: no sum of squares is negative, and its sum
-# with those of other workers is not finite.
+# Value of a norm that was not measured. No sum of squares is negative, and the sum of
+# this value over workers is not finite.
 NOT_MEASURED = -jnp.inf
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class AllWorkers:
-    """What makes rows those of all workers together.
+    """The data with which rows are summed over all workers.
 
     Attributes:
       links: the collectives over the workers.
-      squares: `SentGroup.squares` of all groups, one behind the other, summed.
+      squares: `SentGroup.squares` of all groups, concatenated and summed over the
+        workers.
     """
 
     links: WorkerLinks
@@ -201,7 +209,7 @@ class AllWorkers:
 
 
 def summed_rows(own: jax.Array, links: WorkerLinks) -> jax.Array:
-    """The sum of this worker's rows with those of the others."""
+    """The sum of the rows over all workers."""
     with jax.named_scope("telemetry"):
         return links.all_reduce(own.ravel()).reshape(own.shape)
 
@@ -211,19 +219,20 @@ def telemetry_rows(
     measured: jax.Array | None,
     workers: AllWorkers | None = None,
 ) -> jax.Array:
-    """The rows of telemetry of all groups, one behind the other, float32 (k, 6).
+    """The rows of telemetry of all groups, concatenated, float32 (k, 6).
 
-    Errors and norms take about as long as a codec itself, so a step may leave them
-    out. Elements that are not finite are looked for in any case: in the squared norms
-    of what is wanted, which are one pass, and in the sums of codecs that are not sound.
+    Computing errors and norms takes about as long as the codec itself, so a step may
+    leave them out. Non-finite elements are searched for in every step: in the squared
+    norms of the values to send, which takes one pass, and in the sums of codecs that
+    are not sound.
 
     Args:
       groups: the gradients.
       measured: whether errors and norms are measured, a bool scalar, the same on all
-        workers; None: they are.
-      workers: with it the rows are summed over the workers. Then ``measured`` is given,
-        and no total is a part (`SentGroup.part`): it is the same on all workers, so all
-        take the same branches.
+        workers; None: always.
+      workers: if given, the rows are summed over the workers. In this case ``measured``
+        must be given, and no total may be a part (`SentGroup.part`). The totals are
+        then equal on all workers, so that all workers take the same branches.
     """
 
     def every() -> jax.Array:
@@ -245,7 +254,8 @@ def telemetry_rows(
         good = jnp.all(jnp.isfinite(few[:, 0]))
         found = jax.lax.cond(measured | ~good, every, lambda: few)
         sums = [squared_norm(g.sent.total) for g in groups if not g.sound]
-    # Apart from the rest: what the branch above reads need not wait for the totals.
+    # The totals are checked separately, so that the branch above need not wait for
+    # them.
     norms = jnp.append(found[:, :3], jnp.array(sums))
     good = jnp.all(jnp.isfinite(norms) | (norms == NOT_MEASURED))
     over = _overflows([g.sent for g in groups], good)
@@ -256,7 +266,7 @@ def telemetry_rows(
 
 
 def _rows_without_errors(squares: jax.Array) -> jax.Array:
-    """Rows of which only the norms of what was wanted are known."""
+    """Rows with only the norms of the values to send."""
     unknown = jnp.full((len(squares), 4), NOT_MEASURED)
     return jnp.column_stack((squares, unknown, jnp.zeros_like(squares)))
 
@@ -264,7 +274,7 @@ def _rows_without_errors(squares: jax.Array) -> jax.Array:
 def _non_finite(
     sent: Sequence[SentGroup], norms: Sequence[jax.Array]
 ) -> list[jax.Array]:
-    """`SentGroup.non_finite` of each group, counted only where a norm is not finite."""
+    """`SentGroup.non_finite` of each group, counted only if a norm is not finite."""
     good = jnp.all(jnp.isfinite(jnp.concatenate(list(norms))))
     return jax.lax.cond(
         good,
@@ -278,7 +288,9 @@ def _non_finite(
 
 
 def _overflows(sent: Sequence[SentGroup], good: jax.Array) -> jax.Array:
-    """Elements of all totals that are not finite, where they can be, (k,)."""
+    """Number of non-finite elements of each total, counted only for totals that can
+    have them, (k,).
+    """
     found = jax.lax.cond(
         good,
         lambda: [jnp.zeros((len(g.widths),), jnp.float32) for g in sent],
@@ -295,24 +307,24 @@ def squared_norm(values: jax.Array) -> jax.Array:
 
 Shape = tuple[int, ...]
 
-# Up to this number of chunks each is handled by a loop of its own.
+# Up to this number of chunks, each chunk is handled by its own loop.
 _MOST_PIECES = 16
 
 
 def to_chunks(whole: jax.Array, dim: int | None, workers: int, chunk: int) -> jax.Array:
-    """A whole gradient as (n, c), with padding where its elements do not suffice."""
+    """A whole gradient as chunks (n, c), with padding at the end if needed."""
     if dim is not None:
         return jnp.moveaxis(whole, dim, 0).reshape(workers, -1)
     flat = whole.reshape(-1)
     padding = workers * chunk - whole.size
     if padding:
-        # On a CPU a copy, where jnp.pad asks of each element where it lies.
+        # On a CPU this is a copy, while jnp.pad computes the position of each element.
         flat = jnp.concatenate((flat, jnp.zeros((padding,), flat.dtype)))
     return flat.reshape(workers, chunk)
 
 
 def from_chunks(chunks: jax.Array, shape: Shape, dim: int | None) -> jax.Array:
-    """(n, c), or all elements in one row, as a whole gradient."""
+    """Converts chunks (n, c), or all elements in one row, to a whole gradient."""
     if chunks.ndim == 1:
         return chunks.reshape(shape)
     if dim is None:
@@ -323,11 +335,11 @@ def from_chunks(chunks: jax.Array, shape: Shape, dim: int | None) -> jax.Array:
 def own_part(
     total: jax.Array, shape: Shape, dim: int | None, workers: int
 ) -> jax.Array:
-    """What a worker gets of the sum, in its own shape.
+    """A worker's part of the sum, in the shape of the part.
 
     Args:
       total: chunks of the whole sum or, with ``dim``, the worker's own chunk.
-      shape: of the whole gradient.
+      shape: shape of the whole gradient.
       dim: see the module.
       workers: number of workers.
     """
@@ -337,15 +349,16 @@ def own_part(
 
 
 def own_shape(shape: Shape, dim: int | None, workers: int) -> Shape:
-    """Shape of what a worker gets of the sum."""
+    """Shape of a worker's part of the sum."""
     return tuple(size // workers if k == dim else size for k, size in enumerate(shape))
 
 
 def _without_padding(chunks: jax.Array, size: int) -> jax.Array:
     """The first ``size`` elements of (n, c).
 
-    Row by row: XLA for CPUs merges a decoder with the one slice of all rows, and then
-    divides for every element to find its row. That takes 2 to 3 times as long.
+    Elements are taken row by row. With a single slice of all rows, XLA for CPUs fuses
+    the decoder with the slice and then divides for every element to find its row, which
+    takes 2 to 3 times as long.
     """
     count, elements = chunks.shape
     if count > _MOST_PIECES:
@@ -356,28 +369,28 @@ def _without_padding(chunks: jax.Array, size: int) -> jax.Array:
 
 
 def _back(values: jax.Array, shape: Shape, dim: int) -> jax.Array:
-    """Values in the order of a shape with ``dim`` in front, in its own order."""
+    """Moves ``dim`` from the front back to its own position."""
     rest = shape[:dim] + shape[dim + 1 :]
     return jnp.moveaxis(values.reshape(shape[dim], *rest), 0, dim)
 
 
-# Elements on one device of the largest gradient that is joined with others, and of all
-# that are joined: 16 and 64 MB.
+# The most elements on one device of a gradient that is joined with others, and of all
+# gradients joined in a group: 16 and 64 MB.
 LARGEST = 1 << 22
 MOST = 1 << 24
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CodecInput:
-    """A gradient as its codec sees it.
+    """The properties of a gradient that matter to its codec.
 
     Attributes:
-      codec: how it is sent.
-      size: its number of elements on one device.
-      chunk: elements of each of its chunks, c.
+      codec: codec of the gradient.
+      size: number of elements on one device.
+      chunk: elements of each chunk, c.
       workers: number of workers, n.
       scatter: whether each worker needs only its part of the sum.
-      dtype: of the sum, as text.
+      dtype: dtype of the sum, as text.
       state: whether the codec keeps a state.
     """
 
@@ -391,19 +404,23 @@ class CodecInput:
 
     @property
     def whole(self) -> bool:
-        """Whether a group of such gradients is laid one behind the other."""
+        """Whether a group of such gradients is concatenated gradient after gradient."""
         return self.codec.linear and not self.scatter and not self.state
 
     @property
     def joins(self) -> bool:
-        """Whether others may lie beside it: it has no padding, and whole blocks."""
+        """Whether the gradient may be joined with others: it needs whole blocks and no
+        padding.
+        """
         unit = self.codec.unit
         whole = self.chunk * self.workers == self.size
         return bool(unit) and whole and not self.chunk % unit and self.size <= LARGEST
 
 
 def group_gradients(pieces: Sequence[CodecInput]) -> list[tuple[int, ...]]:
-    """Numbers of the gradients that are encoded together, each in one group."""
+    """Numbers of the gradients in each group that is encoded together; each gradient is
+    in one group.
+    """
     groups: list[list[int]] = []
     open_groups: dict[Any, list[int]] = {}
     for k, piece in enumerate(pieces):
@@ -418,11 +435,11 @@ def group_gradients(pieces: Sequence[CodecInput]) -> list[tuple[int, ...]]:
 
 
 def join_arrays(arrays: Sequence[jax.Array], *, whole: bool = False) -> jax.Array:
-    """Arrays (..., c) side by side, (..., C).
+    """Joins arrays (..., c) along the last dim, (..., C).
 
     Args:
       arrays: the gradients or their states.
-      whole: whether the arrays, (n, c), are laid one behind the other.
+      whole: whether the arrays (n, c) are concatenated array after array.
     """
     if len(arrays) == 1:
         return arrays[0]
@@ -433,19 +450,21 @@ def join_arrays(arrays: Sequence[jax.Array], *, whole: bool = False) -> jax.Arra
 
 
 def join_states(states: Sequence[Any]) -> Any:
-    """The state of a group, of the states of its gradients' codecs."""
+    """The state of a group, joined from the states of its gradients' codecs."""
     return jax.tree.map(lambda *arrays: join_arrays(arrays), *states)
 
 
 def cut(
     array: jax.Array, widths: Sequence[int], *, whole: bool = False
 ) -> list[jax.Array]:
-    """The opposite of `join_arrays`: arrays (..., c) of (..., C), or flat ones.
+    """The inverse of `join_arrays`: cuts (..., C) into arrays (..., c), or into flat
+    arrays.
 
     Args:
-      array: of a group.
-      widths: c of each gradient.
-      whole: whether the gradients lie one behind the other; each is (n c,) then.
+      array: array of a group.
+      widths: the number c of each gradient.
+      whole: whether the gradients are concatenated gradient after gradient; each result
+        is then (n c,).
     """
     if len(widths) == 1:
         return [array]
@@ -457,7 +476,7 @@ def cut(
 
 
 def cut_states(state: Any, widths: Sequence[int]) -> list[Any]:
-    """The opposite of `join_states`."""
+    """The inverse of `join_states`."""
     leaves, tree = jax.tree.flatten(state)
     rows = [cut(leaf, widths) for leaf in leaves]
     return [
@@ -465,7 +484,7 @@ def cut_states(state: Any, widths: Sequence[int]) -> list[Any]:
     ]
 
 
-# A gradient, this worker's part of it, and its state.
+# A gradient, this worker's part of the gradient, and its state.
 Entry = tuple[Gradient, jax.Array, State]
 
 
@@ -474,8 +493,9 @@ class Encoded:
     """The result of a codec for one gradient.
 
     Attributes:
-      total: the sum, as of `Reduced`.
-      error: what was not sent, of the gradient's shape; None: nobody needs it.
+      total: the sum, as in `Reduced`.
+      error: the error of sending, in the gradient's shape; None: the error is not
+        needed.
       state: the codec's new state.
     """
 
@@ -485,7 +505,7 @@ class Encoded:
 
     @property
     def known_error(self) -> jax.Array:
-        """The error, where it was asked for."""
+        """The error, which must have been requested."""
         assert self.error is not None
         return self.error
 
@@ -495,10 +515,10 @@ class EncodedGroup:
     """The results of a codec for the k gradients of a group.
 
     Attributes:
-      members: by number.
-      sent: what was to be sent of them, and what was not.
-      again: makes `sent` anew, of the gradients as they are in memory.
-      totals: makes the members' totals anew, in their order (`Reduced.again`).
+      members: numbers of the group's gradients.
+      sent: the group before encoding, and its error.
+      again: computes `sent` again from the gradients in memory.
+      totals: computes the members' totals again, in their order (`Reduced.again`).
     """
 
     members: dict[int, Encoded]
@@ -517,14 +537,15 @@ def encode_gradients(
     eager: bool,
     with_squares: bool = False,
 ) -> tuple[list[EncodedGroup], jax.Array | None]:
-    """Runs the codecs on all gradients; those of a group are encoded side by side.
+    """Runs the codecs on all gradients; the gradients of a group are encoded together.
 
-    Errors are computed where they are fed back, or all if ``eager``.
+    Errors are computed for gradients with error feedback; with ``eager``, for all
+    gradients.
 
     Returns:
-      The groups, and with ``with_squares`` the squared norms of what all workers
-      wanted, in the order of the groups' members: they travel with the first messages
-      that are summed.
+      The groups and, with ``with_squares``, the squared norms of the values to send,
+      summed over all workers, in the order of the groups' members. These norms are sent
+      with the first messages that are summed.
     """
     n, gradients = links.workers, [gradient for gradient, _, _ in entries]
     pieces = [_piece(entry, n) for entry in entries]
@@ -594,7 +615,7 @@ def encode_gradients(
 
 
 def _sum_over_workers(values: jax.Array) -> Rounds:
-    """Asks for the sum of values over the workers, as a codec of one round."""
+    """Requests the sum of values over the workers, like a codec with one round."""
     total = yield AllReduce(values)
     return Reduced(total, values, ())
 
@@ -623,7 +644,7 @@ def _rounds(
 
 
 def _piece(entry: Entry, workers: int) -> CodecInput:
-    """A gradient as it is grouped with others."""
+    """The properties of a gradient by which gradients are grouped."""
     gradient, partial, state = entry
     return CodecInput(
         codec=gradient.codec,
@@ -639,16 +660,16 @@ def _piece(entry: Entry, workers: int) -> CodecInput:
 def _wanted_with_widths(
     group: Sequence[Gradient], wanted: jax.Array, values: jax.Array, *, whole: bool
 ) -> tuple[jax.Array, tuple[int, ...]]:
-    """What was to be sent of a group, and the widths of its gradients; see `SentGroup`.
+    """The values to send of a group, and the widths of its gradients; see `SentGroup`.
 
-    Of one gradient in its own shape, without padding; of gradients that lie one behind
-    the other as one row.
+    A single gradient has its own shape, without padding. Concatenated gradients form
+    one row.
 
     Args:
       group: the gradients.
-      wanted: of the first, in its own shape.
-      values: chunks of all, (n, C).
-      whole: whether they lie one behind the other.
+      wanted: values to send of the first gradient, in its own shape.
+      values: chunks of all gradients, (n, C).
+      whole: whether the gradients are concatenated gradient after gradient.
     """
     if len(group) == 1:
         return wanted, (1,)
@@ -667,9 +688,9 @@ def _describe_sent(
     *,
     exact: bool,
 ) -> SentGroup:
-    """Returns what was to be sent of a group, and how what was not is computed.
+    """Returns the values to send of a group, with a function that computes the error.
 
-    With ``exact`` the codec hands on what it is given, so there is no error.
+    With ``exact`` the codec sends the values unchanged, so there is no error.
     """
     one, partial, _ = group[0]
     wanted, widths = laid
@@ -700,7 +721,7 @@ def _errors(
     *,
     whole: bool,
 ) -> Sequence[jax.Array | None]:
-    """What was not sent of each gradient of a group, where it is known."""
+    """The error of each gradient of a group, if it was computed."""
     if callable(sent.error):
         return [None] * len(group)
     if len(group) == 1:

@@ -1,13 +1,14 @@
-"""Runs the rounds of many codecs in step, one collective for each kind of request.
+"""Runs the rounds of many codecs together, with one collective for each kind of
+request.
 
-A codec describes the communication of one gradient as a generator. It yields a
-request for each round and is sent the answer. `exchange` runs all generators of a
-bucket in step and makes one collective of what they ask for in the same round.
+A codec describes the communication of one gradient as a generator. The generator yields
+a request for each round and receives the answer. `exchange` runs all generators of a
+bucket together. It joins their requests of the same round and kind to one collective.
 
-Where inputs of the program say how much of a request counts (`UsedPart`), its place
-behind the requests before it is computed while the step runs. The message has a fixed
-size: the room of all such requests together, so that one may need more where another
-needs less.
+If inputs of the program decide the used size of a request (`UsedPart`), the position of
+the request in the message is computed while the step runs. The message has a fixed
+size, which all such requests share. So one request may need more bytes if another needs
+less.
 
 Legend of shapes: n workers, c elements of one chunk, b bytes of one message.
 """
@@ -32,16 +33,16 @@ State = Any
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class UsedPart:
-    """How much of a request counts, where an input of the program says so.
+    """The used part of a request, if an input of the program decides its size.
 
-    What counts comes first; behind it the answer holds zeros. Such requests travel
-    without the rest (`_pack`).
+    The used elements come first; after them the answer holds zeros. Only the used
+    elements of such requests are sent (`_pack`).
 
     Attributes:
-      used: elements of the last dim that count, an int32 scalar, the same on all
+      used: number of used elements of the last dim, an int32 scalar, the same on all
         workers.
-      room: for what part of the last dim the message has room, if the requests that
-        travel with it share theirs.
+      room: the fraction of the last dim for which the message has space, if all
+        requests in the message share their space.
     """
 
     used: jax.Array
@@ -58,7 +59,7 @@ class AllToAll:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class AllGather:
-    """``payload``, uint8 (b,), goes to all; answer: (n, b)."""
+    """``payload``, uint8 (b,), goes to all workers; answer: (n, b)."""
 
     payload: jax.Array
     part: UsedPart | None = None
@@ -90,12 +91,12 @@ class Reduced:
     Attributes:
       total: the sum over all workers, (n, c), or this worker's row (c,) when
         scattered. Bit-identical on all workers.
-      sent: what the others understood of this worker's own contribution,
-        (n, c): the error is ``chunks - sent``. Or a function that makes it, from
-        what is in memory anyway: a step that needs no error does not call it.
+      sent: this worker's contribution as the other workers decode it, (n, c): the error
+        is ``chunks - sent``. It may also be a function that computes this array from
+        data in memory. A step that needs no error does not call the function.
       state: the codec's new state.
-      again: makes the total anew, from what is in memory anyway, for a branch that is
-        seldom taken; None: such a branch reads the total.
+      again: computes the total again from data in memory, for a branch that is rarely
+        taken; None: such a branch reads the total.
     """
 
     total: jax.Array
@@ -105,7 +106,7 @@ class Reduced:
 
     @property
     def sent_array(self) -> jax.Array:
-        """What was ``sent``, as an array."""
+        """``sent`` as an array."""
         return self.sent() if callable(self.sent) else self.sent
 
     understood = sent_array  # the old name, for one release
@@ -167,7 +168,7 @@ class MeshLinks:
 def exchange(rounds: Sequence[Rounds], links: WorkerLinks) -> list[Reduced]:
     """Runs generators in step until all have returned.
 
-    Requests of one kind that are made in the same round travel together.
+    Requests of the same kind and round share a collective.
     """
     out: list[Reduced | None] = [None] * len(rounds)
     answers: list[jax.Array | None] = [None] * len(rounds)
@@ -224,8 +225,8 @@ class Message:
 
     Attributes:
       kind: ``all_to_all``, ``all_gather``, ``all_reduce`` or ``reduce_scatter``.
-      nbytes: its size: of the whole result of an all-gather, of the operand on one
-        device of the others.
+      nbytes: size of the message: for an all-gather, the whole result; for other kinds,
+        the operand on one device.
       sent: bytes that one worker sends, `sent_ratio` times the size.
     """
 
@@ -236,11 +237,11 @@ class Message:
 
 @dataclasses.dataclass(slots=True)
 class RecordingLinks:
-    """Implements `WorkerLinks` as if all workers held the same; sends nothing.
+    """Implements `WorkerLinks` as if all workers held the same values; sends nothing.
 
     Attributes:
       workers: number of workers.
-      messages: what was asked for, one for each collective.
+      messages: the requested messages, one for each collective.
     """
 
     workers: int
@@ -251,7 +252,7 @@ class RecordingLinks:
         self.messages.append(Message(kind, nbytes, sent))
 
     def all_to_all(self, payload: jax.Array) -> jax.Array:
-        """See `WorkerLinks`: everyone has sent this worker its first row."""
+        """See `WorkerLinks`: every worker sends its first row to this worker."""
         self._record("all_to_all", payload.size)
         return jnp.broadcast_to(payload[0], payload.shape)
 
@@ -275,16 +276,16 @@ Parts = Sequence[UsedPart | None]
 
 
 def _room_of(elements: int, room: float) -> int:
-    """Elements for which there is room in a part of so many."""
+    """Number of elements of a request for which the message has space."""
     return min(elements, math.ceil(elements * room))
 
 
 def _pack(arrays: Sequence[jax.Array], parts: Parts) -> jax.Array:
-    """Requests (..., b) side by side, those that count as a whole first.
+    """Joins requests (..., b) to one message; fully used requests come first.
 
     Args:
       arrays: the requests, those with a part last.
-      parts: of each; None where all of it counts.
+      parts: used part of each request; None for a fully used request.
     """
     count = parts.count(None)
     out = list(arrays[:count])
@@ -297,12 +298,13 @@ def _pack(arrays: Sequence[jax.Array], parts: Parts) -> jax.Array:
 def _taken_apart(
     whole: jax.Array, arrays: Sequence[jax.Array], parts: Parts
 ) -> list[jax.Array]:
-    """The answers (..., b) to the requests of `_pack`, zero behind what counts.
+    """The answers (..., b) to the requests of `_pack`, with zeros after the used
+    elements.
 
     Args:
-      whole: the answer to all of them, of the same last dim.
+      whole: the answer to all requests together, with the same last dim as the message.
       arrays: the requests.
-      parts: of each.
+      parts: used part of each request.
     """
     count = parts.count(None)
     ends = list(itertools.accumulate(a.shape[-1] for a in arrays[:count]))
@@ -323,10 +325,13 @@ def _taken_apart(
 def _behind_each_other(
     arrays: Sequence[jax.Array], parts: Sequence[UsedPart]
 ) -> jax.Array:
-    """What counts of each behind that of the one before, in the room of all."""
+    """Writes the used parts of the requests one after the other into their shared
+    space.
+    """
     widths = [a.shape[-1] for a in arrays]
     room = sum(_room_of(w, p.room) for w, p in zip(widths, parts, strict=True))
-    # What does not count is overwritten by the next; that of the last is cut off.
+    # The next request overwrites the unused elements of a request; those of the last
+    # request are cut off.
     shape = (*arrays[0].shape[:-1], room + max(widths))
     out = jnp.zeros(shape, arrays[0].dtype)
     for array, first in zip(arrays, _firsts(parts), strict=True):
@@ -335,6 +340,6 @@ def _behind_each_other(
 
 
 def _firsts(parts: Sequence[UsedPart]) -> list[jax.Array]:
-    """The place of each in what they share, int32 scalars."""
+    """The position of each request in the shared space, int32 scalars."""
     used = [part.used for part in parts]
     return list(itertools.accumulate(used[:-1], initial=jnp.int32(0)))

@@ -1,13 +1,15 @@
-"""Sums gradients through the sparsest of several codecs that sends enough of them.
+"""Sums gradients through the sparsest of several codecs that sends enough of the
+gradients.
 
-GraVAC (arXiv 2305.12201) compresses a gradient in two ways and sends, in each step,
-what is small if its gain suffices, else what is larger. Here all of it is one compiled
-program. The gains of the levels are computed without sending anything and summed over
-the workers; then one branch of a `jax.lax.switch` communicates. All workers see the
-same sums, so they take the same branch.
+GraVAC (arXiv 2305.12201) compresses a gradient in two ways. In each step it sends the
+smaller message if the gain of this message is large enough, and otherwise the larger
+message. Here all levels are in one compiled program. The gains of the levels are
+computed without sending gradients, and summed over the workers. Then one branch of a
+`jax.lax.switch` communicates. All workers have the same sums, so they take the same
+branch.
 
-The levels share the residuals; each has its own codecs' state, which stays as it
-was in the steps in which another level sends.
+The levels share the residuals. Each level has its own codec state, which does not
+change in steps in which another level sends.
 
 >>> Fallback(("int8:block=256", "bf16"), least_gain=0.75).codecs
 ('int8', 'bf16')
@@ -32,18 +34,20 @@ from autopar_errors import InputError
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Fallback:
-    """The codecs that a step falls back to when the plan's send too little.
+    """The codecs that a step falls back to if the plan's codecs send too little.
 
     Attributes:
-      codecs: in the order in which they are tried; the last one is always enough.
-      least_gain: of the squared norm of what is to be sent, the part that must be.
+      codecs: the codecs in the order in which they are tried; the last codec always
+        counts as enough.
+      least_gain: the least fraction of the squared norm of the values to send that must
+        be sent.
     """
 
     codecs: Sequence[str]
     least_gain: float
 
     def __post_init__(self) -> None:
-        """Checks the options and writes the codecs as the reports do."""
+        """Checks the options, and converts the codecs to the text form of reports."""
         codecs = (self.codecs,) if isinstance(self.codecs, str) else self.codecs
         texts = tuple(format_codec(parse_codec(text)) for text in codecs)
         object.__setattr__(self, "codecs", texts)
@@ -58,10 +62,10 @@ class Fallback:
             )
 
     def levels_of(self, gradient: Gradient) -> tuple[Gradient, ...]:
-        """The gradient by its own codec, then by each codec of the fallback.
+        """The gradient with its own codec, then with each codec of the fallback.
 
-        A gradient of which nothing is lost stays as it is on all levels. If one level
-        wants a residual, all levels have it.
+        A gradient with a lossless codec keeps this codec on all levels. If one level
+        needs a residual, all levels have a residual.
         """
         if gradient.codec.lossless:
             return (gradient,) * (1 + len(self.codecs))
@@ -81,11 +85,11 @@ def init_level_states(
     """The states of one worker before the first step.
 
     Returns:
-      By gradient, ``residual``, of all levels, and ``codec``, a tuple of the
-      codec's state of each level.
+      For each gradient, ``residual``, shared by all levels, and ``codec``, a tuple of
+      the codec state of each level.
 
     Raises:
-      InputError: the levels are not of the same gradients.
+      InputError: the levels have different gradients.
     """
     _check_levels(levels)
     found = [[init_state(gradient, workers) for gradient in level] for level in levels]
@@ -105,31 +109,32 @@ def synchronise_levels(
     threshold: float | jax.Array,
     judges: WorkerLinks | None = None,
 ) -> tuple[list[jax.Array], list[State], jax.Array, jax.Array]:
-    """Sums gradients over the workers by the first level that sends enough.
+    """Sums gradients over the workers with the first level that sends enough.
 
     The gain of a level is ``sum |sent|^2 / sum |wanted|^2`` over all gradients and
-    workers. A codec whose message depends on the others' (PowerSGD's second round,
-    a sketch) is judged by what it would send if all workers held the same.
+    workers. Some messages depend on those of other workers (PowerSGD's second round, a
+    sketch). The gain of such a codec is computed as if all workers held the same
+    gradient.
 
     Args:
-      levels: the same gradients with other codecs, from the sparsest to the one
-        that is taken if no other's gain suffices.
+      levels: the same gradients with different codecs, the sparsest first. The last
+        level is taken if no other level has enough gain.
       partials: this worker's part of each gradient.
-      states: of `init_level_states` or the step before.
+      states: states from `init_level_states` or from the step before.
       links: the collectives over the workers.
       worker: number of this worker, int32 scalar.
       step: number of the step from 0, int32 scalar, the same on all workers.
       threshold: the least gain, the same on all workers; 0.75 in the paper.
-      judges: the collectives over all devices that must take the same level, where
-        other devices hold other parts of the gradients; default: the workers.
+      judges: the collectives over all devices that must take the same level, if other
+        devices hold other parts of the gradients; default: ``links``.
 
     Returns:
-      Totals, states and sums as of `autopar.compression.synchronise`, and the
-      level that was taken, an int32 scalar. Partials that are not finite have no
-      gain, and take the last level.
+      Totals, states and sums as from `autopar.compression.synchronise`, and the level
+      that was taken, an int32 scalar. If partials are not finite, no level has a gain,
+      and the last level is taken.
 
     Raises:
-      InputError: the levels are not of the same gradients, or those do not fit.
+      InputError: the levels have different gradients, or a gradient does not fit.
     """
     _check_levels(levels)
     gains = level_gains(levels[:-1], partials, states, links, worker, step, judges)
@@ -164,14 +169,14 @@ def level_gains(
     sent, wanted = judges.all_reduce(jnp.stack(rows).reshape(-1)).reshape(-1, 2).T
     some = wanted > 0
     gains = jnp.where(some, sent / jnp.where(some, wanted, 1.0), 1.0)
-    # NaN is not larger than 0 either.
+    # This comparison also excludes NaN.
     return jnp.where(jnp.isfinite(wanted), gains, -1.0)
 
 
 def _branch(
     k: int, level: Sequence[Gradient], links: WorkerLinks
 ) -> Callable[..., Any]:
-    """Sums by one level."""
+    """The branch that sums with one level."""
 
     def run(
         partials: list[jax.Array],

@@ -1,6 +1,6 @@
-"""A gradient that is summed through a codec, and its state before the first step.
+"""Gradients that are summed through a codec, and their state before the first step.
 
-Error feedback: what a codec dropped is sent later.
+With error feedback, the error of a codec is sent in later steps.
 
 ``e`` is a worker's residual, ``g`` its gradient, ``C`` the codec. In every step a
 worker sends ``C(d)`` of ``d = g + decay * e`` and keeps ``e = d - C(d)`` (Seide et al.,
@@ -35,11 +35,11 @@ class Feedback:
 
     Attributes:
       kind: none or residual; see the module.
-      decay: factor of the residual; below 1 old errors fade, as LoCo does
-        (arXiv 2407.04480, 0.8).
-      average_every: the residuals are averaged over the workers every so many
-        steps (arXiv 2008.05823); 0: never. A dense all-reduce.
-      dtype: of the residual between steps.
+      decay: factor of the residual; below 1, old errors decay, as in LoCo (arXiv
+        2407.04480, 0.8).
+      average_every: number of steps after which the residuals are averaged over the
+        workers by a dense all-reduce (arXiv 2008.05823); 0: never.
+      dtype: dtype of the residual between steps.
     """
 
     kind: Kind = "none"
@@ -72,23 +72,25 @@ class Feedback:
 
     @property
     def active(self) -> bool:
-        """Whether there is a residual at all."""
+        """Whether there is a residual."""
         return self.kind != "none"
 
 
-# With feedback the error is not lost but late. The bound of SGD with feedback has
-# the compressor's error as (1 - d) / d^2 with d = 1 - e^2, times the squares of
-# learning rate and smoothness (S. P. Karimireddy et al., "Error Feedback Fixes
-# SignSGD", ICML 2019, theorem II); this stands for that product's root. Assumed.
+# With error feedback the error of a codec is delayed, not lost. The convergence bound
+# of SGD with feedback contains the factor (1 - d) / d^2 with d = 1 - e^2, times the
+# squares of learning rate and smoothness (S. P. Karimireddy et al., "Error Feedback
+# Fixes SignSGD", ICML 2019, theorem II). This constant is an assumed value for the
+# product of learning rate and smoothness.
 FEEDBACK_DISCOUNT = 0.25
 
-# A gradient of which more than this is lost, step after step, is hardly sent: a fifth
-# of its squared norm arrives. ``auto`` takes no such codec, and a run warns of one.
+# The largest relative error of a useful codec. At this error only a fifth of the
+# gradient's squared norm arrives in each step. ``auto`` chooses no codec with a larger
+# error, and a run warns of such a codec.
 MOST_LOST = 0.9
 
 
 def effective_error(error: float, *, feedback: bool) -> float:
-    """The error that counts against a budget.
+    """The error that is compared with a budget.
 
     >>> effective_error(0.5, feedback=False)
     0.5
@@ -125,13 +127,15 @@ def next_residuals(
     links: WorkerLinks,
     step: jax.Array,
 ) -> list[Any]:
-    """The residuals that the next step starts with; () where there is none.
+    """The residuals at the start of the next step; () for a gradient without a
+    residual.
 
-    Where averages are due, those of one period take one all-reduce.
+    If averages are due, residuals with the same period share one all-reduce.
 
     Args:
-      feedbacks: of each gradient.
-      errors: what was not sent of each, float32; None where it is not fed back.
+      feedbacks: error feedback of each gradient.
+      errors: the error of each gradient, float32; None for a gradient without error
+        feedback.
       links: the collectives over the workers.
       step: number of the step, an int32 scalar, the same on all workers.
     """
@@ -168,17 +172,18 @@ State = dict[str, Any]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Gradient:
-    """The way in which one gradient is summed.
+    """How one gradient is summed over the workers.
 
     Attributes:
-      name: of the parameter, for messages.
-      shape: of the gradient on one device.
-      codec: how it is sent.
+      name: name of the parameter, for messages.
+      shape: shape of the gradient on one device.
+      codec: codec of the gradient.
       feedback: how the codec's error is fed back.
-      scatter_dim: the dim of which worker i needs only the i-th part of the
-        sum; None: all need the whole sum.
+      scatter_dim: the dim along which worker i needs only the i-th part of the sum;
+        None: every worker needs the whole sum.
       seed: a number that no other gradient of the step has.
-      dtype: in which the sum is read, as text; '': that of the partial.
+      dtype: dtype in which the sum is read, as text; '': the dtype of the partial
+        gradient.
     """
 
     name: str
@@ -205,10 +210,10 @@ class Gradient:
 
 
 def check_gradient(gradient: Gradient, dtype: Any, workers: int) -> None:
-    """Checks that a gradient can be summed as it says.
+    """Checks that a gradient can be summed with its settings.
 
     Raises:
-      InputError: it cannot; the message says why.
+      InputError: the gradient cannot be summed; the message says why.
     """
     where = f"gradient {gradient.name!r} of shape {gradient.shape}"
     if not jnp.issubdtype(dtype, jnp.floating):
@@ -237,8 +242,8 @@ def init_state(gradient: Gradient, workers: int) -> State:
     """The state of one worker before the first step.
 
     Returns:
-      ``residual``: zeros of the gradient's shape in the feedback's dtype, or
-      (); ``codec``: the state of the codec.
+      ``residual``: zeros of the gradient's shape in the feedback's dtype, or () without
+      feedback; ``codec``: the state of the codec.
     """
     if not gradient.size:
         return {"residual": (), "codec": ()}

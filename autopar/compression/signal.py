@@ -1,21 +1,23 @@
 """Measures the signal that compressed messages carry, apart from their noise.
 
 A worker's gradient is the true gradient plus noise, and the noises of two workers are
-independent. So inner products between different workers are free of it: with ``g_i``
-the gradient of worker i and ``c_i`` what it sends, residual included::
+independent. So the noise cancels in the expectation of inner products between different
+workers. With ``g_i`` the gradient of worker i and ``c_i`` its sent values, including
+the residual::
 
     E sum_{i != j} <g_i, g_j> = n (n - 1) |g|^2
     E sum_{i != j} <c_j, g_i> = n <sum_j E c_j, g> (n - 1) / n
 
-The second is what a step along the messages is worth beside a step along the true
-gradient: what is late counts as far as the gradient of now still asks for it. With
-``T`` the sum of what is sent it is ``sum_i <T - c_i, g_i>``, a number of each worker.
+The second line measures the worth of a step along the messages, relative to a step
+along the true gradient. Delayed values count as far as they agree with the current
+gradient. With ``T`` the sum of all sent values, the second line is ``sum_i <T - c_i,
+g_i>``, to which each worker contributes one number.
 
-The first needs the sum of the gradients, which nobody has. Its place takes that of
-their sketches: elements are multiplied by random signs, the same on all workers, and
-folded onto `WIDTH` numbers (Charikar et al., ICALP 2002). The inner product of two
-sketches is that of the gradients in the mean over signs, with a variance of at most
-``2 |g_i|^2 |g_j|^2 / WIDTH``.
+The first line needs the sum of the gradients, which no worker has. The sum of sketches
+of the gradients is used instead. For a sketch, elements are multiplied by random signs,
+which are the same on all workers, and folded onto `WIDTH` numbers (Charikar et al.,
+ICALP 2002). The expected inner product of two sketches over the signs is the inner
+product of the gradients. Its variance is at most ``2 |g_i|^2 |g_j|^2 / WIDTH``.
 """
 
 from __future__ import annotations
@@ -29,9 +31,11 @@ import numpy as np
 from autopar.compression.exchange import WorkerLinks
 
 WIDTH = 64
-"""Numbers of a sketch: 256 bytes of each gradient with a codec, in a step."""
+"""Numbers of a sketch. Each step sends 256 bytes of sketch for each gradient with a
+codec.
+"""
 
-# The columns of the rows, behind those of `autopar.compression.synchronise`.
+# The columns of the rows, after the columns of `autopar.compression.synchronise`.
 SENT_SIGNAL, SENT_SQUARE, DENSE_SIGNAL, DENSE_SQUARE = range(6, 10)
 COLUMNS = 4
 
@@ -40,11 +44,11 @@ def sketch(values: jax.Array, seed: jax.Array) -> jax.Array:
     """Folds an array onto at most `WIDTH` numbers, with random signs.
 
     Args:
-      values: of any shape.
+      values: an array of any shape.
       seed: uint32 scalar, the same on all workers.
 
     Returns:
-      float32 (WIDTH,), or the elements as they are where they are no more.
+      float32 (WIDTH,); arrays with at most `WIDTH` elements are returned unchanged.
     """
     flat = values.astype(jnp.float32).reshape(-1)
     if flat.size <= WIDTH:
@@ -62,20 +66,20 @@ def signal_rows(
     links: WorkerLinks,
     step: jax.Array,
 ) -> jax.Array:
-    """The numbers of one worker, which add up over workers.
+    """The contributions of one worker to the signals, which are summed over workers.
 
     Args:
       partials: this worker's gradients.
-      sent: what it has sent of each, of the same shapes.
-      totals: the sums of what all have sent, of the same shapes.
-      seeds: of those to measure, by number: a number that no other gradient has.
+      sent: the sent values of each gradient, in the same shapes.
+      totals: the sums of all workers' sent values, in the same shapes.
+      seeds: number of a gradient to measure -> a seed that no other gradient has.
       links: the collectives over the workers.
       step: number of the step, int32 scalar.
 
     Returns:
-      float32 (gradients, 4). Over workers they add up to the signal of what is sent,
-      the squared norm of its sum, and both of the gradients as they are; NaN of those
-      that are not measured.
+      float32 (gradients, 4). The sums over workers are: the signal of the sent values,
+      the squared norm of their sum, and the same two numbers for the dense gradients.
+      Rows of gradients that are not measured are NaN.
     """
     rows = jnp.full((len(partials), COLUMNS), jnp.nan, jnp.float32)
     if not seeds:

@@ -3,8 +3,8 @@
 Everything runs on one device's arrays inside a fully manual `jax.shard_map`
 (``check_vma=False``). The collectives of all gradients of a call are fused.
 
-The states differ between workers; their global arrays need a leading dim over
-the workers' axes, to which `init_state` gives the part of one worker.
+The states differ between workers. So the global arrays of the states need a leading dim
+that is split over the workers' axes. `init_state` makes the part of one worker.
 """
 
 from __future__ import annotations
@@ -40,20 +40,20 @@ from autopar.compression.gradient import (
 from autopar.compression.signal import COLUMNS, signal_rows
 from autopar_errors import InputError
 
-# The columns of the sums.
+# The columns of the telemetry sums.
 WANTED, ERROR, SENT, RESIDUAL, GRADIENT, NON_FINITE = range(6)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Synchronised:
-    """What a call of `synchronise` makes.
+    """The result of `synchronise`.
 
     Attributes:
       totals: the sums.
       states: the new states.
       sums: telemetry.
-      again: makes the totals anew, for a branch that is seldom taken: an array that a
-        branch reads has to be in memory, also where it is not taken.
+      again: computes the totals again, for a branch that is rarely taken. Otherwise the
+        totals would have to be in memory even in steps that do not take the branch.
     """
 
     totals: list[jax.Array]
@@ -77,27 +77,29 @@ def synchronise(
     """Sums gradients over the workers.
 
     Args:
-      gradients: how each is summed.
-      partials: this worker's part of each, of any floating dtype.
-      states: of `init_state` or the step before.
+      gradients: the gradients, with the way in which each is summed.
+      partials: this worker's part of each gradient, in any floating dtype.
+      states: states from `init_state` or from the step before.
       links: the collectives over the workers.
       worker: number of this worker, int32 scalar.
       step: number of the step from 0, int32 scalar, the same on all workers.
-      signals: whether the signal of what is sent is measured.
-      measured: whether errors and norms are, a bool scalar; None: they are. What is
-        not measured is `NOT_MEASURED`, but for the norms of what was to be sent. Where
-        an element is not finite all are measured.
-      summed: whether what is measured is summed over the workers. In steps that are not
-        measured that takes no message of its own, where other sums are sent.
+      signals: whether the signal of the sent values is measured.
+      measured: whether errors and norms are measured, a bool scalar; None: yes. Norms
+        of values to send are always measured; other columns are `NOT_MEASURED`
+        otherwise. If an element is not finite, all columns are measured.
+      summed: whether measurements are summed over the workers. In steps without
+        measurement this needs no separate message if other sums are sent.
 
     Returns:
-      The sums in the partials' dtypes, whole or, where scattered, this worker's
-      part; the new states; and float32 (number of gradients, 6) of this
-      worker, or of all: the squared norms of what was to be sent, of its error, of what
-      was sent, of the new residual and of the partial itself, and the number of
-      elements of what was to be sent that are not finite. Where a codec fails on
-      finite elements those of its error count, where only the sum overflows its own.
-      With ``signals`` four columns more (`autopar.compression.signal.signal_rows`).
+      The sums in the partials' dtypes (whole or, if scattered, this worker's part), the
+      new states, and telemetry, float32 (number of gradients, 6), of this worker or,
+      with ``summed``, of all workers. The first five columns are squared norms: of the
+      values to send, of their error, of the sent values, of the new residual and of the
+      partial gradient. The sixth column is the number of non-finite elements of the
+      values to send. If a codec fails on finite elements, the sixth column counts
+      non-finite elements of the error; if only the sum overflows, those of the sum.
+      With ``signals`` there are four more columns
+      (`autopar.compression.signal.signal_rows`).
 
     Raises:
       InputError: a partial does not fit its gradient; see `check_gradient`.
@@ -121,7 +123,7 @@ def synchronise_repeatably(
     measured: jax.Array | None = None,
     summed: bool = False,
 ) -> Synchronised:
-    """As `synchronise`, with a way to make the sums anew."""
+    """As `synchronise`, with a function that computes the sums again."""
     _check_call(gradients, partials, states, links.workers)
     assert measured is None or not signals
     entries = list(zip(gradients, partials, states, strict=True))
@@ -151,15 +153,15 @@ def synchronise_repeatably(
 
 
 def restore_unless_finite(old: Any, new: Any, finite: jax.Array) -> Any:
-    """Restores what a step carries when a gradient is not finite.
+    """Restores the carried values of a step if a gradient is not finite.
 
     Args:
-      old: a tree of arrays, before the step.
-      new: after it, a tree of the same structure, shapes and dtypes.
+      old: a tree of arrays from before the step.
+      new: the tree after the step, with the same structure, shapes and dtypes.
       finite: bool scalar, the same on all workers.
 
     Returns:
-      ``new`` where the gradients are finite, else ``old``.
+      ``new`` if the gradients are finite, otherwise ``old``.
     """
 
     def select(new: Any, old: Any) -> Any:
@@ -199,17 +201,19 @@ def _synchronise_some(
     measured: jax.Array | None,
     summed: bool,
 ) -> Synchronised:
-    """`synchronise_repeatably` of gradients that all have elements."""
+    """`synchronise_repeatably` for gradients that all have elements."""
     n, gradients = links.workers, [gradient for gradient, _, _ in entries]
-    # Computed once, however many loops read it: without the barriers each would add the
-    # residual again, and transpose the gradient where a product left it transposed.
+    # The barriers make sure that these values are computed once, however many loops
+    # read them. Without the barriers each loop would add the residual again, and
+    # transpose the gradient again if a product left it transposed.
     partials = [add_barrier(partial) for _, partial, _ in entries]
     wanted = [
         _values_to_send(gradient, partial, state["residual"])
         for partial, (gradient, _, state) in zip(partials, entries, strict=True)
     ]
     eager = measured is None
-    # Parts of a total are not the same on all workers, which then take other branches.
+    # Parts of a total differ between workers, so that workers would take different
+    # branches.
     together = summed and not eager and not any(g.scatter for g in gradients)
     groups, squares = encode_gradients(
         entries, wanted, links, worker, step, eager=eager, with_squares=together
@@ -253,7 +257,7 @@ def _synchronise_some(
 def _again(
     entries: Sequence[Entry], groups: Sequence[EncodedGroup], workers: int
 ) -> list[jax.Array]:
-    """The totals, made anew."""
+    """Computes the totals again."""
     found: dict[int, jax.Array] = {}
     for group in groups:
         found.update(zip(group.members, group.totals(), strict=True))
@@ -263,7 +267,7 @@ def _again(
 def _own_parts(
     entries: Sequence[Entry], totals: Mapping[int, jax.Array], workers: int
 ) -> list[jax.Array]:
-    """Totals of `Reduced`, by number, as the worker gets them."""
+    """The worker's own part of each total of `Reduced`, by number."""
     return [
         own_part(totals[k], g.shape, g.scatter_dim, workers).astype(partial.dtype)
         for k, (g, partial, _) in enumerate(entries)
@@ -271,13 +275,13 @@ def _own_parts(
 
 
 def _values_to_send(gradient: Gradient, partial: jax.Array, residual: Any) -> jax.Array:
-    """Returns what is to be sent, float32, computed once."""
+    """Returns the values to send, float32, computed once."""
     values = with_residual(partial, residual, gradient.feedback)
     return add_barrier(values) if gradient.feedback.active else values
 
 
 def _nothing(gradient: Gradient, partial: jax.Array, links: WorkerLinks) -> jax.Array:
-    """The sum of a gradient without elements, and no other gradient's."""
+    """The sum of a gradient without elements."""
     if gradient.size:
         return partial
     shape = own_shape(gradient.shape, gradient.scatter_dim, links.workers)

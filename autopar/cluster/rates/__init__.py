@@ -1,4 +1,4 @@
-"""Measured rates of devices and links, as knots that the cost model interpolates."""
+"""Measured rates of devices and links, as interpolation points of the cost model."""
 
 from autopar.cluster.rates.tables import (
     DEVICE_RATES,

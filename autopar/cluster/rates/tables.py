@@ -1,8 +1,8 @@
 """The tables of `xla.json`, and the names by which devices and links refer to them.
 
 `scripts/fit_rates.py` writes `xla.json` from OpenXLA's performance tables (Apache-2.0,
-xla/service/gpu/model: collective_interpolator_data, matmul_interpolator_data), from
-the rows that `benchmarks/xla_tables.py` does not keep out.
+xla/service/gpu/model: collective_interpolator_data, matmul_interpolator_data), except
+for the rows that `benchmarks/xla_tables.py` holds out.
 """
 
 from __future__ import annotations
@@ -12,12 +12,13 @@ import pathlib
 
 import msgspec
 
-# Links on which NCCL's own latencies hold (`autopar.cost.collectives`).
+# Links for which NCCL's latencies are used (`autopar.cost.collectives`).
 NCCL_CLASSES = ("nvlink", "pcie", "network")
-# Links with measured collectives: the device that they join.
+# Links with measured collectives, named after the device that they connect.
 MEASURED_LINKS = ("h100", "b200", "gb200")
 LINK_RATES = ("", *NCCL_CLASSES, *MEASURED_LINKS)
-# Devices with rates of products; those without a measurement share a shape.
+# Devices with rates of products; devices without measurements use the same curve as
+# another device.
 DEVICE_RATES = ("", "a100", "b200", "h100", "t4", "v100")
 
 
@@ -39,17 +40,18 @@ class PartnerRates(msgspec.Struct, frozen=True):
     """Rates of messages between pairs of devices (`autopar.cost.collectives`).
 
     Attributes:
-      channels: that a device has for all messages at once.
-      most_channels: that one message takes.
-      start_s: seconds of a collective with next to nothing to send.
-      partner_s: seconds of each partner after the first.
-      small_bytes_per_s: of one channel, in the protocol of small messages.
-      large_bytes_per_s: of one channel, in that of large ones.
-      bandwidth_bytes_per_s: of the link, one direction.
-      sharpness: how suddenly channels or the link take over.
+      channels: channels of a device for all messages together.
+      most_channels: the most channels that one message uses.
+      start_s: seconds of a collective with almost no data.
+      partner_s: seconds for each partner after the first.
+      small_bytes_per_s: rate of one channel in the protocol for small messages.
+      large_bytes_per_s: rate of one channel in the protocol for large messages.
+      bandwidth_bytes_per_s: bandwidth of the link in one direction.
+      sharpness: sharpness of the transition between the limits of channels and of the
+        link.
       group_sizes: the measured sizes of groups, rising.
-      octaves: log2 of the bytes to one partner at the knots.
-      logs: logarithms of measured over modelled time, ``[group sizes, octaves]``.
+      octaves: log2 of the bytes per partner at the interpolation points.
+      logs: logarithms of measured divided by modelled time, ``[group sizes, octaves]``.
     """
 
     channels: int
@@ -70,28 +72,30 @@ class ProductRates(msgspec.Struct, frozen=True):
 
     The time of ``batch`` products M x K by K x N, without the gap to the next kernel:
     ``start_s + (depth^e + work^e + traffic^e)^(1/e)`` with ``e = sharpness``, where
-    depth is ``s_per_depth * K`` (one tile runs through K), work the FLOPs at
-    ``rate_part`` of what the device attains, and traffic the operands and the result
-    at ``traffic_part`` of the memory bandwidth (caches hold a part of them). Knots of
-    the logarithm of measured over modelled time are added, between which it is
-    interpolated in the logarithm of the sides.
+    depth is ``s_per_depth * K`` (the time of one tile along K), work is the time of the
+    FLOPs at ``rate_part`` of the device's reachable rate, and traffic is the time to
+    move the operands and the result at ``traffic_part`` of the memory bandwidth (caches
+    hold a part of them). A correction is added: the logarithm of measured divided by
+    modelled time at interpolation points. It is interpolated in the logarithms of the
+    sides.
 
     Attributes:
-      start_s: seconds of a kernel with next to nothing to do.
+      start_s: seconds of a kernel with almost no work.
       s_per_depth: seconds of one element along K.
-      rate_part: part of ``peak * matmul_efficiency``.
-      traffic_part: part of the memory bandwidth; above 1 where caches help.
-      sharpness: how suddenly the largest of the three takes over.
-      best_part: the best rate measured, as `rate_part`; nothing is taken to be faster.
-      tile: elements; a shorter side M or N takes as long.
-      areas: log2 of ``batch * M * N`` at the knots.
-      depths: log2 of K at the knots.
-      sides: log2 of M and of N at the knots.
-      by_area: logarithms ``[areas, depths]`` of one product.
-      by_area_batched: the same of two and more at once, which libraries do by other
-        kernels.
-      by_rows: the same of M, ``[sides, depths]``.
-      by_columns: the same of N.
+      rate_part: fraction of ``peak * matmul_efficiency``.
+      traffic_part: fraction of the memory bandwidth; above 1 if caches help.
+      sharpness: sharpness of the transition to the largest of the three terms.
+      best_part: the best measured rate as a fraction like `rate_part`; an upper limit
+        of all predictions.
+      tile: elements of a tile side; a shorter side M or N takes the same time.
+      areas: log2 of ``batch * M * N`` at the interpolation points.
+      depths: log2 of K at the interpolation points.
+      sides: log2 of M and of N at the interpolation points.
+      by_area: corrections ``[areas, depths]`` of a single product.
+      by_area_batched: corrections of two or more products at once, for which libraries
+        use other kernels.
+      by_rows: corrections by M, ``[sides, depths]``.
+      by_columns: corrections by N, ``[sides, depths]``.
     """
 
     start_s: float
@@ -119,7 +123,8 @@ class _RatesFile(msgspec.Struct, frozen=True):
     products: dict[str, dict[str, ProductRates]]
 
 
-# Made at import: msgspec crashes where two threads find out about one type at once.
+# The decoder is made at import, because msgspec crashes if two threads analyse one type
+# at the same time.
 _FILE = msgspec.json.Decoder(_RatesFile)
 
 
@@ -132,7 +137,7 @@ def _file() -> _RatesFile:
 def collective_knots(rates: str, kind: str) -> CollectiveKnots | None:
     """The measured times of a collective, or None.
 
-    Those that send to partners, permutations and all-to-alls, have `partner_rates`.
+    Permutations and all-to-alls, which send to partners, have `partner_rates` instead.
 
     Args:
       rates: one of `LINK_RATES`.
@@ -151,16 +156,17 @@ def partner_rates(rates: str, kind: str) -> PartnerRates | None:
     return _file().partners.get(rates, {}).get(kind)
 
 
-# The shape of bfloat16 products on an H100, for GPUs of other generations: the start
-# of a kernel is the same, and a step along K takes as long as their clocks are slower
-# (H100 1.98 GHz, A100 1.41, V100 1.53, T4 1.59). Not measured.
+# GPUs of other generations use the curve of bfloat16 products on an H100. The start of
+# a kernel takes the same time, and a step along K takes longer in inverse proportion to
+# the clock (H100 1.98 GHz, A100 1.41, V100 1.53, T4 1.59). This is an assumption, not a
+# measurement.
 _H100_CLOCK_GHZ = 1.98
 _CLOCKS_GHZ = {"a100": 1.41, "v100": 1.53, "t4": 1.59}
 
 
 @functools.cache
 def product_rates(rates: str, itemsize: int) -> ProductRates | None:
-    """The rates of products of a dtype, or None where the device has no table.
+    """The rates of products of a dtype; None if the device has no table.
 
     Args:
       rates: one of `DEVICE_RATES`.

@@ -215,6 +215,7 @@ class CodecContext:
         zeros after these elements.
       scatter: whether each worker needs only its own chunk of the sum.
       inputs: `Codec.amounts` that are inputs of the program, int32 scalars by name;
+        None: the amounts are constants.
         None: they are constants.
       room: see `UsedPart`.
     """

@@ -121,7 +121,7 @@ def share(
 
 
 def spread(indices: jax.Array, values: jax.Array, elements: int) -> jax.Array:
-    """Values at their places, zero elsewhere: (g, k), (g, k) -> (g, m).
+    """Values at their indices, zero elsewhere: (g, k), (g, k) -> (g, m).
 
     An index of m or more means that the slot is empty.
     """

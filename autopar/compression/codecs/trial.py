@@ -142,7 +142,9 @@ def _relative(found: Any, wanted: Any) -> float:
 
 
 def _check_scattered(codec: Codec, shape: tuple[int, ...], workers: int) -> None:
-    """Also checks the scattered sum, in which a run may use the codec."""
+    """Checks the codec with a scattered sum, because a run may use the codec in this
+    way.
+    """
     try:
         check_codec(codec, shape, workers, scatter=True, name="")
     except InputError as error:

@@ -2,26 +2,28 @@
 
 Agarwal, Wang, Lee, Venkataraman and Papailiopoulos, "Accordion: Adaptive gradient
 communication via critical learning regime identification", MLSys 2021 (arXiv
-2010.16248). Of each gradient, with ``norm`` that of its windows of steps::
+2010.16248). A gradient is critical in a window of steps if its ``norm`` changes,
+relative to the window before, by at least ``eta``::
 
     critical = |previous - norm| / previous >= eta
 
-and the first window is critical, as are those in which the learning rate drops.
-Critical gradients use the codec ``low``, the others ``high``. The paper's windows
-are epochs; here they are observations.
+The first window is critical, and so are windows in which the learning rate drops.
+Critical gradients use the codec ``low``, other gradients use ``high``. The windows of
+the paper are epochs; here a window is a number of observations.
 
-A report holds the norm of ``w = g + e``, residual included, not of the gradient
-``g``, and under ``high`` the residual ``e`` is most of it: comparing it would call
-every change of level critical. Taking ``g`` and ``e`` as orthogonal, a window of T
-steps from residual ``e_0`` to ``e_T`` has
+A report holds the norm of ``w = g + e``, which is the gradient ``g`` plus the residual
+``e``. Under ``high`` most of this norm is the residual, so a comparison of these norms
+would call every change of level critical. If ``g`` and ``e`` are taken as orthogonal, a
+window of T steps with the residuals ``e_0`` to ``e_T`` has
 
     E |g|^2 = mean (|w_t|^2 - |e_(t-1)|^2)
             = mean (|w_t|^2 - |e_t|^2) + (|e_T|^2 - |e_0|^2) / T
 
-which is what is compared. The observation after a change of level only gives ``e_0``.
+These values are compared. The first observation after a change of level only provides
+``e_0``.
 
-A change to ``high`` saves time, and may be put off (`Saving`); the norms are followed
-meanwhile. A change back to ``low`` is never put off.
+A change to ``high`` saves time and may be postponed (`Saving`). Meanwhile the norms are
+still observed. A change back to ``low`` is never postponed.
 """
 
 from __future__ import annotations
@@ -44,10 +46,12 @@ from autopar.compression.policies.policy import (
 from autopar_errors import InputError
 
 Track = dict[str, Any]
-"""Of what is decided on together: ``critical``, ``previous`` (norm of the last window
-or None), ``start`` (squared norm of the residual at the window's start, None: to be
-taken), ``last`` (the newest one), ``squares`` (sum of |w|^2 - |e|^2), ``count`` and,
-once followed, ``codec`` (that in use)."""
+"""The memory of a set of gradients that are decided on together. ``critical``;
+``previous``, the norm of the last window or None; ``start``, the squared norm of the
+residual at the window's start (None: not yet observed); ``last``, the newest squared
+norm of the residual; ``squares``, the sum of |w|^2 - |e|^2; ``count``; and after the
+first observation ``codec``, the codec in use.
+"""
 
 
 @dataclasses.dataclass(slots=True)
@@ -55,9 +59,9 @@ class AccordionState:
     """The memory of Accordion between observations.
 
     Attributes:
-      members: the gradients that are decided on together, by a name for them.
-      tracks: of each of those; see `Track`.
-      step: of the last observation.
+      members: the gradients that are decided on together, by name of the set.
+      tracks: the memory of each set; see `Track`.
+      step: step of the last observation.
     """
 
     members: dict[str, list[str]] = dataclasses.field(
@@ -73,17 +77,17 @@ class Accordion(Remembering):
 
     Attributes:
       low: codec of critical regimes.
-      high: codec of all others.
-      eta: relative change of the norm from which on a regime is critical.
+      high: codec of all other regimes.
+      eta: the least relative change of the norm in a critical regime.
       every: steps between observations.
-      window: observations whose norms are put together.
-      drops: steps at which the learning rate drops: the window that starts with
-        the observation behind one is critical.
-      horizon: steps for which a regime stays; 0: one window.
-      together: whether all gradients have one regime, from their norms together,
-        rather than each its own, as in the paper. Each set of codecs is a program
-        to be compiled: two of them instead of many.
-      state: what it remembers.
+      window: number of observations in a window.
+      drops: steps at which the learning rate drops. The window that starts with the
+        next observation after such a step is critical.
+      horizon: number of steps for which a regime is expected to last; 0: one window.
+      together: whether all gradients have one regime, decided from their joint norm. If
+        not, each gradient has its own regime, as in the paper. Each set of codecs needs
+        a compiled program: with one regime there are two programs instead of many.
+      state: memory of the policy.
     """
 
     low: str = "int8"
@@ -120,7 +124,7 @@ class Accordion(Remembering):
             names = [n for n in state.members[key] if n in seen.gradients]
             reports = [seen.gradients[name] for name in names]
             used = {report.codec for report in reports}
-            # Another than it wants may be in use still.
+            # The codec in use may still differ from the wanted codec.
             if len(used) == 1 and used <= {self.low, self.high}:
                 self._follow(track, used.pop(), reports)
             if dropped:  # The last norm stays, to be compared with.
@@ -158,7 +162,7 @@ class Accordion(Remembering):
     def _follow(
         self, track: Track, codec: str, reports: Sequence[GradientReport]
     ) -> None:
-        """Takes one observation in; decides at the end of the window."""
+        """Adds one observation to a window, and decides at the end of the window."""
         if track.get("codec", codec) != codec:
             track.update(start=None, squares=0.0, count=0)
         track["codec"] = codec
@@ -173,7 +177,7 @@ class Accordion(Remembering):
             return
         norm = _window_norm(track, self.window * self.every)
         previous = track["previous"]
-        # The first window has none to compare with, and is critical.
+        # The first window has no window to compare with, and counts as critical.
         critical = not previous or abs(previous - norm) / previous >= self.eta
         track["previous"] = norm
         changed = critical != track["critical"]

@@ -1,22 +1,23 @@
 """Policies that choose codecs by measured errors: L-GreCo, and across all families.
 
-L-GreCo gives the least bytes with no more error than one codec makes for all layers
+L-GreCo sends the least bytes with no more error than one common codec for all layers
 (Alimohammadi et al., "L-GreCo: Layerwise-adaptive gradient compression for efficient
-data-parallel deep learning", MLSys 2024, arXiv 2210.17357): of one family, each layer
-gets the parameter with which the bytes are least, while the errors, summed over the
-layers, are not more than those of a reference (see `autopar_solver.selection.lgreco`).
-The published code averages the gradients of the last steps before it encodes them;
-here it is the gradient of one step with the residual, which holds what the steps
-before have not sent.
+data-parallel deep learning", MLSys 2024, arXiv 2210.17357): all layers use codecs of
+one family, and each layer gets its own parameter. The parameters minimise the bytes,
+while the sum of the errors over the layers is at most that of a reference codec (see
+`autopar_solver.selection.lgreco`). The published code measures errors on the average of
+the last steps' gradients. Here errors are measured on the gradient of one step plus the
+residual, which contains the errors of earlier steps.
 
-Across families seconds are minimised, and errors are counted as the optimizer does.
+`AcrossFamilies` minimises seconds, and weighs errors in the metric of the optimizer.
 With ``r`` the relative error of a gradient::
 
     minimise    sum bytes / bandwidth + rounds latency + elements encode_s
     subject to  sum w r^2 <= budget^2 sum w
 
-with ``w`` its number of elements for Adam, which divides each element by the root
-of its mean square so that all weigh the same, and its squared norm for SGD.
+For Adam, ``w`` is the number of elements of the gradient, because Adam divides each
+element by the root of its mean square, so that all elements have equal weight. For SGD,
+``w`` is the squared norm of the gradient.
 """
 
 from __future__ import annotations
@@ -50,26 +51,26 @@ from autopar_solver import CodecSelection, LGreCoProblem, solve_lgreco, solve_se
 
 Chooser = Callable[[Mapping[str, MeasuredErrors]], Mapping[str, str]]
 Reports = Mapping[str, GradientReport]
-# Whether the codecs in use lose no more than the policy allows.
+# Returns whether the error of the codecs in use is within the policy's limit.
 Judge = Callable[[Mapping[str, MeasuredErrors], Reports], bool]
 
-# Part of a budget by which sums in another order may differ.
+# Fraction of a budget by which sums in different order may differ.
 ROUNDING = 1e-9
 
 
 @dataclasses.dataclass(slots=True)
 class ChoiceState:
-    """The memory of a policy that chooses, between observations.
+    """The memory of a choosing policy between observations.
 
     Attributes:
-      codecs: those of the last choice; empty before.
+      codecs: codecs of the last choice; empty before the first choice.
     """
 
     codecs: dict[str, str] = dataclasses.field(default_factory=dict[str, str])
 
 
 def set_codecs(policy: Any, reference: str, options: Sequence[str]) -> None:
-    """Writes a policy's codecs as the reports do."""
+    """Converts a policy's codecs to the text form of reports."""
     if not options:
         raise InputError(f"{type(policy).__name__}: needs at least one option.")
     object.__setattr__(policy, "reference", canonical_text(reference))
@@ -81,7 +82,7 @@ def set_codecs(policy: Any, reference: str, options: Sequence[str]) -> None:
 def with_codec(
     measured: Mapping[str, MeasuredErrors], must: str
 ) -> tuple[list[str], list[MeasuredErrors]]:
-    """The gradients that a codec can be used for, by name."""
+    """The gradients that can use a codec, by name."""
     names = [
         name
         for name in sorted(measured)
@@ -91,7 +92,9 @@ def with_codec(
 
 
 def error_in_use(measured: MeasuredErrors, report: GradientReport) -> float:
-    """The relative error of the codec in use, as probed if it was."""
+    """The relative error of the codec in use: from a probe if there is one, otherwise
+    from the report.
+    """
     found = (c.error for c in measured.choices if c.text == report.codec)
     return next(found, report.relative_error)
 
@@ -99,14 +102,15 @@ def error_in_use(measured: MeasuredErrors, report: GradientReport) -> float:
 def update_choice(
     state: ChoiceState, choose: Chooser, within: Judge, seen: Observation
 ) -> Mapping[str, str] | None:
-    """Chooses anew where something was measured; says what differs.
+    """Chooses again if errors were measured; returns the codecs that change.
 
-    What differs is to save time unless the codecs in use lose too much.
+    The changes count as `Saving` unless the error of the codecs in use is over the
+    limit.
 
     Args:
-      state: of the policy.
-      choose: the codecs for what was measured.
-      within: whether those in use lose no more than the policy allows.
+      state: state of the policy.
+      choose: chooses codecs for measured errors.
+      within: says whether the error of the codecs in use is within the limit.
       seen: the observation.
     """
     if not seen.finite:
@@ -126,12 +130,13 @@ class LGreCo(Remembering):
 
     Attributes:
       reference: codec whose error, summed over the layers, is the budget.
-      options: codecs to choose from, beside the reference; default: ranks from
-        half to twice four.
+      options: codecs to choose from in addition to the reference; default: PowerSGD
+        with ranks from 2 to 8.
       every: steps between choices.
       alpha: budget as a multiple of the reference's error.
-      horizon: steps for which a choice stays, if more than ``every``.
-      state: what it remembers.
+      horizon: number of steps for which a choice is expected to last, if more than
+        ``every``.
+      state: memory of the policy.
     """
 
     often: ClassVar[bool] = True
@@ -158,10 +163,10 @@ class LGreCo(Remembering):
         return tuple(dict.fromkeys((self.reference, *self.options)))
 
     def choose(self, measured: Mapping[str, MeasuredErrors]) -> Mapping[str, str]:
-        """The codecs for gradients of which this was measured.
+        """The codecs for gradients with measured errors.
 
-        Left out are those for which the reference cannot be used, and all where
-        rounding leaves no choice within the budget.
+        Gradients that cannot use the reference are left out. If rounding leaves no
+        choice within the budget, all gradients are left out.
         """
         names, found = with_codec(measured, self.reference)
         if not names:
@@ -185,7 +190,7 @@ class LGreCo(Remembering):
         return update_choice(self.state, self.choose, self._within, seen)
 
     def _within(self, measured: Mapping[str, MeasuredErrors], reports: Reports) -> bool:
-        """Whether the codecs in use lose no more than the reference would."""
+        """Whether the error of the codecs in use is at most that of the reference."""
         names, found = with_codec(measured, self.reference)
         lost = math.fsum(
             m.norm * error_in_use(m, reports[name])
@@ -208,18 +213,19 @@ class AcrossFamilies(Remembering):
     """See the module.
 
     Attributes:
-      bandwidth_bytes_per_s: of the link of one device.
-      latency_s: of a round of communication.
-      options: codecs to choose from; dense is always one.
-      budget: the largest relative error of all gradients together, in the
-        optimizer's metric; None: that of the reference.
+      bandwidth_bytes_per_s: bandwidth of the link of one device.
+      latency_s: latency of one round of communication.
+      options: codecs to choose from; dense is always included.
+      budget: the largest relative error of all gradients together, in the optimizer's
+        metric; None: the error of the reference.
       reference: codec that defines the budget.
-      optimizer: whose metric counts.
-      encode_s_per_element: by name of a codec, seconds to encode and decode an
-        element; those not named take none.
+      optimizer: the optimizer that defines the metric.
+      encode_s_per_element: by name of a codec, seconds to encode and decode an element;
+        0 for codecs that are not named.
       every: steps between choices.
-      horizon: steps for which a choice stays, if more than ``every``.
-      state: what it remembers.
+      horizon: number of steps for which a choice is expected to last, if more than
+        ``every``.
+      state: memory of the policy.
     """
 
     often: ClassVar[bool] = True
@@ -264,11 +270,11 @@ class AcrossFamilies(Remembering):
         return tuple(dict.fromkeys((DENSE, self.reference, *self.options)))
 
     def choose(self, measured: Mapping[str, MeasuredErrors]) -> Mapping[str, str]:
-        """The codecs for gradients of which this was measured; see `LGreCo.choose`."""
+        """The codecs for gradients with measured errors; see `LGreCo.choose`."""
         names, every = with_codec(measured, DENSE)
         if not names:
             return {}
-        # The reference is one of the options only if it is listed.
+        # The reference may be chosen only if it is listed among the options.
         allowed = {DENSE, *self.options}
         found = [tuple(c for c in m.choices if c.text in allowed) for m in every]
         parts = self._parts(every)
@@ -297,7 +303,7 @@ class AcrossFamilies(Remembering):
         return update_choice(self.state, self.choose, self._within, seen)
 
     def _within(self, measured: Mapping[str, MeasuredErrors], reports: Reports) -> bool:
-        """Whether the codecs in use lose no more than the budget."""
+        """Whether the error of the codecs in use is within the budget."""
         names, every = with_codec(measured, DENSE)
         parts = self._parts(every)
         lost = math.fsum(
@@ -307,7 +313,7 @@ class AcrossFamilies(Remembering):
         return lost <= self._budget(every, parts) * (1.0 + ROUNDING)
 
     def _parts(self, every: Sequence[MeasuredErrors]) -> list[float]:
-        """The weight of each gradient's squared error; they add up to 1."""
+        """The weight of each gradient's squared error; the weights add up to 1."""
         weights = [self._weight(m) for m in every]
         total = math.fsum(weights) or 1.0
         return [weight / total for weight in weights]
@@ -326,7 +332,7 @@ class AcrossFamilies(Remembering):
         return elements * self.encode_s_per_element.get(name, 0.0)
 
     def _budget(self, every: Sequence[MeasuredErrors], parts: Sequence[float]) -> float:
-        """The largest sum of weighted squares."""
+        """The largest allowed sum of weighted squared errors."""
         if self.budget is not None:
             return self.budget**2
         return math.fsum(

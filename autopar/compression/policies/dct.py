@@ -1,9 +1,11 @@
-"""DCT: all above a threshold is sent, and a larger share where that is too little.
+"""DCT: sends all elements above a threshold, and doubles the sent fraction if too
+little is sent.
 
-Gupta et al., "Training recommender systems at scale: Communication-efficient model
-and data parallelism", KDD 2021 (arXiv 2010.08899). The thresholds, kept for many
-steps, are the codec `autopar.compression.codecs.threshold`; this sets it once for all
-gradients, and doubles the share of those whose gain stays under a bound.
+Gupta et al., "Training recommender systems at scale: Communication-efficient model and
+data parallelism", KDD 2021 (arXiv 2010.08899). The codec
+`autopar.compression.codecs.threshold` implements the thresholds, which are kept for
+many steps. The policy sets this codec once for all gradients. For gradients whose gain
+stays under a bound, the policy doubles the sent fraction.
 """
 
 from __future__ import annotations
@@ -29,8 +31,9 @@ class DctState:
     """The memory of Dct between observations.
 
     Attributes:
-      doublings: by gradient, how often its share was doubled.
-      below: by gradient, observations in a row with a gain under the bound.
+      doublings: by gradient, the number of times that its fraction was doubled.
+      below: by gradient, the number of consecutive observations with a gain under the
+        bound.
     """
 
     doublings: dict[str, int] = dataclasses.field(default_factory=dict[str, int])
@@ -42,14 +45,15 @@ class Dct(Remembering):
     """See the module.
 
     Attributes:
-      ratio: share of the elements that is sent.
-      refresh: steps for which a threshold is kept; 1000 in the paper.
+      ratio: fraction of the elements that is sent.
+      refresh: number of steps for which a threshold is kept; 1000 in the paper.
       every: steps between observations.
-      least_gain: of the squared norm of what is to be sent, the part that must be;
-        0 never changes the ratio.
-      patience: observations in a row below it before the share is doubled.
+      least_gain: the least fraction of the squared norm of the values to send that must
+        be sent; 0: the ratio never changes.
+      patience: number of consecutive observations below ``least_gain`` before the
+        fraction is doubled.
       most: the largest ratio that is set.
-      state: what it remembers.
+      state: memory of the policy.
     """
 
     often: ClassVar[bool] = True

@@ -1,8 +1,9 @@
-"""GraVAC: the compression factor at which the most of the gradients arrives in time.
+"""GraVAC: searches the compression factor with the largest product of speed and gain.
 
-Tyagi and Swany, "GraVAC: Adaptive compression for communication-efficient
-distributed DL training", CLOUD 2023 (arXiv 2305.12201). With ``g`` a gradient, ``w``
-the same with the residual, and ``C`` the codec of a level::
+Tyagi and Swany, "GraVAC: Adaptive compression for communication-efficient distributed
+DL training", CLOUD 2023 (arXiv 2305.12201). With ``g`` a gradient, ``w`` the gradient
+plus the residual, and ``C`` the codec of a level, the gain of a level has several
+definitions::
 
     gain       = sum E |C(w)| / sum E |g|          (norms)
                = sum E |C(w)|^2 / sum E |w|^2      (energy)
@@ -11,61 +12,66 @@ the same with the residual, and ``C`` the codec of a level::
                = sum <C, g> a / sum <g, g> b           (signal-updates; ``b2``)
     throughput = steps per second x gain
 
-sums being over gradients. The first is that of the published code
-(github.com/sahiltyagi4/GraVAC, run/compression_throughput.py), the second that of the
-paper's text. The third, whose mean is over elements, is in the metric of Adam's family
-(`signals.updates`). The first two differ where errors are fed back: what is late is
-sent in the end, so that the first comes back to about 1, or more, once the residual
-holds what a level leaves waiting; in the second a residual counts against its level for
-good. Measured (docs/record), the first is right for SGD with momentum, to which
-late gradients do little harm, and climbs too far for Adam, to which they do much. The
-second falls back too early, which costs time but no accuracy, and is the default. In
-the third, late gradients count for less, as they do for Adam.
+The sums are over gradients. The first gain is from the published code
+(github.com/sahiltyagi4/GraVAC, run/compression_throughput.py), the second from the text
+of the paper. The third gain, whose mean is over elements, is in the metric of Adam's
+family (`sum_updates`). With error feedback the first two gains differ. Delayed elements
+are sent in the end, so the first gain returns to about 1 or more once the residual is
+large enough. In the second gain, the residual always counts against its level.
+Measurements are in docs/record. The first gain is right for SGD with momentum, which
+late gradients harm little. For Adam, which late gradients harm much, the first gain
+climbs too far. The second gain falls back too early, which costs time but no accuracy;
+this gain is the default. In the third gain, late gradients count less, as they do for
+Adam.
 
-The levels, from the least to the largest factor, are climbed one at a time. A
-window of observations is spent on each; the next is tried as long as throughput
-improves by more than ``omega``, else the smaller factor is kept. Whenever the gain
-falls below ``epsilon`` the level below is used, and below the first the gradients
-are sent dense. After ``retry`` windows on a level the next one is tried again, for
-gains and links change while training goes on. With ``explore`` a level that was found
-to be worse is tried less often the worse it was: so that trying it costs no more than
-this part of all progress, as far as it was measured. A level that stays is then
-compared in each of its windows, and not only when it has been reached.
+The policy climbs the levels one at a time, from the smallest compression factor to the
+largest. It observes each level for a window of observations. It tries the next level as
+long as throughput improves by more than ``omega``; otherwise it keeps the smaller
+factor. Whenever the gain falls below ``epsilon``, the policy uses the level below.
+Below the first level, gradients are sent dense. After ``retry`` windows on a level, the
+policy tries the next level again, because gains and links change during training. With
+``explore``, a level that was worse is tried again after a longer time, the longer the
+worse it was. So trials cost at most the fraction ``explore`` of all progress, according
+to the measurements. With ``explore`` the level in use is also compared in each of its
+windows, and not only when it was reached.
 
-The published code compresses each gradient twice, by the level in use and by the
-first, to be able to fall back within a step: `autopar.compression.fallback` does
-that. This policy looks at the telemetry of the level in use alone.
+The published code compresses each gradient twice, with the level in use and with the
+first level, so that it can fall back within a step. `autopar.compression.fallback`
+implements this fallback. The policy itself reads only the telemetry of the level in
+use.
 
-To climb saves time, and may be put off (`Saving`). The gain of the level in use is
-watched meanwhile. To go down may not.
+A change to a higher level saves time and may be postponed (`Saving`). Meanwhile the
+gain of the level in use is observed. A change to a lower level is never postponed.
 
-With ``rate``, a learning rate that falls with the steps, throughput counts for each
-step a price beside its seconds. Schedules count steps, so a step at a large rate is
-spent once. With ``gain`` the part of a dense step's progress that a level makes,
-``pace`` its seconds of a step, and ``rate`` the learning rate, a training that ends at
-step K has made::
+With ``rate``, a learning rate that falls with the steps, throughput adds a price to the
+seconds of each step. Learning-rate schedules count steps, so the number of steps at a
+large rate is limited. Let ``gain`` be the progress of a level's step as a fraction of a
+dense step's progress, ``pace`` the seconds of a step, and ``rate`` the learning rate. A
+training that ends at step K has made::
 
     progress = sum over steps k of rate(k) gain(k)        in    sum of pace(k)  seconds
 
-For the least seconds for some progress, each step takes the level with the largest
-``worth rate(k) gain - pace``, ``worth`` being the seconds that are paid for a unit of
-progress. Where K is free, the last step breaks even, so that with ``best`` the largest
-``gain / pace`` of a level::
+To reach some progress in the least seconds, each step takes the level with the largest
+``worth rate(k) gain - pace``. Here ``worth`` is the price of a unit of progress, in
+seconds. If K is free, the gain of the last step equals its cost. With ``best`` the
+largest ``gain / pace`` of all levels, this gives::
 
     worth = 1 / (rate(K) best)                            (Pontryagin's principle)
     price = max over levels of  gain falls / best - pace,   falls = rate(k) / rate(K)
 
-The level that is then largest is that with the largest ``gain / (pace + price)``: the
-steps left are worth ``price`` seconds each. With a rate that stays it is 0, and levels
-are compared by progress per second. Where it falls levels with a larger gain are worth
-their slower steps, for the rate at which the rest would have to be caught up is small.
+So the best level is the level with the largest ``gain / (pace + price)``: each
+remaining step is worth ``price`` seconds. With a constant rate the price is 0, and
+levels are compared by progress per second. With a falling rate, levels with a larger
+gain are worth their slower steps, because lost progress would have to be made up later
+at a small rate.
 
 The gain ``signal-updates`` needs the second moments of whole gradients. Adam divides by
-the root of ``v``, a running mean of the squares of what arrived, which forgets over ``1
-/ (1 - b2)`` steps. After a change of codec that is still the ``v`` of the codec before.
-A codec that keeps more waiting sends little at first: measured by its own square that
-little looks like large updates, measured by ``v`` it is little. The other way round,
-what bursts out of the residuals is measured by a small ``v``.
+the root of ``v``, a running mean of the squares of received gradients over about ``1 /
+(1 - b2)`` steps. After a change of codec, ``v`` still belongs to the codec before. A
+codec with a larger residual sends little at first. Divided by its own root mean square,
+this little would look like large updates; divided by the root of ``v`` it is small.
+After a change in the other direction, the large values that leave the residuals are
+divided by the root of a small ``v``.
 """
 
 from __future__ import annotations
@@ -110,11 +116,11 @@ def topk_levels(
     """Levels of top-k from one compression factor to another.
 
     Args:
-      least: the first factor, elements by elements sent.
-      most: the last one.
-      factor: by what the first step multiplies.
-      stepping: whether all steps multiply by it, or each by the square of what the
-        one before multiplied by.
+      least: the first factor: number of elements divided by number of sent elements.
+      most: the last factor.
+      factor: ratio of the second level's factor to the first.
+      stepping: ``geometric``: all ratios equal ``factor``. ``exponential``: each ratio
+        is the square of the ratio before.
 
     >>> topk_levels(10, 1000)
     ('topk:ratio=0.1', 'topk', 'topk:ratio=0.001')
@@ -156,7 +162,7 @@ def check_rate(rate: Callable[[int], Any], steps: int) -> None:
 
 
 def falls_by(rate: Callable[[int], Any], step: int, steps: int) -> float:
-    """The rate of a step over that of the last one, at least 1.
+    """The learning rate of a step divided by that of the last step, at least 1.
 
     >>> falls_by(lambda k: 1.0 / (1 + k), 1, 9)
     5.0
@@ -165,11 +171,11 @@ def falls_by(rate: Callable[[int], Any], step: int, steps: int) -> float:
 
 
 def step_price_s(levels: Sequence[tuple[float, float]], falls: float) -> float:
-    """What a step is worth beside its own seconds; see the module.
+    """The price of a step in addition to its own seconds; see the module.
 
     Args:
-      levels: the gain and the seconds of a step of each.
-      falls: rate of this step over that of the last one.
+      levels: the gain and the seconds of a step of each level.
+      falls: learning rate of this step divided by that of the last step.
 
     >>> step_price_s([(0.9, 3.0), (0.6, 1.0)], 1.0)
     0.0
@@ -183,19 +189,21 @@ def step_price_s(levels: Sequence[tuple[float, float]], falls: float) -> float:
 
 
 Moments = dict[str, list[float]]
-"""By gradient: running means of the squares sent, and of the dense ones, and how much
-of a mean they are yet (Kingma and Ba, arXiv 1412.6980, section 3)."""
+"""By gradient: the running mean of the squares of sent values, the running mean of the
+squares of dense gradients, and the bias correction of both (Kingma and Ba, arXiv
+1412.6980, section 3).
+"""
 
 
 def update_moments(
     moments: Moments, reports: Mapping[str, GradientReport], b2: float
 ) -> list[GradientReport]:
-    """Reports whose squares are the second moments of now.
+    """Replaces the squares in reports by the current second moments.
 
     Args:
-      moments: of the observations before; this one is added.
-      reports: by gradient; those without a signal stay as they are.
-      b2: what the moments keep from one observation to the next.
+      moments: moments of the observations before; the new observation is added.
+      reports: reports by gradient; reports without a signal stay unchanged.
+      b2: decay of the moments from one observation to the next.
     """
     return [_update_moment(moments, n, report, b2) for n, report in reports.items()]
 
@@ -235,18 +243,19 @@ class GraVACState:
     """The memory of GraVAC between observations.
 
     Attributes:
-      names: the gradients that it manages; none before the first observation.
-      level: in use; -1 is dense.
-      count: observations of this level since its window began; `PUT_OFF` while the
-        level below is still in use, of which ``sent`` and ``wanted`` are then.
-      seen: the same since it was moved to.
+      names: the gradients that the policy manages; empty before the first observation.
+      level: level in use; -1: dense.
+      count: observations of this level since its window began. `PUT_OFF`: the level
+        below is still in use, and ``sent`` and ``wanted`` belong to it.
+      seen: observations of this level since the policy moved to it.
       sent: running mean of the numerator of the gain.
-      wanted: the same of its denominator.
-      seconds: sum over the observations of this window.
-      throughput: by level, the last measured; None where there is none.
-      paces: by level, the seconds of a step of that window.
-      waiting: windows to stay before the next level is tried again; 0: climbing.
-      moments: of Adam's family, by gradient, for ``signal-updates``.
+      wanted: running mean of the denominator of the gain.
+      seconds: sum of the step seconds over the observations of this window.
+      throughput: by level, the last measured throughput; None if not measured.
+      paces: by level, the seconds of a step in the window of that measurement.
+      waiting: number of windows before the next level is tried again; 0: the policy is
+        climbing.
+      moments: second moments of Adam's family by gradient, for ``signal-updates``.
     """
 
     names: list[str] = dataclasses.field(default_factory=list[str])
@@ -271,21 +280,23 @@ class GraVAC(Remembering):
     Attributes:
       levels: codecs from the least to the largest compression factor.
       every: steps between observations.
-      window: observations before a level is judged; with ``every`` the paper's
-        window in steps, 25.
+      window: observations before a level is judged; by default ``window`` times
+        ``every`` is the paper's window of 25 steps.
       alpha: least weight of a new observation in the running means of the norms.
       epsilon: the least gain.
       gain_of: how the gain is defined; see the module.
-      omega: by what share throughput must improve for a larger factor to be kept.
-      retry: windows until the next level is tried again.
-      explore: the part of progress that trying costs at most; 0: as ``retry`` says.
-      horizon: steps for which a level stays; 0: one window.
-      b2: of Adam's family, what its second moments keep of a step, for
-        ``signal-updates``; as a default that of optax.
-      rate: learning rate of a step by its number, such as an optax schedule; None: it
-        stays as it is.
+      omega: the fraction by which throughput must improve for a larger factor to be
+        kept.
+      retry: number of windows until the next level is tried again.
+      explore: the largest fraction of progress that trials may cost; 0: trials follow
+        ``retry``.
+      horizon: number of steps for which a level is expected to last; 0: one window.
+      b2: decay of the second moments of Adam's family in a step, for
+        ``signal-updates``; the default is that of optax.
+      rate: learning rate as a function of the step number, such as an optax schedule;
+        None: a constant rate.
       steps: with ``rate``, number of the step by which the training may end.
-      state: what it remembers.
+      state: memory of the policy.
     """
 
     levels: tuple[str, ...] = TEN_TO_THOUSAND
@@ -336,7 +347,7 @@ class GraVAC(Remembering):
 
     @property
     def signals(self) -> bool:
-        """Whether it asks for what messages carry of the true gradient."""
+        """Whether the policy needs the measured signal of messages."""
         return self.gain_of in _SIGNALS
 
     @property
@@ -349,7 +360,9 @@ class GraVAC(Remembering):
 
     @property
     def gain(self) -> float:
-        """The running mean of the level in use; of signals at most 1."""
+        """The running mean of the gain of the level in use; gains from signals are at
+        most 1.
+        """
         if self.state.wanted <= 0:
             return 1.0
         found = self.state.sent / self.state.wanted
@@ -382,7 +395,7 @@ class GraVAC(Remembering):
         return Saving(wish) if wish and self._climbs(wish, seen) else wish
 
     def _climbs(self, wish: Mapping[str, str], seen: Observation) -> bool:
-        """Whether all that changes is of a level below."""
+        """Whether all gradients that change now have the codec of the level below."""
         below = {DENSE, *self.levels[: max(0, self.state.level)]}
         return all(seen.gradients[name].codec in below for name in wish)
 
@@ -390,7 +403,7 @@ class GraVAC(Remembering):
         """Goes on from a saved state.
 
         Raises:
-          InputError: it is that of another policy, or of other levels.
+          InputError: the state belongs to another policy or to other levels.
         """
         found = values.get("throughput", ())
         if len(found) not in (0, len(self.levels)):
@@ -401,7 +414,9 @@ class GraVAC(Remembering):
         restore_state(self.state, values, "GraVAC")
 
     def _take_norms(self, seen: Observation) -> bool:
-        """Takes the norms in; False if neither the level nor that below is in use."""
+        """Adds the norms to the means; False if neither this level nor the level below
+        is in use.
+        """
         state = self.state
         found = {n: seen.gradients[n] for n in state.names if n in seen.gradients}
         used = {r.codec for r in found.values()}
@@ -414,7 +429,8 @@ class GraVAC(Remembering):
         if self.gain_of == "signal-updates":
             reports = update_moments(state.moments, found, self.b2**self.every)
         sent, wanted = _SUMS[self.gain_of](reports)
-        # The plain mean until it holds as many as the running one remembers.
+        # The mean is a plain mean until it has as many observations as the running mean
+        # covers.
         weight = max(self.alpha, 1.0 / (state.seen + 1))
         state.sent += weight * (sent - state.sent)
         state.wanted += weight * (wanted - state.wanted)
@@ -425,7 +441,7 @@ class GraVAC(Remembering):
         return True
 
     def _begin(self, count: int) -> None:
-        """Forgets what was measured of the level."""
+        """Resets the measurements of the level."""
         state = self.state
         state.sent = state.wanted = state.seconds = 0.0
         state.seen, state.count = 0, count
@@ -453,16 +469,18 @@ class GraVAC(Remembering):
             self._move(here if top else here + 1, waiting=self.retry if top else 0)
 
     def _remember(self, pace: float) -> None:
-        """Keeps what the window says of the level."""
+        """Stores the window's measurements of the level."""
         state = self.state
         throughput, known = self.gain / pace, state.throughput[state.level]
-        # One window says little where trying is rare.
+        # If trials are rare, one window is not reliable, so it is averaged with the
+        # value before.
         if self.explore and known is not None:
             throughput = (throughput + known) / 2
         state.throughput[state.level], state.paces[state.level] = throughput, pace
 
     def _priced_throughput(self, step: int) -> tuple[list[float | None], float]:
-        """Throughput by level if a step costs its price as well, and that price."""
+        """Throughput by level with the price added to a step's seconds, and the price.
+        """
         state = self.state
         made = list(zip(state.throughput, state.paces, strict=True))
         price = 0.0
@@ -472,16 +490,18 @@ class GraVAC(Remembering):
         return [x and x * pace / (pace + price) for x, pace in made], price
 
     def _compares(self) -> bool:
-        """Whether there is another level that this one is compared with.
+        """Whether this level is compared with another level.
 
-        With ``explore`` the first is left after one observation, unless steps that are
-        spent on others may be dear.
+        With ``explore`` the first level is left after one observation, unless steps on
+        other levels may be expensive.
         """
         known = any(x is not None for x in self.state.throughput)
         return known or self.explore == 0.0 or self.rate is not None
 
     def _wait(self, tried: float, kept: float) -> int:
-        """Windows until a level is tried again that made less progress a second."""
+        """Number of windows until a level that made less progress per second is tried
+        again.
+        """
         if not (self.explore and kept > 0.0):
             return self.retry
         return max(self.retry, math.ceil(max(0.0, 1.0 - tried / kept) / self.explore))

@@ -1,17 +1,18 @@
-"""A policy changes how gradients are sent while training goes on.
+"""A policy changes the codecs of gradients during training.
 
-A policy looks at the telemetry of a step every so often and answers with the
-codecs to use from the next step on, or None to leave them. Each set of codecs is
-one compiled program, kept, so a policy that goes back and forth between a few
-sets compiles each of them once. A policy that changes parameters of codecs often says
-so by ``often = True``: they become inputs of the program where they can
+A policy reads the telemetry of a step at regular intervals. It returns the codecs to
+use from the next step on, or None to keep the codecs. Each set of codecs needs one
+compiled program, which is kept. So a policy that alternates between a few sets compiles
+each set once. A policy that often changes parameters of codecs sets ``often = True``.
+These parameters then become inputs of the program if possible
 (`autopar.compression.adjusting`).
 
-Codecs that are to save time, and no more, are answered as `Saving`. They wait while
-their program would take longer to compile than they save. A policy that still wants
-them asks again at each observation. ``horizon`` is the number of steps for which its
-changes stay, if it knows more than ``every``. One that says ``signals = True`` finds in
-its reports what the messages carry of the true gradient; steps measure it then.
+A policy returns codecs whose only purpose is to save time as `Saving`. A run postpones
+such codecs as long as compiling their program would take longer than they save. A
+policy that still wants the codecs returns them again at each observation. ``horizon``
+is the number of steps for which changes are expected to last, if it is more than
+``every``. With ``signals = True``, steps measure the signal of the true gradient in the
+messages, and reports contain it.
 
 >>> class Halve:
 ...     every = 100
@@ -37,15 +38,15 @@ from autopar_errors import InputError
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Signal:
-    """What messages carry of the true gradient, summed over steps.
+    """The signal of the true gradient in the messages, summed over steps.
 
-    Products are between different workers, so that their noise is left out
-    (`autopar.compression.signal`).
+    Inner products are between different workers, so that the noise of the workers
+    cancels (`autopar.compression.signal`).
 
     Attributes:
-      sent: products of what is sent and the gradients of others.
-      sent_square: squared norms of the sum of what is sent.
-      dense: products of the gradients and those of others.
+      sent: inner products of sent values with the gradients of other workers.
+      sent_square: squared norms of the sum of the sent values.
+      dense: inner products of gradients with the gradients of other workers.
       dense_square: squared norms of the sum of the gradients.
     """
 
@@ -56,7 +57,9 @@ class Signal:
 
     @classmethod
     def of(cls, row: Sequence[float]) -> Self | None:
-        """From the columns of telemetry behind the sixth; None: not measured."""
+        """Reads the columns of telemetry after the sixth; None if the signal was not
+        measured.
+        """
         measured = len(row) > 0 and all(math.isfinite(x) for x in row)
         return cls(*(float(x) for x in row)) if measured else None
 
@@ -66,28 +69,28 @@ class GradientReport:
     """The telemetry of the last step for one gradient.
 
     Attributes:
-      codec: how it was sent, as text.
-      elements: of the whole gradient.
-      wire_bytes: bytes that one device sends for it in a step.
+      codec: codec of the gradient, as text.
+      elements: number of elements of the whole gradient.
+      wire_bytes: bytes that one device sends for the gradient in a step.
       dense_bytes: bytes that one device would send without a codec.
-      norm: L2 norm over all workers of what was to be sent, residual included:
-        the root of the sum of the squares of the workers' norms.
-      relative_error: of what was sent, in the L2 norm.
-      gain: squared norm of what was sent, as a part of that of what was to be.
+      norm: L2 norm of the values to send, including the residual, over all workers: the
+        root of the sum of the workers' squared norms.
+      relative_error: relative error of the sent values, in the L2 norm.
+      gain: squared norm of the sent values, divided by that of the values to send.
       residual_norm: L2 norm of the residuals of all workers.
-      gradient_norm: as ``norm``, of the gradient alone, without residual.
-      level: with a fall-back, the level that was taken, and of which the bytes and
-        errors are: 0 is ``codec``, 1 the first to fall back to.
-      taken: with a fall-back, for each level the number of steps that took it since
-        the last observation, or since other codecs came into use; else empty.
-      skipped: steps so far that were skipped because a gradient, this one or another,
+      gradient_norm: as ``norm``, but without the residual.
+      level: with a fallback, the level that was taken; bytes and errors belong to this
+        level. 0 is ``codec``, 1 is the first codec of the fallback.
+      taken: with a fallback, for each level the number of steps that took it since the
+        last observation or the last change of codecs; otherwise empty.
+      skipped: number of steps so far that were skipped because any gradient of the step
         was not finite.
-      put_off: the codec that a policy has asked for and that waits until it pays for
-        its compilation (`Saving`); '' where none does.
-      signal: since the last observation, for a policy that asks for it (``signals =
-        True``); None where it is not measured.
+      put_off: the codec that a policy has asked for and that is postponed until it
+        saves more time than its compilation takes (`Saving`); '' if none is postponed.
+      signal: signal since the last observation, for a policy with ``signals = True``;
+        None if not measured.
 
-    Where the norm is not finite, the error and the gain are NaN.
+    If the norm is not finite, the error and the gain are NaN.
     """
 
     codec: str
@@ -112,9 +115,9 @@ class Choice:
 
     Attributes:
       text: the codec.
-      error: relative L2 error of what would be sent.
-      wire_bytes: that a worker sends in a step.
-      rounds: of communication in a step.
+      error: relative L2 error of the values that the codec would send.
+      wire_bytes: bytes that a worker sends in a step.
+      rounds: rounds of communication in a step.
     """
 
     text: str
@@ -128,11 +131,11 @@ class MeasuredErrors:
     """The measured errors of the codecs that were probed on one gradient.
 
     Attributes:
-      elements: of the whole gradient.
-      local_elements: of what one device encodes.
-      norm: L2 norm of what one worker has to send of the whole gradient, residual
-        included; the root mean square over the workers.
-      choices: the codecs that can be used for it, of those that were asked for.
+      elements: number of elements of the whole gradient.
+      local_elements: number of elements that one device encodes.
+      norm: L2 norm of the values that one worker has to send, including the residual;
+        the root mean square over the workers.
+      choices: those of the requested codecs that can send the gradient.
     """
 
     elements: int
@@ -143,16 +146,16 @@ class MeasuredErrors:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Observation:
-    """The facts that a policy sees.
+    """The facts that are passed to a policy.
 
     Attributes:
-      step: number of steps done.
-      seconds: of a step, the mean since the last observation, without those that
+      step: number of completed steps.
+      seconds: mean seconds of a step since the last observation, without steps that
         compiled; the same on all processes.
-      gradients: by name of the parameter.
-      finite: whether every gradient was.
-      measured: the errors of `ProbingPolicy.probes`, by name of the parameter, for
-        gradients worth a codec; empty without probes.
+      gradients: report of each gradient, by name of the parameter.
+      finite: whether every gradient was finite.
+      measured: the errors of `ProbingPolicy.probes` by name of the parameter, for
+        gradients that are large enough for a codec; empty without probes.
     """
 
     step: int
@@ -166,10 +169,10 @@ class Observation:
 
 @final
 class Saving(Mapping[str, str]):
-    """Codecs by gradient that are to save time, while those in use lose no more than
-    the policy allows.
+    """Codecs by gradient whose only purpose is to save time.
 
-    They are equal to a dict of the same codecs.
+    The errors of the codecs in use are within the policy's limit, so the change may be
+    postponed. A `Saving` is equal to a dict of the same codecs.
 
     >>> Saving({"params/w": "int4"}) == {"params/w": "int4"}
     True
@@ -194,12 +197,12 @@ class Saving(Mapping[str, str]):
         return len(self._codecs)
 
     def __repr__(self) -> str:
-        """As it is written."""
+        """The text of a call that makes it."""
         return f"Saving({self._codecs!r})"
 
 
 class Policy(Protocol):
-    """Chooses codecs while training; the same on every process."""
+    """Chooses codecs during training; every process must make the same choice."""
 
     @property
     def every(self) -> int:
@@ -207,9 +210,11 @@ class Policy(Protocol):
         ...
 
     def observe(self, seen: Observation) -> Mapping[str, str] | None:
-        """The codecs by gradient from now on; those left out stay; None: all stay.
+        """The codecs by gradient from now on; other gradients keep their codecs. None:
+        no change.
 
-        A plain mapping is followed at once, `Saving` where it pays.
+        A plain mapping is applied at once; a `Saving` only once it saves more than it
+        costs.
         """
         ...
 
@@ -218,8 +223,8 @@ class Policy(Protocol):
 class ProbingPolicy(Policy, Protocol):
     """A policy that asks for the measured errors of codecs that are not in use.
 
-    Before each observation every probe encodes the gradients of that step. This runs
-    on the devices, and only the errors leave them.
+    Before each observation every probe encodes the gradients of that step. The probes
+    run on the devices, and only the errors are copied to the host.
     """
 
     @property
@@ -229,17 +234,19 @@ class ProbingPolicy(Policy, Protocol):
 
 
 DENSE = "dense"
-"""The codec of what is not compressed, and that of small gradients in any plan."""
+"""The codec of uncompressed gradients, and of small gradients in any plan."""
 
 MIN_ELEMENTS = 1024
-"""Below this a gradient is sent as it is: the least layer of CGX (torch_cgx)."""
+"""Gradients with fewer elements are sent without a codec; the value is CGX's least
+layer size (torch_cgx).
+"""
 
 
 def canonical_text(text: str) -> str:
-    """A codec's text as the reports of a step write it.
+    """The text of a codec in the form of a step's reports.
 
     Raises:
-      InputError: it names no codec.
+      InputError: the text names no codec.
 
     >>> canonical_text(" int8:block=256 ")
     'int8'
@@ -248,9 +255,10 @@ def canonical_text(text: str) -> str:
 
 
 def managed_gradients(gradients: Mapping[str, GradientReport]) -> list[str]:
-    """The gradients that a policy may change: those that are not sent densely.
+    """The gradients that a policy may change: the gradients that are not sent dense.
 
-    Where all are, those with at least `MIN_ELEMENTS`.
+    If all gradients are sent dense: the gradients with at least `MIN_ELEMENTS`
+    elements.
     """
     chosen = [name for name, report in gradients.items() if report.codec != DENSE]
     if chosen:
@@ -259,7 +267,7 @@ def managed_gradients(gradients: Mapping[str, GradientReport]) -> list[str]:
 
 
 def squared_norms(reports: Iterable[GradientReport]) -> tuple[float, float]:
-    """Squared norms of what was sent, and of what was to be, over gradients."""
+    """Sums over gradients of the squared norms of sent values and of values to send."""
     sent = wanted = 0.0
     for report in reports:
         square = report.norm**2
@@ -269,7 +277,9 @@ def squared_norms(reports: Iterable[GradientReport]) -> tuple[float, float]:
 
 
 def sum_norms(reports: Iterable[GradientReport]) -> tuple[float, float]:
-    """Sums over gradients of the norms of what was sent, and of the raw gradients."""
+    """Sums over gradients of the norms of sent values and of the gradients without
+    residuals.
+    """
     sent = raw = 0.0
     for report in reports:
         sent += math.sqrt(report.gain) * report.norm
@@ -278,12 +288,13 @@ def sum_norms(reports: Iterable[GradientReport]) -> tuple[float, float]:
 
 
 def sum_updates(reports: Iterable[GradientReport]) -> tuple[float, float]:
-    """Sums over gradients of the size of updates, and of that of dense gradients.
+    """Sums over gradients of the size of updates, with codecs and with dense gradients.
 
-    Adam's family divides by the root of the mean square of what arrives, so that each
-    element counts alike, whatever the norm of its gradient. What arrives late, in few
-    large values, has the same mean and a larger square: its updates are smaller by the
-    quotient of the norms. Where less arrives than comes in, so are they.
+    Adam's family divides by the root of the mean square of received values, so that all
+    elements have equal weight, whatever the norm of their gradient. Values that arrive
+    late, as a few large values, have the same mean and a larger mean square. Their
+    updates are smaller by the ratio of the norms. Updates are also smaller if less
+    arrives than the gradients contain.
     """
     size = dense = 0.0
     for report in reports:
@@ -296,9 +307,10 @@ def sum_updates(reports: Iterable[GradientReport]) -> tuple[float, float]:
 
 
 def sum_signals(reports: Iterable[GradientReport]) -> tuple[float, float]:
-    """Sums over gradients of the signal of what was sent, and of that of gradients.
+    """Sums over gradients of the signal of sent values and of the signal of dense
+    gradients.
 
-    Gradients of which it is not measured are left out.
+    Gradients without a measured signal are left out.
     """
     sent = dense = 0.0
     for report in reports:
@@ -309,11 +321,12 @@ def sum_signals(reports: Iterable[GradientReport]) -> tuple[float, float]:
 
 
 def signal_updates(reports: Iterable[GradientReport]) -> tuple[float, float]:
-    """The same of updates by Adam's family.
+    """As `sum_signals`, for updates by Adam's family.
 
-    These divide by the root of the mean square of what arrived: signals count in units
-    of the root mean square of an element, of what was sent and of the dense gradient.
-    The squares are to be those that the optimizer remembers (`moments.remembered`).
+    These optimizers divide by the root of the mean square of received values. So each
+    signal is divided by the root mean square of an element: of the sent values, and of
+    the dense gradient. The squares must be the optimizer's second moments
+    (`autopar.compression.policies.gravac.update_moments`).
     """
     sent = dense = 0.0
     for report in reports:
@@ -328,7 +341,7 @@ def signal_updates(reports: Iterable[GradientReport]) -> tuple[float, float]:
 def changed_part(
     wish: Mapping[str, str], gradients: Mapping[str, GradientReport]
 ) -> dict[str, str] | None:
-    """The part of a wish that is not so already; None: nothing."""
+    """The wanted codecs that differ from those in use; None if none differ."""
     different = {
         name: codec
         for name, codec in wish.items()
@@ -355,7 +368,7 @@ class Remembering:
     """A policy with a state that is saved and restored.
 
     Attributes:
-      state: what it remembers, a dataclass of JSON values.
+      state: memory of the policy, a dataclass of JSON values.
     """
 
     state: Any
@@ -365,19 +378,19 @@ class Remembering:
         return dataclasses.asdict(self.state)
 
     def load_state_dict(self, values: Mapping[str, Any]) -> None:
-        """Goes on from a saved state.
+        """Restores a saved state.
 
         Raises:
-          InputError: it is that of another policy.
+          InputError: the state belongs to another policy.
         """
         restore_state(self.state, values, type(self).__name__)
 
 
 def restore_state(state: Any, values: Mapping[str, Any], where: str) -> None:
-    """Fills a policy's state with what `Remembering.state_dict` returned.
+    """Fills a policy's state with the result of `Remembering.state_dict`.
 
     Raises:
-      InputError: it was saved by another policy.
+      InputError: the state was saved by another policy.
     """
     fields = [field.name for field in dataclasses.fields(state)]
     if sorted(values) != sorted(fields):

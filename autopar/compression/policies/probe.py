@@ -1,10 +1,9 @@
 """Probes: tries codecs on samples of gradients without sending anything.
 
-The telemetry of a step tells the error of the codec in use. For steps of
-`autopar.parallelize`, `autopar.runtime.gradients.probing` measures those of others.
-This module is for other training loops: samples of the gradients are encoded with
-a single simulated worker, whose ``sent`` is what any worker of many would have
-contributed.
+The telemetry of a step contains only the error of the codec in use. For steps of
+`autopar.parallelize`, `autopar.runtime.gradients.probing` measures the errors of other
+codecs. This module is for other training loops. A single simulated worker encodes
+samples of the gradients. Its ``sent`` equals the contribution of one of many workers.
 
 >>> probe = Probe(workers=4)
 >>> found = probe.measure({"w": np.ones((64, 64), np.float32)}, ("powersgd", "int8"))
@@ -28,11 +27,14 @@ from autopar.compression.policies.policy import MIN_ELEMENTS, Choice, MeasuredEr
 from autopar_errors import InputError
 
 WARM_UP = 5
-"""Encodings of a sample by a codec with a state before its error counts: the power
-iterations that L-GreCo's published code (arXiv 2210.17357) measures PowerSGD with."""
+"""Number of times that a codec with a state encodes a sample before its error is
+measured: the number of power iterations in L-GreCo's published code for PowerSGD (arXiv
+2210.17357).
+"""
 
 DIGITS = 6
-"""Significant digits of an error: processors that round differently still agree."""
+"""Significant digits of an error, so few that processors which round differently agree.
+"""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -40,8 +42,8 @@ class Probe:
     """Tries codecs on samples of gradients that are summed under a layout.
 
     Attributes:
-      workers: over which they are.
-      scattered: names of those of which a worker gets only its part.
+      workers: number of workers over which the gradients are summed.
+      scattered: names of the gradients of which a worker gets only its part of the sum.
     """
 
     workers: int
@@ -57,13 +59,15 @@ class Probe:
     def measure(
         self, samples: Mapping[str, np.ndarray], texts: Sequence[str]
     ) -> dict[str, MeasuredErrors]:
-        """The measured errors that an observation gives a probing policy.
+        """Measures errors in the form that an observation passes to a probing policy.
 
         Args:
-          samples: by gradient, of the partial gradient on one device: with its
-            residual, of one step or the mean of some; the same on all processes.
-            Vectors, and those of fewer than `MIN_ELEMENTS`, are left out.
-          texts: the codecs, `autopar.compression.policies.policy.ProbingPolicy.probes`.
+          samples: by gradient, a sample of the partial gradient on one device plus its
+            residual. A sample is from one step or the mean of several steps, and must
+            be the same on all processes. Vectors, and samples with fewer than
+            `MIN_ELEMENTS` elements, are left out.
+          texts: the codecs, as in
+            `autopar.compression.policies.policy.ProbingPolicy.probes`.
 
         Raises:
           InputError: a sample holds numbers that are not finite.
@@ -100,7 +104,7 @@ class Probe:
 def relative_error(codec: Codec, sample: np.ndarray, seed: int = 0) -> float:
     """The relative L2 error of a sample, to `DIGITS` digits; 0 if it is all zeros.
 
-    A codec with a state encodes the sample `WARM_UP` times before.
+    A codec with a state first encodes the sample `WARM_UP` times.
 
     Raises:
       InputError: the sample is not finite.
@@ -123,7 +127,7 @@ def relative_error(codec: Codec, sample: np.ndarray, seed: int = 0) -> float:
 
 
 def round_error(error: float) -> float:
-    """An error to `DIGITS` digits."""
+    """Rounds an error to `DIGITS` digits."""
     return float(f"{error:.{DIGITS}g}")
 
 
@@ -142,7 +146,7 @@ def powersgd_family(
 def topk_family(
     ratios: Iterable[float] = (0.001, 0.003, 0.01, 0.03, 0.1),
 ) -> tuple[str, ...]:
-    """Top-k at some shares of the elements."""
+    """Top-k at several fractions of the elements."""
     return tuple("topk" if r == 0.01 else f"topk:ratio={r!r}" for r in ratios)
 
 

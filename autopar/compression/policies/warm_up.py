@@ -1,4 +1,5 @@
-"""Warm-up: a milder codec in the first steps, another one, or a policy, from then on.
+"""Warm-up: a codec with less compression in the first steps, and another codec or a
+policy later.
 
 Gradients are largest and change fastest in the first steps. What a codec leaves
 waiting then is large, and late where it is sent. 1-bit Adam (arXiv 2102.02888,
@@ -36,8 +37,8 @@ class WarmUpState:
     """The memory of a warm-up between observations.
 
     Attributes:
-      names: the gradients that it manages; none before the first observation.
-      over: whether the warm-up is.
+      names: the gradients that the policy manages; empty before the first observation.
+      over: whether the warm-up has ended.
     """
 
     names: list[str] = dataclasses.field(default_factory=list[str])
@@ -48,14 +49,15 @@ class WarmUpState:
 class WarmUp:
     """See the module.
 
-    The first step still has the codecs of the plan: policies are asked after a step.
+    The first step still has the codecs of the plan, because policies are called after a
+    step.
 
     Attributes:
-      steps: of the warm-up, from the first step of all.
-      codec: of the gradients that the plan does not send densely, from then on.
-      first: their codec before.
-      then: a policy that takes over after the warm-up, from ``codec`` on.
-      state: what it remembers.
+      steps: number of steps of the warm-up, from the first step of the training.
+      codec: codec after the warm-up, for gradients that the plan does not send dense.
+      first: codec of these gradients during the warm-up.
+      then: a policy that takes over after the warm-up and starts from ``codec``.
+      state: memory of the policy.
     """
 
     steps: int
@@ -74,7 +76,9 @@ class WarmUp:
 
     @property
     def every(self) -> int:
-        """Steps between observations; in the warm-up after its first and last step."""
+        """Steps between observations; during the warm-up, observations are after its
+        first and last step.
+        """
         if not self.state.over:
             return self.steps if self.state.names else 1
         return self.steps if self.then is None else self.then.every
@@ -86,12 +90,14 @@ class WarmUp:
 
     @property
     def horizon(self) -> int:
-        """Steps for which changes of ``then`` stay, once it has taken over."""
+        """Number of steps for which changes of ``then`` are expected to last, once it
+        has taken over.
+        """
         return getattr(self.then, "horizon", 0) if self.state.over else 0
 
     @property
     def probes(self) -> tuple[str, ...]:
-        """The codecs that ``then`` wants measured; none before it takes over."""
+        """The codecs that ``then`` probes; empty before ``then`` takes over."""
         then = self.then
         return (
             then.probes if isinstance(then, ProbingPolicy) and self.state.over else ()
@@ -109,14 +115,14 @@ class WarmUp:
         return changed_part(dict.fromkeys(state.names, codec), seen.gradients)
 
     def state_dict(self) -> dict[str, Any]:
-        """The state as JSON values, that of ``then`` included if it has one."""
+        """The state as JSON values, including the state of ``then`` if it has one."""
         return {"warm_up": dataclasses.asdict(self.state), "then": _saved_of(self.then)}
 
     def load_state_dict(self, values: Mapping[str, Any]) -> None:
-        """Goes on from a saved state.
+        """Restores a saved state.
 
         Raises:
-          InputError: it is that of another policy.
+          InputError: the state belongs to another policy.
         """
         restore_state(self.state, values.get("warm_up", {}), "WarmUp")
         load = getattr(self.then, "load_state_dict", None)
