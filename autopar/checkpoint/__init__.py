@@ -1,1 +1,1 @@
-"""Saves and restores the state of a step, whatever plan it runs by."""
+"""Saves and restores the state of a step, under any plan."""

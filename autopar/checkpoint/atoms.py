@@ -7,10 +7,10 @@
     zero/<parameter>/exp_avg_sq.pt  its second moment
     zero/<parameter>/step.pt        number of steps
 
-Each of the first three holds ``{"cat_dim": 0, "param": tensor}`` [1]. Arrays keep the
-shape that they have in JAX: where PyTorch's model has a transposed weight, its loader
-must transpose it. What else is in such a checkpoint (``mp_rank_*``) belongs to
-DeepSpeed and is neither written nor read.
+Each of the first three holds ``{"cat_dim": 0, "param": tensor}`` [1]. Arrays keep their
+JAX shape. If PyTorch's model has a transposed weight, the loader of that model must
+transpose it. The other files of such a checkpoint (``mp_rank_*``) belong to DeepSpeed
+and are neither written nor read.
 
 [1] DeepSpeed, ``deepspeed/checkpoint/ds_to_universal.py``,
 ``deepspeed/checkpoint/universal_checkpoint.py``.
@@ -36,9 +36,9 @@ def export(folder: pathlib.Path, held: Manifest, target: pathlib.Path) -> list[s
     """Writes the parameters and moments of a checkpoint as atoms.
 
     Args:
-      folder: of the checkpoint.
+      folder: folder of the checkpoint.
       held: its manifest.
-      target: gets the folder ``zero``.
+      target: folder in which the folder ``zero`` is created.
 
     Returns:
       The names of the parameters.
@@ -71,13 +71,14 @@ def read(
     held: Manifest,
     called: Mapping[str, str] | None = None,
 ) -> tuple[dict[str, np.ndarray], int]:
-    """Reads atoms in the place of a checkpoint's parameters and moments.
+    """Reads atoms that replace a checkpoint's parameters and moments.
 
     Args:
-      source: has the folder ``zero``.
-      folder: of a checkpoint of the same model.
-      held: its manifest.
-      called: name of a parameter here -> its name there, where they differ.
+      source: folder that contains the folder ``zero``.
+      folder: folder of a checkpoint of the same model.
+      held: manifest of that checkpoint.
+      called: name of a parameter in the checkpoint -> its name among the atoms, for
+        names that differ.
 
     Returns:
       Path -> the array in the checkpoint's dtype, and the number of steps.
@@ -104,7 +105,7 @@ def read(
 
 
 def _step(file: pathlib.Path) -> int:
-    """A number of steps, which DeepSpeed writes as a number or as a tensor."""
+    """Reads a number of steps, which DeepSpeed writes as a number or as a tensor."""
     found = torch_files.load(file)
     array = np.asarray(found) if isinstance(found, (int, float, np.ndarray)) else None
     if array is None or array.size != 1 or not 0 <= array.item() < _MOST_STEPS:
@@ -124,7 +125,7 @@ def _check_names(source: pathlib.Path, wanted: list[str]) -> None:
 
 
 def _atoms(source: pathlib.Path) -> Iterator[str]:
-    """The names of the atoms; one with slashes lies in folders of folders."""
+    """The names of the atoms; an atom with slashes in its name is in nested folders."""
     zero = source / ZERO
     for file in zero.rglob(f"{WEIGHT}.pt"):
         yield file.parent.relative_to(zero).as_posix()

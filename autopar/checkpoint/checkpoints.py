@@ -32,14 +32,16 @@ from autopar.version import __version__
 from autopar_errors import check_path
 from autopar_passes import jax_compat
 
-# Which run writes into a directory of checkpoints: a lock that ends with its process.
+# The lock of a directory of checkpoints, which says which run may write into it.
 #
 # Two runs that save into one directory would remove each other's checkpoints. The
-# process that saves holds a record lock of POSIX on the file ``.lock``, which the
-# system drops when the process ends, however it ends. The file says who it is.
+# process that saves holds a POSIX record lock on the file ``.lock``. The operating
+# system releases the lock when the process ends, however it ends. The file contains the
+# identity of the process.
 
 _NAME = ".lock"
-# `autopar run` gives all its processes one token; the one that saves may change.
+# `autopar run` gives all its processes the same token, because another process of the
+# run may take over saving.
 _RUN_VARIABLE = "AUTOPAR_SUPERVISOR"
 _HELD = (errno.EACCES, errno.EAGAIN)
 _WITHOUT_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
@@ -51,16 +53,17 @@ class _Claim:
     pid: int
 
 
-# Directory -> the lock that this process has. Closing any other descriptor of the file
-# would drop it, so there is one for all users of a directory.
+# Directory -> the lock that this process holds. Closing any other descriptor of the
+# file would release the lock, so all users of a directory share one descriptor.
 _CLAIMS: dict[str, _Claim] = {}
 
 
 def claim(directory: pathlib.Path) -> None:
-    """Takes a directory for this process's run, until it ends or releases it.
+    """Locks a directory for this process's run, until the process ends or releases the
+    lock.
 
     Raises:
-      CheckpointError: another run has it.
+      CheckpointError: another run holds the lock.
       OSError: the directory cannot be written.
     """
     path = directory / _NAME
@@ -83,14 +86,15 @@ def claim(directory: pathlib.Path) -> None:
 
 
 def release(directory: pathlib.Path) -> None:
-    """Lets other runs have a directory; nothing where this process has it not."""
+    """Releases the lock of a directory; does nothing if this process does not hold it.
+    """
     path = directory / _NAME
     if _is_ours(path):
         os.close(_CLAIMS.pop(str(path)).descriptor)
 
 
 def _is_ours(path: pathlib.Path) -> bool:
-    """Whether this process has the lock of a file that is still there."""
+    """Whether this process holds the lock of a file that still exists."""
     found = _CLAIMS.get(str(path))
     if found is None or found.pid != os.getpid():  # a fork has no locks
         return False
@@ -107,7 +111,9 @@ def _own() -> dict[str, Any]:
 
 
 def _refuse(directory: pathlib.Path, descriptor: int, error: OSError) -> None:
-    """Says who has a directory, unless that is this run."""
+    """Raises an error that names the run which holds a directory, unless it is this
+    run.
+    """
     if error.errno in _WITHOUT_LOCKS:
         warnings.warn(
             f"{directory}: its file system has no locks; see to it that no other run "
@@ -135,12 +141,12 @@ class Restored:
     """What `Checkpoints.restore` returns.
 
     Attributes:
-      state: of the step, as its plan wants it.
+      state: state of the step, in the layouts of its plan.
       step: number of steps done.
       position: number of samples consumed.
       folder: the checkpoint.
-      damaged: what was wrong with checkpoints that are newer; they were passed over.
-      notes: that were saved; None: there are none.
+      damaged: descriptions of the damage in newer checkpoints, which were skipped.
+      notes: the saved notes; None: no notes were saved.
     """
 
     state: Any
@@ -155,12 +161,12 @@ class Checkpoints:
     """The checkpoints of a directory."""
 
     def __init__(self, directory: str | pathlib.Path, *, keep: int = 3) -> None:
-        """Nothing is read or written yet.
+        """Makes the object without reading or writing files.
 
         Args:
-          directory: holds a folder for each checkpoint, and nothing else writes into
-            it. All processes must see it.
-          keep: how many checkpoints stay; 0: all.
+          directory: directory with a folder for each checkpoint. Nothing else may write
+            into it, and all processes must have access to it.
+          keep: number of checkpoints to keep; 0: all.
 
         Raises:
           CheckpointError: ``keep`` is negative.
@@ -174,7 +180,7 @@ class Checkpoints:
         self._waits_at_end = False
 
     def __enter__(self) -> Checkpoints:
-        """Waits at the end of the block for what is being written."""
+        """At the end of the block, waits for saves that are in progress."""
         return self
 
     def __exit__(
@@ -183,7 +189,9 @@ class Checkpoints:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """See `__enter__`; other runs may save into the directory then."""
+        """See `__enter__`; also releases the lock, so that other runs may save into the
+        directory.
+        """
         try:
             self.wait()
         finally:
@@ -194,11 +202,11 @@ class Checkpoints:
         return [folders.step_of(x) for x in folders.complete(self.directory)]
 
     def latest(self) -> int | None:
-        """The step of the last complete checkpoint; None: there is none."""
+        """The step of the last complete checkpoint; None if there is none."""
         return steps[-1] if (steps := self.steps()) else None
 
     def notes(self) -> Any:
-        """The notes of the last checkpoint that can be read; None: there are none.
+        """The notes of the last readable checkpoint; None if it has no notes.
 
         Raises:
           CheckpointError: a newer version of autopar wrote it.
@@ -213,7 +221,7 @@ class Checkpoints:
         return None
 
     def incomplete(self) -> list[pathlib.Path]:
-        """The folders of saves that did not end; the next save removes them."""
+        """The folders of unfinished saves; the next save removes these folders."""
         return folders.incomplete(self.directory)
 
     def save(
@@ -225,22 +233,25 @@ class Checkpoints:
         position: int = 0,
         notes: Any = None,
     ) -> None:
-        """Saves a state, and what codecs and the noise scale keep, beside next steps.
+        """Saves a state in the background, with the state of codecs and of the noise
+        scale.
 
-        The state is copied before this returns, so the next step may consume it. A
-        save that is under way is waited for first.
+        The state is copied before this method returns, so the next step may consume the
+        state. If another save is in progress, this method first waits for it.
 
         Args:
           train_step: the step; it has been planned.
-          state: what it returned last: one pytree, or a tuple of the leading arguments.
-          step: number of steps done.
+          state: the state that the step returned last: one pytree, or a tuple of the
+            leading arguments.
+          step: number of completed steps.
           position: number of samples consumed.
-          notes: plain data that JSON can hold, kept with it.
+          notes: plain data that JSON can hold, saved with the state.
 
         Raises:
           CheckpointError: the directory cannot be written, another run saves there, or
             the last save failed.
-          PlanError: the step has not been planned, or the state is of another step.
+          PlanError: the step has not been planned, or the state belongs to another
+            step.
         """
         world = train_step.world
         with agreement.tell_errors(world, "saving a checkpoint"):
@@ -275,12 +286,12 @@ class Checkpoints:
         )
 
     def claim(self, train_step: ParallelStep[..., Any]) -> None:
-        """Takes the directory for this run, as the first `save` does.
+        """Locks the directory for this run, as the first `save` does.
 
-        A directory that cannot be written is no error yet: `save` says it.
+        A directory that cannot be written raises no error here; `save` raises it later.
 
         Args:
-          train_step: the step, whose processes all call this.
+          train_step: the step; all of its processes must call this method.
 
         Raises:
           CheckpointError: another run saves there.
@@ -295,21 +306,21 @@ class Checkpoints:
         agreement.exchange_data(world, "opening the checkpoints")
 
     def release(self) -> None:
-        """Lets other runs save into the directory."""
+        """Releases the lock, so that other runs may save into the directory."""
         release(self.directory)
 
     def wait(self) -> None:
         """Waits until the last save is complete.
 
         Raises:
-          CheckpointError: it failed; the checkpoints before it are as they were.
+          CheckpointError: the save failed; earlier checkpoints are unchanged.
         """
         running, self._running = self._running, None
         if running is not None:
             running.wait()
 
     def abandon(self) -> None:
-        """Gives up a save that waits for a process that is lost."""
+        """Aborts a save that waits for a lost process."""
         running, self._running = self._running, None
         if running is not None:
             running.abandon()
@@ -323,22 +334,25 @@ class Checkpoints:
         others: Sequence[Any] | Mapping[str, Any] | None = None,
         step: int | None = None,
     ) -> Restored:
-        """Restores a state where the plan of a step wants it.
+        """Restores a state in the layouts of a step's plan.
 
-        Nothing is created and no device holds more than its part. The arguments
-        are those of `ParallelStep.init`.
+        No initial state is created, and no device holds more than its shards. The
+        arguments are those of `ParallelStep.init`.
 
         Args:
-          train_step: the step; with ``batch`` or ``others`` it is planned here.
-          create_state: makes the state; only its shapes are looked at.
-          args: its arguments.
+          train_step: the step; with ``batch`` or ``others`` this method plans it.
+          create_state: function that makes the state; only the shapes of its result are
+            used.
+          args: arguments of ``create_state``.
           batch: an example batch, arrays or ``ShapeDtypeStruct``s.
           others: all arguments after the state, in place of ``batch``.
-          step: which checkpoint; None: the last one that is whole. Damaged ones are
-            passed over with a warning. A save that is under way is waited for.
+          step: step of the checkpoint; None: the last undamaged checkpoint. Damaged
+            checkpoints are skipped with a warning. If a save is in progress, this
+            method waits for it.
 
         Raises:
-          CheckpointError: there is none, it is damaged, or of another model.
+          CheckpointError: there is no checkpoint, or the checkpoint is damaged or
+            belongs to another model.
           PlanError: the step has not been planned.
         """
         creation.check_creation(train_step.__name__, create_state, batch, others)
@@ -354,12 +368,12 @@ class Checkpoints:
     def restore_into(
         self, train_step: ParallelStep[..., Any], state: Any, *, step: int | None = None
     ) -> Restored:
-        """Restores a state in the place of one that is there; see `restore`.
+        """Restores a state in place of an existing state; see `restore`.
 
         Args:
           train_step: the step; it has been planned.
           state: arrays or structs; NNX objects are updated in place.
-          step: which checkpoint.
+          step: step of the checkpoint, as for `restore`.
         """
         leaves, _ = creation.flat_state(state)
         wanted = _structs(train_step.running.planned, leaves)
@@ -374,7 +388,7 @@ class Checkpoints:
         made: Callable[[list[Any]], Any],
         step: int | None,
     ) -> Restored:
-        """Restores the first of the checkpoints that is not damaged."""
+        """Restores the first undamaged checkpoint."""
         damaged: list[str] = []
         try:
             self.wait()
@@ -404,7 +418,8 @@ class Checkpoints:
         raise CheckpointError(" ".join(damaged) or self._none())
 
     def _candidates(self, step: int | None) -> list[pathlib.Path]:
-        """The checkpoints that may be restored, the one to try first first."""
+        """The checkpoints that may be restored, in the order in which they are tried.
+        """
         found = folders.complete(self.directory)[::-1]
         if step is None:
             return found
@@ -428,7 +443,7 @@ class Checkpoints:
 
 
 class _Damaged(Exception):
-    """A checkpoint cannot be read; an earlier one may be."""
+    """A checkpoint cannot be read; an earlier checkpoint may be readable."""
 
 
 def _structs(running: PlannedStep, leaves: Sequence[Any]) -> dict[str, Any]:
@@ -448,7 +463,7 @@ def _arrays_to_save(
     position: int,
     notes: Any,
 ) -> tuple[dict[str, Any], Manifest]:
-    """The arrays to save, and the manifest without their checksums."""
+    """The arrays to save, and the manifest without checksums."""
     running = train_step.running.planned
     arrays = name_arrays(train_step.__name__, running.analysis, state)
     codecs, tree = train_step.compression_state, None
@@ -503,8 +518,8 @@ def _read(
     """The manifest, the arrays of the state, codecs' state and noise of a checkpoint.
 
     Raises:
-      _Damaged: it cannot be read.
-      CheckpointError: it is of another model.
+      _Damaged: the checkpoint cannot be read.
+      CheckpointError: the checkpoint belongs to another model.
     """
     world, running = train_step.world, train_step.running.planned
     try:

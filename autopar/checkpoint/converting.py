@@ -1,4 +1,4 @@
-"""Turns checkpoints into what other libraries read, and back."""
+"""Converts checkpoints to the formats of other libraries, and back."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from autopar.checkpoint.manifest import Manifest
 from autopar.checkpoint.saving import Save
 from autopar.errors import CheckpointError
 
-# Parameters as a safetensors file, which other libraries read.
+# Writes parameters as a safetensors file, which other libraries can read.
 #
-# A file is the length of a header, the header as JSON, and the numbers [1]. It is
-# written here array by array: no more than one is in memory.
+# A file consists of the length of a header, the header as JSON, and the numbers [1].
+# The file is written array by array, so that only one array is in memory at a time.
 #
 # [1] https://github.com/huggingface/safetensors, "Format".
 
@@ -49,8 +49,8 @@ def export(folder: pathlib.Path, held: Manifest, target: pathlib.Path) -> list[s
     """Writes the parameters of a checkpoint.
 
     Args:
-      folder: of the checkpoint.
-      held: its manifest.
+      folder: folder of the checkpoint.
+      held: manifest of the checkpoint.
       target: the file.
 
     Returns:
@@ -58,7 +58,7 @@ def export(folder: pathlib.Path, held: Manifest, target: pathlib.Path) -> list[s
 
     Raises:
       CheckpointError: the checkpoint is damaged, the format has no such dtype, or the
-        file is there already or cannot be written.
+        file already exists or cannot be written.
     """
     found = folders.parameter_paths(folder, held)
     header = _header(held, found)
@@ -109,22 +109,23 @@ def convert(
     """Converts a checkpoint.
 
     Args:
-      source: a checkpoint, a directory of them, or, ``to="checkpoint"``, of atoms.
-      target: what is written; it must not be there yet.
+      source: a checkpoint or a directory of checkpoints; with ``to="checkpoint"``, a
+        directory of atoms.
+      target: file or directory to write, which must not exist yet.
       to: ``safetensors`` (parameters), ``atoms`` (of DeepSpeed's universal
         checkpoint) or ``checkpoint``.
-      step: which checkpoint of a directory; None: the last.
-      like: a checkpoint of the model, for atoms: all but parameters, moments and
-        numbers of steps are taken from it.
-      called: name of a parameter -> its name among the atoms, where they differ.
-      position: samples consumed by the steps of the atoms; None: as many a step as in
-        ``like``.
+      step: step of the checkpoint in a directory; None: the last checkpoint.
+      like: a checkpoint of the model, needed for atoms. Everything except parameters,
+        moments and numbers of steps is taken from this checkpoint.
+      called: name of a parameter -> its name among the atoms, for names that differ.
+      position: number of samples consumed by the steps of the atoms; None: the same
+        number per step as in ``like``.
 
     Returns:
       The names of the parameters that were written.
 
     Raises:
-      CheckpointError: an argument is wrong, or something cannot be read or written.
+      CheckpointError: an argument is wrong, or a file cannot be read or written.
     """
     if to not in FORMATS:
         raise CheckpointError(f"to='{to}': expected one of {', '.join(FORMATS)}.")
@@ -145,7 +146,7 @@ def _import(
     called: Mapping[str, str] | None,
     position: int | None,
 ) -> list[str]:
-    """Writes a checkpoint of atoms, in a directory of checkpoints."""
+    """Writes a checkpoint made of atoms into a directory of checkpoints."""
     if like is None:
         raise CheckpointError(
             "converting atoms needs a checkpoint of the model: give it with --like. It "
@@ -170,7 +171,9 @@ def _import(
 
 
 def _with_step(held: Manifest, step: int, position: int | None) -> Manifest:
-    """The manifest of another step; what codecs kept belongs to the old one."""
+    """The manifest for another step, without the state of codecs, which belongs to the
+    old step.
+    """
     if position is None:
         per_step = held.position / held.step if held.step else 0
         position = held.position if step == held.step else round(step * per_step)

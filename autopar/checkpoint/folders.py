@@ -1,12 +1,14 @@
-"""The folders of checkpoints: which are whole, and how one becomes so at once.
+"""The folders of checkpoints: tells complete checkpoints from others, and completes one
+atomically.
 
-A checkpoint is a folder ``<step>-<time>``, the time in nanoseconds since 1970 as hex
-digits. It is whole once its manifest is there: everything else is written and flushed
-to the disk before, and a rename puts the manifest in its place. A save that is killed
-leaves a folder without one. Of a checkpoint that is removed, the manifest goes first.
+A checkpoint is a folder ``<step>-<time>``; the time is in nanoseconds since 1970, as
+hex digits. A checkpoint is complete if it has a manifest. All other files are written
+and flushed to disk first, and then a rename puts the manifest in place. A save that is
+killed leaves a folder without a manifest. When a checkpoint is removed, its manifest is
+removed first.
 
-Checkpoints are ordered by time, not by step: who goes back to an earlier step, and
-trains on from there, has the last state in the last checkpoint.
+Checkpoints are ordered by time, not by step. So if a user returns to an earlier step
+and continues training, the last checkpoint holds the last state.
 """
 
 from __future__ import annotations
@@ -41,7 +43,7 @@ def step_of(folder: pathlib.Path) -> int:
     """The step of a checkpoint, from the name of its folder.
 
     Raises:
-      CheckpointError: it is no such name.
+      CheckpointError: the folder has no such name.
     """
     found = _NAME.fullmatch(folder.name)
     if found is None:
@@ -50,12 +52,12 @@ def step_of(folder: pathlib.Path) -> int:
 
 
 def complete(directory: pathlib.Path) -> list[pathlib.Path]:
-    """The whole checkpoints of a directory, the last one last."""
+    """The complete checkpoints of a directory, oldest first."""
     return [x for x in _folders(directory) if (x / MANIFEST).is_file()]
 
 
 def incomplete(directory: pathlib.Path) -> list[pathlib.Path]:
-    """The folders of saves that did not end, or are not over."""
+    """The folders of saves that were aborted or are in progress."""
     return [x for x in _folders(directory) if not (x / MANIFEST).is_file()]
 
 
@@ -73,14 +75,14 @@ def begin(folder: pathlib.Path) -> None:
     """Makes the folder of a checkpoint, without a manifest.
 
     Raises:
-      CheckpointError: it cannot be made, as in a directory that is read-only.
+      CheckpointError: the folder cannot be made, for example in a read-only directory.
     """
     with telling(folder, "written"):
         folder.mkdir(parents=True)
 
 
 def commit(folder: pathlib.Path, manifest: bytes) -> None:
-    """Makes a checkpoint whole: flushes its files, and puts its manifest in place."""
+    """Completes a checkpoint: flushes its files, and puts its manifest in place."""
     for root, _, names in os.walk(folder):
         for name in names:
             flush(pathlib.Path(root, name))
@@ -90,7 +92,8 @@ def commit(folder: pathlib.Path, manifest: bytes) -> None:
 
 
 def put(path: pathlib.Path, data: bytes) -> None:
-    """Writes a file that is there with all its content, or not at all."""
+    """Writes a file atomically: the file exists with all of its content, or not at all.
+    """
     part = path.with_name(path.name + ".part")
     part.write_bytes(data)
     flush(part)
@@ -99,7 +102,7 @@ def put(path: pathlib.Path, data: bytes) -> None:
 
 
 def flush(path: pathlib.Path) -> None:
-    """Waits until a file, or the names in a folder, are on the disk."""
+    """Waits until a file, or the list of names in a folder, is on disk."""
     file = os.open(path, os.O_RDONLY)
     try:
         os.fsync(file)
@@ -108,15 +111,18 @@ def flush(path: pathlib.Path) -> None:
 
 
 def remove(folder: pathlib.Path) -> None:
-    """Removes a checkpoint; one that is killed leaves an incomplete one."""
+    """Removes a checkpoint; if the removal is killed, the checkpoint is left
+    incomplete.
+    """
     (folder / MANIFEST).unlink(missing_ok=True)
     shutil.rmtree(folder, ignore_errors=True)
 
 
 def prune(directory: pathlib.Path, keep: int, newest: pathlib.Path) -> None:
-    """Removes what a new checkpoint makes superfluous.
+    """Removes folders that a new checkpoint makes superfluous.
 
-    That is: others of its step, all but the last ``keep``, and saves that did not end.
+    These are other checkpoints of the same step, all checkpoints except the last
+    ``keep``, and unfinished saves.
     """
     whole = [x for x in complete(directory) if x != newest]
     again = [x for x in whole if step_of(x) == step_of(newest)]
@@ -128,7 +134,7 @@ def prune(directory: pathlib.Path, keep: int, newest: pathlib.Path) -> None:
 
 @contextlib.contextmanager
 def telling(path: pathlib.Path, what: str) -> Generator[None]:
-    """Makes an error of the file system one that names the path.
+    """Converts an error of the file system to an error that names the path.
 
     Raises:
       CheckpointError: an ``OSError`` was raised inside.
@@ -141,19 +147,19 @@ def telling(path: pathlib.Path, what: str) -> Generator[None]:
 
 
 _PARAMETER = "parameter"
-# What optax calls Adam's moments, and where it counts steps.
+# optax's names of Adam's moments and of the step counter.
 FIRST, SECOND, COUNT = "mu", "nu", "count"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Parameter:
-    """A parameter with the paths of what an optimizer keeps for it.
+    """A parameter with the paths of its optimizer state.
 
     Attributes:
-      name: with dots, without the argument of the step and ``params``.
-      path: in the state.
-      first: path of its first moment; '' without.
-      second: path of its second moment.
+      name: name with dots, without the argument of the step and ``params``.
+      path: path in the state.
+      first: path of the first moment; '' if there is none.
+      second: path of the second moment; '' if there is none.
     """
 
     name: str
@@ -166,7 +172,7 @@ def parameter_paths(folder: pathlib.Path, held: Manifest) -> list[Parameter]:
     """The parameters of a checkpoint, in the order of the state.
 
     Raises:
-      CheckpointError: its plan is damaged, or knows of no parameter.
+      CheckpointError: the plan of the checkpoint is damaged, or has no parameter.
     """
     roles = plan_of(folder, held).roles
     paths = [p for p in held.state if roles.get(p) == _PARAMETER]
@@ -185,7 +191,7 @@ def parameter_paths(folder: pathlib.Path, held: Manifest) -> list[Parameter]:
 
 
 def count_paths(held: Manifest) -> list[str]:
-    """The paths of an optimizer's numbers of steps."""
+    """The paths of the step counters of an optimizer."""
     return [p for p in held.state if COUNT in p.split("/")[-2:] and "/" in p]
 
 
@@ -193,7 +199,7 @@ def plan_of(folder: pathlib.Path, held: Manifest) -> Plan:
     """The plan that a checkpoint was saved under.
 
     Raises:
-      CheckpointError: its file is not the one that was saved.
+      CheckpointError: the file of the plan was changed since it was saved.
     """
     try:
         plan = Plan.load(folder / PLAN)
@@ -221,7 +227,7 @@ def _name(path: str) -> str:
 
 
 def _moments(held: Manifest, word: str) -> dict[tuple[str, ...], list[str]]:
-    """The words behind ``mu`` or ``nu`` in a path -> the paths that end so."""
+    """The words after ``mu`` or ``nu`` in a path -> the paths with these words."""
     out: dict[tuple[str, ...], list[str]] = {}
     for path in held.state:
         words = path.split("/")
@@ -232,7 +238,9 @@ def _moments(held: Manifest, word: str) -> dict[tuple[str, ...], list[str]]:
 
 
 def _of(path: str, moments: Mapping[tuple[str, ...], list[str]], held: Manifest) -> str:
-    """The moment of a parameter: the longest end that both paths share."""
+    """The path of a parameter's moment: the path that shares the longest suffix with
+    the parameter's path.
+    """
     words = path.split("/")
     for begin in range(len(words)):
         for found in moments.get(tuple(words[begin:]), []):
@@ -242,14 +250,15 @@ def _of(path: str, moments: Mapping[tuple[str, ...], list[str]], held: Manifest)
 
 
 def find_checkpoint(folder: pathlib.Path, step: int | None = None) -> pathlib.Path:
-    """The checkpoint that a path means: a checkpoint, or the last of a directory.
+    """The checkpoint at a path: the path is a checkpoint, or a directory of
+    checkpoints.
 
     Args:
-      folder: of a checkpoint, or of `autopar.Checkpoints`.
-      step: which of a directory; None: the last.
+      folder: folder of a checkpoint, or directory of `autopar.Checkpoints`.
+      step: step of the checkpoint in a directory; None: the last checkpoint.
 
     Raises:
-      CheckpointError: there is none.
+      CheckpointError: there is no such checkpoint.
     """
     if (folder / manifest.MANIFEST).is_file():
         return folder

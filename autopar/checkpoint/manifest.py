@@ -1,4 +1,4 @@
-"""The manifest of a checkpoint: what is in it, and whether it is whole."""
+"""The manifest of a checkpoint, which lists its content and marks it as complete."""
 
 from __future__ import annotations
 
@@ -12,24 +12,26 @@ import msgspec
 
 from autopar.errors import CheckpointError
 
-# Raised by one whenever a field changes its meaning.
+# This number is increased by one whenever the meaning of a field changes.
 SCHEMA = 1
 MANIFEST = "manifest.json"
 
 
 class NewerSchema(CheckpointError):
-    """A newer version of autopar wrote a checkpoint: it is whole, and stays unread."""
+    """A newer version of autopar wrote the checkpoint. The checkpoint is complete, but
+    is not read.
+    """
 
 
 class ArrayEntry(msgspec.Struct, frozen=True, kw_only=True):
     """One array of a checkpoint.
 
     Attributes:
-      shape: of the whole array.
-      dtype: its name, such as ``bfloat16`` or ``key<fry>``.
-      file: name of its folder of ``arrays``; '' for an array without elements.
-      digest: its checksum (`autopar.checkpoint.store`).
-      num_bytes: of its elements, before compression.
+      shape: shape of the whole array.
+      dtype: name of the dtype, such as ``bfloat16`` or ``key<fry>``.
+      file: name of the array's folder in ``arrays``; '' for an array without elements.
+      digest: checksum of the array (`autopar.checkpoint.store`).
+      num_bytes: bytes of the elements, before compression.
     """
 
     shape: tuple[int, ...]
@@ -40,7 +42,7 @@ class ArrayEntry(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def text(self) -> str:
-        """Dtype and shape in a word: ``float32[64,32]``."""
+        """Dtype and shape as one word: ``float32[64,32]``."""
         return f"{self.dtype}[{','.join(map(str, self.shape))}]"
 
 
@@ -49,8 +51,8 @@ class PlanEntry(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
       digest: `Plan.digest`.
-      fingerprint: of the step that the plan is for, with its shapes.
-      structure: of the step without its batch.
+      fingerprint: fingerprint of the plan's step, with its shapes.
+      structure: fingerprint of the step without its batch size.
       text: the plan in one line.
     """
 
@@ -61,23 +63,23 @@ class PlanEntry(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
-    """What a checkpoint holds. Nothing in it depends on the plan but ``plan`` itself.
+    """The content of a checkpoint. Only the field ``plan`` depends on the plan.
 
     Attributes:
       schema: version of this format.
-      version: of autopar that wrote it.
-      step: number of steps done.
+      version: version of autopar that wrote the checkpoint.
+      step: number of completed steps.
       position: number of samples consumed.
-      created: when, in seconds since 1970.
-      name: of the step function.
+      created: time of the save, in seconds since 1970.
+      name: name of the step function.
       state: path -> array of the train state.
       codecs: name -> array of the codecs' state.
       codec_tree: the structure of the codecs' state; None: no gradient was compressed.
       noise: name -> array of the averages of the noise scale.
-      noise_tree: their structure; None: noise was not measured.
-      notes: plain data of the loop; None: there is none.
-      plan: the plan that was in use; the whole of it is in ``plan.json``.
-      checksum: of all other fields.
+      noise_tree: the structure of these averages; None: noise was not measured.
+      notes: plain data of the training loop; None: no notes.
+      plan: summary of the plan that was in use; the complete plan is in ``plan.json``.
+      checksum: checksum of all other fields.
     """
 
     schema: int
@@ -115,7 +117,8 @@ class _ManifestHeader(msgspec.Struct):
     schema: int
 
 
-# Made at import: msgspec crashes where two threads find out about one type at once.
+# The decoders are made at import, because msgspec crashes if two threads analyse one
+# type at the same time.
 _HEADER = msgspec.json.Decoder(_ManifestHeader)
 _MANIFEST = msgspec.json.Decoder(Manifest)
 
@@ -124,7 +127,7 @@ def read(folder: pathlib.Path) -> Manifest:
     """Reads the manifest of a checkpoint.
 
     Raises:
-      CheckpointError: it cannot be read, was changed, or is of a newer schema.
+      CheckpointError: the manifest cannot be read, was changed, or has a newer schema.
     """
     path = folder / MANIFEST
     try:
@@ -140,11 +143,11 @@ def read(folder: pathlib.Path) -> Manifest:
 
 
 def decode(data: bytes, name: str) -> Manifest:
-    """Reads what `Manifest.encode` wrote.
+    """Parses the result of `Manifest.encode`.
 
     Args:
       data: JSON text.
-      name: what errors call it.
+      name: name of the manifest in errors.
 
     Raises:
       CheckpointError: see `read`.
@@ -174,7 +177,7 @@ def decode(data: bytes, name: str) -> Manifest:
 
 
 def _check_entry(name: str, path: str, entry: ArrayEntry) -> None:
-    """Checks what is used as a size or as a path of files."""
+    """Checks the values that are used as sizes or as file paths."""
     if re.fullmatch(r"[A-Za-z0-9_=.-]*", entry.file) is None or entry.file in (
         ".",
         "..",

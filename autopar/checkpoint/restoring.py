@@ -20,16 +20,16 @@ from autopar.runtime.world import World
 from autopar_passes import jax_compat
 from autopar_passes.jax_compat import dtype_of
 
-# Differences that an error names.
+# The most differences that an error lists.
 _MOST = 4
 
 
 def check_model(folder: pathlib.Path, manifest: Manifest, wanted: Any) -> None:
-    """Checks that a checkpoint is of the model that is trained.
+    """Checks that a checkpoint belongs to the trained model.
 
     Args:
-      folder: of the checkpoint.
-      manifest: what it holds.
+      folder: folder of the checkpoint.
+      manifest: manifest of the checkpoint.
       wanted: path -> struct of each array of the state.
 
     Raises:
@@ -57,7 +57,7 @@ def check_model(folder: pathlib.Path, manifest: Manifest, wanted: Any) -> None:
 
 
 def first_items(join: Callable[[Sequence[str]], str], items: Sequence[str]) -> str:
-    """The first items, and how many more there are."""
+    """The first items, and the number of further items."""
     more = f" and {len(items) - _MOST} more" if len(items) > _MOST else ""
     return join(items[:_MOST]) + more
 
@@ -73,13 +73,13 @@ def read_arrays(
     dtypes: Mapping[str, Any],
     world: World,
 ) -> dict[str, Any]:
-    """Reads arrays into their shards, and checks them together with all processes.
+    """Reads arrays into their shards, and checks their checksums over all processes.
 
     Args:
-      folder: of the checkpoint.
-      entries: path -> what the manifest says.
-      shardings: path -> where the array must lie.
-      dtypes: path -> its dtype.
+      folder: folder of the checkpoint.
+      entries: path -> entry of the manifest.
+      shardings: path -> sharding of the array.
+      dtypes: path -> dtype of the array.
       world: the processes.
 
     Raises:
@@ -106,7 +106,7 @@ def _bits(
     shardings: Mapping[str, Any],
     dtypes: Mapping[str, Any],
 ) -> tuple[dict[str, jax.Array], dict[str, str], str]:
-    """The numbers of the arrays, their checksums here, and what went wrong."""
+    """The numbers of the arrays, their checksums on this process, and the errors."""
     structs = {
         path: store.struct_of(entry.shape, dtypes[path], shardings[path])
         for path, entry in entries.items()
@@ -122,10 +122,10 @@ def _bits(
 def check_digests(
     folder: pathlib.Path, entries: Mapping[str, ArrayEntry], found: Mapping[str, Digest]
 ) -> None:
-    """Compares the checksums of arrays with those that were saved.
+    """Compares the checksums of arrays with the saved checksums.
 
     Raises:
-      CheckpointError: some differ.
+      CheckpointError: a checksum differs.
     """
     bad = [path for path, entry in entries.items() if str(found[path]) != entry.digest]
     if bad:
@@ -136,7 +136,9 @@ def check_digests(
 
 
 def _place(bits: jax.Array, sharding: Any, dtype: Any) -> Any:
-    """An array in all its places; it was read into the first of each part."""
+    """Copies an array to all of its replicas; it was read only to the first device of
+    each shard.
+    """
     if not sharding.addressable_devices:
         return jax_compat.with_dtype(bits, dtype)
     return placement.place(jax_compat.with_dtype(bits, dtype), sharding)
@@ -145,9 +147,11 @@ def _place(bits: jax.Array, sharding: Any, dtype: Any) -> Any:
 def codec_state(
     folder: pathlib.Path, manifest: Manifest, mesh: Any, world: World
 ) -> Any:
-    """The codecs' state that a checkpoint holds, split evenly; None: it has none.
+    """The codecs' state in a checkpoint, sharded evenly; None if the checkpoint has
+    none.
 
-    The next step places it for its plan (`autopar.runtime.gradients.codec_state`).
+    The next step reshards this state for its plan
+    (`autopar.runtime.gradients.codec_state`).
     """
     return _beside(folder, manifest.codecs, manifest.codec_tree, mesh, world)
 
@@ -155,7 +159,8 @@ def codec_state(
 def noise_state(
     folder: pathlib.Path, manifest: Manifest, mesh: Any, world: World
 ) -> Any:
-    """The averages of the noise scale that a checkpoint holds; None: it has none."""
+    """The averages of the noise scale in a checkpoint; None if the checkpoint has none.
+    """
     return _beside(folder, manifest.noise, manifest.noise_tree, mesh, world)
 
 
@@ -166,7 +171,9 @@ def _beside(
     mesh: Any,
     world: World,
 ) -> Any:
-    """A tree of arrays beside the state, split evenly; None: there is none."""
+    """A tree of arrays that is not part of the train state, sharded evenly; None if
+    there is none.
+    """
     if tree is None:
         return None
     shardings = {
@@ -179,10 +186,10 @@ def _beside(
 
 
 def read_array(folder: pathlib.Path, held: Manifest, path: str) -> jax.Array:
-    """The numbers of one array; those of keys are whole numbers.
+    """The numbers of one array; random keys are read as whole numbers.
 
     Raises:
-      CheckpointError: it is damaged.
+      CheckpointError: the array is damaged.
     """
     entry = held.arrays[path]
     sharding = SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
@@ -194,7 +201,9 @@ def read_array(folder: pathlib.Path, held: Manifest, path: str) -> jax.Array:
 
 
 def find_problems(folder: pathlib.Path, held: Manifest) -> list[str]:
-    """What is wrong with a checkpoint: every array is read; nothing: it is whole."""
+    """Reads every array of a checkpoint, and lists the problems; empty if the
+    checkpoint is intact.
+    """
     found: list[str] = []
     try:
         folders.plan_of(folder, held)

@@ -1,8 +1,9 @@
 """Writes one checkpoint, in the background and with all processes.
 
-Each process writes the blocks that it has, and their checksums into a part of its own.
-Process 0 waits for all parts and makes the checkpoint whole. They meet in the folder
-alone, which all of them must see: no process calls another while the steps run.
+Each process writes its own blocks, and their checksums into a separate part file.
+Process 0 waits for all part files and then completes the checkpoint. The processes
+communicate only through the folder, to which all of them must have access. No process
+calls another process while steps run.
 """
 
 from __future__ import annotations
@@ -25,22 +26,23 @@ from autopar.checkpoint.store import Digest, digest_of
 from autopar.errors import CheckpointError
 from autopar.plans import Plan
 
-# How long a process waits for the parts of the others, and how often it looks.
+# Seconds for which a process waits for the part files of the others, and seconds
+# between two checks.
 PARTS_S, _POLL_S = 600.0, 0.02
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Save:
-    """What one process writes of a checkpoint.
+    """The part of a checkpoint that one process writes.
 
     Attributes:
-      folder: of the checkpoint; it is there already.
-      manifest: without checksums.
-      plan: in use.
-      arrays: path -> copy of the array that nothing else changes.
+      folder: folder of the checkpoint, which must exist.
+      manifest: manifest without checksums.
+      plan: the plan in use.
+      arrays: path -> copy of the array, which nothing else changes.
       process: number of this process.
       processes: number of processes.
-      keep: how many checkpoints stay; 0: all.
+      keep: number of checkpoints to keep; 0: all.
     """
 
     folder: pathlib.Path
@@ -52,10 +54,10 @@ class Save:
     keep: int = 0
 
     def write(self, stopped: threading.Event) -> None:
-        """Writes all of it; returns when the checkpoint is whole.
+        """Writes this process's part; returns when the checkpoint is complete.
 
         Raises:
-          CheckpointError: it cannot be written, or another process wrote no part.
+          CheckpointError: the part cannot be written, or another process wrote no part.
         """
         entries = self.manifest.arrays
         with folders.telling(self.folder, "written"):
@@ -80,7 +82,7 @@ class Save:
         return self.folder / f"part-{process}.json"
 
     def _commit(self, digests: Mapping[str, str], stopped: threading.Event) -> None:
-        """Makes the checkpoint whole, once all parts are there."""
+        """Completes the checkpoint once all parts exist."""
         if self.processes > 1:
             digests = self._added_up(stopped)
         self.plan.save(self.folder / folders.PLAN)
@@ -119,7 +121,7 @@ def _await(path: pathlib.Path, stopped: threading.Event) -> None:
     """Waits for a file that another process writes.
 
     Raises:
-      CheckpointError: it does not come, or the save is given up.
+      CheckpointError: the file does not appear in time, or the save is aborted.
     """
     end = time.monotonic() + PARTS_S
     while not path.exists():
@@ -133,10 +135,11 @@ def _await(path: pathlib.Path, stopped: threading.Event) -> None:
 
 
 def wait_at_end(wait: Callable[[], None]) -> None:
-    """Has a program that ends wait for what is being written.
+    """Makes a program wait at its end for saves in progress.
 
-    Orbax writes in threads of a pool, and Python closes pools before it ends the
-    threads that use them. What Python runs before that has no public name (3.11).
+    Orbax writes in a thread pool, and Python closes thread pools before it ends the
+    threads that use them. The hook that Python runs before closing the pools has no
+    public name (3.11).
     """
 
     def end() -> None:
@@ -150,10 +153,10 @@ def wait_at_end(wait: Callable[[], None]) -> None:
 
 
 class Background:
-    """A thread that writes one checkpoint; its error is raised by who waits."""
+    """A thread that writes one checkpoint; `wait` raises the error of the thread."""
 
     def __init__(self, save: Save) -> None:
-        """Starts to write."""
+        """Starts the thread."""
         self._stopped = threading.Event()
         self._error: BaseException | None = None
         self._thread = threading.Thread(
@@ -168,7 +171,7 @@ class Background:
             self._error = error
 
     def wait(self) -> None:
-        """Waits for the end.
+        """Waits until the checkpoint is written.
 
         Raises:
           CheckpointError: the checkpoint could not be written.
@@ -179,6 +182,6 @@ class Background:
             raise error
 
     def abandon(self) -> None:
-        """No longer waits for other processes, of which one is lost."""
+        """Stops waiting for other processes, because a process is lost."""
         self._stopped.set()
         self._thread.join()

@@ -1,23 +1,25 @@
-"""Writes and reads the arrays of a checkpoint with Orbax, a folder for each.
+"""Writes and reads the arrays of a checkpoint with Orbax, in one folder per array.
 
-Each block is written once, by the process that has it, and each device reads the blocks
-that it needs. Nothing here waits for other processes: what they agree on is in
-`autopar.checkpoint.saving`. Of several processes, each writes its blocks with
-TensorStore, in the format of Orbax: Orbax itself takes no array that lies in one
-process, as the stages of a pipeline do, and lets processes wait for each other by
-counters that are lost when one of them is replaced.
+Each block is written once, by a process that holds it. Each device reads the blocks
+that it needs. This module does not wait for other processes;
+`autopar.checkpoint.saving` does. With several processes, each process writes its blocks
+with TensorStore in the format of Orbax. Orbax itself is not used then, for two reasons.
+Orbax does not accept arrays that exist on one process only, such as those of a pipeline
+stage. Orbax synchronises processes with counters, which are lost when a process is
+replaced.
 
-Checksums of arrays that do not depend on how an array is split.
+The checksums of arrays do not depend on the sharding.
 
-A checksum has two sums over the words of an array, of one word for each element::
+A checksum consists of two sums over the words of an array, with one word for each
+element::
 
     total    = sum_i w_i        mod 2^64
     weighted = sum_i i * w_i    mod 2^64
 
-with ``i`` the place of the element in the whole array, in row-major order. They are
-Fletcher's two sums [1], on words of 8 to 64 bits. Both add up over the blocks of an
-array, so each device's block is summed where it lies, and no array is gathered. One
-changed word changes the first sum; two that swapped places change the second.
+with ``i`` the index of the element in the whole array, in row-major order. These are
+Fletcher's two sums [1], for words of 8 to 64 bits. Both sums are additive over the
+blocks of an array. So each block is summed on its own device, and no array is gathered.
+A changed word changes the first sum. Two swapped words change the second sum.
 
 [1] J. Fletcher, "An arithmetic checksum for serial transmissions", IEEE Transactions on
 Communications 30 (1982).
@@ -49,25 +51,25 @@ from autopar.runtime import placement
 from autopar_errors import InputError
 from autopar_passes import jax_compat
 
-# Where accelerators have it, the copy lies in memory of the host.
+# On accelerators with this memory kind, the copy is in host memory.
 _HOST_MEMORY = "pinned_host"
 
 
 def copy_arrays(
     arrays: Mapping[str, Any], *, alone: bool = True
 ) -> dict[str, jax.Array]:
-    """Copies arrays, each element once, whatever the number of its replicas.
+    """Copies arrays; each element is copied once, whatever its number of replicas.
 
-    The copies are issued, and not waited for: what runs later on the same devices,
-    such as a step that consumes the arrays, comes after them.
+    The copies run asynchronously. Later work on the same devices, such as a step that
+    consumes the arrays, runs after the copies.
 
     Args:
-      arrays: path -> array. Keys are copied as their numbers.
-      alone: whether there is one process.
+      arrays: path -> array. Random keys are copied as numbers.
+      alone: whether there is only one process.
 
     Raises:
-      CheckpointError: an array was consumed by a step, or a process of several holds
-        one on its own.
+      CheckpointError: a step has consumed an array, or, with several processes, an
+        array exists on one process only.
     """
     return {path: _copy(path, array, alone) for path, array in arrays.items()}
 
@@ -92,7 +94,7 @@ def _copy(path: str, array: Any, alone: bool) -> jax.Array:
 
 
 def _copied_once(bits: jax.Array) -> jax.Array:
-    """A copy on the first of the devices that hold the same part."""
+    """A copy on the first device of those that hold the same shard."""
     target = host_memory(without_replicas(bits.sharding))
     chosen = target.addressable_devices
     parts = [
@@ -128,7 +130,7 @@ def _names(axes: Any) -> tuple[str, ...]:
 
 
 def host_memory(sharding: NamedSharding) -> NamedSharding:
-    """The sharding in memory of the host, where devices have memory of their own."""
+    """The sharding in host memory, if devices have their own memory."""
     device = next(iter(sharding.device_set))
     if device.platform == "cpu":
         return sharding
@@ -143,13 +145,13 @@ def num_bytes(array: Any) -> int:
     return math.prod(array.shape) * array.dtype.itemsize
 
 
-# Names that Orbax writes beside the arrays.
+# Names of files that Orbax writes next to the arrays.
 _TAKEN = ("_METADATA", "_sharding", "array_metadatas")
 # Longer names are cut: a file system allows 255 bytes.
 _LONGEST = 120
-# Arrays that are read at a time.
+# Number of arrays that are read at the same time.
 _AT_A_TIME = 8
-# How long reads that were begun may take to end after one has failed.
+# Seconds that other reads may take to end after a read has failed.
 _SETTLE_S = 0.2
 
 
@@ -173,12 +175,13 @@ def file_names(paths: Iterable[str]) -> dict[str, str]:
 
 
 def write(folder: pathlib.Path, arrays: Mapping[str, jax.Array]) -> None:
-    """Writes arrays by name, each in a folder; those without elements are left out.
+    """Writes arrays by name, each in its own folder; arrays without elements are left
+    out.
 
-    Damage to a file then has the name of its array on it.
+    So the path of a damaged file names the array.
 
     Raises:
-      CheckpointError: they cannot be written, as on a full disk.
+      CheckpointError: the arrays cannot be written, for example on a full disk.
     """
     some = {name: x for name, x in arrays.items() if x.size}
     folder.mkdir(exist_ok=True)
@@ -197,14 +200,14 @@ def write(folder: pathlib.Path, arrays: Mapping[str, jax.Array]) -> None:
 
 
 def write_blocks(folder: pathlib.Path, arrays: Mapping[str, jax.Array]) -> None:
-    """Writes what this process has of arrays that lie on several processes.
+    """Writes this process's blocks of arrays that are sharded over several processes.
 
     Args:
-      folder: every process writes to the same.
-      arrays: by name, without replicas (`autopar.checkpoint.store`).
+      folder: folder of the checkpoint, the same for every process.
+      arrays: arrays by name, without replicas (`copy_arrays`).
 
     Raises:
-      CheckpointError: they cannot be written.
+      CheckpointError: the blocks cannot be written.
     """
     folder.mkdir(exist_ok=True)
     try:
@@ -228,7 +231,7 @@ def _write_blocks(place: pathlib.Path, array: jax.Array) -> None:
             "compressor": {"id": "zstd", "level": 1},
         },
     }
-    # Whoever comes first creates it; for the others it is there, and the same.
+    # The first process creates the array; the other processes open the same array.
     opened = tensorstore.open(spec, create=True, open=True).result()
     writes = [
         opened[shard.index].write(np.asarray(shard.data))
@@ -244,13 +247,13 @@ def read(
     """Reads arrays into their shards.
 
     Args:
-      folder: where they were written.
-      wanted: path -> ``ShapeDtypeStruct`` with a sharding. What lies on devices of
-        other processes alone is not read here.
-      files: path -> the name that it was written by.
+      folder: folder to which the arrays were written.
+      wanted: path -> ``ShapeDtypeStruct`` with a sharding. Arrays that are only on
+        devices of other processes are not read.
+      files: path -> the name under which the array was written.
 
     Raises:
-      CheckpointError: a file is missing, cut or changed.
+      CheckpointError: a file is missing, truncated or changed.
     """
     out: dict[str, jax.Array] = {}
     args: dict[str, Any] = {}
@@ -272,9 +275,9 @@ def read(
 def _read(
     folder: pathlib.Path, args: Mapping[str, Any], files: Mapping[str, str]
 ) -> dict[str, jax.Array]:
-    """Reads arrays side by side; those that fail do not stop the others.
+    """Reads arrays in parallel; a failing array does not stop the others.
 
-    In a thread of its own, because the caller may run in an event loop.
+    The reads run in a separate thread, because the caller may run in an event loop.
     """
     if not args:
         return {}
@@ -293,7 +296,7 @@ def _read(
 async def _every(
     folder: pathlib.Path, args: Mapping[str, Any], files: Mapping[str, str]
 ) -> dict[str, Any]:
-    """Path -> the array, or the error that reading it raised."""
+    """Path -> the array, or the error that was raised by reading the array."""
     handler, turn = ocp.type_handlers.ArrayHandler(), asyncio.Semaphore(_AT_A_TIME)
 
     async def one(path: str, arg: Any) -> Any:
@@ -310,14 +313,14 @@ async def _every(
     work = (one(path, arg) for path, arg in args.items())
     found = await asyncio.gather(*work, return_exceptions=True)
     if any(isinstance(x, BaseException) for x in found):
-        # The other blocks of a damaged array are still being read.
+        # Other blocks of a damaged array may still be being read.
         await asyncio.sleep(_SETTLE_S)
     return dict(zip(args, found, strict=True))
 
 
 @contextlib.contextmanager
 def _quiet() -> Generator[None]:
-    """Keeps Orbax from printing errors that are raised to the caller as well."""
+    """Keeps Orbax from printing errors that are also raised to the caller."""
 
     def tell(record: logging.LogRecord) -> bool:
         return "orbax" not in record.pathname or record.levelno > logging.ERROR
@@ -331,7 +334,9 @@ def _quiet() -> Generator[None]:
 
 
 def _read_into(sharding: Any) -> Any:
-    """Where blocks are read: in one process each once, whatever its replicas."""
+    """The sharding into which blocks are read; with one process, each block is read
+    once, whatever its number of replicas.
+    """
     if sharding.is_fully_addressable and isinstance(
         sharding, jax.sharding.NamedSharding
     ):
@@ -351,20 +356,23 @@ def _empty(struct: Any) -> jax.Array:
 def struct_of(
     shape: tuple[int, ...], dtype: Any, sharding: Any
 ) -> jax.ShapeDtypeStruct:
-    """The struct of the numbers of an array, which are its elements but for keys."""
+    """The struct of the numbers of an array: its elements or, for random keys, their
+    data.
+    """
     shape, dtype = jax_compat.bits_struct(shape, dtype)
     return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
 
 
 def _reason(error: BaseException) -> str:
-    """What went wrong, without what tensorstore says of itself."""
+    """The reason of an error, without tensorstore's internal details."""
     text = " ".join(str(error).split())
     text = re.sub(r" ?(See full TensorStore details|\[source locations=).*", "", text)
     return text[:300].rstrip(".: ") + "."
 
 
 _MASK = (1 << 64) - 1
-# Elements that are summed at a time: the block that is read twice stays in the cache.
+# Number of elements that are summed at a time, so small that a block which is read
+# twice stays in the cache.
 _CHUNK = 1 << 18
 
 
@@ -382,7 +390,7 @@ class Digest:
     weighted: int = 0
 
     def __add__(self, other: Digest) -> Digest:
-        """The checksum of two parts together."""
+        """The checksum of two parts joined."""
         return Digest(
             (self.total + other.total) & _MASK,
             (self.weighted + other.weighted) & _MASK,
@@ -394,10 +402,10 @@ class Digest:
 
     @classmethod
     def parse(cls, text: str) -> Digest:
-        """Reads what ``str`` wrote.
+        """Parses the result of ``str``.
 
         Raises:
-          InputError: the text is no checksum.
+          InputError: the text is not a checksum.
         """
         if len(text) != 32:
             raise InputError(f"Digest: expected 32 hex digits, got '{text}'.")
@@ -405,10 +413,10 @@ class Digest:
 
 
 def digest_of(array: Any) -> Digest:
-    """The checksum of what this process holds of an array; a replica counts once.
+    """The checksum of this process's part of an array; replicas count once.
 
     Args:
-      array: a ``jax.Array`` without extended dtype. Over all processes the parts add
+      array: a ``jax.Array`` without extended dtype. The checksums of all processes add
         up to the checksum of the whole array.
     """
     found = Digest()
@@ -426,8 +434,8 @@ def block_digest(
 
     Args:
       block: the elements.
-      begin: of each dim, the first index of the block.
-      shape: of the whole array.
+      begin: first index of the block in each dim.
+      shape: shape of the whole array.
     """
     if not block.size:
         return Digest()
@@ -445,7 +453,9 @@ def block_digest(
 
 
 def _sum_rows(words: np.ndarray, rows: np.ndarray, columns: np.ndarray) -> Digest:
-    """The checksum of some rows; a word's place is that of its row and its column."""
+    """The checksum of some rows; the index of a word is the sum of its row's and its
+    column's index.
+    """
     by_row = words.sum(axis=1, dtype=np.uint64)
     by_column = words.sum(axis=0, dtype=np.uint64)
     weighted = int(np.dot(by_row, rows)) + int(np.dot(by_column, columns))
@@ -455,7 +465,7 @@ def _sum_rows(words: np.ndarray, rows: np.ndarray, columns: np.ndarray) -> Diges
 def _row_places(
     block: Sequence[int], begin: Sequence[int], shape: Sequence[int], wide: int
 ) -> np.ndarray:
-    """The place in the whole array at which the row of each row of a block begins."""
+    """For each row of a block, the index in the whole array at which the row begins."""
     places = np.zeros((), np.uint64)
     for k in range(len(block) - 1):
         stride = math.prod(shape[k + 1 :]) * wide
@@ -465,7 +475,7 @@ def _row_places(
 
 
 def _words(block: np.ndarray) -> tuple[np.ndarray, int]:
-    """The elements as whole numbers, and how many of them an element is."""
+    """The elements as whole numbers, and the number of whole numbers per element."""
     block = np.ascontiguousarray(block)
     size = block.dtype.itemsize
     if size <= 8:
@@ -478,7 +488,9 @@ def _words(block: np.ndarray) -> tuple[np.ndarray, int]:
 
 
 def _bits(dtype: np.dtype) -> int:
-    """Bits of an element; of one smaller than a byte, the rest is not defined."""
+    """Number of bits of an element; in an element smaller than a byte, the other bits
+    of the byte are undefined.
+    """
     if dtype == np.bool_ or dtype.itemsize > 1:
         return 8 * dtype.itemsize
     kind = jnp.finfo if jnp.issubdtype(dtype, jnp.floating) else jnp.iinfo

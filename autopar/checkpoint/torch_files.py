@@ -3,8 +3,8 @@
 A file is a zip with a pickle in ``archive/data.pkl`` and the numbers of each storage in
 ``archive/data/<key>``. The pickle calls ``torch._utils._rebuild_tensor_v2`` with a
 storage, an offset, a shape and strides [1]. Reading calls no function that a file
-names: the few names that tensors need stand for functions of this module, and any other
-name is an error.
+names. The few names that tensors need are mapped to functions of this module, and any
+other name is an error.
 
 [1] PyTorch, ``torch/serialization.py`` and ``torch/_utils.py`` (2.x).
 """
@@ -44,12 +44,12 @@ _PARAMETER = ("torch._utils", "_rebuild_parameter")
 
 
 def save(path: pathlib.Path, value: Any) -> None:
-    """Writes what ``torch.load`` reads.
+    """Writes a file that ``torch.load`` can read.
 
     Args:
-      path: of the file.
-      value: arrays, which become tensors, in dictionaries with names as keys; numbers
-        and texts.
+      path: path of the file.
+      value: dictionaries with names as keys that hold arrays, numbers and texts; arrays
+        become tensors.
 
     Raises:
       CheckpointError: PyTorch has no such tensor.
@@ -65,7 +65,8 @@ def save(path: pathlib.Path, value: Any) -> None:
 
 
 class _PickleWriter:
-    """Encodes values as a pickle of protocol 2, without importing what it names."""
+    """Encodes values as a pickle of protocol 2, without importing the named functions.
+    """
 
     def __init__(self) -> None:
         self.storages: list[np.ndarray] = []
@@ -77,7 +78,7 @@ class _PickleWriter:
         if isinstance(value, np.ndarray):
             return self._tensor(value)
         if isinstance(value, (str, bool, int, float)) or value is None:
-            # Without the two bytes of the protocol and the one that ends it.
+            # The slice removes the two bytes of the protocol and the last byte.
             return pickle.dumps(value, protocol=2)[2:-1]
         raise CheckpointError(f"torch files hold no {type(value).__name__}.")
 
@@ -113,10 +114,10 @@ def _global(module: str, name: str) -> bytes:
 
 
 def load(path: pathlib.Path) -> Any:
-    """Reads what ``torch.save`` wrote: tensors become arrays.
+    """Reads a file of ``torch.save``; tensors become arrays.
 
-    Nothing in the file is believed: sizes, offsets and strides are compared with the
-    bytes that are there before an array is made.
+    The content of the file is not trusted: sizes, offsets and strides are compared with
+    the available bytes before an array is made.
 
     Raises:
       CheckpointError: the file cannot be read, or holds more than tensors, numbers,
@@ -133,7 +134,7 @@ def load(path: pathlib.Path) -> Any:
             raise CheckpointError(f"{path}: {error}") from error
         except OSError as error:
             raise CheckpointError(f"{path}: cannot be read: {error}.") from error
-        # Whatever zipfile, zlib or pickle make of bytes that nobody vouches for.
+        # For untrusted bytes, zipfile, zlib and pickle may raise any exception.
         except Exception as error:
             raise CheckpointError(
                 f"{path}: damaged, or no tensors: {_reason(error)}."
@@ -165,9 +166,11 @@ def _read(file: zipfile.ZipFile, path: pathlib.Path) -> Any:
     return found
 
 
-# Tensors may share numbers; their bytes together are at most so many times the file's.
+# Tensors may share numbers. The bytes of all tensors together may be at most this many
+# times the size of the file.
 _SHARED = 16
-# Deepest nesting of collections, and how often each may stand in others on average.
+# The deepest nesting of collections, and the mean number of times that a collection may
+# occur in others.
 _DEEPEST, _REPEATS = 100, 10
 _STORES = frozenset({"BINPUT", "LONG_BINPUT", "PUT"})
 
@@ -176,7 +179,7 @@ def _check(program: bytes) -> int:
     """The number of operations of a pickle.
 
     Raises:
-      CheckpointError: it would take up memory that it has no use for.
+      CheckpointError: the pickle would allocate memory that it does not need.
     """
     count = 0
     for operation, argument, _ in pickletools.genops(program):
@@ -187,7 +190,9 @@ def _check(program: bytes) -> int:
 
 
 def _check_tree(value: Any, left: list[int]) -> None:
-    """Checks that a value can be walked through; ``left``: levels and values."""
+    """Checks that a value can be traversed; ``left`` holds the remaining numbers of
+    levels and values.
+    """
     left[1] -= 1
     if min(left) < 0:
         raise CheckpointError("damaged: its collections hold each other, or too much.")
@@ -205,7 +210,9 @@ def _check_tree(value: Any, left: list[int]) -> None:
 
 
 class _Name:
-    """What a name in a pickle stands for; a pickle cannot change it."""
+    """The object to which a name in a pickle is mapped; a pickle cannot change the
+    object.
+    """
 
     __slots__ = ("_call",)
 
@@ -220,7 +227,7 @@ class _Name:
 
 
 class _StorageClass:
-    """A class of storages: its elements' dtype."""
+    """A class of storages, with the dtype of its elements."""
 
     __slots__ = ("dtype",)
 
@@ -232,14 +239,16 @@ class _StorageClass:
 
 
 class _Dictionary(dict[Any, Any]):
-    """An ``OrderedDict``, without the attributes that PyTorch gives those of models."""
+    """An ``OrderedDict`` that ignores the attributes which PyTorch sets on the
+    dictionaries of models.
+    """
 
     def __setstate__(self, state: Any) -> None:
         del state
 
 
 class _Reader(pickle.Unpickler):
-    """Reads a pickle of tensors, and knows no other names."""
+    """Reads a pickle of tensors; all other names are errors."""
 
     def __init__(
         self, program: bytes, file: zipfile.ZipFile, top: str, size: int
@@ -304,10 +313,10 @@ _MOST_DIMS = 32
 
 
 def _whole_number(value: Any) -> int:
-    """A size, an offset or a stride.
+    """Checks a size, an offset or a stride.
 
     Raises:
-      CheckpointError: it is none.
+      CheckpointError: the value is not a valid whole number.
     """
     if type(value) is not int or not 0 <= value < 1 << 62:
         raise CheckpointError(

@@ -1,4 +1,4 @@
-"""Trees of arrays as named arrays and a structure that JSON can hold."""
+"""Splits trees of arrays into named arrays and a structure that JSON can hold."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ import numpy as np
 
 from autopar.errors import CheckpointError
 
-# More than the name of any dtype has.
+# An upper limit of the length of a dtype's name.
 _MOST_LETTERS = 64
 
 
 def split(
     tree: Any, name: str, kinds: tuple[type, ...] = (jax.Array,)
 ) -> tuple[dict[str, Any], Any]:
-    """The arrays of a tree by name, and all else of it as plain data.
+    """The arrays of a tree by name, and the rest of the tree as plain data.
 
-    A named tuple becomes a tuple. An array of NumPy is kept as data unless ``kinds``
-    names it, so it should be small.
+    A named tuple becomes a tuple. A NumPy array is stored as plain data unless
+    ``kinds`` includes its class, so such arrays should be small.
 
     Args:
       tree: dictionaries with names as keys, tuples, lists, arrays, numbers and texts.
-      name: with which the names of the arrays begin.
+      name: prefix of the names of the arrays.
       kinds: classes of the arrays that get names.
     """
     arrays: dict[str, Any] = {}
@@ -52,10 +52,10 @@ def _plain(
 
 
 def join(plain: Any, arrays: Mapping[str, Any]) -> Any:
-    """The tree that was split, with these arrays.
+    """Rebuilds a split tree with these arrays.
 
     Raises:
-      CheckpointError: the data is not what `split` makes.
+      CheckpointError: the data was not made by `split`.
     """
     try:
         ((kind, held),) = plain.items()

@@ -3,10 +3,11 @@
 TOML files and plan files hold a cluster in this form. Reading is strict and restores
 equal values.
 
-Clusters of unequal devices: groups of equal ones, and a link between the groups.
+A cluster of unequal devices consists of groups of equal devices and a link between the
+groups.
 
-What plans for equal devices reads `device` or `levels`, which a cluster of groups
-refuses: it has neither, and must not pass for a cluster that has.
+Code that plans for equal devices reads `device` or `levels`. A cluster of groups has
+neither field, so reading them raises an error.
 """
 
 from __future__ import annotations

@@ -307,7 +307,7 @@ class _Filling:
         self._left[shape] += -1 if taken else 1
 
     def _choices(self, free: int) -> Iterator[Shape]:
-        """Yields the shapes that fit at the first free device."""
+        """Yields the shapes of slices that can begin at the first free device."""
         for shape, left in list(self._left.items()):
             if left and free in self._starts[shape]:
                 cells = block(self._levels, shape, free)

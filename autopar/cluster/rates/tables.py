@@ -26,9 +26,10 @@ class CollectiveKnots(msgspec.Struct, frozen=True):
     """Times of one collective among devices behind one switch.
 
     Attributes:
-      group_sizes: the measured sizes of groups, rising.
-      nbytes: sizes of the knots by the convention of `autopar.cluster.specs.Kind`.
-      seconds: ``[group sizes, knots]``.
+      group_sizes: the measured group sizes, ascending.
+      nbytes: sizes at the interpolation points, in the convention of
+        `autopar.cluster.specs.Kind`.
+      seconds: times, ``[group sizes, sizes]``.
     """
 
     group_sizes: tuple[int, ...]
@@ -49,7 +50,7 @@ class PartnerRates(msgspec.Struct, frozen=True):
       bandwidth_bytes_per_s: bandwidth of the link in one direction.
       sharpness: sharpness of the transition between the limits of channels and of the
         link.
-      group_sizes: the measured sizes of groups, rising.
+      group_sizes: the measured group sizes, ascending.
       octaves: log2 of the bytes per partner at the interpolation points.
       logs: logarithms of measured divided by modelled time, ``[group sizes, octaves]``.
     """

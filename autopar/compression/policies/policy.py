@@ -19,7 +19,8 @@ messages, and reports contain it.
 ...     def observe(self, seen):
 ...         return {name: "int8" for name in seen.gradients}
 
-Helps policies to pick gradients, to read what was sent, and to keep a state.
+The functions below help policies to select gradients, to read telemetry, and to keep a
+state.
 
 A policy is a frozen dataclass of options with one small state (`Remembering`).
 """

@@ -1,12 +1,12 @@
 """Warm-up: a codec with less compression in the first steps, and another codec or a
 policy later.
 
-Gradients are largest and change fastest in the first steps. What a codec leaves
-waiting then is large, and late where it is sent. 1-bit Adam (arXiv 2102.02888,
-section 4) trains its first 15 to 20 % of the steps without a codec, Deep Gradient
+Gradients are largest and change fastest in the first steps. So the residuals of a codec
+are then large, and are outdated when they are sent. 1-bit Adam (arXiv 2102.02888,
+section 4) trains the first 15 to 20 % of the steps without a codec. Deep Gradient
 Compression (arXiv 1712.01887, section 3.3) raises its sparsity over the first epochs.
 
-The residuals and what the codecs have learned are carried over; the change is one
+The residuals and the states of the codecs are kept at the change. The change costs one
 compilation::
 
     policy = WarmUp(steps=100, first="dense", codec="sign")
