@@ -37,7 +37,7 @@ def export(folder: pathlib.Path, held: Manifest, target: pathlib.Path) -> list[s
 
     Args:
       folder: folder of the checkpoint.
-      held: its manifest.
+      held: manifest of the checkpoint.
       target: folder in which the folder ``zero`` is created.
 
     Returns:

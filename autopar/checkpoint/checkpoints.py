@@ -142,7 +142,7 @@ class Restored:
 
     Attributes:
       state: state of the step, in the layouts of its plan.
-      step: number of steps done.
+      step: number of completed steps.
       position: number of samples consumed.
       folder: the checkpoint.
       damaged: descriptions of the damage in newer checkpoints, which were skipped.
@@ -240,7 +240,7 @@ class Checkpoints:
         state. If another save is in progress, this method first waits for it.
 
         Args:
-          train_step: the step; it has been planned.
+          train_step: the step, which must have been planned.
           state: the state that the step returned last: one pytree, or a tuple of the
             leading arguments.
           step: number of completed steps.
@@ -371,7 +371,7 @@ class Checkpoints:
         """Restores a state in place of an existing state; see `restore`.
 
         Args:
-          train_step: the step; it has been planned.
+          train_step: the step, which must have been planned.
           state: arrays or structs; NNX objects are updated in place.
           step: step of the checkpoint, as for `restore`.
         """

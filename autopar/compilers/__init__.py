@@ -1,1 +1,1 @@
-"""XLA's compilers for accelerators, on a host that has none."""
+"""XLA's compilers for accelerators, for hosts without an accelerator."""

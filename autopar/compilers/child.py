@@ -1,4 +1,5 @@
-"""The process that compiles: it has a backend of its own, and ends.
+"""The child process that compiles: it has its own backend, and ends after the
+compilation.
 
     python -m autopar.compilers.child FOLDER
 
@@ -17,7 +18,7 @@ from autopar_passes import jax_compat
 
 
 def main(folder: pathlib.Path) -> int:
-    """Compiles what lies in a folder; 1 where the compiler refuses it."""
+    """Compiles the program in a folder; returns 1 if the compiler refuses it."""
     request = json.loads((folder / "request.json").read_text(encoding="utf-8"))
     try:
         program, memory = jax_compat.compile_without_devices(
@@ -27,7 +28,7 @@ def main(folder: pathlib.Path) -> int:
             description=request["description"],
             devices=request["devices"],
         )
-    # The compiler raises whatever it likes; the parent process reports it.
+    # The compiler may raise any exception; the parent process reports it.
     except Exception as error:
         text = f"{type(error).__name__}: {error}"
         (folder / "error.txt").write_text(text, encoding="utf-8")

@@ -1,4 +1,4 @@
-"""A planned step through the compiler of an accelerator, in a process of its own."""
+"""Compiles a planned step for an accelerator, in a separate process."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ from autopar.cluster import Cluster
 from autopar.compilers.targets import Target, room_options, topology
 from autopar.errors import CompileError, PlanError
 
-# Without a device nothing can be tuned by running it, and products that Triton makes
-# want tuning: the compiler may not find a tile size for them.
+# Without a device the compiler cannot autotune kernels by running them. Products by
+# Triton need autotuning: without it the compiler may find no tile size.
 _GPU_FLAGS = ("--xla_gpu_autotune_level=0", "--xla_gpu_enable_triton_gemm=false")
-# As planned steps are compiled on CPUs (`autopar.runtime`).
+# The same option with which planned steps are compiled on CPUs (`autopar.runtime`).
 _WITH_BARRIERS = "--xla_disable_hlo_passes=cse_barrier_expander"
 _MOST_LINES = 12
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Memory:
-    """The memory of one device by the compiler, in bytes.
+    """The memory of one device according to the compiler, in bytes.
 
     Attributes:
-      argument_bytes: of the arguments.
-      output_bytes: of the results.
-      alias_bytes: of results that take the place of arguments.
-      temp_bytes: of everything in between.
+      argument_bytes: bytes of the arguments.
+      output_bytes: bytes of the results.
+      alias_bytes: bytes of results that reuse the buffers of arguments.
+      temp_bytes: bytes of temporary buffers.
     """
 
     argument_bytes: int
@@ -43,7 +43,7 @@ class Memory:
 
     @property
     def peak_bytes(self) -> int:
-        """What a device must have."""
+        """The bytes that a device must have."""
         held = self.argument_bytes + self.output_bytes - self.alias_bytes
         return held + self.temp_bytes
 
@@ -53,8 +53,8 @@ class CompiledProgram:
     """An optimized program and its memory.
 
     Attributes:
-      text: of the optimized module.
-      memory: of one device.
+      text: text of the optimized module.
+      memory: memory of one device.
     """
 
     text: str
@@ -62,11 +62,11 @@ class CompiledProgram:
 
 
 def check_target(target: Target, cluster: Cluster) -> None:
-    """Checks that a cluster can be compiled for, before any work.
+    """Checks that the compiler supports a cluster, before any work.
 
     Raises:
-      PlanError: the cluster is none of the target's, or the compiler is not installed;
-        the message names the extra that installs it.
+      PlanError: the cluster does not consist of the target's devices, or the compiler
+        is not installed; the message names the extra that installs the compiler.
     """
     topology(target, cluster)
     try:
@@ -82,17 +82,19 @@ def check_target(target: Target, cluster: Cluster) -> None:
 
 
 def compile_for(lowered: Any, target: Target, cluster: Cluster) -> CompiledProgram:
-    """Compiles a lowered step for the devices of a cluster that need not be there.
+    """Compiles a lowered step for the devices of a cluster, which need not be
+    available.
 
-    The compiler runs in a child process, so that this one keeps its backend.
+    The compiler runs in a child process, so that this process keeps its backend.
 
     Args:
       lowered: JAX's ``Lowered`` for the target's platform.
       target: the device.
-      cluster: the plan's.
+      cluster: the cluster of the plan.
 
     Raises:
-      PlanError: the compiler is not installed, or the cluster is none of the target's.
+      PlanError: the compiler is not installed, or the cluster does not consist of the
+        target's devices.
       CompileError: the compiler refuses the program.
     """
     check_target(target, cluster)
@@ -115,7 +117,7 @@ def compile_for(lowered: Any, target: Target, cluster: Cluster) -> CompiledProgr
 
 
 def _run(folder: pathlib.Path, target: Target, cluster: Cluster) -> None:
-    """Runs the child process; raises what went wrong in it."""
+    """Runs the child process; raises its error."""
     command = [sys.executable, "-m", "autopar.compilers.child", str(folder)]
     own = _environment(target, cluster)
     done = subprocess.run(command, env=own, capture_output=True, text=True, check=False)
@@ -132,14 +134,16 @@ def _run(folder: pathlib.Path, target: Target, cluster: Cluster) -> None:
 
 
 def _environment(target: Target, cluster: Cluster) -> dict[str, str]:
-    """The environment of the child process: no backend, and the compiler's flags."""
+    """The environment of the child process: without the backend's settings, and with
+    the compiler's flags.
+    """
     path = os.pathsep.join([p for p in sys.path if p] or [os.getcwd()])
     own = {
         "JAX_PLATFORMS": "cpu",
         "PYTHONPATH": path,
         "TF_CPP_MIN_LOG_LEVEL": "3",
         "TPU_SKIP_MDS_QUERY": "1",
-        # No device is opened, so several may compile at once.
+        # No device is opened, so several processes may compile at the same time.
         "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
         "TPU_WORKER_HOSTNAMES": "localhost",
         "TPU_ACCELERATOR_TYPE": "v5p-32" if target.name == "v5p" else "v5litepod-16",

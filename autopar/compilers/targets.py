@@ -1,8 +1,8 @@
-"""What XLA compiles for: descriptions of devices, as data.
+"""Descriptions of the devices that XLA compiles for, as data.
 
-The figures of GPUs are those of openxla/xla, ``xla/backends/gpu/target_config/specs``
-(``a100_sxm_80``, ``h100_sxm``, ``h200``, ``b200``, ``v100``). A TPU is known to its
-compiler by name; its clock is that of
+The figures of GPUs come from openxla/xla, ``xla/backends/gpu/target_config/specs``
+(``a100_sxm_80``, ``h100_sxm``, ``h200``, ``b200``, ``v100``). The compiler identifies a
+TPU by its name. The clock of a TPU comes from
 https://jax-ml.github.io/scaling-book/tpus/.
 """
 
@@ -23,14 +23,14 @@ class Gpu:
     """The figures of a GPU that its compiler reads.
 
     Attributes:
-      name: as its driver reports it.
-      capability: of CUDA, such as (9, 0).
+      name: name that the driver reports.
+      capability: CUDA compute capability, such as (9, 0).
       cores: streaming multiprocessors.
-      fpus_per_core: floating point units of each.
-      clock_ghz: of the cores.
-      memory_bytes: of the device.
-      memory_bytes_per_s: bandwidth.
-      l2_bytes: of the cache.
+      fpus_per_core: floating point units of each streaming multiprocessor.
+      clock_ghz: clock of the cores.
+      memory_bytes: memory of the device.
+      memory_bytes_per_s: memory bandwidth.
+      l2_bytes: size of the L2 cache.
       shared_bytes: shared memory of a core.
       shared_optin_bytes: shared memory that one block may ask for.
     """
@@ -74,10 +74,11 @@ class Target:
     """A device that a step can be compiled for without having it.
 
     Attributes:
-      name: of the target, and of the preset of a cluster of such devices.
+      name: name of the target, and of the preset for clusters of such devices.
       kind: as in `autopar.cluster.specs.DeviceSpec`, "gpu", "tpu" or "cpu".
       gpu: the figures of a GPU; None for others.
-      clock_hz: of a TPU, to read its compiler's cycles; 0 for others.
+      clock_hz: clock of a TPU, which converts its compiler's cycles to seconds; 0 for
+        others.
     """
 
     name: str
@@ -97,12 +98,12 @@ class Target:
 
     @property
     def module(self) -> str:
-        """The Python module that is there where the compiler is installed."""
+        """The Python module that exists if the compiler is installed."""
         return _MODULES[self.kind]
 
 
 _MODULES: Final = {"gpu": "jax_plugins.xla_cuda12", "tpu": "libtpu", "cpu": "jaxlib"}
-# Hosts of any number of devices. No accelerator: JAX itself compiles for it.
+# Hosts with any number of CPU devices, for which JAX itself compiles.
 CPU: Final = Target(name="cpu", kind="cpu")
 _H100: Final = Gpu(
     name="NVIDIA H100 80GB HBM3",
@@ -171,19 +172,21 @@ TARGETS: Final = {
 }
 
 
-# Of the device's memory, what XLA's scheduler and its rematerialisation leave to a
-# program, in per cent (openxla/xla, ``xla/debug_options_flags.cc``).
+# The percentage of the device's memory that XLA's scheduler and rematerialisation give
+# to a program (openxla/xla, ``xla/debug_options_flags.cc``).
 _SLOP_OPTION: Final = "xla_gpu_memory_limit_slop_factor"
 _SLOP_FACTOR: Final = 95
-# The memory of a preset is rounded: a plan may use the whole device from this share on.
+# The memory of a preset is rounded. From this fraction of the memory on, a plan counts
+# as using the whole device.
 _WHOLE_MEMORY: Final = 0.999
 
 
 def room_options(cluster: Cluster) -> dict[str, str]:
-    """Options by which XLA's compiler makes room in the memory that a plan may use.
+    """Options with which XLA's compiler saves memory, so that a program stays within a
+    plan's limit.
 
-    It knows the memory of the device alone. Where a plan may use less, the compiler
-    would keep more at once than the plan takes.
+    The compiler knows only the memory of the device. If a plan may use less memory, the
+    compiler would keep more arrays in memory than the plan allows.
 
     >>> room_options(Cluster.parse("8:h100,memory=40GB"))
     {'xla_gpu_memory_limit_slop_factor': '49'}
@@ -191,8 +194,8 @@ def room_options(cluster: Cluster) -> dict[str, str]:
     {}
 
     Args:
-      cluster: with the memory that a program may use; of unlike devices each has its
-        own, and no option is given.
+      cluster: the cluster, with the memory that a program may use. Unequal devices have
+        different memory, so no option is returned for them.
     """
     device = cluster.device
     target = None if cluster.groups else TARGETS.get(device.name)
@@ -209,7 +212,7 @@ def target_of(name: str) -> Target:
     """The target of that name.
 
     Raises:
-      PlanError: there is none.
+      PlanError: there is no such target.
     """
     found = TARGETS.get(name.lower())
     if found is None:
@@ -221,21 +224,22 @@ def target_of(name: str) -> Target:
     return found
 
 
-# Slices that Google sells, by number of chips
-# (https://cloud.google.com/tpu/docs/v5e, .../v5p).
+# Slices that Google offers, by number of chips (https://cloud.google.com/tpu/docs/v5e,
+# .../v5p).
 _V5E = ("1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")
 _V5P = ("2x2x1", "2x2x2", "2x2x4", "2x4x4", "4x4x4", "4x4x8", "4x8x8", "8x8x8")
 _SLICES = {"v5e": _V5E, "v5p": _V5P}
 
 
 def topology(target: Target, cluster: Cluster) -> str:
-    """The text by which the compiler of a target knows the devices of a cluster.
+    """The text that describes the devices of a cluster to the compiler of a target.
 
-    A GPU cluster is hosts times devices of a host, as in ``1x8x8``. A TPU cluster is
-    the slice with its shape or, if it is one level, the slice of that many chips.
+    For a GPU cluster the text is the number of hosts times the devices per host, as in
+    ``1x8x8``. For a TPU cluster it is the slice with the shape of the cluster; a
+    cluster of one level is the slice with its number of chips.
 
     Raises:
-      PlanError: the cluster is of another kind, or no slice has its shape.
+      PlanError: the cluster has another kind of device, or no slice has its shape.
     """
     if cluster.groups:
         raise PlanError(
@@ -261,7 +265,8 @@ def topology(target: Target, cluster: Cluster) -> str:
 
 
 def _slice(name: str, sizes: Sequence[int]) -> str | None:
-    """The slice of a shape or, where that is one number, of so many chips."""
+    """The slice with a shape or, if the shape is one number, with this number of chips.
+    """
     shapes = {text: tuple(map(int, text.split("x"))) for text in _SLICES[name]}
     if len(sizes) == 1:
         counts = {math.prod(shape): text for text, shape in shapes.items()}

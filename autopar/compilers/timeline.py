@@ -1,8 +1,8 @@
-"""Seconds of a compiled program's schedule, by the cost model's prices.
+"""Seconds of a compiled program's schedule, computed with the cost model.
 
-Two queues run beside each other: kernels in the order of the program, and messages in
-the order in which they begin. A kernel behind a ``-done`` waits for its message. What
-the kernels wait is exposed.
+Two queues run in parallel: kernels in program order, and messages in the order in which
+they start. A kernel after a ``-done`` operation waits for the message of that
+operation. The waiting time of kernels is exposed communication.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ class DeviceTimeline:
     """Seconds of one step on one device.
 
     Attributes:
-      kernel_s: of kernels.
-      communication_s: of messages, hidden or not.
-      exposed_s: that kernels wait for messages.
+      kernel_s: seconds of kernels.
+      communication_s: seconds of messages, hidden or exposed.
+      exposed_s: seconds for which kernels wait for messages.
       messages: number of messages.
-      hidden: messages that begin and are waited for with kernels in between.
+      hidden: number of messages with kernels between their start and their ``-done``.
       cycles: the compiler's own estimates of kernels, in clock cycles.
     """
 
@@ -44,12 +44,12 @@ class DeviceTimeline:
     cycles: float = 0.0
 
     def __add__(self, other: Self) -> Self:
-        """Two parts of a step, one after the other."""
+        """The timeline of two parts of a step, one after the other."""
         names = [f.name for f in dataclasses.fields(self)]
         return type(self)(**{n: getattr(self, n) + getattr(other, n) for n in names})
 
     def __mul__(self, times: float) -> Self:
-        """A part that runs several times."""
+        """The timeline of a part that runs several times."""
         names = [f.name for f in dataclasses.fields(self)]
         return type(self)(**{n: getattr(self, n) * times for n in names})
 
@@ -99,7 +99,8 @@ def message_s(collectives: Iterable[AuditedCollective], pricer: Pricer) -> float
     if not axes or found[0].group > whole:
         return 0.0
     if found[0].group < whole:
-        # A part of an axis: the last one that is long enough has the fastest links.
+        # If the group is a part of an axis, the last axis that is long enough is taken,
+        # because it has the fastest links.
         axes = tuple(a for a in axes if a.size >= found[0].group)[-1:] or axes[-1:]
     nbytes = sum(c.nbytes for c in found)
     return pricer.skew(axes) * collective_s(found[0].kind, nbytes, axes)
@@ -113,10 +114,10 @@ def _kernel(kernel: Kernel, device: DeviceSpec) -> DeviceTimeline:
 
 
 def kernel_s(kernel: Kernel, device: DeviceSpec) -> float:
-    """Seconds of a kernel without its start, by the prices of a plan's operators.
+    """Seconds of a kernel without its launch, computed like a plan's operators.
 
-    Products take what the device's table says, where it has one. A kernel takes no
-    less than the bytes that it moves.
+    Products take the time in the device's table, if there is one. A kernel takes at
+    least the time to move its bytes.
     """
     memory_s = roofline_s(0.0, kernel.nbytes, kernel.dtype, device, is_matrix=False)
     if not kernel.products:

@@ -1,1 +1,1 @@
-"""Starts elastic runs on clusters that other programs manage."""
+"""Starts elastic runs on clusters that Kubernetes or Slurm manages."""

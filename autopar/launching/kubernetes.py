@@ -1,16 +1,17 @@
-"""Objects of Kubernetes for an elastic run (`autopar launch kubernetes`).
+"""Kubernetes objects for an elastic run (`autopar launch kubernetes`).
 
-One pod has the supervisor, and each other pod is a host with an agent (`autopar
-worker`). Both are pods of Jobs, in a JobSet or on their own:
+One pod runs the supervisor. Each other pod is a host with an agent (`autopar worker`).
+The pods belong to two Jobs, which are in a JobSet or standalone:
 
-- The agents' Job is indexed, with as many indexes as there may be hosts. A pod that has
-  no node yet waits, and joins the run later.
-- An agent that leaves ends with `SUSPENDED`, and with 0 only when the run is done. An
-  index with status 0 is done for the Job, so any other end of a pod makes room for
-  another pod. One index with status 0 completes the Job.
-- The supervisor's pod has the run saved before it ends. Its status is `SUSPENDED` then,
-  and a pod that takes its place goes on from what was saved.
-- Pods find the supervisor by the name of a headless Service.
+- The agents' Job is indexed and has one index for each possible host. A pod without a
+  node waits, and joins the run later.
+- An agent that leaves the run ends with the status `SUSPENDED`. An agent ends with
+  status 0 only if the run is done. The Job counts an index with status 0 as done; after
+  any other end of a pod, another pod takes its place. One index with status 0 completes
+  the Job.
+- The supervisor's pod saves the run before the pod ends, with the status `SUSPENDED`.
+  The pod that replaces it continues from the saved state.
+- Pods find the supervisor under the name of a headless Service.
 """
 
 from __future__ import annotations
@@ -26,27 +27,29 @@ import yaml
 from autopar.elastic.processes.members import SUSPENDED
 from autopar.errors import InputError
 
-# Where the supervisor listens, and where pods keep what they write.
+# The port of the supervisor, and the folders to which pods write.
 PORT = 7000
 _FOLDER, CHECKPOINTS = "/autopar", "/checkpoints"
 _SECRET_KEY = "secret"
 # Saving takes up to 300 s, and workers leave within 60 s.
 _SAVE_S, _LEAVE_S = 330, 90
-# A pod may need minutes for its image before the supervisor is there.
+# Seconds that pods wait for the supervisor, whose pod may need minutes to load its
+# image.
 _AWAY_S = 600
-# Pods of the supervisor that may fail, pods of each host, and workers of each slot.
+# The most failures of the supervisor's pods, of each host's pods, and of each slot's
+# workers.
 _RETRIES = 3
-# The longest suffixes of Kubernetes and JobSet are those of pods:
-# "-supervisor-0-0-abcde", and "-workers-0-1023-abcde".
+# The longest suffixes that Kubernetes and JobSet add are in names of pods:
+# "-supervisor-0-0-abcde" and "-workers-0-1023-abcde".
 _LONGEST_NAME = 63 - len("-supervisor-0-0-abcde")
 _SUPERVISOR_RESOURCES = {"cpu": "500m", "memory": "1Gi"}
 
-# RFC 1035 and RFC 1123, as Kubernetes reads them.
+# Names by RFC 1035 and RFC 1123, as Kubernetes applies them.
 _LABEL = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
 _SUBDOMAIN = re.compile(r"[a-z0-9]([-.a-z0-9]*[a-z0-9])?")
 _KEY = re.compile(r"([a-z0-9]([-.a-z0-9]*[a-z0-9])?/)?[A-Za-z0-9]([-\w.]*[A-Za-z0-9])?")
 _QUANTITY = re.compile(r"(\d+\.?\d*|\.\d+)([numkMGTPE]|[KMGTPE]i|[eE][-+]?\d+)?")
-# Resources that are no devices; the names of devices have a slash.
+# Resources that are not devices; names of devices have a slash.
 _NATIVE = re.compile(r"cpu|memory|ephemeral-storage|hugepages-\w+")
 
 Object = dict[str, Any]
@@ -57,17 +60,18 @@ class KubernetesRun:
     """An elastic run on Kubernetes.
 
     Attributes:
-      name: of the run and, with suffixes, of its objects.
-      image: of all pods; it has autopar and the script.
+      name: name of the run and, with suffixes, of its objects.
+      image: image of all pods, which contains autopar and the script.
       script: path of the script in the image, and its own arguments.
-      nodes: fewest and most pods with workers.
-      slots: number of workers of each of them.
-      resources: of each of them, by Kubernetes' names.
-      namespace: of all objects; '': that of the user.
-      queue: Kueue's local queue; '': Kueue takes no part.
-      topology: key of the node label that pods should have in common; '': any.
+      nodes: least and most number of pods with workers.
+      slots: number of workers of each such pod.
+      resources: resources of each such pod, by Kubernetes' names.
+      namespace: namespace of all objects; '': the user's namespace.
+      queue: Kueue's local queue; '': Kueue is not used.
+      topology: key of a node label; pods should run on nodes with the same value of
+        this label. '': no preference.
       checkpoint_claim: a volume claim that all pods mount; '': none.
-      secret: of the run, as PEM text; '': a Secret of the cluster has it.
+      secret: secret of the run, as PEM text; '': a Secret of the cluster holds it.
 
     Raises:
       InputError: an option is wrong.
@@ -112,7 +116,7 @@ class KubernetesRun:
 
     @property
     def service(self) -> str:
-        """Name of the Service, by which pods find the supervisor."""
+        """Name of the Service under which pods find the supervisor."""
         return f"{self.name}-supervisor"
 
     @property
@@ -122,13 +126,13 @@ class KubernetesRun:
 
 
 def read_resources(text: str) -> dict[str, str]:
-    """The resources of a pod, by Kubernetes' names.
+    """Parses the resources of a pod, by Kubernetes' names.
 
     Args:
       text: such as ``cpu=4,memory=16Gi,nvidia.com/gpu=8``; '': none.
 
     Raises:
-      InputError: it does not parse.
+      InputError: the text cannot be parsed.
 
     >>> read_resources("cpu=4,nvidia.com/gpu=8")
     {'cpu': '4', 'nvidia.com/gpu': '8'}
@@ -162,8 +166,8 @@ def objects(run: KubernetesRun, *, plain: bool = False) -> list[Object]:
     """The objects of a run, in the order in which they are created.
 
     Args:
-      run: what is run.
-      plain: whether there are two Jobs in place of a JobSet.
+      run: the run.
+      plain: whether to use two standalone Jobs instead of a JobSet.
     """
     made = [_secret(run)] if run.secret else []
     made.append(_service(run))
@@ -175,7 +179,7 @@ def objects(run: KubernetesRun, *, plain: bool = False) -> list[Object]:
         if run.queue:
             metadata["labels"] |= _queue_label(run)
         if run.queue and component == "workers" and run.nodes[0] < run.nodes[1]:
-            # Kueue starts the Job with fewer pods where its quota has no more.
+            # Kueue starts the Job with fewer pods if its quota allows no more.
             metadata["annotations"] = {
                 "kueue.x-k8s.io/job-min-parallelism": str(run.nodes[0]),
                 "kueue.x-k8s.io/job-completions-equal-parallelism": "true",
@@ -191,8 +195,8 @@ def to_yaml(run: KubernetesRun, *, plain: bool = False) -> str:
     """The objects of a run as YAML, with a comment on its secret.
 
     Args:
-      run: what is run.
-      plain: whether there are two Jobs in place of a JobSet.
+      run: the run.
+      plain: whether to use two standalone Jobs instead of a JobSet.
     """
     where = f"--namespace {run.namespace} " if run.namespace else ""
     comment = (
@@ -213,10 +217,11 @@ def to_yaml(run: KubernetesRun, *, plain: bool = False) -> str:
 
 
 class _Dumper(yaml.SafeDumper):
-    """Quotes what kubectl would read as a number or a truth value, and repeats values.
+    """Quotes texts that kubectl would read as numbers or booleans, and writes no
+    aliases for repeated values.
 
-    PyYAML follows YAML 1.1 with fewer forms than kubectl's reader has: to that, ``1e3``
-    is a number and ``y`` is true.
+    PyYAML follows YAML 1.1, but recognises fewer forms than kubectl's reader: kubectl
+    reads ``1e3`` as a number and ``y`` as true.
     """
 
     def ignore_aliases(self, data: Any) -> bool:
@@ -236,7 +241,7 @@ def _metadata(run: KubernetesRun, name: str, component: str = "") -> Object:
 
 
 def _labels(run: KubernetesRun, component: str = "") -> dict[str, str]:
-    """The labels of an object; those with a component are of pods, too."""
+    """The labels of an object; labels with a component are also labels of pods."""
     labels = {
         "app.kubernetes.io/name": "autopar",
         "app.kubernetes.io/instance": run.name,
@@ -259,7 +264,9 @@ def _secret(run: KubernetesRun) -> Object:
 
 
 def _service(run: KubernetesRun) -> Object:
-    """The name of the supervisor: it has the address of that pod alone."""
+    """The Service that gives the supervisor its name; it has only the address of the
+    supervisor's pod.
+    """
     return {
         "apiVersion": "v1",
         "kind": "Service",
@@ -274,7 +281,7 @@ def _service(run: KubernetesRun) -> Object:
 
 
 def _job_set(run: KubernetesRun, jobs: Mapping[str, Object]) -> Object:
-    """A JobSet, which ends with its supervisor."""
+    """A JobSet, which ends when its supervisor ends."""
     metadata = _metadata(run, run.name)
     if run.queue:
         metadata["labels"] |= _queue_label(run)
@@ -283,13 +290,13 @@ def _job_set(run: KubernetesRun, jobs: Mapping[str, Object]) -> Object:
         "kind": "JobSet",
         "metadata": metadata,
         "spec": {
-            # The Service above is all that has to have a name.
+            # Only the Service above needs a DNS name.
             "network": {"enableDNSHostnames": False},
             "successPolicy": {
                 "operator": "All",
                 "targetReplicatedJobs": ["supervisor"],
             },
-            # The Jobs replace their own pods.
+            # The Jobs replace their pods themselves.
             "failurePolicy": {"maxRestarts": 0},
             "replicatedJobs": [
                 {"name": component, "replicas": 1, "template": {"spec": spec}}
@@ -320,7 +327,8 @@ def _supervisor_job(run: KubernetesRun) -> Object:
             "requests": dict(_SUPERVISOR_RESOURCES),
             "limits": {"memory": _SUPERVISOR_RESOURCES["memory"]},
         },
-        # Has the run saved, and waits for that: the container ends with its process 1.
+        # The hook saves the run and waits until it is saved, because the container ends
+        # with its process 1.
         "lifecycle": {
             "preStop": {
                 "exec": {
@@ -331,9 +339,10 @@ def _supervisor_job(run: KubernetesRun) -> Object:
     }
     template = _pod(run, "supervisor", container, _SAVE_S)
     if not claim:
-        # What a pod has saved is lost with it: another one could not go on.
+        # The state that a pod saves is lost with the pod, so another pod could not
+        # continue.
         return {"backoffLimit": 0, "template": template}
-    # Wrong input stays wrong.
+    # After an input error, a new pod would fail in the same way.
     wrong = {"action": "FailJob", **_on_status("supervisor", 2)}
     return {
         "backoffLimit": _RETRIES,
@@ -374,7 +383,9 @@ def _workers_job(run: KubernetesRun) -> Object:
 
 
 def _ignore_exits(container: str) -> list[Object]:
-    """Ends of pods that are no failures: they have left, or were asked to go."""
+    """Rules for ends of pods that do not count as failures: the pod left the run, or
+    was asked to leave.
+    """
     disrupted = [{"type": "DisruptionTarget", "status": "True"}]
     return [
         {"action": "Ignore", **_on_status(container, SUSPENDED)},
@@ -393,18 +404,19 @@ def _on_status(container: str, status: int) -> Object:
 
 
 def _pod(run: KubernetesRun, component: str, container: Object, grace_s: int) -> Object:
-    """The template of a pod, with what all pods have."""
+    """The template of a pod, with the parts that all pods share."""
     reference = {"name": run.secret_name, "key": _SECRET_KEY}
     container["env"] += [
         {"name": "AUTOPAR_SECRET", "valueFrom": {"secretKeyRef": reference}},
-        # The user of an image may have no home that can be written to.
+        # The user of an image may have no writable home folder.
         {"name": "XDG_STATE_HOME", "value": f"{_FOLDER}/state"},
         {"name": "PYTHONUNBUFFERED", "value": "1"},
     ]
     volumes: list[Object] = [{"name": "autopar", "emptyDir": {}}]
     mounts = [{"name": "autopar", "mountPath": _FOLDER}]
     if component == "workers":
-        # Containers have 64 MiB there, which is too little for NCCL.
+        # By default containers have 64 MiB of shared memory, which is too little for
+        # NCCL.
         volumes.append({"name": "shared-memory", "emptyDir": {"medium": "Memory"}})
         mounts.append({"name": "shared-memory", "mountPath": "/dev/shm"})
     if run.checkpoint_claim:
@@ -425,7 +437,7 @@ def _pod(run: KubernetesRun, component: str, container: Object, grace_s: int) ->
 
 
 def _prefer_topology(run: KubernetesRun, template: Object) -> None:
-    """Asks for nodes with one value of the label, for as many pods as there are."""
+    """Prefers nodes with the same value of the label for all pods."""
     if run.queue:
         key = "kueue.x-k8s.io/podset-preferred-topology"
         template["metadata"]["annotations"] = {key: run.topology}
@@ -441,7 +453,7 @@ def _prefer_topology(run: KubernetesRun, template: Object) -> None:
 
 
 def _literal(word: str) -> str:
-    """A word of a command, of which Kubernetes replaces nothing.
+    """Escapes a word of a command, so that Kubernetes replaces no variables in it.
 
     >>> _literal("$(HOSTNAME)")
     '$$(HOSTNAME)'

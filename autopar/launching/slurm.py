@@ -1,16 +1,18 @@
-"""Batch scripts that run an elastic run as a Slurm job (`autopar launch slurm`).
+"""Batch scripts for an elastic run as a Slurm job (`autopar launch slurm`).
 
-The script runs on the first node of the job. It starts the supervisor there and an
-agent (`autopar worker`) on each node, each in a job step of its own.
+The script runs on the first node of the job. The script starts the supervisor on this
+node, and an agent (`autopar worker`) on each node. Each of them is a separate job step.
 
-- The job is submitted with ``--no-kill``: Slurm takes a node that fails out of the job
-  and kills the step on it, and the job lives on. Without the option it ends the whole
-  job (sbatch(1)).
-- With ``--no-kill`` a job also survives its first node, though nothing runs the script
-  any more (tried with Slurm 22.05). The agents' steps see that, and requeue the job.
-- Shortly before the time limit Slurm signals the script, which has the supervisor save.
-  The run ends with the status `SUSPENDED`, and the job is requeued.
-- A node that drains is left: its agent gets SIGTERM.
+- The job is submitted with ``--no-kill``. With this option Slurm removes a failed node
+  from the job and kills the step on the node, and the job continues. Without the option
+  Slurm ends the whole job (sbatch(1)).
+- With ``--no-kill`` a job also survives the failure of its first node, although the
+  script no longer runs (tried with Slurm 22.05). The agents' steps detect this and
+  requeue the job.
+- Shortly before the time limit, Slurm sends a signal to the script, and the script
+  makes the supervisor save the run. The run ends with the status `SUSPENDED`, and the
+  job is requeued.
+- If a node drains, its agent gets SIGTERM and leaves the run.
 """
 
 from __future__ import annotations
@@ -26,11 +28,12 @@ from collections.abc import Sequence
 from autopar.errors import InputError, RunError
 from autopar.whole_files import export_whole
 
-# The status of a run that was saved and goes on later.
+# The exit status of a run that was saved and continues later.
 SUSPENDED = 75
-# Slurm looks at time limits this seldom, and so may signal this much earlier.
+# Seconds between Slurm's checks of time limits; Slurm may send the signal this much
+# earlier.
 _SIGNAL_EARLY_S = 60
-# Options that the script gives itself, and what to say instead.
+# Options that the script sets itself -> what the user should do instead.
 _TAKEN = {
     **dict.fromkeys(("-N", "--nodes"), "use --nodes of autopar launch slurm"),
     **dict.fromkeys(
@@ -48,7 +51,7 @@ _TAKEN = {
     ),
     "--wrap": "the script is the job",
 }
-# Slurm's forms of a time, with days before a dash: sbatch(1), --time.
+# Slurm's formats of a time, with days before a dash (sbatch(1), --time).
 _TIMES = (
     (re.compile(r"(\d+)"), (60,)),
     (re.compile(r"(\d+):(\d+)"), (60, 1)),
@@ -64,17 +67,18 @@ class SlurmJob:
     """A run as a Slurm job.
 
     Attributes:
-      script: of the training, with its own arguments.
-      nodes: fewest and most nodes.
+      script: script of the training, with its own arguments.
+      nodes: least and most number of nodes.
       slots: number of workers of each node.
-      time: limit in one of Slurm's forms; '': that of the partition.
-      signal_s: so many seconds before the limit the state is saved.
-      place: the folder in which the script runs, which all nodes see.
-      folder: of the run, which all nodes see; relative to the place.
+      time: time limit in one of Slurm's formats; '': the limit of the partition.
+      signal_s: number of seconds before the limit at which the state is saved.
+      place: the folder in which the script runs; all nodes must have access to it.
+      folder: folder of the run, relative to ``place``; all nodes must have access to
+        it.
       sbatch: further options of sbatch, such as ``--partition=gpu``.
       run: further options of `autopar run`, such as ``--devices=4``.
-      command: that runs autopar.
-      look_s: so often Slurm is asked how the nodes are.
+      command: command that runs autopar.
+      look_s: seconds between two queries of the nodes' states.
 
     Raises:
       InputError: an option is wrong.
@@ -105,7 +109,7 @@ class SlurmJob:
             for word in _words_of(
                 "--sbatch", option, "sbatch, such as --partition=gpu"
             ):
-                # A letter's value may follow it at once: -N4.
+                # The value of a one-letter option may follow without a space: -N4.
                 name = word.partition("=")[0] if word.startswith("--") else word[:2]
                 if name in _TAKEN:
                     raise InputError(f"--sbatch {option!r}: {_TAKEN[name]}.")
@@ -114,10 +118,10 @@ class SlurmJob:
 
 
 def read_nodes(text: str) -> tuple[int, int]:
-    """The fewest and the most nodes of a text.
+    """Parses the least and the most number of nodes.
 
     Raises:
-      InputError: it is no range of numbers of nodes.
+      InputError: the text is not a range of numbers of nodes.
 
     >>> read_nodes("2-8"), read_nodes("4")
     ((2, 8), (4, 4))
@@ -133,10 +137,10 @@ def read_nodes(text: str) -> tuple[int, int]:
 
 
 def seconds_of(time: str) -> float:
-    """The seconds of a time limit in one of Slurm's forms.
+    """The seconds of a time limit in one of Slurm's formats.
 
     Raises:
-      InputError: it is in none.
+      InputError: the text has none of these formats.
 
     >>> seconds_of("90"), seconds_of("1-00:30")
     (5400, 88200)
@@ -155,12 +159,12 @@ def seconds_of(time: str) -> float:
 
 
 def _words_of(flag: str, option: str, kind: str) -> list[str]:
-    """The words of an option that is passed on.
+    """Splits an option that is passed on into words.
 
     Raises:
-      InputError: it is no option, or more than a line.
+      InputError: the text is not an option, or has more than one line.
     """
-    # A line break would end the comment of the script that holds it.
+    # A line break would end the comment in the script that contains the option.
     wrong = f"{flag} {option!r}: expected an option of {kind}"
     try:
         words = shlex.split(option)
@@ -215,7 +219,7 @@ def write_script(job: SlurmJob, path: pathlib.Path) -> None:
     """Writes the batch script of a job to a file.
 
     Raises:
-      InputError: it cannot be written.
+      InputError: the file cannot be written.
     """
     try:
         export_whole(path, job_script(job).encode())
@@ -226,10 +230,11 @@ def write_script(job: SlurmJob, path: pathlib.Path) -> None:
 
 
 def submit(job: SlurmJob) -> str:
-    """Hands a job to Slurm; returns what sbatch says, such as its number.
+    """Submits a job to Slurm; returns the output of sbatch, which contains the job's
+    number.
 
     Raises:
-      InputError: there is no sbatch here.
+      InputError: sbatch is not installed.
       RunError: sbatch refuses the job.
     """
     try:

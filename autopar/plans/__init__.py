@@ -1,4 +1,4 @@
-"""Plans: plain data that can be saved, read, printed, compared, edited and run."""
+"""Plans: plain data that can be saved, loaded, printed, compared, edited and run."""
 
 from autopar.plans.files import SCHEMA, ClusterData
 from autopar.plans.records import (

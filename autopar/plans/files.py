@@ -1,9 +1,9 @@
-"""Plan files: read strictly, and those of schema 1 made into the present one.
+"""Reads plan files strictly, and converts files of schema 1 to the current schema.
 
-Sums that tell whether a plan's content, or a part of it, was changed.
+Also computes checksums that show whether a plan, or a part of it, was changed.
 
-A plan remembers a sum of each of its parts from when it was made. So a plan that was
-edited, in a file or in a program, says itself which of its parts were.
+A plan stores a checksum of each of its parts from the time of its making. So a plan
+that was edited, in a file or in a program, can list its edited parts.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from autopar_errors import check_path, check_type
 class ClusterData(
     msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 ):
-    """A cluster in a plan; `read` gives it back.
+    """A cluster in a plan; `read` converts it back to a `Cluster`.
 
     Attributes:
-      text: ``str`` of the cluster, for people; nothing reads it.
-      data: every number of the cluster.
+      text: ``str`` of the cluster, for human readers; no code reads this field.
+      data: all values of the cluster.
     """
 
     text: str
@@ -44,7 +44,7 @@ class ClusterData(
         """The cluster that the data describes.
 
         Raises:
-          PlanError: it describes none.
+          PlanError: the data describes no cluster.
         """
         try:
             return Cluster.from_data(self.data)
@@ -58,9 +58,9 @@ class ClusterData(
         return self.text
 
 
-# Raised by one whenever a field changes its meaning.
+# This number is increased by one whenever the meaning of a field changes.
 SCHEMA = 2
-# Fields of schema 1 that a stage has now.
+# Fields of a plan in schema 1 that are now fields of a stage.
 _OF_STAGE = ("mesh", "inputs", "outputs", "nodes", "copies", "gradients")
 
 
@@ -68,7 +68,8 @@ class _Header(msgspec.Struct):
     schema: int
 
 
-# Made at import: msgspec crashes where two threads find out about one type at once.
+# The decoder is made at import, because msgspec crashes if two threads analyse one type
+# at the same time.
 _HEADER = msgspec.json.Decoder(_Header)
 
 
@@ -76,7 +77,7 @@ def read_bytes(path: str | pathlib.Path) -> bytes:
     """The content of a file.
 
     Raises:
-      PlanError: it cannot be read.
+      PlanError: the file cannot be read.
     """
     check_path("Plan.load", path)
     try:
@@ -86,14 +87,14 @@ def read_bytes(path: str | pathlib.Path) -> bytes:
 
 
 def decode(data: bytes | str, name: str) -> dict[str, Any]:
-    """Returns the fields of a plan of the present schema, their types unchecked.
+    """Returns the fields of a plan in the current schema, without checking their types.
 
     Args:
       data: JSON text.
-      name: what errors call it.
+      name: name of the plan in errors.
 
     Raises:
-      PlanError: the text is no plan, or of a schema that cannot be read.
+      PlanError: the text is not a plan, or has a schema that cannot be read.
     """
     check_type("Plan.from_json", data, (str, bytes), "the text that Plan.save wrote")
     try:
@@ -112,7 +113,7 @@ def decode(data: bytes | str, name: str) -> dict[str, Any]:
 
 
 def not_a_plan(name: str, error: Exception) -> PlanError:
-    """The error for a text that is no plan."""
+    """The error for a text that is not a plan."""
     return PlanError(
         f"{name}: not a plan: {error}. Plans are written by Plan.save or 'autopar plan "
         "--out plan.json'."
@@ -120,9 +121,11 @@ def not_a_plan(name: str, error: Exception) -> PlanError:
 
 
 def _from_schema_1(fields: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """One stage over all devices; the fingerprint of the structure is unknown.
+    """Converts a plan of schema 1: one stage over all devices, without the structure's
+    fingerprint.
 
-    Schema 1 held the cluster's text alone, from which a custom one cannot be read.
+    Schema 1 contained only the text of the cluster, from which a custom cluster cannot
+    be restored.
     """
     out = {k: v for k, v in fields.items() if k not in _OF_STAGE}
     text = fields.get("cluster")
@@ -143,7 +146,7 @@ def _from_schema_1(fields: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 
 def check_devices(cluster: Cluster, stages: tuple[StagePlan, ...], name: str) -> None:
-    """Raises `PlanError` where a stage has a device that its cluster lacks."""
+    """Raises `PlanError` if a stage has a device that its cluster lacks."""
     for stage in stages:
         if max(stage.devices) >= cluster.num_devices:
             raise PlanError(
@@ -152,8 +155,8 @@ def check_devices(cluster: Cluster, stages: tuple[StagePlan, ...], name: str) ->
             )
 
 
-# Parts that may be set at any time: who made the plan when, how, what for, and what
-# follows from the rest.
+# Parts that may be set at any time: the origin and purpose of the plan, and values that
+# follow from the other parts.
 ABOUT = frozenset(
     {
         "schema", "version", "seconds", "solver", "target", "options", "checks",
@@ -165,12 +168,14 @@ _PART_DIGITS = 8
 
 
 def digest_of(content: Any, digits: int = _DIGITS) -> str:
-    """Hexadecimal digits that change with anything in a value."""
+    """Hexadecimal digits that change if any part of a value changes."""
     return hashlib.sha256(msgspec.json.encode(content)).hexdigest()[:digits]
 
 
 def checks_of(plan: msgspec.Struct, stages: Sequence[msgspec.Struct]) -> dict[str, str]:
-    """Returns a sum of each part; that of a stage's field is of all stages."""
+    """Returns a checksum of each part; the checksum of a stage's field covers all
+    stages.
+    """
     return {
         name: digest_of(part, _PART_DIGITS) for name, part in _parts_of(plan, stages)
     }
@@ -188,5 +193,7 @@ def _parts_of(
 
 
 def changed_parts(before: Mapping[str, str], now: Mapping[str, str]) -> tuple[str, ...]:
-    """Names of the parts that differ; none of those that were not known before."""
+    """Names of the parts whose checksums differ; parts without an old checksum are left
+    out.
+    """
     return tuple(name for name in now if name in before and before[name] != now[name])

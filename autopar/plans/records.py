@@ -14,33 +14,33 @@ from autopar.plans.specs import Spec
 class GradientDecision(
     msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 ):
-    """The way in which one gradient is summed over the devices that hold parts of it.
+    """How one gradient is summed over the devices that hold its summands.
 
     Attributes:
       name: path of the parameter.
       value: number of the gradient's value in the program.
-      shape: of the whole gradient.
-      local_shape: of the part of it that one device sends.
-      axes: names of the mesh axes over which it is sent.
-      workers: number of devices along them.
-      scatter: whether each of them needs only its part of the sum.
-      within: names of the mesh axes over which it is summed before, as it is; each
-        device along them then sends a part.
-      keeps: whether the sum stays split over these; it is gathered otherwise.
-      codec: how it is sent, as text; '' leaves it to the compiler.
-      limit: the codec, as text, that the program is compiled for where parameters of
-        ``codec`` are inputs of it; '' where all are constants.
-      room: part of the limit's bytes that is sent, for all gradients of the bucket with
-        that limit together.
-      feedback: whether what was not sent is added to the next step's gradient.
-      average_every: steps between averages of the residuals over the devices; 0:
-        never.
+      shape: shape of the whole gradient.
+      local_shape: shape of the part that one device sends.
+      axes: names of the mesh axes over which the gradient is sent.
+      workers: number of devices along ``axes``.
+      scatter: whether each of these devices needs only its part of the sum.
+      within: names of the mesh axes over which the gradient is first summed without a
+        codec. Each device along these axes then sends one part.
+      keeps: whether the sum stays split over ``within``; otherwise the sum is gathered.
+      codec: codec as text; '': the compiler sums the gradient.
+      limit: if parameters of ``codec`` are inputs of the program, the codec as text for
+        which the program is compiled; '' if all parameters are constants.
+      room: size of the send buffer as a fraction of the limit's bytes, for all
+        gradients of the bucket with that limit together.
+      feedback: whether the error of sending is added to the next step's gradient.
+      average_every: number of steps after which residuals are averaged over the
+        devices; 0: never.
       bucket: gradients of one bucket are sent together.
       dense_bytes: bytes that one device sends along ``axes`` without a codec.
-      wire_bytes: bytes that one device sends along ``axes`` with it.
+      wire_bytes: bytes that one device sends along ``axes`` with the codec.
       within_bytes: bytes that one device sends along ``within``.
-      error: expected relative error of what is sent, in the L2 norm.
-      saved_s: seconds a step that the codec saves.
+      error: expected relative error of the sent gradient, in the L2 norm.
+      saved_s: seconds per step that the codec saves.
     """
 
     name: str
@@ -68,15 +68,15 @@ class GradientDecision(
 class Compression(
     msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 ):
-    """Why gradients are sent as they are.
+    """The reason for the choice of codecs.
 
     Attributes:
       mode: ``none``, ``auto``, or the codec that was asked for.
       error_budget: largest relative error of the whole gradient, in the
         optimizer's metric; None: unlimited.
-      metric: how errors of different gradients add up.
-      error: the relative error of the choice, in that metric.
-      reason: the outcome in words.
+      metric: the way in which errors of different gradients are added.
+      error: the relative error of the choice in this metric.
+      reason: the result in words.
     """
 
     mode: str = "none"
@@ -91,30 +91,32 @@ class PipelineData(
 ):
     """How a step is cut into the stages of a plan.
 
-    Part ``k`` of the model is on stage ``k % stages``; with as many parts as stages
-    each stage has one. Seconds are those of one microbatch, but for ``step_s``.
+    Part ``k`` of the model is on stage ``k % stages``. If there are as many parts as
+    stages, each stage has one part. Seconds are per microbatch, except ``step_s``.
 
     Attributes:
-      layers: the forward equation of one microbatch's program at which each layer
-        begins, by its number.
+      layers: for each layer, the number of the forward equation at which it begins, in
+        the program of one microbatch.
       parts: the layer at which each part begins.
-      homes: pytree path of each input of the step -> the stage that has it between
-        steps.
-      pieces: pytree path of an array of stacked layers -> how many of them each of its
-        pieces has. Pieces are inputs with paths of their own, such as ``kernel@0:2``.
-      recomputed: the layers whose activations the backward pass computes again.
+      homes: pytree path of each input of the step -> the stage that holds the input
+        between steps.
+      pieces: pytree path of an array of stacked layers -> the number of layers in each
+        of its pieces. Pieces are inputs with their own paths, such as ``kernel@0:2``.
+      recomputed: the layers that are rematerialised.
       forward_s: seconds of each part's forward pass.
-      backward_s: seconds of each part's backward pass, or of its gradients of inputs
-        where those of weights are tasks of their own.
-      weight_s: seconds of each part's gradients of weights where they are.
-      forward_link_s: for how long activations occupy the link from each part but the
-        last to the next.
-      backward_link_s: the same for cotangents, from the next part.
-      latency_s: the latency between each part but the last and the next.
-      step_s: seconds of what each stage does once a step.
-      memory_bytes: the most that a device of each stage holds at once.
-      activation_bytes: what a device of each part keeps of one microbatch from its
-        forward to its backward pass.
+      backward_s: seconds of each part's backward pass. If gradients of weights are
+        separate tasks, only the gradients of inputs count here.
+      weight_s: seconds of each part's gradients of weights, if these are separate
+        tasks.
+      forward_link_s: for each part except the last, the seconds for which activations
+        occupy the link to the next part.
+      backward_link_s: for each part except the last, the seconds for which cotangents
+        occupy the link from the next part.
+      latency_s: for each part except the last, the latency to the next part.
+      step_s: seconds of the work that each stage does once a step.
+      memory_bytes: the most bytes that a device of each stage holds at once.
+      activation_bytes: for each part, the bytes of one microbatch that a device keeps
+        from the forward to the backward pass.
     """
 
     layers: tuple[int, ...]
@@ -136,19 +138,20 @@ class PipelineData(
 class Rematerialisation(
     msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 ):
-    """What the backward pass of a plan of one stage computes again.
+    """The rematerialisation of a plan of one stage.
 
-    Layers have numbers from 0, in the order of the forward pass. The default is what
-    the step itself says by ``jax.checkpoint``.
+    Layers are numbered from 0, in the order of the forward pass. By default only the
+    step's own ``jax.checkpoint``s hold.
 
     Attributes:
-      layers: those whose activations are computed again.
-      starts: the forward equation of one microbatch's program at which each layer
-        begins, by its number; empty where no layer is computed again. The iterations of
-        a loop over layers all begin at the loop.
-      level: what is kept of such a layer: nothing (``full``), its matrix products and
-        convolutions (``dots``), or the values that the step names so (``names=a,b``).
-      checkpoints: whether the step's own ``jax.checkpoint``s hold.
+      layers: numbers of the rematerialised layers.
+      starts: for each layer, the number of the forward equation at which it begins, in
+        the program of one microbatch; empty if no layer is rematerialised. All
+        iterations of a loop over layers begin at the loop.
+      level: the activations that are kept of a rematerialised layer: none (``full``),
+        its matrix products and convolutions (``dots``), or values to which the step
+        gives these names (``names=a,b``).
+      checkpoints: whether the step's own ``jax.checkpoint``s are kept.
     """
 
     layers: tuple[int, ...] = ()
@@ -157,7 +160,7 @@ class Rematerialisation(
     checkpoints: bool = True
 
 
-# What the step itself says.
+# Only the step's own rematerialisation.
 AS_WRITTEN = Rematerialisation()
 
 
@@ -167,11 +170,11 @@ class NodeDecision(
     """The choice of one node of the contracted graph.
 
     Attributes:
-      name: module path and operator of its root.
+      name: module path and operator of the node's root.
       kind: ``input``, ``contraction`` or ``array``.
       factors: size of each factor.
-      axes: names of the mesh axes given to each factor, major to minor.
-      count: how many operators share the decision.
+      axes: names of the mesh axes that split each factor, major to minor.
+      count: number of operators that share the decision.
     """
 
     name: str
@@ -188,9 +191,9 @@ class CopyDecision(
 
     Attributes:
       name: the operator that makes the value, and its output's position.
-      backward: whether the backward readers share it.
+      backward: whether the backward readers share the copy.
       axes: the layout.
-      reuse: whether it is the forward copy, kept.
+      reuse: whether the copy is the kept forward copy.
     """
 
     name: str
@@ -205,11 +208,12 @@ class StagePlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """The work of one group of devices; a plan without a pipeline is one stage.
 
     Attributes:
-      name: what people call it; its number is its position in `Plan.stages`.
+      name: name of the stage for reports; the number of the stage is its position in
+        `Plan.stages`.
       devices: positions in the cluster, in the order of the mesh.
       mesh: ``{"axes": {name: size}}``, outermost first.
       inputs: pytree path of each input -> its layout.
-      outputs: pytree path of each output with a layout of its own.
+      outputs: pytree path of each output with its own layout -> the layout.
       nodes: decisions, in the order of the contracted graph.
       copies: decisions about shared copies.
       gradients: how each gradient is summed.
@@ -218,12 +222,12 @@ class StagePlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         Empty: only what the step itself computes again, by ``jax.checkpoint``, and
         copies whose decision is not to be kept.
       sums_each_microbatch: whether gradients are summed over devices in each
-        microbatch, and kept split; else each device keeps its own part of the sum until
-        the last microbatch, where the layouts allow it.
+        microbatch, and stored sharded. If not, each device accumulates its own summand
+        until the last microbatch, if the layouts allow it.
 
     Raises:
-      PlanError: there are no devices, one stands twice, or the mesh has another
-        number of them.
+      PlanError: there are no devices, a device is listed twice, or the mesh has another
+        number of devices.
     """
 
     name: str
@@ -273,13 +277,13 @@ class StagePlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 class ReplicaPlan(
     msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 ):
-    """What one replica runs.
+    """The share of one replica.
 
     Attributes:
-      devices: what its devices are, for people.
-      microbatches: how many it runs in a step.
-      step_s: seconds that a step should take it, with the sums over replicas.
-      peak_memory_bytes: most bytes live at once on one of its devices.
+      devices: description of the replica's devices, for human readers.
+      microbatches: number of microbatches that the replica runs in a step.
+      step_s: predicted seconds of a step on the replica, with the sums over replicas.
+      peak_memory_bytes: the most bytes live at once on a device of the replica.
     """
 
     devices: str
@@ -291,16 +295,16 @@ class ReplicaPlan(
 def check_replicas(
     replicas: Sequence[ReplicaPlan], microbatches: int, stages: Sequence[StagePlan]
 ) -> None:
-    """Checks how many microbatches each replica runs against the rest of a plan.
+    """Checks the numbers of microbatches of the replicas against the rest of a plan.
 
     Args:
-      replicas: of the plan; empty: it has none.
-      microbatches: of the plan.
-      stages: of the plan.
+      replicas: replicas of the plan; empty: the plan has none.
+      microbatches: number of microbatches of the plan.
+      stages: stages of the plan.
 
     Raises:
-      PlanError: they do not add up, there is another number of replicas than the mesh
-        has, or a layout splits an array over replicas.
+      PlanError: the numbers do not add up to those of the plan, the mesh has another
+        number of replicas, or a layout splits an array over replicas.
     """
     if not replicas:
         return
@@ -335,27 +339,28 @@ def check_replicas(
 
 
 def _layouts(stage: StagePlan) -> Iterator[tuple[str, set[str]]]:
-    """Yields the name of all that has a layout, and the axes that split it."""
+    """Yields the name of everything with a layout, and the axes that split it."""
     named = [*stage.inputs.items(), *stage.outputs.items()]
     named += [(n.name, n.axes) for n in (*stage.nodes, *stage.copies)]
     for owner, spec in named:
         yield owner, {axis for axes in spec for axis in axes}
 
 
-# An axis over which less than this part of the work is split is as good as unused.
+# An axis counts as unused if it splits less than this fraction of the work.
 LEAST_SPLIT = 1e-6
 
 
 class AxisUse(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a plan makes of one mesh axis.
+    """How a plan uses one mesh axis.
 
     Attributes:
-      name: of the axis.
-      size: number of devices along it.
-      repeated: part of the seconds of work that all devices along it do alike, 0 to 1.
-      holds: whether parts of an input lie on different devices along it.
-      sums_s: seconds in which the gradients of all parameters would be summed over an
-        unused axis, as they are and in one message; 0 for a used one.
+      name: name of the axis.
+      size: number of devices along the axis.
+      repeated: fraction of the seconds of work that all devices along the axis repeat,
+        0 to 1.
+      holds: whether an input is sharded along the axis.
+      sums_s: for an unused axis, the seconds of an all-reduce of all gradients over the
+        axis, without codecs and in one message; 0 for a used axis.
     """
 
     name: str
@@ -366,12 +371,12 @@ class AxisUse(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     @property
     def unused(self) -> bool:
-        """Whether no operator's work is split over it."""
+        """Whether the axis splits no operator's work."""
         return self.size > 1 and self.repeated > 1.0 - LEAST_SPLIT
 
     @property
     def shortens(self) -> float:
-        """The part by which the axis shortens the work of a step, 0 to 1.
+        """The fraction by which the axis shortens the work of a step, 0 to 1.
 
         >>> AxisUse(name="data", size=8, repeated=0.0, holds=True).shortens
         0.875
@@ -381,27 +386,27 @@ class AxisUse(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 class Worth(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a plan makes of its cluster, as the cost model predicts it.
+    """How well a plan uses its cluster, as predicted by the cost model.
 
     Attributes:
-      one_device_s: seconds of the whole step on one device of the kind.
-      one_device_bytes: most bytes live at once there.
-      one_device_fits: whether a device has so much memory.
-      speed_up: ``one_device_s`` over the seconds of a step of the plan.
+      one_device_s: seconds of the whole step on a single device of the cluster's kind.
+      one_device_bytes: the most bytes live at once on this single device.
+      one_device_fits: whether a device has this memory.
+      speed_up: ``one_device_s`` divided by the seconds of a step of the plan.
       model_flops: floating point operations of the step's matrix products and attention
-        on the whole batch. What is computed again counts once, and attention in full,
+        on the whole batch. Rematerialised work counts once. Attention counts in full,
         whatever its mask.
-      mfu: model FLOPs utilisation: the time of these at the devices' peak, over the
-        time of the step.
-      causal_mfu: the same where attention with a causal mask counts half.
-      fused_saves_s: seconds of a step that a fused kernel of attention would save where
-        the step writes its attention out.
-      rows: rows of the batch in a step; 0 where there is no batch.
-      tokens: tokens of the batch in a step; 0 where the batch holds none.
-      rows_per_s: rows a second.
-      tokens_per_s: tokens a second.
+      mfu: model FLOPs utilisation: the time of ``model_flops`` at the devices' peak,
+        divided by the time of the step.
+      causal_mfu: as ``mfu``, but attention with a causal mask counts half.
+      fused_saves_s: seconds of a step that a fused attention kernel would save, if the
+        step computes attention without such a kernel.
+      rows: rows of the batch in a step; 0 without a batch.
+      tokens: tokens of the batch in a step; 0 if the batch holds no tokens.
+      rows_per_s: rows per second.
+      tokens_per_s: tokens per second.
       axes: the use of each mesh axis.
-      scheme: the known scheme that the layouts resemble, over which axes.
+      scheme: the known parallelism scheme that the layouts resemble, with its axes.
     """
 
     one_device_s: float
@@ -426,31 +431,31 @@ class Worth(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
     @property
     def step_s(self) -> float:
-        """Seconds of a step of the plan; 0 where nothing is known."""
+        """Seconds of a step of the plan; 0 if unknown."""
         return self.one_device_s / self.speed_up if self.speed_up else 0.0
 
     @property
     def efficiency(self) -> float:
-        """The speed-up over the number of devices."""
+        """The speed-up divided by the number of devices."""
         return self.speed_up / self.devices
 
     @property
     def unused(self) -> tuple[AxisUse, ...]:
-        """The axes over which no operator's work is split."""
+        """The axes that split no operator's work."""
         return tuple(axis for axis in self.axes if axis.unused)
 
     @property
     def needed_devices(self) -> int:
-        """Number of devices on which the step would be as fast.
+        """Number of devices with which the step would be equally fast.
 
-        Axes that split nothing are left out. One that splits what is held, and no
-        work, is not: without it the plan may not fit.
+        Axes that split nothing are left out. An axis that splits only stored arrays and
+        no work is kept, because the plan may not fit without this axis.
         """
         idle = (axis.size for axis in self.unused if not axis.holds)
         return self.devices // math.prod(idle)
 
     def faster(self, factor: float) -> Worth:
-        """The same where a step takes a part of the time, ``1 / factor``."""
+        """The values for a step that takes ``1 / factor`` of the time."""
         return msgspec.structs.replace(
             self,
             speed_up=self.speed_up * factor,

@@ -34,17 +34,17 @@ from autopar_errors import check_path
 from autopar_passes.layer_loops.operators import one_each, piece_paths
 from autopar_solver.status import Status
 
-# A smaller gap is none: two digits behind the point would show 0.00%.
+# A smaller gap counts as no gap, because two decimal places would show 0.00%.
 NO_GAP = 5e-5
 
 
 def optimality_text(status: str, gap: float) -> str:
-    """Returns how near a plan is to the optimum of the plans searched.
+    """Returns a text on how close a plan is to the optimum of the searched plans.
 
     Args:
-      status: how the search ended; it may say before, and a semicolon, what was
-        edited by hand.
-      gap: (cost - bound) / cost; 1 or more where nothing is known of other plans.
+      status: how the search ended. A list of the user's edits and a semicolon may come
+        first.
+      gap: (cost - bound) / cost; 1 or more if nothing is known about other plans.
 
     >>> optimality_text("proved optimal", 0.0)
     'proved optimal'
@@ -69,7 +69,7 @@ def optimality_text(status: str, gap: float) -> str:
     return f"{before}{semicolon}{near}"
 
 
-# Changes of a plan's layouts by name.
+# Functions that change a plan's layouts by name.
 
 
 def with_layouts(
@@ -98,14 +98,15 @@ def with_layouts(
                 f"edit: '{pattern}' matches no input; inputs are named like {some}."
             )
         for path in matched:
-            # A plan may lack shapes; then the number of entries is that of its layout.
+            # A plan may have no shapes. The number of entries is then that of its
+            # layout.
             shape = shapes.get(path, (0,) * len(inputs[path]))
             out[path] = spec_of(entries, shape, axes, f"edit: '{path}'")
     return out
 
 
-# Orders in which the stages of a pipeline may run their microbatches; one stage has
-# none.
+# Orders in which the stages of a pipeline may run their microbatches; a plan of one
+# stage has no order.
 NO_SCHEDULE = "none"
 SCHEDULES = (NO_SCHEDULE, "gpipe", "1f1b", "interleaved", "zero-bubble")
 
@@ -115,13 +116,16 @@ class Predicted(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     Attributes:
       step_s: seconds of one step; ``compute_s + communication_s - hidden_s``.
-      compute_s: seconds of work on arrays, slowed by communication beside it.
-      communication_s: seconds of communication, with the work of codecs.
-      hidden_s: seconds of it that run beside work.
+      compute_s: seconds of work on arrays, including the slowdown by overlapping
+        communication.
+      communication_s: seconds of communication, including the work of codecs.
+      hidden_s: seconds of communication that overlap with work.
       communication_bytes: bytes that one device sends.
       peak_memory_bytes: most bytes live at once on one device.
-      low_s: nine in ten steps should take at least so long; 0: nothing is said.
-      high_s: and at most so long; 0: nothing is said.
+      low_s: lower end, in seconds, of the interval that should contain 90 % of all
+        steps; 0: unknown.
+      high_s: upper end, in seconds, of the interval that should contain 90 % of all
+        steps; 0: unknown.
     """
 
     step_s: float
@@ -134,7 +138,7 @@ class Predicted(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     high_s: float = 0.0
 
     def scaled_interval(self, step_s: float) -> tuple[float, float]:
-        """``low_s`` and ``high_s`` of a step that is longer for a known reason."""
+        """``low_s`` and ``high_s``, scaled to a step with another predicted time."""
         times = step_s / self.step_s if self.step_s > 0 else 0.0
         return self.low_s * times, self.high_s * times
 
@@ -145,12 +149,12 @@ class SolverReport(
     """The solver's result.
 
     Attributes:
-      status: how the search ended. ``proved optimal`` means that no plan searched is
-        faster by more than ``gap``, at most 0.5 %.
-      gap: (cost - bound) / cost, 0 without a search, at most 1.
-      seconds: that the search took.
-      cost: what the solver made least, in seconds.
-      bound: a lower bound of it over the plans of all meshes.
+      status: how the search ended. ``proved optimal`` means that no searched plan is
+        faster by more than ``gap``, which is then at most 0.5 %.
+      gap: (cost - bound) / cost, from 0 to 1; 0 without a search.
+      seconds: duration of the search.
+      cost: the value that the solver minimised, in seconds.
+      bound: a lower bound of the cost over the plans of all meshes.
       meshes: mesh -> predicted seconds of a step of its best plan.
     """
 
@@ -163,12 +167,12 @@ class SolverReport(
 
     @property
     def text(self) -> str:
-        """How near the plan is to the optimum, in words."""
+        """How close the plan is to the optimum, in words."""
         return optimality_text(self.status, self.gap)
 
 
 class Seconds(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The time of each part of planning, in seconds."""
+    """The seconds of each part of planning."""
 
     trace: float
     graph: float
@@ -182,41 +186,46 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     Attributes:
       schema: version of this format.
-      version: of autopar that made the plan.
-      cluster: the cluster as data; its text by ``str``.
-      stages: what each group of devices does. A plan without a pipeline is one.
-      predicted: the cost model's expectations.
+      version: version of autopar that made the plan.
+      cluster: the cluster as data; ``str`` gives its text.
+      stages: the work of each group of devices. A plan without a pipeline has one
+        stage.
+      predicted: predictions of the cost model.
       solver: how the plan was found.
-      seconds: where the planning time went.
+      seconds: duration of each part of planning.
       roles: pytree path of each input -> parameter, optimizer state ...
-      unsupported_ops: primitives planned replicated for want of a rule.
-      assumed: loops whose trip count was assumed, and what the work of kernels and
-        of the step's own ``shard_map``s leaves out.
-      fingerprint: of the step that the plan is for, with its shapes.
-      structure: of the step without its batch; '' where it is not known.
-      microbatches: into how many parts the batch is split, one after the other.
-      replicas: what each replica runs, where they are of unequal devices: they are the
-        positions of the mesh's first axis, which splits nothing. Empty: every device
-        takes part in all microbatches.
-      local: what is computed from each microbatch alone, where a step on the whole
-        batch has it of all rows.
+      unsupported_ops: primitives that are replicated because they have no sharding
+        rule.
+      assumed: loops whose trip count was assumed, and the parts that the counted work
+        of kernels and of the step's own ``shard_map``s leaves out.
+      fingerprint: fingerprint of the plan's step, with its shapes.
+      structure: fingerprint of the step without its batch size; '' if unknown.
+      microbatches: number of microbatches.
+      replicas: the share of each replica, for replicas of unequal devices. The replicas
+        are the positions along the mesh's first axis, which splits no array. Empty:
+        every device takes part in all microbatches.
+      local: values that are computed from the rows of one microbatch only, while the
+        step without microbatches computes them from all rows.
       schedule: the order in which stages run microbatches, one of `SCHEDULES`.
       pipeline: how the step is cut into the stages; None for one stage.
-      remat: what a plan of one stage computes again; `pipeline` has that of several.
-      decided: what was decided beside layouts, and what that gains, for people.
+      remat: rematerialisation of a plan of one stage; for several stages see
+        `pipeline`.
+      decided: the decisions other than layouts, with their gains, for human readers.
       shapes: pytree path of each input -> its shape.
-      target: what the command line made the plan for, such as
+      target: the target of the command line that made the plan, such as
         ``file.py:function``; '' for a plan made in a program.
       options: the arguments given to the target's function, as text.
-      compression: why gradients are sent as they are.
-      checks: a sum of each part as it was made; see `edited`.
-      compiled_memory_bytes: most bytes on one device by the compiler, which is asked
-        about plans near the limit (`autopar.cost.certainty.NEAR_LIMIT`); 0: it was not.
-      worth: what the plan makes of its cluster; None where nobody computed it, as in
-        plans of earlier versions.
+      compression: the reason for the choice of codecs.
+      checks: checksum of each part from the time of its making; see `edited`.
+      compiled_memory_bytes: the most bytes on one device according to the compiler.
+        Only plans near the memory limit are compiled for this number
+        (`autopar.cost.certainty.NEAR_LIMIT`); 0: not compiled.
+      worth: how well the plan uses its cluster; None if not computed, as in plans of
+        earlier versions.
 
     Raises:
-      PlanError: stages share a device, or stages and schedule do not go together.
+      PlanError: stages share a device, or the schedule does not fit the number of
+        stages.
     """
 
     schema: int
@@ -284,7 +293,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         """The only stage.
 
         Raises:
-          PlanError: there are several.
+          PlanError: there are several stages.
         """
         self.check_one_stage()
         return self.stages[0]
@@ -293,7 +302,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         """Checks that there is one stage.
 
         Raises:
-          PlanError: there are several.
+          PlanError: there are several stages.
         """
         if len(self.stages) > 1:
             names = ", ".join(f"'{stage.name}'" for stage in self.stages)
@@ -303,10 +312,11 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
             )
 
     def home(self, path: str) -> int:
-        """The number of the stage that has an input of the step between steps.
+        """The number of the stage that holds an input of the step between steps.
 
-        An array of which every stage has an equal piece is on the mesh behind theirs
-        (`home_axes`). One in other pieces is where the first of them is.
+        If every stage has an equal piece of an array, the array is on an extra mesh
+        that comes after the meshes of the stages (`home_axes`). An array in other
+        pieces is on the stage of its first piece.
         """
         if self.pipeline is None:
             return 0
@@ -317,7 +327,9 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         return self.pipeline.homes[path]
 
     def home_spec(self, path: str) -> Spec:
-        """The layout of an input of the step between steps, on its home's mesh."""
+        """The layout of an input of the step between steps, on the mesh of its home
+        stage.
+        """
         if self.pipeline is not None and path in self.pipeline.pieces:
             spec = self.home_spec(self._pieces(path)[0])
             if self.home(path) < len(self.stages):
@@ -328,10 +340,10 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     @property
     def home_axes(self) -> tuple[tuple[tuple[str, int], ...], ...]:
-        """Names and sizes of the axes of each mesh that inputs lie on.
+        """Names and sizes of the axes of each mesh on which inputs are placed.
 
-        They are those of the stages, and one with an axis of stages in front where
-        there are arrays of which every stage has a piece.
+        These are the meshes of the stages. If there are arrays of which every stage has
+        a piece, there is one more mesh with an axis of stages in front.
         """
         own = tuple(
             tuple(zip(stage.axis_names, stage.axis_sizes, strict=True))
@@ -349,7 +361,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     @property
     def written_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shapes of the inputs of the step as it is written, without pieces."""
+        """Shapes of the inputs of the user's step, before arrays are cut into pieces.
+        """
         if self.pipeline is None or not self.pipeline.pieces:
             return self.shapes
         first = {self._pieces(path)[0]: path for path in self.pipeline.pieces}
@@ -380,7 +393,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     @property
     def outputs(self) -> dict[str, Spec]:
-        """Pytree path of each output of the only stage with a layout of its own."""
+        """Pytree path of each output of the only stage that has its own layout."""
         return self.stage.outputs
 
     @property
@@ -395,7 +408,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     @property
     def gradients(self) -> tuple[GradientDecision, ...]:
-        """The way in which each gradient is summed, stage by stage."""
+        """How each gradient is summed, stage by stage."""
         if len(self.stages) == 1:
             return self.stages[0].gradients
         return tuple(g for stage in self.stages for g in stage.gradients)
@@ -412,7 +425,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     @property
     def digest(self) -> str:
-        """16 hex digits of the content, without what follows from it or took time."""
+        """16 hex digits of the content, without derived values and durations."""
         still = msgspec.structs.replace(
             self,
             solver=msgspec.structs.replace(self.solver, seconds=0.0),
@@ -430,17 +443,17 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         return files.changed_parts(self.checks, files.checks_of(self, self.stages))
 
     def stamped(self) -> Plan:
-        """The plan as made: from now on, changes of a part count as edits.
+        """The plan with new checksums: from now on, changes of a part count as edits.
 
-        Numbers get the types of their fields, as they have when a file is read: sums
-        must not tell 0 from 0.0.
+        Numbers are converted to the types of their fields, as when a file is read,
+        because checksums must not distinguish 0 from 0.0.
         """
         made = msgspec.convert(msgspec.to_builtins(self), type(self))
         sums = files.checks_of(made, made.stages)
         return msgspec.structs.replace(made, checks=sums)
 
     def with_stage(self, **changes: Any) -> Plan:
-        """The plan with other fields in its only stage, such as ``gradients=``."""
+        """The plan with changed fields in its only stage, such as ``gradients=``."""
         stage = msgspec.structs.replace(self.stage, **changes)
         return msgspec.structs.replace(self, stages=(stage,))
 
@@ -448,10 +461,11 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         """The plan with other decisions about its gradients.
 
         Args:
-          gradients: as many as the plan has, in its order; of a plan of one stage any.
+          gradients: decisions in the plan's order, as many as the plan has; for a plan
+            of one stage, any number.
 
         Raises:
-          PlanError: they are more or fewer than a plan of several stages has.
+          PlanError: the plan has several stages and another number of gradients.
         """
         if len(self.stages) == 1:
             return self.with_stage(gradients=tuple(gradients))
@@ -470,8 +484,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     def edit(self, layouts: Mapping[str, Entries]) -> Plan:
         """The plan with other layouts of some inputs.
 
-        Only the inputs change here. What depends on them is planned again, and the
-        costs are stated anew, where the plan meets its step: in
+        This method changes only the inputs. Dependent layouts are planned again, and
+        the costs are computed again, when the plan is used with its step: in
         ``autopar.parallelize(plan=)``, ``autopar.plan(..., layouts=)`` and
         ``autopar.audit``.
 
@@ -507,16 +521,16 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         """Reads a plan from a JSON file.
 
         Raises:
-          PlanError: the file is missing, is no plan, or has another schema.
+          PlanError: the file is missing, is not a plan, or has another schema.
         """
         return cls.from_json(files.read_bytes(path), str(path))
 
     @classmethod
     def from_json(cls, data: bytes | str, name: str = "plan") -> Plan:
-        """Reads a plan from JSON text; ``name`` is what errors call it.
+        """Reads a plan from JSON text; ``name`` is the plan's name in errors.
 
         Raises:
-          PlanError: the text is no plan, or has another schema.
+          PlanError: the text is not a plan, or has another schema.
         """
         fields = files.decode(data, name)
         try:
@@ -535,29 +549,30 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         return _render("line", self)
 
     def _repr_html_(self) -> str:
-        """The plan as the result of a notebook's cell."""
+        """The plan as HTML, for a cell of a notebook."""
         return _render("cell", self)
 
 
-# Made at import: msgspec crashes where two threads find out about one type at once,
-# and a decoder finds out all that `msgspec.convert` needs to know.
+# The decoder is made at import, because msgspec crashes if two threads analyse one type
+# at the same time. A decoder analyses every type that `msgspec.convert` needs.
 _DECODER = msgspec.json.Decoder(Plan)
 
 Renderer = Callable[[Plan], str]
 
-# Set by `autopar.reports` when it is imported: this package knows no presentation.
+# `autopar.reports` sets the renderers when it is imported, because this package does
+# not depend on the presentation.
 _renderers: dict[str, Renderer] = {}
 _PRESENTATION = "autopar.reports"
 
 
 def _render(form: str, plan: Plan) -> str:
-    """A plan in a form; however it was imported, the presentation is there by then."""
+    """Renders a plan in a form; imports the presentation if necessary."""
     importlib.import_module(_PRESENTATION)
     return _renderers[form](plan)
 
 
 def set_renderer(form: str) -> Callable[[Renderer], Renderer]:
-    """Makes a function the one that writes plans in a form; a decorator.
+    """Decorator that registers a function as the renderer of plans in a form.
 
     Args:
       form: ``table`` for ``str``, ``line`` for ``repr``, ``cell`` for notebooks.
@@ -570,7 +585,7 @@ def set_renderer(form: str) -> Callable[[Renderer], Renderer]:
     return register
 
 
-# How long planning took, and sums over the rest.
+# Fields that are not compared: durations of planning, and checksums.
 _LEFT_OUT = frozenset({"seconds", "checks", "solver/seconds"})
 _MISSING = "-"
 
@@ -578,10 +593,10 @@ _MISSING = "-"
 def differences(
     one: Mapping[str, Any], other: Mapping[str, Any]
 ) -> list[tuple[str, Any, Any]]:
-    """The fields of two plans as plain data that differ, with both values.
+    """The fields that differ between two plans as plain data, with both values.
 
-    Paths are joined by ``/``; elements of lists are numbered, or named where they have
-    a name. How long planning took is left out.
+    Paths are joined by ``/``. Elements of lists are identified by name if they have a
+    name, and otherwise by number. Durations of planning are left out.
 
     >>> differences({"a": {"b": 1}, "c": [1, 2]}, {"a": {"b": 2}, "c": [1]})
     [('a/b', 1, 2), ('c/1', 2, '-')]
@@ -603,7 +618,8 @@ def _walk(path: str, one: Any, other: Any) -> Iterator[tuple[str, Any, Any]]:
 
 
 def _fields(value: Any) -> Mapping[str, Any] | None:
-    """A value's parts by name; None for one without, such as a layout."""
+    """The parts of a value by name; None for a value without parts, such as a layout.
+    """
     if isinstance(value, Mapping):
         return value
     parts = isinstance(value, Sequence) and not isinstance(value, str)

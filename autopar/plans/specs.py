@@ -1,4 +1,4 @@
-"""Layouts by the names of mesh axes, and the check that one fits its array."""
+"""Layouts by names of mesh axes, and the check that a layout fits its array."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from autopar.errors import PlanError
 
-# Per dimension, the names of the mesh axes that split it, major to minor.
+# For each dimension, the names of the mesh axes that split it, major to minor.
 Spec = tuple[tuple[str, ...], ...]
-# The same as a `jax.sharding.PartitionSpec`: dimensions at the end may be absent.
+# A layout in the form of a `jax.sharding.PartitionSpec`: dimensions at the end may be
+# absent.
 Entries = Iterable[str | Sequence[str] | None]
 
 
@@ -19,9 +20,9 @@ def spec_of(
 
     Args:
       entries: a ``PartitionSpec``, or a layout.
-      shape: of the array.
+      shape: shape of the array.
       axes: size of each mesh axis, by name.
-      owner: what an error calls it, such as ``pin 'params/*'``.
+      owner: name of the layout in errors, such as ``pin 'params/*'``.
 
     Raises:
       PlanError: the layout does not fit the array or the mesh.
@@ -53,7 +54,7 @@ def spec_of(
 def check_divides(
     size: int, names: Sequence[str], axes: Mapping[str, int], owner: str
 ) -> None:
-    """Raises `PlanError` where mesh axes do not split a dimension evenly."""
+    """Raises `PlanError` if mesh axes do not split a dimension evenly."""
     parts = 1
     for name in names:
         parts *= axes[name]
@@ -65,7 +66,7 @@ def check_divides(
 
 
 def spec_text(spec: Spec) -> str:
-    """A layout as JAX writes a `PartitionSpec`, without the trailing None.
+    """A layout in JAX's notation of a `PartitionSpec`, without trailing None.
 
     >>> spec_text((("data", "tensor"), (), ("fsdp",), ()))
     "P(('data', 'tensor'), None, 'fsdp')"

@@ -1,1 +1,1 @@
-"""Measures the numbers of this machine that the cost model needs."""
+"""Measures the figures of this machine that the cost model needs."""

@@ -1,15 +1,16 @@
 """Programs that are timed to profile a machine.
 
-Each program repeats one body in a loop whose trip count is an argument, on all
-devices at once; the time of a trip is the slope between a short and a long run, so
-that the cost of starting a program cancels. All devices work because devices may
-share what they run on: links, and, simulated on a CPU, the cores themselves.
+Each program repeats one body in a loop whose trip count is an argument, on all devices
+at the same time. The time of a trip is the slope between a short and a long run, so
+that the time to start a program cancels. All devices work at the same time because
+devices may share hardware: links, and, for devices simulated on a CPU, the cores.
 
-Seconds that codecs of gradients take on a device, links aside.
+This module also times gradient codecs on a device, without links.
 
-Each codec does all that a worker does for one gradient in a step: it encodes, decodes
-what the others sent, feeds its error back and reports. What it would send it receives
-itself. All devices work at once, because simulated ones share what they compute with.
+Each codec does all the work of one worker for one gradient in a step: it encodes,
+decodes received messages, applies error feedback and computes the report. The worker
+receives its own messages. All devices work at the same time, because simulated devices
+share the cores.
 """
 
 from __future__ import annotations
@@ -43,23 +44,24 @@ from autopar.profiling import transfers
 
 Body = Callable[[Any], Any]
 
-# The short run is one trip, which touches every page; the long run takes about this.
+# The short run is one trip, which touches every memory page; the long run takes about
+# this many seconds.
 LONG_RUN_S = 0.02
 MAX_TRIPS = 1 << 17
-# Starting a program takes no part worth mentioning of one that takes as long as this.
+# From this time of a trip on, in seconds, the time to start a program is negligible.
 SLOW_S = 0.25
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TimedLoop:
-    """A compiled loop; `run(trips)` starts it and waits for its end."""
+    """A compiled loop; `run(trips)` starts the loop and waits for its end."""
 
     name: str
     run: Callable[[int], None]
 
 
 def _mesh(devices: Sequence[Any], group_size: int) -> Mesh:
-    """Groups of neighbours: axis "member" lies within a group."""
+    """A mesh of groups of neighbours; the axis "member" is within a group."""
     grid = np.array(devices).reshape(-1, group_size)
     return Mesh(grid, ("group", "member"), axis_types=(AxisType.Auto,) * 2)
 
@@ -74,9 +76,9 @@ def loop(
 ) -> TimedLoop:
     """Compiles a loop over `body` that starts from `make()` on every device.
 
-    `make` returns the NumPy value, or tree of values, of one device; `body` maps
-    the device's value to one of the same shape. The devices may be those of several
-    processes, which must then all call this.
+    `make` returns the NumPy value, or tree of values, of one device; `body` maps the
+    device's value to one of the same shape. The devices may belong to several
+    processes. In this case all of these processes must call this function.
     """
     mesh = _mesh(devices, group_size)
     spec = PartitionSpec(("group", "member"))
@@ -105,7 +107,7 @@ def loop(
 
 
 def _on_each(part: np.ndarray, sharding: NamedSharding, count: int) -> jax.Array:
-    """The array of which each of `count` devices has this part."""
+    """An array of `count` equal shards, each with this content."""
     return jax.make_array_from_callback(
         (count, *part.shape), sharding, lambda _: part[None]
     )
@@ -119,22 +121,25 @@ def _timed_s(program: TimedLoop, trips: int) -> float:
 
 
 def _extra_s(program: TimedLoop, trips: int) -> float:
-    """The extra time of `trips` + 1 trips over one trip."""
+    """The time of `trips` + 1 trips minus the time of one trip."""
     program.run(1)  # untimed: brings back to the caches what other programs evicted
     short_s = _timed_s(program, 1)
     return _timed_s(program, 1 + trips) - short_s
 
 
 def _trip_s(program: TimedLoop, trips: int) -> float:
-    """Seconds of one trip; of a slow program, whose `trips` are 0, of a whole run."""
+    """Seconds of one trip; for a slow program, which has 0 `trips`, the seconds of a
+    whole run.
+    """
     return _extra_s(program, trips) / trips if trips else _timed_s(program, 1)
 
 
 def _least_extra_s(program: TimedLoop, trips: int) -> float:
-    """As `_extra_s`, of the shortest of three runs of each kind.
+    """As `_extra_s`, from the shortest of three runs of each kind.
 
-    A pause of the machine only makes a run longer: it must pass neither for a long
-    run nor, in the short one, for trips that take no time.
+    A pause of the machine can only lengthen a run. With the shortest runs, a pause
+    neither lengthens the long run nor shortens the difference by lengthening the short
+    run.
     """
     program.run(1)
     short_s = min(_timed_s(program, 1) for _ in range(3))
@@ -142,7 +147,9 @@ def _least_extra_s(program: TimedLoop, trips: int) -> float:
 
 
 def _long_trips(program: TimedLoop) -> int:
-    """Trips that take about LONG_RUN_S, found by trying; 0 where one is very slow."""
+    """The number of trips that takes about LONG_RUN_S, found by trying; 0 if a single
+    trip is very slow.
+    """
     if transfers.agree_on(int(_extra_s(program, 1) > SLOW_S)):
         return 0
     trips, extra_s = 1, 0.0
@@ -157,7 +164,8 @@ def _long_trips(program: TimedLoop) -> int:
 def trip_times_s(programs: Sequence[TimedLoop], rounds: int) -> list[float]:
     """Median time of one trip of each program, over `rounds` alternating rounds.
 
-    Of several processes, which must all call it, the slowest counts.
+    If there are several processes, all must call this function, and the time of the
+    slowest process is returned.
     """
     trips = [_long_trips(program) for program in programs]
     found: list[list[float]] = [[] for _ in programs]
@@ -168,15 +176,16 @@ def trip_times_s(programs: Sequence[TimedLoop], rounds: int) -> list[float]:
 
 
 def _typical(slopes: Sequence[float]) -> float:
-    """The median; noise may turn a slope negative, which no time is."""
+    """The median, but at least 0, because noise may make a slope negative."""
     median = statistics.median(slopes)
     return median if median > 0 else max(*slopes, 1e-9)
 
 
 def _random(shape: tuple[int, ...], dtype: str) -> Any:
-    """Values around 1 / sqrt(size), so that repeated products stay bounded.
+    """Random values around 1 / sqrt(size), so that repeated products stay bounded.
 
-    Not zeros: accelerators draw less power on them and clock higher.
+    The values are not zeros, because accelerators need less power for zeros and have a
+    higher clock.
     """
     generator = np.random.default_rng(0)
     if jnp.issubdtype(dtype, jnp.integer):
@@ -186,7 +195,7 @@ def _random(shape: tuple[int, ...], dtype: str) -> Any:
 
 
 def matmul(devices: Sequence[Any], dtype: str, size: int) -> TimedLoop:
-    """A product of two square matrices per trip: ``2 size^3`` FLOPs a device."""
+    """A product of two square matrices per trip: ``2 size^3`` FLOPs per device."""
     wide = jnp.int32 if jnp.issubdtype(dtype, jnp.integer) else None
 
     def body(value: Any) -> Any:
@@ -204,7 +213,9 @@ STREAM_ARRAYS = 3
 
 
 def stream(devices: Sequence[Any], nbytes: int) -> TimedLoop:
-    """Reads two arrays and writes one a trip: traffic of STREAM_ARRAYS * `nbytes`."""
+    """Reads two arrays and writes one array per trip: traffic of STREAM_ARRAYS *
+    `nbytes`.
+    """
 
     def body(value: Any) -> Any:
         x, y = value
@@ -221,7 +232,7 @@ VECTOR_STEPS = 64
 
 
 def vector(devices: Sequence[Any]) -> TimedLoop:
-    """VECTOR_STEPS multiply-adds on each of VECTOR_SIZE elements a trip."""
+    """VECTOR_STEPS multiply-adds on each of VECTOR_SIZE elements per trip."""
 
     def body(x: Any) -> Any:
         y = x
@@ -238,7 +249,7 @@ KERNELS = 16
 
 
 def tiny_products(devices: Sequence[Any]) -> TimedLoop:
-    """KERNELS tiny matrix products a trip, which no compiler fuses."""
+    """KERNELS tiny matrix products per trip, which compilers do not fuse."""
 
     def body(x: Any) -> Any:
         for _ in range(KERNELS):
@@ -270,11 +281,12 @@ def local_elements(kind: str, group_size: int, nbytes: int) -> int:
 def collective(
     devices: Sequence[Any], kind: str, group_size: int, nbytes: int
 ) -> TimedLoop:
-    """One collective of `nbytes` a trip in every group of `group_size` devices."""
+    """One collective of `nbytes` per trip in every group of `group_size` devices."""
     start = _collective(kind, group_size)
 
     def body(x: Any) -> Any:
-        # One element makes each trip wait for the one before.
+        # One element of the result is an input of the next trip, so that each trip
+        # waits for the trip before.
         return x.at[0].set(start(x)[0] * 0.5)
 
     elements = local_elements(kind, group_size, nbytes)
@@ -283,7 +295,7 @@ def collective(
 
 
 def matmul_then_reduce(devices: Sequence[Any], size: int) -> TimedLoop:
-    """A product and an all-reduce of its result a trip, over all devices."""
+    """A product and an all-reduce of its result over all devices, per trip."""
     count = len(devices)
 
     def body(value: Any) -> Any:
@@ -296,19 +308,20 @@ def matmul_then_reduce(devices: Sequence[Any], size: int) -> TimedLoop:
     return loop(f"matmul and all_reduce {size}", devices, count, body, make)
 
 
-# Workers that a gradient is divided among.
+# Number of workers among which a gradient is divided.
 WORKERS = 4
-# A codec with other parameters is timed where its work differs from that of those that
-# are timed by this factor; others are taken in proportion
+# A codec with other parameters is timed, too, if its work differs by this factor from
+# that of the timed codecs. Times of other codecs are scaled in proportion to their work
 # (`autopar.cost.codecs.local_s`).
 _UNLIKE = 1.25
 
 
 def timed_codecs(elements: int) -> tuple[str, ...]:
-    """The codecs to time: each registered one, by its default and other parameters.
+    """The codecs to time: each registered codec, with its default parameters and with
+    others.
 
     Args:
-      elements: of the gradient that is timed.
+      elements: number of elements of the timed gradient.
     """
     shape = (math.isqrt(elements),) * 2
     out: list[str] = []
@@ -330,16 +343,16 @@ class Loopback:
     workers: int = WORKERS
 
     def all_to_all(self, payload: jax.Array) -> jax.Array:
-        """Each row comes back."""
+        """Returns each row to this worker."""
         return add_barrier(payload)
 
     def all_gather(self, payload: jax.Array) -> jax.Array:
-        """Everybody sends the same."""
+        """Every worker sends the same message."""
         shape = (self.workers, *payload.shape)
         return add_barrier(jnp.broadcast_to(payload, shape))
 
     def all_reduce(self, values: jax.Array) -> jax.Array:
-        """The sum of equal parts."""
+        """The sum over workers with equal values."""
         return add_barrier(self.workers * values)
 
     def reduce_scatter(self, values: jax.Array) -> jax.Array:
@@ -348,21 +361,21 @@ class Loopback:
 
 
 def _values(elements: int) -> np.ndarray:
-    """A square matrix of heavy-tailed values, as gradients have, float32."""
+    """A square matrix of heavy-tailed values like those of gradients, float32."""
     side = math.isqrt(elements)
     random = np.random.default_rng(0)
     return random.standard_t(4.0, (side, side)).astype(np.float32)
 
 
 def codec_loop(devices: Sequence[Any], text: str, elements: int) -> TimedLoop:
-    """A gradient of so many elements through a codec a trip, on every device."""
+    """Sends one gradient through a codec per trip, on every device."""
     parsed, given = parse_codec(text), _values(elements)
     kind = "residual" if parsed.feedback else "none"
     gradient = Gradient("g", given.shape, parsed, Feedback(kind=kind))
 
     def body(value: Any) -> Any:
         partial, state, _ = value
-        # As in most steps: never, which the compiler does not know.
+        # The condition is false, as in most steps, but the compiler does not know this.
         measured = jnp.isnan(partial[0, 0])
         totals, after, sums = synchronise(
             [gradient],
@@ -385,7 +398,7 @@ def codec_loop(devices: Sequence[Any], text: str, elements: int) -> TimedLoop:
 
 
 def plain_loop(devices: Sequence[Any], elements: int) -> TimedLoop:
-    """The pass that a sum without a codec takes too: it is read and written once."""
+    """The pass of a sum without a codec: the gradient is read and written once."""
     given = _values(elements)
 
     def body(value: Any) -> Any:
@@ -400,10 +413,13 @@ def plain_loop(devices: Sequence[Any], elements: int) -> TimedLoop:
 
 
 def _touch(partial: jax.Array, total: jax.Array) -> jax.Array:
-    """The partial with one other element, so that no trip is like the one before."""
+    """Changes one element of the partial gradient, so that every trip has another
+    input.
+    """
     return partial.at[0, 0].set(0.5 * total[0, 0])
 
 
 def timed_elements(elements: int) -> int:
-    """Elements of the square gradient that is timed for so many."""
+    """Number of elements of the square gradient that is timed in place of `elements`.
+    """
     return math.isqrt(elements) ** 2

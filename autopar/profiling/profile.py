@@ -1,9 +1,9 @@
-"""Measures devices and their links, and saves what planning needs of them.
+"""Measures devices and their links, and saves the figures that planning needs.
 
-The result is a `Cluster` whose numbers are rates attained on this machine with all
-devices at work. Simulated CPU devices share the cores, so they are measured as a
-training step uses them: together. Several processes measure together, too: between
-them lies a level of the cluster, whose links are timed.
+The result is a `Cluster` whose figures are rates reached on this machine while all
+devices work. Simulated CPU devices share the cores. So they are measured together, as a
+training step uses them. Several processes measure together, too. The links between
+processes are a level of the cluster and are timed.
 """
 
 import collections
@@ -40,18 +40,20 @@ Progress = Callable[[str], None]
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ProfileSizes:
-    """The sizes to measure. Those in `check_*` are held out from every fit."""
+    """The sizes to measure. The sizes in `check_*` are held out from every fit."""
 
     dtypes: tuple[str, ...]
     matmul_sizes: tuple[int, ...]
-    # Of all devices together; the arrays of each must exceed the largest cache.
+    # Bytes of all devices together; the arrays of each device must be larger than the
+    # largest cache.
     stream_bytes: int
     collective_bytes: tuple[int, ...]
     check_matmul_size: int
     check_bytes: tuple[int, ...]
-    # Of the gradient that goes through each codec on each device; 0 times no codec.
+    # Elements of the gradient that each codec sends on each device; 0: no codec is
+    # timed.
     codec_elements: int = 0
-    # None: `codecs.timed_codecs`.
+    # The codecs to time; None: the result of `kernels.timed_codecs`.
     codecs: tuple[str, ...] | None = None
     rounds: int = 5
 
@@ -78,7 +80,9 @@ ACCELERATOR_SETTINGS = ProfileSizes(
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Check:
-    """A program that no fit has seen: what the model says, and what it took."""
+    """The predicted and the measured seconds of a program that is held out from every
+    fit.
+    """
 
     name: str
     predicted_s: float
@@ -92,7 +96,7 @@ class Check:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Profile:
-    """The measured cluster, and how far its numbers can be trusted."""
+    """The measured cluster, and the errors of its figures."""
 
     cluster: Cluster
     checks: tuple[Check, ...]
@@ -131,7 +135,7 @@ def _device_lines(device: DeviceSpec) -> list[str]:
 
 
 def _among(level: str) -> str:
-    """Heads the fits of the links of a level."""
+    """The heading of the fits of a level's links."""
     return f"collective of {level}s"
 
 
@@ -145,18 +149,18 @@ def _fit_line(found: CollectiveFit) -> str:
 
 
 Key = tuple[str | int, ...]
-"""What a program measures, such as ("matmul", "float32", 512)."""
+"""The key of a measurement, such as ("matmul", "float32", 512)."""
 
 
 def divisors(number: int) -> tuple[int, ...]:
-    """The sizes of groups into which `number` devices divide, without 1."""
+    """The group sizes that divide `number` devices evenly, without 1."""
     return tuple(k for k in range(2, number + 1) if number % k == 0)
 
 
 def _matmuls(
     devices: Sequence[Any], settings: ProfileSizes, dtype: str, progress: Progress
 ) -> dict[Key, kernels.TimedLoop]:
-    """The products of a dtype, or none where the backend has none."""
+    """The products of a dtype; empty if the backend does not support the dtype."""
     sizes = settings.matmul_sizes
     if dtype == "float32":
         sizes = (*sizes, settings.check_matmul_size)
@@ -172,9 +176,9 @@ def _matmuls(
 def _programs(
     devices: Sequence[Any], settings: ProfileSizes, neighbours: int, progress: Progress
 ) -> dict[Key, kernels.TimedLoop]:
-    """Compiles all that is timed, the held-out checks included.
+    """Compiles all timed programs, including the held-out checks.
 
-    Of a machine's devices there are `neighbours`.
+    `neighbours` is the number of devices on one machine.
     """
     found: dict[Key, kernels.TimedLoop] = {}
     for dtype in settings.dtypes:
@@ -208,25 +212,26 @@ def _programs(
 
 
 def _along(devices: Sequence[Any], sizes: Sequence[int], level: int) -> list[Any]:
-    """The devices in an order in which those along a level stand side by side."""
+    """The devices in an order in which the devices along a level are adjacent."""
     grid = np.array(devices, dtype=object).reshape(sizes)
     return list(np.moveaxis(grid, level, -1).reshape(-1))
 
 
 def _stream_bytes(neighbours: int, settings: ProfileSizes) -> int:
-    """Bytes of one array of one device, of so many that share a memory."""
+    """Bytes of one array of one device, if `neighbours` devices share a memory."""
     return settings.stream_bytes // neighbours // kernels.STREAM_ARRAYS // 4 * 4
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _Times:
-    """The median time of a trip of each program, on all of the devices."""
+    """The median time of a trip of each program, on all devices."""
 
     devices: Sequence[Any]
     settings: ProfileSizes
     neighbours: int
     seconds: dict[Key, float]
-    # Of an array that each device gets of the process before its own, by its bytes.
+    # Bytes of an array -> seconds in which every device receives such an array from the
+    # process before its own.
     transfer_s: dict[int, float]
 
     def matmul_rate(self, dtype: str) -> float:
@@ -244,7 +249,7 @@ class _Times:
         return transfers.fit_collective(kind, group_size, points)
 
     def codecs(self) -> tuple[tuple[str, float], ...]:
-        """Seconds for an element of each codec, over those of a plain sum."""
+        """Seconds per element of each codec in addition to those of a plain sum."""
         elements = kernels.timed_elements(self.settings.codec_elements)
         plain_s = self.seconds.get(("codec", ""), 0.0)
         return tuple(
@@ -255,11 +260,11 @@ class _Times:
 
 
 def _device(times: _Times, memory_bytes: int) -> DeviceSpec:
-    """All of a device but its links."""
+    """The figures of a device, without its links."""
     dtypes = [
         k for k in times.settings.dtypes if any(k in key for key in times.seconds)
     ]
-    # The cost model knows all 8-bit floats by one name.
+    # The cost model has one name for all 8-bit floats.
     names = ["float8" if "float8" in dtype else dtype for dtype in dtypes]
     rates = [times.matmul_rate(dtype) for dtype in dtypes]
     vector_flops = 2.0 * kernels.VECTOR_STEPS * kernels.VECTOR_SIZE
@@ -278,7 +283,8 @@ def _device(times: _Times, memory_bytes: int) -> DeviceSpec:
         matmul_efficiency=1.0,  # the peaks are attained rates
         kernel_latency_s=transfers.round_off(kernel_s),
         vector_flops_per_s=transfers.round_off(vector_flops / times.seconds["vector",]),
-        # A fact of the compiler, which no measurement of time tells.
+        # The workspace is a property of the compiler that time measurements cannot
+        # show.
         workspace_bytes=None if known is None else preset(known).device.workspace_bytes,
         on_chip_bytes=0 if known is None else preset(known).device.on_chip_bytes,
         codec_s_per_element=times.codecs(),
@@ -286,7 +292,9 @@ def _device(times: _Times, memory_bytes: int) -> DeviceSpec:
 
 
 def _level(times: _Times, index: int, kept: Level) -> Level:
-    """Every collective in groups of every size; of one part, the link as it was."""
+    """A level with fits of every collective in groups of every size; a level with one
+    part keeps its link.
+    """
     count = kept.size
     if count == 1:
         return kept
@@ -305,10 +313,10 @@ def _level(times: _Times, index: int, kept: Level) -> Level:
 def _plain(
     times: _Times, index: int, fits: Sequence[CollectiveFit], count: int
 ) -> tuple[float, float]:
-    """Latency and seconds a byte for whatever is no collective.
+    """Latency and seconds per byte for messages that are not collectives.
 
-    Between processes they are those of what stages send each other, where that was
-    timed; otherwise those of an all-gather.
+    Between processes, the figures come from timed transfers between pipeline stages if
+    there are any. Otherwise they come from all-gathers.
     """
     if index == 0 and times.transfer_s:
         sizes = times.settings.collective_bytes
@@ -321,7 +329,7 @@ def _plain(
 
 
 def _predictions(cluster: Cluster, settings: ProfileSizes) -> dict[Key, float]:
-    """The times that the cost model gives the held-out programs."""
+    """The times that the cost model predicts for the held-out programs."""
     axes = cluster.default_mesh().axes
     size = settings.check_matmul_size
     flops, nbytes = 2.0 * size**3, 3.0 * 4 * size**2
@@ -340,11 +348,12 @@ def _predictions(cluster: Cluster, settings: ProfileSizes) -> dict[Key, float]:
 def _known_parts(
     devices: Sequence[Any], neighbours: Sequence[Any]
 ) -> tuple[int, tuple[Level, ...]]:
-    """Memory of a device, and the levels with links that no measurement replaces.
+    """Memory of a device, and the levels with links that are used if no measurement
+    replaces them.
 
     Args:
-      devices: that are measured.
-      neighbours: those of them that this machine has.
+      devices: the measured devices.
+      neighbours: the measured devices on this machine.
     """
     mine = [d for d in devices if d.process_index == neighbours[0].process_index]
     if local.preset_name(devices[0].device_kind) is not None:
@@ -356,7 +365,7 @@ def _known_parts(
             f"the device {devices[0].device_kind!r} does not say how much memory it "
             "has: describe it in a TOML file (docs/cost-model.md has an example)."
         )
-    # PCIe 4.0 x16, for lack of knowledge.
+    # The link is unknown; PCIe 4.0 x16 is assumed.
     link = LinkSpec(latency_s=PCIE_LATENCY_S, bandwidth_bytes_per_s=25e9)
     sizes = local.level_sizes(devices)
     names = ("host", "device")[-len(sizes) :]
@@ -373,17 +382,17 @@ def run(
 ) -> Profile:
     """Measures the devices, and checks the result on new programs.
 
-    The processes of a `jax.distributed` job must all call it, and get the same result:
-    each number is that of the slowest process.
+    All processes of a `jax.distributed` job must call this function, and get the same
+    result. Each time is that of the slowest process.
 
     Args:
-      devices: measure the first so many devices; all of them by default.
-      progress: is given a line of text for each step.
-      settings: sizes and rounds; those of the backend by default.
+      devices: number of devices to measure, from the first; all devices by default.
+      progress: called with a line of text for each step.
+      settings: sizes and rounds; the backend's settings by default.
 
     Raises:
-      ClusterError: some devices of several processes are asked for, or the processes
-        have different numbers of devices.
+      ClusterError: only some devices of several processes are to be measured, or the
+        processes have different numbers of devices.
     """
     start = time.perf_counter()
     taken: Sequence[Any] = local.take_devices(devices)
@@ -416,7 +425,7 @@ def run(
 
 
 def _transfers(settings: ProfileSizes, say: Progress) -> dict[int, float]:
-    """Times what the stages of a pipeline send from process to process."""
+    """Times transfers from process to process, as pipeline stages use them."""
     if jax.process_count() == 1:
         return {}
     say("timing transfers between processes")
@@ -428,7 +437,9 @@ def _transfers(settings: ProfileSizes, say: Progress) -> dict[int, float]:
 
 
 def _transfer_checks(times: _Times, link: LinkSpec) -> list[Check]:
-    """The held-out transfers, as the plain numbers of a link predict them."""
+    """The held-out transfers, with predictions from the latency and bandwidth of the
+    link.
+    """
     return [
         Check(
             name=transfers.transfer_name(n),
@@ -440,7 +451,9 @@ def _transfer_checks(times: _Times, link: LinkSpec) -> list[Check]:
 
 
 def _check(devices: Sequence[Any]) -> None:
-    """Checks that the devices are whole processes with equal numbers of devices."""
+    """Checks that the devices are all devices of their processes, and that all
+    processes have equally many.
+    """
     counts = collections.Counter(d.process_index for d in devices)
     if len(counts) == 1 and jax.process_count() == 1:
         return
@@ -459,12 +472,15 @@ def _check(devices: Sequence[Any]) -> None:
 
 
 def measure(devices: int | None = None, progress: Progress | None = None) -> Cluster:
-    """The devices of this process as measured; `run` also says how well it fits."""
+    """The measured cluster of this process's devices; `run` also returns the errors of
+    the fits.
+    """
     return run(devices, progress).cluster
 
 
 def save(cluster: Cluster, path: str | os.PathLike[str] | None = None) -> pathlib.Path:
-    """Writes a measured cluster where `Cluster.local` finds it, or to `path`."""
+    """Writes a measured cluster to the file that `Cluster.local` reads, or to `path`.
+    """
     if path is None:
         kind = local.take_devices(None)[0].device_kind
         path = local.profile_path(kind, cluster.num_devices)

@@ -1,7 +1,7 @@
 """Times transfers from process to process, as stages of a pipeline use them.
 
-No collective carries them: a stage hands arrays to the next through the transfer
-servers of JAX, and these reach other rates than collectives over the same links.
+A stage sends arrays to the next through JAX's transfer servers, not by collectives.
+Transfer servers reach other rates than collectives over the same links.
 
 What the processes of a profile agree on, so that each runs the same programs.
 
@@ -28,38 +28,43 @@ from jax.sharding import SingleDeviceSharding
 from autopar.cluster.specs import CollectiveFit
 from autopar_passes import jax_processes
 
-# Of one start of one kernel: namespaces and containers of a machine share it.
+# The identifier of one boot of a kernel, which all namespaces and containers of a
+# machine share.
 _BOOT = pathlib.Path("/proc/sys/kernel/random/boot_id")
 
 
 def wait_for_all() -> None:
-    """Returns when all processes have called it."""
+    """Returns when all processes have called this function."""
     if jax.process_count() > 1:
         multihost_utils.sync_global_devices("autopar profile")
 
 
 def agree_on(value: int) -> int:
-    """The value of process 0; all processes must call it."""
+    """The value of process 0; all processes must call this function."""
     if jax.process_count() == 1:
         return value
     return int(multihost_utils.broadcast_one_to_all(np.int32(value)))
 
 
 def slowest_s(seconds: Sequence[float]) -> list[float]:
-    """Each time as the slowest process measured it; all processes must call it."""
+    """Each time as measured by the slowest process; all processes must call this
+    function.
+    """
     if jax.process_count() == 1:
         return list(seconds)
-    # JAX would round 64 bits to 32 on the way: seven digits are more than times have.
+    # JAX would round 64-bit floats to 32 bits anyway. Seven digits are enough for
+    # measured times.
     mine = np.asarray(seconds, np.float32)
     return [float(s) for s in multihost_utils.process_allgather(mine).max(axis=0)]
 
 
 def gather_texts(mine: bytes, length: int) -> list[bytes]:
-    """What each process gives, in their order; all processes must call it.
+    """The texts of all processes, in their order; all processes must call this
+    function.
 
     Args:
-      mine: this process's, at most `length` bytes and without zero bytes.
-      length: the same for all.
+      mine: the text of this process, at most `length` bytes and without zero bytes.
+      length: maximum length, the same for all processes.
     """
     if jax.process_count() == 1:
         return [mine]
@@ -69,9 +74,10 @@ def gather_texts(mine: bytes, length: int) -> list[bytes]:
 
 
 def on_this_machine(devices: Sequence[Any]) -> list[Any]:
-    """Those of the devices whose process runs under this kernel, in their order.
+    """The given devices whose process runs under the same kernel as this process, in
+    their order.
 
-    All processes must call it.
+    All processes must call this function.
     """
     if jax.process_count() == 1:
         return list(devices)
@@ -81,7 +87,9 @@ def on_this_machine(devices: Sequence[Any]) -> list[Any]:
 
 
 def _machine() -> str:
-    """A text that the processes of one machine share, and no others."""
+    """A text that is equal for all processes of one machine and different for other
+    machines.
+    """
     try:
         return _BOOT.read_text()
     except OSError:  # no Linux: each process for itself
@@ -93,7 +101,7 @@ _ADDRESS_BYTES = 256
 
 
 def transfer_name(nbytes: int) -> str:
-    """What a transfer is called in reports.
+    """The name of a transfer in reports.
 
     >>> transfer_name(1 << 18)
     'transfer to a neighbour, 0.25 MiB'
@@ -106,17 +114,19 @@ def seconds(
     rounds: int,
     serve: Callable[[], Any] = jax_processes.transfer_server,
 ) -> dict[int, float]:
-    """Seconds in which every device gets an array of the process before its own.
+    """Seconds in which every device receives an array from the process before its own.
 
-    All processes send at once, each to the next and the last to the first: links that
-    carry both ways at a time do so. All of them must call this.
+    All processes send at the same time, each to the next process, and the last to the
+    first. So full-duplex links are used in both directions. All processes must call
+    this function.
 
     Args:
-      sizes: of an array, in bytes.
-      rounds: how often each size is timed; the medians count, of the slowest process.
+      sizes: sizes of an array, in bytes.
+      rounds: number of measurements of each size; the result is the median of the
+        slowest process.
       serve: starts the transfer server of this process.
 
-    Returns size -> seconds; empty where a process has no transfer server.
+    Returns size -> seconds; empty if a process has no transfer server.
     """
     server, address = None, b""
     with contextlib.suppress(Exception):  # whatever a backend says that has none
@@ -144,7 +154,9 @@ def seconds(
 
 
 def _arrays(nbytes: int) -> tuple[list[Any], list[Any]]:
-    """An array on each device of this process, and the structs of those that come."""
+    """An array on each device of this process, and the structs of the arrays to
+    receive.
+    """
     devices, count = jax.local_devices(), max(1, nbytes // 4)
     given = [jax.device_put(np.ones(count, np.float32), d) for d in devices]
     wanted = [
@@ -167,14 +179,14 @@ def fit_slope(sizes: Sequence[float], times_s: Sequence[float]) -> float:
 
 
 def fit_line(sizes: Sequence[float], times_s: Sequence[float]) -> tuple[float, float]:
-    """The (a, b), none negative, that minimise ``sum(((a + b n) / t - 1)^2)``.
+    """The non-negative (a, b) that minimise ``sum(((a + b n) / t - 1)^2)``.
 
     >>> fit_line([10, 20, 40], [3.0, 5.0, 9.0])
     (1.0, 0.2)
     """
     inverse = [1 / t for t in times_s]
     ratios = [n / t for n, t in zip(sizes, times_s, strict=True)]
-    # The normal equations of the two columns 1/t and n/t against ones.
+    # The normal equations for the two columns 1/t and n/t with the right-hand side 1.
     s11, s1 = sum(x * x for x in inverse), sum(inverse)
     s22, s2 = sum(x * x for x in ratios), sum(ratios)
     s12 = sum(x * y for x, y in zip(inverse, ratios, strict=True))
@@ -184,7 +196,7 @@ def fit_line(sizes: Sequence[float], times_s: Sequence[float]) -> tuple[float, f
         b = (s2 * s11 - s1 * s12) / determinant
         if a >= 0 and b >= 0:
             return round_off(a), round_off(b)
-    # The best of the two edges of the feasible quadrant.
+    # The better of the two edges of the feasible quadrant.
     constant, slope = s1 / s11, s2 / s22
     if s1 * constant > s2 * slope:
         return round_off(constant), 0.0
@@ -192,14 +204,16 @@ def fit_line(sizes: Sequence[float], times_s: Sequence[float]) -> tuple[float, f
 
 
 def round_off(value: float) -> float:
-    """Six significant digits: more than any timing has."""
+    """Rounds to six significant digits, which is more than a timing has."""
     return float(f"{value:.6g}")
 
 
 def _candidate(
     kind: str, group_size: int, points: Sequence[tuple[float, float]], split: int
 ) -> CollectiveFit:
-    """A line through the first `split` points, a floor through the others."""
+    """A line fitted to the first `split` points, and a slope through 0 fitted to the
+    other points.
+    """
     sizes, times_s = zip(*points, strict=True)
     latency_s, slope = fit_line(sizes[:split], times_s[:split])
     rest = points[split:]
@@ -225,7 +239,8 @@ def _candidate(
 def fit_collective(
     kind: str, group_size: int, points: Sequence[tuple[float, float]]
 ) -> CollectiveFit:
-    """The best fit of a line, or of a line with a floor for large sizes.
+    """The best fit of a line, or of the maximum of a line and a slope through 0 for
+    large sizes.
 
     Args:
       kind: the collective.
