@@ -84,7 +84,7 @@ def read(
       Path -> the array in the checkpoint's dtype, and the number of steps.
 
     Raises:
-      CheckpointError: an atom is missing, damaged, or of another shape.
+      CheckpointError: an atom is missing or damaged, or has another shape.
     """
     if not (source / ZERO).is_dir():
         raise CheckpointError(f"{source}: no atoms: it has no folder '{ZERO}'.")

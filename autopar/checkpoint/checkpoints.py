@@ -86,7 +86,8 @@ def claim(directory: pathlib.Path) -> None:
 
 
 def release(directory: pathlib.Path) -> None:
-    """Releases the lock of a directory; does nothing if this process does not hold it.
+    """Releases the lock of a directory; does nothing if this process does not
+    hold it.
     """
     path = directory / _NAME
     if _is_ours(path):
@@ -209,7 +210,7 @@ class Checkpoints:
         """The notes of the last readable checkpoint; None if it has no notes.
 
         Raises:
-          CheckpointError: a newer version of autopar wrote it.
+          CheckpointError: a newer version of autopar wrote the checkpoint.
         """
         for folder in folders.complete(self.directory)[::-1]:
             try:
@@ -345,7 +346,7 @@ class Checkpoints:
             used.
           args: arguments of ``create_state``.
           batch: an example batch, arrays or ``ShapeDtypeStruct``s.
-          others: all arguments after the state, in place of ``batch``.
+          others: all arguments after the state, as an alternative to ``batch``.
           step: step of the checkpoint; None: the last undamaged checkpoint. Damaged
             checkpoints are skipped with a warning. If a save is in progress, this
             method waits for it.
@@ -418,7 +419,8 @@ class Checkpoints:
         raise CheckpointError(" ".join(damaged) or self._none())
 
     def _candidates(self, step: int | None) -> list[pathlib.Path]:
-        """The checkpoints that may be restored, in the order in which they are tried.
+        """The checkpoints that may be restored, in the order in which they are
+        tried.
         """
         found = folders.complete(self.directory)[::-1]
         if step is None:

@@ -92,7 +92,8 @@ def commit(folder: pathlib.Path, manifest: bytes) -> None:
 
 
 def put(path: pathlib.Path, data: bytes) -> None:
-    """Writes a file atomically: the file exists with all of its content, or not at all.
+    """Writes a file atomically: the file exists with all of its content, or not
+    at all.
     """
     part = path.with_name(path.name + ".part")
     part.write_bytes(data)
@@ -196,7 +197,7 @@ def count_paths(held: Manifest) -> list[str]:
 
 
 def plan_of(folder: pathlib.Path, held: Manifest) -> Plan:
-    """The plan that a checkpoint was saved under.
+    """The plan that was in use when a checkpoint was saved.
 
     Raises:
       CheckpointError: the file of the plan was changed since it was saved.

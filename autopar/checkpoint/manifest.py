@@ -47,7 +47,7 @@ class ArrayEntry(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PlanEntry(msgspec.Struct, frozen=True, kw_only=True):
-    """The plan that a checkpoint was saved under.
+    """The plan that was in use when a checkpoint was saved.
 
     Attributes:
       digest: `Plan.digest`.
@@ -99,7 +99,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def arrays(self) -> dict[str, ArrayEntry]:
-        """All arrays: those of the state, of the codecs and of the noise scale."""
+        """All arrays of the train state, of the codecs and of the noise scale."""
         return {**self.state, **self.codecs, **self.noise}
 
     @property

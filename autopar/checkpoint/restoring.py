@@ -159,7 +159,8 @@ def codec_state(
 def noise_state(
     folder: pathlib.Path, manifest: Manifest, mesh: Any, world: World
 ) -> Any:
-    """The averages of the noise scale in a checkpoint; None if the checkpoint has none.
+    """The averages of the noise scale in a checkpoint; None if the checkpoint
+    has none.
     """
     return _beside(folder, manifest.noise, manifest.noise_tree, mesh, world)
 

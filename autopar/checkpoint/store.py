@@ -112,7 +112,7 @@ def _copied_once(bits: jax.Array) -> jax.Array:
 
 
 def without_replicas(sharding: Any) -> NamedSharding:
-    """The sharding on the first devices along the axes that split no dim."""
+    """The sharding on only the first devices along all axes that split no dim."""
     mesh, spec = sharding.mesh, sharding.spec
     used = {a for axes in spec if axes is not None for a in _names(axes)}
     keep = [name for name in mesh.axis_names if name in used]

@@ -65,7 +65,8 @@ def save(path: pathlib.Path, value: Any) -> None:
 
 
 class _PickleWriter:
-    """Encodes values as a pickle of protocol 2, without importing the named functions.
+    """Encodes values as a pickle of protocol 2, without importing the named
+    functions.
     """
 
     def __init__(self) -> None:

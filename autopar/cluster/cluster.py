@@ -149,13 +149,13 @@ class Cluster:
         ``"8x8:h100"`` is 8 hosts of 8 devices; ``"2x4x4:cpu"`` is 2 pods of 4 hosts of
         4 devices; ``"8:h100"`` is 8 devices in one host (or, more widely, in one domain
         of the fastest links). For TPUs the sizes are the dimensions of the torus:
-        ``"16x16:v5e"``. Without a device, ``"8x8"``, it is an H100. Options follow
-        after commas: ``memory=40GB`` (memory per device that a program may use),
-        ``efficiency=0.5`` (the fraction of the peak that large matrix products reach),
-        ``power=500W`` (a power limit below the datasheet's, which slows products),
-        ``network=100Gb/s`` and ``network_latency=10us`` (between hosts, per device, one
-        direction). Groups of unequal devices are joined by plus signs:
-        ``"4x8:h100+2x8:a100"``.
+        ``"16x16:v5e"``. A text without a device, such as ``"8x8"``, means H100 devices.
+        Options follow after commas: ``memory=40GB`` (memory per device that a program
+        may use), ``efficiency=0.5`` (the fraction of the peak that large matrix
+        products reach), ``power=500W`` (a power limit below the datasheet's, which
+        slows products), ``network=100Gb/s`` and ``network_latency=10us`` (between
+        hosts, per device, one direction). Groups of unequal devices are joined by plus
+        signs: ``"4x8:h100+2x8:a100"``.
 
         Raises:
           ClusterError: the text is wrong or the file cannot be read.
@@ -461,7 +461,8 @@ class Cluster:
         return (*own, self.members, self.groups, self.between)
 
     def __eq__(self, other: object) -> bool:
-        """Whether all fields are equal, including fields that clusters of groups lack.
+        """Whether all fields are equal, including fields that clusters of
+        groups lack.
         """
         if not isinstance(other, Cluster):
             return NotImplemented

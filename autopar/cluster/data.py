@@ -469,7 +469,7 @@ def _equal_data(cluster: ClusterFields) -> Data:
 
 
 def write(cluster: ClusterFields) -> Data:
-    """The data that `read` reads back to an equal cluster."""
+    """The data from which `read` restores an equal cluster."""
     if cluster.between is None:
         return _equal_data(cluster)
     return {

@@ -33,7 +33,7 @@ _SHOWN = 12
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Members:
-    """The place of a cluster's devices in the whole cluster that it was cut from.
+    """The positions of a cluster's devices in the whole cluster that contains them.
 
     Attributes:
       whole: the levels of the whole cluster.
@@ -42,7 +42,7 @@ class Members:
       hosts: a name for each host of the whole cluster; empty: names by level, such as
         ``host3``.
       group: the name of the group, in a cluster of unequal devices.
-      start: the position of the group's first device among those of all groups.
+      start: the position of the group's first device among the devices of all groups.
     """
 
     whole: tuple[Level, ...]
@@ -142,7 +142,7 @@ def default_hosts(levels: Sequence[Level]) -> tuple[str, ...]:
 
 
 def _spread(names: Sequence[str], size: int) -> dict[str, range]:
-    """Consecutive blocks of `size` positions by name."""
+    """Name -> its block of `size` consecutive positions."""
     return {name: range(i * size, (i + 1) * size) for i, name in enumerate(names)}
 
 

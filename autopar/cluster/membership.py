@@ -58,7 +58,7 @@ class _Segment:
     """Levels that are chosen together: one level behind a switch, or all levels of a
     torus.
 
-    `wraps` holds, for each dimension of a torus, whether its ends are joined.
+    `wraps` says for each dimension of a torus whether it has wrap-around links.
     """
 
     axes: tuple[int, ...]
@@ -114,7 +114,8 @@ def _segments(device: DeviceSpec, levels: Sequence[Level]) -> list[_Segment]:
 
 
 def _shift(cells: Cells, axis: int, by: int, wraps: bool) -> Cells:
-    """The cells shifted by `by`; beyond an end without wrap-around the cells are False.
+    """The cells shifted by `by`; beyond an end without wrap-around the cells
+    are False.
     """
     moved = np.roll(cells, -by, axis)
     if not wraps:
@@ -452,7 +453,8 @@ def _missing(of: Members) -> dict[str, set[int]]:
 
 
 def _names_for(of: Members, hosts: int) -> list[str]:
-    """The names of a number of hosts: first hosts that left entirely, then new hosts.
+    """The names of a number of hosts: first hosts that left entirely, then new
+    hosts.
     """
     if hosts < 1:
         raise ClusterError(f"with_hosts: cannot add {hosts} hosts; give 1 or more.")
@@ -484,7 +486,8 @@ def _longer(whole: tuple[Level, ...], hosts: int) -> tuple[Level, ...]:
 
 
 def _extend(of: Members, new: Sequence[str]) -> Members:
-    """The members of a larger whole cluster, whose new devices are not yet available.
+    """The members of a larger whole cluster, whose new devices are not yet
+    available.
     """
     if not new:
         return of

@@ -106,7 +106,8 @@ class Preset:
 
     @property
     def open_link(self) -> LinkSpec:
-        """The links of a torus dimension without wrap-around, with half the bandwidth.
+        """The links of a torus dimension without wrap-around, with half the
+        bandwidth.
         """
         half = self.inner.bandwidth_bytes_per_s / 2
         return dataclasses.replace(self.inner, bandwidth_bytes_per_s=half)
@@ -168,7 +169,9 @@ def _gpu(
 
 
 def _nvlink(gb_per_s: float, efficiency: float, rates: str = "nvlink") -> LinkSpec:
-    """NVLink behind a switch; `gb_per_s` is one direction, all links of a GPU."""
+    """NVLink behind a switch; `gb_per_s` is the rate of all links of a GPU together, in
+    one direction.
+    """
     bandwidth = gb_per_s * 1e9 * efficiency
     return LinkSpec(
         latency_s=NVLINK_LATENCY_S, bandwidth_bytes_per_s=bandwidth, rates=rates
@@ -186,7 +189,8 @@ def _tpu(
     wrap_multiple: int,
     vector_memory_mib: int = 0,
 ) -> Preset:
-    """A TPU; `link_gb_per_s` is one link, one direction, two links a dimension.
+    """A TPU; `link_gb_per_s` is the rate of one link in one direction. Each dimension
+    has two links.
 
     `memory_gib` is the memory that the runtime leaves to a program. `vector_memory_mib`
     is the vector memory of a chip with one core (jax,
@@ -343,9 +347,9 @@ def _v100() -> Preset:
 
 
 def _t4() -> Preset:
-    # NVIDIA T4 datasheet, memory as nvidia-smi reports it; PCIe 3.0 x16 is 15.75 GB/s
-    # a direction. Network: an AWS g4dn.12xlarge has 50 Gb/s for 4 GPUs. The 70 W limit
-    # keeps the clock low.
+    # NVIDIA T4 datasheet, memory as nvidia-smi reports it; PCIe 3.0 x16 has 15.75 GB/s
+    # per direction. Network: an AWS g4dn.12xlarge has 50 Gb/s for 4 GPUs. The 70 W
+    # limit keeps the clock low.
     pcie = LinkSpec(
         latency_s=PCIE_LATENCY_S,
         bandwidth_bytes_per_s=15.75e9 * OLD_LINK_EFFICIENCY,
@@ -440,7 +444,7 @@ DEFAULT_PRESET = "h100"
 
 
 def preset(name: str) -> Preset:
-    """The preset of that name, in any case."""
+    """The preset with a name; upper and lower case are equal."""
     found = PRESETS.get(name.lower())
     if found is None:
         raise ClusterError(

@@ -95,8 +95,8 @@ def cut_all(
 def at_rate(link: LinkSpec, bandwidth: float, latency: float) -> LinkSpec:
     """A link with scaled bandwidth, latency and measured times.
 
-    A table of XLA's measurements holds only for a link at full speed. So it is replaced
-    by the model of bandwidth and latency.
+    A table of XLA's measurements holds only for a link at full speed. So a link at
+    another speed uses the model of bandwidth and latency instead of the table.
 
     Args:
       link: the original link.
@@ -140,7 +140,8 @@ def shape_text(shape: Sequence[int]) -> str:
 
 
 def _any_count(levels: Sequence[Level]) -> int:
-    """The level that may be cut anywhere, which is the outermost level; -1: no level.
+    """The level that may be cut anywhere, which is the outermost level; -1: no
+    level.
     """
     first = next((i for i, level in enumerate(levels) if level.size > 1), 0)
     cuttable = first < len(levels) - 1 and not is_torus(levels[first])

@@ -71,7 +71,7 @@ device_description_str: "{self.name}"
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """A device that a step can be compiled for without having it.
+    """A device for which a step can be compiled without access to it.
 
     Attributes:
       name: name of the target, and of the preset for clusters of such devices.
@@ -265,7 +265,8 @@ def topology(target: Target, cluster: Cluster) -> str:
 
 
 def _slice(name: str, sizes: Sequence[int]) -> str | None:
-    """The slice with a shape or, if the shape is one number, with this number of chips.
+    """The slice with a shape or, if the shape is one number, with this number
+    of chips.
     """
     shapes = {text: tuple(map(int, text.split("x"))) for text in _SLICES[name]}
     if len(sizes) == 1:

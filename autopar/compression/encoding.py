@@ -1,5 +1,5 @@
-"""Runs the codecs of many gradients together, and computes what was sent of each
-gradient.
+"""Runs the codecs of many gradients together, and computes the sent values and the
+error of each gradient.
 
 Gradients of one codec are encoded as one array if possible. The same bytes are sent,
 but the compiler has only one loop to compile instead of one loop per gradient. These
@@ -7,11 +7,10 @@ loops are most of the compile time of a step with codecs. Joining copies the gra
 so large gradients are not joined.
 
 Gradients that are sent without a codec and whose sum is not scattered may be joined in
-any order. These are mostly many small gradients. They are concatenated one after the
-other, so that each gradient is a single slice of the sum. For other groups each chunk
-holds a part of every gradient. Blockwise codecs would also allow concatenation. With
-int8 this reduced the compile time of a step by a fifth, but increased its CPU time by
-10 %.
+any order. These are mostly many small gradients. Such gradients are concatenated, so
+that each gradient is a single slice of the sum. For other groups each chunk holds a
+part of every gradient. Blockwise codecs would also allow concatenation. With int8 this
+reduced the compile time of a step by a fifth, but increased its CPU time by 10 %.
 
 Legend: n workers, c elements of a chunk of one gradient, C elements of a chunk of a
 whole group. Worker i sums the i-th chunks. ``dim`` is the dim along which worker i

@@ -3,7 +3,7 @@ request.
 
 A codec describes the communication of one gradient as a generator. The generator yields
 a request for each round and receives the answer. `exchange` runs all generators of a
-bucket together. It joins their requests of the same round and kind to one collective.
+bucket together. Requests of the same round and kind become one collective.
 
 If inputs of the program decide the used size of a request (`UsedPart`), the position of
 the request in the message is computed while the step runs. The message has a fixed
@@ -92,8 +92,8 @@ class Reduced:
       total: the sum over all workers, (n, c), or this worker's row (c,) when
         scattered. Bit-identical on all workers.
       sent: this worker's contribution as the other workers decode it, (n, c): the error
-        is ``chunks - sent``. It may also be a function that computes this array from
-        data in memory. A step that needs no error does not call the function.
+        is ``chunks - sent``. ``sent`` may also be a function that computes this array
+        from data in memory. A step that needs no error does not call the function.
       state: the codec's new state.
       again: computes the total again from data in memory, for a branch that is rarely
         taken; None: such a branch reads the total.
@@ -166,7 +166,7 @@ class MeshLinks:
 
 
 def exchange(rounds: Sequence[Rounds], links: WorkerLinks) -> list[Reduced]:
-    """Runs generators in step until all have returned.
+    """Runs all generators round by round until all have returned.
 
     Requests of the same kind and round share a collective.
     """

@@ -68,7 +68,9 @@ def written_sums(
 
 
 def _scatters(before: Layout, after: Layout) -> list[Sum]:
-    """A reduce-scatter for each axis by which a dimension is split further."""
+    """The reduce-scatters between two layouts: one for each additional axis of a
+    dimension.
+    """
     out: list[Sum] = []
     layout = before
     for dim, (have, want) in enumerate(zip(before, after, strict=True)):
@@ -124,7 +126,8 @@ class Assignment:
       analysis: the program.
       sizes: size of each mesh axis.
       strategies: the strategy of each node.
-      copies: (value class, backward) -> the copy's choice.
+      copies: (value class, whether backward readers use the copy) -> the choice of the
+        copy.
       codecs: value whose sum is due -> its codec as text; other values are summed
         without a codec.
       waiting: values whose sum is postponed although they have no codec, because an
@@ -487,7 +490,7 @@ def apart_bytes(device: DeviceSpec, devices: int) -> float:
     """
     if device.kind != "tpu" or devices < _DEVICES:
         return 0.0
-    # Chips of one core are those with `on_chip_bytes` (v5e).
+    # Only chips with one core (v5e) have `on_chip_bytes`.
     return _ONE_CORE_BYTES if device.on_chip_bytes else math.inf
 
 

@@ -218,7 +218,7 @@ def assignments(
     first.
 
     Args:
-      factors: size of each factor; an axis can split it only evenly.
+      factors: size of each factor; an axis can split a factor only evenly.
       sizes: size of each mesh axis.
       orders: whether the axes on one factor may have any order; otherwise they have the
         order of the mesh.

@@ -69,7 +69,8 @@ class Stacking:
     axes: Axes
 
     def strip(self, layout: Layout) -> Layout:
-        """A layout without the partial axes: the layout of a value during the deferral.
+        """A layout without the partial axes: the layout of a value during the
+        deferral.
         """
         return without(layout, self.axes)
 

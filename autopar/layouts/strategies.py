@@ -33,9 +33,9 @@ class Space:
         return list(_layouts(self.strategies, dims))
 
 
-# The cache size is for a U-Net of three levels on a 4x4x4 mesh. It has 400 different
-# entries of at most 250 layouts. A layout takes about 300 bytes, so these entries take
-# 30 MB.
+# The cache size is for a U-Net of three levels on a 4x4x4 mesh. This U-Net has 400
+# different entries of at most 250 layouts. A layout takes about 300 bytes, so these
+# entries take 30 MB.
 @functools.lru_cache(maxsize=1 << 10)
 def _layouts(strategies: tuple[Strategy, ...], dims: Dims) -> tuple[Layout, ...]:
     return tuple(layout_of(s, dims) for s in strategies)
@@ -134,7 +134,7 @@ class Mode(enum.Enum):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Copy:
-    """A shared copy of a value, in a layout of its own.
+    """A shared copy of a value, with its own layout.
 
     Attributes:
       node: node of the copy in the problem.

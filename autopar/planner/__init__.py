@@ -1,1 +1,1 @@
-"""From an operator graph and a cluster to the plan that runs fastest."""
+"""Finds the fastest plan for an operator graph and a cluster."""

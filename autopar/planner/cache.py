@@ -79,7 +79,7 @@ class PlanCache:
 
 
 def _file_name(analysis: Analysis, cluster: Cluster, options: PlanOptions) -> str:
-    """A name made of all that a plan depends on."""
+    """A file name with a hash of all inputs that a plan depends on."""
     said = {
         name: getattr(options, name)
         for name, option in OPTIONS.items()

@@ -1,4 +1,4 @@
-"""Candidates: assignments with their prices, and what a search found."""
+"""Candidates (assignments with their prices), and results of a search."""
 
 from __future__ import annotations
 
@@ -178,7 +178,7 @@ class SearchResult:
 
     @property
     def slowdown(self) -> float:
-        """The seconds of a step over those with unlimited memory."""
+        """The seconds of a step divided by the seconds with unlimited memory."""
         known = [
             c.plain_s if c.free_s is None else c.free_s for _, c in self.tried if c
         ]
@@ -194,7 +194,8 @@ class SearchResult:
 
     @property
     def report(self) -> Solution:
-        """The best candidate's cost and bound, compared with the plans of all meshes.
+        """The best candidate's cost and bound, compared with the plans of all
+        meshes.
         """
         return with_bound(self.best.report, self.floor_s)
 

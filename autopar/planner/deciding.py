@@ -292,7 +292,8 @@ class _Layers:
         return self.search.plans.get(program_name(self.count, remat))
 
     def beside(self, plain: str, levels: Sequence[str], *, held: bool) -> None:
-        """Tries rematerialised layers although a plan without rematerialisation fits.
+        """Tries rematerialised layers although a plan without rematerialisation
+        fits.
         """
         numbers = _numbers(self.layers)
         for level in levels:

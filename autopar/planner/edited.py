@@ -252,7 +252,7 @@ def _possible(
 
 
 def _as_stated(analysis: Analysis, plan: Plan, cluster: Cluster) -> SearchResult:
-    """Prices the plan's decisions as they are."""
+    """Prices the plan's decisions without changing them."""
     assignment = restore(analysis, plan)
     _check_nodes(analysis, plan, assignment)
     result = search_of_one(analysis, cluster, assignment, plan.axis_names)

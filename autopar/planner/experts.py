@@ -79,7 +79,7 @@ def expert_plans(
     Args:
       analysis: the step.
       cluster: the devices to plan for.
-      seconds: time limit of the solver for each.
+      seconds: time limit of the solver for each plan.
     """
     out: list[Expert] = []
     analysis = in_update_batches(analysis, cluster.num_devices)

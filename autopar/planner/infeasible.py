@@ -28,7 +28,8 @@ _FACTORS = (1.02, 1.1, 1.25, 1.5, 2.0, 3.0, 5.0)
 def infeasible(
     analysis: Analysis, pricer: Pricer, formulation: Formulation
 ) -> InfeasibleError:
-    """Makes the error of one mesh; the error names the arrays that exceed the memory.
+    """Makes the error of one mesh; the error names the arrays that exceed the
+    memory.
     """
     found = explain_infeasibility(_relaxed_problem(analysis, pricer, formulation))
     op = analysis.graph.operators[min(found.time, len(analysis.graph.operators) - 1)]

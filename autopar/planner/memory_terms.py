@@ -1,4 +1,4 @@
-"""Memory as terms of the solver's problem, one choice at a time.
+"""Memory terms of the solver's problem: the memory that each choice of a node occupies.
 
 The exact model (`autopar.cost.live`) sees both ends of a resharding. A term of the
 problem sees only one node. So the terms leave out the short-lived copies between two
@@ -152,7 +152,8 @@ class _TermWriter:
                     yield self.waiting(op, usage)
 
     def waiting(self, op: Operator, usage: np.ndarray) -> MemoryTerm:
-        """A gradient that waits for the last gradient of the same all-reduce message.
+        """A gradient that waits for the last gradient of the same all-reduce
+        message.
         """
         node = self.contraction.node(op)
         reduced = node.factors_reduced(op)

@@ -375,7 +375,7 @@ def changed_options(asked: PlanOptions, group: str = PLANNING) -> dict[str, Any]
 def with_logical_pins(options: PlanOptions, call: StepCall) -> PlanOptions:
     """The options with Flax's rules turned into pins of a call's arguments.
 
-    A pin that was given wins over a rule.
+    A pin from the user takes precedence over a rule.
     """
     named = logical_pins(call, options.logical_axis_rules or ())
     return dataclasses.replace(
@@ -418,7 +418,7 @@ def _layers(remat: Any) -> tuple[int | None, str] | None:
 def as_cluster(given: Cluster | str) -> Cluster:
     """Returns a cluster, or the one that a text such as ``2x4:h100`` describes.
 
-    ``local`` is the devices of this process.
+    ``local`` means the devices of this process.
 
     Raises:
       ClusterError: the text describes no cluster, or the value is neither a cluster nor

@@ -1,4 +1,6 @@
-"""Plans an analysed step: checks, search of layouts, choice of codecs, record."""
+"""Plans an analysed step: checks the options, searches layouts, chooses codecs and
+records the plan.
+"""
 
 from __future__ import annotations
 
@@ -156,7 +158,7 @@ def plan_analysis(
     advise: bool = True,
     unfit: Unfit | None = None,
 ) -> Plan:
-    """`autopar.plan`, for a step that is already analysed.
+    """As `autopar.plan`, for a step that is already analysed.
 
     The plan's `Seconds.solve` is the duration of the whole search.
 
@@ -295,7 +297,7 @@ def plan_beside(
     split as far as possible.
 
     Args:
-      analysis: the step with the other batch.
+      analysis: the step with the other batch size.
       cluster: the cluster of the running plan.
       options: hints and limits of the running plan.
       running: the plan of the step with its usual batch size.
@@ -329,7 +331,7 @@ def plan_beside(
 def _replicas_beside(
     analysis: Analysis, cluster: Cluster, options: PlanOptions, running: Plan
 ) -> Plan:
-    """`plan_beside`, on replicas of unequal devices.
+    """As `plan_beside`, on replicas of unequal devices.
 
     Raises:
       InfeasibleError: the batch does not fit the memory of a device.

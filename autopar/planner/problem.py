@@ -503,7 +503,8 @@ def _source_edges(
     spaces: Sequence[Space],
     pricer: Pricer,
 ) -> Iterator[tuple[tuple[int, int], Priced, bool]]:
-    """Edges from a value to its readers; if the value has copies, through the copies.
+    """Edges from a value to its readers; if the value has copies, through the
+    copies.
     """
     known = analysis.independent.gathered
     together = GATHERS if source.value_class[0] in known else ALONE

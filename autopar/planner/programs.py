@@ -147,7 +147,7 @@ class Planned(NamedTuple):
 
     Attributes:
       plan: the fastest plan.
-      slowed: the seconds of a step over those with unlimited memory.
+      slowed: the seconds of a step divided by the seconds with unlimited memory.
       near: the meshes whose plans are nearly as fast.
     """
 
@@ -325,7 +325,7 @@ class Programs:
         meshes.
 
         Raises:
-          PlanError: the step cannot be planned as it is written.
+          PlanError: the user's step cannot be planned without a change.
         """
         name = program_name(count, remat)
         options = self.programs.setdefault(name, self.rewritten(count, remat))
@@ -424,7 +424,8 @@ class Programs:
         return state > self.cluster.memory_bytes * self.cluster.num_devices
 
     def failure(self, *, advise: bool) -> PlanError:
-        """The error if no plan fits: the error of the program that needs least memory.
+        """The error if no plan fits: the error of the program that needs least
+        memory.
         """
         unfit = {n: e for n, e in self.errors.items() if isinstance(e, InfeasibleError)}
         programs = [name for name in unfit if name in self.programs]
@@ -527,7 +528,8 @@ def _changes(plan: Plan) -> tuple[int, int]:
 
 
 def program_name(count: int, remat: str) -> str:
-    """The name of a program: its rematerialised layers and its number of microbatches.
+    """The name of a program: its rematerialised layers and its number of
+    microbatches.
     """
     parts = [f"{count} microbatches"] if count > 1 else []
     parts += [f"remat {remat}"] if remat else []

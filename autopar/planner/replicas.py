@@ -343,7 +343,8 @@ def _numbers(whole: Analysis, options: PlanOptions, least: int) -> Iterator[int]
 
 
 def _most_promising(best: Dealt, counts: Sequence[int]) -> int | None:
-    """The number of microbatches that may save most; None: no number is worth a search.
+    """The number of microbatches that may save most; None: no number is worth a
+    search.
     """
     least_s, count = min((best.expected_s(count), count) for count in counts)
     return count if least_s < (1 - _WORTHWHILE) * best.step_s else None
@@ -479,7 +480,8 @@ def best_shares(
 
 
 def _between(known: dict[int, float], most: int) -> list[float]:
-    """Seconds of 1, 2 ... microbatches, interpolated from known ones; never decreasing.
+    """Seconds of 1, 2 ... microbatches, interpolated from known ones; never
+    decreasing.
     """
     at = sorted(known)
     values = np.maximum.accumulate([known[n] for n in at])

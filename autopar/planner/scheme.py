@@ -250,7 +250,8 @@ def _split_factors(assignment: Assignment, member: int, axis: int) -> list[int]:
 
 
 def _goes_around(assignment: Assignment, op: Operator, axis: int) -> bool:
-    """Whether an axis splits a factor along which an operator's shards exchange arrays.
+    """Whether an axis splits a factor along which an operator's shards exchange
+    arrays.
     """
     moved = {e.factor for e in op.rule.exchanges}
     return not moved.isdisjoint(_split_factors(assignment, op.index, axis))

@@ -1,9 +1,10 @@
 """Makes proposals for one mesh, and prices each proposal once with the full cost model.
 
-The problem of the layouts adds seconds of work and of communication. Two effects depend
-on the whole plan: how much communication overlaps with work, and which arrays share a
-message and its latency. So the problem is solved in several ways. Each resulting plan
-is priced once with the full cost model, and the fastest plan is taken. The ways are:
+The objective of the layout problem is the sum of the seconds of work and of
+communication. Two effects depend on the whole plan: how much communication overlaps
+with work, and which arrays share a message and its latency. So the problem is solved in
+several ways. Each resulting plan is priced once with the full cost model, and the
+fastest plan is taken. The ways are:
 
 - with weights at which the solution is a lower bound of the time of every plan
   (`autopar.planner.weights`). The weights are moved to where the bound, given the plans
@@ -125,8 +126,8 @@ _MOST_ALIKE = 2
 # The number of times that the weights of the bound are moved.
 _ROUNDS = 4
 PARTLY = (WHOLE, partly(1.0, 0.33), partly(0.5, 0.0), partly(0.67, 0.67))
-# Most problems in which gradients may be sent by codecs, each at the prices of the best
-# choice so far.
+# The most problems in which gradients may be sent by codecs. Each of these problems
+# uses the prices of the best choice so far.
 _CODED = 2
 # The distance by which the weights are moved from the best weights.
 _STEP = 0.25
@@ -171,7 +172,7 @@ def solve_mesh(
       experts: whether to try plans that people write, if they may be faster.
 
     Raises:
-      InfeasibleError: nothing fits the memory of a device.
+      InfeasibleError: no plan fits the memory of a device.
       PlanError: no gradient can use the codec that was asked for.
     """
     memory = pricer.cluster.memory_bytes

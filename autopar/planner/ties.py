@@ -1,4 +1,4 @@
-"""Breaks ties between layouts of batch inputs: the more split, the better.
+"""Breaks ties between layouts of batch inputs: prefers the layout with the most shards.
 
 If all readers of a batch input take slices of the input, the cost model charges nothing
 for replicating it on every device. Real input pipelines deliver shards. So among

@@ -103,7 +103,7 @@ def _split(
 
 
 def _order_meshes(meshes: Sequence[MeshShape], running: Plan) -> list[MeshShape]:
-    """The meshes, those most like the running plan's first."""
+    """The meshes, sorted by similarity to the running plan's mesh."""
     sizes = running.axis_sizes
 
     def unlike(mesh: MeshShape) -> tuple[bool, int]:
@@ -121,7 +121,8 @@ def _search_in_time(
     running: Plan,
     codecs: CodecRequest | None,
 ) -> SearchResult | None:
-    """The best plan of the meshes that can be tried in time; None if no plan was found.
+    """The best plan of the meshes that can be tried in time; None if no plan
+    was found.
     """
     start = time.perf_counter()
     tried: list[tuple[MeshShape, Candidate | None]] = []

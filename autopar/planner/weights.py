@@ -65,7 +65,8 @@ class Weights:
         return min(self.work) == 1.0
 
     def with_least(self, least: float) -> Weights:
-        """The same weights, rescaled from the range 0 to 1 to the range ``least`` to 1.
+        """The same weights, rescaled from the range 0 to 1 to the range
+        ``least`` to 1.
         """
         return _of_kinds(least + (1.0 - least) * self.kinds)
 

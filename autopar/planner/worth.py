@@ -117,9 +117,9 @@ def fused_saves_s(analysis: Analysis, work: Work) -> float:
     """Seconds of a step that a fused attention kernel would save; 0 if no kernel
     supports the step.
 
-    The kernel reads queries, keys and values and keeps the scores in on-chip memory. It
-    skips the work that a causal mask hides, and computes the scores again in the
-    backward pass.
+    The kernel reads queries, keys and values and keeps the scores in on-chip memory.
+    The kernel skips the work that a causal mask hides, and computes the scores again in
+    the backward pass.
 
     Args:
       analysis: the step.

@@ -217,10 +217,10 @@ class StagePlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
       nodes: decisions, in the order of the contracted graph.
       copies: decisions about shared copies.
       gradients: how each gradient is summed.
-      rematerialisation: the modules whose results the plan computes again in the
-        backward pass, for people; `Plan.remat` says which layers they belong to.
-        Empty: only what the step itself computes again, by ``jax.checkpoint``, and
-        copies whose decision is not to be kept.
+      rematerialisation: the modules whose results the plan rematerialises in the
+        backward pass, for human readers; `Plan.remat` says which layers they belong to.
+        Empty: the plan adds no rematerialisation to the step's own ``jax.checkpoint``s
+        and to the copies that are not kept.
       sums_each_microbatch: whether gradients are summed over devices in each
         microbatch, and stored sharded. If not, each device accumulates its own summand
         until the last microbatch, if the layouts allow it.

@@ -361,7 +361,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     @property
     def written_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shapes of the inputs of the user's step, before arrays are cut into pieces.
+        """Shapes of the inputs of the user's step, before arrays are cut into
+        pieces.
         """
         if self.pipeline is None or not self.pipeline.pieces:
             return self.shapes
@@ -618,7 +619,8 @@ def _walk(path: str, one: Any, other: Any) -> Iterator[tuple[str, Any, Any]]:
 
 
 def _fields(value: Any) -> Mapping[str, Any] | None:
-    """The parts of a value by name; None for a value without parts, such as a layout.
+    """The parts of a value by name; None for a value without parts, such as a
+    layout.
     """
     if isinstance(value, Mapping):
         return value

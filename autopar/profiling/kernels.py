@@ -338,7 +338,9 @@ def timed_codecs(elements: int) -> tuple[str, ...]:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Loopback:
-    """`exchange.WorkerLinks` on which every worker sends what this one sends."""
+    """An `exchange.WorkerLinks` on which every worker sends the same messages as this
+    worker.
+    """
 
     workers: int = WORKERS
 
@@ -420,6 +422,7 @@ def _touch(partial: jax.Array, total: jax.Array) -> jax.Array:
 
 
 def timed_elements(elements: int) -> int:
-    """Number of elements of the square gradient that is timed in place of `elements`.
+    """Number of elements of the square gradient that is timed in place of
+    `elements`.
     """
     return math.isqrt(elements) ** 2

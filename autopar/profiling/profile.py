@@ -479,7 +479,8 @@ def measure(devices: int | None = None, progress: Progress | None = None) -> Clu
 
 
 def save(cluster: Cluster, path: str | os.PathLike[str] | None = None) -> pathlib.Path:
-    """Writes a measured cluster to the file that `Cluster.local` reads, or to `path`.
+    """Writes a measured cluster to the file that `Cluster.local` reads, or to
+    `path`.
     """
     if path is None:
         kind = local.take_devices(None)[0].device_kind

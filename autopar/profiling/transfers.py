@@ -3,9 +3,11 @@
 A stage sends arrays to the next through JAX's transfer servers, not by collectives.
 Transfer servers reach other rates than collectives over the same links.
 
-What the processes of a profile agree on, so that each runs the same programs.
+The module also makes the processes of a profile agree on values, so that all run the
+same programs.
 
-A process of its own agrees with itself; several ask `jax.experimental.multihost_utils`.
+Several processes use `jax.experimental.multihost_utils` for this. A single process uses
+its own values.
 """
 
 from __future__ import annotations
@@ -96,7 +98,7 @@ def _machine() -> str:
         return f"process {jax.process_index()}"
 
 
-# Long enough for an address with its port.
+# The length in bytes of a text that holds an address with its port.
 _ADDRESS_BYTES = 256
 
 

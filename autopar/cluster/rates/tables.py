@@ -77,8 +77,8 @@ class ProductRates(msgspec.Struct, frozen=True):
     FLOPs at ``rate_part`` of the device's reachable rate, and traffic is the time to
     move the operands and the result at ``traffic_part`` of the memory bandwidth (caches
     hold a part of them). A correction is added: the logarithm of measured divided by
-    modelled time at interpolation points. It is interpolated in the logarithms of the
-    sides.
+    modelled time at interpolation points. The correction is interpolated in the
+    logarithms of the sides.
 
     Attributes:
       start_s: seconds of a kernel with almost no work.

@@ -1,6 +1,6 @@
 """Codecs: ways to encode a gradient in fewer bytes.
 
-Importing the package fills the registry with the codecs below.
+Importing this package registers the codecs of its modules.
 """
 
 from autopar.compression.codecs import (

@@ -1,11 +1,11 @@
 """Shared parts of blockwise codecs: the sum in two shots, blocks, scales and random
 numbers.
 
-First shot: every worker quantises its chunks and sends chunk i to worker i, which
-decodes and sums them in float32. Second shot: every worker quantises its sum and sends
-it to all workers (Seide et al. 2014; 1-bit Adam, arXiv 2102.02888; CGX, arXiv
-2111.08617). All workers decode the same bytes, also for their own chunk. So their
-results are bit-identical.
+First shot: every worker quantises its chunks and sends chunk i to worker i. Worker i
+decodes the received chunks and sums them in float32. Second shot: every worker
+quantises its sum and sends it to all workers (Seide et al. 2014; 1-bit Adam, arXiv
+2102.02888; CGX, arXiv 2111.08617). All workers decode the same bytes, also for their
+own chunk. So their results are bit-identical.
 
 Every block has its own scale in bfloat16. Two bytes of bfloat16 have the range of
 float32, so no gradient over- or underflows. A scale that comes from the largest element
@@ -162,7 +162,8 @@ def salt(context: CodecContext, shot: int) -> jax.Array:
 
 
 def uniform(shape: tuple[int, ...], salt_word: jax.Array) -> jax.Array:
-    """Random float32 in [0, 1), hashed from position and salt; multiples of 2 ** -24.
+    """Random float32 in [0, 1), hashed from position and salt; multiples of 2
+    ** -24.
     """
     position = jax.lax.iota(jnp.uint32, int(np.prod(shape))).reshape(shape)
     return uniform_at(position, salt_word)
@@ -377,7 +378,7 @@ def _flat(blocks: jax.Array) -> jax.Array:
 
 
 def join_parts(parts: list[jax.Array]) -> jax.Array:
-    """Parts of rows, (m, _), side by side."""
+    """Joins parts of rows, (m, _), along the last dim."""
     return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=1)
 
 
@@ -420,7 +421,8 @@ def divide_by_scales(blocks: jax.Array, scales: jax.Array) -> jax.Array:
 def levels(
     blocks: jax.Array, top: int, rounding: str, salt_word: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Whole numbers of -top..top and scales, (m, k, w) -> int32 and (m, k).
+    """Quantises blocks (m, k, w) to whole numbers of -top..top, int32, and scales (m,
+    k).
 
     The low 22 bits hold the number in two's complement; the bits above are to be
     ignored.

@@ -481,7 +481,7 @@ def check_codec(
 
 
 def chunk_elements(codec: Codec, size: int, workers: int, *, scatter: bool) -> int:
-    """Elements of one of the chunks that a gradient is cut into.
+    """Number of elements in each chunk of a gradient.
 
     Raises:
       InputError: `Codec.chunk` fails, or its result is not a large enough number.
@@ -533,8 +533,8 @@ def _worker_jaxpr(
 
 
 # Rows per worker and columns of the gradient from which bytes of other gradients are
-# estimated. It is so large that blocks and padding matter as little as in most
-# gradients.
+# estimated. This gradient is so large that blocks and padding matter as little as in
+# most gradients.
 _ROWS, _COLUMNS = 64, 1024
 
 

@@ -70,7 +70,7 @@ class PowerSGD(Codec):
 
     Attributes:
       rank: columns of the factors, r; at most the rank that M can have.
-      values: type of the factors on the wire; only in f32 is the codec linear.
+      values: dtype in which the factors are sent; the codec is linear only in f32.
     """
 
     name: ClassVar[str] = "powersgd"

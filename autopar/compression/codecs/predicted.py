@@ -1,15 +1,15 @@
 """A codec that sends the elements which are expected to be large, without their
 indices.
 
-OSCAR's software half (HPCA 2026, known from its abstract) splits the elements into
+The software part of OSCAR (HPCA 2026, known from its abstract) splits the elements into
 probable zeros and probable non-zeros. Here the split is a function of the sums that all
 workers have received, so that no index is ever sent. Each element has a score, which is
 computed from the summed gradients. The elements with the largest scores are sent as
 blocks of int8. The other elements can go through a count sketch. In addition they are
 sent in rotation.
 
-Legend of shapes: D elements of the gradient, padding included, k predicted ones,
-e elements of the rotating slice.
+Legend of shapes: D elements of the gradient, padding included, k predicted elements, e
+elements of the rotating slice.
 """
 
 from __future__ import annotations

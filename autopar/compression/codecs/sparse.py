@@ -206,7 +206,8 @@ def _payload(
 def _taken_apart(
     answer: jax.Array, dtype: Any, slots: int, used: int | jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Values and indices from a `_payload`; entries after the sent slots are arbitrary.
+    """Values and indices from a `_payload`; entries after the sent slots are
+    arbitrary.
     """
     item, end = jnp.dtype(dtype).itemsize, answer.shape[1]
     values = from_bytes(answer[:, : slots * item], dtype)
@@ -444,7 +445,8 @@ class BlockTopK(Codec):
 
 
 def _largest(x: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
-    """Indices, uint8, and values of each block's largest elements, both (n, k, blocks).
+    """Indices, uint8, and values of each block's largest elements, both (n, k,
+    blocks).
     """
     size = jnp.abs(x)
     row = lax.broadcasted_iota(jnp.int32, x.shape, 1)

@@ -5,7 +5,7 @@ magnitude of one step and is kept for many steps. The other steps only compare t
 elements with the threshold and compact the result. The compaction works on bits. 32
 comparisons make one word, and the bit counts of the words are summed cumulatively. Each
 output slot finds its word by bisection, and its bit within the word by five more
-bisection steps. This takes a tenth of the time of a sort-based selection.
+bisection steps. This selection takes a tenth of the time of a selection by sorting.
 
 Legend of shapes: g groups of m elements, k slots of a group, W = ceil(m / 32).
 """
@@ -68,8 +68,8 @@ def compact(
     Args:
       mask: bool (m,).
       slots: the most indices that are wanted, k.
-      first_word: uint32, the word to start from. It decides which elements are left out
-        if more than ``slots`` elements are True.
+      first_word: uint32, the word to start from. This word decides which elements are
+        left out if more than ``slots`` elements are True.
 
     Returns:
       The indices, int32 (k,), distinct, with m or more in unused slots; and the number

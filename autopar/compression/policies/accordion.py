@@ -1,4 +1,5 @@
-"""Accordion: little compression in critical regimes of training, much elsewhere.
+"""Accordion: weak compression in critical regimes of training, strong compression in
+other regimes.
 
 Agarwal, Wang, Lee, Venkataraman and Papailiopoulos, "Accordion: Adaptive gradient
 communication via critical learning regime identification", MLSys 2021 (arXiv

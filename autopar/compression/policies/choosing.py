@@ -129,7 +129,7 @@ class LGreCo(Remembering):
     """See the module.
 
     Attributes:
-      reference: codec whose error, summed over the layers, is the budget.
+      reference: codec whose error, summed over the layers, is the error budget.
       options: codecs to choose from in addition to the reference; default: PowerSGD
         with ranks from 2 to 8.
       every: steps between choices.

@@ -25,15 +25,15 @@ this gain is the default. In the third gain, late gradients count less, as they 
 Adam.
 
 The policy climbs the levels one at a time, from the smallest compression factor to the
-largest. It observes each level for a window of observations. It tries the next level as
-long as throughput improves by more than ``omega``; otherwise it keeps the smaller
-factor. Whenever the gain falls below ``epsilon``, the policy uses the level below.
-Below the first level, gradients are sent dense. After ``retry`` windows on a level, the
-policy tries the next level again, because gains and links change during training. With
-``explore``, a level that was worse is tried again after a longer time, the longer the
-worse it was. So trials cost at most the fraction ``explore`` of all progress, according
-to the measurements. With ``explore`` the level in use is also compared in each of its
-windows, and not only when it was reached.
+largest. Each level is used for a window of observations. The policy tries the next
+level as long as throughput improves by more than ``omega``; otherwise it keeps the
+smaller factor. Whenever the gain falls below ``epsilon``, the policy uses the level
+below. Below the first level, gradients are sent dense. After ``retry`` windows on a
+level, the policy tries the next level again, because gains and links change during
+training. With ``explore``, a level that was worse is tried again after a longer time,
+the longer the worse it was. So trials cost at most the fraction ``explore`` of all
+progress, according to the measurements. With ``explore`` the level in use is also
+compared in each of its windows, and not only when it was reached.
 
 The published code compresses each gradient twice, with the level in use and with the
 first level, so that it can fall back within a step. `autopar.compression.fallback`
@@ -295,7 +295,7 @@ class GraVAC(Remembering):
         ``signal-updates``; the default is that of optax.
       rate: learning rate as a function of the step number, such as an optax schedule;
         None: a constant rate.
-      steps: with ``rate``, number of the step by which the training may end.
+      steps: with ``rate``, the number of the step at which the training may end.
       state: memory of the policy.
     """
 
@@ -400,7 +400,7 @@ class GraVAC(Remembering):
         return all(seen.gradients[name].codec in below for name in wish)
 
     def load_state_dict(self, values: Mapping[str, Any]) -> None:
-        """Goes on from a saved state.
+        """Restores a saved state.
 
         Raises:
           InputError: the state belongs to another policy or to other levels.
@@ -479,7 +479,8 @@ class GraVAC(Remembering):
         state.throughput[state.level], state.paces[state.level] = throughput, pace
 
     def _priced_throughput(self, step: int) -> tuple[list[float | None], float]:
-        """Throughput by level with the price added to a step's seconds, and the price.
+        """Throughput by level with the price added to a step's seconds, and the
+        price.
         """
         state = self.state
         made = list(zip(state.throughput, state.paces, strict=True))

@@ -1,10 +1,10 @@
 """A policy changes the codecs of gradients during training.
 
-A policy reads the telemetry of a step at regular intervals. It returns the codecs to
-use from the next step on, or None to keep the codecs. Each set of codecs needs one
-compiled program, which is kept. So a policy that alternates between a few sets compiles
-each set once. A policy that often changes parameters of codecs sets ``often = True``.
-These parameters then become inputs of the program if possible
+A policy reads the telemetry of a step at regular intervals. The policy returns the
+codecs to use from the next step on, or None to keep the codecs. Each set of codecs
+needs one compiled program, which is kept. So a policy that alternates between a few
+sets compiles each set once. A policy that often changes parameters of codecs sets
+``often = True``. These parameters then become inputs of the program if possible
 (`autopar.compression.adjusting`).
 
 A policy returns codecs whose only purpose is to save time as `Saving`. A run postpones

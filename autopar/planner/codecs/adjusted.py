@@ -45,7 +45,8 @@ def families(decisions: Decisions) -> set[Codec]:
 
 
 def changed_families(before: Decisions, after: Decisions) -> set[Codec]:
-    """The families of those codecs that differ between two plans for the same gradient.
+    """The families of those codecs that differ between two plans for the same
+    gradient.
     """
     known = {g.name: g for g in before}
     out: set[Codec] = set()

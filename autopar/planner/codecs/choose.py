@@ -1,7 +1,7 @@
-"""Chooses how each gradient is sent, for layouts that are known.
+"""Chooses the codec of each gradient, for given layouts.
 
-The choice is a small integer program (`autopar_solver.selection`). It minimises the
-exposed and local seconds under a budget of error. The search of layouts
+The choice is a small integer program (`autopar_solver.selection`). The program
+minimises the exposed and local seconds under an error budget. The search of layouts
 (`autopar.planner.solving`) chooses codecs for each of its plans in this way. The search
 then solves the problem of the layouts again, with a price on error and a weight on each
 second of the link, both taken from the best choice so far. At given prices, every
@@ -221,7 +221,8 @@ def _uniform(candidate: Candidate, found: Sequence[Site], codec: Codec) -> Sendi
 
 
 def codecs_of(given: dict[str, GradientDecision], found: Sequence[Site]) -> list[str]:
-    """The codec of each gradient; 'dense' if the plan's codec cannot send the gradient.
+    """The codec of each gradient; 'dense' if the plan's codec cannot send the
+    gradient.
     """
     texts = [given[s.name].codec if s.name in given else "" for s in found]
     if not any(texts):
@@ -526,7 +527,8 @@ def record_decisions(
 
 
 def _as_before(given: GradientDecision, made: GradientDecision) -> GradientDecision:
-    """Copies the fields of a plan's decision, other than the codec, to a new decision.
+    """Copies the fields of a plan's decision, other than the codec, to a new
+    decision.
     """
     return msgspec.structs.replace(
         made,

@@ -1,2 +1,3 @@
-"""Pipeline stages: the layers, their costs on submeshes, and the choice of a pipeline.
+"""Pipeline stages: the layers, their costs on submeshes, and the choice of a
+pipeline.
 """

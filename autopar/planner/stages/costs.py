@@ -669,8 +669,7 @@ class _Links:
                 self.latency[a, b] = link.latency_s
 
     def seconds(self, scale: int, *, backward: bool) -> np.ndarray:
-        """Seconds of a link, ``[layers - 1, links, links]``: those of its busier end.
-        """
+        """Seconds of a link at its busier end, ``[layers - 1, links, links]``."""
         nbytes = np.stack(
             [(e.returned if backward else e.sent)[:, scale] for e in self.examples], 1
         )

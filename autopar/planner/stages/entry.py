@@ -114,7 +114,7 @@ def _piece_numbers(whole: Analysis) -> dict[int, int]:
     return out
 
 
-# Chunks of a stage under the interleaved schedule.
+# Number of chunks of a stage under the interleaved schedule.
 _CHUNKS = 2
 # The most pieces into which loops over layers are cut for the search of stages.
 _MOST_PIECES = 16
@@ -495,7 +495,8 @@ def _schedule(name: str) -> Schedule:
 
 
 def _microbatches(analysis: Analysis, options: PlanOptions, stages: int) -> int:
-    """The number of microbatches that the user asked for; by default a few per stage.
+    """The number of microbatches that the user asked for; by default a few per
+    stage.
     """
     asked = options.microbatches
     if isinstance(asked, int):

@@ -56,7 +56,7 @@ def hand_made(
     *,
     most_stages: int | None = None,
 ) -> list[HandMade]:
-    """Plans pipelines as people do, with every number of equal stages.
+    """Plans hand-made pipelines with every possible number of equal stages.
 
     Args:
       analysis: the step on the whole batch.

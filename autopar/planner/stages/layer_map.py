@@ -142,7 +142,8 @@ class LayerMap:
         return layer
 
     def spread(self, rows: np.ndarray) -> np.ndarray:
-        """Expands rows of example layers to rows of all layers, along the first axis.
+        """Expands rows of example layers to rows of all layers, along the first
+        axis.
         """
         return rows[[self.row[int(k)] for k in self.kept]]
 

@@ -221,7 +221,7 @@ def layers_of(
     Args:
       analysis: the step.
       cluster: the devices.
-      layers: number of layers; None: as many as are found.
+      layers: number of layers; None: all layers that are found, up to a few per device.
 
     Raises:
       PlanError: no forward equation depends on both state and batch.

@@ -379,7 +379,8 @@ def _wire_bytes(
 
 
 def _activation_bytes(cut: CutStep, part: int, found: Sequence[Candidate]) -> float:
-    """Bytes that a device keeps of a microbatch from its forward to its backward pass.
+    """Bytes that a device keeps of a microbatch from its forward to its
+    backward pass.
     """
     stage = cut.cut.stage_of[part]
     batch = cut.cut.parts.flow.batch

@@ -1,4 +1,5 @@
-"""Makes the plan of a pipeline: plans the program of each stage and records the result.
+"""Makes the plan of a pipeline: plans the program of each stage and records the
+result.
 """
 
 from __future__ import annotations

@@ -78,7 +78,8 @@ class Rule:
     sequence: bool = False
 
     def allows(self, kind: str, label: str, axes: Sequence[int]) -> bool:
-        """Whether axes may split a factor with a given label in a node of a given kind.
+        """Whether axes may split a factor with a given label in a node of a
+        given kind.
         """
         if not set(self.tensor).intersection(axes):
             return True
@@ -619,7 +620,7 @@ def stage_pricers(plan: Plan, cluster: Cluster | None = None) -> tuple[Pricer, .
 
 
 def one_stage(plan: Plan, number: int) -> Plan:
-    """A stage of a plan as a plan of its own.
+    """A stage of a plan, as a separate plan.
 
     Args:
       plan: the plan.
