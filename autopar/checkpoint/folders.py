@@ -122,8 +122,8 @@ def remove(folder: pathlib.Path) -> None:
 def prune(directory: pathlib.Path, keep: int, newest: pathlib.Path) -> None:
     """Removes folders that a new checkpoint makes superfluous.
 
-    These are other checkpoints of the same step, all checkpoints except the last
-    ``keep``, and unfinished saves.
+    The removed folders are other checkpoints of the same step, all checkpoints except
+    the last ``keep``, and unfinished saves.
     """
     whole = [x for x in complete(directory) if x != newest]
     again = [x for x in whole if step_of(x) == step_of(newest)]

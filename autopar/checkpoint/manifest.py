@@ -12,7 +12,7 @@ import msgspec
 
 from autopar.errors import CheckpointError
 
-# This number is increased by one whenever the meaning of a field changes.
+# The schema number increases by one whenever the meaning of a field changes.
 SCHEMA = 1
 MANIFEST = "manifest.json"
 

@@ -16,10 +16,11 @@ element::
     total    = sum_i w_i        mod 2^64
     weighted = sum_i i * w_i    mod 2^64
 
-with ``i`` the index of the element in the whole array, in row-major order. These are
-Fletcher's two sums [1], for words of 8 to 64 bits. Both sums are additive over the
-blocks of an array. So each block is summed on its own device, and no array is gathered.
-A changed word changes the first sum. Two swapped words change the second sum.
+with ``i`` the index of the element in the whole array, in row-major order. The sums
+``total`` and ``weighted`` are Fletcher's two sums [1], for words of 8 to 64 bits. The
+sums of an array are the sums over its blocks added up. So each block is summed on its
+own device, and no array is gathered. A changed word changes the first sum. Two swapped
+words change the second sum.
 
 [1] J. Fletcher, "An arithmetic checksum for serial transmissions", IEEE Transactions on
 Communications 30 (1982).

@@ -354,8 +354,8 @@ class Cluster:
     ) -> Self:
         """The largest regular cluster of the remaining devices.
 
-        Remaining devices that are not used are `idle`. They may be used again when more
-        devices leave or join.
+        Remaining devices that are not used are `idle`. Idle devices may be used again
+        when more devices leave or join.
 
         Args:
           *names: devices, hosts, pods or groups, such as ``"host0/device1"``.

@@ -49,8 +49,8 @@ class Device(Protocol):
 def profile_path(device_kind: str, num_devices: int) -> pathlib.Path:
     """The path of this machine's profile.
 
-    The path is $AUTOPAR_PROFILE if set. Otherwise it is a file in the user's cache
-    folder, named after the host, the kind of device and the number of devices.
+    The path is $AUTOPAR_PROFILE if set. By default the path is a file in the user's
+    cache folder, named after the host, the kind of device and the number of devices.
     """
     chosen = os.environ.get(PROFILE_VARIABLE)
     if chosen:

@@ -25,8 +25,9 @@ class MeshAxis:
       size: number of devices along the axis.
       link: link between neighbours along the axis.
       level: number of the cluster level that contains the axis; 0 is the outermost.
-      named: whether the user gave the name. If not, the name only states the position,
-        and a plan renames the axis after what it splits.
+      named: whether the user gave the name. If False, the name only states the position
+        of the axis, and a plan renames the axis after the kind of dimension that it
+        splits.
     """
 
     name: str

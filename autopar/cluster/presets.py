@@ -1,7 +1,7 @@
 """Public figures of common devices and of their usual links.
 
-Peaks are dense (without sparsity) and per device. They come from the vendors'
-datasheets, which are named beside each device and also state the power limit. The
+Peaks are dense (without sparsity) and per device. The peaks come from the vendors'
+datasheets, which are named next to each device and also state the power limit. The
 memory of a GPU is the size that its driver reports: `device_memory_size` of OpenXLA's
 target configurations (xla/backends/gpu/target_config/specs/*.txtpb), for a card of 80
 GB about 85e9 bytes. Programs do not reach the datasheet's figures; the factors below
@@ -40,10 +40,10 @@ OLD_LINK_EFFICIENCY = 0.8
 NETWORK_EFFICIENCY = 0.9
 
 # Time of one step of a collective, for models without protocols.
-# `autopar.cost.collectives` has NCCL's latencies by algorithm and protocol. It scales
-# the latencies of networks by the network's latency divided by InfiniBand's. The values
-# for Ethernet and shared memory are assumptions. TPU links take about 1 us per hop
-# (https://jax-ml.github.io/scaling-book/sharding/).
+# `autopar.cost.collectives` has NCCL's latencies by algorithm and protocol. The
+# latencies of networks are scaled by the network's latency divided by InfiniBand's. The
+# values for Ethernet and shared memory are assumptions. TPU links take about 1 us per
+# hop (https://jax-ml.github.io/scaling-book/sharding/).
 NVLINK_LATENCY_S = 2e-6
 PCIE_LATENCY_S = 4e-6
 INFINIBAND_LATENCY_S = 8e-6
@@ -88,9 +88,9 @@ class Preset:
     """A device with the links between such devices.
 
     `inner` is the link between devices of a host, `outer` the link between hosts. A
-    torus has links of one class in every dimension. It has wrap-around links only in
-    dimensions whose size is a multiple of `wrap_multiple`. `power_w` is the power limit
-    of the datasheet; 0 means that the power is not known.
+    torus has links of one class in every dimension. A torus has wrap-around links only
+    in dimensions whose size is a multiple of `wrap_multiple`. `power_w` is the power
+    limit of the datasheet; 0 means that the power is not known.
     """
 
     device: DeviceSpec

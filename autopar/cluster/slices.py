@@ -9,10 +9,10 @@ A slice is one of
 - in a torus, a block whose sides divide the sides of the torus, aligned to multiples of
   its sides.
 
-These are the submesh shapes of Alpa (L. Zheng et al., "Alpa: Automating Inter- and
-Intra-Operator Parallelism for Distributed Deep Learning", OSDI 2022, section 5.2) for
-any number of levels. Each level of a slice has links of one class, and shares no link
-with other slices of the same shape.
+The shapes of slices are the submesh shapes of Alpa (L. Zheng et al., "Alpa: Automating
+Inter- and Intra-Operator Parallelism for Distributed Deep Learning", OSDI 2022, section
+5.2) for any number of levels. Each level of a slice has links of one class, and shares
+no link with other slices of the same shape.
 """
 
 from __future__ import annotations
@@ -318,8 +318,8 @@ class _Filling:
     def fill(self) -> dict[Shape, list[int]] | None:
         """Offsets by shape; None if there is no partition.
 
-        This is a loop and not a recursion, because there may be more stages than Python
-        allows stack frames.
+        The search is a loop and not a recursion, because there may be more stages than
+        Python allows stack frames.
         """
         path: list[tuple[int, Shape]] = []
         free = self._first_free(0)

@@ -42,8 +42,8 @@ class Calibration:
       combined_arrays: the most arrays in one message.
       arrays_apart: whether the arrays of a message between hosts are sent one after the
         other, so that each array costs the latency of the link.
-      forms_reduce_scatter: whether the compiler forms reduce-scatters. If not, an
-        all-reduce runs, and each device keeps a slice of the result.
+      forms_reduce_scatter: whether the compiler forms reduce-scatters. If False, an
+        all-reduce runs instead, and each device keeps a slice of the result.
       copies_pieces: whether the compiler packs the operand of a collective, or copies
         the pieces of the result to their places.
       reassociates: whether the compiler replaces the addition of two all-reduces by one
@@ -53,8 +53,8 @@ class Calibration:
       contention: seconds by which each second of overlapping communication lengthens
         the work.
       whole_messages: whether communication overlaps with work in whole messages, and
-        sums also overlap with the update (`autopar.cost.overlap`). If not,
-        communication overlaps array by array.
+        sums also overlap with the update (`autopar.cost.overlap`). If False,
+        communication overlaps with work array by array.
       makes_room: whether the cost model assumes that the compiler saves memory if
         memory is short (`autopar.cost.live`). The compiler often fails to do so next to
         communication. So such plans are made only if nothing else fits, and kept only
@@ -166,8 +166,8 @@ CALIBRATIONS = {
         # Collectives use streaming multiprocessors and bandwidth. Overlapping work is
         # 18.9 % slower on average (arXiv 2507.03114).
         contention=0.189,
-        # This was read from compiled schedules for H100 (docs/record). TPUs send more
-        # and smaller messages than the limits above give, and no rule for TPUs is
+        # Compiled schedules for H100 overlap whole messages (docs/record). TPUs send
+        # more and smaller messages than the limits above give, and no rule for TPUs is
         # known.
         whole_messages=True,
     ),
@@ -340,8 +340,8 @@ class DeviceSpec:
       name: the name of a preset, or any other name.
       kind: "gpu", "tpu" or "cpu".
       peak_flops_per_s: (dtype name, FLOP/s of dense matrix products) pairs; float32 is
-        required. Its rate is for XLA's default computation of float32 operands (TF32 on
-        GPUs since Ampere, one bfloat16 pass on TPUs).
+        required. The rate of float32 is for XLA's default computation of float32
+        operands (TF32 on GPUs since Ampere, one bfloat16 pass on TPUs).
       memory_bytes: memory a program may use.
       memory_bandwidth_bytes_per_s: reads plus writes, as reached by a large copy.
       matmul_efficiency: fraction of the peak that a large matrix product reaches.

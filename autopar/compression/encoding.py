@@ -2,15 +2,15 @@
 error of each gradient.
 
 Gradients of one codec are encoded as one array if possible. The same bytes are sent,
-but the compiler has only one loop to compile instead of one loop per gradient. These
-loops are most of the compile time of a step with codecs. Joining copies the gradients,
+but the compiler has only one loop to compile instead of one loop per gradient. Loops of
+codecs are most of the compile time of a step with codecs. Joining copies the gradients,
 so large gradients are not joined.
 
 Gradients that are sent without a codec and whose sum is not scattered may be joined in
-any order. These are mostly many small gradients. Such gradients are concatenated, so
-that each gradient is a single slice of the sum. For other groups each chunk holds a
-part of every gradient. Blockwise codecs would also allow concatenation. With int8 this
-reduced the compile time of a step by a fifth, but increased its CPU time by 10 %.
+any order. Most of such gradients are small. Such gradients are concatenated, so that
+each gradient is a single slice of the sum. For other groups each chunk holds a part of
+every gradient. Blockwise codecs would also allow concatenation. With int8 this reduced
+the compile time of a step by a fifth, but increased its CPU time by 10 %.
 
 Legend: n workers, c elements of a chunk of one gradient, C elements of a chunk of a
 whole group. Worker i sums the i-th chunks. ``dim`` is the dim along which worker i
@@ -56,8 +56,9 @@ class SentGroup:
       total: the sum, in the dtype in which it is read; (..., C) for several gradients.
       widths: elements along the last dim of each gradient, c.
       part: whether the total is only a part of the sum of ``wanted``.
-      again: computes the total again, for a branch that is rarely taken. Otherwise the
-        total would have to be in memory even in steps that do not take the branch.
+      again: computes the total again, for a branch that is rarely taken. Without this
+        function the total would have to be in memory even in steps that do not take the
+        branch.
     """
 
     wanted: jax.Array
@@ -72,8 +73,8 @@ class SentGroup:
         """Whether a total may be infinite although the norms here are finite.
 
         If the norms are finite, the elements are so small that their sum cannot
-        overflow. There are two exceptions: the dtype of the sum has a smaller range
-        than float32, or the sum is over other elements.
+        overflow, with two exceptions: the dtype of the sum has a smaller range than
+        float32, or the sum is over other elements.
         """
         narrow = jnp.finfo(self.total.dtype).max < jnp.finfo(jnp.bfloat16).max
         return self.part or bool(narrow)
@@ -150,8 +151,9 @@ class TelemetryGroup:
 
     Attributes:
       sent: the group before encoding, and its error.
-      again: computes ``sent`` again, for a branch that is rarely taken. Otherwise its
-        arrays would have to be in memory even in steps that do not take the branch.
+      again: computes ``sent`` again, for a branch that is rarely taken. Without this
+        function the arrays of ``sent`` would have to be in memory even in steps that do
+        not take the branch.
       sound: `autopar.compression.codecs.codec.Codec.sound`.
       feedbacks: error feedback of each gradient.
       partials: this worker's part of each gradient.
@@ -543,8 +545,8 @@ def encode_gradients(
 
     Returns:
       The groups and, with ``with_squares``, the squared norms of the values to send,
-      summed over all workers, in the order of the groups' members. These norms are sent
-      with the first messages that are summed.
+      summed over all workers, in the order of the groups' members. The squared norms
+      are sent with the first messages that are summed.
     """
     n, gradients = links.workers, [gradient for gradient, _, _ in entries]
     pieces = [_piece(entry, n) for entry in entries]

@@ -3,10 +3,10 @@ gradients.
 
 GraVAC (arXiv 2305.12201) compresses a gradient in two ways. In each step it sends the
 smaller message if the gain of this message is large enough, and otherwise the larger
-message. Here all levels are in one compiled program. The gains of the levels are
-computed without sending gradients, and summed over the workers. Then one branch of a
-`jax.lax.switch` communicates. All workers have the same sums, so they take the same
-branch.
+message. In this module all levels are in one compiled program. The gains of the levels
+are computed without sending gradients, and summed over the workers. After the sum, one
+branch of a `jax.lax.switch` communicates. All workers have the same sums, so they take
+the same branch.
 
 The levels share the residuals. Each level has its own codec state, which does not
 change in steps in which another level sends.

@@ -17,7 +17,8 @@ The first line needs the sum of the gradients, which no worker has. The sum of s
 of the gradients is used instead. For a sketch, elements are multiplied by random signs,
 which are the same on all workers, and folded onto `WIDTH` numbers (Charikar et al.,
 ICALP 2002). The expected inner product of two sketches over the signs is the inner
-product of the gradients. Its variance is at most ``2 |g_i|^2 |g_j|^2 / WIDTH``.
+product of the gradients. The variance of the inner product of two sketches is at most
+``2 |g_i|^2 |g_j|^2 / WIDTH``.
 """
 
 from __future__ import annotations

@@ -52,8 +52,9 @@ class Synchronised:
       totals: the sums.
       states: the new states.
       sums: telemetry.
-      again: computes the totals again, for a branch that is rarely taken. Otherwise the
-        totals would have to be in memory even in steps that do not take the branch.
+      again: computes the totals again, for a branch that is rarely taken. Without this
+        function the totals would have to be in memory even in steps that do not take
+        the branch.
     """
 
     totals: list[jax.Array]

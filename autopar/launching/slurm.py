@@ -1,7 +1,8 @@
 """Batch scripts for an elastic run as a Slurm job (`autopar launch slurm`).
 
 The script runs on the first node of the job. The script starts the supervisor on this
-node, and an agent (`autopar worker`) on each node. Each of them is a separate job step.
+node, and an agent (`autopar worker`) on each node. The supervisor and each agent are
+separate job steps.
 
 - The job is submitted with ``--no-kill``. With this option Slurm removes a failed node
   from the job and kills the step on the node, and the job continues. Without the option

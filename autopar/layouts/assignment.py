@@ -7,8 +7,8 @@ an all-reduce: each device pads its shard with zeros, and twice the bytes are se
 v5e the compiler does so for results up to 16 MiB, on v5p for any size (libtpu 0.0.42;
 slices of 8 to 256 chips, float32 and bfloat16, either dimension, arrays of .25 MiB to 1
 GiB). An all-gather along one dimension of the torus is not changed. So the program
-states the gather one mesh axis at a time. This sends the same bytes as a single
-all-gather, and the cost model prices these bytes.
+states the gather one mesh axis at a time. Gathering axis by axis sends the same bytes
+as a single all-gather, and the cost model prices these bytes.
 """
 
 from __future__ import annotations
@@ -135,8 +135,8 @@ class Assignment:
       settled: values whose sum was due and has been computed, so that they are not
         partial.
       sums_each_microbatch: whether gradients are summed over devices in each
-        microbatch, so that they are stored sharded. If not, gradients whose sum can be
-        postponed are summed once a step.
+        microbatch, so that they are stored sharded. If False, gradients whose sum can
+        be postponed are summed once a step.
       apart_bytes: the most bytes of an array whose gathers over all devices are stated
         axis by axis (`autopar.layouts.assignment`).
       graph: the graph of the analysis.
@@ -390,8 +390,8 @@ class Assignment:
     def route(self, value: int, layout: Layout, backward: bool) -> LayoutRoute:
         """See `LayoutPlan`."""
         steps, fresh = self.fetch_steps(value, layout, backward)
-        # The first layout is stated, too. Otherwise the compiler could choose any
-        # layout between.
+        # The home layout is stated, too, because the compiler could otherwise choose
+        # any layout in between.
         home = self.home_layout(value)
         start = (home,) if fresh else ()
         return LayoutRoute((*start, *self._stated_layouts(value, home, steps)), fresh)

@@ -90,11 +90,11 @@ def reshard_steps(
       sizes: size of each mesh axis.
 
     The steps come in this order. First the array is reduced; a reduce-scatter is used
-    if the target has the axis and the axis can be appended. Then slices are taken,
-    which is free. Then axes move between dimensions by all-to-all. Last, the remaining
-    axes are gathered. If an axis must leave the middle of a dimension, the axes behind
-    it leave, too. The reduction comes first because a program cannot state the layout
-    of a partial value.
+    if the target has the axis and the axis can be appended. Second, slices are taken,
+    which is free. Third, axes move between dimensions by all-to-all. Last, the
+    remaining axes are gathered. If an axis must leave the middle of a dimension, the
+    axes behind it leave, too. The reduction comes first because a program cannot state
+    the layout of a partial value.
     """
     path = _LayoutPath(start, target, sizes)
     path.reduce(partial, scatter=reduction == "sum")

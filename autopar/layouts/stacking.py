@@ -4,7 +4,7 @@ until then.
 A plan uses a `autopar_passes.sums.stacked.Deferral` under two conditions. All
 contributions of the deferral must be partial over the same mesh axes. Without these
 axes, every value of the deferral must have the same layout as the operators around it.
-Then the stacked value needs no communication until the sum.
+Under these conditions the stacked value needs no communication until the sum.
 """
 
 from __future__ import annotations

@@ -6,12 +6,13 @@ best layouts of the others, keeps the fastest plan that fits the memory, and rec
 every proposal.
 
 *Bounds.* More microbatches and more rematerialised layers mean more work and less
-memory. So they make a step faster only if memory slows the plan: the search saw a
-faster plan that does not fit. Memory does not slow a plan that needs less than half of
-the memory. Layers of a loop are an exception. Rematerialising such layers may be faster
-even with enough memory, because without it their activations are written to stacked
-arrays and read again. The search prices these layers in the layouts of the plan. The
-step of a pipeline takes at least `least_s`.
+memory. So microbatches and rematerialisation make a step faster only if memory slows
+the plan, which means that the search saw a faster plan that does not fit. Memory does
+not slow a plan that needs less than half of the memory. Layers of a loop are an
+exception. Rematerialising such layers may be faster even with enough memory, because
+without it their activations are written to stacked arrays and read again. The search
+prices these layers in the layouts of the plan. The step of a pipeline takes at least
+`least_s`.
 
 *Layers.* The first layers are rematerialised, because their activations stay in memory
 longest. A plan needs less memory if more layers are rematerialised. The search finds
@@ -91,7 +92,8 @@ def decide(
       codecs: the user's request about codecs.
       advise: if no plan fits, whether the error states a memory size that is enough.
       unfit: proposals that did not fit when the same step was planned with more memory.
-        These proposals are not tried again. Proposals that do not fit now are added.
+        Proposals in ``unfit`` are not tried again. Proposals that do not fit now are
+        added to ``unfit``.
 
     Raises:
       InfeasibleError: no plan fits the memory of a device.
@@ -212,9 +214,8 @@ def _least_memory(search: Programs) -> None:
     """Tries the most microbatches with all layers rematerialised, for the error
     message.
 
-    If the state by itself does not fit, no plan fits either. But the error states the
-    memory that every plan needs and the memory that is enough. Both numbers come from
-    this plan.
+    If the state by itself does not fit, no plan fits either. But from this plan the
+    error takes the memory that every plan needs and the memory that is enough.
     """
     asked = search.options
     counts = [asked.count]
@@ -522,9 +523,9 @@ def least_s(
     The first microbatch goes through all stages before later microbatches can keep the
     stages busy. Meanwhile it runs on the devices of one stage only. If each stage has
     several virtual stages (interleaving), this wait is divided by their number. With
-    one microbatch, later stages may compute gradients of weights during the wait. These
-    gradients are at most half of the work, because each of their products is as large
-    as a product of the forward pass.
+    one microbatch, later stages may compute gradients of weights during the wait.
+    Gradients of weights are at most half of the work, because each product for them is
+    as large as a product of the forward pass.
 
     A stage launches its kernels once for each microbatch, whatever its number of
     devices. At least one stage has as many kernels as the mean of all stages. So a step

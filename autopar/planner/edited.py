@@ -304,9 +304,9 @@ def _with_codecs_of(
       analysis: the step.
       result: the layouts.
       plan: the plan that names the codec of each gradient.
-      edited: whether the user changed the codecs of ``plan``. If so, each gradient must
-        use its codec. If not, a gradient that its codec cannot send is sent without a
-        codec.
+      edited: whether the user changed the codecs of ``plan``. After a change, each
+        gradient must use its codec. Without a change, a gradient that its codec cannot
+        send is sent without a codec.
 
     Raises:
       PlanError: the user changed the codecs, and a codec cannot send its gradient.

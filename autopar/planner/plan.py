@@ -293,8 +293,8 @@ def plan_beside(
     it is.
 
     If the mesh axes divide the new batch, the plan has the layouts of the running plan.
-    If not, only the state keeps its layouts (pinned layouts included), and the batch is
-    split as far as possible.
+    If the mesh axes do not divide the new batch, only the state keeps its layouts
+    (pinned layouts included), and the batch is split as far as possible.
 
     Args:
       analysis: the step with the other batch size.

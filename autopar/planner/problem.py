@@ -401,8 +401,8 @@ def _partial_work_edges(
 ) -> Iterator[tuple[tuple[int, int], np.ndarray]]:
     """Edges from contractions to operators that work on their partial results.
 
-    These edges exist only for results whose reduction is postponed in a loop. Outside
-    of loops only codecs postpone a reduction.
+    Such edges exist only for partial results whose reduction is postponed in a loop.
+    Outside of loops only codecs postpone a reduction.
     """
     graph, contraction = analysis.graph, analysis.contraction
     for (maker, member), trips in partial_runs(analysis, pricer).items():

@@ -152,9 +152,9 @@ def _refine(
 ) -> Candidate:
     """The best plan after further problems, which are solved if they may save enough.
 
-    The first problem of a mesh does not model latencies of shared messages. These
-    latencies are most of the time of a small step. The problems of a small step are
-    small, so there is time for further problems.
+    The first problem of a mesh does not model latencies of shared messages. In a small
+    step, latencies of shared messages are most of the time. The problems of a small
+    step are small, so there is time for further problems.
 
     Args:
       analysis: the step.

@@ -58,7 +58,7 @@ class ClusterData(
         return self.text
 
 
-# This number is increased by one whenever the meaning of a field changes.
+# The schema number increases by one whenever the meaning of a field changes.
 SCHEMA = 2
 # Fields of a plan in schema 1 that are now fields of a stage.
 _OF_STAGE = ("mesh", "inputs", "outputs", "nodes", "copies", "gradients")

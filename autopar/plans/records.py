@@ -222,8 +222,8 @@ class StagePlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         Empty: the plan adds no rematerialisation to the step's own ``jax.checkpoint``s
         and to the copies that are not kept.
       sums_each_microbatch: whether gradients are summed over devices in each
-        microbatch, and stored sharded. If not, each device accumulates its own summand
-        until the last microbatch, if the layouts allow it.
+        microbatch, and stored sharded. If False, each device accumulates its own
+        summand until the last microbatch, if the layouts allow it.
 
     Raises:
       PlanError: there are no devices, a device is listed twice, or the mesh has another

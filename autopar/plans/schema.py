@@ -342,8 +342,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     def home_axes(self) -> tuple[tuple[tuple[str, int], ...], ...]:
         """Names and sizes of the axes of each mesh on which inputs are placed.
 
-        These are the meshes of the stages. If there are arrays of which every stage has
-        a piece, there is one more mesh with an axis of stages in front.
+        The result has the meshes of the stages. If every stage has a piece of some
+        array, the result has one more mesh with an axis of stages in front.
         """
         own = tuple(
             tuple(zip(stage.axis_names, stage.axis_sizes, strict=True))

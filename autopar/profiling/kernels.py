@@ -358,7 +358,7 @@ class Loopback:
         return add_barrier(self.workers * values)
 
     def reduce_scatter(self, values: jax.Array) -> jax.Array:
-        """This worker's row of the sum."""
+        """Returns this worker's row of the sum."""
         return add_barrier(self.workers * values[0])
 
 

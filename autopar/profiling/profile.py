@@ -1,9 +1,9 @@
 """Measures devices and their links, and saves the figures that planning needs.
 
 The result is a `Cluster` whose figures are rates reached on this machine while all
-devices work. Simulated CPU devices share the cores. So they are measured together, as a
-training step uses them. Several processes measure together, too. The links between
-processes are a level of the cluster and are timed.
+devices work. Simulated CPU devices share the cores. So simulated devices are measured
+together, as a training step uses them. Several processes measure together, too. The
+links between processes are a level of the cluster and are timed.
 """
 
 import collections

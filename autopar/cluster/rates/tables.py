@@ -159,8 +159,8 @@ def partner_rates(rates: str, kind: str) -> PartnerRates | None:
 
 # GPUs of other generations use the curve of bfloat16 products on an H100. The start of
 # a kernel takes the same time, and a step along K takes longer in inverse proportion to
-# the clock (H100 1.98 GHz, A100 1.41, V100 1.53, T4 1.59). This is an assumption, not a
-# measurement.
+# the clock (H100 1.98 GHz, A100 1.41, V100 1.53, T4 1.59). The scaling with the clock
+# is an assumption, not a measurement.
 _H100_CLOCK_GHZ = 1.98
 _CLOCKS_GHZ = {"a100": 1.41, "v100": 1.53, "t4": 1.59}
 

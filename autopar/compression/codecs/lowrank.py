@@ -62,11 +62,11 @@ class PowerSGD(Codec):
     before.
 
     With M the sum over the workers, ``P = orthonormal(M Q)``, ``Q' = M^T P`` and ``M ~
-    P Q'^T``, the projection of M on the columns of P. Both products are linear in M, so
-    P and Q' are summed by all-reduces. In f32 these send ``8 (n - 1) / n * r (h + w)``
-    bytes. In bf16 the codec sends half of these bytes, in int8 a quarter plus the
-    scales, in two shots each. The rounding of P turns the subspace slightly. The
-    rounding of Q' is part of this codec's error.
+    P Q'^T``, the projection of M on the columns of P. The products ``M Q`` and ``M^T
+    P`` are linear in M, so all-reduces sum P and Q'. In f32 these send ``8 (n - 1) / n
+    * r (h + w)`` bytes. In bf16 the codec sends half of these bytes, in int8 a quarter
+    plus the scales, in two shots each. The rounding of P turns the subspace slightly.
+    The rounding of Q' is part of this codec's error.
 
     Attributes:
       rank: columns of the factors, r; at most the rank that M can have.
@@ -112,7 +112,7 @@ class PowerSGD(Codec):
         """See `Codec`.
 
         A power law through relative errors of .93, .65 and .45 at ranks of 1/64, 1/16
-        and 1/8 of the narrower side. These errors were measured on gradients of a
+        and 1/8 of the narrower side. The three errors were measured on gradients of a
         character language model of width 128, with error feedback, in batches so small
         that the gradients are mostly noise. Larger batches have smaller errors.
         """

@@ -2,11 +2,11 @@
 indices.
 
 The software part of OSCAR (HPCA 2026, known from its abstract) splits the elements into
-probable zeros and probable non-zeros. Here the split is a function of the sums that all
-workers have received, so that no index is ever sent. Each element has a score, which is
-computed from the summed gradients. The elements with the largest scores are sent as
-blocks of int8. The other elements can go through a count sketch. In addition they are
-sent in rotation.
+probable zeros and probable non-zeros. In this codec the split is a function of the sums
+that all workers have received, so that no index is ever sent. Each element has a score,
+which is computed from the summed gradients. The elements with the largest scores are
+sent as blocks of int8. The other elements can go through a count sketch. In addition
+they are sent in rotation.
 
 Legend of shapes: D elements of the gradient, padding included, k predicted elements, e
 elements of the rotating slice.
@@ -71,9 +71,9 @@ class PredictedTopK(Codec):
     steps and can regain a large score.
 
     Scores are updated only from sent elements. With error feedback, an element that is
-    sent late contains the gradients of all steps since it was last sent. Its square is
-    divided by the number of these steps, because the square of a sum of independent
-    gradients grows in proportion to their number.
+    sent late contains the gradients of all steps since it was last sent. For the score,
+    the square of such an element is divided by the number of these steps, because the
+    square of a sum of independent gradients grows in proportion to their number.
 
     Attributes:
       ratio: fraction of the elements that is predicted.
@@ -141,9 +141,9 @@ class PredictedTopK(Codec):
         """See `Codec`: the error of sending the same number of elements without any
         prediction.
 
-        This error holds for the first ``ceil(1 / ratio)`` steps, and as long as large
-        elements do not recur at the same indices. With error feedback, elements that
-        wait get larger.
+        The error without prediction holds for the first ``ceil(1 / ratio)`` steps, and
+        as long as large elements do not recur at the same indices. With error feedback,
+        elements that wait get larger.
         """
         share = min(1.0, self.ratio + self.explore)
         coded = _WIRES[self.values].error(shape)
@@ -279,8 +279,8 @@ def largest(scores: jax.Array, count: int, salt: jax.Array) -> jax.Array:
     """Indices of about the ``count`` largest of non-negative scores.
 
     Returns the indices of scores above a threshold. A sample brackets the threshold.
-    Then `_PASSES` bisections make the threshold as low as possible without exceeding
-    ``count``.
+    After that, `_PASSES` bisections make the threshold as low as possible without more
+    than ``count`` scores above it.
 
     Args:
       scores: f32 (D,).

@@ -29,9 +29,9 @@ C = TypeVar("C", bound=Codec)
 def register_codec(cls: type[C]) -> type[C]:
     """Adds a codec class under its ``name``; a class decorator.
 
-    This decorator stands above the dataclass decorator. The fields must have defaults.
-    Their types must be ``int``, ``float``, ``bool``, ``str``, a ``Literal`` of strings,
-    or one of these types ``| None``.
+    `register_codec` stands above the dataclass decorator. The fields must have
+    defaults. The types of the fields must be ``int``, ``float``, ``bool``, ``str``, a
+    ``Literal`` of strings, or one of these types ``| None``.
 
     Raises:
       InputTypeError: the class or one of its fields cannot be written as text.

@@ -212,8 +212,8 @@ def _apply_signs(
     """A piece (C,) with the random signs that it has in one row.
 
     The sign is the top bit of a product: the hash of the index times an odd number that
-    belongs to the piece and row. This is multiply-shift hashing (Dietzfelbinger et al.,
-    1997), which needs one product per element.
+    belongs to the piece and row. The method is multiply-shift hashing (Dietzfelbinger
+    et al., 1997), which needs one product per element.
     """
     odd = mix(mix(number * 8 + jnp.uint32(row)) + salt) | jnp.uint32(1)
     flips = (hashes * odd) & jnp.uint32(0x80000000)

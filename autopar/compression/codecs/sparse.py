@@ -1,9 +1,9 @@
 """Codecs that send a few elements: the largest, a random set, the largest per block.
 
 Legend of shapes: n workers, c elements of a chunk, g groups of m elements, k kept
-elements, B elements of a block. Elements are selected from each group separately. There
-is one group if the sum is not scattered. If it is scattered, each chunk is a group,
-because a chunk is then sent only to its owner.
+elements, B elements of a block. Elements are selected from each group separately. If
+the sum is not scattered, the whole gradient is one group. If the sum is scattered, each
+chunk is a group, because a chunk is then sent only to its owner.
 """
 
 from __future__ import annotations

@@ -132,7 +132,7 @@ def kth_largest(x: jax.Array, k: int | jax.Array) -> jax.Array:
     """The k-th largest magnitude of a vector, exactly; NaN counts as the largest.
 
     The bit patterns of non-negative floats have the same order as the floats. So
-    bisection finds the bits one by one with 31 counts. This is faster than a sort,
+    bisection finds the bits one by one with 31 counts. Bisection is faster than a sort,
     especially in a branch, where XLA does not recognise a partial sort.
     """
     bits = lax.bitcast_convert_type(jnp.abs(x), jnp.uint32)

@@ -86,8 +86,9 @@ class Accordion(Remembering):
         next observation after such a step is critical.
       horizon: number of steps for which a regime is expected to last; 0: one window.
       together: whether all gradients have one regime, decided from their joint norm. If
-        not, each gradient has its own regime, as in the paper. Each set of codecs needs
-        a compiled program: with one regime there are two programs instead of many.
+        False, each gradient has its own regime, as in the paper. Each set of codecs
+        needs a compiled program: with one regime there are two programs instead of
+        many.
       state: memory of the policy.
     """
 

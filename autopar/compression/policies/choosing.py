@@ -6,7 +6,7 @@ data-parallel deep learning", MLSys 2024, arXiv 2210.17357): all layers use code
 one family, and each layer gets its own parameter. The parameters minimise the bytes,
 while the sum of the errors over the layers is at most that of a reference codec (see
 `autopar_solver.selection.lgreco`). The published code measures errors on the average of
-the last steps' gradients. Here errors are measured on the gradient of one step plus the
+the last steps' gradients. `LGreCo` measures errors on the gradient of one step plus the
 residual, which contains the errors of earlier steps.
 
 `AcrossFamilies` minimises seconds, and weighs errors in the metric of the optimizer.

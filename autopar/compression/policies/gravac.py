@@ -52,8 +52,8 @@ training that ends at step K has made::
     progress = sum over steps k of rate(k) gain(k)        in    sum of pace(k)  seconds
 
 To reach some progress in the least seconds, each step takes the level with the largest
-``worth rate(k) gain - pace``. Here ``worth`` is the price of a unit of progress, in
-seconds. If K is free, the gain of the last step equals its cost. With ``best`` the
+``worth rate(k) gain - pace``. The value ``worth`` is the price of a unit of progress,
+in seconds. If K is free, the gain of the last step equals its cost. With ``best`` the
 largest ``gain / pace`` of all levels, this gives::
 
     worth = 1 / (rate(K) best)                            (Pontryagin's principle)

@@ -4,8 +4,8 @@ A policy reads the telemetry of a step at regular intervals. The policy returns 
 codecs to use from the next step on, or None to keep the codecs. Each set of codecs
 needs one compiled program, which is kept. So a policy that alternates between a few
 sets compiles each set once. A policy that often changes parameters of codecs sets
-``often = True``. These parameters then become inputs of the program if possible
-(`autopar.compression.adjusting`).
+``often = True``. With ``often`` set, parameters of codecs become inputs of the program
+if possible (`autopar.compression.adjusting`).
 
 A policy returns codecs whose only purpose is to save time as `Saving`. A run postpones
 such codecs as long as compiling their program would take longer than they save. A
@@ -293,9 +293,9 @@ def sum_updates(reports: Iterable[GradientReport]) -> tuple[float, float]:
 
     Adam's family divides by the root of the mean square of received values, so that all
     elements have equal weight, whatever the norm of their gradient. Values that arrive
-    late, as a few large values, have the same mean and a larger mean square. Their
-    updates are smaller by the ratio of the norms. Updates are also smaller if less
-    arrives than the gradients contain.
+    late, as a few large values, have the same mean and a larger mean square. The
+    updates from such values are smaller by the ratio of the norms. Updates are also
+    smaller if less arrives than the gradients contain.
     """
     size = dense = 0.0
     for report in reports:
@@ -324,10 +324,10 @@ def sum_signals(reports: Iterable[GradientReport]) -> tuple[float, float]:
 def signal_updates(reports: Iterable[GradientReport]) -> tuple[float, float]:
     """As `sum_signals`, for updates by Adam's family.
 
-    These optimizers divide by the root of the mean square of received values. So each
-    signal is divided by the root mean square of an element: of the sent values, and of
-    the dense gradient. The squares must be the optimizer's second moments
-    (`autopar.compression.policies.gravac.update_moments`).
+    Optimizers of Adam's family divide by the root of the mean square of received
+    values. So each signal is divided by the root mean square of an element: of the sent
+    values, and of the dense gradient. The squares must be the optimizer's second
+    moments (`autopar.compression.policies.gravac.update_moments`).
     """
     sent = dense = 0.0
     for report in reports:

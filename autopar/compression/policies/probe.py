@@ -2,8 +2,9 @@
 
 The telemetry of a step contains only the error of the codec in use. For steps of
 `autopar.parallelize`, `autopar.runtime.gradients.probing` measures the errors of other
-codecs. This module is for other training loops. A single simulated worker encodes
-samples of the gradients. Its ``sent`` equals the contribution of one of many workers.
+codecs. The functions of this module are for other training loops. A single simulated
+worker encodes samples of the gradients. The ``sent`` of this worker equals the
+contribution of one of many workers.
 
 >>> probe = Probe(workers=4)
 >>> found = probe.measure({"w": np.ones((64, 64), np.float32)}, ("powersgd", "int8"))

@@ -609,8 +609,8 @@ def gradients_s(candidate: Candidate) -> float:
     """Seconds that the sums of gradients add to a step without codecs.
 
     An operator on a postponed sum takes longer, because the sum is not sharded on each
-    device. This time is not counted here, because the operator does not send the
-    gradient.
+    device. The extra time of such an operator is not counted here, because the operator
+    does not send the gradient.
     """
     assert candidate.sending is not None
     texts = {site.value: "dense" for site in candidate.sending.sites}

@@ -2,9 +2,9 @@
 
 A stage sums its gradients after its last microbatch. So the codecs of a stage shorten
 the step if this stage ends last. The error budget applies to the whole gradient. First,
-the best codecs of each stage are computed under several budgets for that stage. Then
-one option of each stage is chosen such that the last stage ends earliest. Among equally
-fast choices, the choice with the least error is taken.
+the best codecs of each stage are computed under several budgets for that stage. After
+that, one option of each stage is chosen such that the last stage ends earliest. Among
+equally fast choices, the choice with the least error is taken.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """The pipelines that people write by hand, under the same cost model.
 
-These are Megatron's pipelines: equal stages, each on one slice of the cluster. Within a
-stage, tensor parallelism runs within a host, and data parallelism over the other
-devices. The solver finds the best plan of each stage that keeps to this rule.
+The hand-made pipelines are those of Megatron: equal stages, each on one slice of the
+cluster. Within a stage, tensor parallelism runs within a host, and data parallelism
+over the other devices. The solver finds the best plan of each stage that keeps to this
+rule.
 """
 
 from __future__ import annotations

@@ -248,7 +248,7 @@ def _layers(analysis: Analysis, parts: Parts) -> np.ndarray:
 
 
 def _examples(analysis: Analysis, parts: Parts, layer: np.ndarray) -> np.ndarray:
-    """For each layer, the second layer with the same operators.
+    """For each layer, the second layer with the same operators, or the only one.
 
     The first of equal layers may read values that the others do not read. So the second
     layer represents all of them.

@@ -68,7 +68,7 @@ class Rule:
       optimizer: mesh axes over which optimizer state is split between steps.
       tensor: axes that split the model and never the batch.
       sequence: whether the axes of ``tensor`` may split the sequence of products, too.
-        If not, each device sums the gradients of its own part of the weights.
+        If False, each device sums the gradients of its own part of the weights.
     """
 
     name: str
