@@ -1,10 +1,12 @@
-"""Pieces: how an array is cut where it goes from one layout to another.
+"""Pieces: the parts of an array that devices exchange when the array changes its
+layout.
 
-Both layouts cut the array into blocks. A piece is what a block of one shares with a
-block of the other. Each process that holds a block of the target gets each piece of it
-once, from a device of its own where one has it. So the runtime moves arrays between
-processes (`autopar.runtime.stages.routes`), and so the bytes between processes are
-predicted (`autopar.reports.between`).
+The old and the new layout each cut the array into blocks. A piece is the intersection
+of an old block and a new block. Each process that holds a new block receives each piece
+of this block once. If one of its own devices has the piece, the process takes the piece
+from that device. The runtime moves arrays between processes in this way
+(`autopar.runtime.stages.routes`), and `autopar.reports.between` predicts the bytes
+between processes from the pieces.
 """
 
 from __future__ import annotations
@@ -20,22 +22,22 @@ import numpy as np
 
 from autopar.layouts.layout import Layout
 
-# Of each dimension, where a block begins and ends.
+# The begin and the end of a block in each dimension.
 Block = tuple[tuple[int, int], ...]
-# Block of an array -> the devices that hold it; in order of blocks.
+# Block of an array -> the devices that hold the block; sorted by block.
 Blocks = Mapping[Block, tuple[Any, ...]]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Piece:
-    """A part of an array that one device has, and another needs.
+    """A part of an array that one device has and another device needs.
 
     Attributes:
-      device: that has it.
-      process: of that device.
-      begin: where it begins in the block that the device holds.
-      shape: of the piece.
-      place: where it begins in the block that is put together.
+      device: device that has the piece.
+      process: process of that device.
+      begin: begin of the piece in the block that the device holds.
+      shape: shape of the piece.
+      place: begin of the piece in the new block.
     """
 
     device: Any
@@ -47,12 +49,13 @@ class Piece:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Landing:
-    """A block of the target in one process.
+    """A block of the target layout in one process.
 
     Attributes:
       process: the process.
-      devices: those of the process that hold the block; the first puts it together.
-      pieces: of which it is made; none: the array is empty.
+      devices: devices of the process that hold the block; the first device assembles
+        the block.
+      pieces: pieces of the block; empty if the array is empty.
     """
 
     process: int
@@ -66,10 +69,10 @@ def blocks_of(
     """The blocks of an array on a mesh.
 
     Args:
-      layout: of the array.
-      shape: of the array.
+      layout: layout of the array.
+      shape: shape of the array.
       sizes: size of each mesh axis.
-      devices: of the mesh, in its order.
+      devices: devices of the mesh, in the order of the mesh.
 
     >>> blocks_of(((0,), ()), (4, 2), (2,), "ab")
     {((0, 2), (0, 2)): ('a',), ((2, 4), (0, 2)): ('b',)}
@@ -90,11 +93,11 @@ def blocks_of(
 def landings(
     have: Blocks, need: Blocks, process_of: Callable[[Any], int]
 ) -> tuple[Landing, ...]:
-    """The blocks of the target by process, each with its pieces.
+    """The blocks of the target layout by process, each with its pieces.
 
     Args:
-      have: the blocks before.
-      need: those of the target.
+      have: the blocks of the old layout.
+      need: the blocks of the target layout.
       process_of: the process of a device.
     """
     out: list[Landing] = []
@@ -133,15 +136,15 @@ def _piece(
 def wire_layout(
     mine: Layout, sizes: Sequence[int], theirs: Layout, other_sizes: Sequence[int]
 ) -> Layout:
-    """The layout in which a value leaves a stage for another, or arrives from it.
+    """The layout in which a stage sends a value to another stage, or receives it.
 
-    Each dimension is split into as many parts as both stages can name by their
-    leading axes. Devices then hold the same parts on both sides, and copy them
-    without the host; each stage reshards on its own devices.
+    Each dimension is split into the most parts that the leading axes of both stages
+    allow. The devices of both stages then hold the same parts, and copy them without
+    the host. Each stage reshards the value on its own devices.
 
     Args:
       mine: the layout of the value on the stage.
-      sizes: size of each axis of its mesh.
+      sizes: size of each axis of the stage's mesh.
       theirs: the layout on the other stage.
       other_sizes: size of each axis of the other mesh.
 

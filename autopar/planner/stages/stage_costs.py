@@ -128,12 +128,13 @@ class StageMessage:
     """A value that one stage sends to another.
 
     Attributes:
-      value: of the program of a microbatch.
-      source: the stage that has it.
-      target: the stage that gets it.
-      maker: the task that makes it; None: it is an input of the step.
-      readers: the tasks that read it there.
-      times: how often it is sent in a step, each time as large as in the program.
+      value: number of the value in the program of a microbatch.
+      source: the sending stage.
+      target: the receiving stage.
+      maker: the task that computes the value; None: the value is an input of the step.
+      readers: the tasks on the receiving stage that read the value.
+      times: number of times that the value is sent in a step, each time in its size in
+        the program.
     """
 
     value: int
@@ -145,14 +146,16 @@ class StageMessage:
 
     @property
     def late(self) -> bool:
-        """Whether updates read it, behind the microbatches."""
+        """Whether updates read the value after the microbatches."""
         return self.readers[0].phase is Phase.UPDATE
 
     @property
     def key(self) -> TaskKey:
-        """The task that sends it: its maker, or one of the step's own.
+        """The task that sends the value: its maker, or the update task of the sending
+        stage.
 
-        Inputs, and sums over microbatches, are laid outside of the tasks.
+        Inputs, and sums over microbatches, are sent outside of the tasks of
+        microbatches.
         """
         if self.maker is None or self.late:
             return TaskKey(Phase.UPDATE, self.source, 0)
@@ -160,11 +163,12 @@ class StageMessage:
 
 
 def stage_messages(cut: CutStep) -> tuple[StageMessage, ...]:
-    """All that stages send each other in a step.
+    """All values that stages send each other in a step.
 
-    A value that several tasks of a stage read is sent to it once. What an update reads
-    is sent behind the microbatches: sums and equal values once, rows of all of them.
-    Rows of the batch go to a later stage with each microbatch.
+    If several tasks of a stage read a value, the value is sent to the stage once.
+    Values that an update reads are sent after the microbatches: sums and equal values
+    once, rows once for each microbatch. Rows of the batch are sent to a later stage
+    with each microbatch.
     """
     count, owners = cut.found.microbatches, cut.cut.owners
     batch = {*cut.cut.parts.flow.batch}
@@ -189,19 +193,20 @@ def stage_messages(cut: CutStep) -> tuple[StageMessage, ...]:
 def wire_collectives(
     cut: CutStep, stage: int, assignments: Sequence[Assignment]
 ) -> list[tuple[TaskKey, Collective]]:
-    """What a stage sends within itself for what crosses to other stages.
+    """The collectives within a stage that reshard values for messages to and from other
+    stages.
 
-    A value travels in the layout that both stages can name (`wire_layout`). The task
-    that makes it lays it so, and each task that reads it on another stage brings it
-    back to where it lies there.
+    A value is sent in the layout that both stages can name (`wire_layout`). The task
+    that computes the value reshards it to this layout. Each task that reads the value
+    on another stage reshards it to the layout on that stage.
 
     Args:
       cut: the step as stages.
-      stage: which stage.
+      stage: number of the stage.
       assignments: the layouts of each stage.
 
     Returns:
-      Each collective with the task of which it is a part.
+      Each collective, with the task that contains it.
     """
     own = assignments[stage]
     values, producer = own.graph.values, own.contraction.producer
@@ -235,7 +240,7 @@ def wire_collectives(
 def wire_of(
     assignments: Sequence[Assignment], value: int, stage: int, other: int
 ) -> Layout:
-    """The layout on a stage in which a value goes to another stage, or arrives."""
+    """The layout in which a stage sends a value to another stage, or receives it."""
     mine, theirs = assignments[stage], assignments[other]
     return wire_layout(
         kept_layout(mine, value), mine.sizes, kept_layout(theirs, value), theirs.sizes
@@ -262,11 +267,11 @@ def _sent_once(cut: CutStep) -> set[tuple[int, int, int]]:
 
 
 def moved_layers(cut: CutStep) -> Iterator[tuple[int, int, int]]:
-    """The layers of which another stage has the array that they are a part of.
+    """The layers whose stacked array another stage holds.
 
-    Yields the stage that has the array between steps, that of the layers, and the
-    value of the layers. It goes there before the microbatches, and back after the
-    update.
+    Yields the stage that holds the array between steps, the stage of the layers, and
+    the value of the layers. The value is sent to the stage of the layers before the
+    microbatches, and sent back after the update.
     """
     whole, owners = cut.analysis.whole or cut.analysis, cut.cut.owners
     arguments = cut.cut.program.body.inputs
