@@ -159,8 +159,7 @@ CALIBRATIONS = {
         # (xla/service/gpu/transforms/layout_assignment.cc). Products can read any
         # order.
         copies_pieces=False,
-        # The compiler does so for both kinds of sums
-        # (autopar_passes.sums.reassociated).
+        # The compiler joins both kinds of sums (autopar_passes.sums.reassociated).
         reassociates=True,
         overlap=1.0,
         # Collectives use streaming multiprocessors and bandwidth. Overlapping work is
@@ -468,7 +467,7 @@ class DeviceSpec:
         """Whether products of float32 read bfloat16 operands, so that only bfloat16
         copies are kept.
 
-        XLA's compiler for TPUs does so (`autopar.steps.rounding`).
+        XLA's compiler for TPUs rounds these operands (`autopar.steps.rounding`).
         """
         return self.kind == "tpu"
 

@@ -83,9 +83,9 @@ class Feedback:
 # product of learning rate and smoothness.
 FEEDBACK_DISCOUNT = 0.25
 
-# The largest relative error of a useful codec. At this error only a fifth of the
-# gradient's squared norm arrives in each step. ``auto`` chooses no codec with a larger
-# error, and a run warns of such a codec.
+# The largest relative error of a useful codec. With this relative error, only a fifth
+# of the gradient's squared norm arrives in each step. ``auto`` chooses no codec with a
+# larger error, and a run warns of such a codec.
 MOST_LOST = 0.9
 
 

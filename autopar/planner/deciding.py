@@ -186,8 +186,9 @@ def _in_microbatches(search: Programs) -> None:
 
 
 def _counts(search: Programs) -> Iterator[int]:
-    """Numbers of microbatches to try. Several microbatches are tried only if the step
-    stays exact.
+    """Numbers of microbatches to try.
+
+    Several microbatches are tried only if the step stays exact.
     """
     asked = search.options
     if asked.microbatches != "auto":
@@ -521,11 +522,11 @@ def least_s(
     tasks.
 
     The first microbatch goes through all stages before later microbatches can keep the
-    stages busy. Meanwhile it runs on the devices of one stage only. If each stage has
-    several virtual stages (interleaving), this wait is divided by their number. With
-    one microbatch, later stages may compute gradients of weights during the wait.
-    Gradients of weights are at most half of the work, because each product for them is
-    as large as a product of the forward pass.
+    stages busy. During this wait the first microbatch runs on the devices of one stage
+    only. If each stage has several virtual stages (interleaving), this wait is divided
+    by their number. With one microbatch, later stages may compute gradients of weights
+    during the wait. Gradients of weights are at most half of the work, because each
+    product for them is as large as a product of the forward pass.
 
     A stage launches its kernels once for each microbatch, whatever its number of
     devices. At least one stage has as many kernels as the mean of all stages. So a step

@@ -93,8 +93,9 @@ def fitting_meshes(
 def _named_meshes(mesh: MeshShape, pins: Pins) -> Iterator[MeshShape]:
     """Yields a mesh once for every way to give the pins' names to its axes.
 
-    If the pins use only names that plans give to axes (`is_axis_name`), the axes are
-    named by position. A name without an axis leads to an error later.
+    The names of pins are tried on the axes only if all new names are names that plans
+    give to axes (`is_axis_name`). In all other cases the axes keep their names by
+    position. A pin's name without an axis leads to an error later.
     """
     wanted = dict.fromkeys(
         axis

@@ -12,9 +12,9 @@ float32, so no gradient over- or underflows. A scale that comes from the largest
 is rounded up, so that this element is not clipped. The rounding coarsens the
 quantisation steps by at most 1/128. One message holds codes and scales.
 
-A block with an infinity or a NaN is decoded to NaN in all elements. So the fault is
-visible and does not spread to other blocks. A block whose scale would be a denormal
-becomes zero.
+A block with an infinity or a NaN is decoded to NaN in all elements. So an infinity or a
+NaN is visible in the sum and does not spread to other blocks. A block whose scale would
+be a denormal becomes zero.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ _UNROLLED_ROWS = 16
 # The block width from which on the two halves of a block are no longer compared with
 # each other.
 _HALVES = 16
-# Adding this constant, 1.5 * 2 ** 23, rounds a float32 to a whole number, which is then
-# in its low bits.
+# Adding 1.5 * 2 ** 23 to a float32 rounds it to a whole number, which is then in the
+# low bits of the sum.
 _ROUNDER = 12582912.0
 _SMALLEST_NORMAL = float(np.finfo(np.float32).tiny)
 

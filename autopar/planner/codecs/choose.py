@@ -69,11 +69,11 @@ from autopar_solver import (
 
 # Codecs that save less than this fraction of a step are not worth their error.
 WORTHWHILE = 0.03
-# The relative error of each gradient may be at most this many times the budget. Without
-# the limit, the rest of the budget would be spent on large errors of a few small
-# gradients. In training such errors do not average out: on 100 steps of a character
-# GPT, sending 6 % of the elements by `predicted` and `sign`, within a budget of 0.1,
-# raised the loss by 0.09 nats a character (docs/record).
+# The effective relative error of each gradient may be at most this many times the
+# budget. Without this limit, the rest of the budget would be spent on large errors of a
+# few small gradients. In training such large errors do not average out: on 100 steps of
+# a character GPT, sending 6 % of the elements by `predicted` and `sign`, within a
+# budget of 0.1, raised the loss by 0.09 nats a character (docs/record).
 MOST_OF_BUDGET = 2.0
 
 # Name of a parameter -> codec -> measured relative error of the parameter's gradient.
@@ -82,8 +82,8 @@ Errors = Mapping[str, Mapping[str, float]]
 # Effective relative error of the whole gradient that ``auto`` allows. Each codec was
 # tried by itself on three seeds (docs/record). With errors below this budget (int8;
 # int4 with rotation, .032), the final loss is within about one standard deviation of
-# the loss with dense gradients. With errors above the budget it is not: int4 in blocks
-# of 256 without rotation, .061, needs a seventh more steps.
+# the loss with dense gradients. With errors above this budget, the final loss is not
+# that close: int4 in blocks of 256 without rotation, .061, needs a seventh more steps.
 DEFAULT_BUDGET = 0.05
 # Mode of a plan for which the user gave the codec of each gradient.
 EDITED = "edited"
@@ -100,7 +100,7 @@ class CodecRequest:
       budget: the most effective relative error of the whole gradient.
       sent: a plan from which each gradient takes its codec.
       errors: measured relative errors, by gradient and codec.
-      most: upper limit of the relative error of each gradient.
+      most: upper limit of the effective relative error of each gradient.
     """
 
     mode: str

@@ -382,8 +382,8 @@ class Crossings:
 def crossings(layers: LayerMap) -> Crossings:
     """Finds the values that cross the boundaries between layers.
 
-    A value that several layers read crosses all boundaries up to the last reader. The
-    stages in between forward the value.
+    A value that several layers read crosses all boundaries up to the last reader.
+    Stages between the first and the last reader pass the value on.
     """
     flow, count = layers.parts.flow, layers.count
     forward: list[list[int]] = [[] for _ in range(count - 1)]
