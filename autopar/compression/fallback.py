@@ -156,7 +156,9 @@ def level_gains(
     step: jax.Array,
     judges: WorkerLinks | None = None,
 ) -> jax.Array:
-    """Gain of each level over all workers, float32 (levels,); see the caller."""
+    """Gain of each level over all workers, float32 (levels,); see
+    `synchronise_levels`.
+    """
     alone = RecordingLinks(links.workers)
     rows: list[jax.Array] = []
     for k, level in enumerate(levels):

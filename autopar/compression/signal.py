@@ -9,9 +9,9 @@ the residual::
     E sum_{i != j} <c_j, g_i> = n <sum_j E c_j, g> (n - 1) / n
 
 The second line measures the worth of a step along the messages, relative to a step
-along the true gradient. Delayed values count as far as they agree with the current
-gradient. With ``T`` the sum of all sent values, the second line is ``sum_i <T - c_i,
-g_i>``, to which each worker contributes one number.
+along the true gradient. In this measure, delayed values count as far as they agree with
+the current gradient. With ``T`` the sum of all sent values, the second line is ``sum_i
+<T - c_i, g_i>``, to which each worker contributes one number.
 
 The first line needs the sum of the gradients, which no worker has. The sum of sketches
 of the gradients is used instead. For a sketch, elements are multiplied by random signs,

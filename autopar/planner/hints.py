@@ -94,7 +94,7 @@ def _named_meshes(mesh: MeshShape, pins: Pins) -> Iterator[MeshShape]:
     """Yields a mesh once for every way to give the pins' names to its axes.
 
     The names of pins are tried on the axes only if all new names are names that plans
-    give to axes (`is_axis_name`). In all other cases the axes keep their names by
+    give to axes (`is_axis_name`). If not, every axis keeps the default name of its
     position. A pin's name without an axis leads to an error later.
     """
     wanted = dict.fromkeys(

@@ -85,7 +85,7 @@ class ModelWork:
 
 
 def model_work(analysis: Analysis) -> ModelWork:
-    """The model's own work in a step.
+    """The work of the model in a step, without repeated work.
 
     Args:
       analysis: the step.

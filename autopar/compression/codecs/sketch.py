@@ -144,8 +144,8 @@ def unsketch(
       salt: as in `sketch`.
     """
     rows, columns = summed.shape
-    # The inverse of a rotation by s starts at s. With two copies in a row, the slice
-    # never wraps around.
+    # The inverse of a rotation by s is a slice that starts at s. The array is repeated
+    # twice in a row, so that the slice never wraps around.
     twice = jnp.concatenate([summed, summed], axis=1)
     own_twice = jnp.concatenate([own, own], axis=1)
     hashes = _hashes(columns, salt)

@@ -401,8 +401,8 @@ class BlockTopK(Codec):
             )
 
     def error(self, shape: tuple[int, ...]) -> float:
-        """See `Codec`: the largest elements of each block are not the largest elements
-        of the gradient.
+        """See `Codec`: the error is larger than that of `TopK`, because the largest
+        elements of each block are not the largest elements of the gradient.
         """
         return min(0.99, 1.1 * error_without(self.k / self.block))
 

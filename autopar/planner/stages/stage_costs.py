@@ -60,7 +60,7 @@ def stage_costs(
     devices: Sequence[Sequence[int]],
     found: Sequence[Candidate],
 ) -> StageCosts:
-    """Adds up the cost of each task.
+    """Computes the cost of each task of a pipeline.
 
     Args:
       cut: the step as stages.
