@@ -244,7 +244,7 @@ def _read(
     made, so that both make the forms that they read.
     """
     steps, fresh = way
-    program = assignment.analysis.programs.get(op.equation, 0)
+    program = (assignment.analysis.programs or {}).get(op.equation, 0)
     form: Form = (source, fresh)
     if fresh:
         forms.read.add((source, False))

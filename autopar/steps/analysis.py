@@ -148,7 +148,7 @@ class Analysis:
         (`autopar.steps.update_batches`), the analysis that computes each alone.
       batches: how many matrices it computes at once, each time.
       programs: of a stage, equation -> the number of the program that runs it, as its
-        passes are programs of their own; none: all is one program.
+        passes are programs of their own; None: all is one program.
       trace_s: seconds of tracing.
       graph_s: seconds of building graph and contraction.
     """
@@ -171,7 +171,7 @@ class Analysis:
     counted: Analysis | None = None
     alone: Analysis | None = None
     batches: tuple[int, ...] = ()
-    programs: Mapping[int, int] = dataclasses.field(default_factory=dict)
+    programs: Mapping[int, int] | None = None
     trace_s: float = 0.0
     graph_s: float = 0.0
 
@@ -339,7 +339,7 @@ class Analysis:
           habits: of the compiler (`autopar.cost.live.habits_of`).
         """
         known = self._lives.get(habits)
-        if known is None and self.programs and habits.breadth_first:
+        if known is None and self.programs is not None and habits.breadth_first:
             known = self._lives[habits] = in_program_order(self.life(PLAIN))
         if known is None:
             floating = frozenset(self.contraction.floating)
