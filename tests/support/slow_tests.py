@@ -1,4 +1,4 @@
-"""The slowest tests: CI runs them, and a whole run on a user's machine leaves them out.
+"""The slowest tests: CI runs all of them, and a run on a user's machine a quarter.
 
 ``slow_tests.txt`` beside this module has a name in each line. To write it anew:
 
@@ -30,6 +30,25 @@ def name_of(node: str) -> str:
     'tests/solver/test_a.py::TestB::test_c'
     """
     return node.partition("[")[0]
+
+
+def kept(nodes: Sequence[str]) -> frozenset[str]:
+    """The tests of a run on a user's machine.
+
+    Of a slow test the first of every four cases is kept, and none where it has no
+    parameters.
+
+    Args:
+      nodes: all tests.
+    """
+    slow, cases = names(), collections.defaultdict[str, list[str]](list)
+    for node in nodes:
+        cases[name_of(node)].append(node)
+    found: list[str] = []
+    for name, those in cases.items():
+        few = those[::4] if len(those) > 1 else []
+        found += few if name in slow else those
+    return frozenset(found)
 
 
 def leaves_out(given: Sequence[str], default: Sequence[str]) -> bool:
