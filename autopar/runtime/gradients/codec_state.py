@@ -1,16 +1,18 @@
-"""The codecs' state between plans: carried over, saved, restored.
+"""Carries the state of codecs over to another plan, and saves and restores it.
 
-What must not be lost is the sum of the residuals over the workers: that much of
-the gradients has not been applied yet. A new plan with another number of workers,
-or other layouts, gives each worker an equal part of it, so the sum stays what it
-was. What a codec keeps for itself (a basis, a mask, a threshold) only depends on
-the codec and its place; where either changes it starts anew. Where a parameter of the
-codec is an input of the program, what it has learned becomes as wide as the new limit.
+The state has two parts. The residual of a worker is the part of its gradients that was
+not sent yet. The sum of the residuals over all workers must not change, because it is
+still to be applied. If a new plan has another number of workers or other layouts, each
+worker gets an equal part of this sum. The codec's own state (a basis, a mask, a
+threshold) fits only the same codec with the same shapes; otherwise it starts from new.
+If a parameter of the codec is an input of the program, arrays of its own state are
+padded with zeros, or cut, to the size of the new limit.
 
-A plan of several stages sums the gradient of stacked layers in pieces, one for each
-stage (``kernel@0:2``), and that of a parameter which several stages use in one part for
-each (``table (stage 0)``). Where another plan has other parts, what was not sent of all
-of them together is dealt out anew. Legend: d devices.
+A plan of several stages may sum a gradient in several parts. The gradient of stacked
+layers has one part for each stage (``kernel@0:2``). The gradient of a parameter that
+several stages use also has one part for each stage (``table (stage 0)``). If a new plan
+has other parts, the residuals of the old parts are joined and then divided among the
+new parts. Legend: d devices.
 """
 
 from __future__ import annotations
@@ -44,11 +46,11 @@ _SINCE = {"skipped", "codecs"}
 
 
 def carry_over(state: State, new: AnySums) -> State:
-    """The state for a plan, from the state under another plan of the same step.
+    """The state for a new plan, from the state under another plan of the same step.
 
     Args:
-      state: of `GradientSums.init`, or after steps, arrays or numpy.
-      new: how the new plan sums.
+      state: the old state, as JAX or NumPy arrays.
+      new: the sums of gradients under the new plan.
     """
     wanted, shardings = new.structs(), new.shardings()
     members = {m.decision.name: m for m in new.members.values()}
@@ -74,9 +76,9 @@ def carry_over(state: State, new: AnySums) -> State:
         }
         gradients[name] = jax.tree.map(placement.place, gradients[name], where)
     step = placement.place(state["step"], shardings["step"])
-    # A state that was saved by an earlier version has counted none.
+    # A state that was saved by an earlier version has no count of skipped steps.
     skipped = jnp.asarray(state.get("skipped", 0), jnp.int32)
-    # The telemetry of the next step is measured, whatever was measured before.
+    # 0: the telemetry of the next step is measured.
     counters = {"skipped": skipped, "due": jnp.int32(0)}
     placed = {
         name: placement.place(value, shardings[name])
@@ -87,11 +89,11 @@ def carry_over(state: State, new: AnySums) -> State:
 
 
 def gather_state(state: State, links: Links) -> State:
-    """A state whole on every process; all of them call this.
+    """Copies the whole state to every process; all processes must call this.
 
     Args:
-      state: after steps, on devices of any processes.
-      links: to the other processes.
+      state: the state after a step, on devices of any processes.
+      links: the connections to the other processes.
     """
     leaves, tree = jax.tree.flatten(state["gradients"])
     whole: list[Any] = []
@@ -103,10 +105,11 @@ def gather_state(state: State, links: Links) -> State:
 
 
 def place_state(state: Any, new: AnySums) -> State:
-    """A state that was saved, placed for a plan.
+    """Places a saved state on the devices of a plan.
 
     Raises:
-      PlanError: it has no step and gradients, or those of another model.
+      PlanError: ``state`` has no entries ``step`` and ``gradients``, or it has
+        gradients that this step does not compress.
     """
     known = {"step", "gradients"}
     if not isinstance(state, dict) or not known <= set(state) <= known | _SINCE:
@@ -129,14 +132,14 @@ def _of(fresh: State | None, name: str) -> Any:
 
 
 def _levels(codec: Any, how: AnySums) -> tuple[Any, ...]:
-    """The codec's state of each level."""
+    """The codec's state for each level: the plan's codec, then each fallback codec."""
     return (codec,) if how.fallback is None else codec
 
 
 def _old_level(old: Any, struct: Any, level: int) -> Any:
-    """The old state of a level; None: there is none that fits.
+    """The old codec state of a level; None: no old state has the right shapes.
 
-    Without a fall-back the state is that of the first level.
+    An old state without a fallback is the state of level 0.
     """
     found = [old] if level == 0 else []
     if isinstance(old, tuple) and len(old) > level:
@@ -146,9 +149,10 @@ def _old_level(old: Any, struct: Any, level: int) -> Any:
 
 
 def _fit_tree(old: Any, struct: Any) -> Any:
-    """The old tree in the structure of the new; None: it has other arrays.
+    """The old arrays in the tree structure of the new state.
 
-    A checkpoint knows no named tuples: there they are tuples.
+    Named tuples and tuples count as equal, because a checkpoint stores named tuples as
+    tuples. None: number, shapes or dtypes of the arrays differ.
     """
     structure = jax.tree.structure
     if structure(_drop_types(old)) != structure(_drop_types(struct)):
@@ -161,7 +165,7 @@ def _fit_tree(old: Any, struct: Any) -> Any:
 
 
 def _drop_types(tree: Any) -> Any:
-    """A tree whose named tuples are tuples."""
+    """The tree with each named tuple replaced by a tuple."""
     if isinstance(tree, tuple):
         return tuple(_drop_types(x) for x in tree)
     if isinstance(tree, list):
@@ -172,7 +176,7 @@ def _drop_types(tree: Any) -> Any:
 
 
 def _residual(name: str, old: Any, struct: Any) -> Any:
-    """A residual for another number of workers; the sum over them stays."""
+    """The residual for another number of workers, with the same sum over workers."""
     if isinstance(struct, tuple):
         if not isinstance(old, tuple) and (norm := _norm(old)):
             warn_user(
@@ -193,10 +197,10 @@ def _residual(name: str, old: Any, struct: Any) -> Any:
 
 
 def check_fits(state: State, new: AnySums) -> None:
-    """Checks that `carry_over` can take a state; nothing is moved.
+    """Checks that `carry_over` accepts a state; moves no arrays.
 
     Raises:
-      PlanError: a residual is of another shape than its gradient.
+      PlanError: the shape of a residual differs from the shape of its gradient.
     """
     for name, struct in new.structs()["gradients"].items():
         old = state["gradients"].get(name, {"residual": ()})["residual"]
@@ -213,10 +217,11 @@ def _check_residual(name: str, old: Any, struct: Any) -> None:
 
 
 def _alike(old: tuple[int, ...], new: tuple[int, ...]) -> bool:
-    """Whether shapes are the same but for a dim that one of them cuts in two."""
+    """Whether the shapes are equal, except that one shape may cut a dim in two."""
     if math.prod(old) != math.prod(new):
         return False
-    # The places in memory where a dim begins.
+    # Products of the first dims: one shape refines the other if it has all of the
+    # other's products.
     begins = [set(itertools.accumulate(s, operator.mul)) for s in (old, new)]
     return begins[0] <= begins[1] or begins[1] <= begins[0]
 
@@ -229,7 +234,7 @@ _STAGE = re.compile(r" \(stage \d+\)$")
 
 
 def parameter_of(name: str) -> str:
-    """The parameter that a part of a gradient belongs to.
+    """The path of the parameter that a part of a gradient belongs to.
 
     >>> parameter_of("params/kernel@0:2"), parameter_of("table (stage 1)")
     ('params/kernel', 'table')
@@ -241,14 +246,16 @@ def parameter_of(name: str) -> str:
 def regroup_gradients(
     gradients: Mapping[str, Any], wanted: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """The state of gradients by the names that a plan has for them.
+    """Divides residuals among the parts that gradients have under a new plan.
 
     Args:
-      gradients: name -> residual and codec's state, under the plan before.
-      wanted: name -> the same as structs, under the new plan.
+      gradients: name of a part -> residual and codec state, under the old plan.
+      wanted: name of a part -> shapes of residual and codec state, under the new plan.
 
-    Returns those of the parameters whose parts are others, with residuals of one
-    worker, ``(1, *shape)``; the codecs of all parts start anew.
+    Returns:
+      Name of a part -> its state, for parameters whose parts differ between the plans.
+      Each residual is as for one worker, ``(1, *shape)``. The codec state is empty, so
+      the codec starts from new.
     """
     old, new = _by_parameter(gradients), _by_parameter(wanted)
     out: dict[str, Any] = {}
@@ -272,7 +279,7 @@ def _by_parameter(names: Iterable[str]) -> dict[str, list[str]]:
 
 
 def _layers(name: str) -> tuple[int, int]:
-    """The layers of a piece; (0, 0) for what is none."""
+    """First layer and end of a part of stacked layers; (0, 0) for other parts."""
     alone = _STAGE.sub("", name)
     if not whole_path(alone):
         return 0, 0
@@ -281,7 +288,11 @@ def _layers(name: str) -> tuple[int, int]:
 
 
 def _total(residuals: Mapping[str, Any]) -> np.ndarray | None:
-    """The residuals of all parts and workers together, flat; None: there are none."""
+    """The sum of residuals over workers, with all parts joined to one flat array.
+
+    Parts of the same layers are added, parts of different layers are concatenated.
+    None: no part has a residual.
+    """
     pieces: dict[tuple[int, int], np.ndarray] = {}
     for name, residual in residuals.items():
         if isinstance(residual, tuple):
@@ -296,7 +307,11 @@ def _total(residuals: Mapping[str, Any]) -> np.ndarray | None:
 def _shares(
     names: Iterable[str], structs: Mapping[str, Any], total: np.ndarray
 ) -> dict[str, np.ndarray]:
-    """The parts of a new plan; of several of one piece the first gets all."""
+    """Divides a flat residual among the parts of a new plan.
+
+    If several parts have the same layers, the first part gets the residual and the
+    other parts get zeros.
+    """
     ordered = sorted(names, key=lambda name: (_layers(name), name))
     count = max(end for _, end in map(_layers, ordered)) or 1
     each, given = total.size // count, set[tuple[int, int]]()
@@ -314,16 +329,20 @@ def _shares(
 
 
 def adjusted_state(old: Any, kept: Any, struct: Any, member: Member) -> Any:
-    """The state of a gradient's codec, where the old or the new one has inputs.
+    """The codec state of a gradient, if the old or the new codec has inputs.
+
+    A codec has inputs if some of its parameters are inputs of the compiled program
+    (`autopar.compression.adjusting`). Their values are called amounts.
 
     Args:
-      old: the state under the plan before; with a fall-back that of all levels.
-      kept: what of it is kept where neither has inputs; None: nothing fits.
+      old: the state under the old plan; with a fallback, a tuple with the state of each
+        level.
+      kept: the result if neither codec has inputs; None: the old state does not fit.
       struct: shapes of the new state.
       member: the gradient under the new plan.
 
     Returns:
-      The state, its amounts those of the plan; None: nothing of the old one fits.
+      The state with the amounts of the new plan; None: the old state does not fit.
     """
     found = [old, old[0]] if isinstance(old, tuple) and old else [old]
     before = next((x for x in found if is_adjusted(x)), None)
@@ -335,7 +354,10 @@ def adjusted_state(old: Any, kept: Any, struct: Any, member: Member) -> Any:
 
 
 def _with_inputs(old: Any, struct: Any, member: Member) -> Any:
-    """A state with inputs, from one with or without; None: it does not fit."""
+    """A state with inputs, from an old state with or without inputs.
+
+    None: the old state does not fit.
+    """
     assert member.amounts is not None
     adjusted = is_adjusted(old)
     own = _resize_arrays(old["own"] if adjusted else old, struct["own"])
@@ -343,7 +365,7 @@ def _with_inputs(old: Any, struct: Any, member: Member) -> Any:
         return None
     devices = next(iter(struct["now"].values())).shape[0]
     now = _arrays(member.amounts, devices)
-    # No amount is zero, so that what restarts on a change does.
+    # Zero differs from all amounts, so a codec that restarts if amounts change does so.
     last = _arrays(dict.fromkeys(now, 0), devices)
     if adjusted and set(old["last"]) == set(now):
         last = old["last"]
@@ -353,7 +375,7 @@ def _with_inputs(old: Any, struct: Any, member: Member) -> Any:
 
 
 def _without_inputs(old: Any, struct: Any, member: Member) -> Any:
-    """A state without inputs, from one that has some; None: it does not fit."""
+    """A state without inputs, from an old state with inputs; None: it does not fit."""
     own = _resize_arrays(old["own"], struct)
     gradient = member.gradient
     amounts = gradient.codec.amounts(
@@ -369,7 +391,7 @@ def _without_inputs(old: Any, struct: Any, member: Member) -> Any:
 
 
 def _fits_constants(old: Any, member: Member, devices: int) -> bool:
-    """Whether a state is one of the codec with its parameters as constants."""
+    """Whether a state has the shapes of the codec with constant parameters."""
     codec = parse_codec(member.decision.codec)
     gradient = dataclasses.replace(member.gradient, codec=codec)
     plain = jax.eval_shape(lambda: init_state(gradient, member.summation.workers))
@@ -384,12 +406,15 @@ def _arrays(amounts: Mapping[str, int], devices: int) -> dict[str, np.ndarray]:
 
 
 def _where(same: Any, values: Any) -> Any:
-    """Values (d, ...) of the devices where something is the same, else zero."""
+    """Values (d, ...), with zeros for devices where ``same`` is false."""
     return jnp.where(same.reshape(-1, *[1] * (values.ndim - 1)), values, 0)
 
 
 def _resize_arrays(old: Any, struct: Any) -> Any:
-    """Arrays with zeros behind the last dim, or less of it; None: they do not fit."""
+    """Arrays whose last dim is padded with zeros, or cut, to the shapes of ``struct``.
+
+    None: the arrays differ from ``struct`` in more than the last dim.
+    """
     if jax.tree.structure(old) != jax.tree.structure(struct):
         return None
     made = [
@@ -407,7 +432,7 @@ def _resized_array(old: Any, struct: Any) -> Any:
         return None
     if shape == wanted:
         return old
-    # The first dim is that of the devices.
+    # The first dim has one entry for each device.
     if len(shape) < 2 or shape[:-1] != wanted[:-1]:
         return None
     more = wanted[-1] - shape[-1]

@@ -1,16 +1,19 @@
-"""Probes: tries codecs on the gradients of a step without sending anything.
+"""Measures the errors of codecs on the gradients of a step without sending gradients.
 
-A probing policy (`autopar.compression.policies.policy.ProbingPolicy`) gets the
-measured errors from two kinds of programs beside the step's own. The first takes the
-step's arguments and ends with the partial gradients. The second, one for each shape of
-gradient, encodes what is to be sent (residual included) by every codec. Neither
-depends on the codecs in use, so a policy that changes these compiles neither again.
-The gradients stay on the devices in their shards; only a few sums leave the devices.
+A probing policy (`autopar.compression.policies.policy.ProbingPolicy`) needs the
+measured errors of codecs. Two kinds of programs measure them, in addition to the
+program of the step. The first program takes the arguments of the step and returns the
+partial gradients. The second program exists once for each shape of gradient. It adds
+the residual to the partial gradient and encodes the result by every codec. Neither
+program depends on the codecs in use, so a change of codecs needs no new compilation of
+these programs. The gradients stay sharded on the devices. Only a few sums leave the
+devices.
 
-Each worker encodes as if all others held what it holds, as the levels of
-`autopar.compression.fallback` are judged. A codec with a state starts from a new one
-and encodes a few times before its error counts. With ``w`` what a worker wants to
-send and ``C(w)`` what it would::
+Each worker encodes its array without communication, as if all other workers had the
+same array. `autopar.compression.fallback` measures its codecs in the same way. A codec
+with state starts from a new state, and encodes a few times before its error is
+measured. With ``w`` the array that a worker wants to send, and ``C(w)`` the array that
+a receiver decodes::
 
     error = sqrt(sum |w - C(w)|^2 / sum |w|^2)        sums over the workers
 """
@@ -48,7 +51,7 @@ Codecs = tuple[tuple[str, Codec], ...]
 
 
 class _Recorder:
-    """Implements `Synchroniser`: records partial gradients, sums them as they are."""
+    """A `Synchroniser` that records partial gradients, and sums without a codec."""
 
     def __init__(self, sums: GradientSums) -> None:
         self.sums = sums
@@ -70,22 +73,23 @@ class _Recorder:
 
 
 def probed_members(sums: GradientSums) -> list[Member]:
-    """The gradients that are worth a codec."""
+    """The gradients that are large enough for a codec."""
     return [m for m in sums.members.values() if worth_a_codec(m.decision.shape)]
 
 
 def partial_gradients(
     run: Callable[..., Any], sums: GradientSums
 ) -> tuple[Callable[..., dict[str, Any]], dict[str, Any]]:
-    """A step up to its gradients, as a function to be compiled.
+    """A function that computes the partial gradients of a step, to be compiled.
 
     Args:
       run: the replay of the step (`autopar_passes.replay.run.replay`).
-      sums: how its gradients are summed.
+      sums: the sums of gradients of the step.
 
     Returns:
-      A function of the flat arguments, to the partial gradients by name, each
-      ``(devices, *shape)``, and their shardings.
+      A function and the shardings of its results. The function takes the flat arguments
+      of the step and returns name of a gradient -> partial gradients, ``(devices,
+      *shape)``.
     """
     names = [m.decision.name for m in probed_members(sums)]
 
@@ -110,16 +114,19 @@ def measure_errors(
     programs: ProbePrograms,
     links: Links | None = None,
 ) -> dict[str, MeasuredErrors]:
-    """The measured errors of codecs, by gradient; none if a gradient is not finite.
+    """Name of a gradient -> the measured errors of codecs.
+
+    The result is empty if a gradient is not finite.
 
     Args:
-      sums: how they are summed.
-      partials: of `partial_gradients`; consumed.
-      state: of the codecs in use, before the step.
-      texts: codecs.
-      world: the processes, which all get the numbers of the first.
-      programs: keeps the programs from one step to the next.
-      links: to the other processes that have stages; None: there are none.
+      sums: the sums of gradients of the step.
+      partials: the partial gradients, from `partial_gradients`; they are consumed.
+      state: the state of the codecs in use, before the step.
+      texts: the codecs to measure, as text.
+      world: the processes; all get the numbers of the first process.
+      programs: holds the compiled programs from one step to the next.
+      links: the connections to other processes that run stages; None: all stages run in
+        this process.
     """
     codecs = tuple((text, parse_codec(text)) for text in dict.fromkeys(texts))
     programs.keep([part.mesh for part in sums.parts])
@@ -165,11 +172,12 @@ def _usable(gradient: Gradient, codecs: Codecs) -> Codecs:
 def _measured_errors(
     sums: GradientSums, member: Member, usable: Codecs, row: np.ndarray
 ) -> MeasuredErrors:
-    """The measured errors of one gradient, from its row of sums."""
+    """The measured errors of codecs for one gradient, from its row of sums."""
     gradient, workers = member.gradient, member.summation.workers
     wanted, *errors = (float(x) for x in row)
     elements = math.prod(member.decision.shape)
-    # Devices that hold the same, or all that hold a part of what one worker sends.
+    # The sums run over all devices, also over those with copies. Scaled by elements of
+    # the gradient / (elements that a device encodes * devices), each counts once.
     devices = math.prod(sums.mesh.shape.values())
     norm = math.sqrt(wanted * elements / (gradient.size * devices))
     choices: list[Choice] = []
@@ -184,9 +192,10 @@ def _measured_errors(
 def _program_of(
     sums: GradientSums, member: Member, usable: Codecs, programs: ProbePrograms
 ) -> Callable[[Any, Any], Any]:
-    """The program for one gradient; equal gradients share one.
+    """The program for one gradient; gradients with equal options share a program.
 
-    Names and seeds are left out: a codec that draws makes the same draws for all.
+    Names and seeds do not count as options, so a random codec draws the same numbers
+    for all gradients of a program.
     """
     feedback = dataclasses.replace(member.gradient.feedback, average_every=0)
     plain = dataclasses.replace(member.gradient, name="", seed=0, feedback=feedback)
@@ -200,20 +209,21 @@ def _program_of(
     )
 
 
-# Most programs that are kept: one for each shape of gradient and set of codecs.
+# Largest number of programs that are kept. Each shape of gradient and set of codecs has
+# its own program.
 PROGRAMS = 256
 
 
 class ProbePrograms:
-    """The programs that measure errors; equal gradients share one."""
+    """The programs that measure errors of codecs, by the options of a gradient."""
 
     def __init__(self) -> None:
-        """Holds nothing yet."""
+        """Creates the object without programs."""
         self._programs: Recent[Hashable, Any] = Recent(PROGRAMS, _release)
         self._meshes: list[Any] = []
 
     def keep(self, meshes: Sequence[Any]) -> None:
-        """Drops the programs of all meshes, if these are others."""
+        """Drops all programs if the meshes differ from those of the last call."""
         if list(meshes) != self._meshes:
             self._programs.discard(lambda _: True)
             self._meshes = list(meshes)
@@ -226,7 +236,7 @@ class ProbePrograms:
         summation: Any,
         candidates: tuple[Gradient, ...],
     ) -> Callable[[Any, Any], Any]:
-        """Returns a program."""
+        """Returns the program for these options, and makes it if needed."""
         key = (mesh, stacked, kept, summation, candidates)
         found = self._programs.get(key)
         if found is None:
@@ -246,7 +256,11 @@ def _program(
     summation: Any,
     candidates: tuple[Gradient, ...],
 ) -> Callable[[Any, Any], Any]:
-    """The squared norms of what is to be sent and of each error, over all devices."""
+    """Makes a program that returns squared norms, summed over all devices.
+
+    The first number is the squared norm of the array to send, the others are the
+    squared norms of the errors of the codecs.
+    """
     names = mesh.axis_names
     fast = tuple(names[a] for a in summation.within)
 
@@ -275,7 +289,7 @@ def _program(
 def _row(
     gradient: Gradient, partial: Any, residual: Any, workers: int, worker: Any
 ) -> jax.Array:
-    """One worker's row of telemetry, as of `synchronise`."""
+    """One worker's row of telemetry, as from `synchronise`."""
     links = RecordingLinks(workers)
 
     def encode(step: Any, state: Any) -> tuple[Any, jax.Array]:

@@ -1,21 +1,23 @@
-"""Plans whose codecs are changed while training, and what of that is saved.
+"""Changes the codecs of a plan while training.
 
-What is saved is plain data: a text is an array of its bytes, which every checkpoint
-library can hold.
+`Recoding` changes the codecs of a plan, and saves the codecs in checkpoints. A
+checkpoint holds a codec as an array with the bytes of its text, because every
+checkpoint library can store arrays.
 
-Decides when codecs that save time are worth the compilation of their program.
-
-A policy answers with `autopar.compression.policies.policy.Saving` where the codecs in
-use lose no more than it allows, and others would take less time. Their program, if it
-is not compiled already, has to pay for its compilation::
+`Adoption` decides whether faster codecs are worth the compilation of their program. A
+policy asks for faster codecs by `autopar.compression.policies.policy.Saving`, if the
+codecs in use have no more error than the policy allows. If the program with the faster
+codecs is not compiled already, it is compiled only if::
 
     saved_s steps + missed_s >= compile_s
 
-with ``saved_s`` the predicted seconds that a step saves, ``steps`` those for which the
-change stays, ``compile_s`` what the last compilation took, and ``missed_s`` what steps
-would have saved so far by changes that were put off, since the last that was compiled.
-So a change that stays wanted is compiled in the end, though nobody knows how long it
-stays: the steps before it have then lost no more than its compilation takes.
+Here ``saved_s`` is the predicted number of seconds that the change saves per step.
+``steps`` is the number of steps for which the change is expected to stay. ``compile_s``
+is the duration of the last compilation. ``missed_s`` is the time that earlier steps
+would have saved by changes that were put off, counted since the last compilation.
+``missed_s`` grows while a change is put off, so a change that the policy keeps asking
+for is compiled at some time. Until then the steps have lost no more time than the
+compilation takes.
 """
 
 from __future__ import annotations
@@ -41,15 +43,15 @@ from autopar.runtime.agreement import content_digest
 from autopar.runtime.recent import Recent
 from autopar.units import seconds_text
 
-# Plans with changed codecs of which is known what they were planned with.
+# Largest number of changed plans whose original codecs are remembered.
 PLANS = 64
 
 
 class Recoding:
-    """Changes the codecs of plans, and remembers what they were planned with."""
+    """Changes the codecs of plans, and remembers the codecs of the original plans."""
 
     def __init__(self) -> None:
-        """Has changed none yet."""
+        """Creates the object without remembered plans."""
         self._planned: Recent[str, Mapping[str, str]] = Recent(PLANS)
 
     def change_codecs(
@@ -65,13 +67,14 @@ class Recoding:
         Args:
           plan: the plan.
           codecs: name of a gradient -> its codec as text.
-          lenient: whether a gradient that its codec cannot send stays as it is.
-          often: whether parameters that are changed become inputs of the program, if
-            they can be. Those that are inputs already stay so.
+          lenient: whether a gradient keeps its old codec if the new codec cannot send
+            this gradient; otherwise an error is raised.
+          often: whether changed parameters of codecs become inputs of the program, if
+            the codec allows this. Parameters that are inputs already stay inputs.
 
         Raises:
-          PlanError: a name is none of its gradients, or a codec is not known or cannot
-            send its gradient.
+          PlanError: a name is not the name of a compressed gradient of the plan, or a
+            codec is not known or cannot send its gradient.
         """
         known = {g.name: g for g in plan.gradients if g.codec}
         if not isinstance(codecs, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
@@ -107,12 +110,14 @@ class Recoding:
         return self._remember_decisions(plan, new.gradients)
 
     def with_inputs(self, before: Plan, after: Plan, *, often: bool) -> Plan:
-        """A plan in which parameters that are or become inputs are so.
+        """The plan ``after``, with parameters of codecs as inputs of the program.
+
+        Parameters that are inputs in ``before`` stay inputs.
 
         Args:
           before: the plan in use.
           after: the plan with other codecs.
-          often: whether those that differ become inputs.
+          often: whether parameters that differ between the plans become inputs too.
         """
         wanted = families(before.gradients)
         if often:
@@ -122,11 +127,13 @@ class Recoding:
     def plan_as_saved(self, plan: Plan, state: Any) -> Plan:
         """The plan with the codecs that were saved with a state.
 
-        A gradient that the plan sends as the plan did when the state was saved is sent
-        as it was sent last. One that the plan sends otherwise stays so.
+        The state holds two codecs of each gradient: the planned codec, and the codec in
+        use when the state was saved. If the planned codec is equal to the codec of
+        ``plan``, the gradient gets the codec in use. Otherwise the gradient keeps the
+        codec of ``plan``.
 
         Raises:
-          PlanError: a codec is not known.
+          PlanError: a saved codec is not known.
         """
         texts = state.get("codecs", {}) if isinstance(state, dict) else {}
         made: dict[str, GradientDecision] = {}
@@ -150,9 +157,10 @@ class Recoding:
         return self._remember_decisions(plan, new.gradients)
 
     def texts(self, plan: Plan, names: Iterable[str]) -> dict[str, dict[str, Any]]:
-        """Returns the codecs of some gradients to save: as planned, and as sent.
+        """Returns the texts to save for some gradients.
 
-        With the limits of those that have inputs.
+        Each gradient has three texts: the planned codec, the codec in use, and the
+        limit of the codec (empty if the codec has no inputs).
         """
         planned = self._planned_of(plan)
         known = {g.name: g for g in plan.gradients if g.codec}
@@ -169,7 +177,10 @@ class Recoding:
     def _remember_decisions(
         self, plan: Plan, after: tuple[GradientDecision, ...]
     ) -> Plan:
-        """The plan with other decisions; itself if they are what it says."""
+        """The plan with other decisions; remembers the original codecs.
+
+        Returns ``plan`` itself if the decisions do not change.
+        """
         if after == plan.gradients:
             return plan
         new = plan.with_gradients(after)
@@ -188,15 +199,15 @@ class Recoding:
 def with_codec(
     decision: GradientDecision, codec: Codec, *, feedback: bool = False
 ) -> GradientDecision:
-    """A decision with another codec, its bytes and its error those of the codec.
+    """A decision with another codec, and with the bytes and the error of this codec.
 
-    A gradient that has a residual keeps it, so that nothing is lost where codecs
-    with and without feedback take turns.
+    A gradient with a residual keeps the residual. So the residual is not lost if codecs
+    with and without feedback alternate.
 
     Args:
       decision: the decision.
-      codec: one that can send the gradient.
-      feedback: whether there is a residual to be kept.
+      codec: the new codec, which must be able to send the gradient.
+      feedback: whether the gradient has a residual to keep.
     """
     text, error = format_codec(codec), decision.error
     changed = msgspec.structs.replace(
@@ -218,7 +229,10 @@ def _parse_codec(where: str, text: str) -> Codec:
 
 
 def _bytes(text: str) -> np.ndarray:
-    """Text as an array; a blank stands for none, as arrays of no size are not saved."""
+    """The bytes of a text as an array.
+
+    An empty text becomes a blank, because checkpoints do not hold empty arrays.
+    """
     return np.frombuffer((text or " ").encode(), np.uint8)
 
 
@@ -226,7 +240,7 @@ def _text(array: Any) -> str:
     return np.asarray(array, np.uint8).tobytes().decode().strip()
 
 
-# Most changes that are remembered.
+# Largest number of changes that are remembered.
 CHANGES = 64
 
 
@@ -235,14 +249,16 @@ class CodecChange:
     """A change of codecs that a policy has asked for.
 
     Attributes:
-      step: number of steps done when it was first asked for.
-      codecs: by name of the gradient.
-      adopted: whether steps use them from then on; else they were put off.
-      reason: why, in words.
-      saved_s: predicted seconds that a step saves; 0 where nothing is compared.
-      steps: for which the change is expected to stay.
-      missed_s: predicted seconds that steps before would have saved.
-      compile_s: seconds that the last compilation of a program of the step took.
+      step: number of finished steps when the policy first asked for the change.
+      codecs: name of a gradient -> its new codec.
+      adopted: whether steps use the codecs from then on; otherwise the change was put
+        off.
+      reason: why the change was adopted or put off, in words.
+      saved_s: predicted seconds saved per step; 0 if no times were compared.
+      steps: number of steps for which the change is expected to stay.
+      missed_s: predicted seconds that earlier steps would have saved by changes that
+        were put off.
+      compile_s: duration of the last compilation of a program of the step, in seconds.
     """
 
     step: int
@@ -256,20 +272,20 @@ class CodecChange:
 
     @property
     def pays(self) -> bool:
-        """Whether what it saves reaches the time that its program takes to compile."""
+        """Whether the saved time is at least the time of the compilation."""
         expected_s = self.saved_s * self.steps + self.missed_s
         return self.saved_s > 0 and expected_s >= self.compile_s
 
 
 class Adoption:
-    """The changes that a policy has asked for, and what steps miss by those put off."""
+    """The changes that a policy has asked for, and the time lost by putting them off."""
 
     def __init__(self) -> None:
-        """Nothing has been asked for yet."""
+        """Creates the object without changes."""
         self._changes: deque[CodecChange] = deque(maxlen=CHANGES)
         self._missed_s = 0.0
-        # The change that was put off last, if it is still wanted, and the step up to
-        # which it has been counted.
+        # The change that was put off last, if the policy still asks for it, and the
+        # step up to which its missed time has been counted.
         self._waiting: CodecChange | None = None
         self._counted = 0
 
@@ -280,28 +296,28 @@ class Adoption:
 
     @property
     def waiting(self) -> Mapping[str, str]:
-        """The codecs that were put off and are still wanted."""
+        """The codecs of the change that was put off; empty if none is still wanted."""
         return {} if self._waiting is None else self._waiting.codecs
 
     def count_missed(self, step: int) -> None:
-        """Counts what the steps up to this one have missed."""
+        """Adds the time that steps up to number ``step`` would have saved."""
         if self._waiting is not None:
             steps = step - self._counted
             self._missed_s += max(0.0, self._waiting.saved_s) * steps
         self._counted = step
 
     def withdrawn(self) -> None:
-        """The policy asks for nothing, or something else was decided."""
+        """Forgets the change that was put off, because the policy no longer asks."""
         self._waiting = None
 
     def follow(
         self, codecs: Mapping[str, str], *, compiled: bool, why: str = "asked for"
     ) -> None:
-        """Notes codecs that are used from now on without being compared.
+        """Records codecs that are used from now on, without comparing times.
 
         Args:
-          codecs: by name of the gradient.
-          compiled: whether their program is there.
+          codecs: name of a gradient -> its codec.
+          compiled: whether the program with these codecs is already compiled.
           why: the reason, in words.
         """
         self._note(CodecChange(self._counted, codecs, adopted=True, reason=why))
@@ -311,13 +327,13 @@ class Adoption:
     def judge(
         self, codecs: Mapping[str, str], saved_s: float, steps: int, compile_s: float
     ) -> bool:
-        """Whether codecs whose program has to be compiled are used from now on.
+        """Decides whether codecs are used whose program is not compiled yet.
 
         Args:
-          codecs: by name of the gradient.
-          saved_s: predicted seconds that they save in a step.
-          steps: for which they are expected to stay.
-          compile_s: seconds that their program is expected to take to compile.
+          codecs: name of a gradient -> its codec.
+          saved_s: predicted seconds that the codecs save per step.
+          steps: number of steps for which the codecs are expected to stay.
+          compile_s: expected seconds for the compilation of the program.
         """
         asked = CodecChange(
             step=self._counted,
@@ -338,7 +354,7 @@ class Adoption:
 
     def _note(self, change: CodecChange) -> None:
         last = self._waiting
-        # What is asked for again and put off again is one change.
+        # A change that is put off several times in a row is recorded once.
         if last is not None and not change.adopted and last.codecs == change.codecs:
             self._changes.remove(last)
             change = dataclasses.replace(change, step=last.step)
@@ -357,21 +373,21 @@ def _why_not(asked: CodecChange) -> str:
 
 
 def saved_s(before: Plan, after: Plan) -> float:
-    """Predicted seconds of a step that other codecs of a plan save.
+    """Predicted seconds per step that other codecs of a plan save.
 
     Args:
       before: the plan in use.
-      after: the same with other codecs.
+      after: the same plan with other codecs.
 
     Raises:
-      PlanError: the plan's mesh is none of its cluster.
+      PlanError: the plan's mesh does not fit its cluster.
     """
     pricers = stage_pricers(before)
     return _codecs_s(before, pricers) - _codecs_s(after, pricers)
 
 
 def _codecs_s(plan: Plan, pricers: Sequence[Pricer]) -> float:
-    """Seconds of a step for encoding, sending and decoding, on the slowest stage."""
+    """Seconds per step for encoding, sending and decoding, on the slowest stage."""
     return max(
         sum(row.seconds for row in codec_rows(stage.gradients, pricer))
         for stage, pricer in zip(plan.stages, pricers, strict=True)

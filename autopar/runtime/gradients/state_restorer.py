@@ -1,9 +1,10 @@
-"""Restores what a gradient that is not finite would spoil of what a step carries.
+"""Restores the state of a step if a gradient is not finite.
 
-A step that does not look at its gradients is skipped as a whole. One that looks, as one
-with a dynamic loss scale does, has to carry on what it finds: then only what is made of
-the gradients' numbers is restored (`autopar_passes.sums.poisoned`), and what the
-forward pass has spoilt.
+Carried state is state that a step reads and returns, such as parameters and moments.
+If a step does not check its gradients itself, all its carried state is restored. A step
+with a dynamic loss scale checks its gradients itself, and must keep the result of this
+check. For such a step only two kinds of state are restored: state that is computed from
+the gradients (`autopar_passes.sums.poisoned`), and state that is itself not finite.
 """
 
 from __future__ import annotations
@@ -26,16 +27,16 @@ from autopar_passes.graph.roles import InputRole, Role
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Carried:
-    """State that is restored.
+    """An array of carried state that may be restored.
 
     Attributes:
-      argument: its flat argument.
-      result: the flat result that is its next value.
-      old: the value of the argument.
-      new: the value of the result; None: a constant.
-      own: whether the step decides on it itself: it is restored only where it is not
-        finite.
-      alone: whether it is the next value of no other argument.
+      argument: position of the array among the flat arguments.
+      result: position of its next value among the flat results.
+      old: number of the argument's value in the program.
+      new: number of the result's value in the program; None: the result is a constant.
+      own: whether the step itself decides on the next value, as for a loss scale. Such
+        an array is restored only if its next value is not finite.
+      alone: whether ``new`` is the next value of this argument only.
     """
 
     argument: int
@@ -47,10 +48,10 @@ class Carried:
 
 
 def restored_state(analysis: Analysis) -> tuple[Carried, ...]:
-    """The state that a step restores where a gradient is not finite.
+    """The state that a step restores if a gradient is not finite.
 
     Args:
-      analysis: of the step, or of one microbatch's program.
+      analysis: the analysis of the step, or of the program of one microbatch.
     """
     graph, found = analysis.graph, analysis.poisoned_results
     outputs = analysis.program.body.outputs
@@ -72,17 +73,18 @@ def restored_state(analysis: Analysis) -> tuple[Carried, ...]:
 def early_state(
     analysis: Analysis, assignment: Assignment, state: Sequence[Carried]
 ) -> frozenset[int]:
-    """The values of a whole step that are restored where they are made.
+    """The values of a whole step that are restored as soon as they are computed.
 
-    What is computed of such a value, as parameters are of moments, then reads the
-    restored value. If it were restored at the end, the parameters would read the old
-    moments once more. A compiler that updates moments in place has to copy them first:
-    on a CPU two passes over parameters and moments.
+    Later operators then read the restored value; for example parameters are computed
+    from restored moments. If moments were restored at the end of the step, their old
+    values would be needed until then. A compiler that updates moments in place would
+    first have to copy them. On a CPU this costs two more passes over parameters and
+    moments.
 
     Args:
-      analysis: the step.
-      assignment: its layouts.
-      state: of `restored_state`.
+      analysis: the analysis of the step.
+      assignment: the layouts of the step.
+      state: the state from `restored_state`.
     """
     if analysis.poisoned_results.guarded:
         return frozenset()
@@ -95,29 +97,29 @@ def early_state(
 
 
 class Looked(Protocol):
-    """What has looked at the gradients of a step."""
+    """The result of a check of the gradients of a step."""
 
     @property
     def complete(self) -> bool:
-        """Whether it has seen all."""
+        """Whether all gradients have been checked."""
         ...
 
     @property
     def finite(self) -> Any:
-        """Whether what it has seen is finite, a bool scalar."""
+        """Whether all gradients checked so far are finite, a bool scalar."""
         ...
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Verdict:
-    """What was found before: whether all gradients of a step are finite."""
+    """A known result of the check: whether all gradients of a step are finite."""
 
     finite: Any
     complete: bool = True
 
 
 class StateRestorer:
-    """Restores state in one trace of a step, or of a task of one."""
+    """Restores state in one trace of a step, or of a task of a step."""
 
     def __init__(
         self,
@@ -129,25 +131,28 @@ class StateRestorer:
         """Starts a trace.
 
         Args:
-          looked: says whether the step's numbers are finite.
-          places: position of a result -> the state that it is.
+          looked: the check of the step's gradients.
+          places: position of a flat result -> the state that it holds.
           given: value of an argument -> its array.
-          early: values that are restored where they are made, if `looked` is complete
-            then.
+          early: values that are restored as soon as they are computed, if ``looked`` is
+            complete at that time.
         """
         self._looked, self._places, self._given = looked, places, given
         self._early = {c.new: c for c in places.values() if c.new in early}
         self._done: set[int] = set()
 
     def replace_made(self, value: int, array: Any) -> Any:
-        """Returns what later operators read (`autopar_passes.replay.run.replay`)."""
+        """Returns the array that later operators read, restored for an early value.
+
+        `autopar_passes.replay.run.replay` calls this for each new value.
+        """
         if value not in self._early or not self._looked.complete:
             return array
         self._done.add(value)
         return self._restore_carried(self._early[value], array)
 
     def finish(self, results: Sequence[Any]) -> list[Any]:
-        """The results, with those restored that were not where they were made."""
+        """The results, with all state restored that was not restored early."""
         out = list(results)
         for place, carried in self._places.items():
             if carried.new is None or carried.new not in self._done:
@@ -160,14 +165,14 @@ class StateRestorer:
 
 
 def kept_or_restored(old: Any, new: Any, finite: Any, *, own: bool) -> Any:
-    """The next value of an array of the state.
+    """The next value of an array of the state: ``new``, or ``old`` if it is restored.
 
     Args:
-      old: before the step.
-      new: after it.
+      old: the array before the step.
+      new: the array after the step.
       finite: whether all gradients of the step are finite, a bool scalar.
-      own: whether the step decides on it itself. Then it is looked at, only in a step
-        that is skipped.
+      own: whether the step itself decides on the next value. Then ``new`` is replaced
+        only if a gradient is not finite and ``new`` itself is not finite.
     """
     sound = finite
     if own:
@@ -178,13 +183,14 @@ def kept_or_restored(old: Any, new: Any, finite: Any, *, own: bool) -> Any:
 
 
 def is_finite(analysis: Analysis, flat: Sequence[Any]) -> bool:
-    """Whether the results of a step that has ended are finite, parameters among them.
+    """Whether the results of a finished step are finite.
 
-    Of a step that looks at its gradients itself only what it returns besides counts.
+    Parameters and results that are not state are checked. If the step checks its
+    gradients itself, parameters are not checked.
 
     Args:
-      analysis: of the step.
-      flat: its flat results; those that lie in other processes are not looked at.
+      analysis: the analysis of the step.
+      flat: the flat results of the step; results in other processes are not checked.
     """
     graph, looks = analysis.graph, analysis.poisoned_results.guarded
     state = {given.output: given.role for given in graph.inputs if given.output >= 0}
@@ -201,12 +207,14 @@ def is_finite(analysis: Analysis, flat: Sequence[Any]) -> bool:
 def with_old_state(
     analysis: Analysis, arguments: Sequence[Any], flat: Sequence[Any]
 ) -> list[Any]:
-    """The flat results of a step with the state that it was given.
+    """The flat results of a step, with the state as it was before the step.
+
+    State on which the step itself decides keeps its new value.
 
     Args:
-      analysis: of the step.
-      arguments: its flat arguments, in their places.
-      flat: its flat results.
+      analysis: the analysis of the step.
+      arguments: the flat arguments of the step, in their shardings.
+      flat: the flat results of the step.
     """
     out = list(flat)
     for carried in restored_state(analysis):
@@ -216,21 +224,21 @@ def with_old_state(
 
 
 class Soundness:
-    """Looks at the numbers of one trace of a step.
+    """Checks in one trace of a step whether gradients and results are finite.
 
-    A `StateRestorer` reads `complete` and `finite`. Of a step that looks at its
-    gradients itself, as one with a dynamic loss scale does, only what it returns tells
-    that it failed.
+    A `StateRestorer` reads `complete` and `finite`. `is_sound` is for the caller of the
+    step. If the step checks its gradients itself, as with a dynamic loss scale,
+    `is_sound` depends only on the results of the step.
     """
 
     def __init__(
         self, analysis: Analysis, codecs: CodecSynchroniser | None = None
     ) -> None:
-        """Has seen nothing yet.
+        """Starts a trace.
 
         Args:
-          analysis: the step.
-          codecs: those of its gradients, which look at them, too.
+          analysis: the analysis of the step.
+          codecs: the codecs of the gradients, which also check that they are finite.
         """
         self._codecs = codecs
         self._gradients = gradients_read(analysis)
@@ -241,7 +249,7 @@ class Soundness:
         self._told: list[jax.Array] = []
 
     def see_made(self, value: int, array: Any) -> Any:
-        """Takes a value that was made."""
+        """Checks a value that was computed, if it is a gradient or a result."""
         if value in self._open:
             self._open = self._open - {value}
             flag = jnp.all(jnp.isfinite(array))
@@ -252,20 +260,20 @@ class Soundness:
 
     @property
     def complete(self) -> bool:
-        """Whether all that is looked at was made."""
+        """Whether all values to be checked have been computed."""
         codecs = self._codecs
         return not self._open and (codecs is None or codecs.complete)
 
     @property
     def finite(self) -> jax.Array:
-        """Whether all that was made so far is finite."""
+        """Whether all values checked so far are finite."""
         flags = list(self._flags)
         if self._codecs is not None:
             flags.append(self._codecs.finite)
         return _all(flags)
 
     def is_sound(self) -> jax.Array:
-        """Whether the step did not fail, for its caller."""
+        """Whether the step succeeded, as reported to its caller."""
         flags = list(self._told)
         if self._codecs is not None and not self._guarded:
             flags.append(self._codecs.finite)
@@ -273,7 +281,10 @@ class Soundness:
 
 
 def gradients_read(analysis: Analysis) -> frozenset[int]:
-    """The values of the backward pass, outside of loops, that the update reads."""
+    """The floating-point values of the backward pass that the optimizer update reads.
+
+    Values inside of loops are left out.
+    """
     graph = analysis.graph
     made_by = producers(graph.operators)
     found = set(graph.accumulated)
@@ -292,7 +303,7 @@ def gradients_read(analysis: Analysis) -> frozenset[int]:
 
 
 def results_of(analysis: Analysis) -> frozenset[int]:
-    """The floating values that a step returns besides the state it carries."""
+    """The floating-point values that a step returns, except carried state and inputs."""
     graph, carried = analysis.graph, set(analysis.carried_arguments.values())
     inputs = {given.value for given in graph.inputs}
     return frozenset(

@@ -1,6 +1,6 @@
 """Describes how a planned step sums its gradients, and the state of their codecs.
 
-The state is carried from step to step beside the train state::
+The state of the codecs is carried from step to step, separately from the train state::
 
     {
         "step": int32,
@@ -10,12 +10,14 @@ The state is carried from step to step beside the train state::
     }
 
 ``skipped`` counts the steps in which a gradient was not finite. ``due`` is the number
-of steps until the next whose telemetry is measured; it is there where not all are. A
-residual is an array ``(n, *shape)``, a slice for each of the n workers. The arrays of a
-codec's own state have one leading entry for each device.
+of steps until the next step whose telemetry is measured. If the telemetry of every step
+is measured, ``due`` is missing. A residual is an array ``(n, *shape)`` with a slice for
+each of the n workers. Each array of a codec's own state has a leading dim with one
+entry for each device.
 
-Of several stages the state has the gradients of all. What is kept of a gradient lies on
-the devices of its stage; the counters lie on one device of each process.
+In a plan of several stages the state holds the gradients of all stages. The state of a
+gradient lies on the devices of its stage. The counters lie on one device of each
+process.
 """
 
 from __future__ import annotations
@@ -56,14 +58,16 @@ class Member:
     """One gradient of a bucket.
 
     Attributes:
-      decision: what the plan says of it.
-      gradient: how it is summed, on one device.
+      decision: the decision of the plan on this gradient.
+      gradient: options of the gradient's sum on one device.
       summation: how the devices share the work.
       stacked: layout of the stacked partial gradient.
-      result: layout in which the sum comes out.
-      home: layout in which the plan wants it.
-      amounts: the codec's amounts that are inputs of the program; None: none are.
-      levels: ``gradient`` by its codec and by each of the fallback; empty without.
+      result: layout of the sum that the codec makes.
+      home: layout of the sum that the plan needs.
+      amounts: values of the codec's parameters that are inputs of the program; None: no
+        parameter is an input.
+      levels: ``gradient`` with its own codec, then with each codec of the fallback;
+        empty without a fallback.
     """
 
     decision: GradientDecision
@@ -77,12 +81,12 @@ class Member:
 
     @property
     def bucket(self) -> Bucket[int]:
-        """Members of equal buckets are summed together."""
+        """The bucket of this gradient; gradients of equal buckets are summed together."""
         summation = self.summation
         return Bucket(self.decision.bucket, summation.axes, summation.within)
 
     def with_amounts(self, state: State) -> State:
-        """A state of the first level's codec with the amounts of this member."""
+        """The state of the first level's codec, with the amounts of this member."""
         if self.amounts is None:
             return state
         now = {name: jnp.int32(value) for name, value in self.amounts.items()}
@@ -92,8 +96,9 @@ class Member:
     def residual(self) -> tuple[tuple[int, ...], Layout]:
         """Shape and layout of the residuals of all workers.
 
-        Where the workers' parts of a dim are the outer ones, that dim is two: else
-        what a device holds would be no block of the array.
+        If ``summation.interleaved``, the split dim becomes two dims: one over workers,
+        and one inside a worker's part. Without this a device's residual would not be a
+        contiguous block of the array.
         """
         summation, shape = self.summation, self.decision.shape
         layout = list(self.stacked[1:])
@@ -112,10 +117,11 @@ class GradientSums:
 
     Attributes:
       mesh: the mesh of the plan.
-      members: by value; those of a bucket in the order of the plan.
-      fallback: the codecs of a bucket whose own send too little.
-      signals: whether steps measure the signal of what is sent.
-      every: the telemetry of one step in so many is measured.
+      members: value of a gradient -> the gradient; the gradients of a bucket have the
+        order of the plan.
+      fallback: codecs for a bucket whose own codecs send too little of the gradients.
+      signals: whether steps measure the signal in the gradients that are sent.
+      every: number of steps from one measurement of telemetry to the next.
     """
 
     mesh: Any
@@ -126,7 +132,7 @@ class GradientSums:
 
     @property
     def parts(self) -> tuple[GradientSums, ...]:
-        """The sums of each stage; there is one."""
+        """The sums of each stage; here of the only stage."""
         return (self,)
 
     @property

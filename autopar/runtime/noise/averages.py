@@ -1,18 +1,20 @@
 """The noise scale from the squared norms of partial gradients, averaged over steps.
 
-Of n groups of equal size with mean gradients g_i, which together are the M rows of a
-batch, and G their mean::
+A batch of M rows is split into n groups of equal size. With g_i the mean gradient of
+group i and G the mean of all g_i::
 
     local = mean |g_i|^2        total = |G|^2
     sqr = (n total - local) / (n - 1)         an estimate of |E g|^2
-    var = (local - total) M / (n - 1)         of the variance of one row's gradient
+    var = (local - total) M / (n - 1)         an estimate of the variance of the
+                                              gradient of one row
     phi = var / sqr                           the noise scale, in rows
 
 The formulas are those of Pollux (Qiao et al., OSDI 2021) and of McCandlish et al.
-(arXiv 1812.06162). They are linear in the norms, so gradients with different numbers of
-groups are estimated apart and added up. The averages of ``sqr`` and ``var`` forget by
-``decay ** (M / M0)`` a step and are divided by the weight that they have, which
-corrects their bias towards zero.
+(arXiv 1812.06162). The formulas are linear in the norms. So gradients with different
+numbers of groups are estimated separately, and the estimates are added up. ``sqr`` and
+``var`` are averaged over steps with exponential weights: each step multiplies the old
+averages by ``decay ** (M / M0)``. Each average is divided by the sum of its weights,
+which corrects the bias towards zero.
 """
 
 from __future__ import annotations
@@ -30,9 +32,11 @@ import numpy as np
 from autopar.errors import PlanError
 from autopar.runtime.noise.sources import GradientSource, Sources
 
-# Where a measurement sends gradients once more, as beside codecs: one step in so many.
+# Steps from one measurement to the next where a measurement sends gradients a second
+# time, because codecs send them.
 SPARSE = 32
-# Of the first `SPARSE` steps one in so many, as nothing is known of the noise yet.
+# Steps from one measurement to the next among the first `SPARSE` steps, in which the
+# noise is not known yet.
 EARLY = 4
 
 
@@ -41,14 +45,14 @@ class NoiseOptions:
     """How the noise of gradients is measured.
 
     Attributes:
-      base_batch: rows of the batch that the learning rate was chosen for, M0; None:
-        those of the first batch. Averages forget by ``decay`` in so many rows.
-      decay: the part of the averages that a step with the base batch keeps.
-      every: measure one step in so many; None: each step, but one in 32 where a
-        gradient is sent by a codec, and one in 4 of the first 32. There a measurement
-        also sends the gradient as it is.
-      preconditioned: whether gradients are divided by the root of the optimizer's
-        second moments, as the updates of Adam's family are.
+      base_batch: number of rows, M0, of the batch that the learning rate was chosen
+        for; None: the number of rows of the first batch.
+      decay: factor by which a step with M0 rows multiplies the old averages.
+      every: number of steps from one measurement to the next; None: 1 if no codec sends
+        gradients. If codecs do, a measurement also sends these gradients without the
+        codec, so only one step in 32 is measured, and one in 4 of the first 32.
+      preconditioned: whether gradients are divided by the square root of the
+        optimizer's second moments, like the updates of Adam and its variants.
     """
 
     base_batch: int | None = None
@@ -74,10 +78,10 @@ class NoiseOptions:
 
 
 def noise_options(given: Any) -> NoiseOptions | None:
-    """Reads what was given as ``noise_scale=``; None: nothing is measured.
+    """Converts the argument ``noise_scale=`` to options; None: nothing is measured.
 
     Raises:
-      PlanError: it is neither a flag nor options.
+      PlanError: the argument is neither a bool nor `NoiseOptions`.
     """
     if isinstance(given, NoiseOptions):
         return given
@@ -94,22 +98,24 @@ State = dict[str, Any]
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class NoiseScale:
-    """How noisy gradients are.
+    """The noise scale of the gradients, and the averages that it is computed from.
 
     Attributes:
       sqr: squared norm of the mean gradient.
       var: variance of the gradient of one row, summed over its elements.
-      rows: rows of the batch that was measured last, M.
-      groups: least number of groups that a gradient was seen in, n.
-      steps: steps that the averages hold.
-      skipped: steps that they do not, as a gradient was not finite.
-      biased: whether a gradient was seen in one group alone and compared with that of
-        the step before, or not at all.
-      excess: by how much codecs enlarge the squared norm of the gradient, on average:
-        for unbiased codecs the squared error of the sum that they make.
-      local: mean of the groups' squared norms in the step measured last.
-      total: squared norm of their mean in it.
-      left_out: parameters whose gradients were not found.
+      rows: number of rows, M, of the batch of the last step.
+      groups: least number of groups, n, over all gradients.
+      steps: number of measured steps in the averages.
+      skipped: number of measured steps that are not in the averages because a gradient
+        was not finite.
+      biased: whether the estimate is biased: a gradient has only one group and was
+        compared with the gradient of the step before, or a gradient was not found.
+      excess: average increase of the squared norm of the gradient by codecs. For
+        unbiased codecs this is the squared error of the sum.
+      local: mean of the squared norms of the groups' gradients in the last measured
+        step.
+      total: squared norm of the mean gradient in the last measured step.
+      left_out: paths of the parameters whose gradients were not found.
     """
 
     sqr: float
@@ -128,8 +134,8 @@ class NoiseScale:
     def phi(self) -> float:
         """The noise scale in rows, var / sqr.
 
-        Infinite where noise hides the mean gradient; not a number before the first step
-        that was measured.
+        The noise scale is infinite if ``sqr`` is zero but ``var`` is not. It is NaN
+        before the first measured step.
         """
         if math.isnan(self.sqr):
             return math.nan
@@ -140,11 +146,12 @@ class NoiseScale:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Groups:
-    """In how many groups gradients are seen.
+    """The numbers of groups and of rows.
 
     Attributes:
-      counts: of each gradient, n; 1 where it is compared with that of the step before.
-      rows: of the batch, M.
+      counts: for each gradient the number of groups n; 1 if the gradient is compared
+        with the gradient of the step before.
+      rows: number of rows of the batch, M.
     """
 
     counts: tuple[int, ...]
@@ -152,7 +159,7 @@ class Groups:
 
     @property
     def alone(self) -> np.ndarray:
-        """Which gradients are seen in one group alone, bool (gradients,)."""
+        """Whether each gradient has only one group, bool (gradients,)."""
         return np.asarray(self.counts) == 1
 
 
@@ -160,11 +167,12 @@ def estimates(norms: Any, groups: Groups) -> tuple[Any, Any]:
     """Returns ``sqr`` and ``var`` of one step.
 
     Args:
-      norms: (gradients, 3): the sum over the groups of the squared norms of their
-        partial gradients, which add up to the gradient; its squared norm; and that of
-        what codecs made of it. One that is seen in one group alone counts as the halves
-        of two steps' gradients.
-      groups: the groups.
+      norms: (gradients, 3). Column 0 is the sum over the groups of the squared norms of
+        their partial gradients; these partial gradients add up to the gradient. Column
+        1 is the squared norm of the gradient, column 2 the squared norm of the sum that
+        the codec makes. A gradient with only one group is treated as two groups: half
+        the gradient of this step, and half the gradient of the step before.
+      groups: the number of groups of each gradient.
     """
     alone = groups.alone
     n = np.where(alone, 2, np.asarray(groups.counts)).astype(np.float32)
@@ -175,7 +183,7 @@ def estimates(norms: Any, groups: Groups) -> tuple[Any, Any]:
     return sqr.sum(), var.sum()
 
 
-# Names of the averages, and of the counts of steps.
+# Names of the averages, and of the counters of steps.
 _AVERAGES = ("weight", "sqr", "var", "excess", "local", "total")
 _COUNTS = ("step", "steps", "skipped", "last")
 
@@ -200,10 +208,10 @@ def update_averages(
     """The averages after a step.
 
     Args:
-      state: of `fresh`, or after steps.
-      norms: as of `estimates`.
-      groups: the groups.
-      decay: what the averages keep in a step with the base batch.
+      state: the averages before the step, made by `fresh` or by this function.
+      norms: as for `estimates`.
+      groups: the number of groups of each gradient.
+      decay: factor by which a step with M0 rows multiplies the old averages.
       measured: whether the norms were measured in this step.
     """
     finite = jnp.all(jnp.isfinite(norms))
@@ -234,12 +242,12 @@ def update_averages(
 def noise_scale(
     state: Mapping[str, Any], groups: Groups, left_out: Sequence[str] = ()
 ) -> NoiseScale:
-    """Reads the averages.
+    """Computes the noise scale from the averages.
 
     Args:
-      state: after steps.
-      groups: those of the last step.
-      left_out: parameters whose gradients were not found.
+      state: the averages after the last step.
+      groups: the number of groups of each gradient in the last step.
+      left_out: paths of the parameters whose gradients were not found.
     """
     names = (*_AVERAGES, *_COUNTS)
     read = {name: float(np.asarray(state[name])) for name in names}
@@ -261,15 +269,18 @@ def noise_scale(
 
 @dataclasses.dataclass(frozen=True)
 class NoiseSpec:
-    """What is measured of the gradients of a step, and the averages of it.
+    """The gradients that are measured in a step, and the state that holds the averages.
+
+    The state also holds the previous value of each gradient that has only one group.
+    Such a gradient is compared with its value in the step before.
 
     Attributes:
       sources: the gradients.
-      options: how they are measured.
-      everywhere: where the averages lie.
-      homes: name of a gradient that is compared with that of the step before -> where
-        it lies in between.
-      structs_of: name of such a gradient -> its shape.
+      options: how the gradients are measured.
+      everywhere: the sharding of the averages.
+      homes: name of a gradient with only one group -> the sharding of its previous
+        value.
+      structs_of: name of a gradient with only one group -> shape and dtype.
       coded: gradients that codecs send.
     """
 
@@ -282,25 +293,25 @@ class NoiseSpec:
 
     @functools.cached_property
     def groups(self) -> Groups:
-        """The groups of each gradient."""
+        """The number of groups of each gradient."""
         counts = tuple(s.groups for s in self.sources.found)
         return Groups(counts, self.sources.rows)
 
     @property
     def alone(self) -> tuple[GradientSource, ...]:
-        """The gradients that are compared with those of the step before."""
+        """The gradients with only one group, compared with the step before."""
         return tuple(s for s in self.sources.found if s.groups == 1)
 
     @property
     def every(self) -> int:
-        """One step in so many is measured."""
+        """Number of steps from one measurement to the next."""
         return self.options.every or (SPARSE if self.coded else 1)
 
     def is_measured(self, step: jax.Array) -> jax.Array:
         """Whether a step is measured, a bool scalar.
 
         Args:
-          step: its number, an int32 scalar.
+          step: number of the step, an int32 scalar.
         """
         if self.every == 1:
             return jnp.bool_(True)
@@ -319,14 +330,14 @@ class NoiseSpec:
         return {**fresh(base), "compared": none, "previous": previous}
 
     def structs(self) -> State:
-        """Shapes of the state."""
+        """Shapes and dtypes of the state."""
         return jax.eval_shape(self.create)
 
     def shardings(self) -> State:
-        """Where the state lies."""
+        """The shardings of the state."""
         found = jax.tree.map(lambda _: self.everywhere, self.structs())
         return {**found, "previous": dict(self.homes)}
 
     def init(self) -> State:
-        """The state before the first step, in its places."""
+        """The state before the first step, created in its shardings."""
         return jax.jit(self.create, out_shardings=self.shardings())()

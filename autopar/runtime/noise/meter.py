@@ -1,13 +1,13 @@
 """Measures the squared norms of partial gradients while a planned step runs.
 
-A gradient's parts are at hand where its sum over devices waits
-(`autopar.layouts.stacking`), or where a loop over microbatches adds them up. Nothing is
-computed again: each part is read once more, and one sum of a few numbers goes over
-the devices.
+The partial gradients are in memory in two places: before a deferred sum over devices
+(`autopar.layouts.stacking`), and in a loop that adds up the gradients of microbatches.
+So no gradient is computed a second time. A measurement reads each partial gradient once
+more, and sums a few numbers over the devices.
 
-A second moment of gradients is carried state whose next value is a sum of itself and of
-the square of the gradient, each scaled: that of Adam, AdamW, NAdam, LAMB, RMSProp and
-Adagrad, of whichever library. Nothing goes by names.
+A second moment is recognised by its computation, not by its name. It is optimizer state
+whose next value is a weighted sum of the old value and of the square of the gradient.
+Adam, AdamW, NAdam, LAMB, RMSProp and Adagrad have such state in every library.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ from autopar_passes.sums.stacked import Stacked
 # Value -> the operators that read it, each with the operand that it is.
 Readers = Mapping[int, Sequence[tuple[Operator, int]]]
 
-# What keeps a gradient a gradient, and a square a square: scaled, clipped, decayed.
+# Operators whose output still counts as a gradient (or as its square), because they
+# only scale, clip or decay the array.
 _KEEPING = frozenset(
     {"add", "add_any", "convert_element_type", "copy", "div", "mul", "neg",
      "select_n", "sub"}
@@ -52,11 +53,13 @@ _KEEPING = frozenset(
 
 
 def second_moments(analysis: Analysis, gradients: Sequence[int]) -> dict[int, int]:
-    """Returns gradient -> flat input that holds its second moment, where there is one.
+    """Returns gradient -> flat input that holds the second moment of this gradient.
+
+    Gradients without a second moment are missing in the result.
 
     Args:
-      analysis: the step.
-      gradients: values that the update reads.
+      analysis: the analysis of the step.
+      gradients: gradients that the optimizer's update reads.
     """
     graph, known = analysis.graph, readers(analysis.graph.operators)
     sources = analysis.program.by_index()
@@ -83,7 +86,11 @@ def second_moments(analysis: Analysis, gradients: Sequence[int]) -> dict[int, in
 
 
 def _reached_values(graph: OperatorGraph, known: Readers, start: int) -> list[int]:
-    """The values of the same shape that the update makes of one, the nearest first."""
+    """The values that the update computes from ``start`` by `_KEEPING` operators.
+
+    Only values of the same shape are returned. ``start`` comes first, then the others
+    by distance.
+    """
     shape, seen, left = graph.values[start].shape, [start], [start]
     while left:
         for op, _ in known.get(left.pop(0), []):
@@ -113,14 +120,14 @@ def _squares(known: Readers, sources: Mapping[int, Equation], value: int) -> lis
 
 @dataclasses.dataclass(frozen=True)
 class WholeNoise:
-    """What is measured in a step that is one program.
+    """The noise measurement of a step that is one program.
 
     Attributes:
       spec: the gradients, and the averages.
       assignment: the plan as layouts.
-      mesh: its mesh.
-      moments: gradient -> flat argument that holds its second moment; empty:
-        gradients are taken as they are.
+      mesh: the mesh of the plan.
+      moments: gradient -> flat argument that holds its second moment; empty if
+        gradients are not preconditioned.
     """
 
     spec: NoiseSpec
@@ -130,7 +137,7 @@ class WholeNoise:
 
     @functools.cached_property
     def turns(self) -> dict[int, tuple[int, ...]]:
-        """Gradients that are transposed before they are summed, as of `turn_of`."""
+        """Gradient that is transposed before its sum -> the permutation (`turn_of`)."""
         found = {
             s.value: turn_of(self.assignment, s.value, s.bare)
             for s in self.spec.sources.found
@@ -145,17 +152,18 @@ def whole_noise(
     options: NoiseOptions,
     coded: frozenset[int] = frozenset(),
 ) -> WholeNoise:
-    """Says what is measured in a step that is one program.
+    """Returns the noise measurement of a step that is one program.
 
     Args:
-      assignment: the plan as layouts, of `autopar.runtime.noise.sources.with_waiting`.
-      mesh: its mesh.
-      options: how.
+      assignment: the plan as layouts, from
+        `autopar.runtime.noise.sources.with_waiting`.
+      mesh: the mesh of the plan.
+      options: how gradients are measured.
       coded: gradients that codecs send.
 
     Raises:
-      PlanError: the step has no batch, or no gradient of a parameter is found, or one
-        without a second moment is to be preconditioned.
+      PlanError: the step has no batch; no gradient of a parameter is found; or
+        ``options`` ask for preconditioning and a gradient has no second moment.
     """
     sources = _without(find_sources(assignment), coded)
     if not sources.rows or not sources.found:
@@ -185,10 +193,10 @@ def whole_noise(
 
 
 def _moments(assignment: Assignment, sources: Sources) -> dict[int, int]:
-    """The second moment of each gradient.
+    """Gradient -> flat input that holds the second moment of this gradient.
 
     Raises:
-      PlanError: one has none.
+      PlanError: a gradient has no second moment.
     """
     values = {s.value: s.name for s in sources.found}
     found = second_moments(assignment.analysis, list(values))
@@ -202,7 +210,10 @@ def _moments(assignment: Assignment, sources: Sources) -> dict[int, int]:
 
 
 def _without(sources: Sources, coded: frozenset[int]) -> Sources:
-    """The sources without those of which only what a codec made of it is whole."""
+    """The sources without the gradients that have one group and are sent by a codec.
+
+    For such a gradient only the lossy result of the codec exists as a whole.
+    """
     found = [s for s in sources.found if s.groups > 1 or s.value not in coded]
     lost = [s.name for s in sources.found if s.groups == 1 and s.value in coded]
     left_out = (*sources.left_out, *lost)
@@ -210,7 +221,10 @@ def _without(sources: Sources, coded: frozenset[int]) -> Sources:
 
 
 class NoiseMeter:
-    """Measures one trace of a step: a `Synchroniser` and a `Watch` of its replay."""
+    """Measures the norms in one trace of a step.
+
+    The meter implements the interfaces `Synchroniser` and `Watch` of the replay.
+    """
 
     def __init__(
         self,
@@ -222,28 +236,28 @@ class NoiseMeter:
         """Starts a step.
 
         Args:
-          noise: what is measured.
-          state: of the step before.
-          arguments: the flat arguments.
-          codecs: sums the gradients that codecs send; None: there are none.
+          noise: the gradients to measure.
+          state: the state after the step before.
+          arguments: the flat arguments of the step.
+          codecs: sums the gradients that codecs send; None: no codec sends gradients.
         """
         self.noise, self.spec = noise, noise.spec
         self.state = state
         self.codecs = codecs
         self._arguments = arguments
         self._by_value = {s.value: s for s in self.spec.sources.found}
-        # The sums that were due, before they were taken.
+        # Value -> its stacked partial sums.
         self._partial: dict[int, Stacked] = {}
         self._parts: dict[int, Norm] = {}
         self._whole: dict[int, Norm] = {}
-        # Rows of gradients that codecs send, by gradient: (devices, 3).
+        # Gradient that a codec sends -> norms on each device, (devices, 3).
         self._sent: dict[int, jax.Array] = {}
-        # Of each gradient its microbatches' rows: (microbatches, devices).
+        # Gradient -> norms of its microbatches' parts, (microbatches, devices).
         self._micro: dict[int, jax.Array] = {}
         self._values: dict[int, Any] = {}
         self.measured = self.spec.is_measured(state["step"])
 
-    # As a synchroniser.
+    # Methods of a `Synchroniser`.
 
     def takes(self, value: int) -> frozenset[int]:
         """See `autopar_passes.replay.layout_plan.Synchroniser`."""
@@ -259,10 +273,11 @@ class NoiseMeter:
         return {value: self._total(value, x) for value, x in partials.items()}
 
     def _total(self, value: int, partial: Stacked) -> Any:
-        """Takes a sum as it is, of the array before it was transposed.
+        """Sums a stacked partial gradient without a codec.
 
-        The parts are in memory like that. Were they summed as they are here, each
-        device would transpose its whole part, and not what it gets of the sum.
+        If the gradient is transposed, the array before the transposition is summed, and
+        the sum is transposed. In this order each device transposes only its shard of
+        the sum, not its whole partial gradient.
         """
         turn = self.noise.turns.get(value) or tuple(range(len(partial.layout)))
         back = sorted(range(len(turn)), key=turn.__getitem__)
@@ -279,7 +294,7 @@ class NoiseMeter:
     def _send(
         self, codecs: CodecSynchroniser, partials: dict[int, Stacked]
     ) -> dict[int, Any]:
-        """Takes sums by codecs, and measures the gradients before and after."""
+        """Sums gradients by codecs, and measures them before and after the codecs."""
         moments = {s.value: self._moment(s) for s in self._by_value.values()}
         replicas = {s.value: s.replicas for s in self._by_value.values()}
         when = None if self.spec.every == 1 else self.measured
@@ -288,13 +303,13 @@ class NoiseMeter:
         return made
 
     def _as_kept(self, source: GradientSource, array: Any) -> Norm:
-        """A gradient in the layout in which it is kept."""
+        """The norm of a gradient in its home layout."""
         layout = self.noise.assignment.home_layout(source.value)
         array = constrain(array, self.noise.mesh, layout)
         return Norm(array, layout, (), self._moment(source))
 
     def _parts_of(self, source: GradientSource, partial: Stacked) -> Norm:
-        """The partial gradients of the replicas."""
+        """The norm of the partial gradients of the replicas."""
         summed = tuple(a for a in partial.axes if a not in source.replicas)
         return Norm(
             partial.array, (partial.axes, *partial.layout), summed, self._moment(source)
@@ -304,7 +319,7 @@ class NoiseMeter:
         position = self.noise.moments.get(source.value)
         return None if position is None else self._arguments[position]
 
-    # As a watch.
+    # Methods of a `Watch`.
 
     def inside(self, equation: int, read: Read) -> Any:
         """See `autopar_passes.replay.layout_plan.Watch`."""
@@ -315,7 +330,7 @@ class NoiseMeter:
         return device_norms(self.noise.mesh, wanted)
 
     def _read(self, source: GradientSource, read: Read) -> Norm:
-        """The parts of a gradient's groups."""
+        """The norm of the partial gradients of all groups."""
         moment = self._moment(source)
         value = source.bare if moment is None else source.parts
         array = self._partial.get(value)
@@ -365,7 +380,10 @@ class NoiseMeter:
         return after
 
     def _finite(self) -> jax.Array:
-        """Whether the gradients are finite that the next step is compared with."""
+        """Whether all gradients with only one group are finite.
+
+        The next step is compared with these gradients.
+        """
         arrays = [self._values[s.value] for s in self.spec.alone]
         return jnp.all(jnp.stack([jnp.all(jnp.isfinite(x)) for x in arrays] or [True]))
 
@@ -374,7 +392,7 @@ class NoiseMeter:
         wanted: list[Norm] = []
         for source in self.spec.sources.found:
             wanted.extend(self._norms_to_take(source))
-        # A column for each norm; without any there is nothing to ask devices for.
+        # One column for each norm.
         rows = device_norms(self.noise.mesh, wanted) if wanted else None
         columns: list[Any] = []
         place = 0
@@ -386,7 +404,7 @@ class NoiseMeter:
         return found.reshape(-1, 3)
 
     def _norms_to_take(self, source: GradientSource) -> list[Norm]:
-        """The norms that are still to be taken of a gradient."""
+        """The norms of a gradient that are not measured yet."""
         value = source.value
         if value in self._sent:
             return []
@@ -398,7 +416,7 @@ class NoiseMeter:
         return [self._parts[value], whole]
 
     def _halves_and_sum(self, source: GradientSource, whole: Norm) -> list[Norm]:
-        """The halves of two steps' gradients, and their sum."""
+        """The norms of this gradient, of the one in the step before, and of the mean."""
         before = self.state["previous"][source.name]
         both = 0.5 * (whole.array.astype(jnp.float32) + before.astype(jnp.float32))
         return [
@@ -410,7 +428,13 @@ class NoiseMeter:
     def _columns(
         self, source: GradientSource, rows: Any, place: int
     ) -> list[jax.Array]:
-        """A gradient's columns of device norms, each (devices,)."""
+        """The three columns of `estimates` for one gradient, each (devices,).
+
+        Args:
+          source: the gradient.
+          rows: the norms of all gradients on each device, (devices, norms).
+          place: number of the first column of this gradient in ``rows``.
+        """
         value = source.value
         if value in self._sent:
             sent = self._sent[value]

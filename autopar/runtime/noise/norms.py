@@ -1,9 +1,10 @@
-"""Squared norms of arrays that lie split over a mesh.
+"""Squared norms of arrays that are sharded over a mesh.
 
-Each element counts once, on however many devices it lies. There are three norms of a
-gradient that codecs send: of the replicas' parts, of their sum as it would be without
-the codec, and of the sum that the codec makes. The second one sends the gradient as it
-is, so these are measured in one step of some, where the gradient is summed.
+Each element counts once, also if several devices hold a copy of it. A gradient that a
+codec sends has three norms: the norm of the replicas' partial gradients, the norm of
+their exact sum, and the norm of the sum that the codec makes. The exact sum needs a
+second communication without the codec. So these norms are measured only in some steps,
+at the place where the gradient is summed.
 """
 
 from __future__ import annotations
@@ -22,9 +23,9 @@ from autopar.runtime.gradients.synchroniser import Arrays, CodecSynchroniser, Me
 from autopar_passes.layouts import constrain, partition_spec
 from autopar_passes.sums.stacked import Stacked
 
-# As of `optax.adam`.
+# The default of `optax.adam`.
 EPSILON = 1e-8
-# Profiles show what is measured under this name.
+# Profiles show the measurement under this name.
 SCOPE = "gradient_noise"
 
 
@@ -33,11 +34,11 @@ class Norm:
     """An array whose squared norm is wanted.
 
     Attributes:
-      array: on the mesh, perhaps with a leading dim of partial sums.
-      layout: of the array.
-      summed: mesh axes whose partial sums are added up before they are squared.
-      moment: the second moment that preconditions it, without the leading dim; None:
-        it is taken as it is.
+      array: the array on the mesh; it may have a leading dim of partial sums.
+      layout: the layout of the array.
+      summed: mesh axes over which partial sums are added up before the square.
+      moment: the second moment that preconditions the array, without the leading dim;
+        None: the array is not preconditioned.
     """
 
     array: Any
@@ -52,14 +53,16 @@ class Norm:
 
 
 def device_norms(mesh: Any, wanted: Sequence[Norm]) -> jax.Array:
-    """Returns each device's part of squared norms; over devices they add up.
+    """Returns each device's part of squared norms.
+
+    The sum of the parts over all devices is the squared norm.
 
     Args:
       mesh: the mesh.
       wanted: k arrays.
 
     Returns:
-      float32 (devices, k), a row on each device.
+      float32 (devices, k), one row on each device.
     """
     moments = [
         None if n.moment is None else constrain(n.moment, mesh, n.inner) for n in wanted
@@ -85,18 +88,19 @@ def device_norms(mesh: Any, wanted: Sequence[Norm]) -> jax.Array:
 
 
 def own_norms(mesh: Any, blocks: Sequence[Norm]) -> jax.Array:
-    """What one device adds to squared norms, float32 (1, k).
+    """One device's part of k squared norms, float32 (1, k).
 
     Args:
-      mesh: the mesh, over all of whose axes the caller's `jax.shard_map` is manual.
-      blocks: k arrays of which the device holds these blocks, and of their moments.
+      mesh: the mesh. The caller's `jax.shard_map` is manual over all its axes.
+      blocks: for each of the k arrays the shard on this device, with the shard of the
+        second moment.
     """
     with jax.named_scope(SCOPE):
         return jnp.stack([_own_part(mesh, block) for block in blocks])[None]
 
 
 def _own_part(mesh: Any, norm: Norm) -> jax.Array:
-    """What one device adds to a squared norm, from its block of the array."""
+    """One device's part of a squared norm, from its shard of the array."""
     names, used = mesh.axis_names, axes_of(norm.layout)
     copies = math.prod(
         mesh.shape[name] for a, name in enumerate(names) if a not in used
@@ -110,7 +114,7 @@ def _own_part(mesh: Any, norm: Norm) -> jax.Array:
 
 
 def _sum_of_parts(block: jax.Array, names: tuple[str, ...]) -> jax.Array:
-    """One device's elements of the sum over mesh axes; the others have the rest."""
+    """One device's share of the elements of the sum over mesh axes (reduce-scatter)."""
     flat = block.reshape(-1)
     count = jax.lax.axis_size(names)
     padded = jnp.pad(flat, (0, -flat.size % count))
@@ -118,20 +122,21 @@ def _sum_of_parts(block: jax.Array, names: tuple[str, ...]) -> jax.Array:
 
 
 def precondition(gradient: jax.Array, moment: jax.Array) -> jax.Array:
-    """A gradient divided by the root of its second moment, as Adam's family does.
+    """A gradient divided by the square root of its second moment, as in Adam.
 
-    An element whose moment is zero has had no gradient yet; it is left out.
+    An element with a zero second moment has had no gradient yet. The result is zero
+    there.
 
     Args:
-      gradient: float32.
-      moment: the running mean of its squares, of the same shape.
+      gradient: the gradient, float32.
+      moment: the running mean of the squares of the gradient, of the same shape.
     """
     moment = moment.astype(jnp.float32)
     root = jnp.sqrt(jnp.where(moment > 0, moment, 1.0)) + EPSILON
     return jnp.where(moment > 0, gradient / root, 0.0)
 
 
-# Norms of each gradient.
+# Number of norms of each gradient.
 NORMS = 3
 
 
@@ -140,13 +145,15 @@ class SentGradient:
     """A gradient of a bucket.
 
     Attributes:
-      place: its number in the bucket.
-      axes: mesh axes over which it is summed.
-      layout: of its parts, without the leading dim.
-      inner: those of the axes whose devices hold parts of the same rows: they are
-        added up before a replica's part is squared.
-      result: the layout in which the codec's sum comes out.
-      moment: the second moment that preconditions it, whole; None: none does.
+      place: number of the gradient in the bucket.
+      axes: mesh axes over which the gradient is summed.
+      layout: layout of the partial gradients, without the leading dim.
+      inner: the mesh axes of ``axes`` that do not separate replicas: their devices work
+        on the same rows. The partial gradients are summed over these axes before the
+        square.
+      result: layout of the codec's sum.
+      moment: the whole second moment that preconditions the gradient; None: the
+        gradient is not preconditioned.
     """
 
     place: int
@@ -157,7 +164,7 @@ class SentGradient:
     moment: Any = None
 
     def moments(self, mesh: Any) -> tuple[Any, Any]:
-        """The second moment beside the parts, and beside the codec's sum."""
+        """The second moment in the layouts of the partial gradients and of the sum."""
         if self.moment is None:
             return None, None
         beside = (self.layout, self.result)
@@ -171,7 +178,7 @@ class SentGradient:
         return partition_spec(mesh, self.layout), partition_spec(mesh, self.result)
 
     def norms(self, part: Any, made: Any, moments: tuple[Any, Any]) -> list[Norm]:
-        """The three norms, from the device's arrays."""
+        """The three norms, from the arrays on one device."""
         parts = Norm(part, (self.axes, *self.layout), self.inner, moments[0])
         return [
             parts,
@@ -183,12 +190,13 @@ class SentGradient:
 def measure_of(
     mesh: Any, gradients: Sequence[SentGradient], when: jax.Array | None
 ) -> Measure:
-    """The measurement of a bucket: rows of three norms of each of its gradients.
+    """The measurement of a bucket: three norms of each gradient.
 
     Args:
       mesh: the mesh.
-      gradients: those to measure.
-      when: whether they are, a bool scalar, else the rows are zero; None: always.
+      gradients: the gradients to measure.
+      when: bool scalar: whether this step is measured; otherwise the norms are zero.
+        None: every step is measured.
     """
 
     def look(given: Any, parts: Arrays, totals: Callable[[], Arrays]) -> jax.Array:
@@ -222,18 +230,18 @@ def take_with_norms(
     when: jax.Array | None,
     moments: Mapping[int, Any],
 ) -> tuple[dict[int, Any], dict[int, jax.Array]]:
-    """Sums a bucket by codecs, and measures its gradients before and after.
+    """Sums a bucket by codecs, and measures its gradients before and after the codecs.
 
     Args:
-      codecs: of the step.
-      partials: the bucket.
-      replicas: gradient that is measured -> the mesh axes whose devices hold parts of
-        their own rows.
-      when: as of `measure_of`.
-      moments: gradient -> the second moment that preconditions it, if one does.
+      codecs: the codecs of the step.
+      partials: gradient of the bucket -> its stacked partial gradients.
+      replicas: gradient to measure -> the mesh axes that separate data replicas, whose
+        devices work on different rows.
+      when: as for `measure_of`.
+      moments: gradient -> the second moment that preconditions the gradient, or None.
 
     Returns:
-      The sums, and of each gradient the three norms, (devices, 3).
+      The sums, and for each measured gradient its three norms, (devices, 3).
     """
     known: dict[int, SentGradient] = {}
     for place, value in enumerate(partials):

@@ -1,8 +1,8 @@
-"""Where a planned step makes the gradients of its parameters, group by group.
+"""Finds the gradients of parameters in a planned step, and their partial gradients.
 
-A *group* is the part of the batch that one data replica takes of one microbatch. With
-K replicas and A microbatches there are n = K * A groups of equal size. The gradient of
-a parameter is the sum of the partial gradients of all groups.
+A *group* is the rows of one microbatch that one data replica works on. With K replicas
+and A microbatches there are n = K * A groups of equal size. The gradient of a parameter
+is the sum of the partial gradients of all groups.
 """
 
 from __future__ import annotations
@@ -25,18 +25,22 @@ from autopar_passes.program.equations import walk
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class GradientSource:
-    """The gradient of one parameter, and the groups whose parts are seen.
+    """The gradient of one parameter, and its partial gradients by group.
+
+    Values are given as numbers of values of the program.
 
     Attributes:
       name: path of the parameter.
       value: the gradient.
-      replicas: mesh axes whose devices hold partial gradients of their own rows.
-      groups: number of groups whose partial gradients are seen, n.
-      parts: the value whose partial sums, or microbatches, are the groups' parts.
-      bare: the value that ``parts`` only transposes or reshapes: of the same norm, and
-        there before.
-      loop: the equation whose iterations make it, one for each microbatch; -1: none.
-      share: what a microbatch's part is multiplied by in the gradient.
+      replicas: mesh axes whose devices hold partial gradients of different rows.
+      groups: number of groups with separate partial gradients, n.
+      parts: the value that holds the partial gradients of the groups, as partial sums
+        over devices or as one value for each microbatch.
+      bare: an earlier value that becomes ``parts`` by transposing or reshaping only,
+        so that both have the same norm (`bare_of`).
+      loop: the equation of the loop over microbatches that makes ``parts``; -1: no loop
+        makes ``parts``.
+      share: factor of each microbatch's partial gradient in the gradient.
     """
 
     name: str
@@ -54,7 +58,7 @@ class Sources:
     """The gradients that are measured.
 
     Attributes:
-      found: those that are, in program order.
+      found: the measured gradients, in program order.
       left_out: paths of the parameters whose gradients are not found.
       rows: number of rows in the batch, M.
     """
@@ -65,7 +69,7 @@ class Sources:
 
 
 def with_waiting(assignment: Assignment) -> Assignment:
-    """The assignment with the sums of all gradients waiting where they may."""
+    """The assignment with the sum over devices deferred for all gradients that can."""
     waiting = frozenset(gradients_of(assignment.analysis))
     return dataclasses.replace(assignment, waiting=waiting)
 
@@ -74,7 +78,7 @@ def find_sources(assignment: Assignment) -> Sources:
     """Finds the gradients of a step's parameters.
 
     Args:
-      assignment: the plan as layouts, of `with_waiting`.
+      assignment: the plan as layouts, from `with_waiting`.
     """
     analysis = assignment.analysis
     rows = batch_rows((analysis.whole or analysis).graph)
@@ -90,8 +94,7 @@ def find_sources(assignment: Assignment) -> Sources:
 def trained_paths(graph: OperatorGraph) -> list[str]:
     """Paths of the parameters that a step changes.
 
-    Numbers that come back as they are, such as a learning rate beside the moments,
-    are none.
+    An input that the step returns unchanged, such as a learning rate, is not included.
     """
     return [
         given.path
@@ -102,19 +105,23 @@ def trained_paths(graph: OperatorGraph) -> list[str]:
 
 
 def alone_in(names: dict[int, str]) -> dict[int, str]:
-    """The values that alone update their parameter, with its name.
+    """Value -> name of its parameter, for parameters that only one value updates.
 
-    Where several do, each is but a part of the gradient.
+    If several values update a parameter, each is only a part of the gradient, so none
+    is returned.
 
     Args:
-      names: of `updated_parameters`.
+      names: value -> name of the parameter, from `updated_parameters`.
     """
     counts = Counter(names.values())
     return {v: name for v, name in names.items() if name and counts[name] == 1}
 
 
 def _candidates(analysis: Analysis) -> Iterator[int]:
-    """Yields the values that may be gradients: those that wait, then the others."""
+    """Yields the values that may be gradients.
+
+    Gradients whose sum over devices is deferred come first.
+    """
     graph = analysis.graph
     yield from gradients_of(analysis)
     on_path = set[int]().union(*(d.members for d in analysis.deferrals))
@@ -142,7 +149,10 @@ def _candidates(analysis: Analysis) -> Iterator[int]:
 
 
 def _micro_values(analysis: Analysis) -> dict[int, tuple[int, int, float]]:
-    """Gradient -> the value that each microbatch makes of it, its loop and share."""
+    """Gradient -> its value in one microbatch, the loop over microbatches, the share.
+
+    The share is the factor of one microbatch in the gradient.
+    """
     split, whole = analysis.split, analysis.whole
     if split is None or whole is None:
         return {}
@@ -173,7 +183,8 @@ def _source(
     workers = math.prod(assignment.sizes[a] for a in replicas)
     count = assignment.analysis.microbatches if value in micro else 1
     if rows % (workers * count):
-        # Devices share rows, so that no device has a gradient of its own rows.
+        # The rows cannot be divided equally, so several devices work on the same row,
+        # and no device has the partial gradient of separate rows.
         replicas, workers = (), 1
     parts, loop, share = micro.get(value, (value, -1, 1.0))
     bare = bare_of(assignment, parts)
@@ -182,15 +193,17 @@ def _source(
     )
 
 
-# Operators that only lay elements out anew.
+# Operators that only change the order or the shape of the elements.
 _LAYING = ("copy", "reshape", "squeeze", "transpose")
 
 
 def bare_of(assignment: Assignment, value: int) -> int:
-    """The first value of which another has the elements, held in as many parts.
+    """The earliest value that has the same elements as ``value``.
 
-    A compiler that adds up a transposed array reads it as it is. If its transposed
-    form were read too, it would have to be made.
+    Copies, transpositions and reshapes before ``value`` are followed back while the
+    partial sums stay over the same mesh axes. The measurement reads this earlier array:
+    the compiler can fuse a transposition with a sum, but would have to store the
+    transposed array if the measurement read it.
     """
     held = assignment.partial_layout(value)
     while True:
@@ -205,12 +218,16 @@ def bare_of(assignment: Assignment, value: int) -> int:
 
 
 def turn_of(assignment: Assignment, value: int, bare: int) -> tuple[int, ...] | None:
-    """The dim of ``bare`` that each dim of ``value`` is; None: it is reshaped.
+    """The permutation of dims that transposes ``bare`` to ``value``.
 
     Args:
       assignment: the plan as layouts.
       value: a gradient.
-      bare: `bare_of` it.
+      bare: the value that `bare_of` returns for ``value``.
+
+    Returns:
+      For each dim of ``value`` the number of the same dim in ``bare``; None if ``value``
+      is a reshaped ``bare``.
     """
     equations = assignment.analysis.program.by_index()
     turn = tuple(range(len(assignment.graph.values[value].shape)))
@@ -228,7 +245,7 @@ def turn_of(assignment: Assignment, value: int, bare: int) -> tuple[int, ...] | 
 
 
 def replicas_of(assignment: Assignment, value: int) -> Axes:
-    """The mesh axes over which a gradient is partial because they split the rows."""
+    """The mesh axes that split the rows, so that a gradient is a partial sum on each."""
     held = assignment.stackings.get(value)
     if held is None or value not in held.deferral.ends:
         return ()
@@ -243,7 +260,7 @@ def replicas_of(assignment: Assignment, value: int) -> Axes:
 
 
 def _batch_axes(assignment: Assignment) -> frozenset[int]:
-    """The mesh axes that split the rows of the batch as it comes in."""
+    """The mesh axes that split the rows of the batch in the inputs of the step."""
     analysis = assignment.analysis
     inputs, found = analysis.graph.inputs, set[int]()
     for k, dim in batch_dims((analysis.whole or analysis).graph).items():
@@ -254,7 +271,14 @@ def _batch_axes(assignment: Assignment) -> frozenset[int]:
 def _splits_rows(
     assignment: Assignment, maker: Operator, axis: int, batch: frozenset[int]
 ) -> bool:
-    """Whether a maker is partial over an axis that splits the rows it adds up."""
+    """Whether a mesh axis splits the rows over which an operator sums.
+
+    Args:
+      assignment: the plan as layouts.
+      maker: an operator that makes a gradient.
+      axis: the mesh axis.
+      batch: the mesh axes that split the rows of the batch.
+    """
     analysis = assignment.analysis
     node = assignment.contraction.node(maker)
     labels = analysis.node_labels.get(node.index, {})

@@ -1,8 +1,8 @@
-"""What is measured of gradients in a step of several pipeline stages.
+"""Measures the squared norms of gradients in a step of several pipeline stages.
 
-The tasks that make a gradient measure each microbatch's part of it, and the first task
-that reads it whole measures the sum. A few numbers of each task are added up after the
-step.
+A task is the work of one stage in one phase. The task that makes a gradient measures
+the partial gradient of each microbatch. The first task that reads the summed gradient
+measures the sum. After the step the few numbers of all tasks are added up.
 """
 
 from __future__ import annotations
@@ -41,18 +41,19 @@ from autopar.steps.stages import CutStep
 from autopar_passes.microbatches.facts import Combine
 from autopar_passes.stages.cut import Phase, Task, TaskKey
 
-# A task, or the number of a stage whose codecs measure what they send.
+# A place of measurement: a task, or the number of a stage that sums by codecs.
 Place = TaskKey | int
 Rows = Mapping[Place, Sequence[Any]]
 
 
 @dataclasses.dataclass(frozen=True)
 class TaskNoise:
-    """What one task measures.
+    """The norms that one task measures.
 
     Attributes:
-      values: arrays of the task whose squared norms are wanted.
-      summed: of each, the mesh axes whose partial sums are added up before.
+      values: values of the task whose squared norms are wanted.
+      summed: for each value the mesh axes over which partial sums are added up before
+        the square.
     """
 
     values: tuple[int, ...]
@@ -63,8 +64,8 @@ class TaskNoise:
 
         Args:
           assignment: the layouts of the stage.
-          mesh: its devices.
-          arrays: of the values, whole or with their partial sums.
+          mesh: the mesh of the stage.
+          arrays: for each value the whole array, or its stacked partial sums.
         """
         wanted: list[Norm] = []
         for value, summed, array in zip(self.values, self.summed, arrays, strict=True):
@@ -77,22 +78,22 @@ class TaskNoise:
         return device_norms(mesh, wanted)
 
 
-# What a number of a task is of: the gradient, the columns of its norms, and what it is
-# multiplied by there.
+# Where a measured number is added: number of the gradient, the columns of its norms
+# (`estimates`), and the factor.
 Column = tuple[int, tuple[int, ...], float]
 
 
 @dataclasses.dataclass(frozen=True)
 class StagedNoise:
-    """What is measured in a step of several stages.
+    """The noise measurement of a step of several stages.
 
     Attributes:
       spec: the gradients, and the averages.
-      tasks: what each task measures.
-      sent: of each stage, the gradients that its codecs send, each with the mesh axes
-        whose devices hold parts of their own rows.
-      columns: of each task and stage, what its numbers are of.
-      meshes: of the stages.
+      tasks: task -> the norms that it measures.
+      sent: stage -> the gradients that its codecs send; each with the mesh axes that
+        separate data replicas, whose devices work on different rows.
+      columns: task or stage -> for each measured number where it is added.
+      meshes: the mesh of each stage.
     """
 
     spec: NoiseSpec
@@ -103,25 +104,25 @@ class StagedNoise:
 
     @functools.cached_property
     def due(self) -> Any:
-        """A jitted function: whether a step of some number is measured."""
+        """A jitted function of the step number: whether the step is measured."""
         return jax.jit(self.spec.is_measured)
 
     def state_after(self, state: State, rows: Mapping[Place, Any]) -> State:
         """The state after a step.
 
         Args:
-          state: before it.
-          rows: `added_up` of each place, on a device of this process.
+          state: the state before the step.
+          rows: place -> the result of `added_up`, on a device of this process.
         """
         sums = [rows[place] for place in self.columns]
         return self._fold(state, jax.device_put(sums, self.spec.everywhere))
 
     def added_up(self, place: Place, rows: Sequence[Any]) -> jax.Array:
-        """The sums over microbatches and devices of what was measured in a place."""
+        """The norms of a task or stage, summed over microbatches and devices."""
         return self._codes[place](rows)
 
     def struct(self, place: Place) -> jax.ShapeDtypeStruct:
-        """Of `added_up`."""
+        """Shape and dtype of the result of `added_up`."""
         count = (
             len(self.tasks[place].values)
             if isinstance(place, TaskKey)
@@ -130,7 +131,7 @@ class StagedNoise:
         return jax.ShapeDtypeStruct((count,), jnp.float32)
 
     def lies(self, place: Place) -> NamedSharding:
-        """Where `added_up` lies: on all devices of a stage."""
+        """The sharding of the result of `added_up`: a copy on each device of the stage."""
         stage = place.stage if isinstance(place, TaskKey) else place
         return NamedSharding(self.meshes[stage], PartitionSpec())
 
@@ -168,19 +169,20 @@ def staged_noise(
     meshes: Sequence[Any],
     coded: frozenset[int] = frozenset(),
 ) -> StagedNoise:
-    """Says what is measured in a step of several stages.
+    """Returns the noise measurement of a step of several stages.
 
     Args:
-      cut: the step as stages.
+      cut: the step cut into stages.
       assignments: the layouts of each stage.
-      rows: of the whole batch, M.
-      options: how it is measured.
-      meshes: of the stages.
-      device: where the averages are to lie.
+      rows: number of rows of the whole batch, M.
+      options: how gradients are measured.
+      meshes: the mesh of each stage.
+      device: the device for the averages.
       coded: gradients that codecs send.
 
     Raises:
-      PlanError: nothing can be measured, or gradients are to be preconditioned.
+      PlanError: no gradient has more than one group, or ``options`` ask for
+        preconditioning.
     """
     if options.preconditioned:
         raise PlanError(
@@ -214,12 +216,12 @@ def staged_noise(
 
 
 def _gradients(cut: CutStep) -> dict[int, str]:
-    """The values of microbatches that alone update a parameter."""
+    """Value of the microbatches -> name of the parameter that only this value updates."""
     summed = [c.value for c in cut.found.crossings if c.combine in _SHARES]
     return alone_in(updated_parameters(cut.analysis.graph, summed))
 
 
-# What a microbatch's value is multiplied by: nothing, or it is a mean.
+# The ways to combine the values of microbatches that gradients may have.
 _SHARES = (Combine.SUM, Combine.MEAN)
 
 
@@ -231,7 +233,7 @@ def _left_out(cut: CutStep, found: Sequence[GradientSource]) -> tuple[str, ...]:
 
 
 def _reader(cut: CutStep, value: int) -> TaskKey | None:
-    """The first task that reads a gradient whole."""
+    """The first task that reads the sum of a gradient over all microbatches."""
     for key, task in cut.cut.tasks.items():
         if key.phase is Phase.UPDATE and value in (v for v, _ in task.inputs):
             return key
@@ -246,7 +248,7 @@ def _source(
     name: str,
     rows: int,
 ) -> GradientSource:
-    """A gradient that one task makes, microbatch by microbatch."""
+    """The source of a gradient that a task makes once for each microbatch."""
     count = cut.found.microbatches
     replicas = replicas_of(assignment, value)
     workers = math.prod(assignment.sizes[a] for a in replicas)
@@ -269,7 +271,7 @@ def _noise_of_tasks(
     spec: NoiseSpec,
     meshes: Sequence[Any],
 ) -> StagedNoise:
-    """What each task and codec measures, and which gradient each number belongs to."""
+    """The measurement of each task and stage, and where each number is added."""
     values: dict[TaskKey, list[tuple[int, tuple[int, ...]]]] = defaultdict(list)
     columns: dict[Place, list[Column]] = defaultdict(list)
     sent: dict[int, dict[int, Axes]] = defaultdict(dict)
@@ -282,7 +284,8 @@ def _noise_of_tasks(
         columns[key].append((k, (0,), source.share**2))
         if source.value in spec.coded:
             sent[key.stage][source.value] = source.replicas
-            # The parts of all microbatches together are those of no group.
+            # A stage's codec sends the sum over all microbatches. Its norm before the
+            # codec is the norm of no group, so the factor is zero.
             columns[key.stage] += [(k, (), 0.0), (k, (1,), 1.0), (k, (2,), 1.0)]
             continue
         reader = _reader(cut, source.value)
