@@ -176,8 +176,9 @@ def _measured_errors(
     gradient, workers = member.gradient, member.summation.workers
     wanted, *errors = (float(x) for x in row)
     elements = math.prod(member.decision.shape)
-    # The sums run over all devices, also over those with copies. Scaled by elements of
-    # the gradient / (elements that a device encodes * devices), each counts once.
+    # Sums run over all devices. The mean square of the elements that devices encode,
+    # times the elements of the gradient, is the squared norm for one worker, whether
+    # other devices hold copies or other shards.
     devices = math.prod(sums.mesh.shape.values())
     norm = math.sqrt(wanted * elements / (gradient.size * devices))
     choices: list[Choice] = []

@@ -171,11 +171,11 @@ class GradientSums:
         return dict.fromkeys(self._counters, step) | {"gradients": gradients}
 
     def structs(self) -> State:
-        """Shapes of the whole state."""
+        """Shapes and dtypes of the whole state."""
         return jax.eval_shape(self._create)
 
     def init(self) -> State:
-        """The state before the first step, made in its shards."""
+        """The state before the first step, created in its shardings."""
         return jax.jit(self._create, out_shardings=self.shardings())()
 
     def _fresh(self, member: Member) -> State:
@@ -204,7 +204,7 @@ class GradientSums:
 
     @property
     def _counters(self) -> tuple[str, ...]:
-        """The scalars of the state."""
+        """The names of the scalars in the state."""
         return ("step", "skipped", *["due"] * (self.every > 1))
 
 
@@ -218,21 +218,22 @@ def gradient_sums(
     signals: bool = False,
     every: int = 1,
 ) -> GradientSums | None:
-    """Returns the sums of a plan's gradients; None: the compiler sums all of them.
+    """Returns the sums of a plan's gradients; None: the compiler sums all gradients.
 
     Args:
       assignment: the plan as layouts.
       plan: the plan.
-      mesh: the mesh it runs on.
-      fallback: the codecs of a step in which the plan's send too little.
-      first: the seed of the first gradient's codec; others have those behind it.
-      signals: whether steps measure the signal of what is sent.
-      every: the telemetry of one step in so many is measured; with a fallback or
-        signals that of all.
+      mesh: the mesh that the plan runs on.
+      fallback: codecs for a bucket whose own codecs send too little of the gradients.
+      first: the seed of the first gradient's codec; the next gradients have the next
+        numbers as seeds.
+      signals: whether steps measure the signal in the gradients that are sent.
+      every: number of steps from one measurement of telemetry to the next. With a
+        fallback or with signals, every step is measured.
 
     Raises:
-      PlanError: a codec cannot be used for its gradient or does not fit its limit, or
-        the plan's layouts do not let its sum wait.
+      PlanError: a codec cannot be used for its gradient, or does not fit its limit; or
+        the layouts of the plan do not allow the sum over devices to be deferred.
     """
     chosen = [g for g in plan.gradients if g.codec]
     if not chosen:
@@ -291,7 +292,7 @@ def _member(
 
 
 def _with_inputs(member: Member) -> Member:
-    """A member whose codec takes its amounts from the state."""
+    """The member with a codec that reads its amounts from the state."""
     gradient, decision = member.gradient, member.decision
     amounts = gradient.codec.amounts(
         gradient.shape, member.summation.workers, scatter=gradient.scatter
@@ -306,7 +307,7 @@ def _with_inputs(member: Member) -> Member:
 def _summation(
     assignment: Assignment, decision: GradientDecision, axes: Axes, mesh: Any
 ) -> Summation:
-    """Returns the way in which a plan's devices share the work of a gradient."""
+    """Returns how the devices of a plan share the work of summing a gradient."""
     names = list(mesh.axis_names)
     unknown = set(decision.within) - {names[a] for a in axes}
     within = tuple(a for a in axes if names[a] in decision.within)
@@ -327,9 +328,9 @@ class StagedSums:
     """The sums of the gradients of one step of several stages.
 
     Attributes:
-      stages: number of a stage -> its sums; stages without codecs have none.
-      device: where the counters lie: a device of this process.
-      fallback: the codecs of a bucket whose own send too little.
+      stages: number of a stage -> its sums; stages without codecs are left out.
+      device: the device of this process that holds the counters.
+      fallback: codecs for a bucket whose own codecs send too little of the gradients.
     """
 
     stages: Mapping[int, GradientSums]
@@ -343,12 +344,12 @@ class StagedSums:
 
     @property
     def parts(self) -> tuple[GradientSums, ...]:
-        """The sums of each stage that has any."""
+        """The sums of each stage that has codecs."""
         return tuple(self.stages.values())
 
     @property
     def every(self) -> int:
-        """The telemetry of one step in so many is measured: of all."""
+        """Steps from one measurement of telemetry to the next: here always 1."""
         return 1
 
     @property
@@ -358,17 +359,17 @@ class StagedSums:
 
     @property
     def columns(self) -> int:
-        """Numbers of telemetry of each gradient."""
+        """How many numbers of telemetry each gradient has."""
         return NON_FINITE + 1 + (COLUMNS if self.signals else 0)
 
     @property
     def signals(self) -> bool:
-        """Whether steps measure the signal of what is sent."""
+        """Whether steps measure the signal in the gradients that are sent."""
         return self.parts[0].signals
 
     @property
     def counter(self) -> NamedSharding:
-        """Where a counter lies."""
+        """The sharding of a counter."""
         return NamedSharding(Mesh(np.array([self.device]), ("one",)), PartitionSpec())
 
     def shardings(self) -> State:
@@ -379,7 +380,7 @@ class StagedSums:
         return {"step": self.counter, "skipped": self.counter, "gradients": every}
 
     def structs(self) -> State:
-        """Shapes of the whole state."""
+        """Shapes and dtypes of the whole state."""
         every: dict[str, Any] = {}
         for part in self.parts:
             every |= part.structs()["gradients"]
@@ -387,7 +388,10 @@ class StagedSums:
         return {"step": count, "skipped": count, "gradients": every}
 
     def init(self) -> State:
-        """The state before the first step; of other processes' stages its absence."""
+        """The state before the first step.
+
+        State on stages of other processes is an array without shards.
+        """
         gradients: dict[str, Any] = {}
         for part in self.parts:
             gradients |= _make_state(part)
@@ -396,12 +400,12 @@ class StagedSums:
 
 
 def _make_state(part: GradientSums) -> dict[str, Any]:
-    """The state of one stage's gradients."""
+    """The state of one stage's gradients, without shards if another process has it."""
     where = part.shardings()["gradients"]
     if part.mesh.local_devices:
         return part.init()["gradients"]
     return jax.tree.map(placement.absent, part.structs()["gradients"], where)
 
 
-# The sums of a step of one stage, or of several.
+# The sums of a step of one stage, or of several stages.
 AnySums = GradientSums | StagedSums

@@ -1,13 +1,14 @@
 """Sums stacked partial gradients through codecs while a planned step runs.
 
-The replay hands over stacked partial gradients. A bucket of them is summed in one
-`jax.shard_map` that is manual over all mesh axes: a gradient that is split over other
-axes is never gathered, and only payloads cross the links.
+The replay of a step passes stacked partial gradients to a `CodecSynchroniser`. It sums
+a bucket of gradients in one `jax.shard_map` that is manual over all mesh axes. So a
+gradient that is sharded over other axes is never gathered, and only payloads of codecs
+cross the slow links.
 
-Sums over the fast links around the codecs, and gathers behind them.
-
-Everything runs on one device's arrays inside a fully manual `jax.shard_map`. What
-gradients of a bucket send over the fast links travels together, in float32.
+Fast links may carry float32 instead of payloads. Then the partial gradients are first
+summed over the fast links (reduce-scatter), then over the slow links by codecs. At the
+end an all-gather over the fast links restores the whole sums. The gradients of a bucket
+share one message on the fast links.
 """
 
 from __future__ import annotations
@@ -45,15 +46,19 @@ def sum_within(
     partials: Sequence[jax.Array],
     names: tuple[str, ...],
 ) -> list[jax.Array]:
-    """Each device's part of the sums over the devices of fast links.
+    """Reduce-scatters partial gradients over the devices of fast links.
+
+    Runs inside a manual `jax.shard_map`.
 
     Args:
       summations: how each gradient is summed; all over the same mesh axes.
-      partials: what this device adds to each.
-      names: the mesh axes of the fast links; () leaves the partials as they are.
+      partials: this device's partial sum of each gradient.
+      names: the mesh axes of the fast links; with () the partial sums are returned
+        unchanged.
 
     Returns:
-      Arrays of `Summation.local_shape`; in float32 if anything was summed.
+      This device's part of each sum, of `Summation.local_shape`. The dtype is float32
+      unless ``names`` is ().
     """
     if not names:
         return list(partials)
@@ -76,12 +81,14 @@ def sum_within(
 def gather_within(
     summations: Sequence[Summation], totals: Sequence[jax.Array], names: tuple[str, ...]
 ) -> list[jax.Array]:
-    """The sums whole again, but for those that stay split over the fast links.
+    """All-gathers sums over the fast links.
+
+    Sums with `Summation.keeps` stay split.
 
     Args:
-      summations: as of `sum_within`.
-      totals: the sums, this device's part of them.
-      names: as of `sum_within`.
+      summations: as for `sum_within`.
+      totals: this device's part of each sum.
+      names: as for `sum_within`.
     """
     out = list(totals)
     wanted = (
@@ -105,7 +112,7 @@ def gather_within(
 
 
 def _rows(summation: Summation, partial: jax.Array, devices: int) -> jax.Array:
-    """A partial gradient as one row for each device."""
+    """A partial gradient as a matrix with one row for each device of the fast links."""
     front = jnp.moveaxis(partial, summation.dim, 0)
     if summation.interleaved:
         outer = (summation.workers, devices, -1, *front.shape[1:])
@@ -114,7 +121,7 @@ def _rows(summation: Summation, partial: jax.Array, devices: int) -> jax.Array:
 
 
 def _back(summation: Summation, flat: jax.Array) -> jax.Array:
-    """A row as an array of `Summation.local_shape`."""
+    """Reshapes a row to `Summation.local_shape`."""
     shape = summation.local_shape
     front = (shape[summation.dim], *shape[: summation.dim], *shape[summation.dim + 1 :])
     return jnp.moveaxis(flat.reshape(front), 0, summation.dim)
@@ -132,17 +139,18 @@ Arrays = Sequence[jax.Array]
 class Measure:
     """A measurement of a bucket of gradients, on one device's arrays.
 
-    It runs where the bucket is summed (`autopar.runtime.gradients.synchroniser`). What
-    a codec reads and what it has received are in memory there, so a branch that is
-    seldom taken can read them, and a step that does not take it writes nothing for it.
+    The measurement runs in the `jax.shard_map` that sums the bucket. The inputs of a
+    codec and its received payloads are in memory there, so a branch can read them. A
+    step that does not take the branch stores nothing for the measurement.
 
     Attributes:
-      look: of the parts of ``given``, of the partial gradients on this device and of
-        the sums in the layouts of `Member.result`; returns a row, (1, k).
-      given: other arrays that it reads.
-      specs: their partition specs.
-      seldom: whether the sums are read in a branch that is seldom taken. They are made
-        anew there.
+      look: the function that measures. Its arguments are this device's shards of
+        ``given``, the partial gradients on this device, and a function that returns the
+        sums in the layouts of `Member.result`. It returns a row, (1, k).
+      given: other arrays that ``look`` reads.
+      specs: partition specs of ``given``.
+      seldom: whether ``look`` reads the sums only in a branch that few steps take. The
+        sums are then computed again in this branch.
     """
 
     look: Callable[[Any, Arrays, Callable[[], Arrays]], jax.Array]
@@ -159,9 +167,9 @@ class CodecSynchroniser:
         self.sums = sums
         self.state = state
         self.new: dict[str, Any] = {}
-        # Of each gradient a row of telemetry, summed over the devices.
+        # Name of a gradient -> its row of telemetry, summed over the devices.
         self.rows: dict[str, jax.Array] = {}
-        # Of each gradient the level that it took.
+        # Name of a gradient -> number of the level whose codec sent it.
         self.levels: dict[str, jax.Array] = {}
         self._totals: jax.Array | None = None
 
@@ -176,14 +184,15 @@ class CodecSynchroniser:
     def take_measured(
         self, partials: dict[int, Stacked], measure: Measure | None
     ) -> tuple[dict[int, Any], Any]:
-        """`take`, and what is measured of the bucket meanwhile.
+        """Like `take`, and measures the bucket.
 
         Args:
-          partials: the bucket.
-          measure: what is measured; None: nothing.
+          partials: value of each gradient of the bucket -> its stacked partial
+            gradients.
+          measure: the measurement; None: nothing is measured.
 
         Returns:
-          The sums, and the rows of all devices, (devices, k).
+          The sums, and the measured rows of all devices, (devices, k).
         """
         members = [self.sums.members[v] for v in partials]
         mesh = self.sums.mesh
@@ -238,22 +247,23 @@ class CodecSynchroniser:
 
     @property
     def complete(self) -> bool:
-        """Whether all sums were taken."""
+        """Whether all gradients have been summed."""
         return len(self.new) == len(self.sums.members)
 
     @property
     def finite(self) -> jax.Array:
-        """Whether all gradients are finite, a bool scalar; once `complete`."""
+        """Whether all gradients are finite, a bool scalar; requires `complete`."""
         return jnp.all(self.telemetry()[:, NON_FINITE] == 0)
 
     def finish(self) -> tuple[State, jax.Array]:
         """The state for the next step, and a row of telemetry for each gradient.
 
-        The state is restored when a gradient is not finite, and the step counted.
+        If a gradient is not finite, the state of the gradients is restored, and the
+        step is counted as skipped.
 
         Returns:
-          The state, and float32 (gradients, 6 or 10) as of
-          `autopar.compression.synchronise.synchronise`.
+          The state, and telemetry, float32 (gradients, 6 or 10). Its columns are
+          those of `autopar.compression.synchronise.synchronise`.
         """
         old = {name: self.state["gradients"][name] for name in self._names}
         new = {name: self.new[name] for name in self._names}
@@ -268,31 +278,34 @@ class CodecSynchroniser:
         return after, self.telemetry()
 
     def telemetry(self) -> jax.Array:
-        """A row for each gradient, float32 (gradients, 6 or 10); once `complete`."""
+        """Telemetry, float32 (gradients, 6 or 10); requires `complete`."""
         if self._totals is None:
             self._totals = jnp.stack([self.rows[name] for name in self._names])
         return self._totals
 
     def taken_levels(self) -> jax.Array:
-        """One at the level that each gradient took, int32 (gradients, levels)."""
+        """The level that sent each gradient, one-hot, int32 (gradients, levels)."""
         levels = jnp.stack([self.levels[name] for name in self._names])
         return jax.nn.one_hot(levels, self.sums.num_levels, dtype=jnp.int32)
 
 
 def _spoilt(rows: jax.Array) -> jax.Array:
-    """Returns terms that give sums the NaN or infinity that a codec may have lost.
+    """Returns terms that restore a NaN or an infinity that a codec may have lost.
 
-    What a codec makes of a NaN or an infinity may be finite. So that a step which looks
-    finds them, all elements are NaN where any part has one, and else infinite.
+    A codec may turn a NaN or an infinity into a finite number. A step that checks its
+    gradients must still find it. So the term of each gradient is added to all elements
+    of its sum. The term is NaN if a partial gradient has a NaN, infinite if a partial
+    gradient only has an infinity, and zero otherwise.
 
     Args:
       rows: telemetry of k gradients, summed over the devices.
 
     Returns:
-      float32 (k,), zero where all is finite.
+      The terms, float32 (k,).
     """
     kind = jnp.where(jnp.isnan(rows[:, WANTED]), jnp.nan, jnp.inf)
-    # Computed once: it would be made again in every loop that reads an element of it.
+    # The barrier makes the compiler compute the terms once, not again in each loop that
+    # reads a term.
     return add_barrier(jnp.where(rows[:, NON_FINITE] > 0, kind, 0.0))
 
 
@@ -309,17 +322,17 @@ def _sum_bucket(
     """Sums a bucket on one device's arrays.
 
     Args:
-      sums: of the step.
-      members: those of the bucket.
-      counters: ``step`` and, where not all steps are measured, ``due`` of the state.
-      arrays: the partial gradients.
-      before: their states.
-      look: what is measured, of the partial gradients and the sums; see `Measure`.
-      seldom: as of `Measure`.
+      sums: the sums of the step.
+      members: the gradients of the bucket.
+      counters: ``step`` of the state, and ``due`` if the state has it.
+      arrays: this device's partial gradients.
+      before: the states of the gradients.
+      look: measures the partial gradients and the sums; see `Measure`.
+      seldom: as in `Measure`.
 
     Returns:
-      The sums, the new states, telemetry summed over all devices, the level taken and
-      what was measured.
+      The sums, the new states, telemetry summed over all devices, the number of the
+      level that was sent, and the measured row.
     """
     mesh_names = sums.mesh.axis_names
     summation = members[0].summation
@@ -332,7 +345,8 @@ def _sum_bucket(
     summations = [m.summation for m in members]
     parts = [x[0] for x in arrays]
     if look is not None:
-        # The codecs read the same arrays; otherwise a branch would read copies.
+        # The barrier makes codecs and the branch of the measurement read the same
+        # arrays; otherwise the branch would read copies.
         parts = [add_barrier(x) for x in parts]
     partials = sum_within(summations, parts, fast)
     together = sums.fallback is None and set(names) == set(mesh_names)
@@ -346,7 +360,8 @@ def _sum_bucket(
     spoilt = _spoilt(rows)
 
     def whole(totals: Sequence[Any]) -> list[Any]:
-        # Here, where each sum is written anyway: its readers would each add it again.
+        # Each sum is written to memory here anyway. Added later, the term would be
+        # added again by each operator that reads the sum.
         gathered = gather_within(summations, totals, fast)
         each = zip(gathered, spoilt, arrays, strict=True)
         return [(total + term).astype(x.dtype) for total, term, x in each]
@@ -370,12 +385,14 @@ def _sum_coded_bucket(
     *,
     together: bool,
 ) -> tuple[Synchronised, jax.Array]:
-    """Sums a bucket by the plan's codecs, or by those of the fallback.
+    """Sums a bucket by the plan's codecs, or by the codecs of the fallback.
 
-    With ``together`` the links reach all devices, and telemetry is summed with them.
+    With ``together`` the links connect all devices of the mesh, and telemetry is summed
+    in the messages of the gradients.
 
-    All devices of the mesh take the same level: gradients that are split over other
-    axes stand beside those that are not, whose copies must stay equal.
+    All devices of the mesh use the same level. A bucket may have gradients that are
+    sharded over other axes, and gradients with copies on these axes. The copies must
+    stay equal, so their devices cannot use different levels.
     """
     step = counters["step"]
     if sums.fallback is None:
@@ -409,7 +426,7 @@ def _sum_coded_bucket(
 
 
 def _local(gradient: Gradient, state: State) -> State:
-    """One device's state without the leading dims of the arrays of all."""
+    """One device's state, without the leading dims over workers and devices."""
     return {
         "residual": jax.tree.map(
             lambda x: x[0].reshape(gradient.shape), state["residual"]
@@ -419,5 +436,5 @@ def _local(gradient: Gradient, state: State) -> State:
 
 
 def _global(state: State, like: State) -> State:
-    """The opposite of `_local`."""
+    """Adds the leading dims that `_local` removes."""
     return jax.tree.map(lambda new, old: new[None].reshape(old.shape), state, like)

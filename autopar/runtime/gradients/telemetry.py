@@ -1,4 +1,4 @@
-"""Reads from the telemetry which steps were skipped, and what codecs lost."""
+"""Warns of skipped steps and of large errors of codecs, from the steps' telemetry."""
 
 from __future__ import annotations
 
@@ -14,12 +14,14 @@ from autopar.compression.gradient import MOST_LOST
 from autopar.compression.synchronise import ERROR, NON_FINITE, WANTED
 from autopar_errors import warn_user
 
-# Steps whose telemetry may wait to be read; the oldest of more is waited for.
+# Largest number of steps with unread telemetry. If there are more, the reader waits for
+# the oldest step.
 UNREAD = 64
-# Least weight of the latest step in the mean of its squared error with those before.
+# Least weight of the latest step in the running mean of squared errors.
 LATEST = 0.1
-# A codec that loses more is warned of: this many times what the plan expected, but not
-# less than an error that leaves training as it is; not before this number of steps.
+# A warning is given if the error exceeds TIMES * the error that the plan expects.
+# Errors below LITTLE do not harm training and give no warning. Errors before step EARLY
+# of a set of codecs give no warning either.
 TIMES, LITTLE, EARLY = 2.0, 0.1, 16
 
 
@@ -28,9 +30,9 @@ class MeasuredGradient:
     """A gradient whose error a step may measure.
 
     Attributes:
-      name: of its parameter.
-      codec: as text; '' where steps take one of several.
-      error: relative error that the plan expects of it.
+      name: name of the gradient.
+      codec: the codec as text; '' if each step chooses one of several codecs.
+      error: relative error that the plan expects.
     """
 
     name: str
@@ -44,25 +46,27 @@ class MeasuredGradient:
 
 
 class TelemetryReader:
-    """Warns of steps that were skipped and of large errors, without waiting.
+    """Warns of skipped steps and of large errors, without waiting for the devices.
 
-    The telemetry of a step is read once it is there, as a rule during a later call.
+    The telemetry of a step is read when the devices have computed it, usually during a
+    later call.
 
     Attributes:
-      errors: relative error by gradient and codec, a mean over the latest steps.
+      errors: name of a gradient -> codec -> relative error, a root mean square over the
+        latest steps.
     """
 
     def __init__(self, *, warns: bool) -> None:
-        """Has no telemetry to read yet.
+        """Creates a reader without telemetry.
 
         Args:
-          warns: whether large errors are warned of.
+          warns: whether large errors give warnings.
         """
         self.errors: dict[str, dict[str, float]] = {}
         self._unread: deque[tuple[int, int, Sequence[MeasuredGradient], Any]] = deque()
         self._warns = warns
         self._measured: Counter[MeasuredGradient] = Counter()
-        # Gradients that lost too much when they were measured last; codecs warned of.
+        # Gradients whose last measured error was too large.
         self._lossy: set[MeasuredGradient] = set()
         self._told: set[str] = set()
 
@@ -77,14 +81,19 @@ class TelemetryReader:
 
         Args:
           step: number of the step.
-          turn: number of steps that these codecs made before.
-          gradients: what was sent, a row of telemetry for each.
-          telemetry: the rows.
+          turn: number of earlier steps with the same codecs.
+          gradients: the gradients that were sent, in the order of the rows.
+          telemetry: one row for each gradient.
         """
         self._unread.append((step, turn, gradients, telemetry))
 
     def look(self, *, wait: bool = False) -> None:
-        """Reads the telemetry that is there, or all; warns of what it says."""
+        """Reads telemetry, and warns of skipped steps and large errors.
+
+        Args:
+          wait: whether to wait for the telemetry of all steps; otherwise only
+            telemetry is read that is ready.
+        """
         while self._unread:
             step, turn, gradients, telemetry = self._unread[0]
             if not (wait or len(self._unread) > UNREAD or telemetry.is_ready()):
@@ -116,7 +125,8 @@ class TelemetryReader:
             known = self.errors.setdefault(gradient.name, {})
             before = known.get(gradient.codec, math.sqrt(squared)) ** 2
             self._measured[gradient] += 1
-            # Of few steps their mean: the first one has no residual to send.
+            # The weight 1 / number of steps gives the plain mean of the first steps.
+            # The first step is special, because it has no residual to send.
             weight = max(LATEST, 1 / self._measured[gradient])
             mean = (1 - weight) * before + weight * squared
             known[gradient.codec] = math.sqrt(mean)
