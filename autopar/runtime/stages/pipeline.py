@@ -1,4 +1,4 @@
-"""A pipeline on devices: the code of its tasks, and what they hand to each other."""
+"""A pipeline on devices: the compiled code of its tasks, and their transfers."""
 
 from __future__ import annotations
 
@@ -47,19 +47,20 @@ from autopar_passes.program.equations import Equation
 from autopar_passes.stages.cut import Cut, Phase, Task, TaskKey, equations_of
 
 _ENCOUNTERED = re.compile(r"encountered in (\w+)")
-# An operator may occur in many lines; so many are named.
+# Largest number of source lines that an error names for one operator.
 _MOST_LINES = 3
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Ran:
-    """What a step leaves behind.
+    """The results of a step.
 
     Attributes:
-      state: the values that leave the step, where they lie between steps.
-      told: those that all processes are told, where each can read them.
-      noise: what tasks measured of gradients.
-      codecs: the codecs' side of the step, where the pipeline has any.
+      state: value -> its array, for values that leave the step, in the sharding that
+        they have between steps.
+      told: value -> its array on this process, for values that every process receives.
+      noise: the norms of gradients that tasks measured.
+      codecs: the codecs in this step; None if the pipeline has no codecs.
     """
 
     state: dict[int, Any]
@@ -70,14 +71,14 @@ class Ran:
 
 @contextlib.contextmanager
 def name_task(key: TaskKey, number: int) -> Generator[None]:
-    """Says which task an error came from.
+    """Adds the name of a task to errors that are raised inside.
 
     Args:
       key: the task.
-      number: the microbatch; -1: of the step.
+      number: number of the microbatch; -1: the task runs once in the step.
 
     Raises:
-      StageError: something is raised inside.
+      StageError: the code inside raised an error.
     """
     try:
         yield
@@ -88,12 +89,12 @@ def name_task(key: TaskKey, number: int) -> Generator[None]:
 def task_error(
     key: TaskKey, number: int, error: Exception, operators: Iterable[Equation] = ()
 ) -> StageError:
-    """The error of a task, with the operator that it came from if that is known.
+    """The error of a task, with the source line of the failed operator if it is known.
 
     Args:
       key: the task.
-      number: the microbatch; -1: of the step.
-      error: what was raised.
+      number: number of the microbatch; -1: the task runs once in the step.
+      error: the original error.
       operators: the equations of the task.
     """
     which = "" if number < 0 else f" of microbatch {number}"
@@ -104,7 +105,7 @@ def task_error(
 
 
 def calls_back(equations: Iterable[Equation]) -> bool:
-    """Whether equations call functions of the host, also within their regions."""
+    """Whether equations, or equations in their regions, call functions of the host."""
     return any(
         eqn.source.effects
         or eqn.primitive == "pure_callback"
@@ -114,10 +115,10 @@ def calls_back(equations: Iterable[Equation]) -> bool:
 
 
 def _lines(error: Exception, operators: Iterable[Equation]) -> str:
-    """The lines of the operator that made a number that is not finite.
+    """The source lines of the operator that made a non-finite number.
 
-    Under ``jax_debug_nans`` JAX runs the task again by operators, and names the first
-    that does so.
+    With ``jax_debug_nans`` JAX runs the task again operator by operator. The error
+    names the first operator that makes a non-finite number.
     """
     found = _ENCOUNTERED.search(str(error))
     if found is None or not isinstance(error, FloatingPointError):
@@ -129,12 +130,13 @@ def _lines(error: Exception, operators: Iterable[Equation]) -> str:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Crossed:
-    """How values of microbatches become values of the step.
+    """How values of microbatches are combined to values of the step.
 
     Attributes:
-      scales: value -> what the sum over microbatches is multiplied by.
-      same: values that are equal in all microbatches; the last one's is taken.
-      rows: value -> a function of the values of all microbatches, in order.
+      scales: value -> factor of its sum over microbatches.
+      same: values that are equal in all microbatches; the step uses the value of the
+        last microbatch.
+      rows: value -> a function that joins the values of all microbatches, in order.
     """
 
     scales: Mapping[int, float]
@@ -144,14 +146,16 @@ class Crossed:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Call:
-    """A task with what a step does around it, resolved once.
+    """A task with its precomputed inputs.
 
     Attributes:
-      code: the task as code.
-      last: the inputs of a microbatch that no later task of the stage reads.
-      inputs: takes what the task reads from the arrays of its stage.
-      totals: takes the running sums that it adds to.
-      calls_back: whether it calls functions of the host, which may fail later.
+      code: the compiled code of the task.
+      last: the inputs of a microbatch that no later task of the stage reads, so that
+        their memory can be freed.
+      inputs: function that selects the inputs of the task from the arrays of its stage.
+      totals: function that selects the running sums that the task adds to.
+      calls_back: whether the task calls functions of the host; these may fail after the
+        task was issued.
     """
 
     code: TaskCode
@@ -162,7 +166,7 @@ class Call:
 
     @property
     def idle(self) -> bool:
-        """Whether the task makes nothing."""
+        """Whether the task has no results."""
         code = self.code
         made = (code.outputs, code.sent, code.accumulated, code.noise)
         return not any(made) and code.task.key.phase is not Phase.UPDATE
@@ -170,12 +174,15 @@ class Call:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StageCopy:
-    """What a stage sends of what it has: inputs of the step, or crossings.
+    """Values that a stage sends to another stage without computing them in a task.
+
+    Such values are inputs of the step, or crossings: values of microbatches that are
+    used after all microbatches.
 
     Attributes:
-      stage: the stage.
-      sent: what goes where.
-      layout: lays the values as they are sent.
+      stage: the stage that sends.
+      sent: the values, and the stage that receives them.
+      layout: function that reshards the values to the layout in which they are sent.
     """
 
     stage: int
@@ -184,7 +191,7 @@ class StageCopy:
 
 
 class StagePipeline:
-    """The tasks of a cut on stages; `run.run_step` runs a step of them."""
+    """The tasks of a step on the devices of its stages; `run.run_step` runs a step."""
 
     def __init__(
         self,
@@ -200,20 +207,21 @@ class StagePipeline:
         noise: StagedNoise | None = None,
         codecs: StagedCodecs | None = None,
     ) -> None:
-        """Makes the code of all tasks; nothing is compiled yet.
+        """Makes the code of all tasks, without compiling it.
 
         Args:
           cut: the tasks.
           stages: the stages on their devices.
           order: the tasks of all microbatches, in the order of issue.
-          crossed: how microbatches are put together.
-          donate: whether a step takes over the memory of its state.
-          wait_s: seconds that a task takes at least, for experiments with devices that
-            are slower than those at hand.
-          links: to the other processes that have stages; None: there are none.
-          shown: results that every process is told; others stay on their stage.
-          noise: what is measured of gradients; None: nothing.
-          codecs: how stages sum gradients by codecs; None: none does.
+          crossed: how the values of microbatches are combined.
+          donate: whether a step reuses the memory of the state it is given.
+          wait_s: task -> the least number of seconds that it takes, to simulate slower
+            devices in experiments.
+          links: the connections to other processes that run stages; None: all stages
+            run in this process.
+          shown: results that every process receives; other results stay on their stage.
+          noise: the noise measurement; None: no norms are measured.
+          codecs: how stages sum gradients by codecs; None: no stage has codecs.
         """
         self.links = links
         self.codecs = codecs
@@ -221,25 +229,25 @@ class StagePipeline:
         self.noise = noise
         first = _first_device(stages[0])
         self.processes = tuple(stage.processes for stage in stages)
-        # A stage of several processes runs one program on all of them, so that all
-        # issue their programs in one order.
+        # Whether a stage runs on several processes. Its programs span these processes,
+        # so all of them must issue programs in the same order.
         self.joint = any(len(found) > 1 for found in self.processes)
-        # Told of each task that is issued (benchmarks/task_times.py); None: nobody.
+        # Object that records each issued task (benchmarks/task_times.py), or None.
         self.recorder: Any = None
-        # Seconds in which the last step issued the tasks of its microbatches.
+        # Seconds that the last step needed to issue the tasks of its microbatches.
         self.issuing_s = 0.0
-        # For who watches the run: the task of each stage here that was issued last,
-        # and the stages of which one is being issued.
+        # For `progress`: stage of this process -> the task that was issued last, and
+        # the stages that are issuing a task now.
         self.issued: dict[int, Issue] = {}
         self.inside: set[int] = set()
-        # CPUs run small programs and callbacks where they are issued: a thread for
-        # each stage keeps one from waiting for another.
+        # CPUs run small programs and callbacks in the thread that issues them. With a
+        # thread for each stage, stages do not wait for each other.
         on_cpu = first is not None and first.platform == "cpu"
         count = 1 if self.joint else len(stages)
         self.threads = Threads(count, "stage") if on_cpu else None
-        # On CPUs a collective is known by its devices alone, and programs of different
-        # threads run in any order. Nothing else that processes do together may run
-        # beside a stage of several of them: it could be of the same devices.
+        # On CPUs, collectives of the same devices cannot be told apart, and programs of
+        # different threads run in any order. So no other collective may run at the same
+        # time as a stage of several processes: it could have the same devices.
         self.alone = self.joint and on_cpu
         self.by_stage = [
             [issue for issue in order if issue.key.stage == stage]
@@ -260,7 +268,8 @@ class StagePipeline:
             for key, task in cut.tasks.items()
             if calls_back(equations_of(cut.program, task))
         )
-        # An update that calls the host may fail, so the state has to stay till its end.
+        # If an update calls the host it may fail, so the old state must stay in memory
+        # until the update has ended.
         fails = any(key.phase is Phase.UPDATE for key in self._calling)
         self._donated = self._donations() if donate and not fails else {}
         self.calls = {key: self._call(task) for key, task in cut.tasks.items()}
@@ -313,7 +322,7 @@ class StagePipeline:
 
     @contextlib.contextmanager
     def running(self, issue: Issue) -> Generator[None]:
-        """Notes that a task is being issued; CPUs may run it meanwhile."""
+        """Records that a task is being issued; CPUs may also run it during the call."""
         stage = issue.key.stage
         self.issued[stage] = issue
         self.inside.add(stage)
@@ -321,17 +330,19 @@ class StagePipeline:
         self.inside.discard(stage)
 
     def progress(self) -> dict[str, Any]:
-        """Which task this process is in; any thread may ask.
+        """The task that this process has issued last; any thread may call this.
 
-        Devices run tasks later than they are issued, so the last one that was issued
-        need not have begun. One whose call has not returned runs in the call, as small
-        programs of CPUs and functions of the host do, or waits for room in a queue.
+        Devices may run a task later than it is issued, so the task may not have begun.
+        If the call of the task has not returned, there are two possible reasons: the
+        task runs inside the call (small programs of CPUs, functions of the host), or
+        the call waits for space in the device's queue.
 
         Returns:
-          ``task``, its name; ``number``, from 1 in the order of the schedule, above
-          ``of`` for what follows the microbatches; ``of``, the number of tasks;
-          ``left``, how many its stage has not issued; and ``inside``, whether its call
-          has not returned. Empty before the first task.
+          A dictionary, empty before the first task. ``task`` is the name of the task.
+          ``number`` is its number in the order of the schedule, from 1; tasks after the
+          microbatches have numbers above ``of``. ``of`` is the number of tasks.
+          ``left`` is the number of tasks that the stage has not issued yet. ``inside``
+          is true if the call of the task has not returned.
         """
         issued = [self._issued(*x) for x in list(self.issued.items())]
         inside = [x for x in issued if x["inside"]]
@@ -339,14 +350,14 @@ class StagePipeline:
 
     @functools.cached_property
     def _numbers(self) -> dict[tuple[str, int, int, int], int]:
-        """Phase, stage, part and microbatch of each task -> its number."""
+        """Phase, stage, part and microbatch of each task -> number of the task."""
         return {
             (i.key.phase.value, i.key.stage, i.key.number, i.microbatch): k
             for k, i in enumerate(self.order, 1)
         }
 
     def _issued(self, stage: int, issue: Issue) -> dict[str, Any]:
-        """The task that a stage has issued last."""
+        """The entries of `progress` for the task that a stage has issued last."""
         key, own, of = issue.key, self.by_stage[stage], len(self.order)
         found = {"task": f"stage {stage} {key.phase.value}", "number": of + 1}
         left = 0
@@ -359,7 +370,7 @@ class StagePipeline:
             left = len(own) - 1 - own.index(issue)
         return {**found, "of": of, "left": left, "inside": stage in self.inside}
 
-    # What each task takes and gives.
+    # Inputs and results of each task.
 
     def _call(self, task: Task) -> Call:
         key = task.key
@@ -384,7 +395,11 @@ class StagePipeline:
         )
 
     def _readers(self, task: Task, stage: int) -> set[int]:
-        """What tasks of a stage read of a task, microbatch by microbatch or once."""
+        """The results of a task that tasks of a stage read directly.
+
+        Tasks of microbatches and tasks that run once only read each other's results
+        through crossings, which do not count here.
+        """
         once = task.key.phase is Phase.UPDATE
         return {
             value
@@ -395,14 +410,14 @@ class StagePipeline:
         }
 
     def _kept_outputs(self, task: Task) -> tuple[int, ...]:
-        """The outputs of a task that stay on its stage as they are."""
+        """The outputs of a task that its own stage keeps."""
         read = self._readers(task, task.key.stage)
         if task.key.phase is not Phase.UPDATE:
             read |= {*self.crossed.same, *self.crossed.rows}
         return tuple(v for v in task.outputs if v in read)
 
     def _sends(self, task: Task) -> tuple[Sent, ...]:
-        """What a task sends to the tasks of other stages."""
+        """The values that a task sends to other stages, or out of the step."""
         out: list[Sent] = []
         for stage in range(len(self.stages)):
             if stage == task.key.stage:
@@ -416,7 +431,7 @@ class StagePipeline:
         return tuple(out)
 
     def _leaving(self, stage: int, values: Iterable[int]) -> Iterator[Sent]:
-        """The values that leave the step, as they lie between steps."""
+        """The values that leave the step, sent to their sharding between steps."""
         outputs = self.outputs
         found = tuple(v for v in values if v in outputs)
         if found:
@@ -425,7 +440,7 @@ class StagePipeline:
             yield Sent(RESULT, found, source, target)
 
     def place(self, stage: int, value: int) -> tuple[Any, Any]:
-        """Where a result lies on the stage that makes it, and between steps."""
+        """The shardings of a result: on the stage that makes it, and between steps."""
         given = self.given.get(value)
         if given is None:
             where = self.stages[stage].home(value)
@@ -446,7 +461,7 @@ class StagePipeline:
         )
 
     def _received_inputs(self, task: Task) -> dict[int, Any]:
-        """Inputs of a task that come from other stages -> where they lie then."""
+        """Input of a task from another stage -> the sharding in which it arrives."""
         here = self.stages[task.key.stage]
         out: dict[int, Any] = {}
         for value, maker in task.inputs:
@@ -463,7 +478,8 @@ class StagePipeline:
         later = tasks[tasks.index(task) + 1 :]
         read = {v for t in later for v, _ in t.inputs}
         batch = self.cut.parts.flow.batch
-        # Rows are put together where they are made, after all microbatches.
+        # Rows of microbatches are joined after all microbatches, on the stage that
+        # makes them, so they must be kept.
         read |= {
             v
             for v, maker in task.inputs
@@ -477,7 +493,10 @@ class StagePipeline:
     def _restored_state(
         self, state: Iterable[Carried]
     ) -> dict[TaskKey, tuple[Carried, ...]]:
-        """State that an update has before and after it, and restores itself."""
+        """Update -> the state that it restores itself.
+
+        An update can restore state if it reads the old value and makes the new value.
+        """
         known = {c.new: c for c in state if c.alone}
         out: dict[TaskKey, tuple[Carried, ...]] = {}
         for key, task in self.cut.tasks.items():
@@ -489,14 +508,18 @@ class StagePipeline:
 
     @property
     def late(self) -> tuple[Carried, ...]:
-        """State that is restored at the end of a step."""
+        """State that no update restores, so that it is restored at the end of a step."""
         if self.codecs is None:
             return ()
         done = {c.new for found in self.restored.values() for c in found}
         return tuple(c for c in self.codecs.state if c.new not in done)
 
     def _donations(self) -> dict[TaskKey, tuple[int, ...]]:
-        """State whose next value a task makes, and that nothing reads later."""
+        """Update -> the inputs whose memory it reuses.
+
+        Such an input is state whose next value the update makes, and that no later task
+        reads.
+        """
         carried, owners = self.cut.parts.flow.carried_values, self.cut.owners
         out: dict[TaskKey, tuple[int, ...]] = {}
         for stage in range(len(self.stages)):
@@ -516,17 +539,17 @@ class StagePipeline:
                 )
         return out
 
-    # What goes from the microbatches to what runs once.
+    # Values that go from microbatches to the tasks that run once.
 
     def _summed_values(self) -> dict[int, tuple[int, ...]]:
-        """Stage -> the values that it adds up."""
+        """Stage -> the values that it sums over microbatches."""
         out: dict[int, dict[int, None]] = defaultdict(dict)
         for key, call in self.calls.items():
             out[key.stage].update(dict.fromkeys(call.code.accumulated))
         return {s: tuple(values) for s, values in out.items() if values}
 
     def _crossing_readers(self, stage: int) -> dict[int, set[int]]:
-        """Crossing that a stage makes -> the stages whose updates read it."""
+        """Value of microbatches that a stage makes -> stages whose updates read it."""
         out: dict[int, set[int]] = defaultdict(set)
         for task in self.cut.tasks.values():
             if task.key.phase is not Phase.UPDATE:
@@ -566,7 +589,7 @@ class StagePipeline:
     def _copies_between(
         self, owners: Iterable[tuple[int, int]], readers: Mapping[int, set[int]]
     ) -> list[StageCopy]:
-        """What goes from the stages that have values to others that read them."""
+        """The copies from the stages that own values to other stages that read them."""
         wanted: dict[tuple[int, int], list[int]] = defaultdict(list)
         for value, owner in owners:
             for stage in sorted(readers.get(value, set()) - {owner}):
@@ -578,7 +601,7 @@ class StagePipeline:
         return out
 
     def _late_copies(self) -> tuple[StageCopy, ...]:
-        """Crossings that are not summed and that updates of other stages read."""
+        """Values of microbatches that are not summed, copied to updates of other stages."""
         out: list[StageCopy] = []
         for stage in range(len(self.stages)):
             readers = self._crossing_readers(stage)
@@ -622,6 +645,6 @@ def _taker(keys: Sequence[int]) -> Callable[[Mapping[int, Any]], tuple[Any, ...]
 
 
 def _first_device(stage: Stage) -> Any:
-    """The first device of a stage; None of one that is not to run."""
+    """The first device of a stage; None if the mesh has no devices."""
     abstract = isinstance(stage.mesh, AbstractMesh)
     return None if abstract else stage.mesh.devices.flat[0]

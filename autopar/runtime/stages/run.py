@@ -1,4 +1,7 @@
-"""Runs one step of a pipeline: issues tasks, and moves values between stages."""
+"""Runs one step of a pipeline: issues tasks, and moves values between stages.
+
+To issue a task means to call its compiled function; the devices may run it later.
+"""
 
 from __future__ import annotations
 
@@ -25,8 +28,8 @@ from autopar.runtime.stages.transport import Tag, meeting
 from autopar_passes.program.equations import Equation
 from autopar_passes.stages.cut import Phase, TaskKey, equations_of
 
-# Values from other processes are asked for so many tasks ahead of the one that is
-# issued, so that they travel while earlier tasks run.
+# A stage requests the inputs of its next tasks from other processes this number of
+# tasks in advance, so that the transfers overlap with earlier tasks.
 _AHEAD = 2
 
 
@@ -41,12 +44,13 @@ def run_step(
 
     Args:
       pipeline: the tasks.
-      step: value of each input that is not split -> its array, on its owner. Of owners
-        in other processes any placeholder.
-      microbatches: for each, value of each split input -> its array, on its owner.
-      codecs: the state of the codecs, where the pipeline has any.
-      due: whether the noise of this step is measured, where gradients that codecs send
-        are measured in some steps alone.
+      step: value of each input that all microbatches share -> its array on the stage
+        that owns it. For stages in other processes the array may be any placeholder.
+      microbatches: one mapping for each microbatch: value of each input that is split
+        into microbatches -> its array on the stage that owns it.
+      codecs: the state of the codecs; None if the pipeline has no codecs.
+      due: bool scalar: whether the noise of this step is measured; None unless codecs
+        send measured gradients and only some steps are measured.
 
     Raises:
       StageError: a task failed, or another process has ended.
@@ -70,15 +74,15 @@ def partial_gradients(
     step: Mapping[int, Any],
     microbatches: Sequence[Mapping[int, Any]],
 ) -> dict[str, Any]:
-    """The partial gradients of a step that codecs could send, by name.
+    """Name of a gradient -> its partial gradients, for gradients that codecs could send.
 
-    Nothing is updated, and nothing consumed. Of stages in other processes there are
-    none.
+    The state is not updated, and no argument is consumed. Gradients of stages in other
+    processes are missing.
 
     Args:
       pipeline: the tasks.
-      step: as of `run_step`.
-      microbatches: likewise.
+      step: as for `run_step`.
+      microbatches: as for `run_step`.
     """
     run = _Run(pipeline, len(microbatches))
     run.microbatches(step, microbatches, "trying codecs")
@@ -90,12 +94,12 @@ def partial_gradients(
 
 
 class _Run(Transfers):
-    """One step: its tasks, on the arrays of each stage."""
+    """Runs the tasks of one step, and holds the arrays of each stage meanwhile."""
 
     def begin(
         self, step: Mapping[int, Any], microbatches: Sequence[Mapping[int, Any]]
     ) -> None:
-        """Puts the inputs on the stages that read them, and starts the sums."""
+        """Copies the inputs to the stages that read them, and zeroes the running sums."""
         pipeline, owners = self.pipeline, self.pipeline.cut.owners
         for value, array in step.items():
             self.step[owners[value]][value] = array
@@ -109,7 +113,7 @@ class _Run(Transfers):
                 self.copy(("input", k, number), copy, places, given)
         for own, numbers in zip(self.step, self.micro, strict=True):
             for arrays in numbers:
-                arrays.update(own)  # a task finds all that it reads in one place
+                arrays.update(own)  # a task reads all its inputs from one mapping
         self.sums = {
             s: dict(zip(pipeline.sums[s], code(), strict=True))
             for s, code in pipeline.zeros.items()
@@ -141,7 +145,11 @@ class _Run(Transfers):
             self.settle()
 
     def together(self, work: Callable[[], None]) -> None:
-        """Does what may wait for other processes in programs of joint stages."""
+        """Runs ``work``, which may wait for other processes in collectives.
+
+        If a stage runs on several processes, ``work`` runs in a thread, so that the
+        main thread notices if another process is lost.
+        """
         pipeline = self.pipeline
         if not pipeline.joint or pipeline.threads is None:
             work()
@@ -166,13 +174,14 @@ class _Run(Transfers):
             run_in_threads(pipeline.threads, by_stage, self.issue, join=links.wait_for)
 
     def settle(self) -> None:
-        """Waits for tasks that call functions of the host, and that must run alone.
+        """Waits for tasks that call functions of the host, or that must run alone.
 
-        Devices run tasks later than they are issued, and so does a function fail. The
-        state is then as before the step: no update is issued yet, or none took it over.
+        A function of the host may fail after its task was issued, when the devices run
+        the task. The state of the step is then still valid: updates are not issued yet,
+        or they do not reuse the memory of the state.
 
         Raises:
-          StageError: one failed.
+          StageError: a task failed.
         """
         links = self.pipeline.links
         if not self.watched and not self.pipeline.alone:
@@ -180,7 +189,7 @@ class _Run(Transfers):
         self.wait_all() if links is None else links.wait_for(self.wait_all)
 
     def wait_all(self) -> None:
-        """Waits for all tasks that are watched, and those that must run alone."""
+        """Waits for all watched tasks, and for all tasks if they must run alone."""
         for call, number, made in self.watched:
             self.wait(call, number, made)
         if self.pipeline.alone:
@@ -191,7 +200,7 @@ class _Run(Transfers):
         """Waits for results of a task.
 
         Raises:
-          StageError: it failed.
+          StageError: the task failed.
         """
         try:
             jax.block_until_ready(made) if made else jax.effects_barrier()
@@ -200,7 +209,7 @@ class _Run(Transfers):
             raise task_error(key, number, error, self.operators(call.code)) from error
 
     def end(self) -> None:
-        """Puts the microbatches together, and issues the updates."""
+        """Combines the values of the microbatches, and issues the updates."""
         self.cross()
         self.watched = []
         for key, call in self.pipeline.calls.items():
@@ -218,7 +227,7 @@ class _Run(Transfers):
             self.task(self.pipeline.calls[issue.key], issue.microbatch)
 
     def receive(self, stage: int) -> None:
-        """Asks other processes for what the next tasks of a stage read."""
+        """Requests the inputs of a stage's next tasks from other processes."""
         begin = self.reached[stage]
         self.reached[stage] = begin + 1
         for issue in self.pipeline.by_stage[stage][begin : begin + 1 + _AHEAD]:
@@ -230,12 +239,12 @@ class _Run(Transfers):
                 self.send(tag, maker.stage, self.sent_to(maker, stage), None, place)
 
     def sent_to(self, maker: TaskKey, stage: int) -> Sent:
-        """What a task sends to a stage."""
+        """The values that a task sends to a stage."""
         sends = self.pipeline.calls[maker].code.sent
         return next(sent for sent in sends if sent.stage == stage)
 
     def task(self, call: Call, number: int) -> None:
-        """Issues a task of a microbatch, and sends what others wait for."""
+        """Issues a task of a microbatch, and sends results to other stages."""
         code, key = call.code, call.code.task.key
         micro, begin = self.micro[key.stage][number], time.perf_counter()
         issued, made = self.now(), self.call_task(call, number)
@@ -256,11 +265,12 @@ class _Run(Transfers):
             micro.pop(value, None)
 
     def watch(self, call: Call, number: int, made: Sequence[Any], rest: int) -> None:
-        """Remembers a result of a task, of which `settle` learns whether it failed.
+        """Keeps one result of a task, by which `settle` learns whether the task failed.
 
-        One is enough, the smallest: it is kept until the step's last task is issued.
-        The next microbatch takes over the running sums, so a task that makes nothing
-        else is waited for at once.
+        The smallest result is kept, because it stays in memory until the last task of
+        the step is issued. Running sums cannot be kept, because the next microbatch
+        reuses their memory. If the task only makes running sums, this method waits for
+        the task at once.
         """
         if rest:
             kept = min(made[:rest], key=lambda x: x.nbytes)
@@ -269,10 +279,10 @@ class _Run(Transfers):
             self.wait(call, number, made)
 
     def call_task(self, call: Call, number: int) -> Sequence[Any]:
-        """What a task makes of a microbatch.
+        """Calls the function of a task for a microbatch, and returns its results.
 
         Raises:
-          StageError: it failed.
+          StageError: the call failed.
         """
         code, key = call.code, call.code.task.key
         if call.idle:
@@ -290,18 +300,18 @@ class _Run(Transfers):
         return equations_of(self.pipeline.cut.program, code.task)
 
     def now(self) -> float:
-        """Seconds since the step began, if somebody watches."""
+        """Seconds since the step began; 0 without a recorder."""
         recorder = self.pipeline.recorder
         return 0.0 if recorder is None else recorder.now()
 
     def record(self, code: TaskCode, number: int, issued_s: float, made: Any) -> None:
-        """Tells whoever watches that a task was issued."""
+        """Tells the recorder, if there is one, that a task was issued."""
         if (recorder := self.pipeline.recorder) is not None:
             makers = {m for _, m in code.task.inputs if m is not None}
             recorder.issued(code.task.key, number, issued_s, made, tuple(makers))
 
     def keep_measured(self, code: TaskCode, made: Sequence[Any]) -> Sequence[Any]:
-        """Keeps what a task measured of gradients; returns its other results."""
+        """Keeps the norms that a task measured, and returns its other results."""
         if code.noise is None:
             return made
         self.noise[code.task.key].append(made[-1])
@@ -310,13 +320,16 @@ class _Run(Transfers):
     def hand_out(
         self, code: TaskCode, made: Sequence[Any], own: dict[int, Any], number: int
     ) -> int:
-        """Keeps and sends results; returns where the running sums begin.
+        """Keeps the results that the stage needs, and sends results to other stages.
 
         Args:
           code: the task.
-          made: what it returned.
-          own: the arrays of its stage.
-          number: the microbatch; -1: of the step.
+          made: the results of the task.
+          own: the arrays of the task's stage.
+          number: number of the microbatch; -1: the task runs once in the step.
+
+        Returns:
+          The position of the first running sum in ``made``.
         """
         count, key = len(code.outputs), code.task.key
         own.update(zip(code.outputs, made, strict=False))
@@ -328,14 +341,14 @@ class _Run(Transfers):
         return count
 
     def place(self, sent: Sent, number: int) -> dict[int, Any]:
-        """The arrays of the stage that something is sent to."""
+        """The arrays of the stage that receives ``sent``."""
         if sent.stage == RESULT:
             return {}
         whole = self.step[sent.stage]
         return whole if number < 0 else self.micro[sent.stage][number]
 
     def update(self, call: Call) -> None:
-        """Issues a task that runs once, or takes what another process makes by it."""
+        """Issues a task that runs once, or receives its results from another process."""
         code, key = call.code, call.code.task.key
         if not self.makes(key.stage):
             for sent in code.sent:
@@ -366,7 +379,7 @@ class _Run(Transfers):
         return [self.codecs.finite[code.task.key.stage]]
 
     def cross(self) -> None:
-        """Puts the values of microbatches together."""
+        """Combines the values of microbatches to values of the step."""
         pipeline, crossed = self.pipeline, self.pipeline.crossed
         for stage in pipeline.finish:
             self.finish(stage)
@@ -389,7 +402,7 @@ class _Run(Transfers):
             self.leave_unsummed(value, stage)
 
     def gather(self) -> None:
-        """Hands rows of all microbatches to the updates that read them."""
+        """Passes arrays with the rows of all microbatches to updates that read them."""
         pipeline, gathered = self.pipeline, self.pipeline.cut.parts.gathered
         for value, crossing in gathered.items():
             owner = pipeline.cut.owners[value]
@@ -401,7 +414,7 @@ class _Run(Transfers):
             self.copy(("gathered", k), copy, self.step, gathered)
 
     def finish(self, stage: int) -> None:
-        """Ends the sums of a stage, and sends them to whoever reads them."""
+        """Finishes the running sums of a stage, and sends them to their readers."""
         pipeline, held = self.pipeline, self.pipeline.held[stage]
         made: Sequence[Any] | None = None
         if self.makes(stage):
@@ -418,7 +431,7 @@ class _Run(Transfers):
             count = end
 
     def end_sums(self, stage: int) -> list[Any]:
-        """The values that the running sums of a stage are of."""
+        """The final values of a stage's running sums, scaled and summed by codecs."""
         finish, totals = self.pipeline.finish[stage], self.sums[stage].values()
         if self.pipeline.stages[stage].sums is None:
             return finish(*totals)
@@ -433,12 +446,15 @@ class _Run(Transfers):
         return made
 
     def give_up_rest(self) -> None:
-        """`give_up`, of what comes after the microbatches."""
+        """Like `give_up`, for the work after the microbatches."""
         self.failed, self.micro = True, []
         self.end()
 
     def give_up(self) -> None:
-        """Hands others zeros for what this process failed to make, and asks no more."""
+        """Sends zeros for values that this process failed to compute.
+
+        So other processes do not wait for these values.
+        """
         pipeline = self.pipeline
         for issue in pipeline.order:
             for sent in pipeline.calls[issue.key].code.sent:
@@ -448,5 +464,5 @@ class _Run(Transfers):
 
 
 def _micro_tag(maker: TaskKey, stage: int, number: int) -> Tag:
-    """Names what a task sends to a stage, of one microbatch."""
+    """The tag of the values that a task sends to a stage for one microbatch."""
     return maker.phase.value, maker.stage, maker.number, stage, number

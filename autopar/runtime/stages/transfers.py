@@ -19,14 +19,14 @@ from autopar_passes.stages.cut import TaskKey
 
 
 class Transfers:
-    """One step: the arrays of each stage by microbatch, and how they move."""
+    """Holds the arrays of each stage during one step, and moves them between stages."""
 
     def __init__(self, pipeline: StagePipeline, microbatches: int) -> None:
-        """Starts without any.
+        """Starts a step without arrays.
 
         Args:
           pipeline: the tasks.
-          microbatches: how many there are.
+          microbatches: number of microbatches.
         """
         self.pipeline = pipeline
         stages = range(len(pipeline.stages))
@@ -37,23 +37,26 @@ class Transfers:
         self.sums: dict[int, dict[int, Any]] = {}
         self.results: dict[int, Any] = {}
         self.told: dict[int, Any] = {}
-        # What tasks have measured of gradients, of each microbatch, and codecs.
+        # Task or stage -> the norms that it has measured, one entry per microbatch.
         places = () if pipeline.noise is None else pipeline.noise.columns
         self.noise: dict[Place, list[Any]] = {place: [] for place in places}
-        # Tasks that call functions of the host, with the microbatch and a result.
+        # Tasks that call functions of the host: task, microbatch and a result to wait
+        # for.
         self.watched: list[tuple[Call, int, Sequence[Any]]] = []
-        # What each task has made last that no other takes over, where it runs alone.
+        # Task -> a result to wait for, if tasks must run alone. No other task reuses
+        # the memory of this result.
         self.latest: dict[TaskKey, Any] = {}
-        # Of other processes: what has been asked for, and what they were handed.
+        # Transfers that were requested from other processes, and transfers that were
+        # offered to them.
         self.asked: dict[Tag, Fetched] = {}
         self.handed: set[Tag] = set()
         self.reached = [0 for _ in stages]
         self.codecs: CodecStep | None = None
-        # Whether this process has failed: others get zeros for what it does not make.
+        # Whether this process has failed. It then sends zeros to other processes.
         self.failed = False
 
     def makes(self, stage: int) -> bool:
-        """Whether this process makes what a stage makes, and has not failed."""
+        """Whether this process runs a stage and has not failed."""
         return self.pipeline.here(stage) and not self.failed
 
     def copy(
@@ -63,13 +66,13 @@ class Transfers:
         places: Sequence[dict[int, Any]],
         present: Collection[int],
     ) -> None:
-        """Sends what a stage has to another one.
+        """Sends values of a stage to another stage.
 
         Args:
           tag: names this transfer.
-          copy: what is sent.
+          copy: the values to send.
           places: the arrays of each stage.
-          present: the values that there are; others are not of these places.
+          present: the values to send now; other values of ``copy`` are skipped.
         """
         source, sent = places[copy.stage], copy.sent
         found = [k for k, v in enumerate(sent.values) if v in present]
@@ -99,14 +102,14 @@ class Transfers:
         arrays: Sequence[Any] | None,
         place: dict[int, Any],
     ) -> None:
-        """Moves arrays of a stage to another, or to where they lie between steps.
+        """Moves arrays to another stage, or to their sharding between steps.
 
         Args:
           tag: names this transfer.
-          stage: where the arrays are.
-          sent: what goes where.
-          arrays: the arrays; None where the stage runs in another process.
-          place: the arrays of the other stage.
+          stage: the stage that has the arrays.
+          sent: the values, and the stage that receives them.
+          arrays: the arrays; None if ``stage`` runs in another process.
+          place: the arrays of the receiving stage; the moved arrays are added to it.
         """
         pipeline, links = self.pipeline, self.pipeline.links
         if sent.stage == RESULT:
@@ -129,7 +132,7 @@ class Transfers:
                 place.update(zip(sent.values, moved, strict=True))
 
     def alone(self, stage: int, other: int) -> bool:
-        """Whether two stages run in this process, and in no other."""
+        """Whether two stages run in this process only."""
         pipeline = self.pipeline
         if pipeline.links is None:
             return True
@@ -137,7 +140,10 @@ class Transfers:
         return found == frozenset({pipeline.links.index})
 
     def release(self, tag: Tag, stage: int, sent: Sent) -> None:
-        """Ends a transfer of which this process will make or use nothing."""
+        """Completes a transfer after this process has failed.
+
+        Zeros are sent to the receiver, and received arrays are not used.
+        """
         links, pipeline = self.pipeline.links, self.pipeline
         assert links is not None
         if pipeline.here(stage) and tag not in self.handed:
@@ -146,20 +152,20 @@ class Transfers:
             self.asked[tag] = links.fetch(tag, self.routes(sent))
 
     def routes(self, sent: Sent) -> list[Route]:
-        """How the values of a transfer go to another process."""
+        """The routes of the values of a transfer to another process."""
         return [
             self.route(*way)
             for way in zip(sent.values, sent.source, sent.target, strict=True)
         ]
 
     def route(self, value: int, source: NamedSharding, target: NamedSharding) -> Route:
-        """How a value goes to another process."""
+        """The route of a value to another process."""
         assert self.pipeline.links is not None
         found = self.struct(value)
         return self.pipeline.links.route(found.shape, found.dtype, source, target)
 
     def struct(self, value: int) -> jax.ShapeDtypeStruct:
-        """Shape and dtype of a value as it leaves its stage."""
+        """Shape and dtype of a value when its stage sends it."""
         known = self.pipeline.cut.program.values[value]
         struct = jax.ShapeDtypeStruct(known.shape, known.dtype)
         together = self.pipeline.crossed.rows.get(value)
@@ -169,13 +175,13 @@ class Transfers:
 
     @property
     def crossing(self) -> bool:
-        """Whether microbatches have been put together."""
+        """Whether the values of microbatches have been combined."""
         return not self.micro
 
     def leave_all(
         self, tag: Tag, stage: int, sent: Sent, arrays: Sequence[Any] | None
     ) -> None:
-        """Hands results of a stage to where they lie between steps."""
+        """Moves results of a stage to their shardings between steps."""
         if self.pipeline.links is None:
             assert arrays is not None
             self.results.update(zip(sent.values, sent.land_arrays(arrays), strict=True))
@@ -193,7 +199,11 @@ class Transfers:
         source: NamedSharding,
         target: NamedSharding,
     ) -> None:
-        """Hands a result to its owner, where it is state, and tells it to all."""
+        """Moves a result to its sharding between steps.
+
+        State goes to the stage that owns it. Results in `StagePipeline.shown` are also
+        copied to all processes.
+        """
         pipeline = self.pipeline
         if pipeline.links is None:
             self.results[value] = (
@@ -216,7 +226,7 @@ class Transfers:
             self.told[value] = self.show(stage, value, array, source)
 
     def show(self, stage: int, value: int, array: Any, source: NamedSharding) -> Any:
-        """A result on this process, whichever made it."""
+        """Copies a result to this process from the process that made it."""
         links = self.pipeline.links
         assert links is not None
         tag = ("shown", value)
@@ -228,7 +238,7 @@ class Transfers:
         return array if self.alone(stage, stage) else found
 
     def leave_unsummed(self, value: int, stage: int) -> None:
-        """Hands on a result of microbatches that is not summed."""
+        """Moves a result of microbatches that is not summed out of the step."""
         pipeline = self.pipeline
         _, target = pipeline.place(stage, value)
         array = self.step[stage].get(value)

@@ -1,10 +1,10 @@
-"""Moves arrays between processes that run stages of one step.
+"""Moves arrays between processes that run stages of one step, and finds lost processes.
 
-Watches the other processes of a pipeline: one that hangs must not stop all others.
-
-Each process counts in the store of the coordination service while it lives. A process
-whose count stands still is lost, and so is the service where it does not answer. A
-process that waits in a step asks for that meanwhile.
+If a process hangs, the other processes must not wait for it forever. So each process
+increments a counter (a heartbeat) in the key-value store of JAX's coordination service.
+A process counts as lost if its counter does not change for `SILENCE_S` seconds. If the
+service itself does not answer for this time, all other processes count as lost. A
+process checks the counters while it waits in a step.
 """
 
 from __future__ import annotations
@@ -31,47 +31,49 @@ from autopar_passes import jax_compat, jax_processes
 
 Watched = TypeVar("Watched")
 
-# A process is lost whose count stands still for so long.
+# A process counts as lost if its counter has not changed for this time.
 SILENCE_S = 7.0
 _BEAT_S, _POLL_S = 0.5, 0.1
-# How long the end of the program waits for a thread to come back to Python.
+# Longest time that the end of the program waits for threads to return to Python.
 _END_S = 5.0
 _ROOT = "autopar/beats"
 
 
 class ProgressWatch:
-    """Counts in this process, and looks at the counts of the others."""
+    """Increments this process's counter, and checks the counters of the others."""
 
     def __init__(
         self, client: Any, index: int, count: int, silence_s: float = SILENCE_S
     ) -> None:
-        """Begins to count, in a thread that ends with the program.
+        """Starts to count, in a thread that ends with the program.
 
         Args:
-          client: of the coordination service.
+          client: the client of the coordination service.
           index: number of this process.
           count: number of processes.
-          silence_s: how long a count may stand still.
+          silence_s: a process counts as lost if its counter does not change for this
+            number of seconds.
         """
         self._client = client
         self._index = index
         self._others = [k for k in range(count) if k != index]
         self._silence_s = silence_s
         self._counts: dict[int, str] = {}
-        # When each count was seen to change last, and when this looked last.
+        # Process -> time at which its counter was last seen to change.
         self._seen = dict.fromkeys(self._others, time.monotonic())
         self._looked = time.monotonic()
-        # What processes have said that cannot go on.
+        # Process that cannot go on -> its error text.
         self.said: dict[int, str] = {}
         self._ended = threading.Event()
         beat = threading.Thread(target=self._beat, name="watch", daemon=True)
         self._threads = [beat]
         beat.start()
-        # A thread that comes back to Python after its end would abort the process.
+        # A thread that returns to Python after Python has ended would abort the
+        # process.
         atexit.register(self.close)
 
     def close(self) -> None:
-        """Stops counting, and waits for the threads that were left to themselves."""
+        """Stops counting, and waits for the threads that `leave` was called with."""
         atexit.unregister(self.close)
         self._ended.set()
         end = time.monotonic() + _END_S
@@ -79,11 +81,11 @@ class ProgressWatch:
             thread.join(max(0.0, end - time.monotonic()))
 
     def leave(self, thread: threading.Thread) -> None:
-        """Leaves a thread to itself that waits for a process which is lost."""
+        """Stops waiting for a thread that waits for a lost process; `close` joins it."""
         self._threads.append(thread)
 
     def fail(self, text: str) -> None:
-        """Tells the others that this process cannot go on."""
+        """Tells the other processes that this process cannot go on."""
         with contextlib.suppress(jax.errors.JaxRuntimeError):
             self._client.key_value_set(f"{_ROOT}/{self._index}/failed", text)
 
@@ -98,7 +100,7 @@ class ProgressWatch:
                 self._looked = time.monotonic()
 
     def look(self) -> None:
-        """Looks at what all others have counted and said."""
+        """Reads the counters and error texts of all other processes."""
         for process in self._others:
             self._look(process)
 
@@ -113,11 +115,13 @@ class ProgressWatch:
             self.said[process] = str(self._client.key_value_try_get(key))
 
     def lost_processes(self, since: float) -> tuple[int, ...]:
-        """The processes that are silent; those that may be, where nothing answers.
+        """The lost processes.
+
+        If the coordination service does not answer, all other processes are returned.
 
         Args:
-          since: when this process began to wait: silence counts from then on, as it
-            may have been stopped itself before.
+          since: time at which this process began to wait. Earlier silence of another
+            process does not count, because this process may have been suspended.
         """
         if self.said:
             return tuple(self.said)
@@ -132,29 +136,30 @@ class ProgressWatch:
 
 
 class LostError(Exception):
-    """A process is silent while this one waits for it.
+    """Other processes are lost, and this process waits for them.
 
     Attributes:
-      processes: their numbers.
-      said: what they have said last; '': nothing.
+      processes: numbers of the lost processes.
+      said: the error texts of the lost processes; '' if they have sent none.
     """
 
     def __init__(self, processes: tuple[int, ...], said: str = "") -> None:
-        """Says which."""
+        """Creates the error; arguments are as in the attributes."""
         super().__init__(f"processes {', '.join(map(str, processes))} are silent")
         self.processes, self.said = processes, said
 
 
 def wait_watched(watch: ProgressWatch | None, work: Callable[[], Watched]) -> Watched:
-    """The result of what waits for other processes, in a thread that may be left.
+    """Runs ``work`` in a thread and returns its result, unless a process is lost.
 
     Args:
-      watch: looks at the other processes; None: nobody does.
-      work: waits; where a process is lost it is left to itself.
+      watch: checks the other processes; None: ``work`` runs without checks.
+      work: a function that waits for other processes. If a process is lost, its thread
+        is abandoned.
 
     Raises:
-      LostError: a process is silent, or has said that it cannot go on.
-      Exception: what the work raises.
+      LostError: a process is silent, or has reported that it cannot go on.
+      Exception: the error that ``work`` raises.
     """
     if watch is None:
         return work()
@@ -177,7 +182,7 @@ def wait_watched(watch: ProgressWatch | None, work: Callable[[], Watched]) -> Wa
     good, value = found[0]
     if good:
         return value
-    # A process that says why it cannot go on may end before this one looks again.
+    # A process may report its error and end before this process reads the report.
     watch.look()
     if watch.said:
         raise LostError(tuple(watch.said), "; ".join(watch.said.values())) from value
@@ -185,7 +190,7 @@ def wait_watched(watch: ProgressWatch | None, work: Callable[[], Watched]) -> Wa
 
 
 Tag = tuple[Any, ...]
-# What was asked for of each process, in order.
+# Process -> the arrays that were requested from it, in order.
 Fetched = dict[int, list[Any]]
 T = TypeVar("T")
 
@@ -194,7 +199,7 @@ T = TypeVar("T")
 def meeting(
     links: Links | None, release: Callable[[], None] | None, what: str
 ) -> Generator[None]:
-    """`Links.together`; without links as it is."""
+    """`Links.together`; without links a context that does nothing."""
     if links is None:
         yield
         return
@@ -203,11 +208,11 @@ def meeting(
 
 
 class Links:
-    """What this process hands to the others that run stages, and takes from them.
+    """The connections of this process to other processes that run stages.
 
-    Arrays go through the transfer servers of JAX. Offers and fetches return at once:
-    an offered array is kept until the other process takes it, a fetched one is there
-    once it is.
+    Arrays are sent through the transfer servers of JAX. Offers and fetches return at
+    once. An offered array is kept until the other process has received it. A fetched
+    array is a JAX array that becomes ready when its data has arrived.
     """
 
     def __init__(
@@ -216,12 +221,12 @@ class Links:
         serve: Callable[[], Any] = jax_processes.transfer_server,
         process_of: Callable[[Any], int] = lambda device: device.process_index,
     ) -> None:
-        """Starts this process's server; all processes do so together.
+        """Starts the transfer server of this process; all processes must call this.
 
         Args:
           world: the processes.
-          serve: starts the server.
-          process_of: the process of a device.
+          serve: function that starts the server.
+          process_of: function that returns the number of a device's process.
 
         Raises:
           PlanError: another process has failed.
@@ -244,13 +249,13 @@ class Links:
             if found is None
             else ProgressWatch(found.client, found.index, found.count)
         )
-        # What a step has asked for and has not got, by tag and process.
+        # Tag and process of a transfer -> requested arrays that have not arrived.
         self._asked: dict[tuple[Tag, int], list[Any]] = {}
         self._lost: StageError | None = None
 
     @functools.cached_property
     def devices(self) -> tuple[Any, ...]:
-        """The first device of each process, which takes what all are told."""
+        """The first device of each process, which holds values that all processes get."""
         first: dict[int, Any] = {}
         for device in self.world.devices:
             first.setdefault(self._process_of(device), device)
@@ -259,14 +264,14 @@ class Links:
     def offer(
         self, tag: Tag, arrays: Sequence[Any] | None, routes: Sequence[Route]
     ) -> None:
-        """Hands arrays to the processes that fetch them under the same tag.
+        """Offers arrays to the processes that fetch them under the same tag.
 
         Args:
           tag: names this transfer within the step.
-          arrays: on devices of this process, and of others perhaps; None: it failed to
-            make them, so that zeros are handed out. Whoever waits for them goes on, and
-            hears of the failure afterwards.
-          routes: of each array.
+          arrays: arrays with shards on devices of this process. None: this process
+            failed to compute them, so it offers zeros. The receivers then go on, and
+            learn of the failure later.
+          routes: the route of each array.
         """
         for process in sorted(frozenset[int]().union(*(w.processes for w in routes))):
             if process == self.index:
@@ -283,11 +288,11 @@ class Links:
                 self._server.await_pull(self._id(tag, self.index, process), found)
 
     def fetch(self, tag: Tag, routes: Sequence[Route]) -> Fetched:
-        """Asks other processes for what they offer under a tag; it arrives later.
+        """Requests the arrays that other processes offer; the data arrives later.
 
         Args:
-          tag: as it was offered.
-          routes: of each array.
+          tag: the tag of the offer.
+          routes: the route of each array.
         """
         found: Fetched = {}
         for process in sorted(frozenset[int]().union(*(w.origins for w in routes))):
@@ -306,12 +311,13 @@ class Links:
         fetched: Fetched,
         arrays: Sequence[Any] | None = None,
     ) -> list[Any]:
-        """Arrays where they must lie, of the pieces of all processes.
+        """Builds arrays in their target shardings from the pieces of all processes.
 
         Args:
-          routes: of each array.
-          fetched: of `fetch`.
-          arrays: before; None: this process has no part of them.
+          routes: the route of each array.
+          fetched: the result of `fetch`.
+          arrays: the arrays in their source shardings; None: this process has no
+            shards of them.
         """
         arrived = {process: iter(pieces) for process, pieces in fetched.items()}
         out: list[Any] = []
@@ -328,34 +334,37 @@ class Links:
     def move_arrays(
         self, tag: Tag, arrays: Sequence[Any] | None, routes: Sequence[Route]
     ) -> list[Any]:
-        """Arrays where they must lie; all processes that have parts of them call this.
+        """Moves arrays to their target shardings.
 
-        A process that has no part afterwards gets arrays without shards.
+        All processes that have shards of the arrays, before or after, must call this. A
+        process that has no shards afterwards gets arrays without shards.
 
         Args:
           tag: names this transfer within the step.
-          arrays: before; None: this process has no part of them.
-          routes: of each array.
+          arrays: the arrays in their source shardings; None: this process has no
+            shards of them.
+          routes: the route of each array.
         """
         if arrays is not None:
             self.offer(tag, arrays, routes)
         return self.land_pieces(routes, self.fetch(tag, routes), arrays)
 
     def _ask(self, tag: Tag, process: int, pulled: list[Any]) -> None:
-        """Keeps what was asked for until it is there, and drops what has come."""
+        """Records requested arrays, and forgets those that have arrived."""
         with self._lock:
             for key in [k for k, arrays in self._asked.items() if _there(arrays)]:
                 del self._asked[key]
             self._asked[tag, process] = pulled
 
     def everywhere(self, tag: Tag, struct: Any, source: Any, array: Any) -> Any:
-        """An array on a device of each process; all processes call this.
+        """Copies an array to a device of each process; all processes must call this.
 
         Args:
           tag: names this transfer.
-          struct: has its shape and dtype.
-          source: where it lies.
-          array: the array; None where this process has no part, or failed to make it.
+          struct: shape and dtype of the array.
+          source: sharding of the array.
+          array: the array; None if this process has no shards of it, or failed to
+            compute it.
         """
         found: list[Any] = []
         for process, device in enumerate(self.devices):
@@ -377,7 +386,7 @@ class Links:
         source: Any,
         target: NamedSharding,
     ) -> Route:
-        """See `autopar.runtime.stages.routes.route`; known from before."""
+        """Like `autopar.runtime.stages.routes.route`, with a cache."""
         key = tuple(shape), str(dtype), source, target
         found = self._routes.get(key)
         if found is None:
@@ -389,10 +398,11 @@ class Links:
         """Begins a step on all processes.
 
         Args:
-          digest: 32 bytes that must be the same on all of them.
-          first: whether a process may fail in place of this, as in a first step.
+          digest: 32 bytes that should be equal on all processes.
+          first: whether another process may report a failure in this exchange, as in
+            the first step.
 
-        Returns whether the digests are the same.
+        Returns whether the digests are equal on all processes.
 
         Raises:
           PlanError: a process has failed.
@@ -410,13 +420,13 @@ class Links:
     def together(
         self, release: Callable[[], None] | None, what: str = "running a step"
     ) -> Generator[None]:
-        """Does something on all processes; where it fails on one it fails on all.
+        """A context that all processes enter; an error in one fails it in all.
 
         Args:
-          release: called where it fails here, so that no other process waits for what
-            this one will not make; None: the others wait in collectives, which nothing
-            ends, so that no process can go on.
-          what: is being done.
+          release: function to call after an error in this process, so that no other
+            process waits for its arrays. None: the other processes wait in collectives,
+            which cannot be ended, so no process can go on.
+          what: description of the work, for error messages.
 
         Raises:
           PlanError: another process has failed.
@@ -444,7 +454,7 @@ class Links:
         exchange_data(self.world, what)
 
     def agree(self, holds: bool, what: str) -> bool:
-        """Whether something holds on all processes.
+        """Whether ``holds`` is true on all processes.
 
         Raises:
           StageError: a process has ended.
@@ -452,7 +462,7 @@ class Links:
         return all(map(any, self._gather(bytes([holds]), what)))
 
     def _end(self, error: Exception, what: str) -> None:
-        """Tells the others that this process cannot go on."""
+        """Tells the other processes that this process cannot go on."""
         agreement.leave_at_end()
         if self._watch is not None and self._lost is None:
             self._watch.fail(f"{type(error).__name__}: {error}")
@@ -474,11 +484,11 @@ class Links:
             raise self._lost from error
 
     def wait_for(self, work: Callable[[], T], what: str = "running a step") -> T:
-        """The result of what waits for other processes.
+        """Runs a function that waits for other processes, and returns its result.
 
         Args:
-          work: waits.
-          what: is being done.
+          work: the function.
+          what: description of the work, for error messages.
 
         Raises:
           StageError: a process does not answer.
@@ -506,7 +516,7 @@ class Links:
             raise self._lost from lost
 
     def _awaited_tasks(self) -> str:
-        """Which task's results have not come, of those that were asked for."""
+        """Text that names a requested transfer that has not arrived; '' if none."""
         for (tag, process), arrays in list(self._asked.items()):
             if not _there(arrays):
                 return f", {task_text(tag)} of process {process}"
@@ -520,14 +530,14 @@ class Links:
             return self._connections[process]
 
     def _id(self, tag: Tag, origin: int, process: int) -> int:
-        """A number that no other transfer of these processes has."""
+        """A number that identifies this transfer between these processes."""
         text = repr((self.number, tag, origin, process)).encode()
         found = hashlib.blake2b(text, digest_size=8).digest()
         return int.from_bytes(found, "little") >> 1
 
 
 def task_text(tag: Tag) -> str:
-    """Says what a transfer is of.
+    """Describes a transfer in words, for error messages.
 
     >>> task_text(("backward", 1, 1, 0, 3))
     'for backward of stage 1 and microbatch 3'
@@ -542,5 +552,8 @@ def task_text(tag: Tag) -> str:
 
 
 def _there(arrays: Sequence[Any]) -> bool:
-    """Whether arrays have come; what was taken over by a program has."""
+    """Whether arrays have arrived.
+
+    An array that a program has consumed (donated) also counts as arrived.
+    """
     return all(array.is_deleted() or array.is_ready() for array in arrays)
