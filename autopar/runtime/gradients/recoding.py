@@ -278,7 +278,7 @@ class CodecChange:
 
 
 class Adoption:
-    """The changes that a policy has asked for, and the time lost by putting them off."""
+    """The changes that a policy has asked for, and the time lost by those put off."""
 
     def __init__(self) -> None:
         """Creates the object without changes."""

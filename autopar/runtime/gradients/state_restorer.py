@@ -303,7 +303,7 @@ def gradients_read(analysis: Analysis) -> frozenset[int]:
 
 
 def results_of(analysis: Analysis) -> frozenset[int]:
-    """The floating-point values that a step returns, except carried state and inputs."""
+    """The floating-point results of a step, except carried state and inputs."""
     graph, carried = analysis.graph, set(analysis.carried_arguments.values())
     inputs = {given.value for given in graph.inputs}
     return frozenset(

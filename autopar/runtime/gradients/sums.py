@@ -81,7 +81,7 @@ class Member:
 
     @property
     def bucket(self) -> Bucket[int]:
-        """The bucket of this gradient; gradients of equal buckets are summed together."""
+        """The bucket; gradients of equal buckets are summed together."""
         summation = self.summation
         return Bucket(self.decision.bucket, summation.axes, summation.within)
 

@@ -19,9 +19,9 @@ from autopar_errors import warn_user
 UNREAD = 64
 # Least weight of the latest step in the running mean of squared errors.
 LATEST = 0.1
-# An error is too large above TIMES * the error that the plan expects, but never below
-# LITTLE, which does not harm training, and always above MOST_LOST. The first EARLY steps
-# with a set of codecs give no warning.
+# An error is too large if it exceeds TIMES * the error that the plan expects. The
+# limit is at least LITTLE, which does not harm training, and at most MOST_LOST. The
+# first EARLY steps with a set of codecs give no warning.
 TIMES, LITTLE, EARLY = 2.0, 0.1, 16
 
 

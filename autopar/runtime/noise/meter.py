@@ -416,7 +416,10 @@ class NoiseMeter:
         return [self._parts[value], whole]
 
     def _halves_and_sum(self, source: GradientSource, whole: Norm) -> list[Norm]:
-        """The norms of this gradient, of the one in the step before, and of the mean."""
+        """The norms of the gradients in this step and the step before, and of their mean.
+
+        Such a gradient has only one group, so it is compared with the step before.
+        """
         before = self.state["previous"][source.name]
         both = 0.5 * (whole.array.astype(jnp.float32) + before.astype(jnp.float32))
         return [

@@ -226,8 +226,8 @@ def turn_of(assignment: Assignment, value: int, bare: int) -> tuple[int, ...] | 
       bare: the value that `bare_of` returns for ``value``.
 
     Returns:
-      For each dim of ``value`` the number of the same dim in ``bare``; None if ``value``
-      is a reshaped ``bare``.
+      For each dim of ``value`` the number of the same dim in ``bare``. None if ``bare``
+      is also reshaped on its way to ``value``.
     """
     equations = assignment.analysis.program.by_index()
     turn = tuple(range(len(assignment.graph.values[value].shape)))
@@ -245,7 +245,10 @@ def turn_of(assignment: Assignment, value: int, bare: int) -> tuple[int, ...] | 
 
 
 def replicas_of(assignment: Assignment, value: int) -> Axes:
-    """The mesh axes that split the rows, so that a gradient is a partial sum on each."""
+    """The mesh axes over which a gradient is a partial sum of different rows.
+
+    On such an axis the devices are data replicas.
+    """
     held = assignment.stackings.get(value)
     if held is None or value not in held.deferral.ends:
         return ()

@@ -131,7 +131,7 @@ class StagedNoise:
         return jax.ShapeDtypeStruct((count,), jnp.float32)
 
     def lies(self, place: Place) -> NamedSharding:
-        """The sharding of the result of `added_up`: a copy on each device of the stage."""
+        """The sharding of the result of `added_up`: a copy on each device."""
         stage = place.stage if isinstance(place, TaskKey) else place
         return NamedSharding(self.meshes[stage], PartitionSpec())
 
@@ -216,7 +216,7 @@ def staged_noise(
 
 
 def _gradients(cut: CutStep) -> dict[int, str]:
-    """Value of the microbatches -> name of the parameter that only this value updates."""
+    """Value of microbatches -> name of the parameter that only this value updates."""
     summed = [c.value for c in cut.found.crossings if c.combine in _SHARES]
     return alone_in(updated_parameters(cut.analysis.graph, summed))
 

@@ -1,8 +1,8 @@
-"""Codecs of a pipeline: each stage sums its gradients by them once a step.
+"""Codecs in a pipeline: each stage sums its gradients by codecs once in a step.
 
-A stage sums behind its microbatches, before its update. Whether all gradients are
-finite is known once all stages have summed; then state and residuals are kept, or
-restored on every stage.
+A stage sums its gradients after its last microbatch and before its update. When all
+stages have summed, it is known whether all gradients of the step are finite. If they
+are not, every stage restores its state and its residuals.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ class StagedCodecs:
 
     Attributes:
       sums: the gradients of all stages.
-      state: what a step restores where a gradient is not finite.
+      state: the state that a step restores if a gradient is not finite.
       stages: the stages on their devices.
-      donate: whether a step takes over the memory of its state.
+      donate: whether a step reuses the memory of the state it is given.
     """
 
     sums: StagedSums
@@ -41,7 +41,12 @@ class StagedCodecs:
 
     @functools.cached_property
     def decide(self) -> Any:
-        """A jitted function of all telemetry and levels, and of the counters."""
+        """A jitted function that decides whether all gradients are finite.
+
+        Its arguments are the telemetry and the levels of all stages, and the counters.
+        It returns whether all gradients are finite, the joined telemetry and levels,
+        and the new counters.
+        """
 
         def decide_levels(rows: Any, levels: Any, step: Any, skipped: Any) -> Any:
             every = jnp.concatenate(rows)
@@ -52,7 +57,10 @@ class StagedCodecs:
 
     @functools.cached_property
     def settle(self) -> Mapping[int, Any]:
-        """By stage, a jitted function of the verdict and the old and new state."""
+        """Stage -> a jitted function that restores the codec state if needed.
+
+        Its arguments are whether all gradients are finite, the old and the new state.
+        """
         return {k: self._settle_code(part) for k, part in self.sums.stages.items()}
 
     def _settle_code(self, part: GradientSums) -> Any:
@@ -63,7 +71,7 @@ class StagedCodecs:
         )
 
     def names(self, stage: int) -> list[str]:
-        """The gradients of a stage."""
+        """The names of a stage's gradients."""
         found = self.sums.stages[stage].members.values()
         return [member.decision.name for member in found]
 
@@ -75,12 +83,12 @@ class StagedCodecs:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CodecOutcome:
-    """What the codecs of a step leave behind.
+    """The results of the codecs in one step.
 
     Attributes:
-      state: for the next step.
-      telemetry: a row for each gradient, float32 (gradients, 6 or 10).
-      levels: one at the level that each gradient took, int32 (gradients, levels).
+      state: the state for the next step.
+      telemetry: one row for each gradient, float32 (gradients, 6 or 10).
+      levels: the level that sent each gradient, one-hot, int32 (gradients, levels).
     """
 
     state: State
@@ -89,7 +97,7 @@ class CodecOutcome:
 
 
 class CodecStep:
-    """The codecs' side of one step."""
+    """The state and the results of the codecs during one step."""
 
     def __init__(
         self,
@@ -98,13 +106,14 @@ class CodecStep:
         links: Links | None,
         due: Any = None,
     ) -> None:
-        """Starts with the state of the step before.
+        """Starts a step.
 
         Args:
-          codecs: of the pipeline.
-          state: of `StagedSums.init`, or after a step.
-          links: to the other processes; None: there are none.
-          due: whether gradients are measured; None: this is not asked.
+          codecs: the codecs of the pipeline.
+          state: the state from `StagedSums.init`, or after the step before.
+          links: the connections to other processes; None: there is one process.
+          due: bool scalar: whether the norms of gradients are measured in this step;
+            None: in every step, or never.
         """
         self.codecs = codecs
         self.links = links
@@ -114,9 +123,9 @@ class CodecStep:
         self.due = {} if due is None else self._hand_scalar(own, due)
         self.new: dict[int, dict[str, Any]] = {}
         self.told: dict[int, tuple[Any, Any]] = {}
-        # The stages whose telemetry has gone to all processes.
+        # The stages whose telemetry has been sent to all processes.
         self.shared: set[int] = set()
-        # By stage, whether all gradients of the step are finite; once `decide` ran.
+        # Stage -> whether all gradients of the step are finite; empty before `decide`.
         self.finite: dict[int, Any] = {}
         self.counted: tuple[Any, ...] = ()
 
@@ -125,15 +134,15 @@ class CodecStep:
         return links is None or links.index in self.codecs.stages[stage].processes
 
     def _hand_scalar(self, stages: Sequence[int], scalar: Any) -> dict[int, Any]:
-        """A scalar of this process on all devices of its stages."""
+        """Stage -> a scalar, copied to all devices of the stage."""
         where = [self.codecs.stages[k].everywhere for k in stages]
         return dict(zip(stages, placement.replicate_array(scalar, where), strict=True))
 
     def sum_inputs(self, stage: int, *, measured: bool) -> tuple[Any, ...]:
-        """What a stage sums its gradients with: the step's number, and its state.
+        """The arguments of `finish_code` before the running sums.
 
-        Where they are measured, whether they are in this step comes last, if not
-        in all.
+        These are the number of the step and the state of the stage's codecs. If norms
+        are measured only in some steps, whether this step is measured follows.
         """
         every = self.state["gradients"]
         found = self.steps[stage], {n: every[n] for n in self.codecs.names(stage)}
@@ -142,12 +151,12 @@ class CodecStep:
     def take_sums(
         self, stage: int, new: dict[str, Any], rows: Any, levels: Any
     ) -> None:
-        """Takes what a stage has found; later `decide` looks at all of it."""
+        """Keeps the results of a stage's codecs for `decide` and `finish`."""
         self.new[stage] = new
         self.told[stage] = rows, levels
 
     def decide(self) -> None:
-        """Finds on every process whether all gradients are finite."""
+        """Computes on every process whether all gradients are finite."""
         sums = self.codecs.sums
         pairs = [self._own_telemetry(stage) for stage in sums.stages]
         rows, levels = zip(*jax.device_put(pairs, sums.counter), strict=True)
@@ -160,13 +169,13 @@ class CodecStep:
         self.finite = self._hand_scalar(own, finite)
 
     def give_up(self) -> None:
-        """Hands others zeros for what this process failed to find."""
+        """Sends zeros to other processes for telemetry that this process lacks."""
         for stage in self.codecs.sums.stages:
             if stage not in self.shared:
                 self._own_telemetry(stage)
 
     def _own_telemetry(self, stage: int) -> tuple[Any, Any]:
-        """Telemetry and levels of a stage, on a device of this process."""
+        """Telemetry and levels of a stage, copied to a device of this process."""
         if self.links is None:
             return self.told[stage]
         self.shared.add(stage)
@@ -185,7 +194,7 @@ class CodecStep:
         return rows, levels
 
     def finish(self) -> CodecOutcome:
-        """The state for the next step, and what was sent."""
+        """Restores the state if needed, and returns the results of the codecs."""
         gradients = dict(self.state["gradients"])
         for stage, new in self.new.items():
             old = {name: gradients[name] for name in new}

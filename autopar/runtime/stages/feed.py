@@ -1,4 +1,4 @@
-"""Hands flat arguments to a pipeline, and its results back."""
+"""Passes the flat arguments of a step to a pipeline, and returns its flat results."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from autopar_passes.stages.cut import Phase
 
 
 class Feed:
-    """Hands the flat arguments of a step to a pipeline, and its results back."""
+    """A step of several stages, as a function of its flat arguments."""
 
     def __init__(
         self,
@@ -35,13 +35,13 @@ class Feed:
         pipeline: StagePipeline,
         noise: StagedNoise | None = None,
     ) -> None:
-        """Resolves where each argument goes.
+        """Computes the stage and the sharding of each argument.
 
         Args:
-          analysis: the step on the whole batch.
-          cut: the step as stages.
-          pipeline: its tasks on devices.
-          noise: what is measured of gradients.
+          analysis: the analysis of the step on the whole batch.
+          cut: the step cut into stages.
+          pipeline: the tasks on their devices.
+          noise: the noise measurement; None: the noise is not measured.
         """
         self.noise, self.analysis = noise, analysis
         self.found = cut.found
@@ -56,7 +56,7 @@ class Feed:
         self.in_shardings = [
             self._lies(k, value, shapes[k]) for k, value in enumerate(self.values)
         ]
-        # Stage -> the flat arguments that it deals out to microbatches.
+        # Stage -> positions of the flat arguments that it splits into microbatches.
         self.dealt: dict[int, list[int]] = defaultdict(list)
         for k in self.found.batch:
             self.dealt[self.owners[arguments[k]]].append(k)
@@ -67,7 +67,10 @@ class Feed:
         self.ahead = None if self.found.ahead is None else self._ahead_code()
 
     def _lies(self, k: int, value: int, shape: tuple[int, ...]) -> NamedSharding:
-        """Where an argument lies: rows are split as those of a microbatch are."""
+        """The sharding of an argument.
+
+        Rows of the batch are sharded like the rows of a microbatch.
+        """
         stage = self.pipeline.stages[self.owners[value]]
         where = stage.sharding(value)
         if k not in self.found.batch:
@@ -79,7 +82,7 @@ class Feed:
         return NamedSharding(stage.mesh, PartitionSpec(*spec))
 
     def _deal_code(self, stage: int, positions: Sequence[int]) -> Any:
-        """A jitted function from whole batches to those of all microbatches."""
+        """A jitted function that splits arrays of the batch into microbatches."""
         where = self.pipeline.stages[stage]
         count = self.found.microbatches
         arguments = self.program.body.inputs
@@ -97,7 +100,7 @@ class Feed:
         return jax.jit(deal, out_shardings=[shardings] * count)
 
     def _numbers(self, arguments: Sequence[int]) -> list[dict[int, Any]]:
-        """The number of each microbatch, where the program takes it."""
+        """For each microbatch the input with its number, if there is such an input."""
         count, place = self.found.microbatches, self.found.number
         if place is None:
             return [{} for _ in range(count)]
@@ -110,7 +113,7 @@ class Feed:
 
     @functools.cached_property
     def read_late(self) -> frozenset[int]:
-        """The arguments of the batch that updates read."""
+        """Positions of the arguments of the batch that updates read."""
         updates = (
             t for k, t in self.pipeline.cut.tasks.items() if k.phase is Phase.UPDATE
         )
@@ -122,7 +125,7 @@ class Feed:
 
     @functools.cached_property
     def read(self) -> frozenset[int]:
-        """The arguments that are read ahead of the microbatches."""
+        """Positions of the arguments that the program before all microbatches reads."""
         assert self.found.ahead is not None
         body = self.found.ahead.body
         atoms = [*(a for eqn in walk(body) for a in eqn.inputs), *body.outputs]
@@ -131,7 +134,7 @@ class Feed:
         return frozenset(k for k, value in enumerate(arguments) if value in read)
 
     def _ahead_code(self) -> Any:
-        """A jitted function from the whole batch to what all microbatches take."""
+        """A jitted function that computes inputs which depend on the whole batch."""
         ahead = self.found.ahead
         assert ahead is not None
         return jax.jit(functools.partial(evaluate, ahead))
@@ -139,9 +142,10 @@ class Feed:
     def __call__(self, *arguments: Any) -> Any:
         """Runs one step.
 
-        The state of codecs comes behind the other arrays, and goes with telemetry and
-        levels (`autopar.runtime.planned.PlannedStep.function`); measured noise comes
-        and goes last.
+        The state of codecs is an argument after the flat arguments, and the state of
+        the noise is the last argument. The results are the flat results, then the state
+        of codecs, telemetry and levels, then the state of the noise
+        (`autopar.runtime.planned.PlannedStep.function`).
         """
         flat = arguments[: len(self.values)]
         behind = list(arguments[len(self.values) :])
@@ -160,7 +164,7 @@ class Feed:
         return (made, *beside) if beside else made
 
     def _gather_noise(self, noise: StagedNoise, ran: Ran) -> dict[Place, Any]:
-        """What all stages have measured of a step, on devices of this process."""
+        """The norms that all stages have measured, on devices of this process."""
         links, out = self.pipeline.links, dict[Place, Any]()
         for number, (place, rows) in enumerate(ran.noise.items()):
             found = noise.added_up(place, list(rows)) if rows else None
@@ -173,7 +177,7 @@ class Feed:
         return out
 
     def _restore(self, codecs: CodecStep, flat: Sequence[Any], made: list[Any]) -> None:
-        """Restores the state that no task could."""
+        """Restores the state that no task has restored."""
         for carried in self.pipeline.late:
             owner = self.owners[carried.old]
             if self.pipeline.here(owner):
@@ -185,7 +189,11 @@ class Feed:
                 )
 
     def _restores(self, carried: Carried) -> Any:
-        """A jitted function of an array before and after a step, and the verdict."""
+        """A jitted function that restores an array of the state.
+
+        Its arguments are the array before the step, the array after the step, and
+        whether all gradients are finite.
+        """
         if carried.argument not in self._late:
             self._late[carried.argument] = jax.jit(
                 functools.partial(kept_or_restored, own=carried.own),
@@ -204,22 +212,24 @@ class Feed:
         state = set(self.analysis.carried_arguments.values())
         held = {id(out[k]) for k in state}
         for k, x in enumerate(out):
-            # The next step consumes its state, and no result that is equal to it.
+            # The next step consumes its state, so a result that is the same array as
+            # state must be copied.
             if k not in state and id(x) in held and x.sharding.addressable_devices:
                 out[k] = jax.numpy.copy(x)
         return out, ran
 
     def gradients(self, *flat: Any) -> dict[str, Any]:
-        """The partial gradients of a step that codecs could send, by name."""
+        """Name of a gradient -> its partial gradients; see `partial_gradients`."""
         found = partial_gradients(self.pipeline, *self._deal_inputs(flat))
         if self.pipeline.links is not None:
-            self.pipeline.links.number += 1  # the step sends all of it once more
+            # The step uses the same tags of transfers, so it needs another number.
+            self.pipeline.links.number += 1
         return found
 
     def _deal_inputs(
         self, flat: Sequence[Any]
     ) -> tuple[dict[int, Any], list[dict[int, Any]]]:
-        """The inputs of the step, and those of each microbatch."""
+        """The inputs that all microbatches share, and the inputs of each microbatch."""
         split = set(self.found.batch)
         known = {
             v: x
@@ -228,7 +238,8 @@ class Feed:
         }
         given_ahead = self._whole_batch_inputs(flat)
         known.update({v: x for k, (v, x) in given_ahead.items() if k not in split})
-        # What reads the batch after its only microbatch; of several, it has no rows.
+        # If there is only one microbatch, updates may read the batch itself. With
+        # several microbatches, updates read no rows of these arguments.
         known.update({self.values[k]: flat[k] for k in self.read_late})
         micro = [dict(given) for given in self.numbers]
         arguments = self.program.body.inputs
@@ -251,7 +262,7 @@ class Feed:
         atom = self.program.body.outputs[k]
         if not isinstance(atom, Scalar) and atom not in self.constants:
             return (ran.state if k in self.state else ran.told)[atom]
-        # A new array each time: state is consumed by the next step.
+        # Each step makes a new array, because the next step consumes the state.
         known = (
             np.asarray(atom.value, atom.aval.dtype)
             if isinstance(atom, Scalar)
@@ -265,7 +276,7 @@ class Feed:
         return placement.place(known, where if old is None else self.in_shardings[old])
 
     def _passed_arrays(self, flat: Sequence[Any]) -> dict[int, Any]:
-        """The arrays of the batch that the step returns as they are."""
+        """The arrays of the batch that the step returns unchanged."""
         out: dict[int, Any] = {}
         for k in sorted(self.found.batch):
             if k >= len(flat):
@@ -286,7 +297,7 @@ class Feed:
             code.clear_cache()
 
     def _whole_batch_inputs(self, flat: Sequence[Any]) -> dict[int, tuple[int, Any]]:
-        """What depends on the whole batch: flat input -> its value and the array."""
+        """Flat input that depends on the whole batch -> its value and its array."""
         if self.ahead is None:
             return {}
         made = self.ahead(*self._whole(flat))
@@ -303,7 +314,7 @@ class Feed:
         return placement.place(array, self.pipeline.stages[owner].sharding(value))
 
     def _whole(self, flat: Sequence[Any]) -> list[Any]:
-        """The arguments on one device; None for those that are not read."""
+        """The arguments copied to one device; None for an argument not in `read`."""
         links, stages = self.pipeline.links, self.pipeline.stages
         here = next(k for k in range(len(stages)) if self.pipeline.here(k))
         first = stages[here].mesh.devices.flat[0]

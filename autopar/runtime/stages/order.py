@@ -23,11 +23,11 @@ _PHASES = {
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Issue:
-    """A task of a microbatch.
+    """A task of one microbatch.
 
     Attributes:
       key: the task.
-      microbatch: of which microbatch.
+      microbatch: number of the microbatch; -1: the task runs once in the step.
     """
 
     key: TaskKey
@@ -35,10 +35,11 @@ class Issue:
 
 
 def issue_order(table: ScheduleTable) -> tuple[Issue, ...]:
-    """All tasks of a schedule, each after those that it waits for.
+    """All tasks of a schedule in an order in which one process can issue them.
 
-    Stages take turns, so that none is issued far ahead of another. Each stage keeps the
-    order of the schedule.
+    Each task comes after the tasks that it waits for. The tasks of a stage keep the
+    order of the schedule. The order cycles over the stages, so that no stage gets far
+    ahead of the others.
     """
     orders = [list(table.tasks(stage)) for stage in range(table.stages)]
     places = [0] * table.stages
@@ -77,13 +78,13 @@ def _waits_for(
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Turn:
-    """A task of a microbatch in the order of its stage.
+    """A task of a microbatch, with the tasks that must be issued before it.
 
     Attributes:
       issue: the task.
-      number: among all tasks of the order.
-      waits_for: the numbers of the tasks of other stages that it reads of.
-      tells: the threads that wait for it.
+      number: number of the task in the order of all tasks.
+      waits_for: numbers of the tasks of other stages whose results the task reads.
+      tells: numbers of the threads with tasks that read results of this task.
     """
 
     issue: Issue
@@ -100,9 +101,10 @@ def turns(
     """The tasks of each thread, in order.
 
     Args:
-      order: the tasks of all stages, each after those that it waits for.
-      stages: of each thread, the stages that it runs here.
-      waits_for: task -> tasks of these stages that it reads of, of its microbatch.
+      order: the tasks of all stages; each task comes after the tasks it waits for.
+      stages: for each thread the stages of this process that it runs.
+      waits_for: task -> tasks of these stages whose results it reads in the same
+        microbatch.
     """
     threads = {stage: k for k, own in enumerate(stages) for stage in own}
     numbers = {issue: k for k, issue in enumerate(order)}
@@ -130,20 +132,20 @@ def run_in_threads(
     run: Callable[[Issue], None],
     join: Callable[[Callable[[], Any]], Any] = lambda work: work(),
 ) -> None:
-    """Issues the tasks of each stage in a thread of its own.
+    """Issues tasks in several threads.
 
-    A stage keeps its order, and issues a task once the tasks of other stages that it
-    waits for are issued. Each thread has an inbox of these, so that it wakes for what
-    it reads alone.
+    Each thread keeps the order of its tasks. It issues a task after all tasks that the
+    task waits for have been issued. Each thread has an inbox for the numbers of issued
+    tasks. Only numbers of tasks that this thread waits for are put into it.
 
     Args:
-      executor: has a thread for each stage.
+      executor: has a thread for each list of ``by_stage``.
       by_stage: the tasks of each thread, in order (`turns`).
-      run: issues one task.
-      join: waits for the threads by a function that it is given.
+      run: function that issues one task.
+      join: calls its argument, a function that waits for all threads.
 
     Raises:
-      Exception: the first that a task raised; the others are not issued any more.
+      Exception: the first error of a task; after an error no more tasks are issued.
     """
     inboxes = [queue.SimpleQueue[int | None]() for _ in by_stage]
     failed = threading.Event()
@@ -165,7 +167,7 @@ def run_in_threads(
         except BaseException:
             failed.set()
             for other in inboxes:
-                other.put(None)  # wakes it
+                other.put(None)  # wakes the thread
             raise
 
     futures = [

@@ -508,7 +508,7 @@ class StagePipeline:
 
     @property
     def late(self) -> tuple[Carried, ...]:
-        """State that no update restores, so that it is restored at the end of a step."""
+        """State that is restored at the end of a step, because no update restores it."""
         if self.codecs is None:
             return ()
         done = {c.new for found in self.restored.values() for c in found}
@@ -601,7 +601,11 @@ class StagePipeline:
         return out
 
     def _late_copies(self) -> tuple[StageCopy, ...]:
-        """Values of microbatches that are not summed, copied to updates of other stages."""
+        """The copies of values that are not summed over microbatches.
+
+        Such a value is made by microbatches of one stage, and is read by updates of
+        another stage.
+        """
         out: list[StageCopy] = []
         for stage in range(len(self.stages)):
             readers = self._crossing_readers(stage)

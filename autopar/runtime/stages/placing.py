@@ -1,4 +1,4 @@
-"""Puts arrays where they are wanted on devices of several processes."""
+"""Moves the arguments of a step to their shardings, on devices of several processes."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from autopar.runtime.stages.transport import Links
 
 
 class _Lies(enum.StrEnum):
-    """Where an array lies, as one process sees it."""
+    """The place of an array, as one process sees it."""
 
-    PLACED = "placed"  # where the plan wants it
-    OWN = "own"  # this process has all of it
-    OTHER = "other"  # this process has nothing of it
-    SPREAD = "spread"  # several processes have parts
+    PLACED = "placed"  # the array already has the sharding of the plan
+    OWN = "own"  # this process has the whole array
+    OTHER = "other"  # this process has no shard of the array
+    SPREAD = "spread"  # this process and others have shards of the array
 
 
 def place_arrays(
@@ -35,21 +35,24 @@ def place_arrays(
     *,
     first: bool,
 ) -> list[Any]:
-    """Arrays where they are wanted, on devices of any processes.
+    """Moves arguments to their shardings, on devices of any processes.
 
-    Of an array of the batch every process passes its rows, as many as any other. All
-    else is the same on every process or lies somewhere in the world. Of what lies on
-    devices of other processes, this one gets arrays without shards.
+    For an array of the batch, each process passes its own rows, the same number on each
+    process. Every other argument is either equal on all processes, or one array with
+    shards on devices of any processes. If all shards of a result are on other
+    processes, this process gets an array without shards.
 
     Args:
-      links: to the other processes.
+      links: the connections to other processes.
       leaves: path -> array of this process.
-      shapes: of each array in all processes: where it is another, rows are passed.
-      shardings: where each array must lie.
-      first: whether it is the first step that runs by a plan.
+      shapes: the whole shape of each array; an array of another shape holds the rows of
+        this process.
+      shardings: the wanted sharding of each array.
+      first: whether this is the first step that runs with a plan.
 
     Raises:
-      PlanError: arrays that each process holds alone differ, or a process has failed.
+      PlanError: an array that should be equal on all processes differs, or a process
+        has failed.
       StageError: a process has ended.
     """
     wanted = list(zip(leaves.items(), shapes, shardings, strict=True))
@@ -68,15 +71,16 @@ def place_arrays(
 def moved_between(
     links: Links, state: Mapping[str, Any], shardings: Sequence[NamedSharding]
 ) -> list[Any]:
-    """The arrays of a state in other places, on devices of any processes.
+    """Moves the arrays of a state to other shardings, on devices of any processes.
 
     Args:
-      links: to the other processes.
+      links: the connections to other processes.
       state: path -> array.
-      shardings: where each array must lie.
+      shardings: the wanted sharding of each array.
 
     Raises:
-      PlanError: arrays that each process holds alone differ, or a process has failed.
+      PlanError: an array that should be equal on all processes differs, or a process
+        has failed.
       StageError: a process has ended.
     """
     wanted = {
@@ -89,7 +93,7 @@ def moved_between(
 def _place_by_path(
     links: Links, wanted: Mapping[str, tuple[Any, NamedSharding]], *, first: bool
 ) -> dict[str, Any]:
-    """Arrays where they are wanted, by path; begins a step."""
+    """Path -> the array in its wanted sharding; also begins a step on all processes."""
     lies = {path: _lies(x, sharding) for path, (x, sharding) in wanted.items()}
     digests = agreement.digests_of(
         {path: wanted[path][0] for path, how in lies.items() if how is _Lies.OWN}
@@ -108,7 +112,7 @@ def _place_by_path(
 
 
 def _by_process(links: Links, lies: Mapping[str, _Lies]) -> dict[str, list[_Lies]]:
-    """Path -> where an array lies, as each process sees it."""
+    """Path -> the place of an array, as each process sees it."""
     what = "comparing where the arguments lie"
     data = msgspec.msgpack.encode({path: str(how) for path, how in lies.items()})
     told = [msgspec.msgpack.decode(x) for x in exchange_data(links.world, what, data)]
@@ -139,18 +143,19 @@ def _lies(leaf: Any, sharding: NamedSharding) -> _Lies:
 def _put(
     links: Links, path: str, leaf: Any, sharding: NamedSharding, lies: Sequence[_Lies]
 ) -> Any:
-    """An array where it is wanted.
+    """Moves an array to its wanted sharding.
 
     Args:
-      links: to the other processes.
-      path: of the array.
+      links: the connections to other processes.
+      path: path of the array.
       leaf: the array.
-      sharding: where it is wanted.
-      lies: where it lies, as each process sees it.
+      sharding: the wanted sharding.
+      lies: the place of the array, as each process sees it.
     """
     how = set(lies)
     if how == {_Lies.PLACED}:
-        # Of weak type at most on the process that has it, which makes it strong.
+        # Only an array that one process holds can have a weak type; `place` makes the
+        # type strong.
         return (
             leaf if not leaf.is_fully_addressable else placement.place(leaf, sharding)
         )
@@ -170,14 +175,14 @@ def _rows(
     shape: Sequence[int],
     sharding: NamedSharding,
 ) -> Any:
-    """An array of the batch on its stage, put together of the rows of all processes.
+    """Joins the rows of all processes to an array of the batch on its stage.
 
     Args:
-      links: to the other processes.
-      number: of the flat argument.
+      links: the connections to other processes.
+      number: position of the flat argument.
       leaf: the rows of this process.
-      shape: of the whole array.
-      sharding: where it must lie.
+      shape: shape of the whole array.
+      sharding: the wanted sharding.
     """
     own = links.devices[links.index]
     local = np.asarray(leaf, jax.typeof(leaf).dtype)

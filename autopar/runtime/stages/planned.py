@@ -1,4 +1,4 @@
-"""A step under a plan of several stages, as a function of its flat arguments."""
+"""Builds the step of a plan of several stages, as a function of its flat arguments."""
 
 from __future__ import annotations
 
@@ -46,19 +46,20 @@ from autopar_solver import make_table
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class StackedArray:
-    """An array whose pieces are arguments of a pipeline.
+    """An array of stacked layers, whose pieces are arguments of a pipeline.
 
-    Where every stage has an equal piece, the array is split over the stages, and its
-    pieces are made of its shards without a copy. Otherwise it is whole on one stage,
-    which cuts it, and sends the pieces of others to them and gets them back.
+    A piece holds the layers of one stage. If all stages have pieces of the same size,
+    the array is sharded over the stages, and its shards are the pieces, without a copy.
+    Otherwise one stage holds the whole array. Before a step this stage cuts the array
+    and sends the pieces to the other stages. After the step it gets the pieces back.
 
     Attributes:
-      places: the flat arguments that are its pieces.
-      results: the flat results that are their next values.
-      sizes: layers of each piece.
-      shape: of the array.
-      sharding: where the array lies between steps.
-      pieces: where each piece lies.
+      places: positions of the pieces among the flat arguments of the pipeline.
+      results: positions of the next values of the pieces among the flat results.
+      sizes: number of layers of each piece.
+      shape: shape of the array.
+      sharding: sharding of the array between steps.
+      pieces: sharding of each piece.
     """
 
     places: tuple[int, ...]
@@ -70,21 +71,21 @@ class StackedArray:
 
     @property
     def spread(self) -> bool:
-        """Whether the array is split over stages."""
+        """Whether the array is sharded over the stages."""
         return any(p.device_set < self.sharding.device_set for p in self.pieces)
 
     @property
     def cut_pieces(self) -> list[NamedSharding]:
-        """Where each piece lies on the stage that has the whole array."""
+        """The sharding of each piece on the stage that holds the whole array."""
         home = self.sharding
         return [p if p.device_set == home.device_set else home for p in self.pieces]
 
     def apart(self, array: Any, links: Links | None = None) -> list[Any]:
-        """The pieces of the array, which lies as it does between steps.
+        """Splits the array into its pieces.
 
         Args:
-          array: the array.
-          links: to the other processes; None: there are none.
+          array: the array, in its sharding between steps.
+          links: the connections to other processes; None: there is one process.
         """
         if self.spread:
             shards = {
@@ -105,7 +106,7 @@ class StackedArray:
         return links.move_arrays(("apart", self.places), cut, routes)
 
     def join_pieces(self, pieces: Sequence[Any], links: Links | None = None) -> Any:
-        """The array of its pieces; arguments are as of `apart`."""
+        """Joins the pieces to the array; ``links`` is as for `apart`."""
         dtype = pieces[0].dtype
         if self.spread:
             shards = {
@@ -129,7 +130,7 @@ class StackedArray:
         source: Sequence[NamedSharding],
         target: Sequence[NamedSharding],
     ) -> list[Route]:
-        """How the pieces go."""
+        """The route of each piece."""
         return [
             links.route(tuple(s.shape), s.dtype, a, b)
             for s, a, b in zip(structs, source, target, strict=True)
@@ -142,7 +143,7 @@ class StackedArray:
         sharding: NamedSharding,
         shards: Mapping[Any, Any],
     ) -> Any:
-        """An array of shards that lie on its devices; this process has some of them."""
+        """Makes an array of the shards on devices of this process."""
         struct, bits = jax_compat.bits_struct(shape, dtype)
         devices = list(sharding.mesh.devices.flat)  # type: ignore[union-attr]
         mine = [shards[d] for d in devices if d in shards]
@@ -176,14 +177,14 @@ class StackedArray:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class WithStacked:
-    """A function of flat arguments in pieces, as one of the arguments as written.
+    """A step that takes whole stacked arrays, made of a step that takes their pieces.
 
     Attributes:
-      function: of the arguments in pieces.
-      arrays: flat argument as written -> the array.
-      inputs: how many flat arguments there are in pieces.
-      outputs: how many flat results there are as written.
-      links: to the other processes; None: there are none.
+      function: the step that takes pieces.
+      arrays: position of a flat argument -> its stacked array.
+      inputs: number of flat arguments of ``function``.
+      outputs: number of flat results of the step with whole arrays.
+      links: the connections to other processes; None: there is one process.
     """
 
     function: Any
@@ -193,7 +194,11 @@ class WithStacked:
     links: Links | None = None
 
     def __call__(self, *arguments: Any) -> Any:
-        """Runs a step; what comes behind its arguments is handed on, and back."""
+        """Runs a step.
+
+        Arguments after the step's own flat arguments (state of codecs and of noise) are
+        passed to ``function``. Its results after the step's own are returned.
+        """
         given = self._apart(arguments)
         behind = arguments[self._own :]
         returned = self.function(*given, *behind)
@@ -210,12 +215,12 @@ class WithStacked:
 
     @property
     def _own(self) -> int:
-        """How many flat arguments there are as written."""
+        """Number of flat arguments with whole stacked arrays."""
         more = sum(len(array.places) - 1 for array in self.arrays.values())
         return self.inputs - more
 
     def _apart(self, arguments: Sequence[Any]) -> list[Any]:
-        """The arguments in pieces."""
+        """The flat arguments, with stacked arrays split into pieces."""
         own = self._own
         given: list[Any] = [*arguments[:own], *([None] * (self.inputs - own))]
         for k, array in self.arrays.items():
@@ -237,11 +242,10 @@ def check_world(world: World, plan: Plan, devices: Sequence[Any]) -> None:
     Args:
       world: the processes.
       plan: the plan.
-      devices: those of the plan's cluster, by position.
+      devices: the devices of the plan's cluster, by position.
 
     Raises:
-      PlanError: an array of stacked layers is not split over stages, or the processes
-        have no coordination service.
+      PlanError: there are several processes without a coordination service.
     """
     if world.process_count == 1:
         return
@@ -265,23 +269,23 @@ def pipelined_step(
     fallback: Fallback | None = None,
     signals: bool = False,
 ) -> PlannedStep:
-    """Builds a step of several stages; nothing is compiled yet.
+    """Builds a step of several stages, without compiling it.
 
     Args:
-      analysis: the step on the whole batch.
-      cut: the step as the plan's stages.
+      analysis: the analysis of the step on the whole batch.
+      cut: the step cut into the plan's stages.
       plan: the plan.
-      devices: those of the plan's cluster, by position.
-      donate: whether the carried state is consumed by the call.
-      wait_s: seconds that a task takes at least (`Pipeline`).
-      links: to the other processes, where there are several.
-      noise: how the noise of gradients is measured; None: it is not.
-      fallback: the codecs of a step in which the plan's send too little.
-      signals: whether the signal of what codecs send is measured.
+      devices: the devices of the plan's cluster, by position.
+      donate: whether a call of the step consumes the carried state.
+      wait_s: task -> the least number of seconds that it takes (`StagePipeline`).
+      links: the connections to other processes; None: there is one process.
+      noise: how the noise of gradients is measured; None: it is not measured.
+      fallback: codecs for a bucket whose own codecs send too little of the gradients.
+      signals: whether steps measure the signal in the gradients that codecs send.
 
     Raises:
-      PlanError: there are too few devices, no noise to measure, or a codec that its
-        gradient cannot be sent by.
+      PlanError: there are too few devices, the noise cannot be measured, or a codec
+        cannot send its gradient.
     """
     meshes = stage_meshes(plan, devices)
     stages = _stages(cut, plan, meshes, fallback, signals=signals)
@@ -332,12 +336,12 @@ def pipelined_step(
 def audited_pipeline(
     cut: CutStep, plan: Plan, meshes: Sequence[Mesh | AbstractMesh]
 ) -> StagePipeline:
-    """The tasks of a plan of several stages, to be looked at and not run.
+    """The tasks of a plan of several stages, for inspection only.
 
     Args:
-      cut: the step as the plan's stages.
+      cut: the step cut into the plan's stages.
       plan: the plan.
-      meshes: of the stages, with devices or without.
+      meshes: the mesh of each stage, with or without devices.
     """
     stages = _stages(cut, plan, meshes, None)
     table = make_table(schedule_of(plan), len(stages), cut.found.microbatches)
@@ -380,7 +384,7 @@ def _staged_codecs(
     *,
     donate: bool,
 ) -> StagedCodecs | None:
-    """How the stages sum by codecs; None: none does."""
+    """How the stages sum gradients by codecs; None: no stage has codecs."""
     sums = {k: s.sums for k, s in enumerate(stages) if s.sums is not None}
     if not sums:
         return None
@@ -393,7 +397,7 @@ def _staged_codecs(
 
 
 def _own_device(stages: Sequence[Stage], links: Links | None) -> Any:
-    """The device of this process that has what all processes know."""
+    """The device of this process that holds values that all processes have."""
     if links is None:
         return stages[0].mesh.devices.flat[0]
     return links.devices[links.index]
@@ -406,14 +410,14 @@ def _as_written(
     feed: Feed,
     meshes: Sequence[Mesh],
 ) -> tuple[Any, list[NamedSharding]]:
-    """The function of the step's own arguments, and where these lie.
+    """The function of the step's own flat arguments, and the shardings of these.
 
     Args:
-      analysis: the step as it is written.
-      whole: the step with stacked layers in pieces.
+      analysis: the step as the user wrote it.
+      whole: the step with stacked layers split into pieces.
       plan: the plan.
-      feed: the function of arguments in pieces.
-      meshes: of the stages.
+      feed: the step that takes pieces.
+      meshes: the mesh of each stage.
     """
     if not whole.pieces:
         return feed, feed.in_shardings
@@ -449,7 +453,7 @@ def _staged_noise(
     noise: NoiseOptions | None,
     links: Links | None,
 ) -> StagedNoise | None:
-    """What is measured of gradients."""
+    """The noise measurement of the step; None: the noise is not measured."""
     if noise is None:
         return None
     assignments = [stage.assignment for stage in stages]
@@ -467,7 +471,7 @@ def _values_of_results(analysis: Analysis, cut: CutStep) -> set[int]:
 
 
 def _crossing_rules(found: Microbatched) -> Crossed:
-    """How the values of microbatches are put together."""
+    """How the values of microbatches are combined."""
     scales: dict[int, float] = {}
     same: set[int] = set()
     rows: dict[int, Any] = {}

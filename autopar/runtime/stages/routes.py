@@ -1,7 +1,8 @@
-"""How an array goes from one layout to another where devices are of several processes.
+"""Reshards an array between devices of several processes.
 
-Each process that holds a block of the target gets its pieces
-(`autopar.layouts.pieces`), and puts the block together.
+A block is the part of the array on one device. A piece is the part of a block of the
+target that one block of the source contains (`autopar.layouts.pieces`). Each process
+receives the pieces of its target blocks and assembles the blocks.
 """
 
 from __future__ import annotations
@@ -22,13 +23,13 @@ from autopar_passes import jax_compat
 
 @dataclasses.dataclass(frozen=True)
 class Route:
-    """How one array goes from one layout to another.
+    """The transfers that reshard one array.
 
     Attributes:
-      shape: of the array.
-      dtype: of the array.
-      source: where it lies before.
-      target: where it must lie.
+      shape: shape of the array.
+      dtype: dtype of the array.
+      source: the sharding before.
+      target: the sharding after.
       landings: the blocks of the target, in the same order on all processes.
     """
 
@@ -40,13 +41,16 @@ class Route:
 
     @functools.cached_property
     def bits(self) -> tuple[tuple[int, ...], Any]:
-        """Shape and dtype of the numbers that are sent."""
+        """Shape and dtype of the array that is sent.
+
+        Arrays of random keys are sent as their uint32 data, other arrays unchanged.
+        """
         return jax_compat.bits_struct(self.shape, self.dtype)
 
     def pieces_between(
         self, origin: int, process: int
     ) -> Iterator[tuple[Landing, Piece]]:
-        """Yields what one process hands to another, or to itself."""
+        """Yields the pieces that one process sends to another process, or keeps."""
         for landing in self.landings:
             if landing.process == process:
                 for piece in landing.pieces:
@@ -55,22 +59,25 @@ class Route:
 
     @functools.cached_property
     def origins(self) -> frozenset[int]:
-        """The processes that have pieces."""
+        """The processes that send or keep pieces."""
         return frozenset(p.process for x in self.landings for p in x.pieces)
 
     @functools.cached_property
     def processes(self) -> frozenset[int]:
-        """The processes of the target."""
+        """The processes that have blocks of the target."""
         return frozenset(x.process for x in self.landings)
 
     def pieces_sent(self, origin: int, process: int, array: Any) -> list[Any]:
-        """The pieces that one process sends to another, on devices of the first."""
+        """The pieces that process ``origin`` sends to ``process``.
+
+        The pieces are on devices of ``origin``.
+        """
         pieces = [piece for _, piece in self.pieces_between(origin, process)]
         held = _own_blocks(array) if pieces else {}
         return [_cut(held[p.device], p, _wide(self.bits[1])) for p in pieces]
 
     def structs(self, origin: int, process: int) -> list[jax.ShapeDtypeStruct]:
-        """The pieces of `pieces_sent` as they arrive."""
+        """Shapes, dtypes and devices of the pieces of `pieces_sent` on arrival."""
         dtype = _wide(self.bits[1])
         return [
             jax.ShapeDtypeStruct(
@@ -82,12 +89,13 @@ class Route:
     def blocks_landed(
         self, process: int, arrived: dict[int, Iterator[Any]], array: Any
     ) -> dict[Any, Any]:
-        """The blocks of the target that a process has, by device.
+        """Device -> its block of the target, for the devices of a process.
 
         Args:
-          process: its number.
-          arrived: by process what it has sent, as of `structs`.
-          array: the array before; only what stays in the process is looked at.
+          process: number of the process.
+          arrived: other process -> its pieces, as in `structs`.
+          array: the array in its source sharding; only pieces that stay in the process
+            are read from it.
         """
         shape, dtype = self.bits
         block, out = self.target.shard_shape(shape), dict[Any, Any]()
@@ -108,7 +116,7 @@ class Route:
         return out
 
     def array(self, blocks: Mapping[Any, Any]) -> Any:
-        """The array of the blocks that this process has, by device."""
+        """Makes the array of the blocks on devices of this process."""
         shape, dtype = self.bits
         devices = [d for d in self.target.mesh.devices.flat if d in blocks]  # type: ignore[union-attr]
         made = jax.make_array_from_single_device_arrays(
@@ -124,14 +132,14 @@ def route(
     target: NamedSharding,
     process_of: Callable[[Any], int] = lambda device: device.process_index,
 ) -> Route:
-    """The route of an array between two layouts.
+    """The route of an array between two shardings.
 
     Args:
-      shape: of the array.
-      dtype: likewise.
-      source: where it lies before.
-      target: where it must lie.
-      process_of: the process of a device.
+      shape: shape of the array.
+      dtype: dtype of the array.
+      source: the sharding before.
+      target: the sharding after.
+      process_of: function that returns the number of a device's process.
     """
     sent, _ = jax_compat.bits_struct(tuple(shape), dtype)
     found = landings(_blocks(source, sent), _blocks(target, sent), process_of)
@@ -139,7 +147,7 @@ def route(
 
 
 def _blocks(sharding: Any, shape: tuple[int, ...]) -> Blocks:
-    """The blocks of an array, with the devices that hold them."""
+    """Block of an array -> the devices that hold it."""
     out: dict[Block, tuple[Any, ...]] = {}
     for device, index in sharding.devices_indices_map(shape).items():
         bounds = [s.indices(n)[:2] for s, n in zip(index, shape, strict=True)]
@@ -149,24 +157,24 @@ def _blocks(sharding: Any, shape: tuple[int, ...]) -> Blocks:
 
 
 def on_device(device: Any) -> NamedSharding:
-    """The layout of an array that lies whole on one device."""
+    """The sharding of an array that is whole on one device."""
     return NamedSharding(Mesh(np.array([device]), ("one",)), PartitionSpec())
 
 
 def _wide(dtype: Any) -> Any:
-    """The dtype in which numbers are sent: whole bytes."""
+    """The dtype in which an array is sent; integers below 8 bits are sent as int8."""
     narrow = jnp.issubdtype(dtype, jnp.integer) and jnp.iinfo(dtype).bits < 8
     return jnp.dtype(jnp.int8) if narrow else dtype
 
 
 def _own_blocks(array: Any) -> dict[Any, Any]:
-    """The blocks of an array that this process has, by device."""
+    """Device of this process -> its block of an array."""
     bits = jax_compat.key_bits(array)
     return {shard.device: shard.data for shard in bits.addressable_shards}
 
 
 def _cut(block: Any, piece: Piece, dtype: Any) -> Any:
-    """A piece of the block that its device has."""
+    """Cuts a piece out of the block on its device, and converts its dtype."""
     if tuple(block.shape) != piece.shape:
         ends = [a + n for a, n in zip(piece.begin, piece.shape, strict=True)]
         block = jax.lax.slice(block, piece.begin, ends)
@@ -180,7 +188,7 @@ def _together(
     parts: Sequence[Any],
     device: Any,
 ) -> Any:
-    """A block of its pieces, on the device where these are."""
+    """Assembles a block from its pieces, on the device of the pieces."""
     if not parts:
         return jnp.zeros(shape, dtype, device=device)
     if len(parts) == 1:
@@ -190,7 +198,7 @@ def _together(
 
 @functools.lru_cache(maxsize=256)
 def _joining(shape: tuple[int, ...], places: tuple[tuple[int, ...], ...]) -> Any:
-    """A jitted function that puts a block together of pieces."""
+    """A jitted function that assembles a block from pieces."""
 
     def join_pieces(*parts: Any) -> Any:
         block = jnp.zeros(shape, parts[0].dtype)

@@ -74,7 +74,7 @@ def partial_gradients(
     step: Mapping[int, Any],
     microbatches: Sequence[Mapping[int, Any]],
 ) -> dict[str, Any]:
-    """Name of a gradient -> its partial gradients, for gradients that codecs could send.
+    """Name of a gradient that codecs could send -> its partial gradients.
 
     The state is not updated, and no argument is consumed. Gradients of stages in other
     processes are missing.
@@ -99,7 +99,7 @@ class _Run(Transfers):
     def begin(
         self, step: Mapping[int, Any], microbatches: Sequence[Mapping[int, Any]]
     ) -> None:
-        """Copies the inputs to the stages that read them, and zeroes the running sums."""
+        """Copies inputs to the stages that read them, and zeroes the running sums."""
         pipeline, owners = self.pipeline, self.pipeline.cut.owners
         for value, array in step.items():
             self.step[owners[value]][value] = array
@@ -147,8 +147,8 @@ class _Run(Transfers):
     def together(self, work: Callable[[], None]) -> None:
         """Runs ``work``, which may wait for other processes in collectives.
 
-        If a stage runs on several processes, ``work`` runs in a thread, so that the
-        main thread notices if another process is lost.
+        On CPUs, if a stage runs on several processes, ``work`` runs in a thread, so
+        that the main thread notices if another process is lost.
         """
         pipeline = self.pipeline
         if not pipeline.joint or pipeline.threads is None:
@@ -348,7 +348,7 @@ class _Run(Transfers):
         return whole if number < 0 else self.micro[sent.stage][number]
 
     def update(self, call: Call) -> None:
-        """Issues a task that runs once, or receives its results from another process."""
+        """Issues a task that runs once, or receives results from another process."""
         code, key = call.code, call.code.task.key
         if not self.makes(key.stage):
             for sent in code.sent:

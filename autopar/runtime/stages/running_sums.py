@@ -1,9 +1,9 @@
-"""The running sums of a stage: how they start, and the values that they end as.
+"""The running sums of a stage over microbatches: their start and their final values.
 
-An update that clips gradients by their norm reads each gradient twice on a stage: for
-the norm, and when the norm of all stages is known. These are two tasks, and each would
-take the sum over devices. A sum that several tasks read is taken once, by whoever hands
-it to them.
+Updates may read a gradient in two tasks of a stage. For example, clipping by the global
+norm reads each gradient for the norm, and again when the norm over all stages is known.
+Each of the two tasks would sum the gradient over devices. So a value that several tasks
+read is summed over devices once, before these tasks.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from autopar_passes.sums.stacked import Stacked, stack
 
 
 def zeros_code(stage: Stage, values: Sequence[int]) -> Any:
-    """A jitted function without arguments that starts running sums."""
+    """A jitted function without arguments that returns running sums of zero."""
     structs = [wide(stage.struct(v)) for v in values]
     return jax.jit(
         lambda: [jnp.zeros(s.shape, s.dtype) for s in structs],
@@ -39,15 +39,15 @@ def zeros_code(stage: Stage, values: Sequence[int]) -> Any:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Ending:
-    """How the running sums of a stage end.
+    """Computes the final values of a stage's running sums.
 
     Attributes:
       stage: the stage.
-      scales: value -> what its running sum is multiplied by.
-      held: the values that its own updates read.
-      sent: the values that go to other stages.
-      measured: as of `finish_code`.
-      sparse: likewise.
+      scales: value -> factor of its running sum.
+      held: the values that updates of the stage read.
+      sent: the values that are sent to other stages.
+      measured: as for `finish_code`.
+      sparse: as for `finish_code`.
     """
 
     stage: Stage
@@ -67,7 +67,7 @@ class _Ending:
         return found.astype(self.structs[value].dtype)
 
     def whole(self, value: int, array: Any) -> Any:
-        """A value whose sum over devices is taken."""
+        """Sums a value over devices."""
         after = self.stage.behind_codecs
         partial = after.assignment.partial_layout(value)
         if partial is None:
@@ -76,7 +76,7 @@ class _Ending:
         return PlainSums(after.assignment, after.mesh).take({value: waiting})[value]
 
     def partials(self, *totals: Any) -> dict[str, Any]:
-        """The partial gradients that are worth a codec, by name."""
+        """Name -> partial gradient, for gradients that are large enough for a codec."""
         assert self.stage.sums is not None
         made = self.values(totals)
         return {
@@ -110,7 +110,11 @@ class _Ending:
     def by_codecs(
         self, codecs: CodecSynchroniser, partials: Mapping[int, Any], due: Any
     ) -> tuple[dict[int, Any], list[Any]]:
-        """The whole gradients, bucket by bucket, and the norms of those measured."""
+        """Sums gradients by codecs, bucket by bucket.
+
+        Returns the summed gradients, and a list with the norms of the measured
+        gradients (empty if none is measured).
+        """
         stage = self.stage
         assert stage.sums is not None
         whole: dict[int, Any] = {}
@@ -133,7 +137,7 @@ class _Ending:
 
     @property
     def taken_places(self) -> list[int]:
-        """The running sums whose memory the values take over."""
+        """Positions of the running sums whose memory the final values reuse."""
         return [
             k
             for k, (v, struct) in enumerate(self.structs.items())
@@ -152,22 +156,23 @@ def finish_code(
     *,
     sparse: bool = False,
 ) -> Any:
-    """A jitted function from running sums to the values that they are of.
+    """A jitted function from running sums to their final values.
 
-    Where the stage has codecs it takes the number of the step and their state first,
-    and returns the values, the new state, telemetry and the levels that were taken.
-    What is measured of their gradients comes last; with ``sparse`` it takes whether the
-    step is measured behind the state.
+    Without codecs, the function takes the running sums and returns the values. With
+    codecs, its first arguments are the number of the step and the state of the codecs.
+    With ``sparse`` the next argument is a bool scalar: whether this step is measured.
+    The function then returns the values, the new state, telemetry, the levels that sent
+    the gradients, and the norms of the measured gradients.
 
     Args:
       stage: the stage.
-      scales: value -> what its running sum is multiplied by.
-      held: the values that its own updates read, which stay partial over devices but
-        for those that codecs sum, and those that several updates read.
-      sent: the values that go to other stages, whose sums are taken here.
-      measured: gradient that is measured, of those that codecs send -> the mesh axes
-        whose devices hold parts of their own rows.
-      sparse: whether not all steps are measured.
+      scales: value -> factor of its running sum.
+      held: the values that updates of the stage read. They stay partial sums over
+        devices, unless a codec sums them or several updates read them.
+      sent: the values that are sent to other stages; they are summed over devices.
+      measured: measured gradient that a codec sends -> the mesh axes that separate data
+        replicas, whose devices work on different rows.
+      sparse: whether only some steps are measured.
     """
     measured = measured or {}
     sparse = sparse and bool(measured)
@@ -191,17 +196,20 @@ def finish_code(
         in_shardings=(None, states, *[None] * sparse, *totals),
         out_shardings=(leave, states, told, told, *[None] * bool(measured)),
         donate_argnums=tuple(k + 2 + sparse for k in ending.taken_places),
-        # What a codec is to send is not computed again in each loop that reads it.
+        # With barriers, the input of a codec is not computed again in each loop that
+        # reads it.
         compiler_options=WITH_BARRIERS if stage.on_cpu else stage.options,
     )
 
 
 def partials_code(stage: Stage, scales: Mapping[int, float]) -> Any:
-    """A jitted function from running sums to the partial gradients of a stage, by name.
+    """A jitted function from running sums to the partial gradients of a stage.
+
+    The function returns name of a gradient -> its partial gradients.
 
     Args:
-      stage: the stage, which has codecs.
-      scales: value -> what its running sum is multiplied by.
+      stage: the stage; it must have codecs.
+      scales: value -> factor of its running sum.
     """
     ending = _Ending(stage, scales, (), (), {}, False)
     assert stage.sums is not None
@@ -214,12 +222,12 @@ def partials_code(stage: Stage, scales: Mapping[int, float]) -> Any:
 
 
 def summed_once(stage: Stage, cut: Cut, crossings: Collection[int]) -> Stage:
-    """The stage, with the sums that it takes before its tasks read them.
+    """The stage, with the values that are summed over devices before tasks read them.
 
     Args:
       stage: a stage on its devices.
       cut: the tasks of all stages.
-      crossings: values of microbatches that are added up.
+      crossings: values that are summed over microbatches.
     """
     updates = [
         task

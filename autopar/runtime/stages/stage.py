@@ -1,4 +1,4 @@
-"""A stage of a pipeline on its devices: layouts of values, and tasks as code."""
+"""A stage of a pipeline on its devices: layouts of values, and compiled tasks."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ from autopar_passes.replay.segments import PlainSums, replay_segment
 from autopar_passes.stages.cut import Phase, StageProgram, Task, equations_of
 from autopar_passes.sums import stacked
 
-# In place of a stage: values that leave the step.
+# Used in place of a stage number, for values that leave the step.
 RESULT = -1
 
 
 @dataclasses.dataclass(frozen=True)
 class Sent:
-    """Values that go to another stage, and where they lie on both.
+    """Values that are sent to another stage, with their shardings on both stages.
 
     Attributes:
-      stage: the other stage, or `RESULT`.
-      values: what goes there.
-      source: where each value lies before.
-      target: where it lies there.
+      stage: the stage that receives, or `RESULT`.
+      values: the values.
+      source: the sharding of each value on the stage that sends.
+      target: the sharding of each value on the stage that receives.
     """
 
     stage: int
@@ -47,17 +47,17 @@ class Sent:
 
     @functools.cached_property
     def moves(self) -> tuple[int, ...]:
-        """The positions of the values that lie elsewhere afterwards."""
+        """The positions of the values whose source and target shardings differ."""
         pairs = enumerate(zip(self.source, self.target, strict=True))
         return tuple(k for k, (source, target) in pairs if source != target)
 
     @functools.cached_property
     def _copies(self) -> dict[tuple[Any, ...], Callable[[list[Any]], list[Any]]]:
-        """Shapes and dtypes of what moves -> copies it."""
+        """Shapes and dtypes of arrays -> the function that copies them."""
         return {}
 
     def land_arrays(self, arrays: Sequence[Any]) -> list[Any]:
-        """The values, which lie as they are sent, on the other stage."""
+        """Copies arrays from their source shardings to their target shardings."""
         out = list(arrays)
         given = [out[k] for k in self.moves]
         if given:
@@ -70,7 +70,7 @@ class Sent:
         return out
 
     def _copy(self, arrays: Sequence[Any]) -> Callable[[list[Any]], list[Any]]:
-        """A function that copies arrays of these shapes to the other devices."""
+        """A function that copies arrays of these shapes to the target shardings."""
         source = [self.source[k] for k in self.moves]
         target = [self.target[k] for k in self.moves]
         alike = (
@@ -85,12 +85,15 @@ class Sent:
 def same_parts(
     shape: tuple[int, ...], source: NamedSharding, target: NamedSharding
 ) -> bool:
-    """Whether two shardings give their devices, in order, the same parts of an array.
+    """Whether two shardings have the same list of shards.
+
+    Device number k of the one sharding must have the same part of the array as device
+    number k of the other, in the same kind of memory.
 
     Args:
-      shape: of the array.
+      shape: shape of the array.
       source: one sharding.
-      target: another one, of other devices or the same.
+      target: the other sharding, of the same or of other devices.
     """
     old, new = (s.devices_indices_map(shape).values() for s in (source, target))
     return source.memory_kind == target.memory_kind and list(old) == list(new)
@@ -101,15 +104,16 @@ class Stage:
     """A stage on its devices.
 
     Attributes:
-      program: all its equations.
-      assignment: the layouts of its values.
-      mesh: its devices.
-      room: options of the compiler (`autopar.compilers.targets.room_options`).
-      sums: the gradients that it sums by codecs; None: there are none.
-      early: running sums whose sum over devices is taken at their end, because several
-        updates read it.
-      handed: values of updates whose sum over devices is taken before another task
-        reads them.
+      program: the program of the step, and the equations of the stage.
+      assignment: the layouts of the values.
+      mesh: the devices of the stage.
+      room: compiler options that limit memory
+        (`autopar.compilers.targets.room_options`).
+      sums: the gradients that the stage sums by codecs; None: no gradients.
+      early: running sums that are summed over devices right after the last microbatch,
+        because several updates read them.
+      handed: results of updates that are summed over devices before another task reads
+        them.
     """
 
     program: StageProgram
@@ -122,45 +126,53 @@ class Stage:
 
     @property
     def on_cpu(self) -> bool:
-        """Whether its devices are there, and CPUs."""
+        """Whether the mesh has devices and they are CPUs."""
         mesh = self.mesh
         here = not isinstance(mesh, AbstractMesh)
         return here and mesh.devices.flat[0].platform == "cpu"
 
     @property
     def options(self) -> dict[str, str] | None:
-        """What its programs are compiled with."""
+        """The compiler options for the programs of the stage."""
         return None if self.on_cpu else dict(self.room) or None
 
     @property
     def coded_values(self) -> frozenset[int]:
-        """The values that it sums by codecs."""
+        """The values that the stage sums by codecs."""
         return frozenset() if self.sums is None else frozenset(self.sums.members)
 
     @functools.cached_property
     def processes(self) -> frozenset[int]:
-        """The processes that have its devices; those of a mesh without devices: one."""
+        """The processes that have devices of the stage; {0} without devices."""
         if isinstance(self.mesh, AbstractMesh):
             return frozenset({0})
         return frozenset(d.process_index for d in self.mesh.devices.flat)
 
     @functools.cached_property
     def everywhere(self) -> NamedSharding:
-        """How a scalar lies that all of its devices read."""
+        """The sharding of an array that all devices of the stage hold as a whole."""
         return NamedSharding(self.mesh, PartitionSpec())
 
     @functools.cached_property
     def behind_codecs(self) -> Stage:
-        """The stage behind its codecs: what they sum is whole."""
+        """The stage after its codecs have summed gradients over devices."""
         return self._with(self.coded_values)
 
     @functools.cached_property
     def seen_by_updates(self) -> Stage:
-        """The stage as its updates see it: what is summed at the end is whole."""
+        """The stage as its updates see it.
+
+        Gradients summed by codecs and the running sums in ``early`` are no longer
+        partial sums over devices.
+        """
         return self._with(self.coded_values | self.early)
 
     def updating(self, task: Task) -> Stage:
-        """The stage as one update sees it: what others hand to it is whole, too."""
+        """The stage as one update sees it.
+
+        In addition to `seen_by_updates`, results of other updates in ``handed`` are no
+        longer partial sums over devices.
+        """
         mine = self.handed - set(task.outputs)
         return (
             self._with(self.coded_values | self.early | mine)
@@ -169,18 +181,18 @@ class Stage:
         )
 
     def _with(self, whole: frozenset[int]) -> Stage:
-        """The stage with values whose sums over devices are taken."""
+        """The stage, with ``whole`` as values that are already summed over devices."""
         if not whole:
             return self
         after = dataclasses.replace(self.assignment, settled=whole)
         return dataclasses.replace(self, assignment=after)
 
     def sharding(self, value: int) -> NamedSharding:
-        """Where a value lies on this stage, with its partial sums if it has any."""
+        """The sharding of a value on this stage; partial sums have a leading dim."""
         return self._shardings(value)
 
     def home(self, value: int) -> NamedSharding:
-        """Where a value lies on this stage once its sum over devices is taken."""
+        """The sharding of a value on this stage after its sum over devices."""
         layout = self.assignment.home_layout(value)
         return NamedSharding(self.mesh, partition_spec(self.mesh, layout))
 
@@ -200,7 +212,10 @@ class Stage:
         return (axes, *layout)
 
     def wire(self, value: int, other: Stage) -> NamedSharding:
-        """The layout in which a value goes from or to another stage (`wire_layout`)."""
+        """The sharding on this stage in which a value is sent to or from another stage.
+
+        See `wire_layout`.
+        """
         mine = kept_layout(self.assignment, value)
         theirs = kept_layout(other.assignment, value)
         sizes = self.assignment.sizes, other.assignment.sizes
@@ -223,18 +238,20 @@ class TaskCode:
     """A task as a compiled function.
 
     Attributes:
-      task: its equations, and what goes in and out.
-      inputs: the values that the function takes.
-      accumulated: values that it adds to running sums, which it takes behind the
-        inputs and returns last.
-      outputs: the values that it returns first, as they are.
-      sent: what it returns behind them, for other stages.
-      donated: the inputs whose memory it takes over.
-      function: the jitted function of inputs and sums.
-      in_structs: shapes and shardings of its arguments.
-      noise: what the function measures, and returns behind all else; None: nothing.
-      restores: state that it restores where a gradient of the step is not finite.
-        Then it takes last whether all are finite.
+      task: the equations of the task, its inputs and its outputs.
+      inputs: the values that the function takes as first arguments.
+      accumulated: values that the function adds to running sums. The running sums are
+        arguments after the inputs. They are returned after the values of ``sent``.
+      outputs: the values that the function returns first, for its own stage.
+      sent: the values that the function returns after ``outputs``, for other stages.
+      donated: the inputs whose memory the function reuses.
+      function: the jitted function.
+      in_structs: shapes and shardings of the arguments.
+      noise: the norms that the function measures and returns as its last result; None:
+        no norms.
+      restores: state that the function restores if a gradient of the step is not
+        finite. If there is such state, the last argument is a bool scalar: whether all
+        gradients are finite.
     """
 
     task: Task
@@ -249,12 +266,12 @@ class TaskCode:
     restores: tuple[Carried, ...] = ()
 
     def compile(self) -> None:
-        """Compiles the function; a call then finds it."""
+        """Compiles the function, so that the first call does not compile it."""
         compile_lowered(self.function.lower(*self.in_structs))
 
 
 def sum_dtype(dtype: Any) -> Any:
-    """The dtype in which values of microbatches are added up: float32 at least."""
+    """The dtype of a running sum over microbatches: floats have at least float32."""
     narrow = jnp.issubdtype(dtype, jnp.floating) and jnp.dtype(dtype).itemsize < 4
     return jnp.dtype(jnp.float32) if narrow else dtype
 
@@ -271,18 +288,18 @@ def task_code(
     noise: TaskNoise | None = None,
     restores: Sequence[Carried] = (),
 ) -> TaskCode:
-    """Makes a task of a stage a jitted function.
+    """Makes a jitted function of a task.
 
     Args:
       stage: the stage.
-      task: which of its tasks.
+      task: a task of the stage.
       accumulated: values of the task that are added to running sums.
-      outputs: values of the task that later ones of the stage read.
-      sent: values of the task that go to other stages.
-      received: inputs that come from other stages -> where they lie.
-      donated: inputs whose memory the function takes over.
-      noise: what it measures of its values; None: nothing.
-      restores: state that it restores where a gradient is not finite.
+      outputs: values of the task that its own stage keeps.
+      sent: values of the task that are sent to other stages.
+      received: input from another stage -> the sharding in which it arrives.
+      donated: inputs whose memory the function reuses.
+      noise: the norms that the function measures; None: no norms.
+      restores: state that the function restores if a gradient is not finite.
     """
     update = task.key.phase is Phase.UPDATE
     stage = stage.updating(task) if update else stage
@@ -374,15 +391,16 @@ def task_code(
 
 @dataclasses.dataclass(frozen=True)
 class _Leaving:
-    """Takes the sums over devices of what a task sends to other stages.
+    """Sums results of a task over devices before they are sent to other stages.
 
-    A stage sums what its own later tasks read. Another stage does not know the
-    sum, and takes what arrives for the whole value.
+    Results that stay on the stage may be partial sums, because later tasks of the stage
+    sum them. The receiving stage treats each received value as the complete sum, so the
+    sum must be taken before sending.
 
     Attributes:
-      stage: of the task.
-      values: what the task makes; None: what stays on the stage.
-      now: takes the sums.
+      stage: the stage of the task.
+      values: the results of the task; None stands for a result that stays.
+      now: sums stacked partial sums over devices.
     """
 
     stage: Stage
@@ -405,7 +423,7 @@ class _Leaving:
 
 
 def _rows_sharding(stage: Stage, noise: TaskNoise | None) -> list[NamedSharding]:
-    """Where a task leaves what it measures: a row on each device."""
+    """The sharding of the norms that a task measures: one row on each device."""
     if noise is None:
         return []
     return [NamedSharding(stage.mesh, PartitionSpec(stage.mesh.axis_names))]
@@ -420,7 +438,7 @@ def _lying(
 
 
 def task_name(task: Task) -> str:
-    """What profiles call a task."""
+    """The name of a task in profiles."""
     key = task.key
     words = "_".join(key.phase.value.split())
     kind = "level" if key.phase is Phase.UPDATE else "part"
@@ -428,12 +446,12 @@ def task_name(task: Task) -> str:
 
 
 def wide(struct: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-    """The running sum of values."""
+    """Shape, dtype and sharding of the running sum of a value."""
     return jax.ShapeDtypeStruct(
         struct.shape, sum_dtype(struct.dtype), sharding=struct.sharding
     )
 
 
 def layout_code(shardings: Sequence[NamedSharding]) -> Any:
-    """A jitted function that lays arrays differently on the devices of a stage."""
+    """A jitted function that reshards arrays on the devices of a stage."""
     return jax.jit(lambda *arrays: list(arrays), out_shardings=list(shardings))

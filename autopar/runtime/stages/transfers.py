@@ -37,7 +37,7 @@ class Transfers:
         self.sums: dict[int, dict[int, Any]] = {}
         self.results: dict[int, Any] = {}
         self.told: dict[int, Any] = {}
-        # Task or stage -> the norms that it has measured, one entry per microbatch.
+        # Task or stage -> the norms that it has measured, one entry per call.
         places = () if pipeline.noise is None else pipeline.noise.columns
         self.noise: dict[Place, list[Any]] = {place: [] for place in places}
         # Tasks that call functions of the host: task, microbatch and a result to wait

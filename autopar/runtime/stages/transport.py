@@ -81,7 +81,7 @@ class ProgressWatch:
             thread.join(max(0.0, end - time.monotonic()))
 
     def leave(self, thread: threading.Thread) -> None:
-        """Stops waiting for a thread that waits for a lost process; `close` joins it."""
+        """Abandons a thread that waits for a lost process; `close` joins the thread."""
         self._threads.append(thread)
 
     def fail(self, text: str) -> None:
@@ -255,7 +255,7 @@ class Links:
 
     @functools.cached_property
     def devices(self) -> tuple[Any, ...]:
-        """The first device of each process, which holds values that all processes get."""
+        """The first device of each process; it holds values that all processes get."""
         first: dict[int, Any] = {}
         for device in self.world.devices:
             first.setdefault(self._process_of(device), device)
