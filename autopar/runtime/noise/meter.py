@@ -416,7 +416,7 @@ class NoiseMeter:
         return [self._parts[value], whole]
 
     def _halves_and_sum(self, source: GradientSource, whole: Norm) -> list[Norm]:
-        """The norms of the gradients in this step and the step before, and of their mean.
+        """The norms of the gradient now and in the step before, and of their mean.
 
         Such a gradient has only one group, so it is compared with the step before.
         """

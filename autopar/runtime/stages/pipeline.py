@@ -508,7 +508,7 @@ class StagePipeline:
 
     @property
     def late(self) -> tuple[Carried, ...]:
-        """State that is restored at the end of a step, because no update restores it."""
+        """State that is restored at the end of a step, not by an update."""
         if self.codecs is None:
             return ()
         done = {c.new for found in self.restored.values() for c in found}
