@@ -137,11 +137,17 @@ class GradientSums:
 
     @property
     def num_levels(self) -> int:
-        """Number of ways to send a gradient, of which each step takes one."""
+        """Number of levels: the plan's codec, and each codec of the fallback.
+
+        Each step sends a gradient by one level.
+        """
         return 1 + len(self.fallback.codecs) if self.fallback else 1
 
     def together(self, value: int) -> frozenset[int]:
-        """The members of a value's bucket; none if the value is no member."""
+        """The gradients in the bucket of ``value``.
+
+        The result is empty if codecs do not sum ``value``.
+        """
         if value not in self.members:
             return frozenset()
         bucket = self.members[value].bucket
@@ -339,7 +345,7 @@ class StagedSums:
 
     @property
     def members(self) -> dict[int, Member]:
-        """The gradients of all stages, by value."""
+        """Value of a gradient -> the gradient, for all stages."""
         return {v: m for sums in self.stages.values() for v, m in sums.members.items()}
 
     @property
@@ -354,7 +360,7 @@ class StagedSums:
 
     @property
     def num_levels(self) -> int:
-        """Number of ways to send a gradient, of which each step takes one."""
+        """Number of levels, as in `GradientSums`."""
         return self.parts[0].num_levels
 
     @property

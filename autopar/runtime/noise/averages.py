@@ -61,7 +61,7 @@ class NoiseOptions:
     preconditioned: bool = False
 
     def __post_init__(self) -> None:
-        """Checks ranges."""
+        """Checks the ranges of the options."""
         for name in ("base_batch", "every"):
             number = getattr(self, name)
             known = isinstance(number, int) and not isinstance(number, bool)

@@ -41,7 +41,7 @@ from autopar_passes.replay.layout_plan import Read
 from autopar_passes.sums import stacked
 from autopar_passes.sums.stacked import Stacked
 
-# Value -> the operators that read it, each with the operand that it is.
+# Value -> the operators that read it, each with the value's place among the operands.
 Readers = Mapping[int, Sequence[tuple[Operator, int]]]
 
 # Operators whose output still counts as a gradient (or as its square), because they
@@ -104,7 +104,7 @@ def _reached_values(graph: OperatorGraph, known: Readers, start: int) -> list[in
 
 
 def _squares(known: Readers, sources: Mapping[int, Equation], value: int) -> list[int]:
-    """The squares of a value."""
+    """The values that operators compute as the square of ``value``."""
     out: list[int] = []
     for op, _ in known.get(value, []):
         params = sources[op.equation].params if op.equation in sources else {}

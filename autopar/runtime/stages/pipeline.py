@@ -562,12 +562,12 @@ class StagePipeline:
         return out
 
     def _held_sums(self, stage: int) -> tuple[int, ...]:
-        """The sums that updates of the same stage read."""
+        """The running sums of a stage that its own updates read."""
         readers = self._crossing_readers(stage)
         return tuple(v for v in self.sums[stage] if stage in readers.get(v, ()))
 
     def _crossing_sends(self, stage: int, values: Sequence[int]) -> tuple[Sent, ...]:
-        """The sums that go to other stages, and those that leave the step."""
+        """The transfers of running sums to other stages, or out of the step."""
         readers = self._crossing_readers(stage)
         out: list[Sent] = []
         for target in range(len(self.stages)):
@@ -642,7 +642,7 @@ class StagePipeline:
 
 
 def _taker(keys: Sequence[int]) -> Callable[[Mapping[int, Any]], tuple[Any, ...]]:
-    """A function from a mapping to its values of some keys, in order."""
+    """A function that returns the values of a mapping for ``keys``, in order."""
     if len(keys) > 1:
         return operator.itemgetter(*keys)
     return lambda arrays: tuple(arrays[k] for k in keys)

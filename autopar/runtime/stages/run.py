@@ -126,7 +126,12 @@ class _Run(Transfers):
     def microbatches(
         self, step: Mapping[int, Any], given: Sequence[Mapping[int, Any]], what: str
     ) -> None:
-        """Runs the tasks of all microbatches; arguments are as of `run_step`.
+        """Runs the tasks of all microbatches.
+
+        Args:
+          step: as for `run_step`.
+          given: as ``microbatches`` for `run_step`.
+          what: description of the work, for error messages.
 
         Raises:
           StageError: a task failed, or another process has ended.
@@ -139,7 +144,7 @@ class _Run(Transfers):
                 self.issue_all()
             except StageError:
                 if pipeline.links is None:
-                    self.settle()  # an earlier task may be why one could not be issued
+                    self.settle()  # raises the error of an earlier task, if one failed
                 raise
             pipeline.issuing_s = time.perf_counter() - begin
             self.settle()

@@ -101,7 +101,7 @@ def same_parts(
 
 @dataclasses.dataclass(frozen=True)
 class Stage:
-    """A stage on its devices.
+    """A pipeline stage: its program, its layouts and its devices.
 
     Attributes:
       program: the program of the step, and the equations of the stage.

@@ -93,7 +93,7 @@ class ProgressWatch:
         while not self._ended.wait(_BEAT_S):
             found = jax_compat.coordination()
             if found is None or found.client is not self._client:
-                return  # the world of these processes has been left
+                return  # this process has left the coordination service
             with contextlib.suppress(jax.errors.JaxRuntimeError):
                 self._client.key_value_increment(f"{_ROOT}/{self._index}", 1)
                 self.look()
@@ -105,12 +105,12 @@ class ProgressWatch:
             self._look(process)
 
     def _look(self, process: int) -> None:
-        with contextlib.suppress(jax.errors.JaxRuntimeError):  # not there yet
+        with contextlib.suppress(jax.errors.JaxRuntimeError):  # no count yet
             count = str(self._client.key_value_try_get(f"{_ROOT}/{process}"))
             if count != self._counts.get(process):
                 self._counts[process] = count
                 self._seen[process] = time.monotonic()
-        with contextlib.suppress(jax.errors.JaxRuntimeError):  # it goes on
+        with contextlib.suppress(jax.errors.JaxRuntimeError):  # no error text
             key = f"{_ROOT}/{process}/failed"
             self.said[process] = str(self._client.key_value_try_get(key))
 
