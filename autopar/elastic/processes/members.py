@@ -1,4 +1,4 @@
-"""What the supervisor knows of its workers, and what it can do to them."""
+"""What the supervisor knows about its workers, and its actions on them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ from autopar.elastic.processes import tiles
 from autopar.elastic.processes.network import End, split_address
 from autopar.elastic.processes.recovery import RESPAWNED
 
-# Of the fields behind the name in ``/proc/PID/stat``: field 22 of proc(5).
+# Index of the start time among the fields after the name in ``/proc/PID/stat``; it is
+# field 22 of proc(5).
 _STARTED = 19
 
 
@@ -30,9 +31,9 @@ class ProcessId:
     """A process of this machine (Linux).
 
     Attributes:
-      pid: its number.
-      started: when it started, in ticks since the machine did.
-      boot: names the start of the machine.
+      pid: process number.
+      started: start time, in clock ticks since the machine booted.
+      boot: identifier of the machine's boot.
     """
 
     pid: int
@@ -41,7 +42,7 @@ class ProcessId:
 
     @classmethod
     def of(cls, pid: int) -> ProcessId | None:
-        """The process that has a number now; None: there is none."""
+        """The process that has a number now; None: no process has the number."""
         try:
             text = pathlib.Path(f"/proc/{pid}/stat").read_text()
             return cls(pid, int(text.rpartition(")")[2].split()[_STARTED]), _boot())
@@ -50,7 +51,7 @@ class ProcessId:
 
     @classmethod
     def from_data(cls, data: Any) -> ProcessId | None:
-        """Reads `to_data`; None where it is nothing of the kind."""
+        """Reads the result of `to_data`; None if the data is not such a result."""
         if not isinstance(data, Mapping):
             return None
         pid, started, boot = (data.get(k) for k in ("pid", "started", "boot"))
@@ -59,23 +60,24 @@ class ProcessId:
         return cls(pid, started, str(boot))
 
     def to_data(self) -> dict[str, Any]:
-        """As JSON can hold it."""
+        """The fields as a dictionary that JSON can hold."""
         return dataclasses.asdict(self)
 
     def open(self) -> int | None:
-        """A descriptor of the process (pidfd_open(2)); None: it has ended."""
+        """Opens a descriptor of the process (pidfd_open(2)); None: it has ended."""
         try:
             descriptor = os.pidfd_open(self.pid)
         except (OSError, OverflowError):
             return None
-        # The descriptor keeps its process, so what the number means is asked behind it.
+        # The open descriptor holds its process, so the identity is compared after
+        # opening.
         if ProcessId.of(self.pid) == self and not has_ended(descriptor):
             return descriptor
         os.close(descriptor)
         return None
 
     def kill(self) -> None:
-        """Ends the process, and no other one that has its number."""
+        """Kills the process, but never another process that has got its number."""
         if (descriptor := self.open()) is not None:
             with contextlib.suppress(OSError):
                 signal.pidfd_send_signal(descriptor, signal.SIGKILL)
@@ -83,11 +85,11 @@ class ProcessId:
 
 
 def has_ended(descriptor: int, wait_s: float | None = 0) -> bool:
-    """Whether a process has ended, also where nobody has waited for it yet.
+    """Whether a process has ended, even if its parent has not waited for it yet.
 
     Args:
-      descriptor: of the process.
-      wait_s: longest to wait for its end; None: for ever.
+      descriptor: descriptor of the process.
+      wait_s: longest time to wait for the end of the process; None: for ever.
     """
     return bool(select.select([descriptor], [], [], wait_s)[0])
 
@@ -99,18 +101,18 @@ def _boot() -> str:
 
 Message = dict[str, Any]
 
-# The exit status of a worker, and of a run, that has saved its state to go on later.
+# The exit status of a worker or a run that has saved its state to be resumed later.
 SUSPENDED = 75  # EX_TEMPFAIL of <sysexits.h>
 
-# Longest line: what a worker holds is listed by array, not sent.
+# Longest line. A message lists the arrays that a worker holds, but not their contents.
 _LONGEST_BYTES = 64 << 20
 
 
 class Connection:
-    """One end of a connection; any thread may send, one receives.
+    """One end of a connection; any thread may send, only one thread receives.
 
     Attributes:
-      is_open: whether the end of what comes has not been seen.
+      is_open: whether no end of the incoming messages has been seen.
     """
 
     def __init__(self, end: End) -> None:
@@ -122,7 +124,7 @@ class Connection:
 
     @property
     def ports(self) -> frozenset[int]:
-        """The ports of both ends; none once it is closed."""
+        """The ports of both ends; empty once the connection is closed."""
         try:
             own, other = self._socket.getsockname(), self._socket.getpeername()
         except OSError:
@@ -130,7 +132,7 @@ class Connection:
         return frozenset((own[1], other[1]))
 
     def send(self, kind: str, **data: Any) -> bool:
-        """Sends a message; returns whether the other end was still there."""
+        """Sends a message; returns whether the other end was still connected."""
         line = json.dumps({"kind": kind, **data}).encode() + b"\n"
         try:
             with self._lock:
@@ -140,11 +142,11 @@ class Connection:
         return True
 
     def patience(self, seconds: float | None) -> None:
-        """Waits no longer for a message than so many seconds; None: for ever."""
+        """Limits the wait for a message to this many seconds; None: no limit."""
         self._socket.settimeout(seconds)
 
     def receive(self) -> Message | None:
-        """The next message; None at the end, or after what is no message."""
+        """The next message; None at the end, or after data that is not a message."""
         try:
             line = self._lines.readline(_LONGEST_BYTES)
             found = json.loads(line) if line else None
@@ -156,7 +158,7 @@ class Connection:
         return None
 
     def close(self) -> None:
-        """Closes it; the other end is told."""
+        """Closes the connection, so that the other end notices."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         with contextlib.suppress(OSError):
@@ -169,12 +171,12 @@ def has_token(message: Message | None, token: str) -> bool:
     return hmac.compare_digest(given.encode(), token.encode())
 
 
-# Seconds after which a run says that it waits for a script to join it.
+# Seconds after which a run reports that it still waits for a script to join.
 _LATE_S = 15.0
 
 
 class Actions(Protocol):
-    """What a supervisor does to the world outside."""
+    """What a supervisor does outside its own state."""
 
     def spawn(self, worker: int) -> None:
         """Starts a worker."""
@@ -185,7 +187,7 @@ class Actions(Protocol):
         ...
 
     def kill(self, worker: int) -> None:
-        """Ends a worker at once; its end is reported as any other."""
+        """Kills a worker; its end is reported like any other end."""
         ...
 
     def open(self, generation: int, processes: Sequence[ProcessId | None]) -> str:
@@ -193,20 +195,20 @@ class Actions(Protocol):
 
         Args:
           generation: number of the world.
-          processes: of its workers.
+          processes: processes of the world's workers.
         """
         ...
 
     def fill(self, generation: int, ranks: list[int]) -> None:
-        """Lets a world connect whose processes of these ranks are gone."""
+        """Lets a world finish connecting without the processes of these ranks."""
         ...
 
     def close(self, generation: int) -> None:
-        """Ends the coordination service of a world that all have left."""
+        """Ends the coordination service of a world that all processes have left."""
         ...
 
     def formed_world(self, message: Message) -> None:
-        """Takes what a worker says of a world that all its workers have formed."""
+        """Takes a worker's message about a world that all its workers have formed."""
         ...
 
     def heard(self, event: Any) -> None:
@@ -214,28 +216,28 @@ class Actions(Protocol):
         ...
 
     def on_sent(self, worker: int, message: Message) -> None:
-        """Takes what a worker of the world has sent to other hosts."""
+        """Takes how much a worker of the world has sent to other hosts."""
         ...
 
     def log(self, event: str, **data: Any) -> None:
-        """Writes down what happens."""
+        """Writes an event to the log."""
         ...
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class MemberLimits:
-    """Numbers of processes and times.
+    """Limits on the number of processes and on times.
 
     Attributes:
-      processes: how many a run begins with.
-      least: fewest that it goes on with.
-      most: most that may be asked for.
-      restarts: how many workers that died are replaced, in all.
-      start_s: longest from a worker's start until it is ready.
-      silent_s: longest without a word of a worker that is connected.
-      leave_s: longest from an order to leave until it is followed.
-      stuck_s: longest without progress of a whole world.
-      fence_s: how long a world that cannot be reached may go on to train.
+      processes: number of processes that a run begins with.
+      least: smallest number of processes that a run goes on with.
+      most: largest number of processes that may be asked for.
+      restarts: how many dead workers are replaced in the whole run.
+      start_s: longest time from a worker's start until it is ready.
+      silent_s: longest time without a message from a connected worker.
+      leave_s: longest time from an order to leave a world until the worker has left.
+      stuck_s: longest time in which a whole world makes no progress.
+      fence_s: how long an unreachable world may train on.
     """
 
     processes: int
@@ -251,25 +253,25 @@ class MemberLimits:
 
 @dataclasses.dataclass(slots=True)
 class WorkerMember:
-    """What the supervisor knows of a worker.
+    """What the supervisor knows about a worker.
 
     Attributes:
-      phase: ``starting``, ``ready`` for a world, or ``in`` one.
-      since_s: when the phase began; infinite where it waits for a host.
-      heard_s: when it was last heard of.
-      connected: whether it has a connection.
-      ready: its last message that it is ready.
-      formed: whether it has the state of its world.
-      started: the last step it started, as it answered to a pause.
-      finished: whether it has done the last step.
-      broken: what went wrong, as it said; '' otherwise.
-      step: the last step it is known to have started.
-      leave_by_s: when it must have left its world.
-      dismissed: whether it was told to end.
-      refused: whether it has asked to leave, and must stay.
-      trained: whether it has had the state of any world.
-      pid: number of its process; None: it has not connected yet.
-      respawns: whether its process ends with its world, and is started again.
+      phase: ``starting``; ``ready`` for a world; or ``in`` a world.
+      since_s: when the phase began; infinite while the worker waits for a host.
+      heard_s: when the last message of the worker came.
+      connected: whether the worker has a connection.
+      ready: the worker's last ``ready`` message.
+      formed: whether the worker has the state of its world.
+      started: the last step that the worker started, as it answered to a pause.
+      finished: whether the worker has done the last step.
+      broken: the error that the worker reported; '' otherwise.
+      step: the last step that the worker is known to have started.
+      leave_by_s: when the worker must have left its world.
+      dismissed: whether the worker was told to end.
+      refused: whether the worker has asked to leave and was refused.
+      trained: whether the worker has had the state of any world.
+      pid: number of the worker's process; None: the worker has not connected yet.
+      respawns: whether the worker's process ends with its world and is started again.
     """
 
     phase: str = "starting"
@@ -309,16 +311,16 @@ def find_unplaced(members: Mapping[int, WorkerMember], now: float) -> frozenset[
 
 
 def overdue(member: WorkerMember, limits: MemberLimits, now: float) -> str:
-    """Why a worker is given up; '' otherwise.
+    """Why the supervisor gives a worker up; '' if it does not.
 
     Args:
       member: the worker.
-      limits: times.
+      limits: limits on times.
       now: seconds on the supervisor's clock.
     """
     if member.connected and now - member.heard_s > limits.silent_s:
         return f"silent for {limits.silent_s:g} s"
-    waited = now - member.since_s  # less than nothing where it waits for a host
+    waited = now - member.since_s  # negative while the worker waits for a host
     if member.phase == "starting" and waited > limits.start_s:
         return f"not ready {limits.start_s:g} s after its start"
     if member.phase == "in" and now > member.leave_by_s:
@@ -327,11 +329,11 @@ def overdue(member: WorkerMember, limits: MemberLimits, now: float) -> str:
 
 
 def excuse(members: Mapping[int, WorkerMember], away_s: float) -> None:
-    """Lets no worker be overdue for what it did while nobody looked.
+    """Moves all deadlines by a time in which the supervisor did not look.
 
     Args:
       members: the workers.
-      away_s: how long nobody looked.
+      away_s: seconds in which the supervisor did not look.
     """
     for member in members.values():
         member.heard_s += away_s
@@ -340,29 +342,29 @@ def excuse(members: Mapping[int, WorkerMember], away_s: float) -> None:
 
 
 def all_formed(members: Mapping[int, WorkerMember], world: Sequence[int]) -> bool:
-    """Whether all workers of a world are there, and have its state."""
+    """Whether all workers of a world are alive and have its state."""
     return all(w in members and members[w].formed for w in world)
 
 
 def mark_trained(members: Mapping[int, WorkerMember], world: Sequence[int]) -> None:
-    """Remembers of the workers of a world that they have had its state."""
+    """Records that the workers of a world have had its state."""
     for worker in world:
         members[worker].trained = True
 
 
 def last_error(members: Mapping[int, WorkerMember]) -> str:
-    """The last error that a worker told of."""
+    """The last error that a worker reported."""
     errors = [m.broken for m in members.values() if m.broken]
     return errors[-1] if errors else "none"
 
 
 def never_starts(member: WorkerMember, code: int | None, restarts: int) -> bool:
-    """Whether a worker ended before it joined, and another one would do so, too.
+    """Whether a worker ended before it joined, as a replacement would, too.
 
     Args:
       member: the worker.
-      code: its exit status, negative for a signal; None: not known.
-      restarts: how many workers that were killed are replaced.
+      code: exit status of the worker, negative for a signal; None: unknown.
+      restarts: how many killed workers are still replaced.
     """
     killed = code is None or (code < 0 and restarts > 0)
     return member.phase == "starting" and not killed
@@ -371,26 +373,26 @@ def never_starts(member: WorkerMember, code: int | None, restarts: int) -> bool:
 def starts_again(
     member: WorkerMember, code: int | None, now: float, *, gathers: bool
 ) -> bool:
-    """Whether a worker has ended as it left its world, to be started again.
+    """Whether a worker ended because it left its world, and is to be started again.
 
     Args:
       member: the worker.
-      code: its exit status, negative for a signal; None: not known.
+      code: exit status of the worker, negative for a signal; None: unknown.
       now: seconds on the supervisor's clock.
-      gathers: whether its world is being left. What ends a process then, such as a
-        broken collective, ends it as an order to leave does.
+      gathers: whether the worker's world is being left. An error at that time, such as
+        a broken collective, ends a process just as an order to leave does.
     """
     if code == RESPAWNED:
         return True
     if code == -signal.SIGKILL and now <= member.leave_by_s:
-        return False  # it was no order: `restarts` says what becomes of the dead
-    # One that an earlier supervisor had may have ended while there was none.
+        return False  # a kill is no order; `restarts` decides whether it is replaced
+    # A worker of an earlier supervisor may have ended while no supervisor ran.
     unseen = member.trained and member.pid is None
     return member.respawns and member.phase == "in" and (gathers or unseen)
 
 
 def respawned(member: WorkerMember, now: float) -> WorkerMember:
-    """A worker whose process is started again.
+    """A new record for a worker whose process is started again.
 
     Args:
       member: the worker.
@@ -406,7 +408,7 @@ def respawned(member: WorkerMember, now: float) -> WorkerMember:
 
 
 def end_text(code: int | None) -> str:
-    """How a worker's process ended.
+    """How a worker's process ended, in words.
 
     >>> end_text(1), end_text(-9), end_text(None)
     ('ended with code 1', 'died by signal 9', 'is gone')
@@ -417,7 +419,7 @@ def end_text(code: int | None) -> str:
 
 
 def never_started(worker: int, code: int) -> str:
-    """Why a run ends whose worker ended before it joined."""
+    """Why a run ends when a worker ended before it joined the run."""
     return (
         f"worker {worker} {end_text(code)} before it joined the run: its script must "
         "call autopar.elastic(...) and take its steps; see its output."
@@ -425,18 +427,18 @@ def never_started(worker: int, code: int) -> str:
 
 
 def adopt(now: float, *, inside: bool, formed: bool = False) -> WorkerMember:
-    """A worker of an earlier supervisor, which will connect again.
+    """A new record for a worker of an earlier supervisor, which will connect again.
 
     Args:
       now: seconds on the supervisor's clock.
-      inside: whether it is in the world.
-      formed: whether the world had its state.
+      inside: whether the worker is in the world.
+      formed: whether all workers of the world had its state.
     """
     return WorkerMember(
         phase="in" if inside else "starting",
         since_s=now,
         heard_s=now,
-        connected=inside,  # another one may still be starting
+        connected=inside,  # a worker outside the world may still be starting
         formed=inside and formed,
         trained=inside,
     )
@@ -448,13 +450,13 @@ def ready_of(members: Mapping[int, WorkerMember]) -> list[int]:
 
 
 def rows_of(members: Mapping[int, WorkerMember]) -> float:
-    """Rows of a batch for each device of a process; 0: it need not be divided."""
+    """Rows of a batch divided by the devices of a process; 0: any number will do."""
     told = [m.ready for m in members.values() if m.ready]
     return told[-1]["rows"] / told[-1]["devices"] if told else 0
 
 
 def describe(members: Mapping[int, WorkerMember]) -> dict[str, Any]:
-    """The workers in a few words, as plain data."""
+    """A short description of the workers, as plain data."""
     return {
         str(w): {
             "phase": m.phase if m.since_s < math.inf else "waiting for a host",
@@ -469,36 +471,38 @@ def describe(members: Mapping[int, WorkerMember]) -> dict[str, Any]:
 def staying_of(
     members: Mapping[int, WorkerMember], leaving: Collection[int]
 ) -> list[int]:
-    """The workers that were not asked to go."""
+    """The workers that were not asked to leave or told to end."""
     return [w for w, m in members.items() if w not in leaving and not m.dismissed]
 
 
 def is_new(member: WorkerMember, members: Mapping[int, WorkerMember]) -> bool:
-    """Whether a worker has never trained, and others have."""
+    """Whether a worker has never trained, while other workers have."""
     return not member.trained and any(m.trained for m in members.values())
 
 
 def newcomers_of(
     members: Mapping[int, WorkerMember], world: Sequence[int]
 ) -> list[int]:
-    """The workers of a world that forms who have never trained."""
+    """The workers of a forming world that have never trained."""
     current = [(w, members[w]) for w in world if w in members]
     if all(m.formed for _, m in current):
         return []
     return [w for w, m in current if is_new(m, members)]
 
 
-# Who belongs to the next world, and with which state it goes on.
+# The choice of the next world's workers, and of the state that it starts from.
 
-# Address of a worker's offers -> version -> what it holds, as `Offers.listed` says.
+# Address of a worker's offers -> version -> the worker's part (see `Offers.describe`).
 Held = Mapping[str, Mapping[str, Mapping[str, Any]]]
 
 
 def latest_state(held: Held) -> dict[str, Any] | None:
-    """The latest state of which all is held by someone, for the message to workers.
+    """The latest state of which the workers together hold all parts.
+
+    The result is a part of the message that forms a world.
 
     Returns:
-      Version, step, shapes, what goes with it, and holders; None: there is none.
+      Version, step, shapes, extra data and holders; None: no state is complete.
     """
     versions = {name for mine in held.values() for name in mine}
     for name in sorted(versions, key=_order, reverse=True):
@@ -523,8 +527,8 @@ def describe_world(
     """The workers of a world by rank, for the message to them.
 
     Args:
-      ready: what each worker said as it became ready.
-      workers: of the world.
+      ready: the ``ready`` message of each worker.
+      workers: workers of the world.
     """
     keys = ("address", "pid", "devices")
     return [{k: ready[w][k] for k in keys} | {"worker": w} for w in workers]
@@ -533,7 +537,7 @@ def describe_world(
 def processes_of(
     ready: Mapping[int, Message], workers: Sequence[int]
 ) -> list[ProcessId | None]:
-    """The processes of workers, as they said."""
+    """The processes of workers, from their ``ready`` messages."""
     return [ProcessId.from_data(ready[w].get("process")) for w in workers]
 
 
@@ -545,17 +549,17 @@ def _order(version: str) -> tuple[int, int]:
 def choose_workers(
     ready: Sequence[int], wanted: int, leaving: frozenset[int], rows: float
 ) -> list[int]:
-    """The workers of the next world, by rank; the oldest first.
+    """The workers of the next world, by rank; the oldest workers come first.
 
-    As many as divide the batch; the others are spares, which take the place of those
-    that die.
+    The result is the largest number of workers that divides the batch. The other
+    workers are spares, which replace workers that die.
 
     Args:
       ready: numbers of the workers that wait for a world.
-      wanted: how many a world should have.
-      leaving: those that were asked to go.
-      rows: of a batch, for each device of a process; 0: any number of processes can
-        share it.
+      wanted: wanted number of workers.
+      leaving: workers that were asked to leave.
+      rows: rows of a batch divided by the devices of a process; 0: any number of
+        processes will do.
 
     >>> choose_workers([0, 1, 2, 3, 4], 5, frozenset({1}), 24)
     [0, 2, 3, 4]
@@ -570,11 +574,13 @@ def choose_workers(
 def side_by_side(
     ready: Mapping[int, Message], workers: Sequence[int]
 ) -> tuple[int, ...]:
-    """The workers by rank: those of a host together, so that axes do not mix links.
+    """The workers by rank, with the workers of each host next to each other.
+
+    A mesh axis then does not mix links inside a host with links between hosts.
 
     Args:
-      ready: what each worker said as it became ready.
-      workers: of the world; the oldest ones first.
+      ready: the ``ready`` message of each worker.
+      workers: workers of the world; the oldest come first.
     """
     hosts = {w: ready[w]["address"].rpartition(":")[0] for w in workers}
     first = {host: w for w, host in reversed(hosts.items())}

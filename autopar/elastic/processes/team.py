@@ -1,7 +1,8 @@
-"""One process among those of a run: joins a world, leaves it, and keeps its state.
+"""One worker process of a run: it joins and leaves worlds, and keeps its state.
 
-A world that breaks leaves every process with the state of the last steps that it
-finished; the supervisor finds the latest step of which all is held by someone.
+A world is a set of processes that train together. When a world breaks, each process
+keeps the states of its last steps. The supervisor then finds the latest step whose
+whole state the processes hold together.
 """
 
 from __future__ import annotations
@@ -54,14 +55,17 @@ from autopar.runtime.threads import Threads
 from autopar.runtime.world import JaxChannel, LoneChannel, World
 from autopar_passes import jax_processes
 
-# Copies of what lies on this process alone, sent to others while it trains.
+# Copies, for other processes, of the arrays that only this process holds.
 
 
 class Copier:
-    """Sends the state after each step to other processes, one step behind at most."""
+    """Sends this process's state to other processes after each step, in the background.
+
+    The copies are at most one step late.
+    """
 
     def __init__(self, token: str, network: Network) -> None:
-        """Has nobody to send to yet."""
+        """Has no receivers yet; `aim` sets them."""
         self._token, self._network = token, network
         self._changed = threading.Condition()
         self._waiting: Holding | None = None
@@ -71,12 +75,12 @@ class Copier:
         threading.Thread(target=self._work, daemon=True, name="copies").start()
 
     def aim(self, takers: Sequence[str]) -> None:
-        """Sends to the offers at these addresses from now on."""
+        """Sends all later copies to the offers (`Offers`) at these addresses."""
         with self._changed:
             self._takers, self._waiting = tuple(takers), None
 
     def send(self, held: Holding) -> None:
-        """Sends copies in the background, once those of the step before have come."""
+        """Sends copies in the background, after the copies of the step before."""
         self.wait()
         with self._changed:
             if self._takers:
@@ -84,7 +88,7 @@ class Copier:
                 self._changed.notify_all()
 
     def wait(self) -> None:
-        """Waits until all copies have come, or those who take them are gone."""
+        """Waits until each receiver has all copies or is gone."""
         with self._changed:
             while self._busy:
                 self._changed.wait()
@@ -99,7 +103,7 @@ class Copier:
                 held, self._waiting = self._waiting, None
                 takers = self._takers
             for address in takers:
-                # Who is gone is noticed by the supervisor.
+                # The supervisor notices a receiver that is gone.
                 with contextlib.suppress(OSError):
                     self._copy(address, held)
 
@@ -119,13 +123,13 @@ class Copier:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class WorldChannel:
-    """As `JaxChannel`, but an exchange ends when the world is left.
+    """Exchanges bytes like `JaxChannel`, but stops an exchange when the world is left.
 
     Attributes:
-      client: of the world's coordination service.
+      client: client of the world's coordination service.
       index: number of this process.
       count: number of processes.
-      check: raises an error once the world is to be left.
+      check: raises an error once the process must leave the world.
     """
 
     client: Any
@@ -134,7 +138,7 @@ class WorldChannel:
     check: Callable[[], None]
 
     def broadcast(self, data: bytes) -> bytes:
-        """See `Channel`; what is broken ends collectives with an error."""
+        """See `Channel`; a lost process ends the collective with an error."""
         return JaxChannel().broadcast(data)
 
     def gather(self, data: bytes) -> list[bytes]:
@@ -153,20 +157,21 @@ class WorldChannel:
         return KeyValueExchange(self.client, self.index, self.count, self.check)
 
 
-# How long the others may take to connect: XLA ends a process that does not.
+# How long other processes may take to connect. XLA ends a process that takes longer.
 _CONNECT_S = 50
 _WATCH_S = 0.2
-# How long a step may go on once its world is to be left. Connections are shut down
-# at once, so that a collective that has noticed ends within milliseconds.
+# How long a step may run on after its world must be left. The connections are shut down
+# at once, so a collective that notices the loss ends within milliseconds.
 _PATIENCE_S = 0.5
-# So long a process that ends waits for it: a collective takes 10 s by default.
+# How long a process that exits waits for such a step: a collective ends after 10 s by
+# default.
 _LEFT_BEHIND_S = 15.0
 
 T = TypeVar("T")
 
 
 class WorldBroken(Exception):
-    """The world of this process is to be left: a process was lost, or joins."""
+    """This process must leave its world, because a process was lost or joins."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -174,15 +179,17 @@ class Joined:
     """A world that this process has joined.
 
     Attributes:
-      world: its processes and devices.
-      generation: its number; each world has a higher one.
+      world: processes and devices of the world.
+      generation: number of the world; each new world has a higher number.
       step: number of steps done; 0 in a run that begins.
-      extra: what was held beside the arrays of the state.
-      fetch: reads the state; None: nobody holds one.
-      lost_step: number of steps done when the state was lost; None: it was not.
-      cluster: what is planned for, as data, since an event said so; None: what the
-        script says.
-      why: what led to the world, such as who joined; '' for the first one.
+      extra: plain data that was kept with the arrays of the state.
+      fetch: reads the state; None: no process holds a state.
+      lost_step: number of steps done when the state was lost; None: the state was not
+        lost.
+      cluster: cluster to plan for, as data, if an event has set a cluster; None: the
+        cluster that the script names.
+      why: why the world was formed, such as which worker joined; '' for the first
+        world.
     """
 
     world: World
@@ -199,7 +206,8 @@ class Team:
     """This process's part in a run of several.
 
     Attributes:
-      rows: of a batch, which the devices of a world must divide; 0: any can.
+      rows: rows of a batch, a multiple of the number of devices of each world; 0: any
+        number of devices will do.
     """
 
     def __init__(
@@ -214,28 +222,32 @@ class Team:
         """Connects to the supervisor.
 
         Args:
-          address: of the supervisor.
-          survive: how many processes may die at once without loss of state that
-            lies on no other one.
-          rows: of a batch, which the devices of a world must divide; 0: any can.
-          events: sources that the supervisor listens to.
-          saves: whether the run has checkpoints, and so can end without a supervisor.
+          address: address of the supervisor.
+          survive: how many processes may die at once without losing state that only
+            they hold.
+          rows: rows of a batch, a multiple of the number of devices of each world; 0:
+            any number of devices will do.
+          events: sources of events that the supervisor listens to.
+          saves: whether the run has checkpoints. Only such a run may end without a
+            supervisor.
 
         Raises:
           PlanError: there is no supervisor.
         """
         self._saves = saves
         self._form: Message | None = None
-        # The world that ends without a supervisor.
+        # Generation of the world that ends without a supervisor.
         self._last_generation: int | None = None
         self._client: Any = None  # once it is connected
         self._relay: Relay | None = None
-        # Held by who ends the waits of a world, which must not meet the next one.
+        # Held while a thread ends the waits of a world, so that it cannot hit the next
+        # world.
         self._breaking = threading.Lock()
         self._recent: list[tuple[int, dict[str, Any], Mapping[str, Any]]] = []
         self._survive, self.rows, self._events = survive, rows, tuple(events)
         self._trains = False
-        # What this process listened at, and its sockets, before it joined its world.
+        # The listening ports and the sockets that this process had before it joined its
+        # world.
         self._listening: frozenset[str] = frozenset()
         self._older: frozenset[int] = frozenset()
         self.respawning = Respawning(address.worker)
@@ -244,7 +256,8 @@ class Team:
         self._copier = Copier(address.token, self._network)
         self._caller: Threads | None = None
         try:
-            # A world without a supervisor must not train beside one that has another.
+            # Without a supervisor, a world must not train while another supervisor runs
+            # a world.
             holds = not (self._network.is_local or saves)
             handlers = self._break, self._drop_older
             self._link = Link(address, self._network, *handlers, holds=holds)
@@ -259,16 +272,17 @@ class Team:
 
     @property
     def is_orphaned(self) -> bool:
-        """Whether the supervisor is gone for good: the run ends at this step.
+        """Whether the supervisor is gone for good, so that the run ends at this step.
 
-        The first process decides it for all, as they notice the loss at other times.
+        The first process decides for all processes, because they notice the loss at
+        different times.
         """
         form = self._form
         return form is not None and form["generation"] == self._last_generation
 
     @property
     def is_suspended(self) -> bool:
-        """Whether the run is to save its state at this step, and to go on later."""
+        """Whether the run saves its state at this step and ends, to resume later."""
         return self._link.is_suspended
 
     @property
@@ -278,19 +292,19 @@ class Team:
 
     @property
     def activity(self) -> Activity:
-        """What the training loop does now, for the supervisor."""
+        """What the training loop is doing now; the supervisor reads it."""
         return self._link.activity
 
     def say_saving(self) -> None:
-        """Says that this process has done its last step, and saves the state."""
+        """Tells the supervisor that this process saves the state and then ends."""
         self._link.say("saving")
 
     def lost_error(self, saved: str) -> RunError:
-        """The error of a run without a supervisor; says what was saved."""
+        """The error of a run that lost its supervisor; `saved` says what was saved."""
         return self._link.lost_error(saved)
 
     def _tell_sent(self) -> None:
-        """Tells the supervisor what this process sends to other hosts."""
+        """Tells the supervisor how many bytes this process sends to other hosts."""
         traffic = Traffic(self._network.host)
         while True:
             time.sleep(TELL_S)
@@ -298,9 +312,9 @@ class Team:
             self._link.say("sent", nbytes=sent.nbytes, busy_s=sent.busy_s)
 
     def _watch(self) -> None:
-        """Makes all processes stop at one step where the supervisor is gone.
+        """Stops all processes at the same step when the supervisor is gone.
 
-        Without checkpoints they go on, as their end would be that of the state.
+        Without checkpoints no process stops, because the state would be lost.
         """
         while self._saves:
             time.sleep(_WATCH_S)
@@ -311,7 +325,7 @@ class Team:
                 return
 
     def _stop_together(self, form: Message) -> None:
-        """Does what the supervisor does for a pause; the first process calls it."""
+        """Pauses the world in place of the supervisor; the first process calls this."""
         generation, token = form["generation"], self._link.address.token
         self._last_generation = generation
         others = form["members"][1:]
@@ -324,7 +338,7 @@ class Team:
         self._link.limit(generation, last)
 
     def _obey(self, request: Mapping[str, Any]) -> int | None:
-        """Follows the first process where there is no supervisor."""
+        """Follows an order of the first process while there is no supervisor."""
         if request["order"] == "pause":
             return self._link.pause(request["generation"])
         self._last_generation = request["generation"]
@@ -351,7 +365,7 @@ class Team:
         return run_folder()
 
     def join(self) -> Joined:
-        """Waits for a world and joins it; until it forms, again."""
+        """Waits for a world and joins it; tries again if the world fails to form."""
         own = ProcessId.of(os.getpid())
         while True:
             self.respawning.load(self._offers)
@@ -387,7 +401,7 @@ class Team:
         if relay is not None:
             client = jax_processes.coordination_client(relay.address, index, _CONNECT_S)
             client.connect()
-            self._client = client  # XLA ends a process that uses it any earlier
+            self._client = client  # XLA ends a process that uses an unconnected client
             relay.on_client(client)
             if relay.alone:
                 raise WorldBroken("the coordination service died as the world formed")
@@ -418,7 +432,7 @@ class Team:
         )
 
     def _beside_supervisor(self, address: str) -> str:
-        """An address on the supervisor's host, by the way on which it is reached."""
+        """The address, with the host by which this process reaches the supervisor."""
         if self._network.is_local or not address:
             return address
         host, _ = split_address(self._link.address.supervisor)
@@ -439,16 +453,16 @@ class Team:
     ) -> float | None:
         """Says that this process has the state of its new world.
 
-        Args:
-          step: number of steps done.
-          arrays: path -> global array.
-          extra: plain data that goes with them.
-          cluster: that is planned for, as data.
-          scheme: of the plan, in words.
-          broke_s: when this process trained last (`time.perf_counter`).
+        step: number of steps done.
+        arrays: path -> global array.
+        extra: plain data that belongs to the arrays.
+        cluster: cluster that is planned for, as data.
+        scheme: the plan's scheme, in words.
+        broke_s: when this process last trained (`time.perf_counter`); None: it has not
+          trained yet.
 
-        Returns:
-          The seconds since then; None: it has not trained yet.
+      Returns:
+        The seconds since ``broke_s``; None: the process has not trained yet.
         """
         self._recent = []
         self.keep_state(step, arrays, extra)
@@ -476,14 +490,14 @@ class Team:
 
         Args:
           step: number of steps done.
-          arrays: path -> global array; they must not be consumed by a later step.
-          extra: plain data that goes with them.
+          arrays: path -> global array; a later step must not consume (donate) them.
+          extra: plain data that belongs to the arrays.
         """
         assert self._form is not None
         jax.block_until_ready(arrays)
         self._trains = True
         own = holding.only_here(arrays) if len(self._form["members"]) > 1 else {}
-        # A process may be a step ahead, and copies two steps behind.
+        # Another process may be one step ahead, and copies may be two steps behind.
         window = 3 if own else 1
         self._recent = [*self._recent, (step, arrays, extra)][-window:]
         if self._survive and self.respawning.is_due(step):
@@ -514,12 +528,12 @@ class Team:
     def run(self, function: Callable[[], T]) -> T:
         """Calls a function that may wait for processes that are gone.
 
-        gloo misses that a send has failed where the other end closes at that moment,
-        and then waits as long as any collective may take. The call is left behind in
-        its thread, where it ends by itself.
+        When the other end closes while gloo sends, gloo can miss that the send failed.
+        It then waits until the timeout of collectives. So this method gives the call
+        up, and the call ends by itself in its thread.
 
         Raises:
-          WorldBroken: the world is to be left, and the call goes on waiting.
+          WorldBroken: the process must leave the world, and the call still waits.
         """
         assert self._form is not None
         if len(self._form["members"]) == 1:
@@ -528,15 +542,15 @@ class Team:
             self._caller = Threads(1, "step")
         call = self._caller.submit(function)
         if not self._link.ends(call, _PATIENCE_S):
-            self._caller = None  # its thread waits
-            # XLA's threads must not come back to an interpreter that ends.
+            self._caller = None  # its thread still waits
+            # XLA's threads must not return to an interpreter that has exited.
             if not self.respawning.is_on:
                 atexit.register(futures.wait, [call], _LEFT_BEHIND_S)
             raise WorldBroken("a step waits for a process that is gone")
         return call.result()
 
     def may_start(self, step: int) -> bool:
-        """Whether a step may start; otherwise the world is to be left before it."""
+        """Whether a step may start; if not, the process leaves the world before it."""
         if self.respawning.is_due(step + 1):
             self.respawning.wait()
         return self._link.may_start(step)
@@ -544,13 +558,13 @@ class Team:
     def finish(self, step: int) -> bool:
         """Waits until all processes have done the last step; False: leave the world."""
         finished = self._link.finish(step)
-        if finished and self._link.is_lost:  # nothing is left that could be taken up
+        if finished and self._link.is_lost:  # a supervisor has nothing left to adopt
             (self.folder / "run.json").unlink(missing_ok=True)
             self.respawning.remove()
         return finished
 
     def resize(self, processes: int) -> None:
-        """Asks the supervisor for another number of processes."""
+        """Asks the supervisor to change the number of processes."""
         self._link.say("resize", processes=processes)
 
     def tell(self, event: Any) -> None:
@@ -558,23 +572,23 @@ class Team:
         self._link.say("event", event=event)
 
     def resign(self) -> None:
-        """Asks to leave the run: this process is about to be killed."""
+        """Asks to leave the run, because this process is about to be killed."""
         self._link.say("leave")
 
     def say_lost(self, reason: str) -> None:
-        """Says that the run ends, as its state is gone."""
+        """Tells the supervisor that the run ends, because its state is lost."""
         self._link.say("lost", reason=reason)
 
     def broken(self, error: BaseException) -> bool:
-        """Whether an error came from the loss of a process, or from leaving."""
+        """Whether the loss of a process, or leaving the world, caused an error."""
         return isinstance(error, Exception) and self._link.verdict(error)
 
     def offer_programs(self, content: Callable[[str], bytes | None]) -> None:
-        """Lets processes of other hosts have compiled programs by their names."""
+        """Lets processes of other hosts read compiled programs by name."""
         self._offers.program = content
 
     def first_program(self, name: str) -> bytes | None:
-        """A program of the first process of the world; None where it is on this host.
+        """A program of the world's first process; None if that process is on this host.
 
         Raises:
           OSError: the first process is gone.
@@ -582,7 +596,7 @@ class Team:
         assert self._form is not None
         first = self._form["members"][0]["address"]
         if split_address(first)[0] == self._network.host:
-            return None  # they share a folder
+            return None  # both processes use the same folder
         peer = Peer(first, self._link.address.token, self._network)
         try:
             return peer.program(name)
@@ -590,9 +604,9 @@ class Team:
             peer.close()
 
     def leave(self) -> None:
-        """Leaves the world; the state of the last steps stays on the host.
+        """Leaves the world, and keeps the states of the last steps in host memory.
 
-        Where this process cannot go on without its world, it ends here.
+        A process that cannot go on without its world ends here and is started again.
         """
         assert self._form is not None
         if self.respawning.is_on:
@@ -603,17 +617,18 @@ class Team:
         with self._breaking:
             client, self._client = self._client, None
         jax_processes.leave_world()
-        with self._breaking:  # the next world has connections to the same processes
+        with self._breaking:  # the next world may connect to the same processes
             self._link.leave()
         relay, self._relay = self._relay, None
         threading.Thread(
             target=_leave_client, args=(client, relay), daemon=True
         ).start()
-        # Connections of the old world close with its last array: others wait for them.
+        # The old world's connections close with its last array, and other processes
+        # wait for that.
         gc.collect()
 
     def _last_states(self) -> list[Holding]:
-        """All that this process offers as it leaves its world."""
+        """All holdings that this process offers when it leaves its world."""
         self._hold_recent()
         return self._offers.holdings()
 
@@ -629,18 +644,18 @@ class Team:
             )
 
     def _drop_older(self, generation: int) -> None:
-        """Drops what older worlds held: every process of a newer one has the state."""
+        """Drops the states of older worlds; a newer world has formed."""
         self._offers.keep(lambda h: int(h.version.split(".")[1]) >= generation)
         self.respawning.drop(generation)
 
     def _break(self) -> None:
-        """Ends the waits of the world; called from a thread."""
+        """Ends the waits of the world; a thread calls this."""
         with self._breaking:
             if self._form is not None and self._link.must_leave:
                 self._end_waits(self._form)
 
     def _end_waits(self, form: Message) -> None:
-        """Shuts connections down, and says that nobody comes who is waited for."""
+        """Shuts connections down, so that no wait for a lost process goes on."""
         members = [(*split_address(m["address"]), m["pid"]) for m in form["members"]]
         ports = {port for _, port, _ in members} | self._link.ports
         ports.add(int(form["address"].rpartition(":")[2] or 0))
@@ -653,11 +668,11 @@ class Team:
             knock(listening() - self._listening)
 
     def _cancel_calls(self) -> None:
-        """Ends what waits for the coordination service."""
+        """Ends the calls that wait for the coordination service."""
         shut_down(self._client)
 
     def _dismiss(self, order: Message) -> None:
-        """Ends this process: the run goes on without it, or is over."""
+        """Ends this process, because the run is over or goes on without it."""
         reason = order.get("reason", "")
         if reason:
             print(f"autopar: {reason}", file=sys.stderr)
@@ -665,15 +680,16 @@ class Team:
 
 
 def takers(addresses: Sequence[str], index: int, count: int) -> list[str]:
-    """Who takes copies of a process: the next ones on other hosts, each on its own.
+    """The processes that receive copies of a process's state, by address.
 
-    Where there are fewer hosts, the next ones on hosts that have a copy already, and
-    last those of its own host.
+    The next processes by rank come first, each on a different other host. If there are
+    too few hosts, hosts that already have a copy follow. Processes of the same host
+    come last.
 
     Args:
-      addresses: of the processes by rank.
+      addresses: addresses of the processes, by rank.
       index: rank of the process.
-      count: how many copies there should be.
+      count: number of copies.
 
     >>> takers(["a:1", "a:2", "b:1", "c:1"], 0, 2)
     ['b:1', 'c:1']
@@ -703,7 +719,7 @@ def run_folder() -> pathlib.Path:
 
 
 def local_devices() -> int:
-    """The number of this process's devices; JAX need not be started for it."""
+    """The number of this process's devices; works before JAX is started."""
     return jax_processes.local_device_count()
 
 
