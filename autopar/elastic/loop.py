@@ -1,4 +1,4 @@
-"""The training loop that goes on when devices go and come."""
+"""The training loop that goes on when devices leave and join."""
 
 from __future__ import annotations
 
@@ -34,33 +34,34 @@ from autopar.runtime.world import World
 from autopar.units import rounded_cluster, seconds_text
 from autopar_passes.program.static_leaves import struct_of
 
-# Least seconds between two messages.
+# Least seconds between two updates of the progress line.
 _EVERY_S = 0.1
 
 
 class Display:
-    """A line of progress; it shows nothing where nobody looks."""
+    """A line of progress; shown only on a terminal, unless it is asked for."""
 
     def __init__(self, steps: float, shows: bool | None) -> None:
         """Shows nothing yet.
 
         Args:
-          steps: how many there are.
-          shows: whether it is shown; None: on a terminal (`autopar.progress`).
+          steps: number of steps.
+          shows: whether the line is shown; None: only on a terminal
+            (`autopar.progress`).
         """
         self._steps = steps
         self._shows = progress.is_shown() if shows is None else shows
         self._last_s = 0.0
 
     def show(self, step: int, seconds: float, plan: Plan) -> None:
-        """Says how many steps have run, how long the last took, and where."""
+        """Shows the number of steps run, the last step's time and the cluster."""
         now = time.perf_counter()
         if self._shows and (now - self._last_s > _EVERY_S or step == self._steps):
             self._last_s = now
             progress.write(progress_text(step, self._steps, seconds, plan))
 
     def close(self) -> None:
-        """Wipes the line."""
+        """Erases the line."""
         if self._shows:
             progress.wipe()
             self._shows = False
@@ -70,19 +71,20 @@ def progress_text(step: int, steps: float, seconds: float, plan: Plan) -> str:
     """The line of progress.
 
     Args:
-      step: how many steps have run.
-      steps: how many there are; infinite: nobody knows.
-      seconds: of the last one.
-      plan: in use.
+      step: number of steps that have run.
+      steps: total number of steps; infinite: unknown.
+      seconds: seconds of the last step.
+      plan: plan in use.
     """
     of = f" of {steps}" if math.isfinite(steps) else ""
     where = rounded_cluster(plan.cluster)
     return f"step {step}{of}, {seconds_text(seconds)} a step on {where}"
 
 
-# The seam between the loop and the processes that run it.
+# The interface between the loop and the processes that run it.
 #
-# `Alone` is the membership of one process: its changes come from the inbox of events.
+# `Alone` is the membership of a single process: its changes come from the inbox of
+# events.
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,11 +92,11 @@ class Change:
     """A change that the loop carries out before a step.
 
     Attributes:
-      events: what led to it, each with how it was resolved.
+      events: the events that led to the change, with their outcomes.
       cluster: the next cluster; None: no device is left, and the run ends.
-      deadline_s: seconds since the epoch when devices go; infinite: not known.
-      reform: whether the processes of the world change: the state leaves the old
-        world (`Membership.reform`) before the step is planned for the next.
+      deadline_s: seconds since the epoch when devices leave; infinite: unknown.
+      reform: whether the processes of the world change. The state then leaves the old
+        world (`Membership.reform`) before the step is planned for the next world.
     """
 
     events: tuple[Resolved, ...]
@@ -118,14 +120,14 @@ class HostPiece:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class HeldState:
-    """What a process holds of a run while it belongs to no world.
+    """The part of a run's state that a process keeps while it belongs to no world.
 
     Attributes:
       step: number of the next step.
-      position: of the next sample.
+      position: number of the next sample.
       layout: how the state is split over the old world's devices.
-      pieces: path of an array -> its parts that this process has.
-      compression: state of the codecs, on the host; None: there is none.
+      pieces: path of an array -> the parts of the array that this process has.
+      compression: state of the codecs, on the host; None: there is no such state.
     """
 
     step: int
@@ -136,10 +138,10 @@ class HeldState:
 
 
 class Membership(Protocol):
-    """Which processes and devices belong to a run, and how that changes.
+    """The processes and devices that belong to a run, and the changes of both.
 
     Attributes:
-      world: the processes and devices now.
+      world: the current processes and devices.
     """
 
     world: World
@@ -153,22 +155,22 @@ class Membership(Protocol):
         ...
 
     def settle(self, cluster: Cluster) -> None:
-        """Tells on which cluster the run goes on, after a change or its refusal."""
+        """Tells the membership the cluster on which the run goes on after a change."""
         ...
 
     def broken(self, error: BaseException) -> bool:
-        """Returns whether the loss of another process made a step raise this."""
+        """Returns whether the loss of another process made a step raise this error."""
         ...
 
     def reform(self, held: HeldState) -> HeldState:
-        """Leaves the old world, joins the next one, and returns what is held there.
+        """Leaves the old world, joins the next world, and returns the state held there.
 
         Args:
           held: the state of this process, on the host.
 
         Returns:
-          At the step that all processes of the new world agree on, the state with at
-          least those pieces that this process's devices will need.
+          The state at the step that all processes of the new world agree on. It has at
+          least the pieces that this process's devices need.
         """
         ...
 
@@ -200,19 +202,20 @@ class Alone:
         self._inbox.settle(cluster)
 
     def broken(self, error: BaseException) -> bool:
-        """See `Membership`; there is no other process."""
+        """See `Membership`; a single process never loses another process."""
         del error
         return False
 
     def reform(self, held: HeldState) -> HeldState:
-        """See `Membership`; the world stays."""
+        """See `Membership`; the world does not change."""
         return held
 
 
-# Steps whose median is the seconds of a step, and how many must have run after a
-# re-plan before they are written down.
+# The time of a step is the median of the last _STEPS steps. After a re-plan, this time
+# is written down once _AFTER steps have run.
 _STEPS, _AFTER = 20, 5
-# Steps after a change before others are prepared, and clusters that are remembered.
+# Other clusters are prepared once _SETTLED steps have run after a change. The last
+# _VISITED clusters are remembered.
 _SETTLED, _VISITED = 3, 2
 
 
@@ -221,13 +224,13 @@ class Step:
     """A step that has run.
 
     Attributes:
-      step: its number; the first of a run is 0.
-      position: number of its first sample.
-      result: what the step returned besides the state.
-      seconds: how long it took, with its batch and without a change before it.
-      plan: the plan, where the step is the first under it that this process runs, as
-        step 0 is; else None. `ElasticRun.plan` is always the plan in use.
-      finite: whether its loss and gradients were finite (``on_nan=``).
+      step: number of the step; the first step of a run is 0.
+      position: number of the first sample of the step.
+      result: the values that the step returned besides the state.
+      seconds: time of the step, including its batch but no change before it.
+      plan: the plan, if this is the first step that this process runs under the plan
+        (step 0 is such a step); else None. `ElasticRun.plan` is always the plan in use.
+      finite: whether the loss and the gradients of the step were finite (``on_nan=``).
     """
 
     step: int
@@ -242,12 +245,12 @@ class ElasticRun:
     """A run of a step over its samples; iterate over it to train.
 
     Attributes:
-      state: the carried state.
+      state: the state that the step carries.
       step: number of the next step.
-      ledger: what was written of events and re-plans.
+      ledger: record of events and re-plans.
       notes: plain data of the checkpoint that the run was restored from; or None.
-      sources: of events.
-      ahead: prepares likely next clusters; None: nothing does.
+      sources: sources of events.
+      ahead: prepares likely next clusters; None: no cluster is prepared.
       nans: counts the steps that were not finite.
     """
 
@@ -269,17 +272,17 @@ class ElasticRun:
         """See `autopar.elastic`, which makes these.
 
         Args:
-          step: the step.
-          samples: what it is trained on.
-          steps: how many steps there are; infinite: until `stop`.
-          ledger: what events and re-plans are written to.
-          membership: makes the membership; None: this process alone.
-          sources: of events; they listen from now on.
+          step: the train step.
+          samples: the training samples.
+          steps: number of steps; infinite: the run goes on until `stop`.
+          ledger: record of events and re-plans.
+          membership: makes the membership; None: this process is the only one.
+          sources: sources of events; they start to listen at once.
           ahead: whether likely next clusters are prepared in the background.
           checkpoints: where the run is saved.
-          every: after how many steps; None: at the end alone.
-          shows: whether progress is shown; None: on a terminal.
-          on_nan: what is done where a step is not finite.
+          every: number of steps between saves; None: only at the end.
+          shows: whether progress is shown; None: only on a terminal.
+          on_nan: reaction to a step that is not finite.
         """
         self.nans = Finiteness(step, on_nan, self._write)
         self._train_step, self._samples, self._steps = step, samples, steps
@@ -309,7 +312,7 @@ class ElasticRun:
             self._listen(source)
 
     def _listen(self, source: Source) -> None:
-        """Starts a source; where it cannot start, those before it are stopped."""
+        """Starts a source; if this fails, stops the sources started before it."""
         try:
             source.start(self._inbox)
         except AutoparError:
@@ -338,9 +341,9 @@ class ElasticRun:
         return self._samples.batch
 
     def resize(self, rows: int) -> None:
-        """Asks the source for another number of samples from the next step on.
+        """Sets the number of samples per step, from the next step on.
 
-        The plan is not changed: where the step has none for them, it makes one.
+        The plan is not changed here. A step without a plan for this number makes one.
         """
         self._samples = self._samples.resize(self.step, rows)
         self._replanner.rows = rows
@@ -349,18 +352,18 @@ class ElasticRun:
         self._seconds.clear()
 
     def arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Structs of what a step takes after the state, in order and by name.
+        """Shapes of the step's arguments after the state, in order and by name.
 
-        They are those of the last step, and of the first one before it has run.
+        The shapes are those of the last step; before any step, those of the first step.
         """
         return self._last
 
     def horizon_s(self, rest_s: float = math.inf) -> float:
-        """Seconds until the next change is expected, or the end in ``rest_s``."""
+        """Seconds until the next expected change; at most ``rest_s``."""
         return self._replanner.horizon_s(rest_s)
 
     def save(self) -> None:
-        """Saves the state as it is, and waits until that is complete."""
+        """Saves the current state, and waits until the save is complete."""
         self._saves.end(self.state, self.step, self.position)
 
     def keep(self, notes: Callable[[], Any]) -> None:
@@ -368,17 +371,17 @@ class ElasticRun:
         self._saves.notes = notes
 
     def create(self, create_state: Callable[..., Any], args: Sequence[Any]) -> None:
-        """Creates the state in its shards, or restores it from the last checkpoint.
+        """Creates the state in its shards, or restores the last checkpoint.
 
         Args:
           create_state: makes the state.
-          args: its arguments.
+          args: arguments of ``create_state``.
         """
         world = self._membership.world
         rest, named = self._samples.arguments(self.step, world)
         self._last = jax.tree.map(struct_of, (rest, named))
         if world.process_count > 1:
-            # Arrays would be taken for this process's part of the batch.
+            # `init` would take arrays for this process's part of the batch.
             rest, named = self._last
         if named:
             count = len(state_shapes(create_state, args).arguments())
@@ -400,10 +403,10 @@ class ElasticRun:
           event: an event, its data, or the whole next cluster, such as ``"4:cpu"``.
 
         Returns:
-          What comes of the event: whether the cluster changes, or why not.
+          The outcome of the event: whether the cluster changes, or why it does not.
 
         Raises:
-          EventError: the event makes no sense; the run goes on without it.
+          EventError: the event makes no sense; the run goes on without the event.
         """
         if isinstance(event, Cluster):
             event = Event(kind="cluster", cluster=event)
@@ -419,7 +422,7 @@ class ElasticRun:
         self._stopped = True
 
     def close(self) -> None:
-        """Ends the run and its sources; once is enough, and more do no harm."""
+        """Ends the run and its sources; further calls do nothing."""
         self._stopped = True
         for source in self.sources:
             source.stop()
@@ -428,7 +431,7 @@ class ElasticRun:
         self._display.close()
 
     def __iter__(self) -> ElasticRun:
-        """The run itself: it can be left and gone on with."""
+        """Returns the run itself; a loop can stop and a later loop can go on."""
         return self
 
     def __next__(self) -> Step:
@@ -436,7 +439,8 @@ class ElasticRun:
 
         Raises:
           StopIteration: all steps have run, or the run was stopped.
-          NotFiniteError: steps are not finite; `state` is that of the last good one.
+          NotFiniteError: steps are not finite; `state` is the state of the last good
+            step.
         """
         plan = None if self._has_ended() else self._change()
         if self._has_ended():
@@ -469,15 +473,15 @@ class ElasticRun:
 
     @property
     def rest_steps(self) -> int | None:
-        """Steps that are left; None: it is not known."""
+        """Number of steps that are left; None: unknown."""
         left = self._steps - self.step
         return int(left) if math.isfinite(left) else None
 
     def _run(self) -> Any:
         """Runs one step, and takes its state.
 
-        It waits for the result: what a step costs must be known, and the loss of
-        another process must be seen in the step that it hits.
+        The method waits for the result, for two reasons. The time of the step must be
+        measured. The step itself must raise the error when another process is lost.
         """
         world = self._membership.world
         planned = self._train_step.running.planned
@@ -493,11 +497,11 @@ class ElasticRun:
         return result
 
     def _write(self, kind: str, **fields: Any) -> None:
-        """Writes a line of the ledger, with where the run stands."""
+        """Writes a line of the ledger, with the current step and position."""
         self.ledger.write(kind, step=self.step, position=self.position, **fields)
 
     def _change(self) -> Plan | None:
-        """Carries out a change that waits; returns the new plan, if there is one."""
+        """Carries out a pending change; returns the new plan, or None."""
         change = self._membership.pending(self.step)
         if change is None:
             return None
@@ -509,13 +513,13 @@ class ElasticRun:
             return self._move(change, change.cluster)
 
     def _leave(self, change: Change) -> None:
-        """Ends the run, as no device is left."""
+        """Ends the run, because no device is left."""
         events = [event_data(x) for x in change.events]
         self.ledger.write("stop", step=self.step, position=self.position, events=events)
         self._stopped = True
 
     def _move(self, change: Change, cluster: Cluster) -> Plan | None:
-        """Re-plans for another cluster; None where that is refused."""
+        """Re-plans for another cluster; returns None if the change is refused."""
         begin, old = time.perf_counter(), self._train_step.plan
         fields: dict[str, Any] = {
             "step": self.step,
@@ -558,7 +562,7 @@ class ElasticRun:
         return None if found.chosen.name == "stay" else found.chosen.plan
 
     def _take_seconds(self, seconds: float) -> None:
-        """Takes the seconds of a step, and writes those after a re-plan down."""
+        """Records the time of a step; after a re-plan, writes the median down."""
         self._seconds.append(seconds)
         if self.ahead is not None and len(self._seconds) == _SETTLED:
             self.ahead.prepare(likely_next(self._cluster, self._visited, self._check))
@@ -572,7 +576,7 @@ class ElasticRun:
             )
 
     def _median(self) -> float | None:
-        """Seconds of a step; None until enough have run, as the first compiles."""
+        """Median seconds of a step; None before 3 steps, because the first compiles."""
         enough = len(self._seconds) >= _SETTLED
         return statistics.median(self._seconds) if enough else None
 
@@ -580,14 +584,14 @@ class ElasticRun:
         """Checks that this world has the devices of a cluster.
 
         Raises:
-          PlanError: it has not.
+          PlanError: this world lacks a device of the cluster.
         """
         world = self._membership.world
         world.at(cluster.ids)
 
 
 def plan_data(plan: Plan) -> dict[str, Any]:
-    """What a line of the ledger says of a plan."""
+    """The description of a plan in the ledger."""
     return {
         "cluster": plan.cluster.text,
         "meshes": meshes_of(plan),
@@ -596,7 +600,7 @@ def plan_data(plan: Plan) -> dict[str, Any]:
 
 
 def outcome_data(found: Outcome) -> dict[str, Any]:
-    """What a line of the ledger says of a change that was carried out."""
+    """The description of a completed change in the ledger."""
     horizon_s, chosen = found.horizon_s, found.chosen
     others = [x.steps(horizon_s) for x in found.compared if x is not chosen]
     steps = chosen.steps(horizon_s)

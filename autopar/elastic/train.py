@@ -1,4 +1,4 @@
-"""`autopar.train`: checks what it is given, and starts a run whose batch follows."""
+"""`autopar.train`: checks its arguments and starts a run that adapts its batch size."""
 
 from __future__ import annotations
 
@@ -42,11 +42,11 @@ from autopar_errors import check_type
 
 
 class TrainRun:
-    """A run of a step whose batch follows; iterate over it to train.
+    """A training run that adapts its batch size; iterate over it to train.
 
     Attributes:
-      run: the elastic run below it.
-      loop: what chooses the batch.
+      run: the elastic run that runs the steps.
+      loop: chooses the batch size.
     """
 
     def __init__(
@@ -62,12 +62,13 @@ class TrainRun:
         """See `autopar.train`, which makes these.
 
         Args:
-          run: the elastic run; it has made no step yet.
-          step: the step.
-          following: how the batch follows.
-          samples: rows of the base batch after which it ends; None: never.
-          until: ends the run behind a step for which it is true; None: never.
-          beside: prepares other ways; None: steps wait for them.
+          run: the elastic run, before its first step.
+          step: the train step.
+          following: how the batch size follows the gradient noise.
+          samples: rows of the base batch after which the run ends; None: no such limit.
+          until: ends the run after a step for which it returns true; None: no such
+            test.
+          beside: prepares other programs in the background; None: steps wait for them.
         """
         self.run, self._beside = run, beside
         self._samples, self._until = samples, until
@@ -83,11 +84,11 @@ class TrainRun:
         self._worth = 0.0
 
     def begin(self, create_state: Callable[..., Any], args: Sequence[Any]) -> None:
-        """Creates the state, or goes on where a checkpoint was left.
+        """Creates the state, or restores it from the last checkpoint.
 
         Args:
           create_state: makes the state.
-          args: its arguments.
+          args: arguments of ``create_state``.
         """
         self.run.create(create_state, args)
         if self.run.notes is not None:
@@ -101,12 +102,12 @@ class TrainRun:
 
     @property
     def nans(self) -> Finiteness:
-        """Counts the steps that were not finite."""
+        """Counts the steps with a loss or gradient that is not finite."""
         return self.run.nans
 
     @property
     def state(self) -> Any:
-        """The carried state."""
+        """The state that the step carries."""
         return self.run.state
 
     @property
@@ -126,7 +127,7 @@ class TrainRun:
 
     @property
     def progress(self) -> float:
-        """Rows of the base batch that the steps were worth."""
+        """Progress so far, as an equivalent number of rows in base batches."""
         return self._worth
 
     @property
@@ -141,7 +142,7 @@ class TrainRun:
 
     @property
     def ledger(self) -> Ledger:
-        """What was written of events, re-plans and changes of the batch."""
+        """The ledger of events, re-plans and changes of the batch."""
         return self.run.ledger
 
     @property
@@ -158,21 +159,22 @@ class TrainRun:
         self.run.stop()
 
     def close(self) -> None:
-        """Ends the run and its sources; once is enough, and more do no harm."""
+        """Ends the run and its sources; further calls do nothing."""
         self.run.close()
         if self._beside is not None:
             self._beside.close()
 
     def __iter__(self) -> TrainRun:
-        """The run itself: it can be left and gone on with."""
+        """Returns the run itself; a loop can stop and a later loop can go on."""
         return self
 
     def __next__(self) -> Step:
-        """Runs one step, and lets the batch of the next one follow.
+        """Runs one step, and chooses the batch size of the next step.
 
         Raises:
           StopIteration: the run is at its end, or was stopped.
-          PlanError: the source has no more samples; the state is that before the step.
+          PlanError: the source has no more samples; the state is the one before the
+            step.
         """
         if self._samples is not None and self._worth >= self._samples:
             self.run.stop()
@@ -200,7 +202,7 @@ class TrainRun:
         return self.run.horizon_s(rest_s)
 
     def _rest_s(self) -> float:
-        """Seconds that the rest of the rows takes; infinite where no number is said."""
+        """Seconds until ``samples`` is reached; infinite without ``samples``."""
         if self._samples is None:
             return math.inf
         each = float(self.loop.following.base_batch)
@@ -209,7 +211,7 @@ class TrainRun:
         return max(0.0, (self._samples - self._worth) / each * self._step_s)
 
     def _write(self, kind: str, **fields: Any) -> None:
-        """Writes a line of the ledger, with where the run stands."""
+        """Writes a line of the ledger, with the current step and position."""
         where = {"step": self.run.step, "position": self.run.position}
         self.run.ledger.write(kind, **{**where, **fields})
 
@@ -232,9 +234,9 @@ def elastic(
     on_nan: OnNan = "stop",
     progress: bool | None = None,
 ) -> ElasticRun | TeamRun:
-    """Starts a run of a train step that goes on when devices go and come.
+    """Starts a run of a train step that goes on when devices leave and join.
 
-    Iterate over what it returns: each turn runs one step.
+    Iterate over the result: each iteration runs one step.
 
     >>> for done in autopar.elastic(  # doctest: +SKIP
     ...     train_step, create_state, source, batch=32, steps=1000
@@ -242,38 +244,39 @@ def elastic(
     ...     print(done.step, done.result)
 
     Args:
-      step: what `autopar.parallelize` returned; its first arguments are the state, the
-        next one is the batch.
+      step: the result of `autopar.parallelize`. Its first arguments are the state, and
+        its next argument is the batch.
       create_state: makes the state. A plain tuple holds several leading arguments.
-      source: ``source(position, rows)`` returns ``rows`` samples as arrays, the first
-        of which has the number ``position``.
+      source: ``source(position, rows)`` returns ``rows`` samples as arrays, beginning
+        with sample number ``position``.
       batch: samples of a step, over all devices and processes.
-      steps: how many steps there are, those before a restart included.
-      args: arguments of ``create_state``, such as a key.
-      others: what the step takes after the batch, in order or by name; or a function
-        from the number of the step to it.
-      events: where events come from besides `ElasticRun.change`: ``file:PATH``,
-        ``http:PORT``, ``signal``, or a source of one's own (page 'Elastic training' of
-        the documentation).
+      steps: number of steps, including the steps before a restart.
+      args: arguments of ``create_state``, such as a random key.
+      others: arguments of the step after the batch, in order or by name; or a function
+        from the number of the step to these arguments.
+      events: sources of events besides `ElasticRun.change`: ``file:PATH``,
+        ``http:PORT``, ``signal``, or your own source (page 'Elastic training' of the
+        documentation).
       checkpoint: the directory of the run's checkpoints, or `autopar.Checkpoints`. The
-        last one there is gone on with. The end of the run is saved.
-      every: after how many steps the run is saved besides.
-      ledger: path of the file in which events and re-plans are written down.
+        run resumes from the last checkpoint there. The run is saved when it ends.
+      every: number of steps between saves; None: the run is saved only at its end.
+      ledger: path of the file for the record of events and re-plans.
       ahead: whether plans and programs of likely next clusters are prepared in the
         background, with low priority.
-      survive: how many processes may die at once without loss of state, where `autopar
-        run` started several (page 'Processes that come and go' of the documentation).
-        The state before a step is kept as long as the step runs, and what lies on one
-        process alone is copied to others.
-      on_nan: what is done where a loss or a gradient is not finite, which is always
-        said and written to the ledger: ``stop`` ends the run behind the third such step
-        in a row with `autopar.NotFiniteError`, the state that of the last good step;
-        ``skip`` leaves the state as it was before such a step; ``continue`` goes on.
-      progress: whether a line of progress is shown; None: on a terminal.
+      survive: how many processes may die at once without loss of state, if `autopar
+        run` started several processes (page 'Processes that come and go' of the
+        documentation). Each process keeps the state before a step while the step runs.
+        State that only one process holds is copied to other processes.
+      on_nan: reaction to a loss or gradient that is not finite. Each such step is
+        printed and written to the ledger. ``stop`` ends the run with
+        `autopar.NotFiniteError` after the third such step in a row, and restores the
+        state of the last good step. ``skip`` restores the state from before each such
+        step. ``continue`` goes on.
+      progress: whether a line of progress is shown; None: only on a terminal.
 
     Raises:
       PlanError: an argument is wrong.
-      CheckpointError: there are checkpoints, and none can be used.
+      CheckpointError: there are checkpoints, but none of them can be used.
       TraceError: JAX cannot trace the step.
       InfeasibleError: no plan fits the memory of a device.
     """
@@ -321,17 +324,18 @@ def elastic(
 def saves_of(
     name: str, checkpoint: Any, every: Any
 ) -> tuple[Checkpoints | None, int | None]:
-    """Where and how often a run is saved; a scheduler says it for scripts that do not.
+    """The checkpoints of a run, and the number of steps between saves.
 
-    A job that is preempted goes on from a checkpoint. Nothing is read or written yet.
+    A scheduler sets both for scripts that do not, because a job that is preempted
+    resumes from a checkpoint. This function reads and writes no file.
 
     Args:
-      name: of the function that was called, for the error.
-      checkpoint: where checkpoints are kept; None: nothing was said.
-      every: after how many steps; None: at the end alone.
+      name: name of the calling function, for error messages.
+      checkpoint: where checkpoints are kept; None: the script does not say.
+      every: number of steps between saves; None: only at the end.
 
     Raises:
-      PlanError: what is said of checkpoints is wrong.
+      PlanError: an argument is wrong.
     """
     folder = os.environ.get(CHECKPOINT_VARIABLE)
     if checkpoint is None and folder:
@@ -344,10 +348,10 @@ def saves_of(
 
 
 def _check_saves(name: str, checkpoint: Any, every: Any) -> None:
-    """Checks what is said of checkpoints.
+    """Checks the arguments about checkpoints.
 
     Raises:
-      PlanError: it is wrong.
+      PlanError: an argument is wrong.
     """
     if every is None:
         return
@@ -361,13 +365,13 @@ def check_step(name: str, step: Any, create_state: Any, source: Any) -> None:
     """Checks the arguments that make a run, before any work is done.
 
     Args:
-      name: of the function that was called, for the error.
+      name: name of the calling function, for error messages.
       step: the step.
       create_state: makes the state.
       source: returns samples.
 
     Raises:
-      PlanError: one is wrong.
+      PlanError: an argument is wrong.
     """
     if not isinstance(step, ParallelStep):
         raise PlanError(
@@ -385,7 +389,7 @@ def _check_counts(batch: Any, steps: Any) -> None:
     """Checks the batch and the number of steps.
 
     Raises:
-      PlanError: one is wrong.
+      PlanError: an argument is wrong.
     """
     for name, given, least in (("batch", batch, 1), ("steps", steps, 0)):
         if not isinstance(given, int) or isinstance(given, bool) or given < least:
@@ -418,11 +422,11 @@ def train(
     on_nan: OnNan = "stop",
     progress: bool | None = None,
 ) -> TrainRun | TeamRun:
-    """Starts a run of a train step whose batch, plan and codecs follow its noise.
+    """Starts a run whose batch size, plan and codecs follow the gradient noise.
 
-    Iterate over what it returns: each turn runs one step. The optimizer of the state
-    must be wrapped by `autopar.goodput.scaled`, so that its learning rate and schedules
-    follow the batch.
+    Iterate over the result: each iteration runs one step. Wrap the optimizer in the
+    state with `autopar.goodput.scaled`, so that its learning rate and schedules follow
+    the batch size.
 
     >>> for done in autopar.train(  # doctest: +SKIP
     ...     train_step, create_state, source, base_batch=32, max_batch=1024, steps=1000
@@ -430,45 +434,51 @@ def train(
     ...     print(done.step, done.result)
 
     Args:
-      step: what `autopar.parallelize` returned; its first arguments are the state, the
-        next one is the batch. Where it does not measure the noise of its gradients
-        (``noise_scale=``), it will.
+      step: the result of `autopar.parallelize`. Its first arguments are the state, and
+        its next argument is the batch. A step that does not measure its gradient noise
+        (``noise_scale=``) is made to measure it.
       create_state: makes the state. A plain tuple holds several leading arguments.
-      source: ``source(position, rows)`` returns ``rows`` samples as arrays, the first
-        of which has the number ``position``.
+      source: ``source(position, rows)`` returns ``rows`` samples as arrays, beginning
+        with sample number ``position``.
       base_batch: rows of the batch that the learning rate was chosen for. The run
-        begins with it.
-      max_batch: most rows of a batch.
-      lr_rule: how the learning rate follows; it must be the one that the optimizer was
-        wrapped with. None: that one.
-      steps: after how many steps the run ends, those before a restart included.
-      samples: after how many rows of the base batch (`TrainRun.progress`) it ends.
-      until: ends it behind a step for which it returns true.
-      codecs: what gradients may be sent by besides what the step was made with, as
-        ``compression=`` says it: ``none``, ``auto``, or a codec. Of a biased one, what
-        `autopar.goodput.following` has measured may be given with it.
-      rule: `autopar.goodput.CriticalRegimes` in the place of goodput.
-      args: arguments of ``create_state``, such as a key.
-      others: what the step takes after the batch, as for `autopar.elastic`.
-      events: where events come from, as for `autopar.elastic`.
-      checkpoint: the directory of the run's checkpoints. The last one there is gone on
-        with, its batch and all that was measured included.
-      every: after how many steps the run is saved besides its end.
-      ledger: path of the file in which changes are written down.
-      ahead: whether programs are prepared beside the run, in the background; in several
-        processes those of other batches and codecs, which all begin at the same step.
+        begins with this batch size.
+      max_batch: largest number of rows of a batch.
+      lr_rule: rule by which the learning rate follows the batch size. It must be the
+        rule that the optimizer was wrapped with. None: that rule.
+      steps: number of steps after which the run ends, including the steps before a
+        restart.
+      samples: rows of the base batch after which the run ends (`TrainRun.progress`).
+      until: ends the run after a step for which it returns true.
+      codecs: further codecs for gradients, besides those of the step, written as for
+        ``compression=``: ``none``, ``auto``, or a codec. A biased codec may come with
+        its measured progress ratio (`autopar.goodput.following`).
+      rule: `autopar.goodput.CriticalRegimes`, which then chooses the batch instead of
+        goodput.
+      args: arguments of ``create_state``, such as a random key.
+      others: arguments of the step after the batch, as for `autopar.elastic`.
+      events: sources of events, as for `autopar.elastic`.
+      checkpoint: the directory of the run's checkpoints. The run resumes from the last
+        checkpoint there, with its batch size and its measurements.
+      every: number of steps between saves; None: the run is saved only at its end.
+      ledger: path of the file for the record of changes.
+      ahead: whether programs are prepared in the background while the run goes on. In a
+        run of several processes that `autopar run` did not start, these are the
+        programs of other batch sizes and codecs, and all processes switch at the same
+        step.
       survive: how many processes may die at once without loss of state, as for
-        `autopar.elastic`. Where `autopar run` started several processes, one decides,
-        and all change at the same step; programs are not prepared beside the run.
-      on_nan: what is done where a loss or a gradient is not finite, which is always
-        said and written to the ledger: ``stop`` ends the run behind the third such step
-        in a row with `autopar.NotFiniteError`, the state that of the last good step;
-        ``skip`` leaves the state as it was before such a step; ``continue`` goes on.
-      progress: whether a line of progress is shown; None: on a terminal.
+        `autopar.elastic`. If `autopar run` started several processes, one process
+        decides, and all processes change at the same step. Such a run prepares no
+        programs in the background.
+      on_nan: reaction to a loss or gradient that is not finite. Each such step is
+        printed and written to the ledger. ``stop`` ends the run with
+        `autopar.NotFiniteError` after the third such step in a row, and restores the
+        state of the last good step. ``skip`` restores the state from before each such
+        step. ``continue`` goes on.
+      progress: whether a line of progress is shown; None: only on a terminal.
 
     Raises:
-      PlanError: an argument is wrong, or the state's optimizer does not follow.
-      CheckpointError: there are checkpoints, and none can be used.
+      PlanError: an argument is wrong, or the optimizer was not wrapped with `scaled`.
+      CheckpointError: there are checkpoints, but none of them can be used.
       TraceError: JAX cannot trace the step.
       InfeasibleError: no plan fits the memory of a device.
     """
@@ -538,7 +548,7 @@ def train(
 def _rows_left(
     step: ParallelStep[..., Any], checkpoints: Checkpoints | None, following: Following
 ) -> int:
-    """The rows that a run begins with: those that an earlier one was left with."""
+    """The rows of the first batch: those of the last checkpoint, if there is one."""
     notes = None if checkpoints is None else checkpoints.notes()
     if notes is None:
         return following.base_batch
@@ -553,19 +563,19 @@ def _rows_left(
 def noise_options(
     step: ParallelStep[..., Any], following: Following, rule: Rule | None
 ) -> NoiseOptions:
-    """How noise is measured where the user does not say: as the rule needs it."""
+    """The default options for measuring gradient noise, as the rule needs them."""
     asked = step.preparation.planner.options
-    # Nobody's stages are tried where noise is measured.
+    # The planner tries no stages in a step that measures noise, unless the user asks.
     one = asked.stages == 1 or (asked.stages is None and asked.schedule is None)
     metric = rule == "adascale-root" and one
     return NoiseOptions(base_batch=following.base_batch, preconditioned=metric)
 
 
 def _check_end(steps: Any, samples: Any, until: Any) -> None:
-    """Checks what ends the run.
+    """Checks the arguments that end the run.
 
     Raises:
-      PlanError: nothing does, or a number is out of its range.
+      PlanError: no argument ends the run, or a number is out of its range.
     """
     if steps is None and samples is None and until is None:
         raise PlanError("train: give steps=, samples= or until=: nothing ends the run.")
@@ -585,12 +595,12 @@ def _check_end(steps: Any, samples: Any, until: Any) -> None:
 def _check_state(
     create_state: Callable[..., Any], args: Sequence[Any], wrapped: str
 ) -> None:
-    """Checks that the state has an optimizer that follows, before any work is done.
+    """Checks before any work that the optimizer was wrapped with `scaled`.
 
     Args:
       create_state: makes the state.
-      args: of it.
-      wrapped: how the optimizer is to be wrapped: further arguments of `scaled`.
+      args: arguments of ``create_state``.
+      wrapped: further arguments of `scaled`, for the error message.
     """
     shapes = state_shapes(create_state, args)
     if not scaled_states(shapes.arguments()):
