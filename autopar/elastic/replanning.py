@@ -1,10 +1,8 @@
 """Carries out a change of the cluster: chooses a plan, compiles it, moves the state.
 
-The plans that a re-plan compares, and which of them is worth most.
-
-Moving and compiling cost time in which nothing is trained; a better plan gains it back
-step by step. So options are compared by the steps that they finish until the next
-change is expected.
+No step is trained while a plan is compiled and the state is moved. A better plan makes
+up for this time with faster steps. So a re-plan compares its options by the number of
+steps that each finishes until the next expected change.
 """
 
 from __future__ import annotations
@@ -36,20 +34,20 @@ from autopar.runtime.state_mover import Move, move_of, slowest_bytes_per_s
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ReplanOption:
-    """A plan that a run may go on under.
+    """A plan with which a run may go on.
 
     Attributes:
-      name: ``stay`` (go on as it is), ``layouts`` (the same layouts, other codecs),
-        ``known`` (a plan made before), ``new`` (made for this change), ``fewer`` (on
-        fewer devices, which divide the batch).
-      cluster: the devices that it uses.
+      name: ``stay`` (nothing changes), ``layouts`` (the same layouts with other
+        codecs), ``known`` (a plan made before), ``new`` (a plan made for this change),
+        or ``fewer`` (a plan for fewer devices, whose number divides the batch).
+      cluster: the devices of the plan.
       plan: the plan.
-      step_s: seconds of a step; predicted, and corrected by what the running plan was
-        measured to take.
-      move_bytes: of the state, over all devices.
-      move_s: seconds of moving it.
+      step_s: predicted seconds of a step, corrected by the measured time of the running
+        plan.
+      move_bytes: bytes of the state that move, over all devices.
+      move_s: seconds of moving the state.
       compiled: whether the program is compiled already.
-      compile_s: seconds of compiling it.
+      compile_s: seconds of compiling the program.
     """
 
     name: str
@@ -63,15 +61,15 @@ class ReplanOption:
 
     @property
     def cost_s(self) -> float:
-        """Seconds before the first step can run."""
+        """Seconds of moving and compiling, before the first step can run."""
         return self.move_s + self.compile_s
 
     def steps(self, horizon_s: float) -> float:
-        """Steps that are finished within so many seconds from now."""
+        """Number of steps that finish within ``horizon_s`` seconds from now."""
         return max(0.0, horizon_s - self.cost_s) / self.step_s
 
     def to_data(self, horizon_s: float) -> dict[str, Any]:
-        """The option as a line of the ledger has it."""
+        """The description of the option in the ledger."""
         return {
             "name": self.name,
             "cluster": str(self.cluster),
@@ -88,15 +86,15 @@ class ReplanOption:
 def best_option(
     found: Sequence[ReplanOption], horizon_s: float, left_s: float = math.inf
 ) -> ReplanOption:
-    """Returns the option that finishes most steps.
+    """Returns the option that finishes the most steps.
 
-    Where time is short before devices go, an option that is ready in time comes before
-    one that is not; where none is, the one that is ready first.
+    If devices leave soon, only options that are ready in time are compared. If no
+    option is ready in time, the result is the option that is ready first.
 
     Args:
-      found: the options, at least one; of equal ones the first is taken.
+      found: the options, at least one; the first of equal options is taken.
       horizon_s: seconds until the next change is expected.
-      left_s: seconds until devices go.
+      left_s: seconds until devices leave.
     """
     ready = [x for x in found if x.cost_s <= left_s]
     if not ready:
@@ -113,7 +111,7 @@ def meshes_of(plan: Plan) -> list[dict[str, int]]:
 
 
 def dividing_part(cluster: Cluster, rows: int) -> Cluster | None:
-    """The largest part of a cluster that divides a batch, where the whole does not.
+    """The largest part of a cluster that divides a batch; None if the whole divides it.
 
     The last devices stay idle.
 
@@ -133,12 +131,12 @@ def dividing_part(cluster: Cluster, rows: int) -> Cluster | None:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Horizon:
-    """Expects the next change from those that there were.
+    """Expects the next change from the rate of changes so far.
 
     Attributes:
-      usual_s: seconds between changes that are expected before any is seen.
-      changes: how many were seen.
-      seen_s: over how many seconds.
+      usual_s: expected seconds between changes, before a change is seen.
+      changes: number of changes seen.
+      seen_s: seconds in which these changes were seen.
     """
 
     usual_s: float = 600.0
@@ -146,28 +144,28 @@ class Horizon:
     seen_s: float = 0.0
 
     def expected_s(self, rest_s: float = math.inf) -> float:
-        """Seconds until the next change, or the end of the run in ``rest_s``."""
+        """Seconds until the next expected change; at most ``rest_s``."""
         return min(rest_s, (self.usual_s + self.seen_s) / (1 + self.changes))
 
 
-# How long a thread may keep Python to itself.
+# Longest time for which a thread may keep Python's interpreter lock.
 _SWITCH_S = 5e-4
 
 
 class Beside:
-    """Threads that have the priority of the run.
+    """Threads with the same priority as the run.
 
-    On a busy machine one of the least priority might never come to its end.
+    A thread of the lowest priority might never finish on a busy machine.
     """
 
     def __init__(self) -> None:
-        """Does nothing yet."""
+        """Runs no thread yet."""
         self._changed = threading.Condition()
         self._running = 0
         self._closed = False
 
     def do(self, work: Callable[[], None]) -> None:
-        """Does some work in a thread of its own; nothing once this is closed."""
+        """Does some work in a new thread; does nothing once this object is closed."""
         with self._changed:
             if self._closed:
                 return
@@ -182,23 +180,23 @@ class Beside:
                     self._running -= 1
                     self._changed.notify_all()
 
-        # No daemon: Python waits at its end for work under way.
+        # The thread is no daemon: Python waits at exit for unfinished work.
         threading.Thread(target=mark_done, name="autopar-beside").start()
 
     def close(self) -> None:
-        """Begins no more work; what is under way ends by itself."""
+        """Starts no more work; unfinished work ends by itself."""
         with self._changed:
             self._closed = True
 
     def wait(self) -> None:
-        """Waits until nothing is under way."""
+        """Waits until no work is running."""
         with self._changed:
             self._changed.wait_for(lambda: not self._running)
 
 
 @contextlib.contextmanager
 def switching_often() -> Generator[None]:
-    """Lets the thread of the run come in quickly while this one works in Python."""
+    """Lets the run's thread get the interpreter quickly while this thread uses it."""
     before = sys.getswitchinterval()
     sys.setswitchinterval(min(before, _SWITCH_S))
     try:
@@ -209,12 +207,12 @@ def switching_often() -> Generator[None]:
 
 # Prepares likely next clusters while the run goes on.
 #
-# A thread of low priority plans for one cluster after the other. Programs for CPUs are
-# compiled by another process (`autopar.runtime.compiler`) that leaves most of the time
-# to the run, others by the thread. Plans go to the cache on disk too (``cache=`` of
-# `autopar.parallelize`).
+# A thread of low priority plans for one cluster after another. Another process compiles
+# programs for CPUs (`autopar.runtime.compiler`), and leaves most CPU time to the run.
+# The thread compiles programs for other devices. Plans also go to the cache on disk
+# (``cache=`` of `autopar.parallelize`).
 
-# Most clusters that are prepared at a time: more programs would drive others out.
+# Most clusters that are prepared at a time: more programs would evict others.
 MOST = 3
 # Least priority of a thread on Linux.
 _NICE = 19
@@ -225,7 +223,7 @@ class Ahead:
 
     Attributes:
       rows: samples of a step.
-      beside: does what is known to pay.
+      beside: runs work in the background that is known to pay off.
     """
 
     def __init__(self, step: ParallelStep[..., Any], rows: int) -> None:
@@ -244,17 +242,17 @@ class Ahead:
         self._busy = self._closed = False
 
     def prepare(self, clusters: Sequence[Cluster]) -> None:
-        """Prepares these clusters next, and forgets those that still waited."""
+        """Prepares these clusters next, and drops earlier clusters that still wait."""
         with self._changed:
             self._wanted = tuple(clusters)[:MOST]
             if self._thread is None and self._wanted and not self._closed:
-                # No daemon: Python waits at its end for a plan under way.
+                # The thread is no daemon: Python waits at exit for an unfinished plan.
                 self._thread = threading.Thread(target=self._work, name="autopar-ahead")
                 self._thread.start()
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Prepares nothing more; a program under way is given up."""
+        """Prepares no more clusters; gives up an unfinished program."""
         with self._changed:
             self._wanted, self._closed = (), True
             self._changed.notify_all()
@@ -262,11 +260,11 @@ class Ahead:
         self._compiler.close()
 
     def while_waiting(self) -> contextlib.AbstractContextManager[None]:
-        """Within it, what is prepared comes first: the run waits for a new plan."""
+        """A context that gives preparing priority; the run waits for a plan."""
         return self._compiler.hurry()
 
     def wait(self) -> None:
-        """Waits until all that was wanted is prepared."""
+        """Waits until all wanted clusters are prepared."""
         with self.while_waiting(), self._changed:
             self._changed.wait_for(lambda: not (self._wanted or self._busy))
             self.beside.wait()
@@ -286,9 +284,9 @@ class Ahead:
                 self._prepare_one(cluster)
 
     def _prepare_one(self, cluster: Cluster) -> None:
-        """Plans for a cluster, and compiles the plan that a change would take."""
+        """Plans for a cluster, and compiles the plan that a change would choose."""
         step, preparation = self._step, self._step.preparation
-        # The batch of the step may change while this works.
+        # The batch size of the step may change while this runs.
         analysed = step.running.analysed
         found: list[tuple[Plan, Cluster]] = []
         for part in (cluster, dividing_part(cluster, self.rows)):
@@ -308,22 +306,22 @@ class Ahead:
             preparation.made_for(analysed, step.setting, part, plan=plan)
         except CompilerClosedError:
             return
-        except Exception as error:  # the run goes on without it
+        except Exception as error:  # the run goes on without the prepared program
             LOGGER.warning("cannot prepare %s: %s", part, error)
 
 
 def likely_next(
     cluster: Cluster, visited: Sequence[Cluster], check: Callable[[Cluster], None]
 ) -> list[Cluster]:
-    """Clusters that may follow, the most likely first.
+    """Likely next clusters, the most likely first.
 
-    Those that the run came from; one host less (one device less, where there is one
-    host); half of the devices; twice as many.
+    The order is: clusters that the run had before; a cluster with one host less, or one
+    device less if there is only one host; half of the devices; twice as many devices.
 
     Args:
-      cluster: now.
-      visited: clusters before it, the latest last.
-      check: raises an error where there are no such devices.
+      cluster: current cluster.
+      visited: earlier clusters, the latest last.
+      check: raises an error if the devices of a cluster do not exist.
 
     >>> [str(c) for c in likely_next(Cluster.parse("4x2:h100"), (), lambda found: None)]
     ... # doctest: +NORMALIZE_WHITESPACE
@@ -351,10 +349,10 @@ def likely_next(
 
 
 def _double(cluster: Cluster) -> Cluster:
-    """Twice as many devices: of the same whole, or in a whole of twice the size.
+    """A cluster of twice as many devices, from unused devices or in a larger whole.
 
     Raises:
-      ClusterError: groups have no such size.
+      ClusterError: no such cluster exists, for example for a cluster of groups.
     """
     if cluster.members is None:
         outer, *rest = cluster.levels
@@ -373,27 +371,28 @@ def _size(levels: Sequence[Any]) -> int:
 
 
 def _lower_priority() -> None:
-    """Gives this thread the least priority, where the system has one for threads."""
+    """Gives this thread the lowest priority, if the system has thread priorities."""
     if sys.platform == "linux":
         with contextlib.suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
 
 
-# Fewest bytes of a move whose rate is remembered: latencies hide that of small ones.
+# Fewest bytes of a move whose rate is remembered: latency distorts the rate of smaller
+# moves.
 _LARGE_BYTES = 1 << 20
 
 
-# Name, devices and maker of a plan that comes into question.
+# Name, devices and maker of a plan that is an option.
 _Way = tuple[str, Cluster, Callable[[], Plan]]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What came of a change.
+    """The outcome of a change.
 
     Attributes:
-      state: the state under the plan that was chosen.
-      chosen: the option that was taken.
+      state: the state under the chosen plan.
+      chosen: the chosen option.
       compared: all options.
       horizon_s: seconds until the next change is expected.
       plan_s: seconds of planning.
@@ -411,7 +410,7 @@ class Outcome:
 
 
 class Replanner:
-    """Re-plans a step; remembers what moving and compiling took.
+    """Re-plans a step; remembers the rate of moves and the number of changes.
 
     Attributes:
       rows: samples of a step.
@@ -428,7 +427,7 @@ class Replanner:
         Args:
           step: a step that has a plan.
           rows: samples of a step.
-          clock: seconds now.
+          clock: returns the current time in seconds.
         """
         self._step, self.rows, self._clock = step, rows, clock
         self._begin_s = clock()
@@ -444,17 +443,18 @@ class Replanner:
         left_s: float = math.inf,
         rest_steps: int | None = None,
     ) -> Outcome:
-        """Moves the step and its state to another cluster, where that pays.
+        """Moves the step and its state to another cluster, if that pays off.
 
         Args:
-          cluster: the devices that are there now.
-          state: the carried state.
-          measured_s: seconds of a step under the running plan; None: not known.
-          left_s: seconds until devices go.
-          rest_steps: steps that are left of the run; None: not known.
+          cluster: the devices that are available now.
+          state: the state that the step carries.
+          measured_s: measured seconds of a step under the running plan; None: unknown.
+          left_s: seconds until devices leave.
+          rest_steps: number of steps left in the run; None: unknown.
 
         Raises:
-          AutoparError: the step cannot be planned there; nothing has changed.
+          AutoparError: the step cannot be planned there; the step and state are
+            unchanged.
         """
         begin = self._clock()
         correction = self._correction(measured_s)
@@ -485,14 +485,14 @@ class Replanner:
         )
 
     def _correction(self, measured_s: float | None) -> float:
-        """Measured over predicted seconds of a step of the running plan."""
+        """Measured divided by predicted seconds of a step of the running plan."""
         predicted_s = self._step.plan.predicted.step_s
         if measured_s is None or predicted_s <= 0:
             return 1.0
         return measured_s / predicted_s
 
     def _expected_s(self, found: list[ReplanOption], rest_steps: int | None) -> float:
-        """Seconds until the next change, or the end of the run."""
+        """Seconds until the next expected change or the end of the run."""
         rest_s = math.inf
         if rest_steps is not None:
             slowest = max(found, key=lambda x: x.step_s)
@@ -500,12 +500,12 @@ class Replanner:
         return self.horizon_s(rest_s)
 
     def horizon_s(self, rest_s: float = math.inf) -> float:
-        """Seconds until the next change, or the end of the run in ``rest_s``."""
+        """Seconds until the next expected change; at most ``rest_s``."""
         seen_s = self._clock() - self._begin_s
         return dataclasses.replace(self._horizon, seen_s=seen_s).expected_s(rest_s)
 
     def _learn(self, chosen: ReplanOption, move_s: float) -> None:
-        """Takes what a change took."""
+        """Records the change and its rate of moving bytes."""
         horizon = self._horizon
         self._horizon = dataclasses.replace(horizon, changes=horizon.changes + 1)
         if chosen.move_bytes >= _LARGE_BYTES and move_s > 0:
@@ -514,7 +514,7 @@ class Replanner:
     def _options(
         self, cluster: Cluster, state: Any, correction: float
     ) -> list[ReplanOption]:
-        """The plans to compare; the first error, where there is none.
+        """The plans to compare, with costs; raises the first error if there is none.
 
         Raises:
           AutoparError: no plan can be made.
@@ -532,7 +532,7 @@ class Replanner:
         raise failure
 
     def _ways(self, cluster: Cluster) -> Iterator[_Way]:
-        """Name, devices and maker of each plan that comes into question."""
+        """Name, devices and maker of each plan that is an option."""
         step = self._step
         planner, analysed = step.preparation, step.running.analysed
         if set(step.cluster.ids) <= set(cluster.ids):
@@ -550,7 +550,7 @@ class Replanner:
                 yield name, part, make
 
     def _staying(self, cluster: Cluster) -> Iterator[_Way]:
-        """Ways to go on where the state lies, as its devices are all there."""
+        """Options that leave the state in place; all its devices are available."""
         step = self._step
         pipelined = len(step.plan.stages) > 1
         if pipelined or cluster.groups or step.cluster.groups:
@@ -576,7 +576,7 @@ class Replanner:
     def _price(
         self, name: str, part: Cluster, plan: Plan, state: Any, correction: float
     ) -> ReplanOption:
-        """An option with what it costs."""
+        """An option with its costs."""
         step = self._step
         stays = name == "stay"
         setting = step.preparation.move_setting(step.setting, part)
@@ -602,7 +602,7 @@ class Replanner:
         return move_of(shardings, arrays, plan, devices)
 
     def _move_s(self, move: Move, part: Cluster) -> float:
-        """Seconds of a move, by the rate of the last large one if there was one."""
+        """Seconds of a move, at the rate of the last large move if there was one."""
         if self._bytes_per_s:
             return move.nbytes / self._bytes_per_s
         return move.most_bytes / slowest_bytes_per_s(part)
@@ -613,12 +613,12 @@ def _as_given(plan: Plan) -> Plan:
 
 
 def _decides_alike(one: Plan, other: Plan) -> bool:
-    """Whether two plans run the same program: their predictions may differ."""
+    """Whether two plans run the same program, even if their predictions differ."""
     return _decisions(one) == _decisions(other)
 
 
 def _decisions(plan: Plan) -> tuple[StagePlan, ...]:
-    """What a plan decides, without what its codecs are expected to gain and to lose."""
+    """The decisions of a plan, without the predicted gains and errors of its codecs."""
 
     def bare(stage: StagePlan) -> StagePlan:
         gradients = tuple(

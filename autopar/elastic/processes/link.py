@@ -1,8 +1,9 @@
 """A worker's side of the connection to the supervisor.
 
-A thread listens, so that the supervisor is answered while the main thread runs a step.
-Processes agree on the last step of a world without a collective: who starts a step
-holds a lock, and who is asked to pause answers with the last step that has started.
+A thread receives orders, so the supervisor gets answers while the main thread runs a
+step. Processes agree on the last step of a world without a collective, by means of a
+lock. A process holds the lock to start a step. A process that is asked to pause takes
+the lock and answers with the last step that it has started.
 """
 
 from __future__ import annotations
@@ -26,17 +27,19 @@ from autopar.elastic.processes.members import (
 from autopar.elastic.processes.network import Network, split_address
 from autopar.errors import PlanError, RunError
 
-# Where `autopar run` tells its workers how to reach it.
+# The variable by which `autopar run` tells its workers how to reach the supervisor.
 VARIABLE = "AUTOPAR_SUPERVISOR"
-# And where the run keeps plans and programs.
+# The folder in which the run keeps plans and programs.
 FOLDER_VARIABLE = "AUTOPAR_RUN"
-# Where a scheduler saves jobs whose scripts do not say it, and after how many steps.
+# Directory and number of steps between saves for scripts that set neither; a scheduler
+# sets both variables.
 CHECKPOINT_VARIABLE, EVERY_VARIABLE = "AUTOPAR_CHECKPOINT", "AUTOPAR_EVERY"
-# Set in the process that prepares programs, to the fewest and most processes.
+# Smallest and largest number of processes; set in the process that prepares programs.
 AHEAD_VARIABLE = "AUTOPAR_AHEAD"
 
 _BEAT_S = 0.5
-# How often a worker asks again whether the loss of another one explains its error.
+# How often a worker with an error asks again whether the loss of another worker caused
+# it.
 _ASK_S = 5.0
 _RETRY_S = 0.2
 
@@ -47,9 +50,9 @@ class Address:
 
     Attributes:
       supervisor: ``HOST:PORT`` of the supervisor.
-      token: proves that it is one of the supervisor's workers.
-      worker: number of this worker in the run; never used twice.
-      grace_s: how long it goes on without a supervisor.
+      token: proves that the process is one of the supervisor's workers.
+      worker: number of this worker in the run; no number is used twice.
+      grace_s: how long the worker goes on without a supervisor.
     """
 
     supervisor: str
@@ -63,10 +66,10 @@ class Address:
 
     @classmethod
     def parse(cls, text: str) -> Address:
-        """Reads the text.
+        """Reads the text of an address.
 
         Raises:
-          PlanError: it is none.
+          PlanError: the text is not an address.
         """
         try:
             supervisor, token, worker, grace = text.rsplit(":", 3)
@@ -80,7 +83,7 @@ class Address:
 
 
 class Link:
-    """Orders from the supervisor, and what it must know of this worker.
+    """Receives the supervisor's orders, and reports on this worker to the supervisor.
 
     Attributes:
       activity: what the training loop does now.
@@ -95,15 +98,15 @@ class Link:
         *,
         holds: bool = False,
     ) -> None:
-        """Connects.
+        """Connects to the supervisor.
 
         Args:
-          address: of the supervisor.
-          network: on which it is reached.
-          broke: ends the waits of this process's world; it is called from a thread,
-            again and again until the main thread has left the world.
-          settled: is told the generation of a world whose processes all have the
-            state; what older ones held is not needed any more.
+          address: address of the supervisor.
+          network: network on which the supervisor is reached.
+          broke: ends the waits of this process's world. A thread calls it repeatedly
+            until the main thread has left the world.
+          settled: receives the generation of a world whose processes all have the
+            state. The states of older worlds are then no longer needed.
           holds: whether no step starts while the supervisor is gone.
 
         Raises:
@@ -118,7 +121,7 @@ class Link:
         self._started = -1
         self._limit: int | None = None
         self._paused = False
-        # How the run ends after the last step that may start: "suspend" or "stop".
+        # How the run ends after the last step that may start: "suspend", "stop", or ''.
         self._ending = ""
         self._phase = "starting"
         self._lost_s: float | None = None
@@ -130,35 +133,35 @@ class Link:
 
     @property
     def ports(self) -> frozenset[int]:
-        """The ports of the connection."""
+        """The ports of the connection to the supervisor."""
         return self._connection.ports
 
     @property
     def must_leave(self) -> bool:
-        """Whether the world of this process is to be left at once."""
+        """Whether this process must leave its world at once."""
         with self._changed:
             return 0 <= self._generation <= self._aborted
 
     @property
     def is_suspended(self) -> bool:
-        """Whether the run ends after the last step that may start, to go on later."""
+        """Whether the run ends after the last step that may start, to resume later."""
         with self._changed:
             return self._ending == "suspend"
 
     @property
     def is_stopped(self) -> bool:
-        """Whether the loop ends with the last step that may start."""
+        """Whether the training loop ends after the last step that may start."""
         with self._changed:
             return self._ending == "stop" and not self.must_leave
 
     def leave(self) -> None:
-        """Says that the main thread belongs to no world any more."""
+        """Records that the main thread belongs to no world any more."""
         with self._changed:
             self._generation = -1
             self._phase = "out"
 
     def say(self, kind: str, **data: Any) -> None:
-        """Sends a message of this worker; a lost connection is met elsewhere."""
+        """Sends a message of this worker; a lost connection is handled elsewhere."""
         with self._changed:
             generation = self._generation
         message = {"worker": self.address.worker, "generation": generation, **data}
@@ -167,7 +170,7 @@ class Link:
         self._connection.send(kind, **message)
 
     def order(self) -> Message:
-        """Waits for what to do next: to form a world, or to end."""
+        """Waits for the next order: to form a world, or to end."""
         with self._changed:
             while not self._orders:
                 self._wait()
@@ -175,7 +178,7 @@ class Link:
             return self._orders.pop(0)
 
     def may_start(self, step: int) -> bool:
-        """Whether a step may start; otherwise the world is to be left before it."""
+        """Whether a step may start; if not, the process leaves the world before it."""
         self.activity.enter("order", step)
         with self._changed:
             while self._must_wait and not self.must_leave:
@@ -184,7 +187,7 @@ class Link:
                 return False
             first = self._started < 0
             self._started, self._phase = step, "step"
-        if first:  # who dies soon has said that there is a state
+        if first:  # so the supervisor knows of the state if this process dies soon
             self.say("beat", step=step, phase="step")
         return True
 
@@ -196,8 +199,8 @@ class Link:
         """Waits until all processes have done the last step.
 
         Returns:
-          Whether they have, or nobody is there to say it; otherwise the world is to
-          be left.
+          Whether all have done it, or no supervisor is left to say so. If False, the
+          process must leave the world.
         """
         self.activity.enter("finish", step)
         self.say("finished", step=step)
@@ -213,14 +216,15 @@ class Link:
             return ended and not self.must_leave
 
     def ends(self, call: Future[Any], patience_s: float) -> bool:
-        """Waits for a call in another thread.
+        """Waits for a call that runs in another thread.
 
         Args:
-          call: that may wait for processes that are gone.
-          patience_s: how long it may go on after the world is to be left.
+          call: a call that may wait for processes that are gone.
+          patience_s: how long the call may go on after the world must be left.
 
         Returns:
-          Whether it has ended; otherwise the world is to be left without it.
+          Whether the call has ended. If False, the process must leave the world without
+          it.
         """
         call.add_done_callback(lambda _: self._notify())
         aborted_s = math.inf
@@ -241,18 +245,18 @@ class Link:
     def verdict(self, error: BaseException) -> bool:
         """Whether the world of this process is broken, which explains an error.
 
-        Waits until the supervisor says so, or that it is not; without one, until one
-        comes: this process holds a part of the state.
+        Waits for the supervisor's answer. Without a supervisor, the process waits for a
+        new supervisor, because it holds a part of the state.
 
         Args:
-          error: that was raised.
+          error: the error that was raised.
         """
         with self._changed:
             self._own = -1
         asked_s = -math.inf
         while True:
             now = time.monotonic()
-            if now - asked_s > _ASK_S:  # a supervisor that was started again
+            if now - asked_s > _ASK_S:  # the supervisor may have been started again
                 self.say("broken", error=f"{type(error).__name__}: {error}"[:2000])
                 asked_s = now
             with self._changed:
@@ -262,14 +266,14 @@ class Link:
 
     @property
     def is_lost(self) -> bool:
-        """Whether the supervisor has been gone for longer than workers wait for it."""
+        """Whether the supervisor has been gone longer than ``grace_s``."""
         lost = self._lost_s
         return lost is not None and time.monotonic() - lost > self.address.grace_s
 
     def pause(self, generation: int) -> int | None:
-        """Starts no step for now; returns the last one that has started.
+        """Starts no step for now; returns the last step that has started.
 
-        None where this process is in another world.
+        Returns None if this process is in another world.
         """
         with self._changed:
             if generation != self._generation:
@@ -278,7 +282,7 @@ class Link:
             return self._started
 
     def limit(self, generation: int, step: int) -> None:
-        """Goes on from a pause up to a step."""
+        """Ends a pause, and allows steps up to ``step``."""
         with self._changed:
             if generation == self._generation:
                 self._paused, self._limit = False, step
@@ -296,10 +300,10 @@ class Link:
         self._changed.wait(_BEAT_S)
 
     def lost_error(self, saved: str) -> RunError:
-        """The error of a run without a supervisor.
+        """The error of a run that lost its supervisor.
 
         Args:
-          saved: what has become of the state.
+          saved: a sentence on the state, such as where it was saved.
         """
         return RunError(
             "the supervisor (`autopar run`) is gone, and none came back within "
@@ -321,7 +325,7 @@ class Link:
         return made
 
     def _listen(self) -> None:
-        """Takes orders for as long as the process lives."""
+        """Receives orders as long as the process lives."""
         while True:
             message = self._connection.receive()
             if message is None:
@@ -330,7 +334,7 @@ class Link:
                 self._obey(message)
 
     def _reconnect(self) -> None:
-        """Looks for a supervisor that was started again."""
+        """Tries to connect to a supervisor that was started again."""
         with self._changed:
             self._lost_s = self._lost_s or time.monotonic()
             self._changed.notify_all()
@@ -373,7 +377,7 @@ class Link:
             ).start()
 
     def _enter(self, generation: int) -> None:
-        """Belongs to a world from now on: what comes next may be its end."""
+        """Enters a world; later orders may end the world."""
         if generation != self._generation:
             self._generation, self._started = generation, -1
             self._limit, self._paused = None, False
@@ -381,7 +385,7 @@ class Link:
             self.activity.begin()
 
     def _break(self, generation: int) -> None:
-        """Ends all waits until the main thread has left the world."""
+        """Ends all waits, again and again until the main thread has left the world."""
         while True:
             with self._changed:
                 if not 0 <= self._generation <= generation:
@@ -390,7 +394,7 @@ class Link:
             time.sleep(0.05)
 
     def _beat(self) -> None:
-        """Tells the supervisor that this process lives, and where it is."""
+        """Tells the supervisor regularly what this process is doing."""
         while True:
             with self._changed:
                 step, phase = self._started, self._phase

@@ -1,7 +1,8 @@
-"""The supervisor: forms worlds of the workers that are there, one after another.
+"""The supervisor: forms worlds of the available workers, one world after another.
 
-It is a machine of states that one thread drives: `take` is given what happened, and the
-supervisor sends orders to workers. It knows nothing of JAX; `Actions` reach the world.
+A world is a set of worker processes that train together. The supervisor is a state
+machine that one thread drives. `take` receives messages of workers, and the supervisor
+sends orders to workers. It does not use JAX; it acts only through `Actions`.
 """
 
 from __future__ import annotations
@@ -32,9 +33,10 @@ from autopar.units import number_of
 
 # How long a world may take to save its state.
 _SAVE_S = 300.0
-# What is said of a run that was asked to end after a step.
+# The words for a run that was asked to end after a step.
 _ENDED = {"suspend": "suspended", "stop": "stopped"}
-# How long the others may go on after a worker's script has ended without an error.
+# How long the other workers may go on after a worker's script has ended without an
+# error.
 _EARLY_S = 5.0
 
 
@@ -42,7 +44,7 @@ class Supervisor:
     """Forms worlds and watches them.
 
     Attributes:
-      watch: names the workers for which others wait.
+      watch: finds the workers for which other workers wait.
     """
 
     def __init__(
@@ -51,40 +53,44 @@ class Supervisor:
         actions: Actions,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Has no workers yet; see `begin`. The clock says seconds now."""
+        """Has no workers yet (see `begin`); ``clock`` returns the time in seconds."""
         self.limits, self._do, self._clock = limits, actions, clock
         self.members: dict[int, WorkerMember] = {}
         self.watch = Watch(limits)
         self.generation = self.numbers = 0
         self.wanted = limits.processes
         self.world: tuple[int, ...] = ()
-        # What the workers plan for, as plain data; None: what their script says.
+        # The cluster that the workers plan for, as plain data; None: the script's
+        # cluster.
         self.cluster: Any = None
-        # What is done now: gather workers, run a world, pause it, or suspend the run.
+        # The current activity: gather workers, run a world, pause it, or suspend or
+        # stop the run.
         self.state = "gather"
         self.result: int | None = None
         self.reason = ""
         self._planned_for: Any = None
         self._leaving: frozenset[int] = frozenset()
         self.lost = False
-        # How the run is to end after a step: "suspend", "stop", or not yet.
+        # How the run ends after a step: "suspend", "stop", or '' while it shall go on.
         self._ending = ""
-        # Who did not end by itself then, as the end of a sentence.
+        # The first worker that did not end by itself, as the end of a sentence.
         self._undone = ""
         # Why the next world forms, for the ledger of the run.
         self._causes: list[str] = []
-        # Longest pause that a worker of the world has measured; None: none has.
+        # Longest pause that a worker of the world has measured; None: no measurement
+        # yet.
         self._pause_s: float | None = None
         self._restarts = limits.restarts
-        # Steps done when a world formed, and that anybody is known to have done.
+        # Steps done when a world formed, and the most steps that any worker is known to
+        # have done.
         self._done = self.reached = -1
-        # Whether a world is to be formed of the same workers again.
+        # Whether to form a new world of the same workers.
         self._renews = False
         self._breaks, self._ended = Breaks(clock), ""
         self._progress_s = clock()
         self._early_s = math.inf
         self._ever = False
-        # Until when a world may train on whose workers cannot be reached.
+        # Until when an unreachable world may train on.
         self._fenced_s, self._says_fence = -math.inf, False
 
     def begin(self) -> None:
@@ -93,14 +99,15 @@ class Supervisor:
             self._spawn()
 
     def continue_from(self, generation: int, numbers: int, reached: int) -> None:
-        """Goes on from the numbers of a run whose workers are gone.
+        """Continues the numbers of an earlier run whose workers are gone.
 
-        So a generation names one world, and a number one worker, in all logs of a run.
+        A generation then names only one world, and a number only one worker, in all
+        logs of a run.
         """
         self.generation, self.numbers, self.reached = generation, numbers, reached
 
     def adopt(self, known: Mapping[str, Any]) -> None:
-        """Takes up the workers of an earlier supervisor, from what it wrote down."""
+        """Adopts the workers of an earlier supervisor, from that supervisor's notes."""
         now = self._clock()
         self.generation, self.numbers = known["generation"], known["numbers"]
         self.wanted, self.world = known["wanted"], tuple(known["world"])
@@ -115,10 +122,10 @@ class Supervisor:
         self.state = "run" if self._ever else "gather"
 
     def meet(self, worker: int) -> bool:
-        """Takes up a worker that an earlier supervisor could not write down.
+        """Adopts a worker that an earlier supervisor had no time to write down.
 
         Returns:
-          False: it was given up, and another world has formed since.
+          False: the worker was given up, and another world has formed since.
         """
         if worker in self.members or self.result is not None:
             return True
@@ -129,17 +136,17 @@ class Supervisor:
         return True
 
     def may_return(self, worker: int) -> bool:
-        """Whether no world has formed since a worker was given up."""
+        """Whether a worker that was given up may return: no world has formed since."""
         formed = members.all_formed(self.members, self.world)
         return worker in self.world and not formed and self.result is None
 
     @property
     def forms(self) -> bool:
-        """Whether a world is being formed, for which it needs its service."""
+        """Whether a world is being formed, which needs its coordination service."""
         return self.state == "run" and not members.all_formed(self.members, self.world)
 
     def renew(self) -> None:
-        """Forms a world of the same workers again, with another service."""
+        """Forms a world of the same workers again, with a new coordination service."""
         self._do.log("renew", generation=self.generation)
         self._causes.append("the supervisor or the coordination service was replaced")
         if self.forms:
@@ -148,12 +155,13 @@ class Supervisor:
         self._advance()
 
     def resize(self, processes: int) -> str:
-        """Asks for another number of processes; returns what is wrong, or ''."""
+        """Asks for a number of processes; returns why this is impossible, or ''."""
         return self.place(processes, frozenset())
 
     def follow(self, processes: int, gone: Sequence[int], cluster: Any = None) -> None:
-        """Goes on with so many processes, without those of some ranks in the world, or
-        plans for another cluster, given as plain data.
+        """Asks for a number of processes, without the processes of some ranks.
+
+        A given cluster, as plain data, replaces the cluster that is planned for.
         """
         self.cluster = self.cluster if cluster is None else cluster
         leaving = frozenset(self.world[k] for k in gone if k < len(self.world))
@@ -161,11 +169,11 @@ class Supervisor:
             self._do.log("refused", reason=wrong)
 
     def remove(self, worker: int, *, spare: bool = False) -> str:
-        """Asks a worker to go; returns what is wrong with it, or ''.
+        """Asks a worker to leave; returns why this is impossible, or ''.
 
         Args:
-          worker: its number.
-          spare: whether another one can take its place.
+          worker: number of the worker.
+          spare: whether another worker can replace the worker.
         """
         if worker not in self.members:
             return f"there is no worker {worker}."
@@ -183,7 +191,7 @@ class Supervisor:
         return ""
 
     def place(self, processes: int, leaving: frozenset[int]) -> str:
-        """Asks for so many processes, without some; returns what is wrong, or ''."""
+        """Asks for processes without some workers; returns an error text, or ''."""
         if not self.limits.least <= processes <= self.limits.most:
             within = f"{self.limits.least} to {self.limits.most}"
             return f"{processes} processes: expected {within} (--min, --max)."
@@ -199,11 +207,11 @@ class Supervisor:
         return ""
 
     def suspend(self) -> None:
-        """Makes all save the state after the same step, and ends the run."""
+        """Makes all workers save the state after the same step, and ends the run."""
         self._end_after_step("suspend", SUSPENDED)
 
     def end_training(self) -> None:
-        """Makes the loop of all workers' scripts end after the same step."""
+        """Makes the training loops of all workers end after the same step."""
         self._end_after_step("stop", 0)
 
     def _end_after_step(self, how: str, code: int) -> None:
@@ -235,30 +243,30 @@ class Supervisor:
         if message.get("generation", -1) not in (-1, self.generation):
             if kind == "hello":
                 self._lead_out(worker, member, message["generation"])
-            return  # of a world that is gone
+            return  # the message is about an earlier world
         if handler := getattr(self, f"_take_{kind}", None):
             handler(worker, member, message)
         self._advance()
 
     def on_wait(self, worker: int) -> None:
-        """A worker waits for a host, for any length."""
+        """Notes that a worker waits for a host; this wait has no time limit."""
         if (member := self.members.get(worker)) is not None:
             member.since_s = math.inf
 
     def on_start(self, worker: int) -> None:
-        """A worker that waited has been started."""
+        """Notes that a worker that waited for a host has been started."""
         if (member := self.members.get(worker)) is not None:
             member.since_s = member.heard_s = self._clock()
 
     def on_unreached(self, worker: int, *, spare: bool) -> None:
-        """A worker cannot be reached; whether it trains on is not known."""
+        """Handles a worker that cannot be reached; the worker may still train."""
         if worker in self.world and worker in self.members:
             self._fenced_s = self._clock() + self.limits.fence_s
-            self.members[worker].respawns = False  # its state is out of reach, too
+            self.members[worker].respawns = False  # its state is unreachable, too
         self.on_end(worker, None, spare=spare)
 
     def on_end(self, worker: int, code: int | None, *, spare: bool = False) -> None:
-        """A worker's process has ended; see `Reports`."""
+        """Handles the end of a worker's process; see `Reports`."""
         member = self.members.pop(worker, None)
         if member is None:
             return
@@ -266,7 +274,8 @@ class Supervisor:
             self._advance()
             return
         if member.trained and member.pid is None and member.phase == "in":
-            # An earlier supervisor had it: that one's absence may have ended it.
+            # An earlier supervisor started this worker, and its absence may have ended
+            # the worker.
             code = None
         self._do.log("gone", worker=worker, code=code, phase=member.phase)
         if worker in self.world and worker not in self._leaving:
@@ -277,7 +286,8 @@ class Supervisor:
             self._on_early_end(worker, code, member)
             return
         if self.state == "end":
-            # Nobody takes its place. The code of another supervisor's child is unknown.
+            # The worker is not replaced. The exit code of another supervisor's child is
+            # unknown.
             if code and member.finished:
                 how = f"{members.end_text(code)} after training; see its output."
                 self.stop(f"worker {worker} {how}", max(code, 1))
@@ -292,7 +302,7 @@ class Supervisor:
         elif members.never_starts(member, code, self._restarts) and not self._ever:
             self.stop(members.never_started(worker, code or 0), code or 1)
         elif (code or 0) > 0 and not left and not members.is_new(member, self.members):
-            # An error of its own, or of the loss of another one.
+            # The worker failed by itself, or because another worker was lost.
             why = f"worker {worker} ended with code {code}; see its output."
             if self._breaks.aftermath:
                 self._ended = why
@@ -307,7 +317,7 @@ class Supervisor:
         self._advance()
 
     def _respawn(self, worker: int, code: int | None, member: WorkerMember) -> bool:
-        """Starts a worker again that has ended as it left its world, if it did."""
+        """Starts a worker again if it has ended because it left its world."""
         gathers = self.state == "gather"
         if self.result is not None or not (gathers or self.state in ("run", "pause")):
             return False
@@ -316,7 +326,7 @@ class Supervisor:
             return False
         self._do.log("respawn", worker=worker, code=code)
         if worker in self.world and not gathers:
-            self._abort(f"worker {worker} has left")  # while there was no supervisor
+            self._abort(f"worker {worker} has left")  # while no supervisor ran
         elif worker in self.world and code != RESPAWNED:
             self._do.fill(self.generation, [self.world.index(worker)])
         self.members[worker] = members.respawned(member, now)
@@ -326,17 +336,17 @@ class Supervisor:
     def _on_early_end(
         self, worker: int, code: int | None, member: WorkerMember
     ) -> None:
-        """A worker has ended in a run that was asked to end."""
+        """Handles the end of a worker in a run that was asked to end."""
         if self.state == "stop" and worker in self.world and not member.finished:
             how = members.end_text(code)
             self._undone = self._undone or f"; worker {worker} {how} before that"
             self._do.fill(self.generation, [self.world.index(worker)])
-            self._leave_at_once()  # what waits for it would wait on
+            self._leave_at_once()  # so that no process waits for the worker
         if not self.members:
             self._stop_ended()
 
     def _stop_ended(self) -> None:
-        """Ends the run: all workers have ended, by themselves or as they were asked."""
+        """Ends the run after all workers have ended, by themselves or as asked."""
         if self._ending == "suspend" and self.state == "suspend":
             self.stop("suspended", SUSPENDED)
         elif self._ending == "stop":
@@ -347,13 +357,13 @@ class Supervisor:
             self.stop("", 0)
 
     def excuse(self, away_s: float) -> None:
-        """Judges nobody by a time in which this process did nothing."""
+        """Moves all deadlines by a time in which this process did nothing."""
         self._progress_s += away_s
         self.watch.excuse(away_s)
         members.excuse(self.members, away_s)
 
     def tick(self) -> None:
-        """Looks for workers that are silent, slow or stuck."""
+        """Checks for workers that are silent, slow or stuck."""
         now = self._clock()
         if self.result is None and self.state != "end":
             leaves, world = self.state == "gather", self.world
@@ -375,7 +385,7 @@ class Supervisor:
             self._form_if_ready()
 
     def _take_hello(self, worker: int, member: WorkerMember, message: Message) -> None:
-        """Tells a worker that connects again what it missed, and that all is well."""
+        """Sends a worker that connects again the orders that it missed."""
         member.formed = member.formed or message.get("phase") == "step"
         process = ProcessId.from_data(message.get("process"))
         member.pid = None if process is None else process.pid
@@ -391,14 +401,15 @@ class Supervisor:
             and member.phase == "starting"
             and message["generation"] == self.generation
         ):
-            # It was given up as it could not be reached, and has missed the order.
+            # The worker was unreachable and given up, so it has missed the order to
+            # leave.
             self.wanted = min(self.wanted + 1, self.limits.most)
             self._phase(member, "in")
             member.leave_by_s = self._clock() + self.limits.leave_s
             self._do.send(worker, "abort", generation=self.generation)
 
     def _lead_out(self, worker: int, member: WorkerMember, generation: int) -> None:
-        """Makes a worker leave a world that this supervisor knows nothing of."""
+        """Makes a worker leave a world that this supervisor does not know."""
         self.generation = max(self.generation, generation)
         if self.state in ("run", "pause"):
             self._abort("its workers are in another one")
@@ -414,7 +425,7 @@ class Supervisor:
         if self.state == "stop":
             self._do.send(worker, "end", code=0, reason="")
         elif worker in self.world and self.state in ("run", "pause"):
-            self._abort("a worker has left")  # while there was no supervisor
+            self._abort("a worker has left")  # while no supervisor ran
 
     def _take_beat(self, worker: int, member: WorkerMember, message: Message) -> None:
         self.watch.hear(worker, message.get("doing"), self._clock())
@@ -464,7 +475,7 @@ class Supervisor:
             self._do.on_sent(worker, message)
 
     def _take_leave(self, worker: int, member: WorkerMember, message: Message) -> None:
-        """A worker that is about to be killed asks to go before, again and again."""
+        """Handles a worker's repeated request to leave before it is killed."""
         if worker in self._leaving:
             return
         wrong = self.remove(worker, spare=message.get("spare", False))
@@ -513,7 +524,7 @@ class Supervisor:
                     self._do.kill(other)
 
     def _take_saving(self, worker: int, member: WorkerMember, message: Message) -> None:
-        """A worker has done its last step, and saves the state."""
+        """Gives a worker that has done its last step time to save the state."""
         member.leave_by_s = self._clock() + _SAVE_S
 
     def _take_resize(self, worker: int, member: WorkerMember, message: Message) -> None:
@@ -521,7 +532,7 @@ class Supervisor:
         self.resize(int(message["processes"]))
 
     def _advance(self) -> None:
-        """Does what the state of the workers asks for now."""
+        """Takes the next action that the state of the workers requires."""
         if self.result is not None or self.state == "end":
             if self.state == "end" and not self.members:
                 self._stop_ended()
@@ -536,7 +547,7 @@ class Supervisor:
             self._form_if_ready()
 
     def _end_outside(self) -> None:
-        """The world ends by itself after a step; those outside end at once."""
+        """Ends the workers outside the world at once; the world ends after a step."""
         limit_s = self.limits.leave_s if self._ending == "stop" else _SAVE_S
         for worker, member in self.members.items():
             if worker in self.world:
@@ -555,7 +566,7 @@ class Supervisor:
         rows = members.rows_of(self.members)
         new = choose_workers(workers, self.wanted, self._leaving, rows)
         if len(new) < self.limits.least and not self._ending:
-            return False  # until those that are starting are ready
+            return False  # wait until the workers that are starting are ready
         changed = new != sorted(self.world) or self.cluster != self._planned_for
         return changed or self._renews or bool(self._ending)
 
@@ -565,7 +576,7 @@ class Supervisor:
         if again or any(m.phase == "in" for m in waiting):
             return
         if not self._ever and waiting:
-            return  # a run begins with all
+            return  # a run begins only with all its workers
         ready = members.ready_of(self.members)
         if self._is_fenced(ready):
             return
@@ -581,10 +592,11 @@ class Supervisor:
             self.stop(f"{why}; the last error was: {error}" if error else f"{why}.", 1)
 
     def _is_fenced(self, ready: Sequence[int]) -> bool:
-        """Whether the last world may train on, so that another one must wait.
+        """Whether an unreachable world may still train, so that a new world must wait.
 
-        It cannot where one of its processes has left it, as no collective ends without.
-        But what those hold that have left may not be all of the state.
+        That world cannot train once one of its processes has left it, because its
+        collectives need every process. The new world still waits if the processes that
+        have left do not hold the whole state.
         """
         left = [self.members[w].ready for w in ready if w in self.world]
         held = {m["address"]: m["holds"] for m in left if m}
@@ -611,7 +623,8 @@ class Supervisor:
         if len(workers) > 1:
             address = self._do.open(self.generation, processes_of(readies, workers))
         step = None if state is None else state["step"]
-        # Written down before anybody is told: another supervisor may take over here.
+        # This is logged before any worker is told, because a later supervisor may take
+        # over.
         self._do.log("form", generation=self.generation, workers=workers, step=step)
         same = {
             "generation": self.generation,
@@ -631,7 +644,7 @@ class Supervisor:
         self._progress_s = self._clock()
 
     def _changes(self, workers: list[int]) -> list[str]:
-        """What is different in the next world, besides deaths."""
+        """The differences of the next world from the last world, except deaths."""
         if not self._ever:
             return []
         left = [w for w in self.world if w not in workers and w in self.members]
@@ -641,7 +654,7 @@ class Supervisor:
         return found + planned
 
     def _abort(self, why: str) -> None:
-        """Makes a world be left at once."""
+        """Makes all workers leave the world at once."""
         if self.state not in ("run", "pause"):
             return
         self._do.log("abort", generation=self.generation, reason=why)
@@ -670,14 +683,15 @@ class Supervisor:
             self._restarts -= 0 if spare else 1
             again = any(m.respawns for m in self.members.values())
             self._spawn()
-            # It starts no later than those that are started again, which wait for it.
+            # Respawning workers wait for the new worker, because it starts as fast as
+            # they do.
             self.members[self.numbers - 1].respawns = again
         else:
             staying = len(members.staying_of(self.members, self._leaving))
             self.wanted = max(self.limits.least, min(self.wanted, staying))
 
     def _without_newcomers(self) -> None:
-        """Goes on without those who joined: with them no world forms."""
+        """Goes on without the new workers, because no world forms with them."""
         for worker in members.newcomers_of(self.members, self.world):
             self.members[worker].dismissed = True
             reason = f"worker {worker} does not fit the others; see the errors above"
@@ -688,7 +702,7 @@ class Supervisor:
         self._abort("a new worker does not fit")
 
     def _dismiss(self, *, everybody: bool = False) -> None:
-        """Sends those home that have no place in the world."""
+        """Ends the workers that have no place in the world."""
         for worker in set(members.ready_of(self.members)) - set(self.world):
             if everybody or worker in self._leaving or len(self.world) >= self.wanted:
                 self.members[worker].dismissed = True
@@ -711,7 +725,7 @@ class Supervisor:
                 self._do.send(worker, kind, generation=self.generation, **data)
 
     def notes(self) -> Mapping[str, Any]:
-        """What a supervisor after this one has to know (`adopt`), without workers."""
+        """The facts that a later supervisor needs (`adopt`), without the workers."""
         names = ("generation", "wanted", "numbers", "cluster", "reached", "world")
         formed = members.all_formed(self.members, self.world)
         known = {name: getattr(self, name) for name in names}
@@ -719,7 +733,7 @@ class Supervisor:
         return {**known, "formed": formed, "respawns": respawns}
 
     def status(self) -> Mapping[str, Any]:
-        """The run in a few words, as plain data."""
+        """A short description of the run, as plain data."""
         workers = members.describe(self.members)
         for worker in self.members:
             doing = self.watch.describe(worker, self._clock())
