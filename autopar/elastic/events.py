@@ -1,18 +1,18 @@
-"""Events: what a scheduler, a host or a program says about the devices of a run.
+"""Events: changes of a run's devices or links, reported by a scheduler, host or
+program.
 
-An event names devices that go or come, a whole cluster, or the measured rate of a
-link. Sources (`autopar.elastic.sources`) make events; `autopar.elastic.events` turns
-them into the next cluster.
+An event names devices that leave or join, a whole cluster, or the measured rate of a
+link. Sources (`autopar.elastic.sources`) make events. This module resolves an event and
+a cluster to the next cluster.
 
-From an event and a cluster to the next cluster.
+A scheduler may report the same change twice, report it too late, or withdraw it. No
+such event may stop a run. So every event is resolved to one of `STATUSES`, with a
+reason.
 
-A scheduler says the same thing twice, or too late, or takes back what it said. None of
-this may stop a run: every event is resolved to one of `STATUSES`, with a reason.
-
-Where sources put events, and the loop takes changes.
-
-Sources run in threads of their own. An event is resolved when it comes, against the
-cluster that the events before it lead to, so that its sender gets the answer at once.
+Sources put events into an `Inbox`, and the training loop takes changes from the inbox.
+Each source runs in its own thread. An event is resolved when it comes, against the
+cluster that results from all earlier events, so that its sender gets the answer at
+once.
 """
 
 from __future__ import annotations
@@ -32,13 +32,14 @@ from autopar.errors import AutoparError, EventError
 from autopar.runtime.recent import Recent
 from autopar.units import seconds_text
 
-# What an event may say.
+# The kinds of events.
 KINDS = ("gone", "added", "cluster", "link")
 
-# Longest text that a field may hold, and most names: an event is a short message.
+# Largest length of a text, number of names, and length of a name: an event is a short
+# message.
 _LONGEST, _MOST, _LONGEST_NAME = 10_000, 10_000, 256
 
-# Largest numbers of a message; larger ones are mistakes.
+# Largest allowed values of the numbers in a message; larger values are mistakes.
 _LARGEST = {
     "bandwidth_bytes_per_s": 1e18,
     "latency_s": 3600.0,
@@ -51,25 +52,27 @@ _LARGEST = {
 class Event:
     """One change of the devices or links of a run.
 
-    A ``gone`` event that names nothing means the process that got it, with all its
-    devices.
+    A ``gone`` event without hosts and devices means the process that received it, with
+    all devices of that process.
 
     Attributes:
       kind: one of `KINDS`.
-      hosts: names of hosts that go or come, or their numbers in the whole cluster.
+      hosts: names of the hosts that leave or join, or their numbers in the whole
+        cluster.
       devices: names of devices, or their ids in the whole cluster.
-      cluster: of a ``cluster`` event, the whole next cluster.
-      level: of a ``link`` event, the level of links that was measured, such as ``host``
-        (``between``: the link between groups).
-      bandwidth_bytes_per_s: of a ``link`` event, the measured rate; None: as it was.
-      latency_s: of a ``link`` event, the measured latency; None: as it was.
-      deadline_s: seconds from ``time_s`` until devices go; None: no limit is known.
-      source: who says so.
-      id: names the event; one that comes again with the same id is a repetition.
-      time_s: seconds since the epoch when it was sent.
+      cluster: the whole next cluster; only of a ``cluster`` event.
+      level: the measured level of links, such as ``host`` (``between``: the links
+        between groups); only of a ``link`` event.
+      bandwidth_bytes_per_s: the measured rate; None: unchanged. Only of a ``link``
+        event.
+      latency_s: the measured latency; None: unchanged. Only of a ``link`` event.
+      deadline_s: seconds from ``time_s`` until devices leave; None: no limit is known.
+      source: name of the sender.
+      id: identifier of the event; a second event with the same id is a repetition.
+      time_s: when the event was sent, in seconds since the epoch.
 
     Raises:
-      EventError: a field is wrong, lacking, or of another kind of event.
+      EventError: a field is wrong, missing, or belongs to another kind of event.
     """
 
     kind: str
@@ -105,19 +108,19 @@ class Event:
 
     @property
     def ends_s(self) -> float:
-        """Seconds since the epoch at the deadline; infinite without one."""
+        """The deadline in seconds since the epoch; infinite without a deadline."""
         return math.inf if self.deadline_s is None else self.time_s + self.deadline_s
 
     @classmethod
     def from_data(cls, data: Any, source: str = "") -> Event:
-        """Reads an event from dictionaries, lists, texts and numbers, as JSON has them.
+        """Reads an event from dictionaries, lists, texts and numbers, as found in JSON.
 
         Args:
           data: an object with the fields of an event, or the text of a cluster.
-          source: who says so, where the data does not.
+          source: name of the sender, if the data does not name it.
 
         Raises:
-          EventError: the data is no event; the message names the field.
+          EventError: the data is not an event; the message names the field.
 
         >>> Event.from_data({"kind": "gone", "hosts": ["host1"]}).hosts
         ('host1',)
@@ -145,7 +148,7 @@ class Event:
         return cls(**fields)
 
     def to_data(self) -> dict[str, Any]:
-        """What `from_data` reads back; fields that say nothing are left out."""
+        """The data that `from_data` reads; fields without a value are left out."""
         found = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         kept = {name: x for name, x in found.items() if x not in (None, (), "")}
         for name in ("hosts", "devices"):
@@ -156,7 +159,7 @@ class Event:
         return kept
 
     def __str__(self) -> str:
-        """The event in a few words."""
+        """A short description of the event."""
         if self.kind == "cluster":
             return f"cluster {self.cluster}"
         if self.kind == "link":
@@ -165,7 +168,7 @@ class Event:
         return f"{self.kind} {list_names(names) or 'this process'}"
 
 
-# The fields that only some kinds have.
+# The fields that only some kinds of events have.
 _FIELDS = {
     "hosts": ("gone", "added"),
     "devices": ("gone", "added"),
@@ -214,7 +217,7 @@ def _number(name: str, value: Any) -> float:
 
 
 def _short(value: Any) -> str:
-    """A value for an error: its beginning, or its type where that says enough."""
+    """A value for an error message: its first characters, or only its type."""
     if isinstance(value, (int, float)):
         return show(value)[:40]
     return repr(value[:40]) if isinstance(value, str) else type(value).__name__
@@ -242,7 +245,7 @@ def _read_cluster(name: str, value: Any) -> Cluster:
 
 
 def _cluster(value: Any) -> Cluster:
-    """A cluster from its text or data; never from a file that a sender names."""
+    """A cluster from its text or data; a sender may not name a file."""
     try:
         if isinstance(value, Cluster):
             return value
@@ -273,21 +276,22 @@ _READERS: Mapping[str, Callable[[str, Any], Any]] = {
 }
 
 
-# accepted: the cluster changes; repeated: it is as the event says already, or the id
-# has come before; late: what goes is gone already; refused: it makes no sense here.
+# accepted: the cluster changes; repeated: the cluster already is as the event says, or
+# the id was seen before; late: the devices have left already; refused: the event is
+# invalid here.
 STATUSES = ("accepted", "repeated", "late", "refused")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Resolved:
-    """An event and what came of it.
+    """An event and its outcome.
 
     Attributes:
       event: the event.
       status: one of `STATUSES`.
-      cluster: the next cluster, after this event and all before it; None: no device is
-        left.
-      reason: in words; '' where there is nothing to say.
+      cluster: the next cluster, after this event and all earlier events; None: no
+        device is left.
+      reason: the reason in words; '' if there is none.
     """
 
     event: Event
@@ -296,24 +300,24 @@ class Resolved:
     reason: str = ""
 
     def __str__(self) -> str:
-        """One line: what came of it, and the cluster that follows."""
+        """The outcome in one line, with the next cluster."""
         found = f"{self.status}: {self.cluster or 'no device is left'}"
         return f"{found} ({self.reason})" if self.reason else found
 
     def __repr__(self) -> str:
-        """As `__str__`, for a notebook."""
+        """The same text as `__str__`, for a notebook."""
         return f"<{self}>"
 
 
 def resolve_event(
     event: Event, cluster: Cluster | None, own: Sequence[int]
 ) -> Resolved:
-    """Returns what an event makes of a cluster.
+    """Returns the outcome of an event, with the next cluster.
 
     Args:
       event: the event.
-      cluster: the cluster as events before it have left it; None: no device.
-      own: ids of the devices of the process that got the event.
+      cluster: the cluster after all earlier events; None: no device is left.
+      own: ids of the devices of the process that received the event.
     """
     if cluster is None and event.kind != "cluster":
         return _answer(event, "late", None, "no device is left, and the run ends.")
@@ -391,7 +395,7 @@ def _words(event: Event) -> str:
 
 
 def ids_there(cluster: Cluster) -> set[int]:
-    """The ids of the devices that are there, idle ones too."""
+    """The ids of the devices that are present, including idle devices."""
     found: set[int] = set()
     for part in members.parts(cluster):
         of = members.members_of(part)
@@ -400,7 +404,7 @@ def ids_there(cluster: Cluster) -> set[int]:
 
 
 def _all(cluster: Cluster) -> dict[str | int, set[int]]:
-    """The ids that each name or id of the whole cluster stands for."""
+    """Name or id in the whole cluster -> the ids of the devices that it stands for."""
     found: dict[str | int, set[int]] = {}
     for part in members.parts(cluster):
         of = members.members_of(part)
@@ -412,7 +416,7 @@ def _all(cluster: Cluster) -> dict[str | int, set[int]]:
 
 
 def _hosts(cluster: Cluster) -> dict[str | int, set[int]]:
-    """The ids that each host stands for, by name and by number."""
+    """Name or number of a host -> the ids of the host's devices."""
     known, found = _all(cluster), dict[str | int, set[int]]()
     for part in members.parts(cluster):
         of = members.members_of(part)
@@ -422,10 +426,10 @@ def _hosts(cluster: Cluster) -> dict[str | int, set[int]]:
 
 
 def _ids(names: Iterable[str | int], known: Mapping[str | int, set[int]]) -> set[int]:
-    """The ids that names stand for.
+    """The ids of the devices that the names stand for.
 
     Raises:
-      EventError: a name is not known.
+      EventError: a name is unknown.
     """
     found: set[int] = set()
     for name in names:
@@ -439,24 +443,25 @@ def _ids(names: Iterable[str | int], known: Mapping[str | int, set[int]]) -> set
     return found
 
 
-# Ids of events that are remembered, and events that may wait: a flood keeps its place.
+# Number of event ids that are remembered, and number of events that may wait. Both
+# limits bound the memory that many events can take.
 _IDS, _WAITING = 1024, 256
 
 
 class Notes(Protocol):
-    """Where events that change nothing are written down."""
+    """A record of events that change nothing."""
 
     def note(self, found: Resolved) -> None:
-        """Writes an event down, and why it changes nothing."""
+        """Records an event that changes nothing, with the reason."""
         ...
 
     def wrong(self, source: str, reason: str) -> None:
-        """Writes a message down that is no event."""
+        """Records a message that is not an event."""
         ...
 
 
 class Inbox:
-    """Events that wait for the loop, and the cluster that they lead to."""
+    """Events that wait for the training loop, and the resulting cluster."""
 
     def __init__(
         self,
@@ -470,11 +475,11 @@ class Inbox:
         """Holds no event yet.
 
         Args:
-          cluster: on which the run goes on.
+          cluster: cluster on which the run goes on.
           own: ids of this process's devices.
-          check: raises an error of autopar where this world cannot be such a cluster.
-          notes: where events that change nothing are written down.
-          most: devices that this world can have; an event with more is not looked at.
+          check: raises an `AutoparError` if this world cannot be such a cluster.
+          notes: record of events that change nothing.
+          most: largest number of devices of this world; an event with more is refused.
         """
         self._most = most
         self._lock = threading.Lock()
@@ -485,7 +490,7 @@ class Inbox:
         self._ids: Recent[str, bool] = Recent(_IDS)
 
     def put(self, event: Event) -> Resolved:
-        """Takes an event, and returns what comes of it; never raises."""
+        """Takes an event, and returns its outcome; never raises."""
         with self._lock:
             found = self._resolve_event(event)
             if found.status == "accepted":
@@ -496,7 +501,7 @@ class Inbox:
         return found
 
     def wrong(self, source: str, reason: str) -> None:
-        """Takes note of a message that is no event (`autopar.elastic.sources`)."""
+        """Records a message of a source that is not an event."""
         self._notes.wrong(source, reason)
 
     def _resolve_event(self, event: Event) -> Resolved:
@@ -516,7 +521,7 @@ class Inbox:
             return _same(event, "refused", self._next, reason)
         try:
             return self._resolve(event)
-        except Exception as error:  # the threads of sources outlive any event
+        except Exception as error:  # no event may end the thread of a source
             reason = f"a bug in autopar: {type(error).__name__}: {error}"[:500]
             return _same(event, "refused", self._next, reason)
 
@@ -530,9 +535,9 @@ class Inbox:
         return found
 
     def take(self) -> tuple[Resolved, ...]:
-        """Takes the events that came, oldest first; empty where nothing changes.
+        """Takes the waiting events, oldest first; empty if the cluster does not change.
 
-        Events that cancel each other are noted and not returned.
+        Events that cancel each other are recorded and not returned.
         """
         with self._lock:
             taken, self._waiting = tuple(self._waiting), []
@@ -545,9 +550,9 @@ class Inbox:
         return ()
 
     def settle(self, cluster: Cluster) -> None:
-        """Says on which cluster the run goes on.
+        """Sets the cluster on which the run goes on.
 
-        Events that came in the meantime are resolved anew against it.
+        Events that came in the meantime are resolved again against this cluster.
         """
         with self._lock:
             self._current = self._next = cluster
@@ -566,13 +571,13 @@ class Inbox:
 
 
 def _devices(event: Event) -> int:
-    """At least so many devices the cluster must have that an event speaks of."""
+    """The least number of devices that a cluster with the event's devices has."""
     named = len(event.hosts) + len(event.devices)
     return named if event.cluster is None else _whole(event.cluster)
 
 
 def _whole(cluster: Cluster) -> int:
-    """The devices of a cluster, those included that are not there."""
+    """The number of devices of a cluster, including devices that are not present."""
     sizes = (
         part.num_devices if part.members is None else size_of(part.members.whole)
         for part in cluster.groups or (cluster,)

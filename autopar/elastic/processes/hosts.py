@@ -1,7 +1,8 @@
-"""Workers on other hosts: the agent of a host, and what the supervisor knows of it.
+"""Workers on other hosts: the agent of a host, and the supervisor's view of hosts.
 
-An agent (`autopar worker`) calls the supervisor, starts workers as it is told, and
-tells of their ends. Workers die with their agent: no process stays behind on a host.
+An agent (`autopar worker`) connects to the supervisor, starts workers on the
+supervisor's orders, and reports their ends. Workers die with their agent, so no process
+is left behind on a host.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ from autopar.sealed_files import KEY_VARIABLE
 from autopar.units import number_of
 from autopar.version import __version__
 
-# What a worker gets from its run; all else it has from its host.
+# The variables that a worker gets from its run; the host provides all other variables.
 _OF_RUN = (
     VARIABLE,
     KEY_VARIABLE,
@@ -60,29 +61,31 @@ _OF_RUN = (
 )
 _FLAG = re.compile(rf"--{COLLECTIVE_FLAG}=\d+")
 _BEAT_S = 1.0
-# A host without a word for so long cannot be reached, and its workers not be killed.
+# After this time without a message, a host is unreachable, and its workers cannot be
+# killed.
 _SILENT_S = 5.0
-# How long an agent may be away before workers that are away, too, are given up.
+# How long an agent may be away before its unreachable workers are given up.
 _AWAY_S = 3.0
 _RETRY_S = 0.5
-# How long workers may take to leave a host that is asked to go.
+# How long workers may take to leave a host that was asked to leave.
 _LEAVE_S = 60.0
-# How often a host that is asked to go asks the supervisor: others may have come.
+# How often a host that was asked to leave asks the supervisor again: other hosts may
+# have joined.
 _ASK_S = 5.0
 
 
 @dataclasses.dataclass(slots=True)
 class Host:
-    """What the supervisor knows of a host.
+    """What the supervisor knows about a host.
 
     Attributes:
-      name: of the host.
-      slots: how many workers it takes.
-      connection: to its agent; None: the agent is away.
-      workers: that it runs.
-      heard_s: when its agent was last heard of (`time.monotonic`).
-      leaves: whether it takes no more workers.
-      missed: how many workers were given up as it could not be reached.
+      name: name of the host.
+      slots: number of workers that the host takes.
+      connection: connection to the host's agent; None: the agent is away.
+      workers: workers that the host runs.
+      heard_s: when the last message of the agent came (`time.monotonic`).
+      leaves: whether the host takes no more workers.
+      missed: number of workers that were given up because the host was unreachable.
     """
 
     name: str
@@ -94,7 +97,7 @@ class Host:
     missed: int = 0
 
     def give_up(self, workers: Sequence[int]) -> None:
-        """Counts workers as gone; when its agent calls again, they are ended."""
+        """Counts workers as gone; they are killed when their agent connects again."""
         self.workers -= set(workers)
         self.missed += len(workers)
         if workers and self.connection is not None:
@@ -102,27 +105,29 @@ class Host:
 
     @property
     def room(self) -> int:
-        """How many workers more it takes."""
+        """Number of further workers that the host takes."""
         takes = self.is_reached and not self.leaves
         return self.slots - len(self.workers) if takes else 0
 
     @property
     def may_respawn(self) -> bool:
-        """Whether a worker that it had has room, also where the host is to leave."""
+        """Whether there is room for a worker's restart here, even if the host is
+        leaving.
+        """
         return self.is_reached and self.slots > len(self.workers)
 
     @property
     def is_reached(self) -> bool:
-        """Whether its agent has been heard of a short while ago."""
+        """Whether the agent has sent a message in the last seconds."""
         heard = time.monotonic() - self.heard_s < _SILENT_S
         return self.connection is not None and heard
 
 
 class HostLauncher:
-    """Starts workers by the agents of hosts, as these come and go.
+    """Starts workers through the agents of hosts, while hosts join and leave.
 
     A worker waits until a host has room. Hosts are filled one after another, so that
-    processes that are near to each other share a world.
+    the processes of a world are close to each other.
     """
 
     def __init__(self, words: Sequence[str], silent_s: float) -> None:
@@ -130,17 +135,18 @@ class HostLauncher:
 
         Args:
           words: path of the script and its arguments.
-          silent_s: longest without a word of an agent before it is given up.
+          silent_s: longest time without a message of an agent before the agent is given
+            up.
         """
         self._words, self._silent_s, self._run = tuple(words), silent_s, ""
         self._lock = threading.RLock()
         self._hosts: dict[str, Host] = {}
         self._waiting: dict[int, Mapping[str, str]] = {}
-        # The variables of those that were started, for another host.
+        # The variables of workers that were started; another host may need them.
         self._given: dict[int, Mapping[str, str]] = {}
-        # Host in whose shared memory the state of a worker is.
+        # The host whose shared memory holds the state of a worker.
         self._homes: dict[int, Host] = {}
-        # Workers that an earlier supervisor had, whose agents have not called yet.
+        # Workers of an earlier supervisor whose agents have not connected yet.
         self._claimed: dict[int, float] = {}
         self._reports: HostReports | None = None
         self._closed = False
@@ -152,7 +158,7 @@ class HostLauncher:
 
     def start(self, worker: int, environment: Mapping[str, str]) -> ProcessId | None:
         """See `Launcher`."""
-        # An agent has its own variables; it is sent those of the run.
+        # An agent has its own variables, and only gets the variables of the run.
         own = {k: environment[k] for k in _OF_RUN if k in environment}
         with self._lock:
             self._waiting[worker] = own
@@ -162,7 +168,9 @@ class HostLauncher:
         return None
 
     def watch(self, worker: int, process: ProcessId | None) -> bool:
-        """See `Launcher`; whether it runs is known once its agent has called."""
+        """See `Launcher`; whether the worker runs is known after its agent has
+        connected.
+        """
         del process
         with self._lock:
             if not self._claimed:
@@ -171,7 +179,7 @@ class HostLauncher:
         return True
 
     def _await_claimed(self) -> None:
-        """Gives up workers that no agent has: they had been waiting for a host."""
+        """Gives up workers that no agent runs, because they still waited for a host."""
         while True:
             time.sleep(_RETRY_S)
             late_s = time.monotonic() - self._silent_s
@@ -190,7 +198,8 @@ class HostLauncher:
                 return
 
     def signal(self, worker: int, number: int) -> None:
-        """See `Launcher`; a worker that cannot be reached counts as gone if killed."""
+        """See `Launcher`; an unreachable worker counts as gone if it is to be killed.
+        """
         gone = waits = False
         with self._lock:
             host = next((h for h in self._hosts.values() if worker in h.workers), None)
@@ -209,7 +218,7 @@ class HostLauncher:
             self._reports_there.on_unreached(worker, spare=self._has_room())
 
     def close(self) -> None:
-        """See `Launcher`; agents end, too."""
+        """See `Launcher`; the agents end, too."""
         with self._lock:
             self._closed = True
             for host in self._hosts.values():
@@ -226,7 +235,7 @@ class HostLauncher:
             return any(h.room > 0 for h in self._hosts.values())
 
     def _place(self) -> None:
-        """Starts workers that wait where there is room; holds the lock."""
+        """Starts waiting workers on hosts with room; the caller holds the lock."""
         for worker in sorted(self._waiting):
             home = self._homes.get(worker)
             free = [h for h in self._hosts.values() if h is home and h.may_respawn] or [
@@ -247,15 +256,15 @@ class HostLauncher:
         """Serves an agent until its connection ends.
 
         Args:
-          first: what it has said of its host.
-          connection: to it.
+          first: the agent's first message, which describes its host.
+          connection: connection to the agent.
         """
         if wrong := _mismatch(first):
             connection.send("refused", reason=wrong)
             connection.close()
             return
         if first.get("run") not in ("", self._run):
-            connection.send("other run")  # numbers of its workers mean others here
+            connection.send("other run")  # its worker numbers belong to another run
             connection.close()
             return
         name = str(first["agent"])
@@ -283,7 +292,8 @@ class HostLauncher:
                 del self._claimed[worker]
                 self._homes[worker] = host
             ended = (host.workers - running) | left
-            # Given up while the agent was away; its state may be the last one there is.
+            # This worker was given up while its agent was away, and may hold the last
+            # state.
             back = {
                 w for w in running - host.workers if self._reports_there.may_return(w)
             }
@@ -294,7 +304,7 @@ class HostLauncher:
             if self._closed:
                 connection.send("end", done=self._reports_there.is_done())
             self._place()
-            # Workers of an earlier supervisor may be its own.
+            # Workers of an earlier supervisor may belong to this host.
             room = max(0, host.room - len(self._claimed) - len(left))
             room = room if new else min(room, host.missed)
             host.missed = 0
@@ -315,7 +325,9 @@ class HostLauncher:
             self._take_leave(host)
 
     def _take_end(self, host: Host, message: Message) -> None:
-        """A worker has ended; without a script on its host, another one starts it."""
+        """Handles the end of a worker; if its host has no script, another host starts
+        it.
+        """
         worker, wrong = int(message["worker"]), message.get("wrong")
         if wrong:
             said = f"autopar run: host {host.name}: {wrong}"
@@ -333,21 +345,21 @@ class HostLauncher:
             self._reports_there.on_end(worker, message["code"])
 
     def _take_leave(self, host: Host) -> None:
-        """A host is about to go; its workers ask to go, where another has room too."""
+        """Asks the workers of a leaving host to leave; other hosts may have room."""
         with self._lock:
             host.leaves = True
             leaving = sorted(host.workers)
             room = sum(h.room for h in self._hosts.values()) - len(self._waiting)
-        # Those that were refused before are the last ones.
+        # Workers that were refused before come last.
         for left, worker in zip(range(len(leaving), 0, -1), leaving, strict=True):
             self._reports_there.on_leave(worker, spare=left <= room)
 
     def _miss(self, name: str, connection: Connection) -> None:
-        """Gives workers up whose agent is away, where they are away, too."""
+        """Gives up the unreachable workers of an agent that is away."""
         with self._lock:
             host = self._hosts[name]
             if host.connection is not connection:
-                return  # it has called again
+                return  # the agent has connected again
             host.connection = None
         end = time.monotonic() + _AWAY_S
         while time.monotonic() < end or host.workers:
@@ -368,7 +380,7 @@ class HostLauncher:
 
 
 def _mismatch(first: Message) -> str:
-    """Why the agent of a host cannot take part; '': it can."""
+    """Why the agent of a host cannot take part; '' if it can."""
     own = _versions()
     theirs = first.get("versions")
     if not isinstance(theirs, dict) or theirs != own:
@@ -383,7 +395,8 @@ def _mismatch(first: Message) -> str:
 
 
 def _versions() -> dict[str, str]:
-    # Not of jax: an agent starts without it, and a script may choose its own.
+    # The version of JAX is not compared: an agent runs without JAX, and a script may
+    # choose its own version.
     return {
         "autopar": __version__,
         "python": ".".join(platform.python_version_tuple()[:2]),
@@ -396,17 +409,18 @@ def _list_versions(versions: Mapping[str, str]) -> str:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class AgentOptions:
-    """What `autopar worker` is asked for.
+    """The options of `autopar worker`.
 
     Attributes:
       supervisor: ``HOST:PORT`` of the supervisor.
-      secret: of the run, as PEM text.
-      slots: how many workers this host takes.
+      secret: secret of the run, as PEM text.
+      slots: number of workers that this host takes.
       folder: where workers keep plans and programs.
-      address: of this host, as others reach it; '': that on the way to the supervisor.
-      grace_s: how long a supervisor that is away is waited for.
-      leave_status: exit status where this host leaves a run that is not done: the host
-        was asked to, or the run was suspended or has failed.
+      address: address of this host, as other hosts reach it; '': the address on the
+        route to the supervisor.
+      grace_s: how long the agent waits for a supervisor that is away.
+      leave_status: exit status if this host leaves an unfinished run: the host was
+        asked to leave, or the run was suspended or has failed.
     """
 
     supervisor: str
@@ -422,7 +436,7 @@ class Agent:
     """Starts workers of a run on this host."""
 
     def __init__(self, options: AgentOptions) -> None:
-        """Has not called yet."""
+        """Has not connected yet."""
         self._options = options
         self._name, self._run = secrets.token_hex(8), ""
         self._events: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
@@ -444,7 +458,7 @@ class Agent:
                 ) from error
 
     def run(self) -> int:
-        """Takes part until the run ends, or this host is asked to go.
+        """Takes part until the run ends, or this host is asked to leave.
 
         Returns:
           The exit status.
@@ -468,7 +482,7 @@ class Agent:
         print(f"autopar worker: {text}", file=sys.stderr, flush=True)
 
     def _call(self) -> None:
-        """Connects to the supervisor; it may start later than this process."""
+        """Connects to the supervisor, which may start later than this process."""
         options, said = self._options, False
         end = time.monotonic() + options.grace_s
         while True:
@@ -501,10 +515,11 @@ class Agent:
             threading.Thread(target=work, args=(self._connection,), daemon=True).start()
 
     def _greet(self) -> bool:
-        """Calls the supervisor once; False: workers of another run had to end first.
+        """Connects to the supervisor once; False: workers of another run had to end
+        first.
 
         Raises:
-          OSError: nobody answers.
+          OSError: no supervisor answers.
           PlanError: the supervisor refuses this host.
         """
         options = self._options
@@ -559,7 +574,7 @@ class Agent:
             time.sleep(_BEAT_S)
 
     def _lose(self, connection: Connection) -> None:
-        """Looks for a supervisor that was started again."""
+        """Tries to connect to a supervisor that was started again."""
         if connection is not self._connection or self._code is not None:
             return
         connection.close()
@@ -589,11 +604,13 @@ class Agent:
             self._end_workers()
             raise PlanError(f"{wrong}: start `autopar worker` in the script's folder.")
         if self._launcher is None:
-            # Workers must not outlive this process: nobody else could end them.
+            # Workers must not outlive this process, because no other process could end
+            # them.
             command = [sys.executable, leash.__file__, str(os.getpid())]
             command += python_command(words)
             self._launcher = LocalLauncher(command, names=True)
-            # Another agent on this host takes up what this one's workers leave.
+            # Another agent on this host may adopt the shared memory of this agent's
+            # workers.
             self._launcher.begin(f"{self._run}@{self._network.host}", self)
         self._running.add(worker)
         self._ended.pop(worker, None)
@@ -625,7 +642,7 @@ class Agent:
         self._events.put(lambda: self._report(worker, code))
 
     def on_join(self, machines: int) -> None:
-        """See `Reports`; an agent has one host."""
+        """See `Reports`; an agent has only one host."""
 
     def _report(self, worker: int, code: int | None, wrong: str = "") -> None:
         self._running.discard(worker)
@@ -634,7 +651,7 @@ class Agent:
             self._connection.send("ended", worker=worker, code=code, wrong=wrong)
 
     def _look_after(self) -> None:
-        """Ends once all workers have left a host that is asked to go."""
+        """Ends the agent once all workers have left a host that was asked to leave."""
         left = not self._running and RESPAWNED not in self._ended.values()
         if self._leave_by_s < math.inf and (
             left or time.monotonic() > self._leave_by_s
@@ -645,7 +662,7 @@ class Agent:
 
     @contextlib.contextmanager
     def _signals(self) -> Generator[None]:
-        """SIGTERM and SIGINT ask the workers of this host to leave; twice: at once."""
+        """Asks the workers to leave on SIGTERM or SIGINT; a second signal ends them."""
 
         def leave(number: int, frame: Any) -> None:
             del number, frame

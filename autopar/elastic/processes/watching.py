@@ -1,20 +1,22 @@
-"""Names the worker for which the others of a world wait, while the run goes on.
+"""Names the worker for which the other workers of a world wait, while the run goes on.
 
-What is known of a worker is what its heartbeats say (`autopar.elastic.processes.
-activity`), when the last one came, and for processes of this machine their state in
-``/proc``. A finding says no more than that:
+The watch knows three things about a worker: the contents of its heartbeats
+(`autopar.elastic.processes.activity`), when the last heartbeat came, and, for processes
+of this machine, the state of the process in ``/proc``. A finding is one of these kinds:
 
-* ``stopped``: the process is stopped by a signal;
-* ``silent``: nothing was heard of it for half of the time after which it is killed;
-* ``own``: it is in its own code (the script, the source of samples, a save, the
-  compiler), and others have waited as long in the program of the step;
-* ``task``: all are in one step of stages, and it alone is inside the call of a task;
-* ``behind``: it is inside the program of a step that all others have finished;
-* ``all``: all are at one place of one step, so that none can be named;
-* ``slow``: it spends more of each step in its own code than the others.
+* ``stopped``: a signal has stopped the process;
+* ``silent``: no heartbeat came for half of the time after which the worker is killed;
+* ``own``: the worker is in its own code (the script, the source of samples, a save, the
+  compiler), and other workers have waited in the step's program for as long;
+* ``task``: all workers are in the same step of stages, and only this worker is inside
+  the call of a task;
+* ``behind``: the worker is inside the program of a step that all others have finished;
+* ``all``: all workers are at the same place of the same step, so none can be named;
+* ``slow``: the worker spends more of each step in its own code than the others.
 
-A worker is named late rather than wrongly: not in the first steps of a world, which
-compile and connect, and not before several times of what its steps usually take.
+The watch prefers to name a worker late rather than wrongly. It names no worker in the
+first steps of a world, which compile and connect. Later it waits for several times the
+usual time of a step.
 """
 
 from __future__ import annotations
@@ -36,19 +38,22 @@ from autopar.elastic.processes.members import (
 from autopar.elastic.processes.network import split_address
 from autopar.units import name_numbers, runs_of, seconds_text
 
-# Least seconds without progress before a worker is named, by where it is. A script may
-# write logs, and a save may be long; what compiles is not judged for ten minutes.
+# Least seconds without progress before a worker is named, for each place of the worker.
+# A script may write logs, and a save may take long. A worker that compiles is not named
+# for ten minutes.
 _LEAST_S = {"samples": 5.0, "program": 5.0, "script": 8.0, "after": 60.0, "save": 60.0}
 _COMPILE_S, _FIRST_S, _ALL_S = 600.0, 60.0, 60.0
-# As many times what a step usually takes, and the longest of the last thousand.
+# A worker is named after this many times the usual time of a step, and this many times
+# the longest of the last thousand steps.
 _USUAL, _LONGEST, _ALL_USUAL = 10.0, 2.0, 20.0
-# A stopped process is looked for after so long without a word.
+# The state of a process is checked after this many seconds without a message.
 _STOPPED_S = 2.0
 _HEARD_S = 1.5
-# What is slow takes so many times as long as the others, and so much of a step, in so
-# many steps and for so long.
+# A slow worker's own code takes this many times as long as that of other workers. It
+# also takes this share and these seconds of a step, over so many steps and seconds.
 _SLOW, _SLOW_SHARE, _SLOW_LEAST_S, _SLOW_STEPS, _SLOW_S = 3.0, 0.5, 0.05, 20, 10.0
-# Where a loop is in code of its own, and where it may wait for others.
+# The places where a worker runs its own code, and the places where it may wait for
+# others.
 _OWN, _WAITS = ("samples", "script", "after", "save"), ("program", "finish")
 _IN_WORDS = {
     "samples": "in the source of samples for step {step}",
@@ -62,9 +67,10 @@ _IN_WORDS = {
 
 
 def process_state(process: ProcessId | None) -> str:
-    """The state of a process of this machine in a letter, as ``T`` where it is stopped.
+    """The state of a process of this machine as a letter, such as ``T`` for stopped.
 
-    Field 3 of proc(5). '' where it is on another machine, or has ended.
+    The letter is field 3 of proc(5). The result is '' if the process is on another
+    machine or has ended.
     """
     if process is None or ProcessId.of(process.pid) != process:
         return ""
@@ -77,11 +83,12 @@ def process_state(process: ProcessId | None) -> str:
 
 @dataclasses.dataclass(slots=True)
 class Seen:
-    """What the last heartbeat of a worker said.
+    """The contents of the last heartbeat of a worker.
 
     Attributes:
       doing: see `autopar.elastic.processes.activity.Activity.data`.
-      since_s: when the worker was first heard of where it is, on the watch's clock.
+      since_s: when the worker was first heard of at its current place, on the watch's
+        clock.
       heard_s: when the heartbeat came.
     """
 
@@ -91,41 +98,41 @@ class Seen:
 
     @property
     def place(self) -> str:
-        """Where it is; ``compile`` where it compiles, traces or plans."""
+        """The worker's place; ``compile`` while it compiles, traces or plans."""
         return "compile" if self.doing.get("compiles") else self.doing["place"]
 
     @property
     def position(self) -> tuple[int, int]:
-        """The step, and the place in it as a number: later ones are larger."""
+        """The step, and the place in the step as a number that grows."""
         return self.doing["step"], PLACES.index(self.doing["place"])
 
     @property
     def progress(self) -> tuple[Any, ...]:
-        """Differs from what it was where the worker has made progress."""
+        """A value that changes whenever the worker makes progress."""
         task = self.doing.get("task", {})
         return (*self.position, task.get("number"), task.get("inside"))
 
     @property
     def is_known(self) -> bool:
-        """Whether enough steps of its world were done to know what they take."""
+        """Whether the worker has done enough steps to know their usual time."""
         return self.doing.get("steps", 0) > FIRST_STEPS
 
     def stalled_s(self, now: float) -> float:
-        """Seconds without progress, by the worker's clock and by that of the watch."""
+        """Seconds without progress: the least by the clocks of worker and watch."""
         said = self.doing["for_s"] + max(0.0, now - self.heard_s)
         return min(said, now - self.since_s)
 
 
 @dataclasses.dataclass(slots=True)
 class Finding:
-    """A worker that is named, from when to when.
+    """A worker that is named, and since when.
 
     Attributes:
-      kind: see the module.
-      worker: its number; None where none can be told.
-      data: for the log.
-      progress: of those that have to go on for it to end.
-      begun_s: when it began, on the watch's clock.
+      kind: kind of the finding; see the module docstring.
+      worker: number of the worker; None: no worker can be named.
+      data: data for the log.
+      progress: progress of the workers that must go on before the finding ends.
+      begun_s: when the finding began, on the watch's clock.
     """
 
     kind: str
@@ -136,20 +143,21 @@ class Finding:
 
 
 class Watch:
-    """Looks at the workers of a world again and again.
+    """Checks the workers of a world repeatedly.
 
     Attributes:
-      hang_s: worker -> seconds for which it was named so far, slow ones left out.
+      hang_s: worker -> total seconds for which it was named, except as slow.
     """
 
     def __init__(
         self, limits: MemberLimits, state_of: Callable[..., str] = process_state
     ) -> None:
-        """Has seen nobody.
+        """Has seen no worker yet.
 
         Args:
-          limits: times of the run.
-          state_of: state of a process of this machine, as `process_state` says it.
+          limits: limits of the run.
+          state_of: returns the state of a process of this machine, like
+            `process_state`.
         """
         self._limits, self._state_of = limits, state_of
         self.seen: dict[int, Seen] = {}
@@ -160,7 +168,7 @@ class Watch:
         self.hang_s: dict[int, float] = {}
 
     def hear(self, worker: int, doing: Mapping[str, Any] | None, now: float) -> None:
-        """Takes what a heartbeat says; None: it is of a worker that says nothing."""
+        """Takes the contents of a heartbeat; None: the heartbeat has no contents."""
         if doing is None:
             return
         new, old = Seen(doing, now, now), self.seen.get(worker)
@@ -169,7 +177,7 @@ class Watch:
         self.seen[worker] = new
 
     def excuse(self, away_s: float) -> None:
-        """Judges nobody by a time in which nobody looked."""
+        """Moves all times by a period in which the supervisor did not look."""
         for seen in self.seen.values():
             seen.since_s += away_s
             seen.heard_s += away_s
@@ -182,13 +190,13 @@ class Watch:
         *,
         leaves: bool,
     ) -> list[tuple[str, dict[str, Any]]]:
-        """What began and what ended since the last look, as events of the log.
+        """The findings that began or ended since the last look, as events of the log.
 
         Args:
           now: seconds on the supervisor's clock.
           members: the workers.
-          world: of them those that train together, by rank.
-          leaves: whether the world is being left; those who have are waiting.
+          world: the workers that train together, by rank.
+          leaves: whether the world is being left. Workers that have left it then wait.
         """
         self._count(now)
         for worker in self.seen.keys() - members.keys():
@@ -212,16 +220,16 @@ class Watch:
         return events
 
     def texts(self) -> list[str]:
-        """What holds now, a sentence each."""
+        """The current findings, each as a sentence."""
         return [finding.data["text"] for finding in self._open.values()]
 
     def named(self) -> frozenset[int]:
-        """The workers that are named now, slow ones left out."""
+        """The workers that are named now, except as slow."""
         found = self._open.values()
         return frozenset(f.worker for f in found if f.worker is not None and _hangs(f))
 
     def describe(self, worker: int, now: float) -> str:
-        """Where a worker is, in words; '' where it has not said it."""
+        """The place of a worker in words; '' if the worker has not reported a place."""
         if (seen := self.seen.get(worker)) is None or seen.doing["step"] < 0:
             return ""
         for_s = seen.doing["for_s"] + max(0.0, now - seen.heard_s)
@@ -240,7 +248,7 @@ class Watch:
         now: float,
         members: Mapping[int, WorkerMember],
     ) -> str:
-        """How a finding has ended; '' where it holds on."""
+        """How a finding has ended; '' while the finding holds."""
         worker, kind = finding.worker, finding.kind
         if worker is not None:
             if (member := members.get(worker)) is None:
@@ -268,10 +276,10 @@ class Watch:
         inside = [w for w in world if _is_inside(members.get(w)) and w in self.seen]
         fresh = all(now - self.seen[w].heard_s < 2 * _HEARD_S for w in inside)
         if quiet or not fresh or not inside:
-            return quiet  # the others wait for those, or nobody knows
+            return quiet  # other workers wait for these workers, or too little is known
         gone = _waiting_outside(members, now) if leaves else {}
         stuck = _own_code(make, inside, gone)
-        # Who is inside a program may wait for one that is not there.
+        # A worker inside a program may wait for a worker that is not there.
         if not stuck and not leaves and len(inside) == len(world):
             stuck = _in_program(make, inside) or _all_alike(make, inside)
             if not stuck:
@@ -279,7 +287,7 @@ class Watch:
         return stuck
 
     def _quiet(self, make: _Maker) -> list[Finding]:
-        """The workers of which nothing is heard."""
+        """Findings for the workers that send no messages."""
         found: list[Finding] = []
         for worker, member in make.members.items():
             silent_s = make.now - member.heard_s
@@ -300,7 +308,7 @@ class Watch:
         return found
 
     def _slow(self, make: _Maker, inside: Sequence[int]) -> list[Finding]:
-        """The workers whose own code takes most of each step of all."""
+        """Findings for the workers whose own code takes most of each step."""
         found: list[Finding] = []
         own = {w: _own_s(self.seen[w].doing) for w in inside}
         for worker in inside:
@@ -335,7 +343,7 @@ def _is_inside(member: WorkerMember | None) -> bool:
 def _waiting_outside(
     members: Mapping[int, WorkerMember], now: float
 ) -> dict[int, float]:
-    """The workers that have left a world, and for how long."""
+    """The workers that have left a world -> seconds since they left."""
     return {w: now - m.since_s for w, m in members.items() if m.phase == "ready"}
 
 
@@ -357,12 +365,12 @@ def _limit_s(make: _Maker, workers: Sequence[int], place: str) -> float:
 def _own_code(
     make: _Maker, inside: Sequence[int], outside: Mapping[int, float]
 ) -> list[Finding]:
-    """The workers in their own code for which others wait.
+    """Findings for workers in their own code, while other workers wait for them.
 
     Args:
       make: makes findings.
       inside: the workers of the world that have not left it.
-      outside: those that have -> for how many seconds.
+      outside: workers that have left the world -> seconds since they left.
     """
     found: list[Finding] = []
     for worker in inside:
@@ -382,7 +390,7 @@ def _own_code(
 
 
 def _in_program(make: _Maker, inside: Sequence[int]) -> list[Finding]:
-    """The worker whose part of a program the others wait for."""
+    """A finding for the worker for whose part of a program the other workers wait."""
     seen = {w: make.seen[w] for w in inside}
     first = min(s.position for s in seen.values())
     late = [w for w, s in seen.items() if s.position == first]
@@ -402,13 +410,13 @@ def _in_program(make: _Maker, inside: Sequence[int]) -> list[Finding]:
 
 
 def _issuing(make: _Maker, inside: Sequence[int], for_s: float) -> list[Finding]:
-    """The worker that is inside the call of a task that others have passed."""
+    """A finding for the worker inside a task that the other workers have passed."""
     tasks = {w: task for w in inside if (task := make.seen[w].doing.get("task"))}
     called = [w for w, task in tasks.items() if task["inside"]]
     if len(called) != 1 or len(tasks) < len(inside):
         return []
     (worker,), waits = called, [w for w in inside if w not in called]
-    # What others have still to issue before it may be what it waits for.
+    # The worker may itself wait for tasks that other workers have still to issue.
     number = tasks[worker]["number"]
     if any(tasks[w]["left"] and tasks[w]["number"] < number for w in waits):
         return []
@@ -416,7 +424,7 @@ def _issuing(make: _Maker, inside: Sequence[int], for_s: float) -> list[Finding]
 
 
 def _all_alike(make: _Maker, inside: Sequence[int]) -> list[Finding]:
-    """That all are at one place of one step, and none can be named."""
+    """A finding that all workers are at the same place of the same step."""
     seen = [make.seen[w] for w in inside]
     places = {(s.position, s.place) for s in seen}
     if len(places) > 1 or seen[0].place not in ("program", "samples"):
@@ -429,12 +437,12 @@ def _all_alike(make: _Maker, inside: Sequence[int]) -> list[Finding]:
     return [make.finding("all", None, stalled_s)]
 
 
-# The sentences.
+# The sentences that users read.
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Maker:
-    """Makes findings of what is known now."""
+    """Makes findings from the current knowledge."""
 
     now: float
     members: Mapping[int, WorkerMember]
@@ -450,14 +458,15 @@ class _Maker:
         waits: Sequence[int] | None = None,
         **more: Any,
     ) -> Finding:
-        """A finding, with all that is known of the worker.
+        """A finding, with all data on the worker.
 
         Args:
-          kind: see the module.
-          worker: its number.
-          for_s: seconds since it made progress, or was heard of.
-          waits: the workers that wait for it; None: all others that train.
-          **more: what the kind has besides.
+          kind: kind of the finding; see the module docstring.
+          worker: number of the worker.
+          for_s: seconds since the worker made progress, or sent a message.
+          waits: the workers that wait for the named worker; None: all others that
+            train.
+          **more: further data of the kind.
         """
         there = [w for w in self.world if _is_inside(self.members.get(w))]
         asked = there if worker is None else [worker]
@@ -505,7 +514,7 @@ def _who_text(data: Mapping[str, Any]) -> str:
 
 
 def _place_text(seen: Seen) -> str:
-    """Where a worker is, as the end of a sentence."""
+    """The place of a worker, as the end of a sentence."""
     doing, place = seen.doing, seen.place
     if place == "compile":
         return f"compiling, tracing or planning in step {doing['step']}"
@@ -524,7 +533,7 @@ def _task_text(task: Mapping[str, Any]) -> str:
 
 
 def _how_text(data: Mapping[str, Any]) -> str:
-    """Which line of the user's code it is, and whether that takes a CPU."""
+    """The line of the user's code that runs, and whether it uses a CPU."""
     parts = [data["frame"]] if data.get("frame") else []
     share = data.get("busy", 0.25)
     if share > 0.5:
