@@ -111,9 +111,7 @@ class Host:
 
     @property
     def may_respawn(self) -> bool:
-        """Whether there is room for a worker's restart here, even if the host is
-        leaving.
-        """
+        """Whether a worker may restart here, even if the host is leaving."""
         return self.is_reached and self.slots > len(self.workers)
 
     @property
@@ -168,9 +166,7 @@ class HostLauncher:
         return None
 
     def watch(self, worker: int, process: ProcessId | None) -> bool:
-        """See `Launcher`; whether the worker runs is known after its agent has
-        connected.
-        """
+        """See `Launcher`; the agent reports later whether the worker runs."""
         del process
         with self._lock:
             if not self._claimed:
@@ -198,8 +194,7 @@ class HostLauncher:
                 return
 
     def signal(self, worker: int, number: int) -> None:
-        """See `Launcher`; an unreachable worker counts as gone if it is to be killed.
-        """
+        """See `Launcher`; a kill order makes an unreachable worker count as gone."""
         gone = waits = False
         with self._lock:
             host = next((h for h in self._hosts.values() if worker in h.workers), None)
@@ -325,9 +320,7 @@ class HostLauncher:
             self._take_leave(host)
 
     def _take_end(self, host: Host, message: Message) -> None:
-        """Handles the end of a worker; if its host has no script, another host starts
-        it.
-        """
+        """Handles a worker's end; without a script here, another host starts it."""
         worker, wrong = int(message["worker"]), message.get("wrong")
         if wrong:
             said = f"autopar run: host {host.name}: {wrong}"

@@ -1,4 +1,4 @@
-"""Starts the processes of workers, and says when they end."""
+"""Starts the processes of workers, and reports their ends."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from autopar.elastic.processes.recovery import (
     shared_prefix,
 )
 
-# Linux sends this process a signal as the thread ends that started it, and changes the
-# program at once, so that no time is left in which it could miss that.
+# Linux sends this process a signal when the thread that started it ends. The helper
+# checks its parent after that is set up, so it cannot miss the end of the thread.
 _HELPER = """\
 import ctypes, os, sys
 ctypes.CDLL(None).prctl(1, 9)
@@ -31,50 +31,50 @@ os.execvp(sys.argv[2], sys.argv[2:])
 """
 
 
-# How long what workers have printed may take to be shown after their end.
+# How long the last output of workers may take to be shown after their end.
 _SHOWN_S = 2.0
 
 
 class Reports(Protocol):
-    """What a launcher tells the run; from any thread."""
+    """What a launcher reports to the run; any thread may call the methods."""
 
     def on_end(self, worker: int, code: int | None, *, spare: bool = False) -> None:
-        """A worker's process has ended.
+        """Reports that a worker's process has ended.
 
         Args:
-          worker: its number.
-          code: its exit status, negative for a signal; None: not known.
-          spare: whether another machine waits that may take its place.
+          worker: number of the worker.
+          code: exit status, negative for a signal; None: unknown.
+          spare: whether another machine is ready to replace the worker.
         """
         ...
 
     def on_join(self, machines: int) -> None:
-        """So many machines more may each take a worker."""
+        """Reports that this many more machines may each take a worker."""
         ...
 
 
 @runtime_checkable
 class HostReports(Reports, Protocol):
-    """What a launcher of hosts tells and asks the run besides."""
+    """Further reports and questions of a launcher that starts workers on hosts."""
 
     def on_wait(self, worker: int) -> None:
-        """A worker waits until a host has room."""
+        """Reports that a worker waits until a host has room."""
         ...
 
     def on_start(self, worker: int) -> None:
-        """A worker that waited has been started."""
+        """Reports that a worker that waited has been started."""
         ...
 
     def on_leave(self, worker: int, *, spare: bool) -> None:
-        """The host of a worker is about to go; another one may have room for it."""
+        """Reports that a worker's host will leave; ``spare``: another host has room."""
         ...
 
     def on_unreached(self, worker: int, *, spare: bool) -> None:
-        """A worker cannot be reached; whether it runs is not known."""
+        """Reports that a worker cannot be reached; the worker may still run."""
         ...
 
     def on_host(self, name: str, slots: int) -> None:
-        """A host has joined, with room for so many workers; 0: it is gone."""
+        """Reports a host that joined, with room for ``slots`` workers; 0: it left."""
         ...
 
     def may_return(self, worker: int) -> bool:
@@ -91,14 +91,14 @@ class HostReports(Reports, Protocol):
 
 
 class Launcher(Protocol):
-    """Starts workers somewhere, and says when they end."""
+    """Starts workers, and reports when they end."""
 
     def begin(self, run: str, reports: Reports) -> None:
-        """Begins, or takes up a run; before all else.
+        """Begins or resumes a run; called before all other methods.
 
         Args:
           run: name of the run.
-          reports: is told what happens.
+          reports: receives the reports.
         """
         ...
 
@@ -106,11 +106,11 @@ class Launcher(Protocol):
         """Starts a worker.
 
         Args:
-          worker: its number.
-          environment: all variables of the process.
+          worker: number of the worker.
+          environment: all environment variables of the process.
 
         Returns:
-          Its process; None: not known yet.
+          The process of the worker; None: not known yet.
         """
         ...
 
@@ -118,28 +118,28 @@ class Launcher(Protocol):
         """Reports the end of a worker that an earlier supervisor started.
 
         Returns:
-          Whether it runs; otherwise there is no report.
+          Whether the worker runs; if not, its end is not reported.
         """
         ...
 
     def signal(self, worker: int, number: int) -> None:
-        """Sends a worker's process a signal; nothing where it has ended."""
+        """Sends a worker's process a signal; does nothing if the process has ended."""
         ...
 
     def close(self) -> None:
-        """Ends; all workers have."""
+        """Ends the launcher, after all workers have ended."""
         ...
 
 
 @runtime_checkable
 class Placing(Protocol):
-    """What a launcher does besides that starts workers at places it is told."""
+    """A launcher that starts workers at given places."""
 
     def move(self, places: Mapping[str, int]) -> Sequence[int]:
-        """Takes the places of workers from now on.
+        """Sets the places of workers.
 
         Args:
-          places: name of a place -> how many workers it has.
+          places: name of a place -> number of workers at the place.
 
         Returns:
           The workers that have no place any more.
@@ -152,15 +152,16 @@ def python_command(script: Sequence[str]) -> tuple[str, ...]:
     return (sys.executable, *script)
 
 
-# gloo may miss that a send has failed, and waits for this flag of XLA's: half an hour.
+# gloo may miss that a send has failed, and then waits for the timeout in this XLA flag,
+# half an hour by default.
 COLLECTIVE_FLAG = "xla_cpu_collective_timeout_seconds"
 
 
 def threads_needed(devices: int) -> str:
-    """Threads of a worker (``NPROC``): collectives take one for a device and its peer.
+    """Threads of a worker (``NPROC``): a collective takes two for each device.
 
     Args:
-      devices: simulated in the process.
+      devices: number of devices that the process simulates.
     """
     return str(max(os.cpu_count() or 1, 2 * devices))
 
@@ -169,19 +170,19 @@ class LocalLauncher:
     """Starts workers as processes of this machine."""
 
     def __init__(self, command: Sequence[str], *, names: bool = False) -> None:
-        """Has started none.
+        """Has started no worker yet.
 
         Args:
-          command: of a worker.
-          names: whether the number of a worker stands before each line that it prints;
-            the first one prints as it is where a run begins with it alone.
+          command: command of a worker.
+          names: whether each line that a worker prints begins with the worker's number.
+            If not, the lines of worker 0 are printed unchanged.
         """
         self._command, self._names = tuple(command), names
         self._lock = threading.Lock()
         self._printing: list[subprocess.Popen[bytes]] = []
         self._descriptors: dict[int, int] = {}
         self._reports: Reports | None = None
-        # Of the memory of its workers, and whose there may be.
+        # Prefix of the workers' shared memory, and the workers that may have left some.
         self._shared, self._workers = "", set[int]()
 
     def begin(self, run: str, reports: Reports) -> None:
@@ -195,21 +196,21 @@ class LocalLauncher:
         with self._printing_of(worker) as (stdout, stderr):
             child = subprocess.Popen(
                 self._command,
-                # What goes to a pipe would wait for more of it.
+                # Output to a pipe would otherwise be buffered.
                 env={"PYTHONUNBUFFERED": "1", **environment, **own},
                 stdin=subprocess.DEVNULL,
                 stdout=stdout,
                 stderr=stderr,
                 start_new_session=True,
             )
-        # Nobody has waited for it yet, so the number is its own.
+        # The number belongs to this child until somebody waits for the child.
         process = ProcessId.of(child.pid)
         self._watch(worker, os.pidfd_open(child.pid), child)
         return process
 
     @contextlib.contextmanager
     def _printing_of(self, worker: int) -> Generator[tuple[int | None, int | None]]:
-        """Where a worker prints to: a process that prints its lines with its number."""
+        """Starts a process that prints the output of a worker with its number."""
         if worker == 0 and not self._names:
             yield None, None
             return
@@ -224,7 +225,7 @@ class LocalLauncher:
                 pass_fds=(err,),
                 start_new_session=True,
             )
-            # Asking reaps those that have ended with their workers.
+            # `poll` reaps the printing processes that have ended with their workers.
             self._printing = [p for p in self._printing if p.poll() is None]
             self._printing.append(printing)
             yield stdout, stderr
@@ -260,7 +261,7 @@ class LocalLauncher:
                 signal.pidfd_send_signal(descriptor, number)
 
     def close(self) -> None:
-        """See `Launcher`; what workers have left in shared memory goes."""
+        """See `Launcher`; removes what workers have left in shared memory."""
         remove_shared(self._shared, self._workers)
         end = time.monotonic() + _SHOWN_S
         for printing in self._printing:
@@ -274,8 +275,8 @@ def start_helper(
     """Starts a process of the lowest priority, which ends with the calling thread.
 
     Args:
-      command: of the process.
-      environment: all its variables.
+      command: command of the process.
+      environment: all environment variables of the process.
     """
     child = subprocess.Popen(
         [sys.executable, "-c", _HELPER, str(os.getpid()), *command],
@@ -285,8 +286,8 @@ def start_helper(
         stderr=subprocess.DEVNULL,
         start_new_session=True,
     )
-    # Where sessions share the cores evenly, the priority of a process counts in its
-    # session alone (Linux, sched(7), "The autogroup feature").
+    # If the scheduler shares the cores evenly between sessions, the priority of a
+    # process counts only inside its session (Linux, sched(7), "The autogroup feature").
     with (
         contextlib.suppress(OSError),
         open(f"/proc/{child.pid}/autogroup", "w") as file,

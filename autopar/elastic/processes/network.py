@@ -1,8 +1,8 @@
-"""How the processes of a run reach each other: on loopback, or over TLS.
+"""Connections between the processes of a run: on loopback, or over TLS.
 
-A run of one machine stays on loopback. A run of several hosts has a secret: a private
-key and a certificate that all its processes share. Each side of a connection shows the
-certificate and takes no other one, so a process without the secret reads nothing.
+A run on one machine uses only loopback. A run on several hosts has a secret: a private
+key and a certificate that all its processes share. Each side of a connection shows this
+certificate and accepts no other, so a process without the secret can read nothing.
 """
 
 from __future__ import annotations
@@ -23,21 +23,22 @@ from typing import Any
 
 from autopar.errors import InputError, PlanError
 
-# The secret, as PEM text, and the address of a worker's own host.
+# The variables of the secret, as PEM text, and of the address of a worker's own host.
 SECRET_VARIABLE = "AUTOPAR_SECRET"
 HOST_VARIABLE = "AUTOPAR_HOST"
 _LOOPBACK = "127.0.0.1"
 _PIECE = 1 << 18
-# Longest that a stranger may take to show the certificate, and how many may be at it.
+# Longest time for a new connection to show the certificate, and the largest number of
+# such connections.
 _GREETING_S = 5.0
 _STRANGERS, _STRANGERS_OF_ONE_HOST = 256, 64
 
 
 def read_secret(path: pathlib.Path | None) -> str:
-    """The secret of a file, or of `SECRET_VARIABLE` where there is no path.
+    """Reads the secret from a file, or from `SECRET_VARIABLE` if there is no path.
 
     Raises:
-      PlanError: there is none, it is no secret, or strangers can read it.
+      PlanError: there is no secret, it is malformed, or other users can read it.
     """
     if path is None:
         text, where = os.environ.get(SECRET_VARIABLE, ""), f"${SECRET_VARIABLE}"
@@ -56,7 +57,7 @@ def read_secret(path: pathlib.Path | None) -> str:
                 f"{path} cannot be read: {reason}. Make a secret by `autopar secret "
                 "FILE`, and copy it to each host."
             ) from error
-        # Where a file is another one's, a group may be how this user reads it.
+        # If another user owns the file, this user may read it through the group.
         mine = stat.S_IRWXG if found.st_uid == os.getuid() else 0
         if found.st_mode & (stat.S_IRWXO | mine):
             raise PlanError(
@@ -73,56 +74,56 @@ def read_secret(path: pathlib.Path | None) -> str:
 
 @functools.cache
 def _contexts(secret: str) -> tuple[ssl.SSLContext, ssl.SSLContext, bytes]:
-    """For the side that is called, for the side that calls, and the certificate.
+    """The TLS contexts of the called and the calling side, and the certificate.
 
     Raises:
       ssl.SSLError: the secret is damaged.
-      ValueError: it has no certificate.
+      ValueError: the secret contains no certificate.
     """
     start = secret.index("-----BEGIN CERTIFICATE-----")
     certificate = secret[start:]
     made: list[ssl.SSLContext] = []
-    # A file without a name: OpenSSL reads a key from nothing but a file.
+    # A file in memory without a name: OpenSSL reads a key only from a file.
     descriptor = os.memfd_create("secret", os.MFD_CLOEXEC)
     try:
         os.write(descriptor, secret.encode())
         for side in (ssl.PROTOCOL_TLS_SERVER, ssl.PROTOCOL_TLS_CLIENT):
             context = ssl.SSLContext(side)
             context.minimum_version = ssl.TLSVersion.TLSv1_3
-            context.check_hostname = False  # the certificate itself is compared
+            context.check_hostname = False  # the certificates are compared instead
             context.verify_mode = ssl.CERT_REQUIRED
             context.load_cert_chain(f"/proc/self/fd/{descriptor}")
             context.load_verify_locations(cadata=certificate)
             made.append(context)
     finally:
         os.close(descriptor)
-    made[0].num_tickets = 0  # no connection is taken up again
+    made[0].num_tickets = 0  # no connection is resumed
     return made[0], made[1], ssl.PEM_cert_to_DER_cert(certificate.strip())
 
 
 class TlsSocket:
-    """A connected socket with TLS; any thread may send while another one receives.
+    """A connected socket with TLS; one thread may receive while any others send.
 
-    `ssl.SSLSocket` may not be used by two threads at once.
+    `ssl.SSLSocket` does not allow its use by two threads at once.
     """
 
     def __init__(self, end: socket.socket, secret: str, *, called: bool) -> None:
-        """Greets the other side.
+        """Makes the TLS handshake with the other side.
 
         Args:
-          end: a connected socket, which this one owns from now on.
-          secret: of the run.
-          called: whether the other side has called.
+          end: a connected socket, which this object owns from now on.
+          secret: secret of the run.
+          called: whether the other side has opened the connection.
 
         Raises:
-          OSError: the other side has no secret, another one, or is gone.
+          OSError: the other side is gone, or has no secret or another secret.
         """
         server, client, certificate = _contexts(secret)
         self._end = end
         self._in, self._out = ssl.MemoryBIO(), ssl.MemoryBIO()
         context = server if called else client
         self._tls = context.wrap_bio(self._in, self._out, server_side=called)
-        # Held to use the object, and to send what it has made in its order.
+        # Locks for the use of the TLS object, and for sending its output in order.
         self._using, self._sending = threading.Lock(), threading.Lock()
         try:
             self._greet()
@@ -142,7 +143,7 @@ class TlsSocket:
                 self._hear()
             except ssl.SSLError:
                 with contextlib.suppress(OSError):
-                    self._flush()  # says why
+                    self._flush()  # this tells the other side why
                 raise
         self._flush()
 
@@ -157,7 +158,7 @@ class TlsSocket:
             self._end.sendall(made)
 
     def _hear(self) -> None:
-        """Waits for bytes of the other side."""
+        """Waits for bytes from the other side."""
         data = self._end.recv(_PIECE)
         with self._using:
             if data:
@@ -175,28 +176,28 @@ class TlsSocket:
                 self._send_made()
 
     def recv_into(self, buffer: Any) -> int:
-        """Receives up to as many bytes as fit; 0: the other side has ended."""
+        """Receives as many bytes as fit, at most; 0: the other side has ended."""
         view = memoryview(buffer).cast("B")
         while len(view):
             try:
                 with self._using:
-                    # The stubs know no buffers that are views.
+                    # The type stubs do not accept views as buffers.
                     return int(self._tls.read(len(view), view))  # type: ignore[arg-type]
             except ssl.SSLWantReadError:
                 pass
             except (ssl.SSLZeroReturnError, ssl.SSLEOFError):
                 return 0
-            # What TLS itself may answer goes out with what is sent next.
+            # Answers that TLS itself makes are sent with the next data.
             self._hear()
         return 0
 
     def recv(self, size: int) -> bytes:
-        """Receives up to so many bytes; none: the other side has ended."""
+        """Receives at most ``size`` bytes; none: the other side has ended."""
         buffer = bytearray(size)
         return bytes(memoryview(buffer)[: self.recv_into(buffer)])
 
     def makefile(self, mode: str) -> io.BufferedReader:
-        """A reader; `mode` is ``rb``."""
+        """A buffered reader; `mode` must be ``rb``."""
         assert mode == "rb"
         return io.BufferedReader(_Received(self), _PIECE)
 
@@ -217,12 +218,12 @@ class TlsSocket:
         self._end.shutdown(how)
 
     def close(self) -> None:
-        """Closes it."""
+        """Closes the socket."""
         self._end.close()
 
 
 class _Received(io.RawIOBase):
-    """The bytes that come, for a buffered reader."""
+    """The received bytes, for a buffered reader."""
 
     def __init__(self, end: TlsSocket) -> None:
         self._end = end
@@ -238,21 +239,22 @@ End = socket.socket | TlsSocket
 
 
 class Listener:
-    """Takes connections of processes that have the secret, each in a thread.
+    """Accepts connections of processes that have the secret, each in its own thread.
 
-    A stranger has a few seconds to show the certificate. Where too many are at it, the
-    oldest ones of the same address are hung up on, so nobody else waits.
+    A new connection has a few seconds to show the certificate. If too many connections
+    have not shown it yet, the oldest of them from the same address are closed, so that
+    no other process waits.
     """
 
     def __init__(
         self, server: socket.socket, secret: str, serve: Callable[[End], None]
     ) -> None:
-        """Listens from now on.
+        """Starts to listen.
 
         Args:
-          server: a socket that listens.
-          secret: of the run; '': connections have no TLS.
-          serve: is called in a thread with each connection.
+          server: a listening socket.
+          secret: secret of the run; '': connections have no TLS.
+          serve: function that is called in a thread with each connection.
         """
         self._server, self._secret, self._serve = server, secret, serve
         self._lock = threading.Lock()
@@ -261,11 +263,11 @@ class Listener:
 
     @property
     def port(self) -> int:
-        """The port."""
+        """The port of the listening socket."""
         return int(self._server.getsockname()[1])
 
     def close(self) -> None:
-        """Listens no more; connections stay."""
+        """Stops listening; open connections stay open."""
         with contextlib.suppress(OSError):
             self._server.shutdown(socket.SHUT_RDWR)
         self._server.close()
@@ -277,7 +279,7 @@ class Listener:
             except OSError as error:
                 if self._server.fileno() < 0 or error.errno not in _PASSING:
                     return
-                self._drop()  # too many descriptors are open
+                self._drop()  # too many file descriptors are open
                 continue
             with contextlib.suppress(OSError):
                 end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -325,8 +327,8 @@ class Listener:
         self._serve(taken)
 
 
-# Errors of `accept` behind which others may come: no descriptor or no memory is left,
-# or the caller has hung up.
+# Errors of `accept` after which later calls may succeed: no descriptor or memory is
+# free, or the caller has closed the connection.
 _PASSING = frozenset(
     {
         errno.EMFILE,
@@ -340,9 +342,9 @@ _PASSING = frozenset(
 
 
 def keep_alive(end: socket.socket) -> None:
-    """Lets the kernel notice within a minute that the other host is gone.
+    """Makes the kernel notice within a minute that the other host is gone.
 
-    It asks a connection that is quiet, and waits for what it has sent.
+    The kernel probes an idle connection, and limits the wait for acknowledgements.
     """
     end.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 30_000)
     end.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -352,7 +354,7 @@ def keep_alive(end: socket.socket) -> None:
 
 
 def pass_on(taken: End, given: End) -> None:
-    """Passes bytes on until one side ends, and ends the other."""
+    """Copies bytes from one connection to another until one ends, and ends both."""
     with contextlib.suppress(OSError):
         while data := taken.recv(_PIECE):
             given.sendall(data)
@@ -361,18 +363,18 @@ def pass_on(taken: End, given: End) -> None:
 
 
 def hang_up(end: End) -> None:
-    """Ends a connection, and the waits of threads for it."""
+    """Ends a connection, and with it the waits of threads for the connection."""
     with contextlib.suppress(OSError):
         end.shutdown(socket.SHUT_RDWR)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Network:
-    """What a process of a run knows of the network between them.
+    """What a process of a run knows about the network between the processes.
 
     Attributes:
-      host: address of this process's host, at which others reach it.
-      secret: PEM text; '': all processes are on this machine, and on loopback.
+      host: address of this process's host, as other processes reach it.
+      secret: PEM text; '': all processes run on this machine and use loopback.
     """
 
     host: str = _LOOPBACK
@@ -380,24 +382,24 @@ class Network:
 
     @classmethod
     def of_environment(cls) -> Network:
-        """The network that `autopar worker` told its workers of; else loopback."""
+        """The network that `autopar worker` set for its workers; otherwise loopback."""
         secret = os.environ.get(SECRET_VARIABLE, "")
         host = os.environ.get(HOST_VARIABLE, "")
         return cls(host, secret) if secret and host else cls()
 
     @property
     def is_local(self) -> bool:
-        """Whether all processes are on this machine."""
+        """Whether all processes run on this machine."""
         return not self.secret
 
     def variables(self) -> Mapping[str, str]:
-        """What `of_environment` reads."""
+        """The environment variables that `of_environment` reads."""
         if self.is_local:
             return {}
         return {SECRET_VARIABLE: self.secret, HOST_VARIABLE: self.host}
 
     def address(self, port: int) -> str:
-        """A port of this process as others name it.
+        """The address at which other processes reach a port of this process.
 
         >>> Network("fd00::1", "...").address(7000)
         '[fd00::1]:7000'
@@ -407,27 +409,27 @@ class Network:
     def listen(
         self, serve: Callable[[End], None], port: int = 0, host: str = ""
     ) -> Listener:
-        """Takes connections from now on.
+        """Starts to accept connections.
 
         Args:
-          serve: is called in a thread with each connection.
-          port: to listen at; 0: one that is free.
-          host: address to listen at; '': that of this process's host.
+          serve: function that is called in a thread with each connection.
+          port: port to listen on; 0: any free port.
+          host: address to listen on; '': the address of this process's host.
 
         Raises:
-          OSError: the port is taken, or the address is not one of this host.
+          OSError: the port is in use, or the address does not belong to this host.
         """
         return Listener(open_listener(host or self.host, port), self.secret, serve)
 
     def connect(self, address: str, timeout_s: float) -> End:
-        """Connects to a process of the run; later waits have no limit.
+        """Connects to a process of the run; later waits have no time limit.
 
         Args:
           address: ``HOST:PORT``.
-          timeout_s: longest to wait.
+          timeout_s: longest time to wait for the connection.
 
         Raises:
-          OSError: nobody listens there, or somebody without the secret does.
+          OSError: no process listens there, or the process lacks the secret.
         """
         end = socket.create_connection(split_address(address), timeout=timeout_s)
         end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -441,17 +443,17 @@ class Network:
 
 
 def open_listener(host: str, port: int) -> socket.socket:
-    """A socket that listens.
+    """A listening socket.
 
     Raises:
-      OSError: the port is taken, or the address is not one of this host.
+      OSError: the port is in use, or the address does not belong to this host.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     return socket.create_server((host, port), family=family, backlog=256)
 
 
 def join_address(host: str, port: int) -> str:
-    """``HOST:PORT``, with brackets around an address of IPv6."""
+    """``HOST:PORT``, with brackets around an IPv6 address."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
@@ -459,7 +461,7 @@ def split_address(address: str) -> tuple[str, int]:
     """Host and port of ``HOST:PORT``.
 
     Raises:
-      InputError: it is none.
+      InputError: the text is not ``HOST:PORT``.
 
     >>> split_address("[fd00::1]:7000")
     ('fd00::1', 7000)
@@ -471,10 +473,10 @@ def split_address(address: str) -> tuple[str, int]:
 
 
 def route_to(address: str) -> str:
-    """The address of this host on the way to another one.
+    """The address of this host on the route to another host.
 
     Raises:
-      OSError: there is no way.
+      OSError: there is no route.
     """
     host, port = split_address(address)
     found = socket.getaddrinfo(host, port or 1, type=socket.SOCK_DGRAM)
@@ -485,7 +487,7 @@ def route_to(address: str) -> str:
 
 
 def inodes(pid: int) -> dict[int, int]:
-    """Inode -> descriptor of each socket of a process; none of one that is gone."""
+    """Inode -> descriptor of each socket of a process; empty if the process is gone."""
     found: dict[int, int] = {}
     folder = f"/proc/{pid}/fd"
     with contextlib.suppress(OSError):

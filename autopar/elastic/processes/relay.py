@@ -1,12 +1,13 @@
-"""Keeps a process alive whose coordination service dies.
+"""Keeps a process alive when its coordination service dies.
 
-XLA ends a process whose coordination service closes its connection. A callback given
-in its place is not called: jaxlib 0.10.2 cannot make a Python object of the error, and
-ends the process by ``std::bad_cast``. So XLA connects to a relay in its own process.
-Where the service dies, the relay keeps XLA's side open, and no call is answered.
+XLA ends a process when the coordination service closes the connection. A Python
+callback for this case does not help: jaxlib 0.10.2 cannot convert the error to a Python
+object, and ends the process with ``std::bad_cast``. So XLA connects to a relay in its
+own process. When the service dies, the relay keeps XLA's connection open, and answers
+no call.
 
-XLA also ends a process that cannot connect. So the relay answers in the place of a
-service that died before; the world is then to be left.
+XLA also ends a process that cannot connect. So if the service died before that, the
+relay answers in its place, and the process must then leave the world.
 """
 
 from __future__ import annotations
@@ -31,13 +32,13 @@ from autopar.elastic.processes.network import (
 )
 from autopar_passes import jax_processes
 
-# Ends the waits of collectives whose other side is gone or has left.
+# Ends the waits of collectives whose other process is gone or has left.
 #
-# A collective of gloo waits for ever for a process that does not come. Shutting down
-# the connections between workers turns the wait into an error (Linux only).
+# A collective of gloo waits without limit for a process that does not come. Shutting
+# down the connections between workers turns the wait into an error (Linux only).
 
 _ESTABLISHED, _LISTENING = "01", "0A"
-# gloo numbers the connections that it waits for; a world has few of them.
+# gloo numbers the connections that it waits for; a world has only few.
 _NUMBERS = 64
 
 
@@ -50,14 +51,14 @@ def break_connections(
     """Shuts down this process's TCP connections to other processes of a world.
 
     Args:
-      pids: process ids of the other ends that are on this host.
-      hosts: addresses of other hosts; what connects to them is the world's, as far as
-        can be seen from here.
-      but: ports whose connections stay.
-      older: inodes of sockets to other hosts that stay, as they are from before.
+      pids: process ids of the other processes on this host.
+      hosts: addresses of other hosts. All connections to these hosts count as
+        connections of the world.
+      but: ports whose connections stay open.
+      older: inodes of older sockets to other hosts, which stay open.
 
     Returns:
-      How many there were.
+      The number of connections that were shut down.
     """
     rows = _rows(_ESTABLISHED)
     inode_at = {(here, there): inode for here, there, inode in rows}
@@ -74,19 +75,20 @@ def break_connections(
 
 
 def listening() -> frozenset[str]:
-    """The addresses at which this process waits for connections."""
+    """The addresses at which this process listens for connections."""
     own = inodes(os.getpid())
     found = {here for here, _, x in _rows(_LISTENING) if x in own}
     return frozenset(join_address(_host(x), _port(x)) for x in found)
 
 
 def knock(addresses: Iterable[str]) -> None:
-    """Connects in the place of processes that gloo waits for, and hangs up.
+    """Connects in place of the processes that gloo waits for, and closes the
+    connection.
 
-    A process that died would have connected, and gloo waits for it without a limit.
+    gloo waits without limit for the connection of a process that has died.
 
     Args:
-      addresses: at which gloo listens.
+      addresses: addresses at which gloo listens.
     """
     for address in addresses:
         for number in range(_NUMBERS):
@@ -113,7 +115,7 @@ def _port(address: str) -> int:
 
 
 def _host(address: str) -> str:
-    """The host of an address in ``/proc/net/tcp``: words of the processor's order."""
+    """The host of an address in ``/proc/net/tcp`` (words in native byte order)."""
     digits = bytes.fromhex(address.rpartition(":")[0])
     words = [digits[k : k + 4] for k in range(0, len(digits), 4)]
     if sys.byteorder == "little":
@@ -124,7 +126,7 @@ def _host(address: str) -> str:
 
 
 def _shut_down(descriptor: int) -> int:
-    """Shuts a socket down without closing the owner's descriptor; 1 if it was open."""
+    """Shuts a socket down, and leaves the owner's descriptor open; 1 if it was open."""
     try:
         with socket.socket(fileno=os.dup(descriptor)) as found:
             found.shutdown(socket.SHUT_RDWR)
@@ -134,37 +136,37 @@ def _shut_down(descriptor: int) -> int:
 
 
 _CHUNK = 1 << 16
-# Frames of HTTP/2 (RFC 9113, 4.1 and 6): the size of their head, two types, a flag.
+# HTTP/2 frames (RFC 9113, 4.1 and 6): bytes of the header, two frame types, and a flag.
 _HEAD = 9
 _DATA, _HEADERS, _END_STREAM = 0, 1, 1
 
 
 class Relay:
-    """Passes the bytes of this process's connections to a coordination service.
+    """Passes bytes between this process and a coordination service.
 
     Attributes:
-      address: what XLA connects to.
-      alone: whether it connects to nobody, as the service had died.
+      address: address that XLA connects to.
+      alone: whether the service had died, so that the relay stands in for it.
     """
 
     def __init__(
         self, address: str, network: Network, index: int, count: int, limit_s: float
     ) -> None:
-        """Listens.
+        """Starts to listen.
 
         Args:
-          address: of the service.
-          network: on which it is reached.
+          address: address of the service.
+          network: network on which the service is reached.
           index: number of this process in the world.
           count: number of processes of the world.
-          limit_s: longest that this process may take to connect.
+          limit_s: longest time that this process may take to connect.
         """
         self._target, self._network = address, network
         self._index, self._count, self._limit_s = index, count, limit_s
         self._client: Any = None
-        self._own: Any = None  # a service of this process, in the place of the other
+        self._own: Any = None  # a service in this process, in place of a dead service
         self.alone = False
-        # XLA registers by its first call, and repeats it until it is answered.
+        # XLA's first call registers the process; XLA repeats it until it is answered.
         self._registered, self._connected = threading.Event(), threading.Event()
         self._closed = False
         self._lock = threading.Lock()
@@ -174,16 +176,16 @@ class Relay:
         self._start(self._accept)
 
     def on_client(self, client: Any) -> None:
-        """The client has connected, and can be shut down, which a dead service does.
+        """Takes the connected client, which is shut down when the service dies.
 
-        A client that is shut down outlives its connection. That closes then, so that
-        calls which wait for an answer raise an error.
+        A client that is shut down outlives its connection. The connection is then
+        closed, so that calls that wait for an answer raise an error.
         """
         self._client = client
         self._connected.set()
 
     def close(self) -> None:
-        """Closes all connections: the client is shut down."""
+        """Closes all connections; the client has been shut down before."""
         with self._lock:
             self._closed = True
             ends, self._ends = [self._listener, *self._ends], []
@@ -205,7 +207,7 @@ class Relay:
             except OSError:
                 return
             if not _is_own(own):
-                own.close()  # a user of this host, who has no secret
+                own.close()  # another user of this host, who lacks the secret
                 continue
             own.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             self._start(self._serve, own)
@@ -231,7 +233,7 @@ class Relay:
         hang_up(own)
 
     def _reach(self) -> End:
-        """A connection to the service, or to one of this process where it is dead."""
+        """A connection to the service, or to its replacement if it is dead."""
         if not self.alone:
             with contextlib.suppress(OSError):
                 return self._network.connect(self._target, self._limit_s)
@@ -239,7 +241,7 @@ class Relay:
         return Network().connect(self._target, self._limit_s)
 
     def _stand_in(self) -> None:
-        """Starts a service at which all are there as soon as this process is."""
+        """Starts a service in this process, and registers all other processes there."""
         self.alone = True
         address, self._own = jax_processes.open_service(self._count)
         self._target = address
@@ -247,7 +249,7 @@ class Relay:
             self._start(jax_processes.fill_place, address, index, int(self._limit_s))
 
     def _keep(self, end: End) -> bool:
-        """Keeps a socket to close it; False: the relay is closed already."""
+        """Records a socket, to close it later; False: the relay is already closed."""
         with self._lock:
             if not self._closed:
                 self._ends.append(end)
@@ -257,7 +259,7 @@ class Relay:
 
 
 def _is_own(end: socket.socket) -> bool:
-    """Whether the other side of a connection on loopback is this process, too."""
+    """Whether the other end of a loopback connection is this process, too."""
     here, there = end.getsockname()[1], end.getpeername()[1]
     mine = inodes(os.getpid())
     return any(
@@ -267,9 +269,9 @@ def _is_own(end: socket.socket) -> bool:
 
 
 class _Answers:
-    """Looks for the end of a call's answer in what a gRPC server sends.
+    """Finds the end of a call's answer in the bytes of a gRPC server.
 
-    An answer is a message, in frames of data, and headers that end its stream; an
+    An answer is a message in data frames, and then headers that end its stream. An
     error has no message.
     """
 
@@ -295,7 +297,7 @@ class _Answers:
 
 
 def shut_down(client: Any) -> None:
-    """Shuts a client of a coordination service down; None: there is none."""
+    """Shuts down a client of a coordination service; does nothing for None."""
     if client is not None:
         with contextlib.suppress(Exception):
             client.shutdown()

@@ -1,5 +1,7 @@
-"""Runs a script in several processes: starts them, and carries out the supervisor's
-orders (`autopar run`).
+"""Runs a script in several processes: starts the processes, and acts for the
+supervisor.
+
+This is the main part of `autopar run`.
 """
 
 from __future__ import annotations
@@ -67,29 +69,30 @@ from autopar.units import name_numbers, number_of, seconds_text
 
 
 class Console:
-    """Makes lines of what a supervisor writes to its log."""
+    """Turns the events of a supervisor's log into lines for the terminal."""
 
     def __init__(self, folder: pathlib.Path) -> None:
         """No world has formed yet.
 
         Args:
-          folder: of the run.
+          folder: folder of the run.
         """
         self._folder = folder
         self._world: frozenset[int] | None = None
         self._awaited: frozenset[int] = frozenset()
         self._unplaced: frozenset[int] = frozenset()
-        # Whether a line has said why the next world forms, and what is said otherwise.
+        # Whether a line has already said why the next world forms, and the reason to
+        # give otherwise.
         self._explained, self._reason = False, ""
         self._ends = False
 
     def say(self, event: str, data: Mapping[str, Any]) -> None:
-        """Prints what has happened, if it is of use to a user."""
+        """Prints an event if it is of use to a user."""
         for line in self.lines(event, data):
             _print(line)
 
     def lines(self, event: str, data: Mapping[str, Any]) -> list[str]:
-        """What is said of an event of the log.
+        """The lines that describe an event of the log.
 
         >>> Console(pathlib.Path("run")).lines("gone", {"worker": 1, "code": -9})
         ['worker 1 died by signal 9']
@@ -143,7 +146,7 @@ class Console:
         return []
 
     def _world_lines(self, data: Mapping[str, Any]) -> list[str]:
-        """Who joined, and the world that trains on."""
+        """The lines for the workers that joined and the world that trains on."""
         workers = data["workers"]
         before, self._world = self._world, frozenset(workers)
         new = sorted(self._world - before) if before is not None else []
@@ -161,7 +164,7 @@ class Console:
         ]
 
     def say_awaited(self, late: frozenset[int]) -> None:
-        """Says once of each worker that the run waits for it."""
+        """Prints once for each late worker that the run waits for it."""
         if new := sorted(late - self._awaited):
             _print(
                 f"waits for {name_numbers('worker', new)}, whose script has not called "
@@ -171,7 +174,7 @@ class Console:
         self._awaited |= late
 
     def say_unplaced(self, unplaced: frozenset[int]) -> None:
-        """Says once of each worker that no host has room for it."""
+        """Prints once for each worker without a host that no host has room."""
         if new := sorted(unplaced - self._unplaced):
             verb = "waits" if len(new) == 1 else "wait"
             _print(
@@ -191,31 +194,31 @@ def _describe_leaving(data: Mapping[str, Any]) -> str:
     return "has left" if data["code"] == 0 else end_text(data["code"])
 
 
-# A process that turns to nothing for so long was stopped.
+# If the supervisor does nothing for this long, its process was stopped meanwhile.
 _TICK_S, _AWAY_S = 0.25, 3.0
 # Commands without arguments.
 _PLAIN = ("status", "stop", "suspend")
-# How long a process that connects may take to say who it is.
+# How long a new connection may take to send its first message.
 _FIRST_S = 10.0
-# How long workers may take to end when told to.
+# How long workers may take to end after the order to end.
 _END_S = 10.0
 _LATE = f"it has not ended within {_END_S:g} s"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RunJob:
-    """What is run.
+    """The settings of a run.
 
     Attributes:
-      command: of a worker.
-      limits: numbers of processes and times.
+      command: command of a worker.
+      limits: limits on the number of processes and on times.
       folder: where the run keeps its state, log and programs.
-      devices: number of devices of each process; None: as JAX finds them.
+      devices: number of devices of each process; None: the devices that JAX finds.
       grace_s: how long workers go on without a supervisor.
       ahead: whether a process prepares programs of likely next worlds.
-      collective_s: longest that a process waits for another one in a collective.
-      network: on which workers reach the supervisor.
-      port: at which they do; 0: one that is free.
+      collective_s: longest time that a process waits for another one in a collective.
+      network: network on which workers reach the supervisor.
+      port: port on which workers reach the supervisor; 0: any free port.
       recovery: how workers recover from a broken world.
     """
 
@@ -232,7 +235,7 @@ class RunJob:
 
 
 class Runner:
-    """Starts and ends processes, and brings messages to the supervisor."""
+    """Starts and ends processes, and passes messages to the supervisor."""
 
     def __init__(
         self,
@@ -240,12 +243,12 @@ class Runner:
         launcher: Launcher | None = None,
         metrics: RunMetrics | None = None,
     ) -> None:
-        """Listens; a run whose supervisor died is taken up again.
+        """Starts to listen; a run whose supervisor died is resumed.
 
         Args:
-          job: what is run.
-          launcher: starts the workers; on this machine by default.
-          metrics: serves what is known of the run; None: nobody does.
+          job: settings of the run.
+          launcher: starts the workers; by default on this machine.
+          metrics: serves metrics of the run; None: no metrics are served.
 
         Raises:
           PlanError: the folder cannot be used, or another supervisor runs there.
@@ -272,13 +275,15 @@ class Runner:
             self._say_anew(reached)
         self._token = known.get("token") or secrets.token_hex(16)
         self._connections: dict[int, Connection] = {}
-        # Whether a worker has said a word to this supervisor; one that it starts will.
+        # Whether a worker has sent a message to this supervisor, or will be started by
+        # it.
         self._heard = not known
         self._turned_s = time.monotonic()
         self._service = ServiceProcess(job.limits.silent_s, job.network)
-        # Whether the world is to be formed again, with a service of this process.
+        # Whether to form the world again with a coordination service of this process.
         self._renews = bool(known.get("world"))
-        # That of an earlier supervisor, until its worlds have been left.
+        # The service of an earlier supervisor, which is needed until its worlds have
+        # been left.
         self._service_before = ProcessId.from_data(known.get("service"))
         self._ahead: Popen[bytes] | None = None
         self.supervisor = Supervisor(job.limits, self)
@@ -300,7 +305,7 @@ class Runner:
         self._address = job.network.address(self._server.port)
 
     def _listening_on(self, port: int) -> Listener:
-        """A listener on the port that an earlier supervisor had; 0: any."""
+        """A listener on the port of an earlier supervisor; 0: any free port."""
         host = self._job.network.host
         try:
             return self._job.network.listen(self._receive, port)
@@ -342,7 +347,7 @@ class Runner:
         return code
 
     def _begin_anew(self) -> None:
-        """Starts workers where all that were taken up were about to end."""
+        """Starts new workers if all adopted workers were about to end."""
         gone = self.supervisor
         self._say_anew(gone.reached)
         self.log("begin anew")
@@ -353,7 +358,7 @@ class Runner:
         self._write()
 
     def _say_anew(self, reached: int) -> None:
-        """Says what a run begins with whose folder has seen another one."""
+        """Prints where the run begins, if its folder holds an earlier run."""
         log = self._job.folder / "log.jsonl"
         if not log.exists() or not log.stat().st_size:
             return
@@ -370,13 +375,13 @@ class Runner:
         )
 
     def summary(self) -> str:
-        """How the run ended, in a line."""
+        """How the run ended, in one line."""
         reason = self.supervisor.reason or "the script has ended in all processes."
         return f"autopar run: {reason}"
 
     @contextlib.contextmanager
     def _signals(self) -> Generator[None]:
-        """SIGINT and SIGTERM end the run; SIGUSR1 has it saved, to go on later."""
+        """Makes SIGINT and SIGTERM end the run, and SIGUSR1 save it to resume later."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
@@ -389,7 +394,7 @@ class Runner:
             del number, frame
             self._events.put(lambda: self.supervisor.suspend())
 
-        wakeup = signal.set_wakeup_fd(-1)  # who listens there would end this process
+        wakeup = signal.set_wakeup_fd(-1)  # a listener there would end this process
         before = {s: signal.signal(s, stop) for s in (signal.SIGINT, signal.SIGTERM)}
         before[signal.SIGUSR1] = signal.signal(signal.SIGUSR1, suspend)
         try:
@@ -419,14 +424,14 @@ class Runner:
             self.log("service gone")
             self._service.start()
             self._renews = len(self.supervisor.world) > 1
-        # Those who train need none before they form another world.
+        # Workers that train need no service before they form another world.
         known = self.supervisor.world, self.supervisor.members
         there = all(w in self._connections for w in known[0] if w in known[1])
         if self._renews and there and (self._service.up or self.supervisor.forms):
             self._renews = False
             self.supervisor.renew()
 
-    # What the supervisor asks for.
+    # The actions that the supervisor asks for.
 
     def spawn(self, worker: int) -> None:
         """See `Actions`."""
@@ -452,7 +457,7 @@ class Runner:
         return env
 
     def _prepare(self) -> None:
-        """Starts the process that prepares programs, once a world has formed."""
+        """Starts the process that prepares programs, after a world has formed."""
         limits = self._job.limits
         env = {**self._environment(), AHEAD_VARIABLE: f"{limits.least}:{limits.most}"}
         self._ahead = start_helper(self._job.command, env)
@@ -502,11 +507,11 @@ class Runner:
         )
 
     def note(self, found: Resolved) -> None:
-        """Writes an event down that changes nothing (`Notes`)."""
+        """Logs an event that changes nothing (`Notes`)."""
         self._events.put(lambda: self.log("event", **event_data(found)))
 
     def wrong(self, source: str, reason: str) -> None:
-        """Writes a message down that is no event (`Notes`)."""
+        """Logs a message that is not an event (`Notes`)."""
         self._events.put(lambda: self.log("wrong", source=source, reason=reason))
 
     def log(self, event: str, **data: Any) -> None:
@@ -565,7 +570,7 @@ class Runner:
         return self.supervisor.result == 0
 
     def _grow(self, machines: int) -> None:
-        """Takes a worker more for each machine that joined, up to the most."""
+        """Adds a worker for each machine that joined, up to the limit."""
         wanted = self.supervisor.wanted
         processes = min(wanted + machines, self._job.limits.most)
         if processes > wanted:
@@ -583,11 +588,11 @@ class Runner:
             self.supervisor.on_unreached(worker, spare=spare)
 
     def _end(self) -> None:
-        """Ends all processes that are left."""
+        """Ends all remaining processes."""
         self._listening.stop()
         end = time.monotonic() + _END_S
         code = self.supervisor.result
-        if not code:  # an order to end does not reach those who never connected
+        if not code:  # an order to end does not reach workers that never connected
             for worker in self._processes.keys() - self._connections.keys():
                 self._launcher.signal(worker, signal.SIGTERM)
         for how in (signal.SIGTERM if code else None, signal.SIGKILL):
@@ -636,7 +641,7 @@ class Runner:
             )
 
     def _take(self, worker: int, message: Message, connection: Connection) -> None:
-        """Takes a message of a worker, unless its process has ended since."""
+        """Takes a message of a worker, unless the worker's process has ended since."""
         if self._connections.get(worker) is not connection:
             return
         if message["kind"] == "stacks":
@@ -645,7 +650,7 @@ class Runner:
             self.supervisor.take(worker, message)
 
     def _receive_host(self, first: Message, connection: Connection) -> None:
-        """Serves the agent of a host; its secret is as good as a token."""
+        """Serves the agent of a host; the run's secret replaces a token."""
         if isinstance(self._launcher, HostLauncher):
             self._launcher.serve(first, connection)
             return
@@ -667,7 +672,7 @@ class Runner:
 
     @staticmethod
     def _send_home(worker: int, first: Message, connection: Connection) -> None:
-        """Ends a worker that was given up as it could not be reached."""
+        """Ends a worker that was given up because it was unreachable."""
         reason = f"worker {worker} was out of reach, and the run goes on without it"
         connection.send("abort", generation=first.get("generation", -1))
         connection.send("end", code=1, reason=reason)
@@ -685,7 +690,7 @@ class Runner:
                 wanted = message["worker"]
                 wrong = self._stacks.ask(self._processes, wanted, answer)
                 if not wrong:
-                    return  # the answer comes when the workers have answered
+                    return  # the answer is sent once the workers have answered
             else:
                 wrong = self._run_command(message.get("command"), message)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -693,7 +698,7 @@ class Runner:
         answer(wrong)
 
     def _run_command(self, command: Any, message: Message) -> str:
-        """Carries out a command; returns what is wrong, or ''."""
+        """Carries out a command; returns why it failed, or ''."""
         if command == "resize":
             return self.supervisor.resize(int(message["processes"]))
         if command == "remove":
@@ -707,7 +712,7 @@ class Runner:
         return "" if command in _PLAIN else f"no such command: {command}"
 
     def _place(self, places: Mapping[str, int]) -> str:
-        """Moves the workers to places; returns what is wrong, or ''."""
+        """Moves the workers to places; returns why this failed, or ''."""
         if not isinstance(self._launcher, Placing):
             return "this run has no places: a scheduler did not start it."
         leaving = self._launcher.move(places)
@@ -730,7 +735,7 @@ class Runner:
         self._records.state(data)
 
     def _taken_up(self, known: Message) -> Message:
-        """What an earlier supervisor wrote; empty where none of its workers runs."""
+        """The notes of an earlier supervisor; empty if none of its workers runs."""
         self._run = known.get("run") or secrets.token_hex(8)
         self._launcher.begin(self._run, self)
         workers = known.get("workers", {}).items()
@@ -741,11 +746,11 @@ class Runner:
         prefix = shared_prefix(self._run)
         if self._processes or (found and have_notes(prefix, known["world"])):
             return known
-        remove_shared(prefix)  # another run begins, which has its state from elsewhere
+        remove_shared(prefix)  # a new run begins, and gets its state from elsewhere
         return {}
 
     def _adopt(self, known: Message) -> None:
-        """Takes up the workers of a supervisor that is gone."""
+        """Adopts the workers of a supervisor that is gone."""
         self.supervisor.adopt(known)
         for worker in map(int, known["workers"]):
             if worker not in self._processes:

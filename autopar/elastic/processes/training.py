@@ -1,4 +1,4 @@
-"""The training loop of one process among several."""
+"""The training loop of one process in a run of several processes."""
 
 from __future__ import annotations
 
@@ -44,16 +44,17 @@ from autopar.runtime.parallel_step import ParallelStep
 
 
 class TeamRun:
-    """A run of a step over its samples, of which this process does its part.
+    """A run of a step over its samples, in a process that computes its part of each
+    step.
 
-    Iterate over it to train. When processes go or come, the run goes on with the state
-    of the last step that was done. A process yields each step once, though a step that
-    was broken off runs again.
+    Iterate over the run to train. When processes leave or join, the run goes on with
+    the state of the last finished step. A process yields each step once, although an
+    interrupted step runs again.
 
     Attributes:
-      state: the carried state.
+      state: the state that the step carries.
       step: number of the next step.
-      ledger: what was written of changes.
+      ledger: record of changes.
     """
 
     def __init__(
@@ -75,18 +76,19 @@ class TeamRun:
         """Joins the run.
 
         Args:
-          step: the step.
+          step: the train step.
           create_state: makes the state of a run that begins.
-          args: its arguments.
-          samples: what the step is trained on.
-          steps: how many steps there are.
-          ledger: what changes are written to.
-          saves: its checkpoints.
-          team: this process's part.
-          donate: whether steps consume the state: one that breaks loses it.
-          shows: whether progress is shown; None: on a terminal.
-          following: makes what lets the batch follow; None: the batch stays.
-          on_nan: what is done where a step is not finite.
+          args: arguments of ``create_state``.
+          samples: the training samples.
+          steps: number of steps.
+          ledger: record of changes.
+          saves: checkpoints of the run.
+          team: this process's connection to the run.
+          donate: whether steps consume (donate) the state; a step that breaks then
+            loses it.
+          shows: whether progress is shown; None: only on a terminal.
+          following: makes the object that adapts the batch size; None: the size stays.
+          on_nan: reaction to a step that is not finite.
         """
         self.nans = Finiteness(step, on_nan, self._record)
         self._train_step, self._samples, self._steps = step, samples, steps
@@ -99,21 +101,21 @@ class TeamRun:
         self._folder = team.folder
         self.state: Any = None
         self.step, self._saves = 0, saves
-        # Of the run, whoever runs it: a scheduler reads it.
+        # The progress of the run, whichever process writes it; a scheduler reads it.
         self._pace = Pace(Ledger(team.folder / "progress.jsonl"))
-        # Of the process before this one, whose place it takes.
+        # The notes of the process that this process replaces.
         before = team.respawning.notes
         self._yielded = int(before.get("yielded", -1))
-        # What ran the step that was yielded last.
+        # The planned step that ran the last yielded step.
         self._before: Any = None
         self._stopped = self._finished = False
-        # Whether the world is left before the next step.
+        # Whether this process leaves the world before the next step.
         self._leaves = False
         self._seconds: list[float] = []
         self._display = loop.Display(steps, shows)
         self._shapes: StateShapes | None = None
         self._study()
-        # The clock is that of the host, and goes on from process to process.
+        # The host's clock keeps its value from one process to the next.
         self._broke_s: float | None = before.get("broke_s")
         self._join()
 
@@ -129,7 +131,7 @@ class TeamRun:
 
     @property
     def progress(self) -> float:
-        """Rows of the base batch that the steps were worth, where the batch follows."""
+        """Progress in rows of base batches; nan if the batch size is fixed."""
         return math.nan if self._follow is None else self._follow.worth
 
     @property
@@ -143,14 +145,14 @@ class TeamRun:
         return self._train_step.compression_state
 
     def change(self, event: int | Event | Cluster | str | Mapping[str, Any]) -> None:
-        """Asks the supervisor for a change; one process is enough.
+        """Asks the supervisor for a change; a single process need ask.
 
         Args:
-          event: the number of processes, an event, its data, or the whole next
-            cluster, of which each process is a host.
+          event: the number of processes, an event, its data, or the whole next cluster,
+            in which each process is a host.
 
         Raises:
-          EventError: the event makes no sense. What comes of one that does is written
+          EventError: the event makes no sense. The outcome of other events is written
             to ``log.jsonl`` in the folder of the run.
         """
         if isinstance(event, int):
@@ -163,16 +165,16 @@ class TeamRun:
         self._team.tell(event.to_data())
 
     def stop(self) -> None:
-        """Ends this process's part before the next step; all should call it there."""
+        """Ends the run before the next step, if all processes call this method."""
         self._stopped = True
 
     def close(self) -> None:
-        """Ends the run; more than once does no harm."""
+        """Ends the run; further calls do nothing."""
         self._stopped = True
         self._display.close()
 
     def __iter__(self) -> TeamRun:
-        """The run itself: it can be left and gone on with."""
+        """Returns the run itself; a loop can stop and a later loop can go on."""
         return self
 
     def __next__(self) -> Step:
@@ -180,7 +182,7 @@ class TeamRun:
 
         Raises:
           StopIteration: all steps have run, or the run was stopped.
-          RunError: the state was lost, or saved as the supervisor is gone.
+          RunError: the state was lost, or was saved because the supervisor is gone.
         """
         while True:
             if self._leaves:
@@ -218,14 +220,14 @@ class TeamRun:
                 return dataclasses.replace(done, plan=self.plan)
 
     def _give_up(self, error: NotFiniteError) -> NoReturn:
-        """Saves the last good state, with all other processes, and ends the run."""
+        """Saves the last good state with all other processes, and ends the run."""
         self.step = self.nans.first
         self._saves.end(self.state, self.step, self.position)
         self.close()
         raise error
 
     def _log(self, done: Step) -> None:
-        """Writes down how far the run is; one process writes for all."""
+        """Writes down the progress of the run; one process writes for all processes."""
         world = self._train_step.world
         if not world.process_index:
             last = self.step >= self._steps
@@ -241,24 +243,24 @@ class TeamRun:
             self._activity.done(*at[:3], self._pace.loss)
 
     def _is_reached(self) -> bool:
-        """Whether the steps were worth what they were to be."""
+        """Whether the run has reached its requested number of samples."""
         follow = self._follow
         return follow is not None and follow.ends.is_reached(follow.worth)
 
     def _end_orphaned(self) -> RunError:
-        """Saves, with all other processes, and says that the run has ended."""
+        """Saves the state with all other processes; returns the run's error."""
         self._saves.end(self.state, self.step, self.position)
         return self._team.lost_error(f"The state after {self.step} steps was saved.")
 
     def _suspend(self) -> None:
-        """Saves, with all other processes, and exits; the run goes on later."""
+        """Saves the state with all other processes, and exits to resume later."""
         self._display.close()
         self._team.say_saving()
         self._saves.end(self.state, self.step, self.position)
         sys.exit(SUSPENDED)
 
     def _end(self) -> None:
-        """Saves the last state, and waits for the others."""
+        """Saves the last state, and waits for the other processes."""
         self._team.say_saving()
         self._activity.enter("save", self.step)
         try:
@@ -276,7 +278,7 @@ class TeamRun:
             self._reform()
 
     def _try_step(self) -> Step | None:
-        """Runs a step; None where the world broke, and another one has been joined."""
+        """Runs a step; returns None if the world broke and a new world was joined."""
         begin = time.perf_counter()
         step, position = self.step, self.position
         ran, result = False, None
@@ -290,18 +292,18 @@ class TeamRun:
             if not self._team.broken(error):
                 raise
             if ran and self._team.respawning.is_on:
-                self._leaves = True  # the result ends with this process
+                self._leaves = True  # this process ends, and the result with it
             else:
                 self._reform()
                 if not ran or self.step <= step:
-                    return None  # it runs again
+                    return None  # the step runs again
         seconds = time.perf_counter() - begin
         self._seconds = [*self._seconds[-19:], seconds]
         done = Step(step=step, position=position, result=result, seconds=seconds)
         return dataclasses.replace(done, finite=self.nans.finite)
 
     def _run(self) -> Any:
-        """Runs one step, and keeps its state."""
+        """Runs one step, and keeps the new state."""
         begin = time.perf_counter()
         world = self._train_step.world
         planned = self._train_step.running.planned
@@ -329,33 +331,34 @@ class TeamRun:
         return host
 
     def _call(self, rest: Sequence[Any], named: Mapping[str, Any]) -> Any:
-        """What a step returns, computed."""
+        """Calls the step, and waits until its results are computed."""
 
         def call() -> Any:
             returned = self._train_step(*splat(self.state), *rest, **named)
             return jax.block_until_ready(returned)
 
-        step = self._train_step  # stages notice by themselves that one is gone
+        step = self._train_step  # stages notice by themselves that a process is gone
         pure = len(self.plan.stages) == 1 and changing_batches.is_pure(step)
         return self._team.run(call) if pure else call()
 
     def _rows(self, samples: Samples) -> int:
-        """Rows that the devices of a world must divide; 0: any can."""
+        """Rows that the number of devices must divide; 0: any number will do."""
         splits = self._train_step.preparation.planner.options.split_batch
         return samples.batch if splits else 0
 
     def _keep(
         self, state: Any, step: int, *, placed: Cluster | None = None
     ) -> float | None:
-        """Keeps the state after a step for a world to come.
+        """Keeps the state after a step for the next world.
 
         Args:
-          state: the carried state.
+          state: the state that the step carries.
           step: number of steps done.
-          placed: the cluster of a world that begins with it; None: the world goes on.
+          placed: the cluster of a world that begins with this state; None: the world
+            goes on.
 
         Returns:
-          Seconds of the pause before a world that begins; None: there was none.
+          Seconds of the pause before a world that begins; None: there was no pause.
         """
         arrays, trees = beside.state_beside(self._train_step)
         arrays |= self._by_path(state)
@@ -369,31 +372,31 @@ class TeamRun:
         return self._team.say_placed(step, arrays, extra, data, scheme, self._broke_s)
 
     def _tasks(self) -> dict[str, Any]:
-        """Which task this process is in; empty where there is one stage."""
+        """The task that this process runs; empty if the plan has one stage."""
         pipeline = self._train_step.running.planned.pipeline
         return {} if pipeline is None else pipeline.progress()
 
     def _by_path(self, state: Any) -> dict[str, Any]:
-        """The arrays of a state by path."""
+        """Path -> array of a state."""
         leaves, _ = flat_state(state)
         inputs = self._train_step.running.analysed.analysis.graph.inputs
         return {given.path: x for given, x in zip(inputs, leaves, strict=False)}
 
     def _reform(self) -> None:
-        """Leaves the world, and joins the next one that forms."""
+        """Leaves the world, and joins the next world that forms."""
         self._broke_s = self._broke_s or time.perf_counter()
         self._leave()
         self._join()
 
     def _leave(self) -> None:
         if (checkpoints := self._saves.checkpoints) is not None:
-            checkpoints.abandon()  # it would wait for processes that are gone
+            checkpoints.abandon()  # a save would wait for processes that are gone
         known = {"yielded": self._yielded, "broke_s": self._broke_s}
         self._team.respawning.note(**known)
         self._team.leave()
 
     def _join(self) -> None:
-        """Joins worlds until one has the state."""
+        """Joins worlds until this process has the state in one of them."""
         while True:
             joined = self._team.join()
             try:
@@ -406,7 +409,7 @@ class TeamRun:
                 self._leave()
 
     def _settle(self, joined: Joined) -> None:
-        """Plans for a world, and brings the state into it."""
+        """Plans for a world, and loads the state into the world."""
         begin = time.perf_counter()
         world = joined.world
         local = len(world.devices) // world.process_count
@@ -450,7 +453,7 @@ class TeamRun:
         self._write(joined, program.how, seconds)
 
     def _follow_on(self, joined: Joined) -> None:
-        """Takes up the batch that the run had, and what it knew of its noise."""
+        """Restores the batch size of the run and its measurements of noise."""
         assert self._follow is not None
         found = joined.extra.get("follow")
         if found is None and joined.fetch is None and self._saves.checkpoints:
@@ -461,7 +464,7 @@ class TeamRun:
             self._team.rows = self._rows(self._samples)
 
     def _begin(self, joined: Joined) -> None:
-        """Creates the state, or restores it where an earlier run has left one."""
+        """Creates the state, or restores the checkpoint of an earlier run."""
         args = programs.from_host(self._args)
         rest = self._rest(0)
         found = self._saves.restore(self._create, args, rest)
@@ -482,12 +485,12 @@ class TeamRun:
         self._tell()
 
     def _tell(self) -> None:
-        """Tells a state that was not kept in memory the batch."""
+        """Sets the batch size in a state that comes from a checkpoint or is new."""
         if self._follow is not None:
             self.state = self._follow.begin(self.state)
 
     def _take_up(self, joined: Joined) -> None:
-        """Brings the state that is held into the plan's layout."""
+        """Loads the state that processes hold into the plan's layout."""
         assert self._shapes is not None
         fetch = joined.fetch
         assert fetch is not None
@@ -515,7 +518,7 @@ class TeamRun:
         return beside.rest_structs(self._train_step, self._samples, self._shapes, step)
 
     def _study(self) -> None:
-        """Analyses the step before there is a world, which then waits less."""
+        """Analyses the step before a world forms, so that the world waits less."""
         self._shapes = state_shapes(self._create, programs.from_host(self._args))
         structs = (*self._shapes.arguments(), *self._rest(0))
         changing_batches.study_step(self._train_step, *structs)
@@ -523,10 +526,10 @@ class TeamRun:
     def _write(
         self, joined: Joined, how: str, seconds: Mapping[str, float | None]
     ) -> None:
-        """Writes a world down, and how long its forming took."""
+        """Writes a world to the ledger, with the times that its forming took."""
         fetch, before = joined.fetch, self._seconds
         if joined.world.process_index:
-            return  # one process writes for all
+            return  # one process writes for all processes
         self.ledger.write(
             "world",
             generation=joined.generation,
@@ -546,7 +549,7 @@ class TeamRun:
         self._seconds = []
 
     def _record(self, kind: str, **fields: Any) -> None:
-        """Writes a line for all processes."""
+        """Writes a line of the ledger; one process writes for all processes."""
         if not self._train_step.world.process_index:
             step, position = self.step + 1, self._samples.position(self.step + 1)
             self.ledger.write(kind, step=step, position=position, **fields)

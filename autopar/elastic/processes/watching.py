@@ -43,14 +43,15 @@ from autopar.units import name_numbers, runs_of, seconds_text
 # for ten minutes.
 _LEAST_S = {"samples": 5.0, "program": 5.0, "script": 8.0, "after": 60.0, "save": 60.0}
 _COMPILE_S, _FIRST_S, _ALL_S = 600.0, 60.0, 60.0
-# A worker is named after this many times the usual time of a step, and this many times
-# the longest of the last thousand steps.
+# A worker is named after _USUAL times the usual time of a step, and _LONGEST times the
+# longest of the last thousand steps. _ALL_USUAL is the factor of the finding ``all``.
 _USUAL, _LONGEST, _ALL_USUAL = 10.0, 2.0, 20.0
 # The state of a process is checked after this many seconds without a message.
 _STOPPED_S = 2.0
 _HEARD_S = 1.5
-# A slow worker's own code takes this many times as long as that of other workers. It
-# also takes this share and these seconds of a step, over so many steps and seconds.
+# A slow worker's own code takes _SLOW times as long as that of the others. The excess is
+# at least _SLOW_SHARE of a step and _SLOW_LEAST_S seconds. It is measured over
+# _SLOW_STEPS steps, and lasts _SLOW_S seconds.
 _SLOW, _SLOW_SHARE, _SLOW_LEAST_S, _SLOW_STEPS, _SLOW_S = 3.0, 0.5, 0.05, 20, 10.0
 # The places where a worker runs its own code, and the places where it may wait for
 # others.
