@@ -1,8 +1,8 @@
 """Asks the source of samples for the batch of a step.
 
-A source is a function ``source(position, rows)`` that returns ``rows`` samples, the
-first of which has the number ``position``. A run counts samples, not batches, so it
-goes on at the same sample under any plan and with any number of processes.
+A source is a function ``source(position, rows)``. It returns ``rows`` samples,
+beginning with sample number ``position``. A run counts samples, not batches, so it goes
+on at the same sample under any plan and with any number of processes.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ Others = Callable[[int], Sequence[Any] | Mapping[str, Any]]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Samples:
-    """The source of a run.
+    """The source of samples of a run, with the batch size.
 
     Attributes:
       source: returns samples.
       batch: samples of a step, over all processes.
-      others: from the number of a step, what the step takes after the batch: in its
-        order, or by name.
-      first: what to add to ``step * batch``; not 0 where an earlier run of another
-        batch size was gone on with.
+      others: from the number of a step, the arguments of the step after the batch, in
+        order or by name.
+      first: offset that is added to ``step * batch``; not 0 if the run continues a run
+        with another batch size.
     """
 
     source: Source
@@ -46,24 +46,24 @@ class Samples:
         return self.first + step * self.batch
 
     def gone_on(self, step: int, position: int) -> Samples:
-        """The source where a step begins at a sample, as an earlier run left it."""
+        """A copy in which ``step`` begins at the sample ``position``."""
         return dataclasses.replace(self, first=position - step * self.batch)
 
     def resize(self, step: int, batch: int) -> Samples:
-        """The source where a step, and those after it, have another batch."""
+        """A copy with another batch size, from ``step`` on."""
         first = self.position(step) - step * batch
         return dataclasses.replace(self, batch=batch, first=first)
 
     def arguments(
         self, step: int, world: World, known: tuple[Any, Any] | None = None
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """What a step takes after the state, in order and by name.
+        """The arguments of a step after the state, in order and by name.
 
         Args:
-          step: its number.
+          step: number of the step.
           world: the processes.
-          known: of the batch's arrays (`planned_batch`); None: nothing yet, and the
-            whole batch is returned.
+          known: shapes and row dimensions of the batch's arrays (`planned_batch`);
+            None: unknown, and the whole batch is returned.
         """
         position = self.position(step)
         structs, dims = known or (None, None)
@@ -80,15 +80,15 @@ class Samples:
         return (batch, *rest), {}
 
     def _ask(self, position: int, rows: int, dims: Any) -> Any:
-        """So many samples of the source.
+        """Asks the source for samples.
 
         Args:
-          position: of the first.
-          rows: how many.
+          position: number of the first sample.
+          rows: number of samples.
           dims: the dimension of the rows in each array; None: not known yet.
 
         Raises:
-          PlanError: the source returns another number of them.
+          PlanError: the source returns another number of samples.
         """
         try:
             batch = self.source(position, rows)
@@ -117,7 +117,7 @@ class Samples:
         return batch
 
     def _own(self, position: int, structs: Any, dims: Any) -> Any:
-        """The batch as global arrays, of which this process asks for its rows alone."""
+        """The batch as global arrays; this process asks only for its own rows."""
         wanted = list(zip(jax.tree.leaves(structs), jax.tree.leaves(dims), strict=True))
         ranges = sorted({r for x, dim in wanted for r in _row_ranges(x, dim)})
         parts = {r: self._ask(position + r[0], r[1] - r[0], dims) for r in ranges}
@@ -143,9 +143,9 @@ def batch_structs(planned: PlannedStep, argument: int) -> Any:
 
 
 def planned_batch(planned: PlannedStep, argument: int, world: World) -> tuple[Any, Any]:
-    """What a plan knows of a batch: `batch_structs`, and the dimensions of rows.
+    """Shapes of a batch (`batch_structs`), and the row dimension of each array.
 
-    A single process needs no structs. The dimension is 0 in arrays without rows.
+    The shapes are None for a single process. The dimension is 0 in arrays without rows.
 
     Args:
       planned: the step under a plan.
@@ -159,11 +159,11 @@ def planned_batch(planned: PlannedStep, argument: int, world: World) -> tuple[An
 
 
 def placed_rest(planned: PlannedStep, first: int, rest: Sequence[Any]) -> list[Any]:
-    """Arguments as global arrays, of which every process has the whole.
+    """Arguments as global arrays that every process holds as a whole.
 
     Args:
       planned: the step under a plan.
-      first: position of the first of them among the step's arguments.
+      first: position of the first of ``rest`` among the step's arguments.
       rest: the arguments.
     """
     return [
@@ -177,9 +177,10 @@ def placed_rest(planned: PlannedStep, first: int, rest: Sequence[Any]) -> list[A
 
 
 def _on_stages(structs: Any, world: World) -> bool:
-    """Whether arrays of the batch lie on some processes alone: on stages of a plan.
+    """Whether some processes hold no array of the batch: it lies on some stages.
 
-    Each process then asks for as many rows as any other, and sends them there.
+    Each process then asks for the same number of rows, and sends them to these
+    processes.
     """
     places = [x.sharding.device_set for x in jax.tree.leaves(structs)]
     return any(
@@ -188,7 +189,7 @@ def _on_stages(structs: Any, world: World) -> bool:
 
 
 def _row_ranges(struct: Any, dim: int) -> set[tuple[int, int]]:
-    """The rows that this process's devices hold of an array of the batch."""
+    """The row ranges of a batch array that this process's devices hold."""
     if not struct.shape:
         return set()
     index = struct.sharding.addressable_devices_indices_map(struct.shape)
@@ -198,7 +199,7 @@ def _row_ranges(struct: Any, dim: int) -> set[tuple[int, int]]:
 def _global_array(
     k: int, struct: Any, dim: int, leaves: Mapping[tuple[int, int], Sequence[Any]]
 ) -> Any:
-    """One array of the batch, put together from the ranges that were asked for."""
+    """A global array of the batch, assembled from the row ranges of this process."""
     if not struct.shape:
         return next(iter(leaves.values()))[k]
 
@@ -211,7 +212,7 @@ def _global_array(
 
 
 def others_of(given: Any) -> Others:
-    """The further arguments of a step as a function of its number."""
+    """The further arguments of a step, as a function of the step's number."""
     if given is None:
         return lambda step: ()
     return cast("Others", given) if callable(given) else lambda step: given

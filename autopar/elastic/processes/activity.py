@@ -1,7 +1,8 @@
-"""What a worker does now, as its heartbeats say it; the stacks of its threads.
+"""The current activity of a worker for its heartbeats, and the stacks of its threads.
 
-The training loop marks where it is. The thread of the link reads the marks, so that a
-loop that hangs, in a collective too, is still described. Nothing here imports JAX.
+The training loop records its place. The thread of the link reads these records, so that
+a loop that hangs, for example in a collective, can still be described. This module does
+not import JAX.
 """
 
 from __future__ import annotations
@@ -19,17 +20,18 @@ from collections.abc import Callable, Iterator, Mapping
 from types import FrameType
 from typing import Any
 
-# Where a loop may be, in the order of a step: it asks whether the step may start, reads
-# samples, is inside the compiled program, keeps the state, saves, and is back in the
-# script. Behind the last step it waits for the others.
+# The places of a loop, in the order of a step: it asks whether the step may start,
+# reads samples, runs the compiled program, keeps the state, saves, and returns to the
+# script. After the last step it waits for the other processes.
 PLACES = ("order", "samples", "program", "after", "save", "script", "finish")
-# Steps of a world that count for no statistics: they compile and connect.
+# The first steps of a world are not measured, because they compile and connect.
 FIRST_STEPS = 3
-# So many steps are in a median; the longest is of these last ones, at least.
+# Number of steps in a median; the longest step is taken over at least the second
+# number.
 _RECENT, _REMEMBERED = 20, 1000
-# A loop that has been at a place for so long is looked at more closely.
+# After this many seconds at one place, a loop's thread is examined.
 _LOOK_S = 2.0
-# Modules of which one is on the stack of a thread that compiles, traces or plans.
+# A thread that compiles, traces or plans has one of these modules on its stack.
 _COMPILES = (
     "jax/_src/compiler.py",
     "jax/_src/interpreters/mlir.py",
@@ -37,9 +39,9 @@ _COMPILES = (
     "autopar/planner/",
     "autopar/runtime/compiler.py",
 )
-# Threads that work for the loop, by the beginning of their names.
+# Beginnings of the names of threads that work for the loop.
 _HELPERS = ("step_", "stage_", "waits for others")
-# Files of Python, of installed packages and of autopar are not the user's own.
+# Paths of Python, of installed packages and of autopar: these are not the user's files.
 _OTHERS = (
     *(f"{sysconfig.get_path(name)}/" for name in ("stdlib", "purelib", "platlib")),
     f"{pathlib.Path(__file__).parents[2]}/",
@@ -48,14 +50,14 @@ _OTHERS = (
 
 
 class Activity:
-    """The place of a training loop, and how long its steps take.
+    """The place of a training loop, and the times of its steps.
 
-    One thread marks, another one reads.
+    One thread writes the place, and another thread reads it.
 
     Attributes:
-      program: name of the step that is compiled.
-      tasks: says which task of a step of stages this process is in; None: there is one
-        stage.
+      program: name of the compiled step.
+      tasks: returns the task of a step of stages that this process runs; None: there is
+        only one stage.
       sent_bytes: bytes that a device sends in a step, as the plan predicts.
     """
 
@@ -63,7 +65,7 @@ class Activity:
         """The loop has not begun.
 
         Args:
-          clock: seconds now.
+          clock: returns the time in seconds.
         """
         self._clock = clock
         self.program = ""
@@ -73,20 +75,21 @@ class Activity:
         self.begin()
 
     def begin(self) -> None:
-        """Begins a world: what its steps take is measured anew."""
+        """Begins a world, and measures the times of its steps from scratch."""
         self._mark: tuple[str, int, float, int] = ("order", -1, self._clock(), 0)
-        # The mark that the last heartbeat found, when, and the seconds of a CPU then.
+        # The place at the last heartbeat, the time then, and the CPU seconds used until
+        # then.
         self._found = (self._mark, 0.0, 0.0)
         self._spent: dict[str, float] = dict.fromkeys(PLACES, 0.0)
         self._steps = 0
-        # Replaced as a whole, as another thread reads them.
+        # These tuples are replaced as a whole, because another thread reads them.
         self._own: tuple[tuple[float, float], ...] = ()
         self._seconds: tuple[float, ...] = ()
-        # The longest step of the last ones, and of as many before them.
+        # The longest of the latest steps, and of the _REMEMBERED steps before those.
         self._longest_s, self._longest_before_s = 0.0, 0.0
 
     def enter(self, place: str, step: int) -> None:
-        """The loop is at a place of a step from now on.
+        """Records that the loop is now at a place of a step.
 
         Args:
           place: one of `PLACES`.
@@ -106,25 +109,25 @@ class Activity:
         self._mark = (place, step, now, threading.get_ident())
 
     def _take(self, seconds: float) -> None:
-        """Takes the time of a step."""
+        """Records the time of a step."""
         self._seconds = (*self._seconds[1 - _RECENT :], seconds)
         if self._steps % _REMEMBERED == 0:
             self._longest_before_s, self._longest_s = self._longest_s, 0.0
         self._longest_s = max(self._longest_s, seconds)
 
     def done(self, step: int, position: int, batch: int, loss: float | None) -> None:
-        """Takes what is known of the last step.
+        """Records the results of the last step.
 
         Args:
           step: number of steps done.
           position: number of samples consumed.
           batch: samples of the step.
-          loss: the last one that the loop has brought to the host; None: none.
+          loss: the last loss that the loop has copied to the host; None: no loss yet.
         """
         self._done = {"done": step, "position": position, "batch": batch, "loss": loss}
 
     def data(self) -> dict[str, Any]:
-        """What a heartbeat says: `PLACES`, seconds, and what the loop waits for."""
+        """The contents of a heartbeat: the place, times, and the task that runs."""
         mark = self._mark
         place, step, begun_s, ident = mark
         for_s = self._clock() - begun_s
@@ -148,7 +151,7 @@ class Activity:
                 "measured": len(own),
             }
         if place == "program" and self.tasks is not None:
-            with contextlib.suppress(Exception):  # who looks must not end the beats
+            with contextlib.suppress(Exception):  # no error may stop the heartbeats
                 found["task"] = self.tasks()
         spent_s = time.process_time() if place == "program" else _thread_s(ident)
         before, then_s, spent_then_s = self._found
@@ -163,7 +166,7 @@ class Activity:
 
 
 def _thread_s(ident: int) -> float:
-    """Seconds for which a thread has had a CPU; 0: there is none, or it has ended."""
+    """CPU seconds of a thread; 0: there is no thread, or it has ended."""
     if not ident:
         return 0.0
     try:
@@ -173,12 +176,12 @@ def _thread_s(ident: int) -> float:
 
 
 def _frames() -> Mapping[int, FrameType]:
-    """The innermost frame of each thread; the documented way to have them."""
+    """The innermost frame of each thread, by Python's documented function."""
     return sys._current_frames()  # pyright: ignore[reportPrivateUsage]
 
 
 def _working(ident: int) -> Iterator[FrameType]:
-    """The innermost frames of a thread, and of those that work for the loop."""
+    """The innermost frames of a thread, and of the threads that work for the loop."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     for key, frame in _frames().items():
         if key == ident or names.get(key, "").startswith(_HELPERS):
@@ -198,7 +201,7 @@ def _compiles(frame: FrameType) -> bool:
 
 
 def _user_frame(ident: int) -> str:
-    """The innermost frame of a thread in the user's own files; else the innermost."""
+    """A thread's innermost frame, in the user's files if it has such a frame."""
     frames = list(_outwards(_frames().get(ident)))
     own = [x for x in frames if not x.f_code.co_filename.startswith(_OTHERS)]
     if not frames:
@@ -209,7 +212,7 @@ def _user_frame(ident: int) -> str:
 
 
 def stacks_text() -> str:
-    """The Python stacks of all other threads of this process, the main one first."""
+    """The Python stacks of all other threads of this process, the main thread first."""
     own, main = threading.get_ident(), threading.main_thread().ident
     threads = {thread.ident: thread for thread in threading.enumerate()}
     frames = _frames()

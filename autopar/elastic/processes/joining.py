@@ -1,4 +1,4 @@
-"""What `autopar.elastic` does in a process that `autopar run` started."""
+"""The part of `autopar.elastic` for a process that `autopar run` started."""
 
 from __future__ import annotations
 
@@ -40,18 +40,18 @@ from autopar.steps.spares import Spares
 from autopar.whole_files import append_lines
 from autopar_passes import jax_processes
 
-# Plans and compiles for likely next worlds, in a process of its own at low priority.
+# Plans and compiles for likely next worlds, in its own process of low priority.
 #
-# XLA cannot compile for processes that are not there. This process imitates a world of
-# any size: it registers as each of its processes, compiles what the first of them
-# would, and keeps the plan and the program in the folder of the run.
+# XLA cannot compile for processes that do not exist. So this process imitates a world
+# of any size. It registers as each process of the world, compiles the program of the
+# first process, and stores the plan and the program in the folder of the run.
 
 _POLL_S = 0.5
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Echo:
-    """The channel of an imitated world: the others say what the first one says.
+    """The channel of an imitated world: each process sends the same data.
 
     Attributes:
       count: number of processes.
@@ -73,11 +73,11 @@ class Echo:
         return dict.fromkeys(range(self.count), data)
 
     def tell(self, data: bytes) -> None:
-        """See `Channel`; there is nobody to tell."""
+        """See `Channel`; there is no receiver."""
 
 
 def imitated_world(processes: int, local_devices: int) -> World:
-    """A world that nothing runs in; programs can be compiled for it."""
+    """A world in which nothing runs; programs can be compiled for it."""
     address, service = jax_processes.open_service(processes)
     backend = jax_processes.imitated_backend(address, processes, local_devices)
     service.shutdown()
@@ -86,7 +86,7 @@ def imitated_world(processes: int, local_devices: int) -> World:
 
 
 def likely(processes: int, least: int, most: int) -> list[int]:
-    """Sizes of the worlds that may come next, the likeliest first.
+    """Sizes of the worlds that may come next, the most likely size first.
 
     >>> likely(4, 1, 6)
     [3, 5, 2]
@@ -97,15 +97,15 @@ def likely(processes: int, least: int, most: int) -> list[int]:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class PreparedJoin:
-    """What is prepared.
+    """The inputs for preparing programs of other worlds.
 
     Attributes:
-      step: a step that this process does not run.
-      base: the cluster that it was given; None: none.
-      structs: of its arguments, over all processes.
-      local_devices: of each process.
-      donate: whether steps consume the carried state.
-      folder: of the run.
+      step: the train step; this process does not run it.
+      base: the cluster that the step was given; None: no cluster.
+      structs: shapes of the step's arguments, over all processes.
+      local_devices: number of devices of each process.
+      donate: whether steps consume (donate) the carried state.
+      folder: folder of the run.
     """
 
     step: ParallelStep[..., Any]
@@ -116,7 +116,7 @@ class PreparedJoin:
     folder: pathlib.Path
 
     def prepare(self, processes: int) -> dict[str, Any]:
-        """Plans and compiles for a world of so many processes; returns the seconds."""
+        """Plans and compiles for a world of this many processes; returns the times."""
         begin = time.perf_counter()
         world = imitated_world(processes, self.local_devices)
         cluster = cluster_of(
@@ -138,10 +138,10 @@ class PreparedJoin:
         }
 
     def follow(self, least: int, most: int) -> None:
-        """Prepares for what may come next, until the run has ended."""
+        """Prepares the likely next worlds, until the run has ended."""
         done: set[int] = set()
         while (size := _running(self.folder)) is not None:
-            done.add(size)  # its own processes compile for it
+            done.add(size)  # the processes of the current world compile for themselves
             todo = [n for n in likely(size, least, most) if n not in done]
             if not todo or not size:
                 time.sleep(_POLL_S)
@@ -152,12 +152,12 @@ class PreparedJoin:
     def _try(self, processes: int) -> dict[str, Any]:
         try:
             return self.prepare(processes)
-        except AutoparError as error:  # this many cannot share the batch, perhaps
+        except AutoparError as error:  # for example, the batch cannot be split
             return {"processes": processes, "error": str(error)}
 
 
 def _running(folder: pathlib.Path) -> int | None:
-    """The size of the run's world; None: the run has ended."""
+    """Number of processes in the run's world; None: the run has ended."""
     try:
         return len(json.loads((folder / "run.json").read_text())["world"])
     except (OSError, ValueError):
@@ -166,12 +166,12 @@ def _running(folder: pathlib.Path) -> int | None:
 
 def _write(folder: pathlib.Path, line: dict[str, Any]) -> None:
     text = json.dumps({"time_s": time.time(), **line})
-    with contextlib.suppress(OSError):  # a full disk: the supervisor says it
+    with contextlib.suppress(OSError):  # the supervisor reports a full disk
         append_lines(folder / "ahead.jsonl", text.encode() + b"\n")
 
 
 def prepare_and_exit(ahead: PreparedJoin, text: str) -> NoReturn:
-    """What the process does that prepares programs, in the place of training."""
+    """The main function of the process that prepares programs instead of training."""
     least, most = map(int, text.split(":"))
     ahead.follow(least, most)
     sys.exit(0)
@@ -193,25 +193,25 @@ def join_run(
     on_nan: OnNan = "stop",
     following: Callable[[Record], TeamFollowing] | None = None,
 ) -> TeamRun | None:
-    """Joins the run of several processes that this one was started for.
+    """Joins the run of several processes for which this process was started.
 
     Args:
-      step: the step.
+      step: the train step.
       create_state: makes the state of a run that begins.
-      args: its arguments.
-      samples: what the step is trained on.
-      steps: how many steps there are.
-      events: where events come from; the supervisor listens there, once for all.
+      args: arguments of ``create_state``.
+      samples: the training samples.
+      steps: number of steps.
+      events: sources of events; only the supervisor listens to them, for all processes.
       ledger: path of the ledger.
       checkpoints: where the run is saved.
-      every: after how many steps; None: at the end alone.
+      every: number of steps between saves; None: only at the end.
       survive: how many processes may die at once without loss of state.
-      shows: whether progress is shown; None: on a terminal.
-      on_nan: what is done where a step is not finite.
-      following: makes what lets the batch follow; None: the batch stays.
+      shows: whether progress is shown; None: only on a terminal.
+      on_nan: reaction to a step that is not finite.
+      following: makes the object that adapts the batch size; None: the size stays.
 
     Returns:
-      The run; None: this process was started by itself.
+      The run; None: `autopar run` did not start this process.
 
     Raises:
       PlanError: an argument is wrong, or the supervisor is gone.
@@ -222,8 +222,9 @@ def join_run(
         )
     donate = survive == 0
     if survive:
-        # While a step runs, the state before it and the two before that are kept, and
-        # neighbours' (`Team.done`); arrays that others have too are kept once.
+        # While a step runs, memory holds the state before the step, the two states
+        # before that, and copies for neighbours (`Team.keep_state`). An array that
+        # other processes also have is kept only once.
         step.preparation.planner.hold(Spares(always=1, split=2 + survive))
     if text := os.environ.get(AHEAD_VARIABLE):
         shapes = state_shapes(create_state, args)
@@ -257,10 +258,10 @@ def join_run(
 
 
 class Resigning:
-    """Where a signal to this process goes: it asks to leave the run."""
+    """Receives signals: on a signal, this process asks to leave the run."""
 
     def __init__(self, team: Team) -> None:
-        """Takes the part of this process."""
+        """Takes this process's connection to the run."""
         self._team = team
 
     def put(self, event: Event) -> Resolved:
@@ -274,10 +275,10 @@ class Resigning:
 
 
 def _heard_by(events: Sequence[str | Source]) -> tuple[list[str], list[Source]]:
-    """The texts of sources for the supervisor, and those of this process alone.
+    """The source texts for the supervisor, and the sources of this process only.
 
     Raises:
-      PlanError: a source is no text, or names none.
+      PlanError: a source is not a text, or the text names no source.
     """
     texts: list[str] = []
     signals: list[Source] = []
@@ -303,7 +304,7 @@ def _is_count(given: Any) -> bool:
 def _ahead(
     step: ParallelStep[..., Any], structs: Sequence[Any], *, donate: bool
 ) -> PreparedJoin:
-    """What the process needs that prepares programs for other worlds."""
+    """The inputs of the process that prepares programs for other worlds."""
     return PreparedJoin(
         step=step,
         base=step.setting.cluster,

@@ -82,8 +82,7 @@ def listening() -> frozenset[str]:
 
 
 def knock(addresses: Iterable[str]) -> None:
-    """Connects in place of the processes that gloo waits for, and closes the
-    connection.
+    """Connects in place of processes that gloo waits for, and disconnects.
 
     gloo waits without limit for the connection of a process that has died.
 

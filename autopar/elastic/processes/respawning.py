@@ -1,7 +1,8 @@
-"""A process that ends with its world, for one that takes its place.
+"""A process that ends with its world, and is replaced by a new process.
 
-While it trains it writes its state to shared memory now and then; as it ends, its last
-steps. The process after it maps what is there, offers it, and joins the next world.
+While the process trains, it regularly writes its state to shared memory. When it ends,
+it writes the states of its last steps. The next process maps these states, offers them
+to other processes, and joins the next world.
 """
 
 from __future__ import annotations
@@ -31,10 +32,10 @@ from autopar.elastic.processes.shared import SharedStates
 from autopar.errors import PlanError
 from autopar.runtime.threads import Threads
 
-# How long a process that ends may take to write its state: a device that hangs may
-# never hand it out.
+# How long an ending process may take to write its state. A device that hangs may never
+# return the state.
 _FLUSH_S = 30.0
-# And how long the script may take to end behind it.
+# How long the script may take to end after the state is written.
 _UNWIND_S = 5.0
 
 
@@ -42,20 +43,20 @@ class Respawning:
     """Writes states to shared memory, and ends this process with its world.
 
     Attributes:
-      is_on: whether this process ends with its world; known for good once the platform
-        of its devices is.
-      notes: plain data that the process before this one has left.
-      start_s: seconds from the start of this process to here: Python, JAX, the script.
+      is_on: whether this process ends with its world; final after `decide`.
+      notes: plain data that the previous process has left.
+      start_s: seconds from the start of this process to here, for Python, JAX and the
+        script.
     """
 
     def __init__(self, worker: int) -> None:
-        """Takes what the process before this one has left.
+        """Reads the notes that the previous process has left.
 
         Args:
           worker: number of this process's worker.
 
         Raises:
-          PlanError: processes are to be started again by what cannot do so.
+          PlanError: respawning is asked for, but the launcher of workers cannot do it.
         """
         self._recovery = Recovery.of_environment()
         self._worker, self._prefix = worker, os.environ.get(SHARED_VARIABLE, "")
@@ -75,7 +76,7 @@ class Respawning:
         self.start_s = _age_s()
 
     def decide(self, platform: str) -> None:
-        """Is told the platform of the devices."""
+        """Decides by the device platform whether this process ends with its world."""
         there = self._states is not None
         self.is_on = there and self._recovery.respawns(platform)
 
@@ -87,15 +88,16 @@ class Respawning:
         self._map_s = time.perf_counter() - begin
 
     def is_due(self, step: int) -> bool:
-        """Whether the state after so many steps is written while training goes on."""
+        """Whether the state after this many steps is written while training goes on."""
         return self.is_on and step % self._recovery.every == 0
 
     def write(self, content: Callable[[], Holding], spare: int) -> None:
         """Writes a state in the background.
 
         Args:
-          content: returns it; steps must not consume it.
-          spare: states that this process may have to write besides as it ends.
+          content: returns the state; later steps must not consume (donate) it.
+          spare: number of further states that this process may have to write when it
+            ends.
         """
         self.wait()
         states, writer = self._states, self._writer
@@ -106,11 +108,12 @@ class Respawning:
     def wait(self) -> None:
         """Waits until the last state is written.
 
-        It is called before a step whose state is written, too. A process that is ahead
-        then writes over no state that another one has as its last.
+        This method is also called before each step whose state will be written.
+        Otherwise a process that is ahead could overwrite the state that another process
+        has as its last.
 
         Raises:
-          PlanError: there is no room for it.
+          PlanError: there is no room for the state.
         """
         begin = time.perf_counter()
         write, self._write = self._write, None
@@ -119,14 +122,13 @@ class Respawning:
         self._waited_s += time.perf_counter() - begin
 
     def seconds(self) -> dict[str, float | None]:
-        """What a respawn has cost, as a world forms; empty where there is none.
+        """The times of a respawn, read when a world forms; empty without respawning.
 
         Returns:
-          ``start_s``: Python, JAX and the script up to here; ``map_s``: to map what is
-          in shared memory; ``write_s``: to write the state that the world begins with,
-          as far as it was waited for; and of the process before this one,
-          ``flush_s``: to write its last states, and ``keep_s``: that its steps waited
-          for states to be written.
+          ``start_s``: to start Python, JAX and the script; ``map_s``: to map the states
+          in shared memory; ``write_s``: the wait for writing the state that the world
+          begins with. Two times are those of the previous process. ``flush_s``: to
+          write its last states; ``keep_s``: the wait of its steps for writing states.
         """
         if not self.is_on:
             return {}
@@ -136,16 +138,16 @@ class Respawning:
         return {**known, **before}
 
     def note(self, **notes: Any) -> None:
-        """Leaves plain data for the process after this one."""
+        """Leaves plain data for the next process."""
         self._left |= notes
 
     def drop(self, generation: int) -> None:
-        """Removes what dead processes have left of older worlds."""
+        """Removes the states that dead processes have left of older worlds."""
         if self._states is not None:
             self._states.drop(generation)
 
     def remove(self) -> None:
-        """Removes what all workers on this host have left: the run has ended."""
+        """Removes all states of workers on this host, because the run has ended."""
         if self._prefix:
             remove_shared(self._prefix)
 
@@ -153,10 +155,10 @@ class Respawning:
         """Writes the last states, and ends this process, to be started again.
 
         Args:
-          holdings: returns the states; reading them may hang.
+          holdings: returns the states; reading the states may hang.
 
         Raises:
-          SystemExit: always; the script's own ``with`` and ``finally`` run.
+          SystemExit: always, so that ``with`` and ``finally`` of the script run.
         """
         begin = time.perf_counter()
         states = self._states
@@ -173,7 +175,8 @@ class Respawning:
         flush_s = time.perf_counter() - begin
         known = {"flush_s": flush_s, "keep_s": self._waited_s}
         write_notes(self._prefix, self._worker, {**self._left, **known})
-        # Behind it JAX would wait for a backend that may hang.
+        # At exit JAX would wait for a backend that may hang, so the process exits
+        # before.
         atexit.register(_exit_at_once)
         threading.Thread(target=_exit_late, daemon=True).start()
         sys.exit(RESPAWNED)

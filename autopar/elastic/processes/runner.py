@@ -1,5 +1,4 @@
-"""Runs a script in several processes: starts the processes, and acts for the
-supervisor.
+"""Starts the processes of a script, and acts for the supervisor.
 
 This is the main part of `autopar run`.
 """

@@ -1,9 +1,10 @@
-"""States of a run in shared memory, which outlives the process that wrote them.
+"""States of a run in shared memory, which outlive the process that wrote them.
 
-A file holds one state: a head, the tiles, each at a multiple of 64 bytes, and an index
-of them. The head is cleared before anything else is written and written last, so a
-file whose writer was killed is either complete or seen to be none. Two files are
-written alternately: the last complete state is never the one that is written over.
+A file holds one state: a header, the tiles, each at a multiple of 64 bytes, and an
+index of the tiles. The header is cleared before anything else is written, and it is
+written last. So if the writer is killed, the file is either complete or clearly
+invalid. Two files are written alternately, so the last complete state is never
+overwritten.
 """
 
 from __future__ import annotations
@@ -30,46 +31,47 @@ from autopar.elastic.processes.members import ProcessId
 from autopar.errors import PlanError
 from autopar.units import bytes_text
 
-# XLA takes arrays of the host as they are at this alignment.
+# XLA uses arrays in host memory without a copy if they have this alignment.
 _ALIGN = 64
 _HEAD_BYTES = 4096
-# Magic number, where the index begins, its bytes, its checksum; and that of these.
+# Magic number, offset of the index, bytes of the index, and checksum of the index. A
+# checksum of these fields follows.
 _HEAD = struct.Struct("<8sQQI")
 _SEAL = struct.Struct("<I")
 _MAGIC = b"autopar1"
-# The writer: its number, when it started, and the boot of the machine.
+# The process that writes: its number, its start time, and the boot of the machine.
 _OWNER_AT = 1024
 _OWNER = struct.Struct("<QQ64s")
-# Files that are written in turn.
+# Number of files that are written in turn.
 _SLOTS = 2
 
 
 class SharedStates:
-    """The states that this process writes, and those that dead ones have left."""
+    """The states that this process writes, and the states that dead processes left."""
 
     def __init__(self, prefix: str, worker: int) -> None:
         """Writes nothing yet.
 
         Args:
-          prefix: of the paths of all workers of the run on this host.
-          worker: number of this one.
+          prefix: prefix of the paths of all workers of the run on this host.
+          worker: number of this process's worker.
         """
         self._prefix = prefix
         self._own = f"{prefix}{worker}-{os.getpid()}."
         self._slots: list[_File | None] = [None] * _SLOTS
         self._versions: list[str] = [""] * _SLOTS
         self._turn = 0
-        self._known: dict[str, str] = {}  # path -> version of what was mapped
+        self._known: dict[str, str] = {}  # path -> version of the mapped state
 
     def write(self, holding: Holding, spare: int = 0) -> None:
-        """Writes a state over the older one of the two that are there.
+        """Writes a state over the older of the two states in the files.
 
         Args:
           holding: the state.
-          spare: states of this size that there must be room for besides.
+          spare: number of further states of this size that must have room, too.
 
         Raises:
-          PlanError: there is no room for it.
+          PlanError: there is no room for the state.
         """
         layout = _Layout.of(holding)
         slot = self._slots[self._turn]
@@ -84,12 +86,14 @@ class SharedStates:
         self._turn = (self._turn + 1) % _SLOTS
 
     def flush(self, holdings: Sequence[Holding]) -> None:
-        """Writes states before this process ends, each to a file of its own.
+        """Writes states before this process ends, each to its own file.
 
-        What finds no room is left out, and said: others may have it.
+        A state without room is left out, and a message is printed; another process may
+        hold the state.
 
         Args:
-          holdings: the states; what was read from here needs no other file.
+          holdings: the states. A state that was mapped from a file is not written
+            again.
         """
         for number, held in enumerate(sorted(holdings, key=_newest_first)):
             whole = held.version in self._versions or held.version in self._mapped()
@@ -103,10 +107,10 @@ class SharedStates:
                 print(f"autopar: {error}", file=sys.stderr, flush=True)
 
     def load(self) -> list[Holding]:
-        """Maps the complete states of processes that have ended, since the last call.
+        """Maps the complete states of ended processes that are new since the last call.
 
-        The arrays are read-only views of the memory, which stays for as long as they
-        do. Whoever wrote them is not asked, and what is damaged is passed over.
+        The arrays are read-only views of the memory, which is kept as long as they
+        exist. No other process is asked. Damaged files are skipped.
         """
         found: list[Holding] = []
         for path in self._paths():
@@ -118,7 +122,7 @@ class SharedStates:
         return found
 
     def drop(self, generation: int) -> None:
-        """Removes what dead processes have left of worlds before one of a number."""
+        """Removes states that dead processes left of worlds before a generation."""
         for path in self._paths():
             if path.startswith(self._own) or _is_written(path):
                 continue
@@ -131,7 +135,7 @@ class SharedStates:
         return set(self._known.values())
 
     def _of(self, version: str) -> list[Holding]:
-        """What files hold of a version, without its elements."""
+        """The parts of a version that files hold."""
         paths = [p for p, v in self._known.items() if v == version]
         paths += [
             slot.path
@@ -167,20 +171,20 @@ def _newest_first(holding: Holding) -> tuple[int, ...]:
 
 
 def _has_more(held: Holding, known: Iterable[Holding]) -> bool:
-    """Whether a holding has tiles that none of some files has."""
+    """Whether a holding has tiles that no holding in ``known`` has."""
     there = {(p, t) for x in known for p, some in x.tiles.items() for t in some}
     return any((p, t) not in there for p, some in held.tiles.items() for t in some)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Layout:
-    """Where a state lies in a file.
+    """The layout of a state in a file.
 
     Attributes:
       places: offset of each tile, in the order of the holding.
-      index: of the file, as it is written.
-      index_at: where it begins.
-      size: of the file.
+      index: the index as bytes.
+      index_at: offset of the index.
+      size: bytes of the file.
     """
 
     places: tuple[int, ...]
@@ -214,8 +218,8 @@ class _File:
     """A file that this process writes.
 
     Attributes:
-      path: of the file.
-      descriptor: of it; open until this process ends.
+      path: path of the file.
+      descriptor: open descriptor of the file, until this process ends.
     """
 
     path: str
@@ -223,7 +227,7 @@ class _File:
 
     @classmethod
     def create(cls, path: str) -> _File:
-        """Makes an empty file of the user's own."""
+        """Makes an empty file that only this user can read."""
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL
         with contextlib.suppress(FileNotFoundError):
             os.unlink(f"{path}.new")
@@ -236,14 +240,14 @@ class _File:
 
     @property
     def size(self) -> int:
-        """Of the file, in bytes."""
+        """Bytes of the file."""
         return os.fstat(self.descriptor).st_size
 
     def put(self, data: bytes | memoryview, at: int) -> None:
-        """Writes bytes, all of them; what is mapped would end a process without room.
+        """Writes all bytes. A mapped write would kill the process if there is no room.
 
         Raises:
-          PlanError: there is no room for them.
+          PlanError: there is no room for the bytes.
         """
         view = memoryview(data)
         while len(view):
@@ -257,7 +261,7 @@ class _File:
             view, at = view[count:], at + count
 
     def write(self, holding: Holding, layout: _Layout) -> None:
-        """Writes a state; the file is none until its end."""
+        """Writes a state; the file is invalid until the write is complete."""
         self.put(bytes(_HEAD.size + _SEAL.size), 0)
         arrays = [x for some in holding.tiles.values() for x in some.values()]
         for at, array in zip(layout.places, arrays, strict=True):
@@ -268,11 +272,11 @@ class _File:
             _MAGIC, layout.index_at, len(layout.index), zlib.crc32(layout.index)
         )
         self.put(head, 0)
-        self.put(_SEAL.pack(zlib.crc32(head)), _HEAD.size)  # before it the file is none
+        self.put(_SEAL.pack(zlib.crc32(head)), _HEAD.size)  # makes the file valid
 
 
 def _is_written(path: str) -> bool:
-    """Whether the process that writes a file still runs, or cannot be told."""
+    """Whether the process that writes a file still runs."""
     try:
         with open(path, "rb") as file:
             file.seek(_OWNER_AT)
@@ -288,7 +292,7 @@ def _is_written(path: str) -> bool:
 
 
 def _read_index(memory: mmap.mmap) -> dict[str, Any] | None:
-    """The index of a complete file; None: it is none."""
+    """The index of a complete file; None: the file is not complete."""
     if len(memory) < _HEAD_BYTES:
         return None
     head = memory[: _HEAD.size]
@@ -301,7 +305,7 @@ def _read_index(memory: mmap.mmap) -> dict[str, Any] | None:
 
 
 def _map(path: str) -> mmap.mmap | None:
-    """A file of this user's, to be read; None: it is none."""
+    """Maps a file of this user for reading; None: there is no such file."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
     except OSError:
@@ -310,7 +314,7 @@ def _map(path: str) -> mmap.mmap | None:
         if os.fstat(descriptor).st_uid != os.geteuid():
             return None
         return mmap.mmap(descriptor, 0, prot=mmap.PROT_READ)
-    except (OSError, ValueError):  # it is empty
+    except (OSError, ValueError):  # the file is empty
         return None
     finally:
         os.close(descriptor)
@@ -323,7 +327,7 @@ def _version(path: str) -> str:
 
 
 def _read(path: str) -> Holding | None:
-    """Maps the state of a file; None: it is not complete, or another user's."""
+    """Maps the state of a file; None: incomplete, or owned by another user."""
     memory = _map(path)
     index = None if memory is None else _read_index(memory)
     if memory is None or index is None:

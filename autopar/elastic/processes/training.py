@@ -44,8 +44,7 @@ from autopar.runtime.parallel_step import ParallelStep
 
 
 class TeamRun:
-    """A run of a step over its samples, in a process that computes its part of each
-    step.
+    """A run of a step over its samples; this process computes a part of each step.
 
     Iterate over the run to train. When processes leave or join, the run goes on with
     the state of the last finished step. A process yields each step once, although an
@@ -145,7 +144,7 @@ class TeamRun:
         return self._train_step.compression_state
 
     def change(self, event: int | Event | Cluster | str | Mapping[str, Any]) -> None:
-        """Asks the supervisor for a change; a single process need ask.
+        """Asks the supervisor for a change; one process that asks is enough.
 
         Args:
           event: the number of processes, an event, its data, or the whole next cluster,

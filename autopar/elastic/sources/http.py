@@ -1,10 +1,11 @@
-"""Events over HTTP, from who knows the token.
+"""Events over HTTP, from senders that know a token.
 
     curl -H "Authorization: Bearer $TOKEN" -d '{"kind": "gone", "hosts": ["host1"]}' \
         http://127.0.0.1:8765/events
 
-The answer says what comes of each event: 200 accepted, repeated or late, 409 refused.
-It listens on this machine only, unless a host is named.
+The answer gives the outcome of each event. Its status is 200 if all events are
+accepted, repeated or late, and 409 if an event is refused. The server listens only on
+this machine, unless a host is named.
 """
 
 from __future__ import annotations
@@ -30,31 +31,33 @@ from autopar.elastic.events import Resolved
 from autopar.elastic.sources.source import LARGEST_BYTES, Sink, Watched, read_events
 from autopar.errors import EventError, PlanError
 
-# The server behind `autopar.elastic.sources.http`: Tornado in a thread of its own.
+# The server of `autopar.elastic.sources.http`: Tornado in its own thread.
 #
-# One thread serves all connections, so slow ones hold nobody up. Who has not sent a
-# whole request and taken the answer in time is cut off, and where there are too many
-# connections the oldest goes. The token is checked first: requests without it count for
-# nothing.
+# One thread serves all connections, so a slow connection delays no other. A client that
+# does not send its request and take the answer in time is cut off. If there are too
+# many connections, the oldest is closed. The token is checked first, and requests
+# without it do not count against the rate limit.
 
-# Requests a second over a longer time, and at once, of who knows the token.
+# Requests per second in the long run, and in one burst, of a sender that knows the
+# token.
 _RATE, _BURST = 10.0, 40
-# Seconds of a connection, from TLS to the answer; most connections at a time.
+# Longest duration of a connection, from TLS to the answer; largest number of
+# connections.
 _PATIENCE_S, _CONNECTIONS = 5.0, 256
 _LONGEST_HEAD = 16 << 10
-# Seconds between two notes of refusals without a token.
+# Seconds between two notes about requests without a token.
 _NOTE_S = 10.0
 
 
 class _Allowance:
-    """How many requests may still be answered: so many a second, some at once."""
+    """A rate limit of requests: so many per second, with bursts."""
 
     def __init__(self) -> None:
         self._left, self._at = float(_BURST), time.monotonic()
         self._told = False
 
     def take(self) -> tuple[bool, bool]:
-        """Whether a request may be answered, and whether a refusal is the first."""
+        """Whether to answer a request, and whether it is the first refused request."""
         now = time.monotonic()
         self._left = min(_BURST, self._left + (now - self._at) * _RATE)
         self._at = now
@@ -67,13 +70,13 @@ class _Allowance:
 
 
 class _Strangers:
-    """Requests without the token: which are noted, as a flood would fill the ledger."""
+    """Counts requests without a token; notes only some, to keep the ledger short."""
 
     def __init__(self) -> None:
         self._count, self._at = 0, -_NOTE_S
 
     def note(self) -> str | None:
-        """What to note of one more; None: nothing."""
+        """The text to note for one more request; None: nothing is noted."""
         self._count += 1
         if time.monotonic() - self._at < _NOTE_S:
             return None
@@ -83,7 +86,7 @@ class _Strangers:
 
 
 class _Server(httpserver.HTTPServer):
-    """A server that lets the oldest connection go where there are too many."""
+    """A server that closes the oldest connection if there are too many."""
 
     def initialize(self, *args: Any, **options: Any) -> None:
         super().initialize(*args, **options)
@@ -113,7 +116,7 @@ class _Handler(web.RequestHandler):
         self.set_header("Server", "autopar")
 
     def prepare(self) -> None:
-        """Refuses what can be refused before the message is read."""
+        """Refuses a request early, before its message is read."""
         serving, request = self._serving, self.request
         given = request.headers.get("Authorization", "").encode(errors="replace")
         if not hmac.compare_digest(given, b"Bearer " + serving.token):
@@ -145,13 +148,13 @@ class _Handler(web.RequestHandler):
             self._body += chunk
 
     def _end(self) -> None:
-        """Ends a request that was refused, once all of it is here."""
+        """Ends a refused request, once all of it has been received."""
         self.finish()
 
     get = head = put = patch = delete = options = _end
 
     def post(self) -> None:
-        """Takes the events of a message."""
+        """Takes the events of a message, and answers with their outcomes."""
         if self._headers_written:
             self._end()
             return
@@ -177,14 +180,15 @@ class _Handler(web.RequestHandler):
         if note is not None:
             text = f"{status.value}: {reason}{note}"
             self._serving.sink.wrong(self._source, text)
-        # What the client still sends is thrown away, or it could not read its answer.
+        # The rest of the message is discarded; otherwise the client could not read the
+        # answer.
         connection = self.request.connection
         if isinstance(connection, http1connection.HTTP1Connection):
             connection.set_max_body_size(1 << 62)
         self._answer(status, {"error": reason})
 
     def _answer(self, status: HTTPStatus, body: dict[str, Any]) -> None:
-        """Answers; `_end` or `post` ends the request, which closes the connection."""
+        """Sends an answer; `_end` or `post` then closes the connection."""
         text = json.dumps(body).encode() + b"\n"
         self.set_status(status)
         self.set_header("Content-Type", "application/json")
@@ -197,7 +201,7 @@ class _Handler(web.RequestHandler):
         self.finish()
 
     def log_exception(self, typ: Any, value: Any, tb: Any) -> None:
-        """A bug is noted where refusals are; the server goes on."""
+        """Notes a bug like a refusal; the server goes on."""
         del typ, tb
         if not isinstance(value, web.HTTPError):
             text = f"a bug in autopar: {type(value).__name__}: {value}"[:500]
@@ -205,7 +209,7 @@ class _Handler(web.RequestHandler):
 
 
 class Serving:
-    """A server in a thread, until it is closed."""
+    """A server that runs in a thread until it is closed."""
 
     def __init__(
         self,
@@ -214,16 +218,16 @@ class Serving:
         token: str,
         context: ssl.SSLContext | None,
     ) -> None:
-        """Listens.
+        """Starts to listen.
 
         Args:
-          address: host and port; port 0: any that is free.
+          address: host and port; port 0: any free port.
           sink: takes the events.
-          token: what senders must know.
-          context: of TLS; None: plain HTTP.
+          token: token that senders must know.
+          context: TLS context; None: plain HTTP.
 
         Raises:
-          OSError: it cannot listen there.
+          OSError: the address cannot be used.
         """
         self.sink, self.token = sink, token.encode()
         self.allowance, self.strangers = _Allowance(), _Strangers()
@@ -235,7 +239,7 @@ class Serving:
         self._listening = listening
         self._loop: asyncio.AbstractEventLoop | None = None
         self._ended = asyncio.Event()
-        # What it says of clients that break off is no concern of the run.
+        # Tornado's warnings about clients that break off do not concern the run.
         logging.getLogger("tornado.general").setLevel(logging.ERROR)
         self._watched = Watched(
             "autopar-http",
@@ -247,7 +251,7 @@ class Serving:
         """Stops listening."""
         self._watched.ending.set()
         if (loop := self._loop) is not None:
-            with contextlib.suppress(RuntimeError):  # a loop that an error has closed
+            with contextlib.suppress(RuntimeError):  # an error may have closed the loop
                 loop.call_soon_threadsafe(lambda: self._ended.set())
         self._watched.end()
         self._listening.close()
@@ -257,7 +261,7 @@ class Serving:
         try:
             asyncio.run(self._serve(watched, connections))
         finally:
-            for stream in connections:  # those that are open yet when the loop dies
+            for stream in connections:  # connections that are open when the loop ends
                 if stream.socket is not None:
                     stream.socket.close()
 
@@ -294,17 +298,17 @@ def _answer(found: Resolved) -> dict[str, Any]:
     }
 
 
-# Where a token is read from, and the shortest that is taken; and the files of TLS.
+# The variable for the token, the shortest token, and the variables for the TLS files.
 TOKEN_VARIABLE, _SHORTEST = "AUTOPAR_EVENTS_TOKEN", 16
 CERTIFICATE_VARIABLE, KEY_VARIABLE = "AUTOPAR_EVENTS_CERT", "AUTOPAR_EVENTS_KEY"
 
 
 class Http:
-    """Listens for events.
+    """Receives events over HTTP.
 
     Attributes:
-      token: what senders must know.
-      url: where to send events to; known once it has started.
+      token: token that senders must know.
+      url: where to send events; known after the start.
     """
 
     def __init__(
@@ -315,19 +319,18 @@ class Http:
         *,
         tls: bool = False,
     ) -> None:
-        """Listens to nothing yet.
+        """Does not listen yet.
 
         Args:
-          port: 0: any that is free.
-          host: the address to listen on; the default is reached from this machine
-            only.
-          token: None: that of the environment variable `TOKEN_VARIABLE`, or else a
-            random one.
-          tls: whether it speaks HTTPS, with the certificate and the key in the PEM
-            files that `CERTIFICATE_VARIABLE` and `KEY_VARIABLE` name.
+          port: port to listen on; 0: any free port.
+          host: address to listen on; the default can be reached only from this machine.
+          token: token that senders must know; None: the environment variable
+            `TOKEN_VARIABLE`, or else a random token.
+          tls: whether to use HTTPS, with the certificate and the key in the PEM files
+            that `CERTIFICATE_VARIABLE` and `KEY_VARIABLE` name.
 
         Raises:
-          PlanError: the token is short.
+          PlanError: the token is too short.
         """
         found = token or os.environ.get(TOKEN_VARIABLE) or secrets.token_urlsafe(24)
         if len(found) < _SHORTEST or not found.isascii():
@@ -365,10 +368,10 @@ class Http:
 
 
 def _context() -> ssl.SSLContext:
-    """The certificate and the key of TLS.
+    """The TLS context with the certificate and the key.
 
     Raises:
-      PlanError: they are not there.
+      PlanError: the certificate or the key cannot be read.
     """
     certificate, key = (os.environ.get(x) for x in (CERTIFICATE_VARIABLE, KEY_VARIABLE))
     made = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
