@@ -1,4 +1,4 @@
-"""Training loops that go on when devices go and come.
+"""Training loops that go on when devices leave and join.
 
 The package itself can be called: ``autopar.elastic(...)`` is
 `autopar.elastic.train.elastic`. A function of this name in ``autopar`` would hide the
@@ -12,11 +12,12 @@ from typing import Any, final
 
 @final
 class _Callable(types.ModuleType):
-    """This package, as something that can be called."""
+    """This package, as a callable module."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """See `autopar.elastic.train.elastic`."""
-        # It imports JAX, which the package must not: the command line reads ledgers.
+        # `train` imports JAX. The package must not, because the command line reads
+        # ledgers.
         from autopar.elastic.train import elastic
 
         return elastic(*args, **kwargs)

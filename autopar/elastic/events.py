@@ -1,5 +1,4 @@
-"""Events: changes of a run's devices or links, reported by a scheduler, host or
-program.
+"""Events: changes of the devices or links of a run, reported from outside.
 
 An event names devices that leave or join, a whole cluster, or the measured rate of a
 link. Sources (`autopar.elastic.sources`) make events. This module resolves an event and

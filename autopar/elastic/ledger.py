@@ -1,20 +1,21 @@
-"""The ledger: one JSON object a line for every event and every re-plan of a run.
+"""The ledger: one line of JSON for each event and each re-plan of a run.
 
 Kinds of lines:
 
-* ``replan``: what led to a re-plan, what was compared, what the choice was predicted to
-  gain and to cost, and how long its pause was;
-* ``measured``: the seconds of a step before and after a re-plan, some steps later;
-* ``batch``: a change of the batch, the plan or the codecs by their goodput: what was
-  compared, and what the choice was predicted to be worth;
-* ``batch measured``: what a step took and was worth before and after it;
-* ``batch refused``: a way to go on that could not be planned;
-* ``world``: a world of processes that formed in a run of `autopar run`: what led to it,
-  how long its pause was, and what starting processes again was of it;
+* ``replan``: a re-plan: its cause, the options that were compared, the predicted gain
+  and cost of the chosen option, and the length of the pause;
+* ``measured``: the seconds of a step before a re-plan, and some steps after it;
+* ``batch``: a change of the batch size, the plan or the codecs by their goodput: the
+  options that were compared, and the predicted goodput of the chosen option;
+* ``batch measured``: the seconds and the progress of a step before and after such a
+  change;
+* ``batch refused``: an option for such a change that could not be planned;
+* ``world``: a world of processes that formed in a run of `autopar run`: its cause, the
+  length of the pause, and the part of the pause in which processes started again;
 * ``refused``: a change that could not be planned;
-* ``event``: an event that changed nothing, and why;
-* ``wrong``: a message that is no event;
-* ``stop``: the end of a run whose devices are gone.
+* ``event``: an event that changed nothing, and the reason;
+* ``wrong``: a message that is not an event;
+* ``stop``: the end of a run that has no devices left.
 """
 
 from __future__ import annotations
@@ -32,27 +33,29 @@ from autopar.elastic.events import Resolved
 from autopar.errors import PlanError
 from autopar.whole_files import WaitingLines
 
-# Said of the log that `autopar run` keeps in its folder.
+# A hint for a reader of the log that `autopar run` keeps in its folder.
 _OF_RUN = (
     " It is the log of `autopar run`; the ledger is the file that the script names by "
     "autopar.elastic(..., ledger=) or autopar.train(..., ledger=)."
 )
-# Lines that a run keeps in memory.
+# Number of lines that a run keeps in memory.
 _KEPT = 1000
 
 
 class Ledger:
-    """Writes lines to a file, and keeps the latest in memory.
+    """Writes lines to a file, and keeps the latest lines in memory.
 
-    A line that cannot be written, as on a full disk, does not stop the run: it is said
-    once, ``failure`` says why, and lines that wait are written when there is room.
+    If a line cannot be written, for example on a full disk, the run goes on. A message
+    is printed once, and ``failure`` holds the reason. The waiting lines are written
+    when there is room again.
     """
 
     def __init__(self, path: str | os.PathLike[str] | None) -> None:
         """Writes nothing yet.
 
         Args:
-          path: of the file, whose lines stay; None: in memory only.
+          path: path of the file, to which lines are added; None: lines are kept only in
+            memory.
 
         Raises:
           PlanError: the file cannot be written.
@@ -70,11 +73,11 @@ class Ledger:
                 raise PlanError(f"ledger={str(path)!r}: {error}.") from error
 
     def write(self, kind: str, **fields: Any) -> None:
-        """Adds a line; sources call it from threads of their own.
+        """Adds a line; may be called from any thread.
 
         Args:
-          kind: of the line.
-          fields: what JSON can hold.
+          kind: kind of the line.
+          fields: further fields, which JSON must be able to hold.
         """
         line = {"kind": kind, "time_s": time.time(), **fields}
         with self._lock:
@@ -92,16 +95,16 @@ class Ledger:
                 self.failure = ""
 
     def note(self, found: Resolved) -> None:
-        """Adds an event that changes nothing."""
+        """Adds a line for an event that changes nothing."""
         self.write("event", event=event_data(found))
 
     def wrong(self, source: str, reason: str) -> None:
-        """Adds a message that is no event."""
+        """Adds a line for a message that is not an event."""
         self.write("wrong", source=source, reason=reason)
 
 
 def event_data(found: Resolved) -> dict[str, Any]:
-    """An event and what came of it, for a line."""
+    """An event and its outcome, as fields of a line."""
     event = found.event
     return {
         "what": str(event),
@@ -115,12 +118,12 @@ def event_data(found: Resolved) -> dict[str, Any]:
 
 
 def read_ledger(path: str | os.PathLike[str]) -> list[Mapping[str, Any]]:
-    """The lines of a ledger.
+    """Reads the lines of a ledger.
 
-    A last line that was cut short, as by a kill, is left out.
+    A last line that was cut short, for example by a kill, is left out.
 
     Raises:
-      PlanError: there is no such file, or another line is none of a ledger.
+      PlanError: the file cannot be read, or another line does not belong to a ledger.
     """
     try:
         texts = Path(path).read_text().splitlines()

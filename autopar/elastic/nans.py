@@ -1,4 +1,4 @@
-"""What a run does where a step is not finite; one site for all loops."""
+"""The reaction of a run to a step that is not finite, for all training loops."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from autopar.runtime.parallel_step import ParallelStep
 OnNan = Literal["stop", "skip", "continue"]
 LOGGER = logging.getLogger("autopar")
 _HOW = ("stop", "skip", "continue")
-# So many steps in a row that are not finite end a run.
+# Number of steps in a row that are not finite after which a run ends.
 _MOST = 3
 
 
 def guard(name: str, step: ParallelStep[..., Any], how: Any) -> None:
-    """Lets a step keep its state where it is not finite, if that is asked for.
+    """Makes a step restore its state if it is not finite, except under ``continue``.
 
     Args:
-      name: of the function that was called, for errors.
-      step: the step.
-      how: what is done.
+      name: name of the calling function, for error messages.
+      step: the train step.
+      how: the reaction to a step that is not finite (``on_nan=``).
 
     Raises:
-      PlanError: there is no such way.
+      PlanError: the reaction is unknown.
     """
     if how not in _HOW:
         raise PlanError(
@@ -42,12 +42,12 @@ def guard(name: str, step: ParallelStep[..., Any], how: Any) -> None:
 
 
 class Finiteness:
-    """Counts the steps of a run that are not finite, says so, and ends the run.
+    """Counts and reports the steps of a run that are not finite, and ends the run.
 
     Attributes:
-      finite: whether the last step was.
-      count: how many were not.
-      first: number of the first of those in a row that were not.
+      finite: whether the last step was finite.
+      count: number of steps that were not finite.
+      first: number of the first step of the current row of steps that are not finite.
     """
 
     def __init__(
@@ -56,8 +56,8 @@ class Finiteness:
         """Has seen no step yet.
 
         Args:
-          step: the step, of `guarded`.
-          how: what is done.
+          step: the train step, after `guard`.
+          how: the reaction to a step that is not finite (``on_nan=``).
           record: takes the kind and the fields of a line of the ledger.
         """
         self._step, self._how, self._record = step, how, record
@@ -66,21 +66,21 @@ class Finiteness:
 
     @property
     def restores(self) -> bool:
-        """Whether the state stays as before a step that is not finite."""
+        """Whether the state from before a step that is not finite is restored."""
         return self._how != "continue"
 
     @property
     def hopeless(self) -> bool:
-        """Whether what has run last is of no use, and nothing mends it."""
+        """Whether the last step was not finite and its state is not restored."""
         return not self.finite and not self.restores
 
     def look(self, number: int, result: Any, *, says: bool = True) -> bool:
-        """Takes a step that has run; returns whether it was finite.
+        """Takes a step that has run; returns whether the step was finite.
 
         Args:
-          number: of the step.
-          result: what it returned besides the state.
-          says: whether this process writes it down.
+          number: number of the step.
+          result: the values that the step returned besides the state.
+          says: whether this process reports a step that is not finite.
         """
         flag = self._step.finite if self.restores else None
         self.finite = _finite(result) if flag is None else bool(np.asarray(flag))
@@ -108,15 +108,15 @@ class Finiteness:
         """The state for the next step.
 
         Args:
-          before: the state that the last step was given.
-          after: the state that it left.
+          before: the state before the last step.
+          after: the state after the last step.
         """
-        # Stages in several processes do not restore it, and do not consume it either.
+        # Stages in several processes neither restore the old state nor consume it.
         lost = not self.finite and self.restores and self._step.finite is None
         return before if lost else after
 
     def error(self) -> NotFiniteError | None:
-        """The error that ends the run; None: it goes on."""
+        """The error that ends the run; None: the run goes on."""
         if self._how != "stop" or self._row < _MOST:
             return None
         return NotFiniteError(
@@ -129,7 +129,7 @@ class Finiteness:
 
 
 def _finite(result: Any) -> bool:
-    """Whether all real numbers of a result are finite that this process has."""
+    """Whether all real and complex numbers in a result are finite, on this process."""
     for leaf in jax.tree.leaves(result):
         away = isinstance(leaf, jax.Array) and not (
             leaf.is_fully_addressable or leaf.is_fully_replicated

@@ -1,13 +1,13 @@
-"""How far a run is, and how fast: lines of a ledger, about one a second.
+"""The progress and the speed of a run, as about one line of a ledger per second.
 
-A line of kind ``progress`` says how many steps are done and samples consumed, the
-median seconds from step to step since the line before, and the loss, which is the first
-number that a step returns. Where the batch follows the noise it also says the noise
-scale and what the steps were worth. Microbatches, the plan's scheme and codecs are in a
-line where they are not the default.
+A line of kind ``progress`` holds the number of steps done and of samples consumed, the
+median seconds of a step since the line before, and the loss. The loss is the first
+number that a step returns. If the batch size follows the gradient noise, the line also
+holds the noise scale and the progress of the steps. A line holds microbatches, the
+plan's scheme and codecs only if they are not the default.
 
-It stands apart from `autopar.elastic.ledger`, which supervisors and `autopar ledger`
-import without JAX.
+This module imports JAX. It is separate from `autopar.elastic.ledger`, which supervisors
+and `autopar ledger` import without JAX.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Pace:
     """Writes lines of progress to a ledger.
 
     Attributes:
-      loss: the one of the last line; None: there is none, or it is not finite.
+      loss: the loss of the last line; None: no loss, or a loss that is not finite.
     """
 
     def __init__(
@@ -44,16 +44,17 @@ class Pace:
         """Writes nothing yet.
 
         Args:
-          ledger: where to.
+          ledger: the ledger for the lines.
           every_s: least seconds between two lines.
-          clock: seconds now.
+          clock: returns the time in seconds.
         """
         self._ledger, self._every_s, self._clock = ledger, every_s, clock
         self._told_s = -math.inf
         self.loss: float | None = None
         self._done_s: float | None = None
         self._seconds: list[float] = []
-        # What a step is done with: seconds of one way say nothing of another.
+        # Devices, batch size and plan of a step: times under other values are not
+        # comparable.
         self._way: tuple[Any, ...] = ()
 
     def take(
@@ -69,24 +70,24 @@ class Pace:
         last: bool = False,
         lost: bool = False,
     ) -> None:
-        """Takes a step that was done.
+        """Takes a step that has run.
 
         Args:
           step: number of steps done.
           position: number of samples consumed.
           batch: samples of the next step.
-          devices: of the world that ran it.
-          result: what it returned besides the state.
-          plan: fields of the line on the plan (`plan_fields`); None: none.
-          measured: returns further fields, when a line is written; None: none.
-          last: whether no other step follows; such a step is always written.
-          lost: whether the step is not finite and its state stays so; likewise.
+          devices: number of devices of the world that ran the step.
+          result: the values that the step returned besides the state.
+          plan: fields of the line about the plan (`plan_fields`); None: no fields.
+          measured: returns further fields when a line is written; None: no fields.
+          last: whether this is the last step. A last step is always written.
+          lost: whether the state is not finite any more. Such a step is always written.
         """
         now = self._clock()
         plan = plan or {}
         way = (devices, batch, *sorted(plan.items()))
         if way != self._way:
-            # The time since the last step in another world is that of the change.
+            # The time since the last step under other values includes the change.
             self._way, self._seconds, self._done_s = way, [], None
         if self._done_s is not None:
             self._seconds.append(now - self._done_s)
@@ -115,7 +116,7 @@ class Pace:
 
 
 def plan_fields(plan: Plan) -> dict[str, Any]:
-    """What a line says of a plan: microbatches, scheme and codecs, if there are any."""
+    """The fields about a plan: microbatches, scheme and codecs, if it has them."""
     found: dict[str, Any] = {}
     if plan.microbatches > 1:
         found["microbatches"] = plan.microbatches
@@ -127,7 +128,7 @@ def plan_fields(plan: Plan) -> dict[str, Any]:
 
 
 def loss_of(result: Any) -> float | None:
-    """The first number in what a step returned; None: there is none.
+    """The first number in the result of a step; None: the result has no number.
 
     >>> loss_of({"accuracy": np.ones(3), "loss": np.float32(0.5)})
     0.5

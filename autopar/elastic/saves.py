@@ -1,12 +1,11 @@
-"""Saves a run while it trains, and finds where an earlier one was left.
+"""Saves a run while it trains, and finds the last save of an earlier run.
 
-A save that fails, as on a full disk, is written down and warned of; training goes on,
-and the next save tries again.
+If a save fails, for example on a full disk, the failure is written to the ledger and a
+warning is given. Training goes on, and the next save tries again.
 
-Parts what a step returned into the next state and the rest.
-
-Which of the results are the next state is known from the trace of the step
-(`autopar_passes.program.carried`), so a loop needs to know no form of step.
+This module also splits the values that a step returns into the next state and the rest.
+The trace of the step tells which results are the next state
+(`autopar_passes.program.carried`), so the loop works with every form of step.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from autopar.steps.analysis import Analysis
 
 
 class Saves:
-    """The checkpoints of a run, and which of its steps they are made of."""
+    """The checkpoints of a run, and the choice of the steps after which it is saved."""
 
     def __init__(
         self,
@@ -38,10 +37,10 @@ class Saves:
         """Reads and writes nothing yet.
 
         Args:
-          checkpoints: where they are kept; None: nothing is saved.
-          every: after how many steps; None: at the end of the run alone.
-          step: the step.
-          ledger: what saves that fail are written to.
+          checkpoints: where the checkpoints are kept; None: nothing is saved.
+          every: number of steps between saves; None: only at the end of the run.
+          step: the train step.
+          ledger: record of saves that fail.
         """
         self.checkpoints = checkpoints
         self._every, self._step, self._ledger = every, step, ledger
@@ -55,16 +54,16 @@ class Saves:
         args: Sequence[Any],
         others: Sequence[Any] | Mapping[str, Any],
     ) -> Restored | None:
-        """What the last run has left; None: there is no checkpoint.
+        """Restores the last checkpoint; returns None if there is no checkpoint.
 
         Args:
           create_state: makes the state.
-          args: its arguments.
+          args: arguments of ``create_state``.
           others: the arguments of the step after the state.
 
         Raises:
-          CheckpointError: there are checkpoints, and none can be used; or another run
-            saves there.
+          CheckpointError: there are checkpoints, but none of them can be used; or
+            another run saves there.
         """
         checkpoints = self.checkpoints
         if checkpoints is None:
@@ -84,10 +83,10 @@ class Saves:
         return found
 
     def after(self, state: Any, step: int, position: int) -> None:
-        """Saves after a step, if it is one of those that are saved.
+        """Saves the state after a step, if the step number is a multiple of ``every``.
 
         Args:
-          state: that the step returned.
+          state: the state that the step returned.
           step: number of steps done.
           position: number of samples consumed.
         """
@@ -95,7 +94,7 @@ class Saves:
             self._save(state, step, position)
 
     def end(self, state: Any, step: int, position: int) -> None:
-        """Saves the last state, and waits until it is complete."""
+        """Saves the last state, and waits until the save is complete."""
         if state is not None and step != self._last:
             self._save(state, step, position)
         if self.checkpoints is not None:
@@ -105,7 +104,7 @@ class Saves:
     def _save(self, state: Any, step: int, position: int) -> None:
         if (checkpoints := self.checkpoints) is None:
             return
-        # A save that failed before is told of here; it does not stop this one.
+        # An earlier save that failed is reported here; it does not stop this save.
         self._trying(checkpoints.wait)
         saved = self._trying(
             lambda: checkpoints.save(
@@ -115,7 +114,7 @@ class Saves:
         self._last = step if saved else self._last
 
     def _trying(self, work: Callable[[], None]) -> bool:
-        """Whether something was done without an error of the checkpoints."""
+        """Runs ``work``; returns whether it raised no checkpoint error."""
         try:
             work()
         except CheckpointError as error:
@@ -129,20 +128,20 @@ __all__ = ["carried_out", "splat"]
 
 
 def carried_out(analysis: Analysis, state: Any, result: Any) -> tuple[Any, Any]:
-    """Returns the next state, and what the step returned besides.
+    """Returns the next state, and the other values that the step returned.
 
-    An array of the state that the step does not return stays. NNX objects, which the
-    step has updated in place, are the next state themselves.
+    An array of the state that the step does not return is kept. The step updates NNX
+    objects in place, so these objects are themselves the next state.
 
     Args:
-      analysis: the step.
-      state: what the step was called with: one pytree, or a tuple of its leading
-        arguments.
-      result: what the step returned.
+      analysis: analysis of the step.
+      state: the state that was passed to the step: one pytree, or a tuple of its
+        leading arguments.
+      result: the values that the step returned.
     """
     numbers = _numbers(analysis)
     leaves, structure = jax.tree.flatten(result)
-    if len(leaves) != len(numbers):  # objects are returned: they are the caller's own
+    if len(leaves) != len(numbers):  # the step returned objects of the caller
         return state, result
     carried = analysis.pytrees.carried
     old, _ = flat_state(state)
@@ -155,9 +154,9 @@ def carried_out(analysis: Analysis, state: Any, result: Any) -> tuple[Any, Any]:
 
 
 def _numbers(analysis: Analysis) -> list[int]:
-    """Of each leaf that the step returns, its number among the flat results.
+    """Position among the flat results of each leaf that the step returns.
 
-    -1 stands for a leaf that is no array.
+    -1 stands for a leaf that is not an array.
     """
     fixed = analysis.pytrees.result.fixed
     static = {k for k, _ in fixed.leaves}
@@ -174,9 +173,9 @@ def _numbers(analysis: Analysis) -> list[int]:
 def _rest(
     result: Any, leaves: Sequence[Any], structure: Any, marks: Sequence[bool | None]
 ) -> Any:
-    """The result without its parts whose arrays are all marked.
+    """The result without the parts whose arrays are all marked as next state.
 
-    Leaves that are no arrays, such as the sizes that a module keeps, have no mark.
+    Leaves that are not arrays, such as the sizes in a module, have no mark.
     """
     if _whole(marks):
         return None

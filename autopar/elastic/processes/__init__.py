@@ -1,1 +1,1 @@
-"""A run of several processes, which go and come while it trains."""
+"""A run of several processes, which may leave and join while the run trains."""

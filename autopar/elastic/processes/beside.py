@@ -1,4 +1,4 @@
-"""What a run of several processes keeps and takes up beside the state of its model."""
+"""States that a run of several processes keeps besides the state of its model."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from autopar.runtime.creation import StateShapes
 from autopar.runtime.parallel_step import ParallelStep
 from autopar_passes.program.static_leaves import struct_of
 
-# Name, with which the paths of its arrays begin -> where a step has it.
+# Name of a state, the prefix of the paths of its arrays -> attribute of the step.
 _STATES = {"codecs": "compression_state", "noise": "noise_state"}
 
 
 def state_beside(step: ParallelStep[..., Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What a step carries beside the state of its model.
+    """The states of a step besides the state of its model.
 
     Args:
-      step: the step.
+      step: the train step.
 
     Returns:
-      Arrays of the codecs' state and of the averages of the noise scale by path; and
-      the trees that they belong to, as plain data by name.
+      Path -> array, for the state of the codecs and the averages of the noise scale;
+      and name -> tree of these arrays, as plain data.
     """
     arrays: dict[str, Any] = {}
     plain: dict[str, Any] = {}
@@ -43,12 +43,12 @@ def state_beside(step: ParallelStep[..., Any]) -> tuple[dict[str, Any], dict[str
 def take_up(
     step: ParallelStep[..., Any], fetch: Fetcher, plain: Mapping[str, Any]
 ) -> None:
-    """Gives a step what `kept` returned, wherever its arrays lie.
+    """Gives a step the states that `state_beside` returned.
 
     Args:
-      step: the step.
+      step: the train step.
       fetch: reads arrays by path.
-      plain: the trees, as `kept` returned them; other names are passed over.
+      plain: the trees that `state_beside` returned; other names are ignored.
     """
     for name, attribute in _STATES.items():
         if (tree := plain.get(name)) is not None:
@@ -60,13 +60,13 @@ def take_up(
 def rest_structs(
     train_step: ParallelStep[..., Any], samples: Samples, shapes: StateShapes, step: int
 ) -> list[Any]:
-    """Structs of what a step takes after the state, over all processes.
+    """Shapes of the step's arguments after the state, over all processes.
 
     Args:
-      train_step: the step.
-      samples: what it is trained on.
-      shapes: of the state.
-      step: its number.
+      train_step: the train step.
+      samples: the training samples.
+      shapes: shapes of the state.
+      step: number of the step.
     """
     rest, named = samples.arguments(step, train_step.world)
     if named:

@@ -1,13 +1,13 @@
-"""What broke a world: the loss of a process, or what its own script does."""
+"""Decides whether a world broke by the loss of a process or by its own script."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
 
-# Worlds in a row that may break at one step though nobody died.
+# Number of worlds in a row that may break at one step although no process died.
 _BREAKS = 3
-# Errors that the loss of another process may have caused.
+# Kinds of errors that the loss of another process may have caused.
 _OF_OTHERS = (
     "RuntimeError",
     "RunError",
@@ -16,23 +16,24 @@ _OF_OTHERS = (
     "TimeoutError",
     "WorldBroken",
 )
-# Of these JAX raises errors of any kind, such as ValueError.
+# Parts of error texts from transports, for which JAX raises any kind of error.
 _TRANSPORTS = ("Gloo", "gloo", "NCCL")
-# For so long after a loss, any error may come from it: a process that meets the end of
-# another one between two calls may read half of what it expects.
+# For this time after a loss, the loss may have caused any error: when another process
+# ends between two calls, a process may read only half of the expected data.
 _AFTERMATH_S = 30.0
-# So long after an error, no process is found to be gone: it was the script's own.
+# If no process is found to be gone for this time after an error, the error is the
+# script's own.
 _OWN_S = 3.0
 
 
 class Breaks:
-    """Counts the worlds that break, and says what is blamed on the loss of others."""
+    """Counts broken worlds, and finds errors that a lost process explains."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         """Nothing has broken yet.
 
         Args:
-          clock: seconds now.
+          clock: returns the time in seconds.
         """
         self._clock = clock
         self._lost_s = -math.inf
@@ -40,30 +41,30 @@ class Breaks:
         self._due_s: dict[int, float] = {}
 
     def on_kill(self) -> None:
-        """A process of a world was killed."""
+        """Records that a process of a world was killed."""
         self._lost_s = self._clock()
 
     def on_progress(self) -> None:
-        """A world has formed with a later step than those before."""
+        """Records that a world has formed at a later step than all worlds before."""
         self._count = 0
 
     @property
     def aftermath(self) -> bool:
-        """Whether a process was lost a short while ago."""
+        """Whether a process was lost within the last `_AFTERMATH_S` seconds."""
         return self._clock() - self._lost_s < _AFTERMATH_S
 
     def of_others(self, error: str) -> bool:
         """Whether an error may have been caused by the loss of another process.
 
         Args:
-          error: its kind and its text, with a colon between them.
+          error: kind and text of the error, with a colon between them.
         """
         kind = error.partition(":")[0]
         known = any(part in kind for part in _OF_OTHERS)
         return self.aftermath or known or any(x in error for x in _TRANSPORTS)
 
     def too_many(self, size: int) -> bool:
-        """Counts an error of a world; whether there were too many at one step.
+        """Counts an error of a world; returns whether there were too many at one step.
 
         Args:
           size: number of processes of the world.
@@ -72,15 +73,15 @@ class Breaks:
         return self._count > _BREAKS * max(1, size)
 
     def wait(self, worker: int) -> None:
-        """A worker waits to hear whether the loss of another one explains its error."""
+        """Records that a worker waits to learn whether a loss explains its error."""
         self._due_s[worker] = self._clock() + _OWN_S
 
     def on_leave(self) -> None:
-        """The world is left: that explains the errors of its processes."""
+        """Records that the world is left; this explains errors of its processes."""
         self._due_s.clear()
 
     def own(self) -> list[int]:
-        """The workers whose error is their own by now; each is named once."""
+        """The workers whose error proved to be their own; each is returned once."""
         now = self._clock()
         found = [worker for worker, due_s in self._due_s.items() if due_s <= now]
         for worker in found:

@@ -1,10 +1,12 @@
 """The process that hosts the coordination services of all worlds.
 
-It is apart from the supervisor, whose death workers must survive, and ends with the
-workers. JAX's services know no secret, so they listen on loopback. Workers of other
-hosts reach them through a door with TLS. Commands come as JSON lines on stdin: ``open``
-a service for some processes, ``fill`` a world with processes that stand for those that
-died before they connected, ``close`` a service that nobody uses any more, and ``ping``.
+The process is separate from the supervisor, because workers must survive the
+supervisor's death. It ends with the workers. JAX's services check no secret, so they
+listen only on loopback. Workers of other hosts reach a service through a door: a
+listener with TLS. Commands come as JSON lines on stdin. ``open`` starts a service for
+some processes. ``fill`` connects substitutes for processes that died before they
+connected. ``close`` ends a service that no process uses any more. ``ping`` asks for an
+answer.
 """
 
 from __future__ import annotations
@@ -35,24 +37,24 @@ from autopar.errors import RunError
 
 # The supervisor's side of the process that hosts coordination services.
 
-# How often it is asked whether it lives, and how long it may take to start.
+# Seconds between two pings of the process, and longest time of its start.
 _ASK_S, _START_S = 2.0, 120.0
 _TRIES = 3
 
 
 class ServiceProcess:
-    """Starts the process, again where it has died, and gives it commands.
+    """Starts the process, starts it again if it has died, and sends it commands.
 
     Attributes:
-      up: whether it has answered.
+      up: whether the process has answered.
     """
 
     def __init__(self, silent_s: float, network: Network) -> None:
-        """Has started none.
+        """Has started no process yet.
 
         Args:
-          silent_s: longest without an answer before it is killed.
-          network: on which workers reach it.
+          silent_s: longest time without an answer before the process is killed.
+          network: network on which workers reach the process.
         """
         self._silent_s, self._network = silent_s, network
         self._child: subprocess.Popen[str] | None = None
@@ -61,7 +63,7 @@ class ServiceProcess:
         self.up = False
 
     def start(self) -> None:
-        """Starts it where it does not run."""
+        """Starts the process if it does not run."""
         if self._child is not None and self._child.poll() is None:
             return
         child = subprocess.Popen(
@@ -92,14 +94,14 @@ class ServiceProcess:
 
     @property
     def process(self) -> ProcessId | None:
-        """Which process it is; None: it does not run."""
+        """The identity of the process; None: the process does not run."""
         child = self._child
         if child is None or child.poll() is not None:
             return None
         return ProcessId.of(child.pid)
 
     def has_died(self) -> bool:
-        """Whether it has ended by itself, said once; a silent one is killed."""
+        """Returns True once after the process has died; kills a silent process."""
         child, now = self._child, time.monotonic()
         if child is None:
             return False
@@ -118,7 +120,7 @@ class ServiceProcess:
 
         Args:
           generation: number of the world.
-          processes: that will connect.
+          processes: the processes that will connect.
 
         Raises:
           RunError: the process does not start.
@@ -138,11 +140,11 @@ class ServiceProcess:
         )
 
     def fill(self, generation: int, ranks: list[int]) -> None:
-        """Lets a world connect whose processes of these ranks are gone."""
+        """Lets a world finish connecting without the processes of these ranks."""
         self._tell(kind="fill", generation=generation, ranks=ranks)
 
     def close(self, generation: int) -> None:
-        """Ends the service of a world that all have left."""
+        """Ends the service of a world that all processes have left."""
         self._tell(kind="close", generation=generation)
 
     def stop(self) -> None:
@@ -160,22 +162,23 @@ class ServiceProcess:
                 child.stdin.flush()
 
 
-# How long a world may take to connect: XLA ends a process that does not get so far.
+# How long a world may take to connect. XLA ends a process that does not connect in
+# time.
 _CONNECT_S = 50
 
 
 class Services:
-    """The services by generation."""
+    """The coordination services, by generation of their worlds."""
 
     def __init__(self) -> None:
-        """Hosts none."""
-        # The supervisor, which shares this module, starts without JAX.
+        """Hosts no service yet."""
+        # JAX is imported here because the supervisor imports this module without JAX.
         from autopar_passes import jax_processes
 
         self._jax, self._network = jax_processes, Network.of_environment()
         self._running: dict[int, tuple[str, Any]] = {}
         self._doors: dict[int, Door] = {}
-        # A descriptor of each worker that used a service.
+        # A descriptor of each worker that has used a service.
         self._workers: dict[ProcessId, int] = {}
 
     def open(self, generation: int, processes: list[Any]) -> str:
@@ -199,11 +202,11 @@ class Services:
                 self._workers[worker] = descriptor
 
     def ping(self) -> str:
-        """Says that this process lives."""
+        """Answers, to show that this process lives."""
         return ""
 
     def fill(self, generation: int, ranks: list[int]) -> None:
-        """Connects in the place of processes that are gone, without waiting."""
+        """Connects in place of processes that are gone, in background threads."""
         if generation not in self._running:
             return
         address = self._running[generation][0]
@@ -215,7 +218,7 @@ class Services:
             ).start()
 
     def close(self, generation: int) -> None:
-        """Ends a service that no process is connected to."""
+        """Ends a service to which no process is connected."""
         if generation in self._running:
             _, service = self._running.pop(generation)
             if (door := self._doors.pop(generation, None)) is not None:
@@ -226,7 +229,7 @@ class Services:
         """Returns once all processes that used a service are gone."""
         for descriptor in self._workers.values():
             members.has_ended(descriptor, wait_s=None)
-        # Workers of other hosts are known by their connections alone.
+        # Workers of other hosts are known only by their connections.
         alone_s = time.monotonic()
         while self._doors and time.monotonic() - alone_s < _CONNECT_S:
             if any(door.is_used for door in self._doors.values()):
@@ -235,18 +238,18 @@ class Services:
 
 
 class Door:
-    """Passes connections of workers, which have the secret, to a service on loopback.
+    """Passes connections of workers with the secret on to a service on loopback.
 
     Attributes:
-      address: where workers connect to.
+      address: address that workers connect to.
     """
 
     def __init__(self, service: str, network: Network) -> None:
-        """Opens.
+        """Starts to listen.
 
         Args:
           service: address of the service.
-          network: on which it is reached.
+          network: network on which workers reach the door.
         """
         self._service = split_address(service)
         self._lock = threading.Lock()
@@ -261,7 +264,7 @@ class Door:
             return bool(self._ends)
 
     def close(self) -> None:
-        """Takes no more connections, and ends those there are."""
+        """Accepts no more connections, and ends the open connections."""
         self._listener.close()
         with self._lock:
             ends = list(self._ends)
@@ -287,7 +290,7 @@ class Door:
 
 
 def main() -> None:
-    """Obeys until stdin ends, and hosts until nobody needs it."""
+    """Runs commands until stdin ends, and hosts services until all workers are gone."""
     services = Services()
     for line in sys.stdin:
         command = json.loads(line)
@@ -297,7 +300,7 @@ def main() -> None:
             word = {"open": "address"}.get(kind, "answer")
             print(json.dumps({word: answer}), flush=True)
     services.wait_for_workers()
-    os._exit(0)  # destructors of services wait for clients
+    os._exit(0)  # the destructors of services would wait for clients
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
-"""The batch of a run of several processes: one decides, and all change at one step.
+"""The batch size of a run of several processes: all change it at the same step.
 
-What the loop knows is kept with the state of each step. Processes that form another
-world take it from there, so they count steps alike and decide at the same ones.
+The loop's knowledge is kept with the state of each step. Processes that form another
+world read it from there. So all processes count the same steps, and change the batch at
+the same step.
 """
 
 from __future__ import annotations
@@ -23,12 +24,13 @@ from autopar.runtime.parallel_step import ParallelStep
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Ends:
-    """When a run whose batch follows ends, besides its number of steps.
+    """The conditions that end a run with a changing batch size.
 
     Attributes:
-      samples: rows of the base batch; None: never.
-      until: ends it behind a step for which it is true on all processes; None: never.
-      steps: how many steps there are.
+      samples: rows of the base batch after which the run ends; None: no such limit.
+      until: ends the run after a step for which it is true on all processes; None: no
+        such test.
+      steps: number of steps.
     """
 
     samples: float | None = None
@@ -36,17 +38,17 @@ class Ends:
     steps: float = math.inf
 
     def is_reached(self, worth: float) -> bool:
-        """Whether steps were worth so many rows of the base batch."""
+        """Whether progress of ``worth`` rows of the base batch ends the run."""
         return self.samples is not None and worth >= self.samples
 
     def rest_s(self, step: int, worth: float, gained: float, step_s: float) -> float:
-        """Seconds until the run ends; infinite where nobody can say.
+        """Seconds until the run ends; infinite if the end is unknown.
 
         Args:
           step: number of steps done.
-          worth: rows of the base batch that they were worth.
-          gained: rows that the last of them was worth.
-          step_s: seconds that it took.
+          worth: progress of these steps, in rows of the base batch.
+          gained: progress of the last step, in rows of the base batch.
+          step_s: seconds of the last step.
         """
         steps = self.steps - step
         if self.samples is not None and gained > 0:
@@ -55,12 +57,12 @@ class Ends:
 
 
 class TeamFollowing:
-    """What chooses the batch in one process among several.
+    """Adapts the batch size in one process of several.
 
     Attributes:
-      loop: makes the choice.
-      ends: when the run ends.
-      worth: rows of the base batch that the steps were worth.
+      loop: chooses the batch size.
+      ends: conditions that end the run.
+      worth: progress so far, in rows of the base batch.
     """
 
     def __init__(
@@ -75,10 +77,11 @@ class TeamFollowing:
         """Begins with the base batch.
 
         Args:
-          step: the step.
-          following: how the batch follows.
-          rule: of the learning rate, which the optimizer must have; None: any.
-          ends: when the run ends.
+          step: the train step.
+          following: how the batch size follows the gradient noise.
+          rule: rule of the learning rate, which the optimizer must have; None: any
+            rule.
+          ends: conditions that end the run.
           record: takes the kind and the fields of a line of the ledger.
         """
         self._step = step
@@ -94,10 +97,10 @@ class TeamFollowing:
         )
 
     def begin(self, state: Any) -> Any:
-        """The state before the first step, or after a checkpoint, told the batch.
+        """Sets the batch size in a new state, or in a state from a checkpoint.
 
         Raises:
-          PlanError: its optimizer does not follow the batch.
+          PlanError: the optimizer was not wrapped with `scaled`.
         """
         check_rule(state, self.loop.following.base_batch, self._rule)
         made = self.loop.begin(state)
@@ -105,7 +108,7 @@ class TeamFollowing:
         return made
 
     def take(self, notes: Mapping[str, Any]) -> None:
-        """Goes on where notes were taken; the step has no plan in this world yet."""
+        """Continues from notes, before the step has a plan in this world."""
         self.loop.go_on(notes)
         way = notes["way"]
         changing_batches.begin_with(
@@ -113,16 +116,16 @@ class TeamFollowing:
         )
 
     def notes(self) -> dict[str, Any]:
-        """Where the loop stands, as JSON can hold it."""
+        """The loop's knowledge as data that JSON can hold."""
         return self.loop.to_data()
 
     def measured(self) -> dict[str, Any]:
-        """What a line of progress says of the noise and of what steps were worth.
+        """The measured fields of a line of progress.
 
         Returns:
-          ``noise_scale`` in rows, the text ``inf`` where noise hides the mean gradient,
-          None where it is not known yet; ``progress`` in rows of the base batch; and
-          ``codec_error`` where the codecs err.
+          ``noise_scale`` in rows: the text ``inf`` if noise hides the mean gradient,
+          None if it is not known yet; ``progress`` in rows of the base batch; and
+          ``codec_error`` if the codecs are not exact.
         """
         phi = self.loop.phi()
         found: dict[str, Any] = {"noise_scale": None, "progress": self.worth}
@@ -141,14 +144,14 @@ class TeamFollowing:
         seconds: float,
         result: Any,
     ) -> Any:
-        """The state for the next step, whose batch may be another.
+        """The state for the next step, whose batch size may differ.
 
         Args:
-          state: that the step returned.
-          rest: what the step took after the state.
-          named: what it took by name.
-          seconds: that it took.
-          result: what it returned besides the state.
+          state: the state that the step returned.
+          rest: arguments of the step after the state.
+          named: arguments of the step by name.
+          seconds: seconds of the step.
+          result: the values that the step returned besides the state.
         """
         self._step_s = seconds
         made = self.loop.observe(state, *rest, seconds=seconds, loss=result, **named)
@@ -161,6 +164,6 @@ class TeamFollowing:
         return self.ends.rest_s(done, self.worth, self._gained, self._step_s)
 
     def resize(self, samples: Samples, step: int) -> Samples:
-        """The samples from a step on, as many as the loop wants."""
+        """The samples with the loop's batch size, from a step on."""
         rows = self.loop.batch_size
         return samples if rows == samples.batch else samples.resize(step, rows)

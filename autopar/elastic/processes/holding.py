@@ -1,7 +1,7 @@
-"""What a process holds of a run's state on its host, and how it comes back to devices.
+"""Parts of a run's state in host memory, and their way back to devices.
 
-A holding belongs to a step and to the world that made it: two worlds split the state
-of one step differently, and their tiles must not be mixed.
+A holding belongs to a step and to the world that made it. Two worlds split the state of
+the same step differently, so their tiles must not be mixed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from autopar.elastic.processes.tiles import Tile
 from autopar.runtime import placement
 from autopar_passes import jax_compat
 
-# Path of an array -> its tiles that are held.
+# Path of an array -> tiles of the array that are held.
 Tiles = dict[str, dict[Tile, np.ndarray]]
 
 
@@ -29,12 +29,13 @@ class Holding:
     """Tiles of the state after a step.
 
     Attributes:
-      version: step and generation of the world, as text; names the holding.
+      version: step and generation of the world, as text; the name of the holding.
       step: number of steps done.
-      shapes: path -> shape and dtype of each whole array; keys as their numbers.
-      tiles: path -> tile -> its elements.
-      extra: what goes with the state and is the same everywhere, such as the position
-        of the next sample; plain data.
+      shapes: path -> shape and dtype of each whole array; random keys as their
+        integers.
+      tiles: path -> tile -> elements of the tile.
+      extra: plain data that belongs to the state and is the same on all processes, such
+        as the position of the next sample.
     """
 
     version: str
@@ -57,19 +58,19 @@ class Holding:
 
 
 def version(step: int, generation: int) -> str:
-    """The name of what a world holds after a step."""
+    """The name of a world's holdings after a step."""
     return f"{step}.{generation}"
 
 
 def hold(
     arrays: Mapping[str, Any], *, step: int, generation: int, extra: Mapping[str, Any]
 ) -> Holding:
-    """Takes this process's shards; on CPUs the memory is shared, not copied.
+    """Holds this process's shards; on CPUs their memory is shared, not copied.
 
     Args:
       arrays: path -> global array.
       step: number of steps done.
-      generation: of the world that made them.
+      generation: generation of the world that made the arrays.
       extra: see `Holding`.
     """
     bits = {path: jax_compat.key_bits(x) for path, x in arrays.items()}
@@ -83,13 +84,13 @@ def hold(
 
 
 def shapes_of(arrays: Mapping[str, Any]) -> dict[str, tuple[tuple[int, ...], str]]:
-    """Path -> shape and dtype of each whole array; keys as their numbers."""
+    """Path -> shape and dtype of each whole array; random keys as their integers."""
     bits = {path: jax_compat.key_bits(x) for path, x in arrays.items()}
     return {path: (tuple(x.shape), str(x.dtype)) for path, x in bits.items()}
 
 
 def _shards(array: Any) -> dict[Tile, np.ndarray]:
-    """The distinct shards of this process; of an array of the host, all of it."""
+    """The distinct shards of this process; a host array is one shard."""
     if isinstance(array, np.ndarray):
         return {tiles.whole(array.shape): array}
     found: dict[Tile, np.ndarray] = {}
@@ -101,12 +102,12 @@ def _shards(array: Any) -> dict[Tile, np.ndarray]:
 
 
 def only_here(arrays: Mapping[str, Any]) -> dict[str, dict[Tile, np.ndarray]]:
-    """This process's shards that lie on no other process."""
+    """The shards that only this process has."""
     found: Tiles = {}
     for path, array in arrays.items():
         bits = jax_compat.key_bits(array)
         if isinstance(bits, np.ndarray):
-            continue  # every process has it
+            continue  # every process has the array
         owners: dict[Tile, set[int]] = {}
         for device, index in bits.sharding.devices_indices_map(bits.shape).items():
             tile = tiles.tile_of(index, bits.shape)
@@ -123,10 +124,10 @@ Fetch = Callable[[str, Tile], np.ndarray]
 def place(
     wanted: Mapping[str, tuple[Any, NamedSharding]], fetch: Fetch
 ) -> dict[str, Any]:
-    """Makes the arrays of a state from tiles; only the tiles of this process are read.
+    """Makes the arrays of a state from tiles; reads only the tiles of this process.
 
     Args:
-      wanted: path -> struct of the whole array, and where it must lie.
+      wanted: path -> shape and dtype of the whole array, and its sharding.
       fetch: returns the elements of a tile.
     """
     return {path: _place(path, *where, fetch) for path, where in wanted.items()}

@@ -508,8 +508,7 @@ class Agent:
             threading.Thread(target=work, args=(self._connection,), daemon=True).start()
 
     def _greet(self) -> bool:
-        """Connects to the supervisor once; False: workers of another run had to end
-        first.
+        """Connects to the supervisor once; False: workers of an old run had to end.
 
         Raises:
           OSError: no supervisor answers.

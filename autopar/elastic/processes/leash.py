@@ -1,7 +1,7 @@
 """Becomes a command that dies with the process that started it (Linux).
 
 Usage: python leash.py PID COMMAND [ARGUMENT]...
-It imports nothing of autopar, so that it starts at once.
+This module imports nothing of autopar, so that it starts fast.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ _SET_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of <linux/prctl.h>
 
 
 def main() -> None:
-    """Asks for the signal, and becomes the command."""
+    """Asks for a signal at the parent's death, and becomes the command."""
     parent, command = int(sys.argv[1]), sys.argv[2:]
     ctypes.CDLL(None).prctl(_SET_DEATH_SIGNAL, signal.SIGKILL)
     if os.getppid() != parent:
-        sys.exit(1)  # it died before it was asked
+        sys.exit(1)  # the parent died before the request
     os.execv(command[0], command)
 
 

@@ -1,12 +1,13 @@
-"""Links between hosts, watched while a run trains over them.
+"""Measures the links between hosts while a run trains over them.
 
-The kernel counts for each TCP connection the bytes that the other end has
-acknowledged, and how long some were on their way (``tcpi_bytes_acked`` and
-``tcpi_busy_time`` of ``struct tcp_info``, linux/tcp.h). The quotient is the rate that
-the step's own exchanges got, so nothing is sent to measure it. Time in which the
-receiver had no room (``tcpi_rwnd_limited``) is none of the link's.
+For each TCP connection, the kernel counts the bytes that the other end has acknowledged
+(``tcpi_bytes_acked`` of ``struct tcp_info``, linux/tcp.h) and the time in which bytes
+were on their way (``tcpi_busy_time``). The bytes divided by this time are the rate of
+the step's own exchanges, so no extra bytes are sent for the measurement. The time in
+which the receiver's window was full (``tcpi_rwnd_limited``) is subtracted.
 
-Bytes that other transports send, such as InfiniBand, are not seen: no link changes.
+The kernel does not count bytes of other transports, such as InfiniBand. For these, no
+change of a link is found.
 """
 
 from __future__ import annotations
@@ -21,47 +22,48 @@ from collections.abc import Mapping
 
 from autopar.elastic.processes.network import inodes
 
-# How often a worker tells what its connections have sent.
+# Seconds between two reports of a worker on its sent bytes.
 TELL_S = 1.0
-# A window of the rate of a worker, and how many in a row must differ.
+# Seconds of a window in which a worker's rate is measured, and the number of last
+# windows whose rates must differ.
 _WINDOW_S, _WINDOWS = 5.0, 6
-# So many windows at the start of a world say what its exchanges get as planned.
+# The first windows of a world give the rate that the plan assumes.
 _FIRST = 3
-# A world's first seconds compile, and fetch the state.
+# The first seconds of a world are left out, because they compile and fetch the state.
 _SETTLE_S = 3.0
-# By so much a rate must differ from that.
+# Least factor between a rate and the first rate that counts as a change.
 _FACTOR = 1.5
-# With fewer bytes a window says nothing: they travel within one round trip.
+# Windows with fewer bytes are left out: few bytes arrive within one round trip.
 _LEAST_BYTES = 1 << 18
 
-# ``struct tcp_info`` of Linux 4.10 and later: bytes_acked at 120, busy_time and
-# rwnd_limited, in microseconds, at 168 and 176.
+# Offsets in ``struct tcp_info`` of Linux 4.10 and later: bytes_acked at 120; busy_time
+# and rwnd_limited, in microseconds, at 168 and 176.
 _ACKED, _BUSY = struct.Struct("=120xQ"), struct.Struct("=168xQQ")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SentBytes:
-    """What connections have sent.
+    """The bytes that connections have sent.
 
     Attributes:
-      nbytes: acknowledged by the other ends.
-      busy_s: seconds in which some were on their way, over all connections.
+      nbytes: bytes that the other ends have acknowledged.
+      busy_s: seconds in which bytes were on their way, summed over all connections.
     """
 
     nbytes: int
     busy_s: float
 
     def __add__(self, other: SentBytes) -> SentBytes:
-        """Both together."""
+        """The sums of both."""
         return SentBytes(self.nbytes + other.nbytes, self.busy_s + other.busy_s)
 
     def __sub__(self, other: SentBytes) -> SentBytes:
-        """What was sent after the other."""
+        """The bytes and seconds since the other record."""
         return SentBytes(self.nbytes - other.nbytes, self.busy_s - other.busy_s)
 
     @property
     def rate(self) -> float | None:
-        """Bytes per second; None: too few to say."""
+        """Bytes per second; None: too few bytes for a rate."""
         known = self.nbytes >= _LEAST_BYTES and self.busy_s > 0
         return self.nbytes / self.busy_s if known else None
 
@@ -70,19 +72,19 @@ _NONE = SentBytes(0, 0.0)
 
 
 class Traffic:
-    """Reads what this process has sent to other hosts."""
+    """Reads the bytes that this process has sent to other hosts."""
 
     def __init__(self, host: str) -> None:
         """Has read nothing yet.
 
         Args:
-          host: address of this host; what stays on it is left out.
+          host: address of this host; connections within the host are left out.
         """
         self._host = host
         self._before: Mapping[int, SentBytes] = {}
 
     def take(self) -> SentBytes:
-        """What was sent since it was asked last."""
+        """The bytes sent since the last call."""
         now = {
             k: x
             for k, fd in inodes(os.getpid()).items()
@@ -93,7 +95,7 @@ class Traffic:
         return sum(fresh, _NONE)
 
     def _read_socket(self, descriptor: int) -> SentBytes | None:
-        """What a connection to another host has sent; None: it is none."""
+        """The bytes sent on a socket; None: it is no connection to another host."""
         with contextlib.suppress(OSError, struct.error):
             with socket.socket(fileno=os.dup(descriptor)) as found:
                 if found.family not in (socket.AF_INET, socket.AF_INET6):
@@ -113,10 +115,10 @@ class Traffic:
 
 
 class LinkWatch:
-    """Compares the rates that a world gets with those that it began with."""
+    """Compares the current rates of a world with its first rates."""
 
     def __init__(self) -> None:
-        """No world has formed."""
+        """No world has formed yet."""
         self._began_s = 0.0
         self._current: dict[int, SentBytes] = {}
         self._window = -1
@@ -124,20 +126,20 @@ class LinkWatch:
         self._told = True
 
     def begin(self, now: float) -> None:
-        """A world has formed; what it gets first is what was planned for.
+        """Begins a world; its first rates are those that the plan assumes.
 
         Args:
-          now: seconds on a clock that goes on (`time.monotonic`), here and below.
+          now: seconds on a monotonic clock (`time.monotonic`), here and below.
         """
         self._began_s, self._told = now + _SETTLE_S, False
         self._current, self._rates, self._window = {}, {}, -1
 
     def take(self, now: float, worker: int, sent: SentBytes) -> float | None:
-        """Takes what a worker has sent since it told last.
+        """Takes the bytes that a worker has sent since its last report.
 
         Returns:
-          By what factor the slowest link has become faster, where this has been so for
-          half a minute; each change is told once.
+          The factor by which the rate of the slowest link has changed, once the change
+          has lasted for half a minute; otherwise None. Each change is returned once.
         """
         window = int((now - self._began_s) // _WINDOW_S)
         if self._told or now < self._began_s:
@@ -156,7 +158,7 @@ class LinkWatch:
         self._current = {}
 
     def _find_factor(self) -> float | None:
-        """The factor of the slowest link, where it has changed for long enough."""
+        """The factor of the slowest link, if it has changed for long enough."""
         found = [x for x in map(_factors, self._rates.values()) if x]
         slower = [max(x) <= 1 / _FACTOR for x in found]
         faster = [min(x) >= _FACTOR for x in found]
@@ -166,7 +168,7 @@ class LinkWatch:
 
 
 def _factors(rates: list[float | None]) -> list[float]:
-    """The last rates of a worker over its first ones; none: nothing is known."""
+    """A worker's last rates divided by its first rates; empty: too few rates."""
     first = [x for x in rates[:_FIRST] if x is not None]
     last = [x for x in rates[_FIRST:][-_WINDOWS:] if x is not None]
     if not first or len(last) < _WINDOWS - 1:

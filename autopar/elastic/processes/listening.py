@@ -1,8 +1,8 @@
-"""Events of a run of several processes, heard where the supervisor is.
+"""Events of a run of several processes, received where the supervisor runs.
 
-Each process is a host of the cluster that the world is planned for: process k of the
-world is its host k. Events are resolved as in one process (`autopar.elastic.events`);
-what comes of them is a number of processes, those that go, and perhaps other links.
+Each process is a host of the planned cluster: the process with rank k of the world is
+host k. Events are resolved as in a run of one process (`autopar.elastic.events`). The
+outcome is a number of processes, the processes that leave, and perhaps changed links.
 """
 
 from __future__ import annotations
@@ -30,12 +30,13 @@ from autopar.errors import EventError, PlanError
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class WantedAction:
-    """What comes of an event.
+    """The outcome of an event for the processes of a run.
 
     Attributes:
-      processes: how many there are to be.
-      gone: ranks of those that go.
-      cluster: what they plan for from now on; None: links and devices are as before.
+      processes: wanted number of processes.
+      gone: ranks of the processes that leave.
+      cluster: the cluster to plan for from now on; None: links and devices do not
+        change.
     """
 
     processes: int
@@ -44,7 +45,7 @@ class WantedAction:
 
 
 class Listening:
-    """The sources that a script names, and the cluster that its world has."""
+    """The event sources that a script names, and the cluster of its world."""
 
     def __init__(
         self,
@@ -53,13 +54,13 @@ class Listening:
         follow: Callable[[WantedAction], None],
         folder: pathlib.Path,
     ) -> None:
-        """Hears nothing before the first world has formed.
+        """Receives no events before the first world has formed.
 
         Args:
-          limits: fewest and most processes.
-          notes: where events that change nothing are written down.
-          follow: carries out what comes of an event; called from any thread.
-          folder: of the run.
+          limits: smallest and largest number of processes.
+          notes: record of events that change nothing.
+          follow: carries out the outcome of an event; called from any thread.
+          folder: folder of the run.
         """
         self._limits, self._notes, self._follow = limits, notes, follow
         self._folder = folder
@@ -71,11 +72,12 @@ class Listening:
         self._links = LinkWatch()
 
     def on_world(self, said: Mapping[str, Any]) -> None:
-        """A world has formed; starts the sources that its script names.
+        """Takes a world that has formed; starts the sources of its script.
 
         Args:
-          said: by a process of it: ``cluster`` that is planned for, as data;
-            ``devices`` of a process; ``events``, texts of sources.
+          said: message of a process of the world: ``cluster``, the planned cluster as
+            data; ``devices``, number of devices of a process; ``events``, texts of
+            sources.
         """
         world = Cluster.from_data(said["cluster"])
         self._links.begin(time.monotonic())
@@ -99,7 +101,7 @@ class Listening:
             self.wrong(text, str(error))
 
     def addresses(self) -> list[dict[str, str]]:
-        """Where events can be posted to, with the token that they need."""
+        """The URLs to which events can be posted, with the tokens that they need."""
         https = [x for x in self._sources.values() if isinstance(x, Http)]
         return [{"url": x.url, "token": x.token} for x in https]
 
@@ -116,9 +118,9 @@ class Listening:
             self.wrong("script", str(error))
 
     def on_sent(self, worker: int, sent: SentBytes) -> None:
-        """Takes what a worker of the world has sent to other hosts.
+        """Takes the bytes that a worker of the world has sent to other hosts.
 
-        A link that has become slower or faster than planned is an event.
+        If a link has become slower or faster than planned, this makes an event.
         """
         factor = self._links.take(time.monotonic(), worker, sent)
         world = self._world
@@ -135,10 +137,10 @@ class Listening:
             )
         )
 
-    # As a sink of the sources.
+    # The methods of a sink for the sources.
 
     def put(self, event: Event) -> Resolved:
-        """Takes an event, and returns what comes of it."""
+        """Takes an event, and returns its outcome."""
         with self._lock:
             if self._inbox is None or self._world is None:
                 reason = "no world has formed yet; send it again."
@@ -157,7 +159,7 @@ class Listening:
         return found
 
     def wrong(self, source: str, reason: str) -> None:
-        """Takes note of a message that is no event."""
+        """Records a message that is not an event."""
         self._notes.wrong(source, reason)
 
     def _none_left(self, found: Resolved) -> Resolved:
@@ -172,10 +174,10 @@ class Listening:
         return refused
 
     def _check(self, cluster: Cluster) -> None:
-        """Checks that processes can make up a cluster.
+        """Checks that whole processes can form a cluster.
 
         Raises:
-          PlanError: they cannot.
+          PlanError: whole processes cannot form the cluster.
         """
         devices, limits = self._devices, self._limits
         there = ids_there(cluster)
@@ -191,7 +193,7 @@ class Listening:
             )
 
     def _wanted_from(self, world: Cluster, target: Cluster) -> WantedAction:
-        """What makes a cluster of the world's."""
+        """The action that turns the world's cluster into the target cluster."""
         there = ids_there(target)
         count = len(ids_there(world)) // self._devices
         firsts = [k * self._devices for k in range(count)]
@@ -208,6 +210,6 @@ class Listening:
 
 
 def _parts(there: set[int], devices: int) -> Sequence[int]:
-    """The processes of which only some devices are there."""
+    """The processes of which only some devices are present."""
     counts = collections.Counter(i // devices for i in there)
     return [k for k, count in counts.items() if count != devices]

@@ -1,4 +1,4 @@
-"""What a run serves for Prometheus, as OpenMetrics (`autopar run --metrics`)."""
+"""Metrics that `autopar run --metrics` serves to Prometheus, as OpenMetrics."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from autopar.errors import PlanError
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class MetricSpec:
-    """A metric.
+    """The description of a metric.
 
     Attributes:
       kind: ``counter``, whose samples end in ``_total``, or ``gauge``.
-      text: what it is.
-      labels: by which its samples are told apart.
+      text: explanation of the metric.
+      labels: labels that distinguish its samples.
     """
 
     kind: str
@@ -35,12 +35,12 @@ class MetricSpec:
     labels: tuple[str, ...] = ()
 
     def sample(self, name: str) -> str:
-        """The name of its samples."""
+        """The name of the metric's samples."""
         return f"{name}_total" if self.kind == "counter" else name
 
 
 _WORKER = ("worker", "host")
-# Name, which ends in the unit where there is one -> the metric.
+# Name of a metric, which ends in its unit if it has a unit -> description.
 METRICS = {
     "autopar_steps": MetricSpec("counter", "Steps done."),
     "autopar_samples": MetricSpec("counter", "Samples consumed."),
@@ -82,15 +82,15 @@ METRICS = {
     ),
 }
 _PHASES = ("starting", "ready", "in")
-# Name of a metric -> values of its labels, and the value.
+# Name of a metric -> pairs of label values and the metric's value.
 Samples = Mapping[str, list[tuple[tuple[str, ...], float]]]
 
 
 def read_address(text: str) -> tuple[str, int]:
-    """Host and port to serve at; the host is loopback where a port alone is given.
+    """Host and port to serve at; the host is loopback if only a port is given.
 
     Raises:
-      InputError: it is neither.
+      InputError: the text is neither a port nor ``HOST:PORT``.
 
     >>> read_address("9100"), read_address("0.0.0.0:9100")
     (('127.0.0.1', 9100), ('0.0.0.0', 9100))
@@ -101,18 +101,18 @@ def read_address(text: str) -> tuple[str, int]:
 class RunMetrics(Collector):
     """The metrics of a run, served over HTTP.
 
-    One thread updates them; those of the server read them.
+    One thread updates the metrics, and the threads of the server read them.
     """
 
     def __init__(self, host: str, port: int) -> None:
-        """Serves at an address; nothing is known yet.
+        """Starts to serve at an address; there are no values yet.
 
         Args:
-          host: to listen at.
-          port: to listen at; 0: one that is free.
+          host: address to listen on.
+          port: port to listen on; 0: any free port.
 
         Raises:
-          PlanError: the address cannot be had.
+          PlanError: the address cannot be used.
         """
         self._samples: Samples = {}
         self._worlds = self._pauses = 0
@@ -130,7 +130,7 @@ class RunMetrics(Collector):
 
     @property
     def url(self) -> str:
-        """Where they are served."""
+        """The URL of the metrics."""
         host, port = self._server.server_address[:2]
         text = f"[{host}]" if ":" in str(host) else str(host)
         return f"http://{text}:{port}/metrics"
@@ -149,11 +149,11 @@ class RunMetrics(Collector):
                 self._pause_s += pause_s
 
     def update(self, supervisor: Supervisor, now: float) -> None:
-        """Takes what the supervisor knows now.
+        """Sets the metrics to the supervisor's current values.
 
         Args:
-          supervisor: of the run.
-          now: seconds on its clock.
+          supervisor: supervisor of the run.
+          now: seconds on the supervisor's clock.
         """
         found: dict[str, list[tuple[tuple[str, ...], float]]] = {}
 
@@ -195,10 +195,10 @@ class RunMetrics(Collector):
             put("autopar_worker_hanging", worker in named, *labels)
             hang_s = watch.hang_s.get(worker, 0.0)
             put("autopar_worker_hang_seconds", hang_s, *labels)
-        self._samples = found  # as a whole: another thread reads it
+        self._samples = found  # replaced as a whole, because another thread reads it
 
     def collect(self) -> Iterator[Metric]:
-        """What is served (`prometheus_client`)."""
+        """The metrics with their values (see `prometheus_client`)."""
         samples = self._samples
         for name, spec in METRICS.items():
             made = CounterMetricFamily if spec.kind == "counter" else GaugeMetricFamily
@@ -208,5 +208,5 @@ class RunMetrics(Collector):
             yield metric
 
     def describe(self) -> Iterator[Metric]:
-        """What may be served (`prometheus_client`)."""
+        """The metrics that may be served (see `prometheus_client`)."""
         return iter(())

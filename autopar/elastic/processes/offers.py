@@ -1,7 +1,7 @@
-"""Hands tiles to other processes, and takes copies of theirs; over TCP.
+"""Sends tiles of the state to other processes, and stores copies of theirs, over TCP.
 
-A request is a JSON object on a line; elements follow as bytes. Requests are answered by
-threads, also while the main thread waits in a collective that nobody will end.
+A request is a JSON object on one line; the elements of arrays follow as bytes. Threads
+answer requests, even while the main thread hangs in a collective.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _LONGEST_LINE = 16 << 20
 
 
 class Offers:
-    """The holdings of this process and copies of others, offered on a port."""
+    """Serves the holdings of this process, and its copies of other holdings."""
 
     def __init__(
         self,
@@ -37,8 +37,8 @@ class Offers:
         """Listens, and holds nothing yet.
 
         Args:
-          token: that requests must have.
-          network: where others ask.
+          token: token that requests must contain.
+          network: network on which other processes send requests.
           obey: follows an order of another process, and returns the answer.
         """
         self._token, self._obey = token, obey
@@ -46,11 +46,11 @@ class Offers:
         self.program: Callable[[str], bytes | None] = lambda _: None
         self._lock = threading.Lock()
         self._held: dict[str, Holding] = {}
-        #: Where others ask, as ``HOST:PORT``.
+        #: The address to which other processes send requests, as ``HOST:PORT``.
         self.address = network.address(network.listen(self._serve).port)
 
     def put(self, holding: Holding) -> None:
-        """Offers a holding, with what is held of its version already."""
+        """Offers a holding, merged with the tiles that its version already has here."""
         with self._lock:
             known = self._held.get(holding.version)
             if known is not None:
@@ -67,18 +67,18 @@ class Offers:
             self._held[holding.version] = holding
 
     def keep(self, wanted: Callable[[Holding], bool]) -> None:
-        """Drops the holdings that are not wanted."""
+        """Keeps the wanted holdings, and drops all others."""
         with self._lock:
             self._held = {k: h for k, h in self._held.items() if wanted(h)}
 
     def describe(self) -> dict[str, Any]:
-        """Version -> what is held, for a message."""
+        """Version -> the tiles that are held here, for a message."""
         with self._lock:
             held = dict(self._held)
         return {name: holding.describe() for name, holding in held.items()}
 
     def holdings(self) -> list[Holding]:
-        """All that is offered."""
+        """All holdings that are offered."""
         with self._lock:
             return list(self._held.values())
 
@@ -89,7 +89,7 @@ class Offers:
         return {} if found is None else found.tiles
 
     def _serve(self, end: End) -> None:
-        """Answers one connection until it closes or asks what it must not."""
+        """Answers a connection until it closes or sends an invalid request."""
         stream = end.makefile("rb")
         try:
             while line := stream.readline(_LONGEST_LINE):
@@ -120,7 +120,7 @@ class Offers:
         _send_bytes(end, found)
 
     def _take(self, request: Mapping[str, Any], stream: Any) -> None:
-        """Takes another process's tiles; they count once all have come."""
+        """Stores another process's tiles, once all of them have come."""
         shapes = {p: (tuple(s), str(d)) for p, (s, d) in request["shapes"].items()}
         found: Tiles = {}
         for path, data in request["copies"]:
@@ -140,7 +140,7 @@ class Offers:
 
 
 def _send_bytes(end: End, found: bytes | memoryview | None) -> None:
-    """Sends how many bytes there are, and then these; -1: there is nothing."""
+    """Sends the number of bytes, and then the bytes; -1 stands for None."""
     count = -1 if found is None else len(found)
     end.sendall(json.dumps({"bytes": count}).encode() + b"\n")
     if found is not None:
@@ -167,13 +167,13 @@ class Peer:
     """A connection to the offers of another process; one thread uses it.
 
     Raises:
-      OSError: from each method, when the other process is gone.
+      OSError: the other process is gone (raised by each method).
     """
 
     def __init__(
         self, address: str, token: str, network: Network, timeout_s: float = 30.0
     ) -> None:
-        """Connects."""
+        """Connects to the other process."""
         self._end = network.connect(address, timeout_s)
         self._end.settimeout(timeout_s)
         self._stream = self._end.makefile("rb")
@@ -185,7 +185,7 @@ class Peer:
         """Reads a part of a tile into an array.
 
         Raises:
-          OSError: the other process is gone, or has the tile no longer.
+          OSError: the other process is gone, or no longer has the tile.
         """
         self._ask(
             version=version,
@@ -204,7 +204,7 @@ class Peer:
         into[...] = buffer
 
     def copy(self, holding: Holding) -> None:
-        """Gives the other process copies, and waits until it has them."""
+        """Sends copies to the other process, and waits until it has them."""
         listed = [(p, tile) for p, held in holding.tiles.items() for tile in held]
         self._ask(
             version=holding.version,
@@ -219,7 +219,7 @@ class Peer:
             raise ConnectionError("another process is gone")
 
     def program(self, name: str) -> bytes | None:
-        """A compiled program that the other process has; None: it has not."""
+        """Reads a compiled program of the other process; None: it lacks the program."""
         self._ask(program=name)
         count = json.loads(self._stream.readline() or b'{"bytes": -1}')["bytes"]
         found = self._stream.read(count) if count >= 0 else b""
@@ -228,7 +228,7 @@ class Peer:
         return found if count >= 0 else None
 
     def order(self, order: str, **data: Any) -> Any:
-        """Gives an order, and returns the answer."""
+        """Sends an order to the other process, and returns the answer."""
         self._ask(order=order, **data)
         line = self._stream.readline()
         if not line:
@@ -247,12 +247,12 @@ class Peer:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class StateSource:
-    """One state that processes hold together.
+    """A state whose parts several processes hold.
 
     Attributes:
-      version: names it.
+      version: name of the state.
       shapes: path -> shape and dtype of each array.
-      holders: address of a process's offers -> path -> its tiles.
+      holders: address of a process's offers -> path -> tiles that the process holds.
     """
 
     version: str
@@ -261,7 +261,7 @@ class StateSource:
 
     @classmethod
     def from_data(cls, data: Mapping[str, Any]) -> StateSource:
-        """Reads the supervisor's message."""
+        """Reads the state from the supervisor's message."""
         holders = {
             address: {
                 path: frozenset(map(tiles.from_data, some))
@@ -274,17 +274,17 @@ class StateSource:
 
 
 class Fetcher:
-    """Reads tiles of one state: those held here at once, the rest from their holders.
+    """Reads the tiles of a state, here or from the processes that hold them.
 
     Attributes:
-      local_bytes: that were held here.
-      remote_bytes: that came from other processes.
+      local_bytes: bytes that this process already held.
+      remote_bytes: bytes that came from other processes.
     """
 
     def __init__(
         self, source: StateSource, offers: Offers, token: str, network: Network
     ) -> None:
-        """Connects to nobody yet."""
+        """Has connected to no process yet."""
         self.local_bytes = self.remote_bytes = 0
         self._source, self._token, self._network = source, token, network
         self._own: Tiles = offers.tiles(source.version)
@@ -300,8 +300,8 @@ class Fetcher:
         """The elements of a tile.
 
         Raises:
-          OSError: a holder is gone.
-          PlanError: nobody holds some of it.
+          OSError: a process that holds a part is gone.
+          PlanError: no process holds some part of the tile.
         """
         if path not in self._source.shapes:
             raise PlanError(
@@ -325,7 +325,7 @@ class Fetcher:
         return out
 
     def whole(self, path: str) -> np.ndarray:
-        """All of an array."""
+        """The whole array of a path."""
         return self(path, tiles.whole(self._source.shapes[path][0]))
 
     def _tiles(self, path: str) -> list[Tile]:
@@ -341,7 +341,7 @@ class Fetcher:
         holders = [
             a for a, x in self._source.holders.items() if tile in x.get(path, ())
         ]
-        # In turn, so that one holder does not serve everybody.
+        # Holders take turns, so that a single holder does not serve all requests.
         self._turn += 1
         address = holders[self._turn % len(holders)]
         if address not in self._peers:

@@ -1,10 +1,12 @@
-"""Prints what a worker prints: whole lines, with the worker's number before each.
+"""Prints the output of a worker in whole lines, with the worker's number before each.
 
-It runs as a process of its own, by its path, and ends with the last process that has
-the worker's pipes open: a worker goes on printing where its supervisor is killed.
-Usage: output.py PREFIX DESCRIPTOR; the worker's stdout is this process's stdin, and the
-descriptor is that of its stderr. The lines in which gloo counts its connections are
-left out: each program with other collectives makes gloo print them again.
+The module runs in its own process, and is started by its path. The process ends with
+the last process that has the worker's pipes open, so a worker can print even after its
+supervisor was killed.
+
+Usage: output.py PREFIX DESCRIPTOR. The worker's stdout is this process's stdin, and the
+descriptor is that of the worker's stderr. Lines in which gloo counts its connections
+are left out, because gloo prints them again for each program with other collectives.
 """
 
 from __future__ import annotations
@@ -15,9 +17,10 @@ import re
 import selectors
 import sys
 
-# Linux writes so much to a pipe at once: lines of several workers do not mix.
+# Linux writes this many bytes to a pipe at once, so lines of several workers do not
+# mix.
 _AT_ONCE = 4096
-# What gloo prints for each group of processes that it connects.
+# The line that gloo prints for each group of processes that it connects.
 _GLOO = re.compile(
     rb"\[Gloo\] Rank \d+ is connected to \d+ peer ranks\. "
     rb"Expected number of connected peer ranks is : \d+"
@@ -25,7 +28,7 @@ _GLOO = re.compile(
 
 
 def print_lines(target: int, prefix: bytes, lines: list[bytes]) -> None:
-    """Writes lines but gloo's to a descriptor, several at once where they are short."""
+    """Writes lines except those of gloo, several short lines at once."""
     waiting = b""
     for line in lines:
         if _GLOO.fullmatch(line):
@@ -41,7 +44,7 @@ def print_lines(target: int, prefix: bytes, lines: list[bytes]) -> None:
 
 
 def main() -> None:
-    """Copies both streams until both end."""
+    """Copies stdout and stderr of the worker until both end."""
     prefix, errors = sys.argv[1].encode(), int(sys.argv[2])
     begun = {0: b"", errors: b""}
     selector = selectors.DefaultSelector()
@@ -54,7 +57,7 @@ def main() -> None:
             if not data:
                 selector.unregister(key.fd)
                 lines += [begun[key.fd]] if begun[key.fd] else []
-            with contextlib.suppress(OSError):  # nobody reads it any more
+            with contextlib.suppress(OSError):  # the reader is gone
                 print_lines(key.data, prefix, lines)
 
 

@@ -1,7 +1,7 @@
 """Compiled programs of worlds, kept in the folder of a run.
 
-The program that the first process of a world compiles runs in all of them: only one
-compiles, and a world that was there before, or that was prepared, compiles nothing.
+The first process of a world compiles a program, and all processes of the world run it.
+A world that existed before, or that was prepared, compiles nothing.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ from autopar_passes import jax_compat, jax_processes
 
 
 class LoadedProgram:
-    """A compiled program in the place of the jitted function it was made of."""
+    """A compiled program that replaces its jitted function."""
 
     def __init__(self, compiled: Any, jitted: Any) -> None:
-        """Takes both; the function is still there to lower."""
+        """Takes the compiled program and its function, which can still be lowered."""
         self._compiled, self._jitted = compiled, jitted
 
     def __call__(self, *arguments: Any) -> Any:
-        """Runs it on arguments in their places."""
+        """Runs the program on arguments with the right shardings."""
         return self._compiled(*arguments)
 
     def trace(self, *arguments: Any) -> Any:
@@ -49,19 +49,19 @@ class LoadedProgram:
         return self._jitted.trace(*arguments)
 
     def clear_cache(self) -> None:
-        """Frees compiled code."""
+        """Frees the compiled program; later calls compile the function again."""
         self._compiled = self._jitted
         self._jitted.clear_cache()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ReadyProgram:
-    """A program that is ready.
+    """A program that is ready to run.
 
     Attributes:
-      function: to call; None: compiled when it is called.
+      function: the program; None: the step is compiled when it is called.
       how: ``loaded`` from the folder, or ``compiled``.
-      seconds: that took.
+      seconds: time of loading or compiling.
     """
 
     function: LoadedProgram | None
@@ -71,10 +71,11 @@ class ReadyProgram:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StoredPrograms:
-    """The programs in a folder.
+    """The compiled programs in a folder.
 
     Attributes:
-      folder: what is read from it is run, so its files are sealed.
+      folder: path of the folder. Its files are sealed, because their contents are
+        executed.
       fetch: asks the first process of the world for a program that this host lacks.
     """
 
@@ -92,11 +93,11 @@ class StoredPrograms:
 
         Args:
           planned: the step.
-          world: its processes; all call this.
+          world: the processes of the world; all of them call this method.
           donate: whether the program consumes the carried state.
 
         Raises:
-          PlanError: another process cannot compile it.
+          PlanError: another process cannot compile the program.
         """
         begin = time.perf_counter()
         if planned.pipeline is not None:
@@ -120,7 +121,7 @@ class StoredPrograms:
         return ReadyProgram(made, how, time.perf_counter() - begin)
 
     def prepare(self, planned: PlannedStep, *, donate: bool) -> bool:
-        """Compiles a program for a world that is not there; False: it was kept."""
+        """Compiles for a world that does not exist; False: the program was stored."""
         if planned.pipeline is not None:
             return False
         name = _name(planned, donate)
@@ -138,12 +139,12 @@ class StoredPrograms:
         return found, "compiled"
 
     def content(self, name: str) -> bytes | None:
-        """A program as it is kept, for other hosts; None: there is none."""
+        """A stored program as bytes, for other hosts; None: it is not stored."""
         known = re.fullmatch(r"[0-9a-f]{32}", name)
         return self._files.read(name) if known else None
 
     def _fetch_program(self, name: str, planned: PlannedStep) -> Any:
-        """The program of the first process, kept from now on; None: it has none."""
+        """Fetches and stores the program of the first process; None: it has none."""
         data = self.fetch(name)
         if data is None:
             return None
@@ -151,13 +152,13 @@ class StoredPrograms:
         return self._read(name, planned)
 
     def _read(self, name: str, planned: PlannedStep) -> Any:
-        """The program of a file; None where there is none that can be used."""
+        """The program of a file; None: there is no usable file."""
         data = self._files.read(name)
         if data is None:
             return None
         devices = planned.mesh.devices.flat[0].client.devices()
         try:
-            blob = pickle.loads(data)  # sealed by this user
+            blob = pickle.loads(data)  # this user has sealed the data
             return serialize_executable.deserialize_and_load(
                 *blob, backend=devices[0].client, execution_devices=devices
             )
@@ -166,16 +167,16 @@ class StoredPrograms:
             return None
 
     def _write(self, name: str, compiled: Any) -> None:
-        """Writes a program whole, or nothing where JAX cannot save it."""
+        """Writes a whole program, or nothing if JAX cannot serialize it."""
         try:
             data = pickle.dumps(serialize_executable.serialize(compiled))
-        except (ValueError, RuntimeError):  # it has what cannot be saved
+        except (ValueError, RuntimeError):  # a part of it cannot be serialized
             return
         self._files.write(name, data)
 
 
 def _name(planned: PlannedStep, donate: bool) -> str:
-    """A name made of all that a program depends on."""
+    """A name that depends on everything that a program depends on."""
     sums = planned.sums
     how = None if sums is None else (sums.fallback, sums.signals)
     devices = [(d.id, d.process_index) for d in planned.mesh.devices.flat]
@@ -196,7 +197,7 @@ def _name(planned: PlannedStep, donate: bool) -> str:
 
 
 def on_host(tree: Any) -> Any:
-    """A tree with numpy arrays in the place of JAX's; keys stay keys."""
+    """A tree with numpy arrays instead of JAX arrays; random keys stay keys."""
     return jax.tree.map(_host, tree)
 
 
@@ -213,14 +214,14 @@ def _host(leaf: Any) -> Any:
 
 
 class _Key:
-    """A key whose words are on the host."""
+    """A random key whose words are on the host."""
 
     def __init__(self, words: np.ndarray, kind: str) -> None:
         self.words, self.kind = words, kind
 
 
 def from_host(tree: Any) -> Any:
-    """The tree that `hosted` was given, with keys on the backend there is now."""
+    """The tree that `on_host` was given, with random keys on the current backend."""
     return jax.tree.map(
         lambda x: (
             jax.random.wrap_key_data(jnp.asarray(x.words), impl=x.kind)

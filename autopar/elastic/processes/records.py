@@ -1,8 +1,8 @@
-"""What a run writes down in its folder, and what is asked of its supervisor.
+"""The files that a run writes in its folder, and commands to its supervisor.
 
-In the folder are a log, and the state for a later supervisor. A disk that is full or
-read-only does not stop a run: it is said once, lines wait, and the log goes on with
-them when there is room again. Nothing here imports JAX: commands answer at once.
+The folder holds a log, and the state for a later supervisor. A disk that is full or
+read-only does not stop a run. The failure is printed once, and log lines wait until
+there is room again. This module does not import JAX, so that commands start fast.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from autopar.errors import PlanError
 from autopar.units import number_of
 from autopar.whole_files import FileLock, WaitingLines, write_whole
 
-# Lines that wait for room at most; older ones are given up.
+# Largest number of lines that wait for room; older lines are dropped.
 _WAITING = 10_000
 # How long a supervisor may take to answer a command.
 _ANSWER_S = 10.0
@@ -31,7 +31,7 @@ _Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 30)]
 
 
 class _StateFields(msgspec.Struct):
-    """The fields of a state that must be there, and the types of all that are used."""
+    """The required fields of a state, and the types of all fields that are used."""
 
     workers: dict[int, Any]
     world: list[int]
@@ -46,12 +46,12 @@ class _StateFields(msgspec.Struct):
     formed: bool = True
 
 
-# Made at import: msgspec crashes where two threads find out about one type at once.
+# The decoder is made at import: msgspec crashes if two threads inspect a type at once.
 _STATE = msgspec.json.Decoder(_StateFields)
 
 
 def read_state(folder: pathlib.Path) -> Message | None:
-    """The state that a supervisor has written down; None: there is none.
+    """The state that a supervisor has written; None: there is no state.
 
     Raises:
       PlanError: the file is damaged, or cannot be read.
@@ -72,10 +72,10 @@ def read_state(folder: pathlib.Path) -> Message | None:
 
 
 def read_ending(folder: pathlib.Path) -> Mapping[str, Any] | None:
-    """How the last run of a folder has ended; None: it runs, or nobody knows.
+    """How the last run of a folder ended; None: it still runs, or its end is unknown.
 
     Returns:
-      The steps that were done, the exit code and the reason.
+      The number of steps done, the exit code and the reason.
     """
     if (folder / "run.json").exists():
         return None
@@ -100,10 +100,10 @@ def ending_text(ended: Mapping[str, Any]) -> str:
 
 
 def _lock(folder: pathlib.Path) -> FileLock:
-    """Locks a folder until this process ends or frees it.
+    """Locks a folder until this process ends or frees the lock.
 
     Raises:
-      PlanError: another process has it, or it cannot be used.
+      PlanError: another process holds the lock, or the folder cannot be used.
     """
     lock, taken = FileLock(folder / "supervisor.lock"), True
     try:
@@ -133,13 +133,13 @@ class Records:
     """Writes the log and the state of a run."""
 
     def __init__(self, folder: pathlib.Path) -> None:
-        """Takes the folder, which one supervisor has at a time; writes nothing yet.
+        """Locks the folder for this supervisor; writes nothing yet.
 
         Args:
-          folder: of the run.
+          folder: folder of the run.
 
         Raises:
-          PlanError: another supervisor has it, or it cannot be used.
+          PlanError: another supervisor uses the folder, or it cannot be used.
         """
         self._folder, self._state = folder, folder / "run.json"
         self._lock = _lock(folder)
@@ -148,17 +148,17 @@ class Records:
         self._failed = False
 
     def log(self, line: Mapping[str, Any]) -> None:
-        """Adds a line to the log, behind those that wait."""
+        """Adds a line to the log, after the lines that wait."""
         self._log.add(json.dumps(line).encode() + b"\n")
         self.flush()
 
     def state(self, data: Mapping[str, Any]) -> None:
-        """Writes the state, in place of the one before."""
+        """Writes the state in place of the state before."""
         self._kept = json.dumps(data).encode()
         self.flush()
 
     def flush(self) -> None:
-        """Writes what waits; says once that it cannot be written."""
+        """Writes waiting lines; prints once that the folder cannot be written."""
         try:
             self._log.flush()
             if self._kept is not None:
@@ -174,11 +174,11 @@ class Records:
         self._failed = False
 
     def close(self) -> None:
-        """Leaves the folder to others."""
+        """Frees the folder for other supervisors."""
         self._lock.free()
 
     def end(self) -> None:
-        """Removes the state: the run has ended."""
+        """Removes the state, because the run has ended."""
         self._kept = None
         self.flush()
         try:
@@ -205,7 +205,7 @@ def command(folder: pathlib.Path, **words: Any) -> Message:
     """Sends a command to the supervisor of a run.
 
     Raises:
-      OSError: there is none, or it does not answer.
+      OSError: there is no supervisor, or it does not answer.
       PlanError: the state file of the run is damaged.
     """
     state = read_state(folder)

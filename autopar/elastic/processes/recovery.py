@@ -1,8 +1,8 @@
 """How processes recover from a broken world, and files of their shared memory.
 
-``inplace``: a process leaves a broken world and joins the next one. ``respawn``: it
-ends, is started again, and takes its state from shared memory. Nothing here imports
-JAX: supervisors and agents use it.
+``inplace``: a process leaves a broken world and joins the next world. ``respawn``: the
+process ends, is started again, and reads its state from shared memory. Supervisors and
+agents use this module, so it does not import JAX.
 """
 
 from __future__ import annotations
@@ -18,14 +18,15 @@ from typing import Any
 
 from autopar.errors import InputError
 
-# Where `autopar run` tells its workers how they recover.
+# The variable by which `autopar run` tells its workers how to recover.
 RECOVERY_VARIABLE = "AUTOPAR_RECOVERY"
-# Where a launcher tells its workers how names of their shared memory begin.
+# The variable for the prefix of the workers' shared memory, set by a launcher.
 SHARED_VARIABLE = "AUTOPAR_SHARED"
 # The exit status of a worker that is to be started again (not one of <sysexits.h>).
 RESPAWNED = 79
 
-# A file system in memory, which outlives processes and not the machine (Linux).
+# A file system in memory. Its files outlive processes, but not a restart of the machine
+# (Linux).
 _SHARED = pathlib.Path("/dev/shm")
 HOWS = ("auto", "inplace", "respawn")
 
@@ -35,13 +36,13 @@ class Recovery:
     """How workers recover from a broken world.
 
     Attributes:
-      how: ``inplace``, ``respawn``, or ``auto``: in place on CPUs, whose collectives
-        can be left, and by a respawn on other platforms.
-      every: under ``respawn``, after how many steps the state is written to shared
-        memory while training goes on.
+      how: ``inplace``, ``respawn``, or ``auto``. ``auto`` is ``inplace`` on CPUs, whose
+        collectives can be left, and ``respawn`` on other platforms.
+      every: under ``respawn``, number of steps between two writes of the state to
+        shared memory during training.
 
     Raises:
-      InputError: there is no such way, or the number of steps is no positive one.
+      InputError: ``how`` is unknown, or ``every`` is less than 1.
     """
 
     how: str = "auto"
@@ -64,10 +65,10 @@ class Recovery:
 
     @classmethod
     def of_environment(cls) -> Recovery:
-        """What this worker was told.
+        """The recovery that this worker was given in `RECOVERY_VARIABLE`.
 
         Raises:
-          InputError: the variable was set by something else.
+          InputError: `autopar run` did not set the variable.
         """
         text = os.environ.get(RECOVERY_VARIABLE)
         if not text:
@@ -84,7 +85,7 @@ class Recovery:
         """Whether processes of a platform end with their world.
 
         Args:
-          platform: JAX's name of it.
+          platform: JAX's name of the platform.
 
         >>> Recovery().respawns("cpu"), Recovery().respawns("gpu")
         (False, True)
@@ -93,23 +94,23 @@ class Recovery:
 
 
 def shared_prefix(run: str) -> str:
-    """How the paths of a run's shared memory on this host begin.
+    """The prefix of the paths of a run's shared memory on this host.
 
     Args:
-      run: name of the run; of an agent, with the address of its host.
+      run: name of the run; for an agent, name of the run and address of the host.
     """
     return str(_SHARED / f"autopar-{run.replace('/', '_')}-")
 
 
 def remove_shared(prefix: str, workers: Iterable[int] | None = None) -> None:
-    """Removes shared memory; processes that have mapped it keep it.
+    """Removes shared memory; processes that have mapped it can still use it.
 
     Args:
-      prefix: see `shared_prefix`; '': there is none.
-      workers: whose it is; None: everybody's.
+      prefix: see `shared_prefix`; '': there is no shared memory.
+      workers: the workers whose memory is removed; None: all workers.
     """
     if not prefix:
-        return  # a launcher that has begun no run
+        return  # the launcher has not begun a run
     if workers is None:
         patterns = [f"{glob.escape(prefix)}*"]
     else:
@@ -120,11 +121,11 @@ def remove_shared(prefix: str, workers: Iterable[int] | None = None) -> None:
                 os.unlink(path)
 
 
-# What a process leaves for the one that takes its place.
+# The notes of a process for the process that replaces it.
 
 
 def write_notes(prefix: str, worker: int, notes: Mapping[str, Any]) -> None:
-    """Leaves plain data of a worker that ends to be started again; mode 600."""
+    """Writes a worker's notes before it ends to be started again; mode 600."""
     path = f"{prefix}{worker}.notes"
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW
     descriptor = os.open(f"{path}.new", flags, 0o600)
@@ -134,7 +135,7 @@ def write_notes(prefix: str, worker: int, notes: Mapping[str, Any]) -> None:
 
 
 def take_notes(prefix: str, worker: int) -> dict[str, Any]:
-    """Reads what a worker has left, and removes it; empty: nothing is there."""
+    """Reads and removes the notes of a worker; empty: there are no notes."""
     path = f"{prefix}{worker}.notes"
     try:
         with open(path) as file:
@@ -146,5 +147,5 @@ def take_notes(prefix: str, worker: int) -> dict[str, Any]:
 
 
 def have_notes(prefix: str, workers: Iterable[int]) -> bool:
-    """Whether all of some workers have ended to be started again."""
+    """Whether all these workers have ended to be started again."""
     return all(os.path.exists(f"{prefix}{w}.notes") for w in workers)

@@ -1,4 +1,4 @@
-"""The cluster of a world: as many hosts as it has processes."""
+"""The cluster of a world, with a host for each process."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ def cluster_of(
     devices: int,
     found: Sequence[Any] | None = None,
 ) -> Cluster:
-    """The cluster that a world of processes is planned for.
+    """The cluster for which the plan of a world is made.
 
     Args:
-      base: the cluster that was asked for, whose links and devices hold; None: this
-        machine's.
-      processes: of the world.
-      devices: of each process.
-      found: the world's devices, where they are not those of this process's backend.
+      base: the requested cluster, whose links and devices are kept; None: this machine.
+      processes: number of processes of the world.
+      devices: number of devices of each process.
+      found: the world's devices, if they differ from those of this process's backend.
 
     Raises:
-      PlanError: the hosts of the cluster have another number of devices.
+      PlanError: the hosts of ``base`` have another number of devices than the
+        processes.
 
     >>> cluster_of(Cluster.parse("4x2:h100"), 3, 2).num_devices
     6

@@ -1,7 +1,7 @@
 """Asks workers for the Python stacks of their threads, for `autopar workers --stacks`.
 
-The thread of a worker's link answers, so it does also while the main thread waits in a
-collective. A process that is stopped does not.
+The thread of a worker's link answers, even while the main thread waits in a collective.
+A stopped process does not answer.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 from autopar.elastic.processes.members import ProcessId
 from autopar.elastic.processes.watching import process_state
 
-# How long workers may take to answer; the command waits for twice as long.
+# How long workers may take to answer; the command waits twice as long.
 _ANSWER_S = 5.0
 
 
@@ -27,7 +27,7 @@ class _Request:
 
 
 class StackRequests:
-    """The requests that workers have not answered yet."""
+    """Requests for stacks that workers have not answered yet."""
 
     def __init__(
         self,
@@ -35,12 +35,12 @@ class StackRequests:
         clock: Callable[[], float] = time.monotonic,
         state_of: Callable[[ProcessId | None], str] = process_state,
     ) -> None:
-        """Has none.
+        """Has no requests yet.
 
         Args:
           send: sends a worker an order.
-          clock: seconds now.
-          state_of: state of a process of this machine (`process_state`).
+          clock: returns the time in seconds.
+          state_of: returns the state of a process of this machine (`process_state`).
         """
         self._send, self._clock, self._state_of = send, clock, state_of
         self._requests: list[_Request] = []
@@ -54,13 +54,13 @@ class StackRequests:
         """Asks workers for their stacks.
 
         Args:
-          workers: all there are, and their processes.
-          wanted: the number of one; None: all.
-          reply: is called with ``stacks``, worker -> text, and ``missing``, worker ->
-            why there are none and what to do.
+          workers: number of each worker -> its process.
+          wanted: number of the worker to ask; None: all workers.
+          reply: function that is called with ``stacks``, worker -> text, and
+            ``missing``, worker -> why its stacks are missing and what to do.
 
         Returns:
-          What is wrong, or ''.
+          Why the workers cannot be asked, or ''.
         """
         if wanted is not None and wanted not in workers:
             return f"there is no worker {wanted}."
@@ -79,7 +79,7 @@ class StackRequests:
                 request.stacks[worker] = text
 
     def settle(self) -> None:
-        """Replies to the requests that are answered, or whose time is over."""
+        """Replies to the requests that are answered or whose time is over."""
         now = self._clock()
         for request in list(self._requests):
             if not request.waits or now > request.due_s:
@@ -110,7 +110,7 @@ class StackRequests:
 
 
 def stack_lines(answer: Mapping[str, Any]) -> Sequence[str]:
-    """What is printed of an answer.
+    """The lines that are printed for an answer.
 
     Args:
       answer: ``stacks`` and ``missing``, by worker.

@@ -1,7 +1,7 @@
-"""Parts of arrays: which part a shard is, what parts cover, what two have in common.
+"""Tiles of arrays: the tile of a shard, and the coverage and overlap of tiles.
 
 A tile is the part of an array between two corners. The tiles of one array under one
-plan form a grid: two of them are equal or have nothing in common.
+plan form a grid: two tiles are either equal or do not overlap.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def tile_of(index: Sequence[slice], shape: Sequence[int]) -> Tile:
 
 
 def whole(shape: Sequence[int]) -> Tile:
-    """The tile that is all of an array."""
+    """The tile that covers the whole array."""
     return (0,) * len(shape), tuple(shape)
 
 
@@ -40,7 +40,7 @@ def size(tile: Tile) -> int:
 
 
 def common(first: Tile, second: Tile) -> Tile | None:
-    """What two tiles have in common; None: nothing.
+    """The overlap of two tiles; None: they do not overlap.
 
     >>> common(((0,), (4,)), ((2,), (8,)))
     ((2,), (4,))
@@ -52,16 +52,16 @@ def common(first: Tile, second: Tile) -> Tile | None:
 
 
 def within(tile: Tile, outer: Tile) -> tuple[Any, ...]:
-    """The index of a tile in an array that begins where another tile does.
+    """The index of ``tile`` in an array that holds the tile ``outer``.
 
-    What it gives is a view, also of an array without dimensions.
+    The index gives a view, even of an array without dimensions.
     """
     ranges = zip(tile[0], tile[1], outer[0], strict=True)
     return (*(slice(a - o, b - o) for a, b, o in ranges), ...)
 
 
 def covers(shape: Sequence[int], tiles: Iterable[Tile]) -> bool:
-    """Whether tiles of one grid are all of an array."""
+    """Whether tiles of one grid cover the whole array."""
     return sum(size(tile) for tile in set(tiles)) >= math.prod(shape)
 
 
@@ -71,16 +71,16 @@ def to_data(tile: Tile) -> list[list[int]]:
 
 
 def from_data(data: Any) -> Tile:
-    """Reads what `to_data` made."""
+    """Reads the result of `to_data`."""
     return tuple(data[0]), tuple(data[1])
 
 
 def complete(shapes: Mapping[str, Sequence[int]], held: Iterable[Any]) -> bool:
-    """Whether holders together have all of every array.
+    """Whether all holders together hold every array completely.
 
     Args:
       shapes: path -> shape of the whole array.
-      held: of each holder, path -> tiles as data.
+      held: for each holder, path -> tiles as data.
     """
     found: dict[str, set[Tile]] = {path: set() for path in shapes}
     for holder in held:

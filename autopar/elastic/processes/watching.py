@@ -49,8 +49,8 @@ _USUAL, _LONGEST, _ALL_USUAL = 10.0, 2.0, 20.0
 # The state of a process is checked after this many seconds without a message.
 _STOPPED_S = 2.0
 _HEARD_S = 1.5
-# A slow worker's own code takes _SLOW times as long as that of the others. The excess is
-# at least _SLOW_SHARE of a step and _SLOW_LEAST_S seconds. It is measured over
+# A slow worker's own code takes _SLOW times as long as that of the others. The excess
+# is at least _SLOW_SHARE of a step and _SLOW_LEAST_S seconds. It is measured over
 # _SLOW_STEPS steps, and lasts _SLOW_S seconds.
 _SLOW, _SLOW_SHARE, _SLOW_LEAST_S, _SLOW_STEPS, _SLOW_S = 3.0, 0.5, 0.05, 20, 10.0
 # The places where a worker runs its own code, and the places where it may wait for

@@ -1,1 +1,1 @@
-"""Where events come from. The core knows no source; each is a thin adapter."""
+"""Sources of events. The rest of `autopar.elastic` depends on no particular source."""

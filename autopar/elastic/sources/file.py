@@ -1,4 +1,4 @@
-"""Events from a file that somebody else writes."""
+"""Events from a file that another program writes."""
 
 from __future__ import annotations
 
@@ -11,25 +11,26 @@ from autopar.elastic.events import Event
 from autopar.elastic.sources.source import LARGEST_BYTES, Sink, Watched, read_events
 from autopar.errors import EventError
 
-# What says that a file has changed: time, size and number of the inode; or why it
-# cannot be looked at.
+# The stamp of a file, which shows changes: time, size and inode number, or the error if
+# the file cannot be read.
 _Stamp = tuple[int, int, int] | str
 
 
 class File:
-    """Watches a file; each new content is a message.
+    """Watches a file; each new content of the file is a message.
 
-    What the file holds at the start counts where it is a whole cluster; other events
-    are of the past then. Write a new file and rename it over the old one: a file that
-    is read half written is a message that is no event, and is noted.
+    At the start, the content counts only if it is a whole cluster; other events in it
+    belong to the past. To change the file, write a new file and rename it over the old
+    file. A file that is read while it is half written is noted as a message that is not
+    an event.
     """
 
     def __init__(self, path: str | os.PathLike[str], every_s: float = 0.25) -> None:
         """Watches nothing yet.
 
         Args:
-          path: of the file; it need not be there yet.
-          every_s: seconds between two looks.
+          path: path of the file, which need not exist yet.
+          every_s: seconds between two checks of the file.
         """
         self.path = Path(path)
         self._every_s = every_s
@@ -64,7 +65,7 @@ class File:
             self._watched = None
 
     def _look(self, sink: Sink) -> None:
-        """Takes the events of a new content."""
+        """Takes the events of the file if its content is new."""
         name, stamp = f"file:{self.path}", self._stamp
         try:
             stamp = self._stamp_now()
@@ -77,7 +78,7 @@ class File:
             return
         except (OSError, EventError) as error:
             sink.wrong(name, str(error))
-        except Exception as error:  # the next content is looked at as ever
+        except Exception as error:  # later contents are still read
             sink.wrong(name, f"a bug in autopar: {type(error).__name__}: {error}"[:500])
         self._stamp = stamp
 

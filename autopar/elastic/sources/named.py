@@ -15,12 +15,12 @@ from autopar.elastic.sources.http import Http
 from autopar.elastic.sources.source import Sink, Source, Watched
 from autopar.errors import PlanError
 
-# What Kubernetes gives a process between SIGTERM and SIGKILL unless told otherwise.
+# Default time of Kubernetes between SIGTERM and SIGKILL.
 GRACE_S = 30.0
 
 
 class Signals:
-    """Makes an event of SIGTERM; what handled it before does so again after `stop`."""
+    """Makes an event of SIGTERM; `stop` restores the handler from before."""
 
     def __init__(self, grace_s: float = GRACE_S) -> None:
         """Handles nothing yet.
@@ -29,8 +29,9 @@ class Signals:
           grace_s: seconds from SIGTERM until the process is killed.
         """
         self._grace_s = grace_s
-        # A handler runs between any two instructions, also while the inbox is locked.
-        # It only puts into this queue, which may be done at any time.
+        # A signal handler can run between any two instructions, even while the inbox is
+        # locked. So the handler only puts a value into this queue, which is always
+        # safe.
         self._heard: queue.SimpleQueue[bool] = queue.SimpleQueue()
         self._watched: Watched | None = None
         self._before: Any = None
@@ -67,10 +68,10 @@ _KNOWN = "file:PATH, http:PORT, https:PORT, http:HOST:PORT, signal, signal:SECON
 
 
 def sources_of(given: Sequence[str | Source]) -> tuple[Source, ...]:
-    """The sources that are asked for.
+    """The sources that a list names.
 
     Args:
-      given: texts, or sources themselves.
+      given: texts that name sources, or sources.
 
     Raises:
       PlanError: a text names no source.
@@ -84,7 +85,7 @@ def source_of(text: str) -> Source:
     """The source that a text names.
 
     Raises:
-      PlanError: it names none.
+      PlanError: the text names no source.
 
     >>> source_of("file:cluster.json").path.name
     'cluster.json'

@@ -1,4 +1,4 @@
-"""What a source of events is, and where it puts them."""
+"""The interfaces of a source of events and of its receiver."""
 
 from __future__ import annotations
 
@@ -13,51 +13,51 @@ from autopar.errors import EventError
 
 
 class Sink(Protocol):
-    """Takes events; may be called from any thread, and never raises."""
+    """Receives events; any thread may call its methods, which never raise."""
 
     def put(self, event: Event) -> Resolved:
-        """Returns what comes of an event, which the source tells its sender."""
+        """Returns the outcome of an event; the source tells it to the sender."""
         ...
 
     def wrong(self, source: str, reason: str) -> None:
-        """Takes note of a message that is no event.
+        """Records a message that is not an event.
 
         Args:
-          source: where it came from.
-          reason: what is wrong with it.
+          source: origin of the message.
+          reason: why the message is not an event.
         """
         ...
 
 
 class Source(Protocol):
-    """Makes events of what it hears."""
+    """Receives messages and makes events of them."""
 
     def start(self, sink: Sink) -> None:
-        """Begins to listen, in a thread of its own.
+        """Begins to listen in its own thread.
 
         Raises:
-          PlanError: it cannot listen.
+          PlanError: the source cannot listen.
         """
         ...
 
     def stop(self) -> None:
-        """Stops listening; more than once does no harm."""
+        """Stops listening; further calls do nothing."""
         ...
 
 
-# Largest message, in bytes, and most events in one.
+# Largest number of bytes of a message, and of events in a message.
 LARGEST_BYTES, MOST_EVENTS = 1 << 20, 100
 
 
 def read_events(data: bytes, source: str) -> list[Event]:
-    """The events of a message: one, a list of them, or the text of a cluster.
+    """The events of a message: one event, a list of events, or the text of a cluster.
 
     Args:
       data: JSON in UTF-8, or a cluster's text, such as ``6:cpu``.
-      source: who says so.
+      source: name of the sender.
 
     Raises:
-      EventError: it is none of these.
+      EventError: the message holds none of these.
 
     >>> [event.kind for event in read_events(b'["4:cpu", {"cluster": "2:cpu"}]', "")]
     ['cluster', 'cluster']
@@ -78,7 +78,7 @@ def read_events(data: bytes, source: str) -> list[Event]:
 def _parse(text: str) -> Any:
     try:
         found = json.loads(text, parse_constant=_refuse)
-        # Half of a pair of surrogates can be escaped, and is no text.
+        # JSON can escape half of a surrogate pair, which is not valid text.
         json.dumps(found, ensure_ascii=False).encode()
         return found
     except UnicodeEncodeError as error:
@@ -96,15 +96,15 @@ def _refuse(name: str) -> Any:
     raise EventError(f"{name} is no number of JSON.")
 
 
-# Seconds before a thread that failed begins again: at first, and at most.
+# Shortest and longest pause in seconds before a failed thread starts again.
 _FIRST_S, _LONGEST_S = 0.05, 10.0
 
 
 class Watched:
-    """A thread that does its work again after any error, and reports the error.
+    """A thread that starts its work again after any error, and reports the error.
 
     Attributes:
-      ending: set when the work is to return.
+      ending: set when the work must return.
     """
 
     def __init__(
@@ -113,12 +113,12 @@ class Watched:
         work: Callable[[Watched], None],
         report: Callable[[str], None],
     ) -> None:
-        """Starts.
+        """Starts the thread.
 
         Args:
-          name: of the thread.
-          work: returns once ``ending`` is set.
-          report: takes what has ended the thread.
+          name: name of the thread.
+          work: function that runs in the thread, and returns once ``ending`` is set.
+          report: takes a text on the error that ended the thread.
         """
         self.ending = threading.Event()
         self._work, self._report = work, report
@@ -127,10 +127,10 @@ class Watched:
         self._thread.start()
 
     def call(self, function: Callable[[], object]) -> None:
-        """Calls a function; once more where an error in it has ended the thread.
+        """Calls a function; calls it again if an error in it has ended the thread.
 
         Args:
-          function: does no harm where it runs twice, as an event that comes twice.
+          function: a function that may run twice without harm.
         """
         self._called = function
         function()
