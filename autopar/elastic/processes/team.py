@@ -453,16 +453,17 @@ class Team:
     ) -> float | None:
         """Says that this process has the state of its new world.
 
-        step: number of steps done.
-        arrays: path -> global array.
-        extra: plain data that belongs to the arrays.
-        cluster: cluster that is planned for, as data.
-        scheme: the plan's scheme, in words.
-        broke_s: when this process last trained (`time.perf_counter`); None: it has not
-          trained yet.
+        Args:
+          step: number of steps done.
+          arrays: path -> global array.
+          extra: plain data that belongs to the arrays.
+          cluster: cluster that is planned for, as data.
+          scheme: the plan's scheme, in words.
+          broke_s: when this process last trained (`time.perf_counter`); None: it has
+            not trained yet.
 
-      Returns:
-        The seconds since ``broke_s``; None: the process has not trained yet.
+        Returns:
+          The seconds since ``broke_s``; None: the process has not trained yet.
         """
         self._recent = []
         self.keep_state(step, arrays, extra)
