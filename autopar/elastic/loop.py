@@ -245,7 +245,7 @@ class ElasticRun:
     """A run of a step over its samples; iterate over it to train.
 
     Attributes:
-      state: the state that the step carries.
+      state: the training state, which each step takes and returns.
       step: number of the next step.
       ledger: record of events and re-plans.
       notes: plain data of the checkpoint that the run was restored from; or None.
@@ -269,7 +269,7 @@ class ElasticRun:
         shows: bool | None = None,
         on_nan: OnNan = "stop",
     ) -> None:
-        """See `autopar.elastic`, which makes these.
+        """See `autopar.elastic`, which makes such runs.
 
         Args:
           step: the train step.

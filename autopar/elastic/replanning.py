@@ -103,7 +103,7 @@ def best_option(
 
 
 def meshes_of(plan: Plan) -> list[dict[str, int]]:
-    """The mesh of each stage: its axes and their sizes."""
+    """For each stage, the axes of its mesh: name -> size."""
     return [
         dict(zip(stage.axis_names, stage.axis_sizes, strict=True))
         for stage in plan.stages
@@ -447,7 +447,7 @@ class Replanner:
 
         Args:
           cluster: the devices that are available now.
-          state: the state that the step carries.
+          state: the training state, which each step takes and returns.
           measured_s: measured seconds of a step under the running plan; None: unknown.
           left_s: seconds until devices leave.
           rest_steps: number of steps left in the run; None: unknown.

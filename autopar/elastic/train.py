@@ -59,7 +59,7 @@ class TrainRun:
         until: Callable[[Step], bool] | None = None,
         beside: Beside | None = None,
     ) -> None:
-        """See `autopar.train`, which makes these.
+        """See `autopar.train`, which makes such runs.
 
         Args:
           run: the elastic run, before its first step.
@@ -107,7 +107,7 @@ class TrainRun:
 
     @property
     def state(self) -> Any:
-        """The state that the step carries."""
+        """The training state, which each step takes and returns."""
         return self.run.state
 
     @property

@@ -1,1 +1,5 @@
-"""A run of several processes, which may leave and join while the run trains."""
+"""A run of several processes, which may leave and join while the run trains.
+
+A world is a set of processes that train together. When processes leave or join, a
+new world forms.
+"""

@@ -30,7 +30,7 @@ class Breaks:
     """Counts broken worlds, and finds errors that a lost process explains."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
-        """Nothing has broken yet.
+        """Has seen no broken world yet.
 
         Args:
           clock: returns the time in seconds.

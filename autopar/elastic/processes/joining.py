@@ -104,7 +104,7 @@ class PreparedJoin:
       base: the cluster that the step was given; None: no cluster.
       structs: shapes of the step's arguments, over all processes.
       local_devices: number of devices of each process.
-      donate: whether steps consume (donate) the carried state.
+      donate: whether steps consume (donate) the training state.
       folder: folder of the run.
     """
 
@@ -271,7 +271,7 @@ class Resigning:
         return Resolved(event=event, status="accepted", cluster=None, reason=reason)
 
     def wrong(self, source: str, reason: str) -> None:
-        """A signal cannot be wrong."""
+        """Does nothing, because a signal is always a valid event."""
 
 
 def _heard_by(events: Sequence[str | Source]) -> tuple[list[str], list[Source]]:

@@ -1,4 +1,4 @@
-"""Becomes a command that dies with the process that started it (Linux).
+"""Replaces itself by a command that dies with its parent process (Linux).
 
 Usage: python leash.py PID COMMAND [ARGUMENT]...
 This module imports nothing of autopar, so that it starts fast.

@@ -1,9 +1,10 @@
 """A worker's side of the connection to the supervisor.
 
 A thread receives orders, so the supervisor gets answers while the main thread runs a
-step. Processes agree on the last step of a world without a collective, by means of a
-lock. A process holds the lock to start a step. A process that is asked to pause takes
-the lock and answers with the last step that it has started.
+step. A world is a set of processes that train together. Its processes agree on their
+last step without a collective, by means of a lock in each process. A process holds the
+lock to start a step. A process that is asked to pause takes the lock and answers with
+the last step that it has started.
 """
 
 from __future__ import annotations

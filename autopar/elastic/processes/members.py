@@ -1,4 +1,7 @@
-"""What the supervisor knows about its workers, and its actions on them."""
+"""What the supervisor knows about its workers, and its actions on them.
+
+A world is a set of processes that train together.
+"""
 
 from __future__ import annotations
 
@@ -166,7 +169,7 @@ class Connection:
 
 
 def has_token(message: Message | None, token: str) -> bool:
-    """Whether a first message has the token."""
+    """Whether the first message of a connection contains the token."""
     given = "" if message is None else str(message.get("token", ""))
     return hmac.compare_digest(given.encode(), token.encode())
 
@@ -293,7 +296,7 @@ class WorkerMember:
 
 
 def late(members: Mapping[int, WorkerMember], now: float) -> frozenset[int]:
-    """The workers whose scripts have not joined the run for a while."""
+    """The workers whose scripts have not joined the run after `_LATE_S` seconds."""
     return frozenset(
         worker
         for worker, member in members.items()
@@ -302,7 +305,7 @@ def late(members: Mapping[int, WorkerMember], now: float) -> frozenset[int]:
 
 
 def find_unplaced(members: Mapping[int, WorkerMember], now: float) -> frozenset[int]:
-    """The workers that have waited for a host for a while."""
+    """The workers that have waited for a host for more than `_LATE_S` seconds."""
     return frozenset(
         worker
         for worker, member in members.items()

@@ -291,7 +291,7 @@ class Listener:
     def _start(self, end: socket.socket) -> None:
         try:
             threading.Thread(target=self._take, args=(end,), daemon=True).start()
-        except RuntimeError:  # no more threads
+        except RuntimeError:  # no more threads can be started
             end.close()
 
     def _admit(self, host: str, end: socket.socket) -> None:

@@ -94,7 +94,7 @@ class StoredPrograms:
         Args:
           planned: the step.
           world: the processes of the world; all of them call this method.
-          donate: whether the program consumes the carried state.
+          donate: whether the program consumes (donates) the training state.
 
         Raises:
           PlanError: another process cannot compile the program.

@@ -278,7 +278,7 @@ class _Answers:
         self._rest, self._skip, self._data = b"", 0, False
 
     def whole(self, sent: bytes) -> bool:
-        """Takes bytes; returns whether an answer ended in them."""
+        """Takes received bytes; returns whether an answer ended in these bytes."""
         found = False
         data = self._rest + sent
         while True:

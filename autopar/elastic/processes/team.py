@@ -75,7 +75,7 @@ class Copier:
         threading.Thread(target=self._work, daemon=True, name="copies").start()
 
     def aim(self, takers: Sequence[str]) -> None:
-        """Sends all later copies to the offers (`Offers`) at these addresses."""
+        """Sets the addresses of the processes (`Offers`) that receive later copies."""
         with self._changed:
             self._takers, self._waiting = tuple(takers), None
 
@@ -238,7 +238,7 @@ class Team:
         self._form: Message | None = None
         # Generation of the world that ends without a supervisor.
         self._last_generation: int | None = None
-        self._client: Any = None  # once it is connected
+        self._client: Any = None  # set once the client has connected
         self._relay: Relay | None = None
         # Held while a thread ends the waits of a world, so that it cannot hit the next
         # world.
@@ -487,7 +487,7 @@ class Team:
         return pause_s
 
     def keep_state(self, step: int, arrays: dict[str, Any], extra: Any) -> None:
-        """Keeps the state after a step until a later one is safe.
+        """Keeps the state after a step until a later state is safe.
 
         Args:
           step: number of steps done.
@@ -639,7 +639,7 @@ class Team:
         generation = self._form["generation"]
         for step, arrays, extra in self._recent:
             if any(x.is_deleted() for x in arrays.values() if hasattr(x, "is_deleted")):
-                continue  # consumed by a step that broke
+                continue  # a step that broke has consumed (donated) the arrays
             self._offers.put(
                 holding.hold(arrays, step=step, generation=generation, extra=extra)
             )

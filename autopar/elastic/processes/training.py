@@ -1,4 +1,7 @@
-"""The training loop of one process in a run of several processes."""
+"""The training loop of one process in a run of several processes.
+
+A world is a set of processes that train together.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +54,7 @@ class TeamRun:
     interrupted step runs again.
 
     Attributes:
-      state: the state that the step carries.
+      state: the training state, which each step takes and returns.
       step: number of the next step.
       ledger: record of changes.
     """
@@ -351,7 +354,7 @@ class TeamRun:
         """Keeps the state after a step for the next world.
 
         Args:
-          state: the state that the step carries.
+          state: the training state, which each step takes and returns.
           step: number of steps done.
           placed: the cluster of a world that begins with this state; None: the world
             goes on.

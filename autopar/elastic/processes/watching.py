@@ -1,5 +1,7 @@
 """Names the worker for which the other workers of a world wait, while the run goes on.
 
+A world is a set of processes that train together.
+
 The watch knows three things about a worker: the contents of its heartbeats
 (`autopar.elastic.processes.activity`), when the last heartbeat came, and, for processes
 of this machine, the state of the process in ``/proc``. A finding is one of these kinds:
@@ -214,7 +216,7 @@ class Watch:
         named = {worker for _, worker in self._open}
         for key, finding in found.items():
             if key in self._open:
-                self._open[key].data = finding.data  # the time that has passed
+                self._open[key].data = finding.data  # with the new duration
             elif finding.worker not in named:
                 self._open[key] = finding
                 events.append(("hang", finding.data))

@@ -88,5 +88,5 @@ class File:
         except FileNotFoundError:
             raise
         except (OSError, ValueError) as error:
-            return str(error)  # said once
+            return str(error)  # reported only once
         return found.st_mtime_ns, found.st_size, found.st_ino

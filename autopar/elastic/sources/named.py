@@ -1,4 +1,4 @@
-"""Sources by their text: ``file:cluster.json``, ``http:8765``, ``signal``."""
+"""Event sources from texts: ``file:cluster.json``, ``http:8765``, ``signal``."""
 
 from __future__ import annotations
 
