@@ -1,9 +1,8 @@
-"""One process plans; all processes check that they hold the same plan.
+"""Process 0 plans, and all processes check that they hold the same plan.
 
-Tells the other processes when this one ends, so that none waits for it.
-
-At the end of a program `jax.distributed` waits minutes for all processes. One that has
-failed would keep the others in a collective as long.
+This module also tells the other processes when this process ends. Without that message
+the others would wait for it: at the end of a program `jax.distributed` waits minutes
+for all processes, and a collective waits as long for a failed process.
 """
 
 from __future__ import annotations
@@ -41,15 +40,15 @@ T = TypeVar("T")
 
 
 class _Message(msgspec.Struct, omit_defaults=True):
-    """What a process passes.
+    """A message from one process to the others.
 
     Attributes:
-      what: is being done.
-      versions: of the packages that decide what a step is traced to.
-      failed: the error of a process that has failed; '' otherwise.
-      kind: the class of that error.
-      where: the user's line that raised it.
-      data: what is exchanged.
+      what: the current work of the process, such as "planning".
+      versions: versions of the packages that tracing a step depends on.
+      failed: the error text of a failed process; '' for other processes.
+      kind: name of the error's class.
+      where: the line of the user's code that raised the error.
+      data: the data to exchange.
     """
 
     what: str
@@ -60,12 +59,13 @@ class _Message(msgspec.Struct, omit_defaults=True):
     data: bytes = b""
 
 
-# Made at import: msgspec crashes where two threads find out about one type at once.
+# Made at import: msgspec crashes if two threads inspect the same type for the first
+# time at once.
 _MESSAGE = msgspec.msgpack.Decoder(_Message)
 
 
 def package_versions() -> dict[str, str]:
-    """The versions of the packages that decide what a step is traced to."""
+    """Returns the versions of the packages that tracing a step depends on."""
     packages = {"jax": jax, "jaxlib": jaxlib, "flax": flax}
     return {name: p.__version__ for name, p in packages.items()} | {
         "autopar": __version__
@@ -73,16 +73,16 @@ def package_versions() -> dict[str, str]:
 
 
 def exchange_data(world: World, what: str, data: bytes = b"") -> list[bytes]:
-    """Returns what each process passes, by process.
+    """Gathers data from all processes; returns the data of each, by process number.
 
     Args:
       world: the processes.
-      what: is being done, such as "planning".
-      data: what this process passes.
+      what: the current work, such as "planning".
+      data: the data of this process.
 
     Raises:
-      PlanError: a process has failed, does something else, or has other versions of
-        JAX, Flax or autopar. Every process raises it.
+      PlanError: a process has failed, does other work, or has other versions of JAX,
+        Flax or autopar. Every process raises this error.
     """
     sent = msgspec.msgpack.encode(_Message(what, package_versions(), data=data))
     found = {
@@ -103,7 +103,10 @@ def exchange_data(world: World, what: str, data: bytes = b"") -> list[bytes]:
 
 @contextlib.contextmanager
 def tell_errors(world: World, what: str) -> Generator[None]:
-    """Tells the other processes what is raised inside, at their next exchange."""
+    """Sends an error raised inside the ``with`` block to the other processes.
+
+    The other processes receive the error at their next exchange.
+    """
     try:
         yield
     except BaseException as error:
@@ -113,7 +116,11 @@ def tell_errors(world: World, what: str) -> Generator[None]:
 
 
 def message_of_end(failed: str, kind: str, where: str) -> bytes:
-    """What a process tells that ends: the error that nobody caught, or that it ends."""
+    """Encodes the message of a process that ends.
+
+    The arguments are the fields of `_Message`. Without a ``kind`` the process has come
+    to its end without an error.
+    """
     what = "running" if kind else ""
     return msgspec.msgpack.encode(
         _Message(what, package_versions(), failed, kind, where)
@@ -121,9 +128,10 @@ def message_of_end(failed: str, kind: str, where: str) -> bytes:
 
 
 def _failure(what: str, error: BaseException) -> bytes:
-    """What a process tells that has failed.
+    """Encodes the message of a process that has failed.
 
-    An error of autopar says all in its message, but for the line of its cause.
+    An error of autopar explains itself, so only the line of its cause is added. For
+    any other error the line that raised it is added.
     """
     kind = type(error).__name__
     text = " ".join(str(error).split()) or kind
@@ -133,7 +141,7 @@ def _failure(what: str, error: BaseException) -> bytes:
 
 
 def run_together(world: World, what: str, work: Callable[[], T]) -> T:
-    """Does something on every process; fails on all where it fails on one.
+    """Calls a function on every process; if one call fails, all processes fail.
 
     Raises:
       PlanError: another process has failed.
@@ -148,16 +156,16 @@ def run_together(world: World, what: str, work: Callable[[], T]) -> T:
 def compare_between_processes(
     world: World, what: str, key: bytes, detail: Callable[[], Any]
 ) -> list[Any] | None:
-    """Compares something between processes.
+    """Compares a key between processes.
 
     Args:
       world: the processes.
-      what: is compared.
-      key: what must be equal.
-      detail: what is exchanged where it is not: plain data.
+      what: the current work, in words.
+      key: the bytes that must be equal on all processes.
+      detail: returns plain data that explains the key; exchanged if keys differ.
 
     Returns:
-      The detail of each process where keys differ, or None.
+      The detail of each process if keys differ; None if all keys are equal.
     """
     digest = hashlib.sha256(key).digest()
     if len(set(exchange_data(world, what, digest))) == 1:
@@ -168,7 +176,7 @@ def compare_between_processes(
 
 
 def by_process(values: Mapping[int, Any] | Sequence[Any]) -> str:
-    """Values and who has them: ``'a' on processes 0 and 2, 'b' on process 1``."""
+    """Lists values with their processes: ``a on processes 0 and 2, b on process 1``."""
     pairs = values.items() if isinstance(values, Mapping) else enumerate(values)
     groups: dict[str, list[int]] = defaultdict(list)
     for process, value in pairs:
@@ -179,7 +187,7 @@ def by_process(values: Mapping[int, Any] | Sequence[Any]) -> str:
 
 
 def _check_failures(found: Mapping[int, _Message]) -> None:
-    """Raises what a process has failed with, as the same class where it is ours."""
+    """Raises the error of a failed process; errors of autopar keep their class."""
     for process, message in found.items():
         if not message.failed:
             continue
@@ -212,7 +220,7 @@ def _check_versions(found: Mapping[int, Mapping[str, str]]) -> None:
         )
 
 
-# Differences that an error names.
+# The largest number of differences that an error names.
 _MOST = 4
 
 
@@ -220,7 +228,7 @@ def agree(world: World, make: Callable[[], Plan]) -> Plan:
     """Returns the plan that process 0 makes, on every process.
 
     Raises:
-      PlanError: process 0 found none; the other processes raise what it raised.
+      PlanError: process 0 found no plan. The other processes raise the same error.
     """
     if world.process_count == 1:
         return make()
@@ -230,10 +238,11 @@ def agree(world: World, make: Callable[[], Plan]) -> Plan:
 
 
 def content_digest(plan: Plan) -> str:
-    """32 hex digits of what a plan decides; how long planning took is left out.
+    """Returns a digest of a plan's decisions: 32 hex digits.
 
-    A plan keeps them when it is saved and read, which turns whole numbers into
-    floats where these are declared.
+    The time that planning took is left out. Saving and reading a plan turns whole
+    numbers in float fields into floats. The digest does not change: it is computed from
+    the plan as read from JSON.
     """
     solver = msgspec.structs.replace(plan.solver, seconds=0.0)
     zero = Seconds(trace=0.0, graph=0.0, solve=0.0, total=0.0)
@@ -247,16 +256,16 @@ def check_same(
 ) -> None:
     """Checks that all processes hold the same plan and trace the same step.
 
-    How long planning took may differ.
+    The times that planning took may differ.
 
     Args:
       world: the processes.
       plan: this process's plan.
       step: identity of the step that this process traced.
-      lines: the text of that step, for an error.
+      lines: returns the text of the traced step, for an error.
 
     Raises:
-      PlanError: they do not.
+      PlanError: the plans or the traced steps differ.
     """
     if world.process_count == 1:
         return
@@ -269,10 +278,10 @@ def check_same(
 
 
 def check_plans(world: World, plan: Plan) -> None:
-    """Checks that all processes hold the same plan, but for its times.
+    """Checks that all processes hold the same plan; its planning times may differ.
 
     Raises:
-      PlanError: they do not.
+      PlanError: the plans differ.
     """
     if world.process_count == 1:
         return
@@ -295,7 +304,10 @@ def check_plans(world: World, plan: Plan) -> None:
 
 
 def _odd(values: Sequence[Any]) -> int:
-    """The process that differs from most others; of two, the second."""
+    """Returns the first process whose value is not the most common value.
+
+    Of two processes with different values, this is the second.
+    """
     texts = [msgspec.json.encode(value) for value in values]
     common = Counter(texts).most_common(1)[0][0]
     return next(k for k, text in enumerate(texts) if text != common)
@@ -314,14 +326,14 @@ def _different_steps(texts: Sequence[list[str]]) -> str:
 
 
 def check_rows(world: World, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Checks that every process passes as many rows of the batch.
+    """Checks that every process passes the same number of rows of the batch.
 
     Args:
       world: the processes.
       shapes: path -> shape of the arrays that this process passes.
 
     Raises:
-      PlanError: they do not.
+      PlanError: the shapes differ between processes.
     """
     if world.process_count == 1:
         return
@@ -350,17 +362,19 @@ def check_rows(world: World, shapes: Mapping[str, tuple[int, ...]]) -> None:
 def check_equal(
     world: World, leaves: Mapping[str, Any], *, first: bool = False
 ) -> None:
-    """Checks that arrays that each process holds alone are equal in all processes.
+    """Checks that arrays have equal values on all processes.
 
-    Only a digest is sent, by the devices: this is done in every step.
+    Each process holds its own copy of the arrays. The check runs in every step, so only
+    a digest is sent, and the devices gather it.
 
     Args:
       world: the processes.
       leaves: path -> array.
-      first: whether a process may fail in place of this, as in a first step.
+      first: whether this is a first step, in which a process may send a failure instead
+        of its digest.
 
     Raises:
-      PlanError: they do not.
+      PlanError: the values differ between processes.
     """
     if world.process_count == 1 or not leaves:
         return
@@ -378,18 +392,19 @@ def check_equal(
 def check_same_creation(
     world: World, function: Callable[..., Any], args: Sequence[Any]
 ) -> None:
-    """Checks that all processes make the same state, before it is made.
+    """Checks that all processes will create the same state, before they create it.
 
-    Copies of what is not split lie on all of them, and nothing would find out later
-    that they differ.
+    Replicated arrays of the state have a copy on every process. Later steps would not
+    notice that the copies differ.
 
     Args:
       world: the processes.
-      function: makes the state.
-      args: its arguments.
+      function: creates the state.
+      args: the arguments of the function.
 
     Raises:
-      PlanError: arguments, arrays that the function holds, or what it does differ.
+      PlanError: the arguments, the arrays that the function closes over, or the traced
+        functions differ.
     """
     if world.process_count == 1:
         return
@@ -410,10 +425,10 @@ def check_same_creation(
 
 
 def warn_of_equal_rows(world: World, rows: Mapping[str, Any]) -> None:
-    """Warns where all processes pass the same rows of a batch; all must call it.
+    """Warns if all processes pass the same rows of a batch. All processes must call it.
 
-    Each passes its own part of the batch; one that passes all of it trains on each
-    row several times.
+    Each process must pass its own part of the batch. If every process passes the whole
+    batch, the step trains on each row several times.
 
     Args:
       world: the processes.
@@ -437,18 +452,20 @@ def warn_of_equal_rows(world: World, rows: Mapping[str, Any]) -> None:
 
 
 def _varies(rows: Any) -> bool:
-    """Whether rows are not all alike, as those of zeros are."""
+    """Whether some row differs from the first; False for an array of zeros."""
     array = np.asarray(rows)
     return bool((array != array[:1]).any())
 
 
 def digests_of(leaves: Mapping[str, Any]) -> dict[str, str]:
-    """Path -> digest of an array that this process has all of."""
+    """Returns path -> digest of each array; this process must hold whole arrays."""
     return {path: _digest(leaf) for path, leaf in leaves.items()}
 
 
 def refuse_different(world: World, digests: Mapping[str, str]) -> None:
-    """Says which arrays differ between processes; all must call it.
+    """Raises an error that names the arrays that differ between processes.
+
+    All processes must call this function.
 
     Args:
       world: the processes.
@@ -472,7 +489,7 @@ def refuse_different(world: World, digests: Mapping[str, str]) -> None:
     )
 
 
-# Where an object lies in memory, as a program's text may say.
+# A memory address of an object in the text of a program.
 _ADDRESS = re.compile(r"0x[0-9a-f]+")
 
 
@@ -485,45 +502,51 @@ def _digest(leaf: Any) -> str:
 
 
 def shared_number(world: World, value: float) -> float:
-    """The first process's number, on every process."""
+    """Returns the number of process 0, on every process."""
     return float(shared_array(world, np.asarray(value)))
 
 
 def shared_array(world: World, values: np.ndarray) -> np.ndarray:
-    """The first process's numbers, on every process."""
+    """Returns the array of process 0, on every process."""
     if world.process_count == 1:
         return values
     data = world.channel.broadcast(np.ascontiguousarray(values).tobytes())
     return np.frombuffer(data, dtype=values.dtype).reshape(values.shape)
 
 
-# Where the store keeps the first process that failed and why, and who has ended.
+# Keys of the store: the first failed process with its error, and the ended processes.
 _FAILED, _ENDED = "autopar/failed", "autopar/ended"
-# How long the process that hosts the store stays for the others to read it.
+# Longest time that process 0, which hosts the store, stays so that others can read it.
 _STAY_S, _POLL_S = 3.0, 0.05
-# How long the others take to end once they have read it.
+# Time that the other processes take to end once they have read the store.
 _LEAVE_S = 0.5
 
 
 def announce_end() -> None:
-    """From now on the end of this process is told; no effect without others."""
+    """Registers the exit hook that tells the other processes of this process's end.
+
+    Does nothing without a coordination service.
+    """
     if jax_compat.coordination() is not None:
         atexit.unregister(_end)  # one call is enough
         atexit.register(_end)
 
 
 def leave_at_end() -> None:
-    """From now on this process ends without waiting for the others: one is lost."""
+    """Lets this process end without waiting for the others, because one is lost."""
     atexit.unregister(jax_compat.leave_coordination)
     atexit.register(jax_compat.leave_coordination)
 
 
 def _end() -> None:
-    """Runs at exit, before `jax.distributed` does: the last one registered is first."""
+    """Runs at exit, before the hook of `jax.distributed`.
+
+    Python runs exit hooks in reverse order of registration.
+    """
     found = jax_compat.coordination()
     if found is None or found.count == 1:
         return
-    error = getattr(sys, "last_value", None)  # what nobody caught
+    error = getattr(sys, "last_value", None)  # the uncaught exception
     service = KeyValueExchange(found.client, found.index, found.count)
     with contextlib.suppress(jax.errors.JaxRuntimeError):
         found.client.key_value_set(f"{_ENDED}/{found.index}", "")
@@ -540,7 +563,7 @@ def _end() -> None:
 
 
 def _stay(found: jax_compat.Coordination) -> None:
-    """Waits a little for the others, who cannot read a store that is gone."""
+    """Waits a little for the other processes: the store ends with this process."""
     end = time.monotonic() + _STAY_S
     with contextlib.suppress(jax.errors.JaxRuntimeError):
         while time.monotonic() < end:
@@ -551,7 +574,7 @@ def _stay(found: jax_compat.Coordination) -> None:
 
 
 def _report(found: jax_compat.Coordination, text: str) -> None:
-    """Says which process failed first, where that is another one."""
+    """Prints the first failure if it was that of another process."""
     with contextlib.suppress(jax.errors.JaxRuntimeError):
         with contextlib.suppress(jax.errors.JaxRuntimeError):
             found.client.key_value_set(_FAILED, f"process {found.index}: {text}")

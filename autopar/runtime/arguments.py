@@ -1,4 +1,4 @@
-"""What a call of a step hands over: arrays, shapes, and whose part they are."""
+"""Reads the arguments of a step's call: signatures, global shapes and batch rows."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from autopar_passes.program.trace import trace_call
 
 
 def signature(call: StepCall) -> Hashable:
-    """The facts that a plan depends on: the form of the call, shapes and dtypes.
+    """Returns what a plan depends on: the form of the call, shapes and dtypes.
 
-    Weak types are left out: `autopar.runtime.step_planner` looks at those that matter.
+    Weak types are left out: `autopar.runtime.step_planner` compares the relevant ones.
     """
     arrays = tuple((tuple(x.shape), _text(x.dtype)) for x in call.arrays)
     return call.form, arrays
@@ -31,37 +31,38 @@ def signature(call: StepCall) -> Hashable:
 
 @functools.cache
 def _text(dtype: Any) -> str:
-    """The name of a dtype, which NumPy takes long to make."""
+    """Returns the name of a dtype; cached because NumPy computes it slowly."""
     return str(dtype)
 
 
 def abstract(call: StepCall) -> StepCall:
-    """The call with a struct in the place of each array."""
+    """Returns the call with a struct in place of each array."""
     return dataclasses.replace(call, arrays=[struct_of(x) for x in call.arrays])
 
 
 class BatchArguments:
     """Finds the global shapes of a call's arguments.
 
-    In a program of several processes, state is the same on every process or
-    already global, and so are keys and what is frozen; of a batch each process holds
-    its own rows, as many as any other. An argument of which something comes back from
-    the step is state.
+    In a program of several processes, state, keys and frozen arrays are global arrays
+    or have the same values on every process. Of a batch, each process holds its own
+    rows, and all processes hold the same number of rows. An argument is state if the
+    step returns some part of it.
     """
 
     def __init__(self, step: Callable[..., Any], capacity: int) -> None:
-        """Knows no calls yet; remembers the batch of so many forms of them."""
+        """Remembers the batch rows of at most ``capacity`` signatures of calls."""
         self._step, self._capacity = step, capacity
         self._rows: Recent[Hashable, dict[int, int]] = Recent(capacity)
-        # Whether all processes pass such arguments; they must ask each other as often.
+        # Signature -> whether the processes have compared the shapes. All processes
+        # must make the same number of comparisons.
         self._checked: Recent[Hashable, bool] = Recent(capacity)
 
     def enter(self) -> None:
-        """Checks anew, in a world of other processes."""
+        """Forgets which shapes were compared; called in a world of other processes."""
         self._checked = Recent(self._capacity)
 
     def structs(self, call: StepCall, world: World) -> StepCall:
-        """The call with structs of global shapes.
+        """Returns the call with structs of global shapes.
 
         Raises:
           PlanError: processes pass batches of different shapes.
@@ -86,14 +87,14 @@ class BatchArguments:
 
 
 def named_shapes(call: StepCall) -> dict[str, tuple[int, ...]]:
-    """Path -> shape of each array among the arguments."""
+    """Returns path -> shape of each array among the arguments."""
     paths = call.form.paths(call.arrays)
     shapes = [tuple(x.shape) for x in call.arrays]
     return dict(zip(paths, shapes, strict=True))
 
 
 def row_dims(step: Callable[..., Any], call: StepCall) -> dict[int, int]:
-    """The arrays of a call that hold rows of the batch, each with their dimension."""
+    """Returns the positions of a call's batch arrays, each with the dim of its rows."""
     traced = trace_call(step, call)
     owners = call.form.argument_of(call.arrays)
     state = {owners[k] for k in traced.carried}
@@ -106,7 +107,7 @@ def row_dims(step: Callable[..., Any], call: StepCall) -> dict[int, int]:
 
 
 def _global(leaf: Any, struct: Any, process_count: int, dim: int) -> Any:
-    """The struct of a whole array, of which each process was given its rows."""
+    """Returns the struct of a whole array, of which each process holds some rows."""
     if isinstance(leaf, jax.ShapeDtypeStruct):
         return struct
     shape = placement.global_shape(leaf, process_count, dim)
@@ -114,10 +115,10 @@ def _global(leaf: Any, struct: Any, process_count: int, dim: int) -> Any:
 
 
 def check_alive(name: str, call: StepCall) -> None:
-    """Checks that no array of a call was consumed before.
+    """Checks that no array of a call was consumed by an earlier call.
 
     Raises:
-      PlanError: one was.
+      PlanError: an array was consumed.
     """
     gone = [
         k
@@ -143,7 +144,7 @@ def check_shapes(name: str, plan: Plan, leaves: Sequence[Any]) -> None:
     """Checks that a state has the shapes of a plan's first inputs.
 
     Raises:
-      PlanError: it does not.
+      PlanError: a shape differs.
     """
     planned = list(plan.written_shapes.items())[: len(leaves)]
     for (path, shape), leaf in zip(planned, leaves, strict=False):

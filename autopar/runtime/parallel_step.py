@@ -1,4 +1,4 @@
-"""A train step that runs under a plan: planner, programs, state and world together."""
+"""A train step that runs under a plan: joins planner, programs, codecs and world."""
 
 from __future__ import annotations
 
@@ -38,22 +38,22 @@ from autopar_passes.program.trace import opened_within, step_name
 def method_of(step: Any, instance: Any) -> Any:
     """Returns a step as a method of an object.
 
-    A module or another tree of arrays is the step's first argument, and its state if it
-    comes back. Any other object is part of the step, as a static argument is: what the
-    step reads of it is fixed by the first call, and each object has plans of its own.
+    A module or another tree of arrays becomes the first argument of the step, and is
+    state if the step returns it. Any other object is static: the first call fixes the
+    attributes that the step reads, and each object has its own plans.
 
     Args:
       step: the `ParallelStep` of the class.
       instance: the object.
 
     Raises:
-      PlanError: there is no place in the object to keep its step.
+      PlanError: the object has no ``__dict__`` to keep its step in.
     """
     if is_object(instance) or jax.tree.leaves(instance) != [instance]:
         return functools.partial(step, instance)
     name, made = step.__name__, _bind_step(step, instance)
     try:
-        # A descriptor without __set__ gives way to what the object itself holds.
+        # An attribute of the object takes precedence over a descriptor without __set__.
         vars(instance)[name] = made
     except TypeError as error:
         kind = type(instance).__name__
@@ -66,7 +66,7 @@ def method_of(step: Any, instance: Any) -> Any:
 
 
 def _bind_step(step: Any, instance: Any) -> Any:
-    """The step of one object, with plans of its own."""
+    """Returns the step of one object, with its own plans."""
     bound, known = functools.partial(step._step, instance), step._parameters
     return type(step)(
         bound,
@@ -103,18 +103,18 @@ class ParallelStep(HasNoise, Generic[P, R]):
         fewer: LastBatch = "run",
         cache: PlanCache | None = None,
     ) -> None:
-        """See `autopar.parallelize`, which makes these.
+        """See `autopar.parallelize`, which creates parallel steps.
 
         Args:
           step: the train step.
-          setting: what it is planned for.
+          setting: the cluster, devices and plan of the step.
           options: hints and limits of planning.
-          store: where its programs are kept.
+          store: keeps the compiled programs of the step.
           codecs: runs the steps whose gradients have codecs.
-          world: the processes and devices; None: those of JAX on the first use.
-          parameters: how the step takes its arguments; None: as its signature says.
-          fewer: what to do with a batch of fewer rows.
-          cache: where plans are kept on disk.
+          world: the processes and devices; None for JAX's, read on the first use.
+          parameters: how the step takes its arguments; None for the step's signature.
+          fewer: what to do with a batch that has fewer rows than planned.
+          cache: the plans on disk.
         """
         functools.update_wrapper(self, step)
         self.__name__: str = step_name(step)
@@ -140,7 +140,7 @@ class ParallelStep(HasNoise, Generic[P, R]):
         self._repeated: RepeatedCall | None = None
 
     def _one_stage(self) -> str:
-        """Why stages that nobody asked for are not tried; '' where they are."""
+        """Returns why the planner does not try stages on its own; '' if it does."""
         store = self._store
         reasons = {
             "several processes run it": self.world.process_count > 1,
@@ -171,7 +171,7 @@ class ParallelStep(HasNoise, Generic[P, R]):
 
     @property
     def cluster(self) -> Cluster:
-        """The cluster that is planned for."""
+        """The cluster of the plan."""
         if self._setting.cluster is None:
             count = len(self._setting.devices or self.world.devices)
             local = Cluster.local(count)
@@ -187,19 +187,19 @@ class ParallelStep(HasNoise, Generic[P, R]):
         batch: Any = None,
         others: Sequence[Any] | Mapping[str, Any] | None = None,
     ) -> Any:
-        """Creates the state directly in its shards; no device holds all of it.
+        """Creates the state directly in its shards; no device holds the whole state.
 
-        With an example ``batch`` (or a plan given to `autopar.parallelize`) the
-        state lies as the plan wants it. Without, it is split evenly and moved on the
-        first call. Codecs and the noise scale start anew with it: residuals of earlier
-        steps are not sent to a new state.
+        With an example ``batch`` (or a plan given to `autopar.parallelize`) the state
+        gets the shardings of the plan. Without a batch or plan, the state is split
+        evenly, and the first call moves it. Codecs and the noise scale start anew:
+        residuals of earlier steps are not added to gradients of the new state.
 
         Args:
           create_state: makes the state (for NNX: the model and optimizer). A plain
             tuple holds several leading arguments of the step.
-          args: its arguments.
+          args: the arguments of ``create_state``.
           batch: an example batch, arrays or ``ShapeDtypeStruct``s, for a step whose
-            one further argument is the batch.
+            only argument after the state is the batch.
           others: for any other step: all arguments after the state, in their order,
             or by name.
 
@@ -231,11 +231,11 @@ class ParallelStep(HasNoise, Generic[P, R]):
 
     @property
     def compression_state(self) -> Any:
-        """The state of the codecs: residuals and what they learned; None: none yet.
+        """The state of the codecs, such as their residuals; None before the first step.
 
-        Save it with the train state. After a restart, assign what was saved; the
-        next call places it for the plan in use, and sends gradients by the codecs that
-        `recode` or a policy had chosen.
+        Save it with the train state. After a restart, assign the saved value. The next
+        call then places this state for the plan in use, and sends gradients by the
+        codecs that `recode` or a policy had chosen.
         """
         current = self._current
         return self._codecs.copy_state(
@@ -247,7 +247,10 @@ class ParallelStep(HasNoise, Generic[P, R]):
         self._codecs.restore(state)
 
     def hold_compression_state(self, state: Any) -> None:
-        """Takes a saved state; it waits for a later plan if this one has no codecs."""
+        """Restores a saved codec state.
+
+        If the current plan has no codecs, the state is kept for a later plan.
+        """
         held = self._current is not None and self._current.planned.sums is None
         self._codecs.restore(state, held=held)
 
@@ -255,7 +258,7 @@ class ParallelStep(HasNoise, Generic[P, R]):
     def telemetry(self) -> Telemetry:
         """Telemetry of the last step for each compressed gradient, by parameter.
 
-        Where the plan has no codec it is empty, and its ``reason`` says so.
+        If the plan has no codec, the telemetry is empty and its ``reason`` says so.
 
         Raises:
           PlanError: no step has run yet.
@@ -266,7 +269,7 @@ class ParallelStep(HasNoise, Generic[P, R]):
     def codec_changes(self) -> tuple[CodecChange, ...]:
         """The latest changes of codecs that the policy asked for, the newest last.
 
-        Each says whether it was adopted or put off, and why.
+        Each change says whether it was adopted or postponed, and why.
         """
         return self._codecs.adoption.changes
 
@@ -279,11 +282,11 @@ class ParallelStep(HasNoise, Generic[P, R]):
         Args:
           codecs: name of a parameter -> codec as text. Sets of codecs that were
             used before are not compiled again while their programs are kept. Or
-            ``auto``: they are chosen anew for the layouts in use, by the errors that
-            were measured while training where there are any.
-          often: whether parameters will change again: those that can be inputs of the
-            program become so, for up to 41 % more bytes (page 'Gradient compression' of
-            the documentation).
+            ``auto``: the planner chooses codecs anew for the layouts in use, by the
+            errors measured in training as far as these exist.
+          often: whether the parameters of the codecs will change again. Parameters that
+            can be inputs of the program then become inputs, for up to 41 % more bytes
+            (page 'Gradient compression' of the documentation).
 
         Raises:
           PlanError: a parameter has no compressed gradient, or a codec is not known
@@ -300,7 +303,7 @@ class ParallelStep(HasNoise, Generic[P, R]):
             self._use(recoding.change_codecs(plan, codecs, often=often))
 
     def _use(self, plan: Plan) -> PlannedStep:
-        """Runs steps by a plan that differs from the current one in its codecs."""
+        """Uses a plan that differs from the current plan only in its codecs."""
         assert self._current is not None
         analysed, current = self._current.analysed, self._current.planned
         if plan is current.plan:
@@ -313,7 +316,7 @@ class ParallelStep(HasNoise, Generic[P, R]):
 
     @without_mesh()
     def prepare(self, *args: Any, **kwargs: Any) -> PlannedStep:
-        """Plans for these arguments without running; arrays or structs."""
+        """Plans for these arguments (arrays or structs) without running the step."""
         with agreement.tell_errors(self.world, "reading the arguments"), updating():
             call = opened_within(self._parameters, args, kwargs)
         return self._prepare(call)
@@ -333,7 +336,10 @@ class ParallelStep(HasNoise, Generic[P, R]):
         return self._current.planned
 
     def _beside(self, call: StepCall) -> PlannedStep | None:
-        """The step of a full batch, if the state is to stay where it lies."""
+        """Returns the step of a full batch if the call has fewer rows; else None.
+
+        The plan for fewer rows then leaves the state where the full batch has it.
+        """
         current = self._current
         if current is None or current.has_stages:
             return None
@@ -341,7 +347,10 @@ class ParallelStep(HasNoise, Generic[P, R]):
         return full if last_batch.fewer_rows(call, full, count) else None
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        """Runs one step; see `autopar.parallelize`. Under a JAX transform, as it is."""
+        """Runs one step; see `autopar.parallelize`.
+
+        Under a JAX transform this calls the undecorated step.
+        """
         if (found := self._repeats(args, kwargs)) is not None:
             return self._again(*found)
         if any(isinstance(x, Tracer) for x in jax.tree.leaves((args, kwargs))):
@@ -355,7 +364,10 @@ class ParallelStep(HasNoise, Generic[P, R]):
     def _repeats(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[RepeatedCall, list[Any], list[Any]] | None:
-        """The last call and these arguments, given and placed; None: they differ."""
+        """Returns the last call with these arguments, as given and as placed.
+
+        None if these arguments differ from those of the last call in more than values.
+        """
         known = self._repeated
         if known is None or known.running is not self._current:
             return None
@@ -405,7 +417,7 @@ class ParallelStep(HasNoise, Generic[P, R]):
         return planned.analysis.pytrees.result.return_value(flat)
 
     def _issue_program(self, planned: PlannedStep, placed: list[Any]) -> list[Any]:
-        """Runs a program on arrays in their places; returns its flat results."""
+        """Runs a program on placed arrays; returns its flat results."""
         if planned.sums is not None:
             self._codecs.prepare(planned, placed, self.world)
         flat = self._noise.run(planned, placed, self._codecs)
@@ -414,12 +426,12 @@ class ParallelStep(HasNoise, Generic[P, R]):
         return flat
 
     def _follow_policy(self, planned: PlannedStep) -> None:
-        """Sends gradients by the codecs that the policy wants from now on."""
+        """Asks the policy for codecs, and uses the answer from the next step on."""
         if planned.sums is not None and (wish := self._codecs.advise(self.world)):
             self._follow(wish)
 
     def _follow(self, wish: Mapping[str, str]) -> None:
-        """Sends gradients by the codecs that the policy wants, if they may not wait."""
+        """Uses the codecs that the policy wants, unless the change is postponed."""
         assert self._current is not None
         analysed, running = self._current.analysed, self._current.planned
         plan = self._codecs.plan_of_policy(running.plan, wish)
@@ -441,29 +453,29 @@ class ParallelStep(HasNoise, Generic[P, R]):
         return f"<ParallelStep {self.__name__}, {self.plan!r}>"
 
     def __set_name__(self, owner: type, name: str) -> None:
-        """Learns the name of the method that it decorates."""
+        """Takes the name of the decorated method."""
         self.__name__ = name
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
-        """The step as a method of an object (`autopar.runtime.parallel_step`)."""
+        """Returns the step as a method of an object (`method_of`)."""
         return self if instance is None else method_of(self, instance)
 
     def jit(
         self, function: Callable[Q, S], *, static_argnames: str | Sequence[str] = ()
     ) -> Evaluation[Q, S]:
-        """Compiles a function, such as evaluation, for state as the step has it.
+        """Compiles a function, such as evaluation, for state with the step's shardings.
 
-        State that the step returned, or that `init` made, stays where it lies. The
-        batch is split over the axes that split the step's batch. Nothing is consumed.
-        With several stages the state is copied in each call, split over all devices.
+        State that the step returned, or that `init` made, is not moved. The batch is
+        split over the mesh axes that split the step's batch. No argument is consumed.
+        With several stages, each call copies the state and splits it over all devices.
 
         Args:
           function: such as ``evaluate(state, batch)``.
-          static_argnames: names of arguments that are part of the program.
+          static_argnames: names of static arguments.
 
         Raises:
-          PlanError: the function is a ``jax.pmap``; on a call, if the step has not
-            been planned yet.
+          PlanError: the function is a ``jax.pmap``. A call raises it if the step has
+            not been planned yet.
         """
         return Evaluation(function, self._running, lambda: self.world, static_argnames)
 
@@ -489,19 +501,19 @@ class ParallelStep(HasNoise, Generic[P, R]):
 
     @without_mesh()
     def compile(self, *args: Any, **kwargs: Any) -> Plan:
-        """Plans and compiles for arguments, arrays or structs, of the next call."""
+        """Plans and compiles for the arguments (arrays or structs) of the next call."""
         planned = self.prepare(*args, **kwargs)
         self._preparation.compile(planned)
         return planned.plan
 
     def _make_ready(self) -> None:
-        """Compiles a program that is new, on all processes or on none."""
+        """Compiles a new program; if one process fails, all processes fail."""
         current = self._current
         if current is None or current.ready:
             return
         planned = current.planned
         if self.world.process_count > 1:
-            # A program that comes back is compiled already.
+            # A program that was used before is compiled already.
             known = self._preparation.is_compiled(planned)
             work = (lambda _: None) if known else self._preparation.compile
             agreement.run_together(self.world, "compiling", lambda: work(planned))
@@ -525,28 +537,29 @@ class ParallelStep(HasNoise, Generic[P, R]):
     ) -> Any:
         """Plans for another cluster, moves the state there and returns it.
 
-        The next call of the step runs under the new plan, which is compiled here.
-        Where this raises, nothing has changed: the next call runs under the old plan
-        with the old state. Gradients are sent as was asked for at first, with a plan
-        of one's own as that plan says. Layouts that were given as ``layouts=`` are kept
-        where the cluster has their mesh; elsewhere new ones are found, with a warning.
+        The next call of the step runs under the new plan, which is compiled here. If
+        this raises an error, nothing has changed: the next call runs under the old plan
+        with the old state. Gradients are sent by the ``compression=`` of
+        `autopar.parallelize`, or by the codecs of a given plan. Layouts given as
+        ``layouts=`` are kept if the cluster has their mesh. Otherwise the planner finds
+        new layouts and warns.
 
         Args:
-          cluster: to move to, such as ``Cluster.local(devices=4)`` or ``"4:cpu"``.
+          cluster: the new cluster, such as ``Cluster.local(devices=4)`` or ``"4:cpu"``.
           state: the carried state: one pytree, or a tuple of the leading
             arguments (NNX: the model and optimizer, updated in place).
-          devices: the devices to run on, or their ids; default: those that the
-            cluster names, or the first of the world.
+          devices: the devices to run on, or their ids; default: the devices that the
+            cluster names, or the first devices of the world.
           plan: a plan for the new cluster, or its JSON file, used instead of planning
             for the arguments of the last call.
-          consume: whether each old array is freed as soon as it has been moved: both
-            states never lie in memory together, and an error half-way costs the state.
+          consume: whether each old array is freed as soon as it has been moved. Then
+            memory never holds both whole states, but an error half-way loses the state.
 
         Raises:
           ClusterError: the text describes no cluster.
           InfeasibleError: no plan fits the memory of a device.
-          PlanError: the step has not been planned before, the state or the plan is
-            of another step, or a device is missing.
+          PlanError: the step has not been planned before, the state or the plan
+            belongs to another step, or a device is missing.
         """
         analysed = self.running.analysed
         made = self._preparation.made_for(
@@ -557,13 +570,13 @@ class ParallelStep(HasNoise, Generic[P, R]):
     def adopt(
         self, analysed: Analysed, made: Made, state: Any, *, consume: bool = False
     ) -> Any:
-        """Moves the state to another plan, which runs from the next call on.
+        """Moves the state to another plan, which the step uses from the next call on.
 
         Args:
           analysed: the step on the arguments of the next call.
           made: the plan, and its compiled program.
-          state: as of `replan`.
-          consume: as of `replan`.
+          state: as for `replan`.
+          consume: as for `replan`.
         """
         old = self.running.planned
         with agreement.tell_errors(self.world, "moving the state"):
@@ -586,7 +599,7 @@ class ParallelStep(HasNoise, Generic[P, R]):
 
     @property
     def running(self) -> Running:
-        """The step on the arguments that it was planned for last, and its program."""
+        """The analysis of the last planned call, and the program of its plan."""
         if self._current is None:
             raise PlanError(
                 f"{self.__name__}: no plan yet: call the step first, or make the state "
@@ -596,10 +609,10 @@ class ParallelStep(HasNoise, Generic[P, R]):
 
     @property
     def preparation(self) -> Preparation:
-        """What analyses, plans and builds this step."""
+        """The object that analyses, plans and builds this step."""
         return self._preparation
 
     @property
     def setting(self) -> Setting:
-        """What it is planned for."""
+        """The cluster, devices and plan that the step was given."""
         return self._setting

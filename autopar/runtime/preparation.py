@@ -1,4 +1,4 @@
-"""From a call's shapes to the program that all processes run."""
+"""Turns the shapes of a call into the program that all processes run."""
 
 from __future__ import annotations
 
@@ -48,13 +48,13 @@ class Setting:
     """The cluster, the plan and the devices that a step is given.
 
     Attributes:
-      cluster: the cluster; None: as many of the backend's devices as there are.
+      cluster: the cluster; None for all devices of the backend.
       plan: a plan to use as it is, instead of planning.
-      devices: the devices to run on, or their ids; None: those that the cluster
-        names, or the first of the world.
-      codecs: whose choice of codecs, and of layouts to keep, holds in place of the
-        planner's; None: its own.
-      sent: a plan whose codecs hold gradient by gradient; None: none.
+      devices: the devices to run on, or their ids; None for the devices that the
+        cluster names, or the first devices of the world.
+      codecs: options whose codecs and ``layouts`` replace those of the planner; None
+        for the planner's own.
+      sent: a plan that gives each gradient its codec; None for no such plan.
     """
 
     cluster: Cluster | None = None
@@ -71,17 +71,17 @@ def moved_setting(
     devices: tuple[Any, ...] | None,
     given: Plan | None,
 ) -> Setting:
-    """The setting on another cluster, with the codecs that were asked for.
+    """Returns the setting on another cluster, with the codecs that were asked for.
 
     Args:
-      setting: what the step was planned for.
-      options: what was said about planning it.
+      setting: the setting that the step was planned for.
+      options: hints and limits of planning.
       cluster: the cluster to move to.
       devices: the devices to run on there.
-      given: a plan for it.
+      given: a plan for that cluster.
 
     Raises:
-      PlanError: the codecs of a plan were asked for by nobody in one word.
+      PlanError: the codecs of the plan are not those of one ``compression=`` value.
     """
     codecs, sent = setting.codecs, setting.sent
     if setting.plan is not None:
@@ -94,10 +94,10 @@ def moved_setting(
 
 
 def with_codecs_of(options: PlanOptions, plan: Plan) -> PlanOptions:
-    """The options with the choice of codecs that a plan was made with.
+    """Returns the options with the choice of codecs that a plan was made with.
 
-    Where it has several that nobody asked for in one word (`sent_by_hand`), layouts are
-    found for the one that sends most.
+    If codecs were chosen gradient by gradient (`sent_by_hand`), the options name the
+    codec with the most dense bytes. Layouts are then planned for that codec.
     """
     mode = plan.compression.mode
     if mode == "none" or _by_hand(plan):
@@ -108,7 +108,7 @@ def with_codecs_of(options: PlanOptions, plan: Plan) -> PlanOptions:
 
 
 def sent_by_hand(plan: Plan) -> Plan | None:
-    """The plan if each gradient has the codec that it was given; else None."""
+    """Returns the plan if its codecs were chosen gradient by gradient; else None."""
     several = plan.compression.mode == "none" and len(_dense_bytes(plan)) > 1
     return plan if several or (_by_hand(plan) and _dense_bytes(plan)) else None
 
@@ -118,9 +118,11 @@ def _by_hand(plan: Plan) -> bool:
 
 
 def _dense_bytes(plan: Plan) -> dict[str, float]:
-    """By codec, what one device would send of its gradients without it.
+    """Returns, by codec, the dense bytes of one device's gradients with this codec.
 
-    What a codec cannot send, or not with profit, is sent beside it as it is.
+    Dense bytes are those that the device would send without compression. The codec
+    ``dense`` counts only if no gradient has another codec: every plan may send
+    gradients densely that its codec cannot send with profit.
     """
     found: dict[str, float] = {}
     for g in plan.gradients:
@@ -130,9 +132,10 @@ def _dense_bytes(plan: Plan) -> dict[str, float]:
 
 
 def fitting_layouts(options: PlanOptions, cluster: Cluster) -> PlanOptions:
-    """The options without layouts to keep, where these do not fit another cluster.
+    """Returns the options, without ``layouts`` if these do not fit a cluster.
 
-    Layouts are for one mesh. On another new ones are found, which a warning says.
+    Layouts belong to one mesh. If the cluster does not have this mesh, the function
+    warns that the planner will find new layouts.
     """
     kept = options.layouts
     if kept is None:
@@ -149,16 +152,20 @@ def fitting_layouts(options: PlanOptions, cluster: Cluster) -> PlanOptions:
     return options
 
 
-# Most plans that are remembered, by shapes of the arguments and cluster.
+# The largest number of remembered plans, by signature of the arguments and cluster.
 PLANS = 32
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Running:
-    """The step that runs: the shapes it was planned for, and its program.
+    """The running step: its analysis and its program.
 
-    It is ready once all processes have compiled the program. Batches with fewer rows
-    leave the state where the step of a ``full`` batch has it.
+    Attributes:
+      analysed: the step, analysed for the shapes that it was planned for.
+      planned: the program of the plan.
+      ready: whether all processes have compiled the program.
+      full: the step of a full batch, if this step is for a batch with fewer rows. Both
+        steps have the same shardings of the state.
     """
 
     analysed: Analysed
@@ -173,13 +180,13 @@ class Running:
 
     @property
     def has_stages(self) -> bool:
-        """Whether it is a pipeline."""
+        """Whether the plan is a pipeline of several stages."""
         return len(self.planned.plan.stages) > 1
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Made:
-    """What is made for a setting: its plan, and the compiled program of it."""
+    """A setting with its plan and the compiled program of that plan."""
 
     setting: Setting
     plan: Plan
@@ -187,7 +194,7 @@ class Made:
 
 
 class Preparation:
-    """Analyses, plans and builds a step; all processes agree on each."""
+    """Analyses, plans and builds a step, the same way on all processes."""
 
     def __init__(
         self,
@@ -197,35 +204,35 @@ class Preparation:
         cluster: Callable[[], Cluster],
         errors: Callable[[], Errors],
     ) -> None:
-        """Has prepared nothing yet.
+        """Creates a preparation without plans.
 
         Args:
-          planner: of the step.
-          store: where its programs are kept.
+          planner: plans the step.
+          store: keeps the programs of the step.
           world: returns the processes and devices.
-          cluster: returns the cluster of a setting that names none.
-          errors: returns what codecs were measured to lose.
+          cluster: returns the cluster for settings without a cluster.
+          errors: returns the measured relative errors of codecs.
         """
         self.planner = planner
         self._store = store
         self._world = world
         self._cluster = cluster
         self._errors = errors
-        # What `recode` has changed stays changed where a cluster comes back.
+        # Plans by setting. The codecs of `recode` stay in use if a cluster returns.
         self._plans: Recent[Hashable, Plan] = Recent(PLANS)
-        # The functions that have run: the first call of one compiles it.
+        # The functions that have run. The first call of a function compiles it.
         self._started: weakref.WeakSet[Any] = weakref.WeakSet()
         self._links: Links | None = None
-        # Of worlds that were left.
+        # Plans that were made in earlier worlds.
         self._earlier: dict[Hashable, Plan] = {}
 
     def enter(self, cache: PlanCache | None) -> None:
-        """Prepares for another world, whose processes know different plans.
+        """Prepares for another world, whose processes remember different plans.
 
-        The plans of this process are used again where it is the one that plans.
+        If this process is process 0 of the new world, it uses its plans again.
 
         Args:
-          cache: where plans are kept, unless they are kept elsewhere.
+          cache: the plans on disk, used if the planner has no cache yet.
         """
         self.planner.cache = self.planner.cache or cache
         kept = {key: self._plans.peek(key) for key in self._plans}
@@ -236,7 +243,7 @@ class Preparation:
 
     @without_mesh()
     def analyse(self, structs: StepCall) -> Analysed:
-        """The step on the arguments of a call, structs of global shapes.
+        """Returns the analysis of the step for a call with structs of global shapes.
 
         Raises:
           TraceError: JAX cannot trace the step.
@@ -245,16 +252,17 @@ class Preparation:
             return self.planner.analyse_structs(structs)
 
     def remember(self, analysed: Analysed, setting: Setting, plan: Plan) -> None:
-        """Uses a plan where this setting comes back."""
+        """Remembers the plan of a setting, for a later use of the same setting."""
         self._plans.put(self._place(analysed, setting), plan)
 
     @without_mesh()
     def plan(
         self, analysed: Analysed, setting: Setting, beside: Plan | None = None
     ) -> Plan:
-        """The plan of a setting, the same on every process.
+        """Returns the plan of a setting, the same plan on every process.
 
-        With a plan to be ``beside``, the state lies as in that one.
+        If another plan is given as ``beside``, both plans have the same shardings of
+        the state.
         """
         known = self._plans.get(self._place(analysed, setting))
         if known is not None:
@@ -301,17 +309,17 @@ class Preparation:
         devices: Sequence[Any] | None = None,
         plan: Plan | str | None = None,
     ) -> Made:
-        """The plan and the compiled program of a step on another cluster.
+        """Returns the plan and the compiled program of a step on another cluster.
 
         Args:
           analysed: the step.
-          setting: that it runs under.
-          cluster: to move to.
-          devices: to run on there, or their ids.
-          plan: to use there instead of planning, or its file.
+          setting: the setting that the step runs under.
+          cluster: the cluster to move to.
+          devices: the devices to run on there, or their ids.
+          plan: a plan to use there instead of planning, or its file.
 
         Raises:
-          AutoparError: as of `autopar.ParallelStep.replan`.
+          AutoparError: for the same reasons as `autopar.ParallelStep.replan`.
         """
         given = None if plan is None else as_plan(plan)
         moved = self.move_setting(setting, cluster, devices, given)
@@ -329,13 +337,13 @@ class Preparation:
         devices: Sequence[Any] | None = None,
         given: Plan | None = None,
     ) -> Setting:
-        """A setting on another cluster; arguments are those of `made_for`."""
+        """Returns a setting on another cluster; see `made_for` for the arguments."""
         taken = None if devices is None else self._world().take(devices)
         options = self.planner.options
         return moved_setting(setting, options, as_cluster(cluster), taken, given)
 
     def known_plan(self, analysed: Analysed, setting: Setting) -> Plan | None:
-        """The plan of a setting that was made before, here or on disk; or None."""
+        """Returns the plan of a setting from memory or disk; None if neither has it."""
         found = self._plans.get(self._place(analysed, setting))
         if found is None and setting.sent is None and not self._errors():
             cluster = setting.cluster or self._cluster()
@@ -344,7 +352,7 @@ class Preparation:
 
     @without_mesh()
     def warm(self, analysed: Analysed, setting: Setting, running: Plan) -> Plan:
-        """A good plan of a setting in a short time (`StepPlanner.warm`)."""
+        """Finds a good plan of a setting in a short time (`StepPlanner.warm`)."""
         cluster = setting.cluster or self._cluster()
         return agreement.agree(
             self._world(),
@@ -362,16 +370,16 @@ class Preparation:
     def reprice(
         self, analysed: Analysed, setting: Setting, cluster: Cluster, plan: Plan
     ) -> Plan:
-        """The layouts of a plan on a cluster of the same shape, codecs chosen anew.
+        """Returns a plan with the layouts of another plan and newly chosen codecs.
 
         Args:
           analysed: the step.
-          setting: that it runs under.
-          cluster: the same devices, with other links perhaps.
-          plan: the plan.
+          setting: the setting that the step runs under.
+          cluster: a cluster of the same shape, whose links may differ.
+          plan: the plan with the layouts.
 
         Raises:
-          PlanError: the cluster has not the plan's mesh.
+          PlanError: the cluster does not have the plan's mesh.
         """
         asked = setting.codecs or self.planner.options
         asked = dataclasses.replace(asked, layouts=plan, microbatches=None)
@@ -390,12 +398,12 @@ class Preparation:
 
     @property
     def compile_s(self) -> float:
-        """Seconds that the program took which was compiled last."""
+        """Seconds that the last compilation took."""
         return self._store.compile_s
 
     @without_mesh()
     def recode_plan(self, analysed: Analysed, setting: Setting, plan: Plan) -> Plan:
-        """The layouts of a plan with the codecs that ``auto`` chooses for them."""
+        """Returns a plan with the same layouts and the codecs that ``auto`` chooses."""
         asked = dataclasses.replace(
             setting.codecs or self.planner.options, compression="auto", layouts=plan
         )
@@ -407,7 +415,7 @@ class Preparation:
 
     @without_mesh()
     def program(self, analysed: Analysed, plan: Plan, setting: Setting) -> PlannedStep:
-        """The program of a plan, once all processes have checked that it fits."""
+        """Returns the program of a plan, after all processes have checked the plan."""
         devices = self.devices(setting)
         if self._world().process_count > 1:
             with agreement.tell_errors(self._world(), "comparing the traced steps"):
@@ -430,22 +438,28 @@ class Preparation:
     def coded_step(
         self, analysed: Analysed, plan: Plan, setting: Setting, like: PlannedStep
     ) -> PlannedStep:
-        """The program of a plan that differs from the running one in its codecs."""
+        """Returns the program of a plan that differs from that of ``like`` in codecs."""
         devices = self.devices(setting)
         return self._store.program(analysed, plan, devices, like=like, links=like.links)
 
     def _links_to_others(self) -> Links | None:
-        """The links to the other processes, from the first pipeline on."""
+        """Returns the links to the other processes; creates them on the first call.
+
+        None in a world of one process.
+        """
         if self._links is None and self._world().process_count > 1:
             self._links = Links(self._world())
         return self._links
 
     def links_between(self, old: PlannedStep, new: PlannedStep) -> Links | None:
-        """Links to the other processes, where state moves to other devices of them.
+        """Returns the links to the other processes that a move of the state needs.
+
+        None if both plans use the same devices and neither step has links, or in a
+        world of one process.
 
         Args:
           old: the step under the plan that the state was made by.
-          new: the step under the plan that it is moved to.
+          new: the step under the plan that the state is moved to.
         """
         devices = [set(step.mesh.devices.flat) for step in (old, new)]
         if devices[0] == devices[1] and old.links is None and new.links is None:
@@ -457,18 +471,21 @@ class Preparation:
         return planned.function in self._started
 
     def load_program(self, planned: PlannedStep) -> None:
-        """Takes a program for one that has been compiled."""
+        """Marks a program as compiled."""
         self._started.add(planned.function)
 
     @without_mesh()
     def compile(self, planned: PlannedStep) -> None:
-        """Compiles a program, and takes the time."""
+        """Compiles a program, and measures the time."""
         with self._store.compiling(planned):
             planned.compile()
 
     @contextlib.contextmanager
     def compiling(self, planned: PlannedStep, name: str) -> Generator[None]:
-        """Says so where a program runs for the first time, which compiles it."""
+        """Shows and times the compilation of a program in the ``with`` block.
+
+        Does nothing for a program that has run before: only the first run compiles.
+        """
         if self.is_compiled(planned):
             yield
             return
@@ -481,15 +498,16 @@ class Preparation:
     def place_arguments(
         self, planned: PlannedStep, leaves: Sequence[Any], *, first: bool
     ) -> list[Any]:
-        """The flat arguments where a program wants them.
+        """Returns the flat arguments with the shardings that a program expects.
 
         Args:
           planned: the program.
           leaves: the arguments.
-          first: whether it is the first step that runs by it.
+          first: whether this is the first step that runs the program.
 
         Raises:
-          PlanError: arrays that each process holds alone differ.
+          PlanError: an array that each process holds a copy of differs between
+            processes.
         """
         graph, shardings = planned.analysis.graph, planned.in_shardings
         if first:
@@ -505,7 +523,7 @@ class Preparation:
         whole: dict[str, Any] = {}
         placed: list[Any] = []
         world = self._world()
-        # Before a first step the others ask whether a process has failed.
+        # In a first step the processes exchange failures while they compare arrays.
         what = "placing the arguments"
         with agreement.tell_errors(world, what) if first else contextlib.nullcontext():
             for x, given, sharding in zip(leaves, graph.inputs, shardings, strict=True):
@@ -529,7 +547,7 @@ class Preparation:
         return self._world().at(cluster.ids)
 
     def _place(self, analysed: Analysed, setting: Setting) -> Hashable:
-        """What a plan that is remembered belongs to."""
+        """Returns the key under which the plan of a setting is remembered."""
         if setting.plan is not None:
             return analysed.key, agreement.content_digest(setting.plan)
         cluster = setting.cluster or self._cluster()
@@ -545,15 +563,18 @@ class Preparation:
     def state_shardings(
         self, name: str, leaves: Sequence[Any], setting: Setting
     ) -> list[Any]:
-        """Where the arrays of a state go that is made before there is a plan.
+        """Returns the shardings of a state that is created before planning.
+
+        If the setting has a plan, these are the shardings of that plan. Otherwise the
+        state is split evenly.
 
         Args:
-          name: of the step.
+          name: name of the step.
           leaves: shapes of the arrays.
-          setting: what will be planned for; its plan's shardings, if it has one.
+          setting: the setting that will be planned for.
 
         Raises:
-          PlanError: the state is not that of the given plan.
+          PlanError: the state does not have the shapes of the setting's plan.
         """
         devices = self.devices(setting)
         if (given := setting.plan) is not None:
@@ -566,7 +587,10 @@ class Preparation:
 
 
 def _shape(cluster: Cluster) -> str:
-    """Digits that clusters share which differ only in which devices they are of."""
+    """Returns a fingerprint of a cluster that does not depend on its device ids.
+
+    With groups of devices, the fingerprint does depend on the ids.
+    """
     if cluster.groups:
         return cluster.fingerprint()
     return dataclasses.replace(cluster, members=None).fingerprint()
@@ -580,15 +604,15 @@ def moved_state(
     *,
     consume: bool = False,
 ) -> list[Any]:
-    """The leaves of a state, where another plan wants them.
+    """Returns the arrays of a state with the shardings of another plan.
 
     Args:
       state: path -> array.
-      old: the step under the plan that it was made by.
+      old: the step under the plan that the state was made by.
       new: the step under the other plan.
-      links: of `Preparation.links_between`.
-      consume: see `autopar.runtime.state_mover.move`; what moves between processes
-        keeps the given state.
+      links: the result of `Preparation.links_between`.
+      consume: see `autopar.runtime.state_mover.move`; ignored if the state moves over
+        links.
     """
     if links is not None:
         return moved_between(links, state, new.in_shardings)
@@ -604,7 +628,7 @@ def moved_state(
 
 
 def _own_rows(planned: PlannedStep, leaves: Sequence[Any]) -> dict[str, Any]:
-    """Path -> rows of this process, of what holds a part of the batch."""
+    """Returns path -> rows of this process, for arrays that hold a part of a batch."""
     graph = planned.analysis.graph
     return {
         given.path: x
@@ -615,5 +639,5 @@ def _own_rows(planned: PlannedStep, leaves: Sequence[Any]) -> dict[str, Any]:
 
 
 def _is_own_part(x: Any, given: GraphInput, shape: Sequence[int]) -> bool:
-    """Whether an array is this process's part of a batch of a shape."""
+    """Whether an array holds only this process's rows of a batch of the given shape."""
     return given.role is InputRole.BATCH and np.shape(x) != tuple(shape)

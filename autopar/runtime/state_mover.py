@@ -1,16 +1,15 @@
 """Moves the state of a step from one layout to another.
 
-A `StateLayout` says what a state is and how it is split, without any device; a
-`Transport` knows the devices and carries the bytes. What a codec keeps is not moved
-here: its residuals change shape with the number of workers
+A `StateLayout` describes the arrays of a state and their shardings, without devices. A
+`Transport` knows the devices and moves the arrays. The state of codecs is not moved
+here: residuals change shape with the number of workers
 (`autopar.runtime.gradients.codec_state`).
 
-Moves an array between shardings of one process, block by block.
-
-Each device gets what it needs of the blocks that others have. JAX moves an array
-between different sets of devices by way of a copy of the whole on the host, and
-between some layouts of the same devices by gathering it; here no device and no host
-holds more than a block at a time.
+`move_array` moves one array between shardings of one process, block by block. Each
+device gets the elements that it lacks from the blocks of other devices. JAX itself
+moves an array between different sets of devices through a copy of the whole array on
+the host. Between some layouts of the same devices JAX gathers the whole array. Here
+neither a device nor the host holds more than one block at a time.
 """
 
 from __future__ import annotations
@@ -42,14 +41,15 @@ from autopar_errors import InputError
 from autopar_passes import jax_compat
 from autopar_passes.program.static_leaves import StaticError
 
-# Of each dim of a block, its first index and the one behind its last.
+# For each dim of a block: its first index, and the index after its last one.
 Block = tuple[tuple[int, int], ...]
 
 
 def is_movable(array: Any, sharding: Any) -> bool:
-    """Whether `move_array` is the way: among own devices, and not by links.
+    """Whether `move_array` should move an array to a sharding.
 
-    Accelerators that keep an array among themselves move it over their links.
+    It should if all devices belong to this process, and are CPUs or a different set of
+    devices. Within one set of accelerators, JAX moves the array over their links.
     """
     if not isinstance(array, jax.Array) or not array.is_fully_addressable:
         return False
@@ -63,11 +63,13 @@ def is_movable(array: Any, sharding: Any) -> bool:
 
 
 def move_array(array: jax.Array, sharding: Any) -> Any:
-    """The array in another sharding; blocks that stay where they are are shared.
+    """Returns the array with another sharding.
+
+    A block that stays on its device shares its memory with the old array.
 
     Args:
-      array: keys are moved as their numbers.
-      sharding: where it must lie.
+      array: the array; typed keys are moved as their integers.
+      sharding: the new sharding.
     """
     bits: jax.Array = jax_compat.key_bits(array)
     shape = bits.shape
@@ -97,7 +99,7 @@ def move_array(array: jax.Array, sharding: Any) -> Any:
 
 
 def shares_memory(one: Any, other: Any) -> bool:
-    """Whether a block of one array is a block of the other."""
+    """Whether a block of one array and a block of the other have the same memory."""
     pointers = [
         {
             shard.data.unsafe_buffer_pointer()
@@ -110,7 +112,10 @@ def shares_memory(one: Any, other: Any) -> bool:
 
 
 def resident_bytes() -> int:
-    """The memory of this process that lies in the machine's; 0 where nobody tells."""
+    """Returns the resident memory of this process; 0 if the system does not report it.
+
+    The value is read from ``/proc``.
+    """
     with contextlib.suppress(OSError, AttributeError, ValueError):
         words = pathlib.Path("/proc/self/statm").read_text().split()
         return int(words[1]) * os.sysconf("SC_PAGE_SIZE")
@@ -118,14 +123,15 @@ def resident_bytes() -> int:
 
 
 def return_memory(but: int = 0) -> None:
-    """Gives memory that was freed back to the system.
+    """Returns freed memory to the system.
 
-    The C library of Linux keeps what is freed in pieces, so a state that is moved
-    piece by piece may lie there twice; others have no such function. Pages that are
-    given back cost as much again as the move itself, so nothing is done for little.
+    The C library of Linux keeps memory that is freed in pieces. A state that is moved
+    array by array may therefore take twice its memory. Other C libraries have no
+    function to return memory. Returning pages costs as much time as the move itself,
+    so small amounts are not returned.
 
     Args:
-      but: nothing is done where the process holds at most so many bytes.
+      but: a number of bytes; nothing is done if the process holds at most this many.
     """
     if 0 < resident_bytes() <= but:
         return
@@ -134,7 +140,7 @@ def return_memory(but: int = 0) -> None:
 
 
 def _blocks(bits: jax.Array) -> dict[Block, list[tuple[Any, jax.Array]]]:
-    """The blocks of an array, each with the devices that have it."""
+    """Returns the blocks of an array, each with its devices and their data."""
     out: dict[Block, list[tuple[Any, jax.Array]]] = {}
     for shard in bits.addressable_shards:
         block = _block(shard.index, bits.shape)
@@ -152,7 +158,7 @@ def _block(index: Sequence[slice], shape: Sequence[int]) -> Block:
 def _assemble_block(
     block: Block, source: Mapping[Block, list[tuple[Any, jax.Array]]], dtype: Any
 ) -> np.ndarray:
-    """A block on the host, put together of the blocks that it overlaps."""
+    """Returns a block on the host, assembled from the source blocks that overlap it."""
     out = np.empty([end - begin for begin, end in block], dtype)
     for given, shards in source.items():
         common = [
@@ -165,31 +171,31 @@ def _assemble_block(
 
 
 def _within(common: Sequence[tuple[int, int]], block: Block) -> tuple[slice, ...]:
-    """Where a common part lies in a block."""
+    """Returns the slices of a block that select a part of it."""
     return tuple(
         slice(begin - first, end - first)
         for (begin, end), (first, _) in zip(common, block, strict=True)
     )
 
 
-# Bytes that are moved at a time where the old state is consumed.
+# Bytes that are moved at a time if the old state is consumed.
 IN_FLIGHT_BYTES = 16 << 20
-# Freed memory that the process keeps meanwhile, for the arrays that come next.
+# Freed memory that the process keeps during a move, for the next arrays.
 _KEPT_BYTES = 24 << 20
-# Of each axis of a mesh its name and size, outermost first.
+# The name and size of each axis of a mesh, outermost axis first.
 Axes = tuple[tuple[str, int], ...]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class LeafLayout:
-    """One array of a state.
+    """The shape, dtype and sharding of one array of a state.
 
     Attributes:
-      shape: of the whole array.
-      dtype: its name, such as ``float32`` or ``key<fry>``.
-      spec: per dimension, the names of the mesh axes that split it.
-      stage: number of the stage whose devices hold it, or that of the mesh of all
-        stages (`Plan.home_axes`).
+      shape: the shape of the whole array.
+      dtype: the name of the dtype, such as ``float32`` or ``key<fry>``.
+      spec: for each dim, the names of the mesh axes that split it.
+      stage: the number of the stage whose devices hold the array, or the number of the
+        mesh of all stages (`Plan.home_axes`).
     """
 
     shape: tuple[int, ...]
@@ -200,14 +206,15 @@ class LeafLayout:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class StateLayout:
-    """The arrays of a state, and their split over the mesh of each stage.
+    """The arrays of a state, and their shardings over the meshes of the stages.
 
     Attributes:
       leaves: path of an array -> its layout, in the order of the state.
-      meshes: the axes of each stage's mesh, and of that of all stages if one is used.
+      meshes: the axes of each stage's mesh, and the axes of the mesh of all stages if
+        the plan uses that mesh.
 
     Raises:
-      InputError: an array lies on a stage or an axis that is not there.
+      InputError: an array lies on a stage or an axis that does not exist.
     """
 
     leaves: dict[str, LeafLayout]
@@ -234,7 +241,7 @@ class StateLayout:
 
     @classmethod
     def from_json(cls, data: str | bytes) -> StateLayout:
-        """Reads what `to_json` wrote.
+        """Reads a layout from the JSON text of `to_json`.
 
         Raises:
           InputError: the text is no layout.
@@ -245,33 +252,35 @@ class StateLayout:
             raise InputError(f"StateLayout: not a layout: {error}.") from error
 
 
-# Made at import: msgspec crashes where two threads find out about one type at once.
+# Made at import: msgspec crashes if two threads inspect the same type for the first
+# time at once.
 _LAYOUT = msgspec.json.Decoder(StateLayout)
 
 
 class Transport(Protocol):
-    """Brings one array into its place; the given array stays valid."""
+    """Moves one array to another layout; the given array stays valid."""
 
     def carry(self, array: Any, source: LeafLayout | None, target: LeafLayout) -> Any:
-        """Returns the array as the target wants it.
+        """Returns the array in the target layout.
 
         Args:
-          array: an array as ``source`` says, or, without one, any array.
-          source: how it lies now.
-          target: how it must lie.
+          array: an array in the source layout.
+          source: the current layout; None if it is not known.
+          target: the new layout.
         """
         ...
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class DevicePut:
-    """The transport of ``jax.device_put``.
+    """A transport that uses ``jax.device_put``.
 
-    In a process it moves any array to any of the process's devices, without a copy of
-    the whole where devices change (`autopar.runtime.state_mover`). Between
-    processes it moves an array that lies on all devices of the target's mesh, or one
-    of which each process holds a whole copy; it cannot move an array to processes
-    that lack it.
+    Within a process it moves any array to any devices of the process. If the devices
+    change, it moves block by block, without a copy of the whole array (`move_array`).
+
+    Between processes it moves an array whose devices are those of the target's mesh. It
+    also moves an array of which each process holds a whole copy. It cannot move an
+    array to processes that do not hold it.
 
     Attributes:
       meshes: the mesh of each stage.
@@ -290,10 +299,10 @@ class DevicePut:
 
 
 def _check_reachable(array: Any, wanted: NamedSharding) -> None:
-    """Checks that JAX can move an array of several processes there.
+    """Checks that JAX can move an array of several processes to a sharding.
 
     Raises:
-      PlanError: it cannot.
+      PlanError: JAX cannot, because the devices differ.
     """
     if not placement.is_global(array) or array.sharding.device_set == wanted.device_set:
         return
@@ -308,10 +317,10 @@ def _check_reachable(array: Any, wanted: NamedSharding) -> None:
 
 
 def sharding(mesh: Mesh, leaf: LeafLayout) -> NamedSharding:
-    """The sharding of an array on the mesh of its stage."""
+    """Returns the sharding of an array on the mesh of its stage."""
     entries = [axes or None for axes in leaf.spec]
     while entries and entries[-1] is None:
-        entries.pop()  # as the program has it: equal shardings are written alike
+        entries.pop()  # as in the program: equal shardings then compare equal
     names = (x[0] if x and len(x) == 1 else x for x in entries)
     return NamedSharding(mesh, PartitionSpec(*names))
 
@@ -319,9 +328,10 @@ def sharding(mesh: Mesh, leaf: LeafLayout) -> NamedSharding:
 def state_layout(
     analysis: Analysis, plan: Plan, count: int | None = None
 ) -> StateLayout:
-    """The layout that a plan gives a step's state: its first ``count`` flat inputs.
+    """Returns the layout that a plan gives the state of a step.
 
-    Without a count, the inputs that the step carries.
+    The state is the first ``count`` flat inputs of the step. Without a count, it is the
+    inputs that the step carries from call to call.
     """
     chosen = sorted(analysis.carried_arguments) if count is None else range(count)
     graph = analysis.graph
@@ -350,15 +360,15 @@ def move(
 
     Args:
       state: path -> array.
-      source: how it lies now; None: not known.
-      target: how it must lie.
-      transport: what carries the arrays.
-      consume: whether arrays are freed as soon as they have been moved: no more than
-        the larger of both states and `IN_FLIGHT_BYTES`, or the largest array, is held
-        at a time. Otherwise the given state stays valid.
+      source: the current layout; None if it is not known.
+      target: the new layout.
+      transport: moves the arrays.
+      consume: whether each array is freed as soon as it has been moved. Memory then
+        holds at most the larger of both states, plus `IN_FLIGHT_BYTES` or the largest
+        array. If False, the given state stays valid.
 
     Raises:
-      PlanError: state, source and target are not of the same arrays.
+      PlanError: state, source and target do not have the same arrays.
       RunError: a move failed after arrays were consumed.
     """
     check_alike(layout_of(state), target)
@@ -387,10 +397,10 @@ def move(
 
 
 class _Consumed:
-    """Arrays that were moved, and are freed once their copies are complete."""
+    """Moved arrays, which are freed once their copies are complete."""
 
     def __init__(self, state: Iterable[Any]) -> None:
-        """Frees none of the state yet, and never what stands in it twice."""
+        """Frees no array yet, and never an array that stands twice in the state."""
         counts = collections.Counter(id(x) for x in state)
         self._kept = {k for k, times in counts.items() if times > 1}
         self.count = 0
@@ -399,14 +409,14 @@ class _Consumed:
         self._begin_bytes = resident_bytes()
 
     def make_room(self, old: Any) -> None:
-        """Frees what was moved, if an array more would be too much at a time."""
+        """Frees the moved arrays if another array would exceed `IN_FLIGHT_BYTES`."""
         if isinstance(old, jax.Array):
             size = placement.local_bytes(old)
             if self._bytes + size > IN_FLIGHT_BYTES:
                 self.free()
 
     def add(self, old: Any, new: Any) -> None:
-        """Takes an array and its copy; an array of NumPy belongs to the caller."""
+        """Adds an array and its copy; NumPy arrays belong to the caller, and stay."""
         if old is new or not isinstance(old, jax.Array) or id(old) in self._kept:
             return
         self._pairs.append((old, new))
@@ -415,7 +425,7 @@ class _Consumed:
             self.free()
 
     def free(self) -> None:
-        """Waits for the copies, and frees the arrays that share nothing with them."""
+        """Waits for the copies, and frees the arrays that share no memory with them."""
         jax.block_until_ready([new for _, new in self._pairs])
         for old, new in self._pairs:
             if not old.is_deleted() and not shares_memory(old, new):
@@ -426,7 +436,7 @@ class _Consumed:
 
 
 def layout_of(state: Mapping[str, Any]) -> StateLayout:
-    """The layout of arrays that are not split, such as those on a host."""
+    """Returns the layout of arrays that are not split, such as arrays on the host."""
     leaves = {
         path: LeafLayout(
             shape=tuple(np.shape(x)),
@@ -439,7 +449,7 @@ def layout_of(state: Mapping[str, Any]) -> StateLayout:
 
 
 def check_alike(first: StateLayout, second: StateLayout) -> None:
-    """Checks that two layouts are of the same arrays, however these are split.
+    """Checks that two layouts have the same arrays; shardings may differ.
 
     Raises:
       PlanError: paths, shapes or dtypes differ.
@@ -465,16 +475,16 @@ _ADVICE = (
 def name_arrays(
     name: str, analysis: Analysis, state: Any, *, structs: bool = False
 ) -> dict[str, Any]:
-    """The arrays of a state by path; they are those of the step's first arguments.
+    """Returns the arrays of a state by path, as the first inputs of the step.
 
     Args:
-      name: what errors call the step.
+      name: the name of the step, for errors.
       analysis: the step.
       state: one pytree, or a tuple of the leading arguments.
-      structs: whether ``ShapeDtypeStruct``s will do.
+      structs: whether the state may hold ``ShapeDtypeStruct``s.
 
     Raises:
-      PlanError: they are not what these hold.
+      PlanError: the shapes or dtypes differ from those of the step's first inputs.
     """
     try:
         leaves, _ = flat_state(state)
@@ -500,17 +510,17 @@ def _is_array(leaf: Any) -> bool:
     return isinstance(leaf, (jax.Array, np.ndarray, np.generic, bool, int, float))
 
 
-# Of each dimension, the range of elements that a device holds.
+# For each dim, the range of elements that a device holds.
 _Box = tuple[tuple[int, int], ...]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Move:
-    """What a move brings to devices that lack it.
+    """The bytes that devices receive when a state is moved.
 
     Attributes:
-      nbytes: over all devices.
-      most_bytes: of the device that lacks most.
+      nbytes: the sum over all devices.
+      most_bytes: the bytes of the device that receives most.
     """
 
     nbytes: float
@@ -520,16 +530,16 @@ class Move:
 def move_of(
     shardings: Sequence[Any], structs: Sequence[Any], plan: Plan, devices: Sequence[Any]
 ) -> Move:
-    """What a state must move to lie as a plan wants it.
+    """Returns the bytes to move to give a state the shardings of a plan.
 
-    A device keeps what it holds: of each array, only the elements that it lacks are
+    A device keeps the elements that it holds. Only elements that the device lacks are
     counted.
 
     Args:
-      shardings: of the arrays now.
-      structs: their shapes and dtypes.
-      plan: how they will lie.
-      devices: of the plan's cluster.
+      shardings: the current shardings of the arrays.
+      structs: shapes and dtypes of the arrays.
+      plan: the plan with the new shardings.
+      devices: the devices of the plan's cluster.
     """
     wanted = plan_shardings(plan, stage_meshes(plan, devices), len(structs))
     lacking: dict[Any, float] = {}
@@ -546,7 +556,7 @@ def move_of(
 
 
 def _lacking(old: Any, new: Any, shape: tuple[int, ...]) -> dict[Any, int]:
-    """Of each device of the new sharding, the elements that it must be sent."""
+    """Returns, for each device of the new sharding, the number of elements it lacks."""
     held = {d: _box(x, shape) for d, x in old.devices_indices_map(shape).items()}
     found: dict[Any, int] = {}
     for device, index in new.devices_indices_map(shape).items():
@@ -564,7 +574,7 @@ def _size(box: _Box) -> int:
 
 
 def _common(box: _Box, other: _Box | None) -> int:
-    """The elements that two boxes share."""
+    """Returns the number of elements that two boxes share."""
     if other is None:
         return 0
     pairs = zip(box, other, strict=True)
@@ -572,7 +582,7 @@ def _common(box: _Box, other: _Box | None) -> int:
 
 
 def slowest_bytes_per_s(cluster: Cluster) -> float:
-    """The rate of the slowest links of a cluster, for each device."""
+    """Returns the bandwidth of the slowest links of a cluster, in bytes/s per device."""
     links = [
         level.link
         for part in cluster.groups or (cluster,)

@@ -1,7 +1,7 @@
-"""Plans a step: shapes of arguments in, analyses and plans out.
+"""Analyses and plans a step from the shapes of its arguments.
 
-Nothing here asks for a device or a process; `autopar.runtime.agreement` makes all
-processes use the plan of the first.
+This module uses no devices and does not communicate. `autopar.runtime.agreement` makes
+all processes use the plan of process 0.
 """
 
 from __future__ import annotations
@@ -26,19 +26,21 @@ from autopar.steps.spares import Spares
 from autopar.steps.state import warn_of_state
 from autopar_passes.program.calls import StepCall
 
-# Most signatures, such as shapes of batches, whose analyses are kept.
+# The largest number of argument signatures whose analyses are kept.
 ANALYSES = 16
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Analysed:
-    """A step on arguments of some shapes.
+    """The analysis of a step for arguments of given shapes.
 
     Attributes:
       key: the signature of the arguments.
-      weak: the arrays that are weakly typed and not carried.
-      analysis: the step, traced on them.
-      hints: pins that the arguments' logical axes and the options give.
+      weak: positions of the weakly typed arrays among the arguments, without the state
+        that the step carries from call to call.
+      analysis: the step, traced on arguments of these shapes.
+      hints: the planning options, with the pins that the logical axes of the arguments
+        give.
     """
 
     key: Hashable
@@ -49,15 +51,15 @@ class Analysed:
     def fits(self, call: StepCall) -> bool:
         """Whether a call, with structs of global shapes, runs the same program.
 
-        The weak type of a carried array (a step counter that begins as a Python
-        number) is gone after the first call and does not matter.
+        Weak types of carried arrays are ignored. A carried array (such as a step
+        counter that begins as a Python number) has a weak type only in the first call.
         """
         weak = _weak(call) - self.analysis.carried_arguments.keys()
         return frozenset(weak) == self.weak and signature(call) == self.key
 
 
 class StepPlanner:
-    """A step and what is said about planning it; keeps the analyses it has made."""
+    """Analyses and plans one step under given options, and keeps its analyses."""
 
     def __init__(
         self,
@@ -68,26 +70,28 @@ class StepPlanner:
         cache: PlanCache | None = None,
         one_stage: Callable[[], str] = str,
     ) -> None:
-        """Has analysed nothing yet.
+        """Creates a planner without analyses.
 
         Args:
           step: the train step.
           options: hints and limits.
-          capacity: most analyses to keep.
-          cache: where plans are kept on disk; None: nowhere.
-          one_stage: says why stages that nobody asked for are not tried; '': they are.
+          capacity: the largest number of analyses to keep.
+          cache: the plans on disk; None for no plans on disk.
+          one_stage: returns the reason why the planner does not try several stages on
+            its own; '' if the planner does try several stages.
         """
         self.cache = cache
         self._one_stage = one_stage
         self.step = step
         self.options = options
         self._analysed: Recent[Hashable, tuple[Analysed, ...]] = Recent(capacity)
-        # Position of an array of the state -> the sharding in its type, of an explicit
-        # mesh. A plan moves the state, and must not change what the step is traced on.
+        # Position of an array of the state -> the sharding in its type (on a mesh with
+        # explicit axes). A plan changes where the state lies, but the types that the
+        # step is traced with must stay the same.
         self._types: dict[int, Any] = {}
 
     def analyse_structs(self, call: StepCall) -> Analysed:
-        """Returns the step on arguments of these shapes.
+        """Returns the analysis of the step for arguments of these shapes.
 
         Args:
           call: a call of the step, with structs of global shapes.
@@ -120,18 +124,24 @@ class StepPlanner:
         return made
 
     def hold_types(self, structs: Sequence[Any]) -> None:
-        """Traces the step on the state as it was created, wherever a plan moves it.
+        """Fixes the shardings in the types of the state for later traces.
+
+        The step is then always traced with these types, wherever a plan moves the
+        state.
 
         Args:
-          structs: of the first arrays of a call, typed as their creation says.
+          structs: the structs of the first arrays of a call, with the types that the
+            state was created with.
         """
         self._types = {k: x.sharding for k, x in enumerate(structs)}
 
     def hold(self, spares: Spares) -> None:
-        """Plans for devices that hold more of the state; forgets what it analysed.
+        """Plans for devices that hold spare copies of the state from now on.
+
+        Drops all analyses if the spare copies differ from the earlier ones.
 
         Args:
-          spares: what they hold beside the state in use.
+          spares: the copies that devices hold in addition to the state in use.
         """
         if spares != self.options.spares:
             self.options = dataclasses.replace(self.options, spares=spares)
@@ -149,11 +159,11 @@ class StepPlanner:
 
         Args:
           analysed: the step.
-          cluster: what to plan for.
-          codecs: whose ``compression``, ``error_budget`` and ``layouts`` hold in
-            place of those of this planner.
-          sent: a plan whose codecs hold gradient by gradient.
-          errors: relative errors that were measured, by gradient and codec.
+          cluster: the cluster to plan for.
+          codecs: options whose ``compression``, ``error_budget`` and ``layouts``
+            replace those of this planner.
+          sent: a plan that gives each gradient its codec.
+          errors: measured relative errors, by gradient and codec.
 
         Raises:
           InfeasibleError: no plan fits the memory of a device.
@@ -177,11 +187,13 @@ class StepPlanner:
     def plan_on_disk(
         self, analysed: Analysed, cluster: Cluster, codecs: PlanOptions | None = None
     ) -> Plan | None:
-        """The plan that is kept on disk, as `plan` would make it; None: there is none.
+        """Returns the plan of a step from the disk; None if the disk has no such plan.
+
+        The plan is the one that `plan` makes for the same arguments.
 
         Args:
           analysed: the step.
-          cluster: what to plan for.
+          cluster: the cluster to plan for.
           codecs: as for `plan`.
         """
         if self.cache is None:
@@ -198,13 +210,13 @@ class StepPlanner:
         sent: Plan | None = None,
         errors: Errors | None = None,
     ) -> Plan:
-        """Finds a good plan on a cluster in a short time, from the running one.
+        """Finds a good plan on a cluster in a short time, from the running plan.
 
-        Where the options ask for what only the whole search knows, it is `plan`.
+        If `warm_plan` does not support the options, this calls `plan`.
 
         Args:
           analysed: the step.
-          cluster: what to plan for.
+          cluster: the cluster to plan for.
           running: the plan in use.
           codecs: as for `plan`.
           sent: as for `plan`.
@@ -229,17 +241,18 @@ class StepPlanner:
         codecs: PlanOptions | None = None,
         sent: Plan | None = None,
     ) -> Plan:
-        """Finds a plan for another batch that leaves the state where it is.
+        """Finds a plan for another batch size that leaves the state where it is.
 
         Args:
-          analysed: the step with the other batch.
-          cluster: that of the running plan.
-          running: the plan of the step with its usual batch.
+          analysed: the step with the other batch size.
+          cluster: the cluster of the running plan.
+          running: the plan of the step with its usual batch size.
           codecs: as for `plan`.
           sent: as for `plan`.
 
         Raises:
-          InfeasibleError: the batch does not fit the memory of a device like this.
+          InfeasibleError: with the layouts of the state, the batch does not fit the
+            memory of a device.
         """
         options = self._options(analysed, codecs)
         return plan_beside(analysed.analysis, cluster, options, running, sent)
@@ -256,5 +269,5 @@ class StepPlanner:
 
 
 def _weak(call: StepCall) -> set[int]:
-    """The structs of a call that are weakly typed, such as Python numbers."""
+    """Returns the positions of a call's weakly typed arrays, such as Python numbers."""
     return {k for k, x in enumerate(call.arrays) if x.weak_type}
