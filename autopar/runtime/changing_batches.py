@@ -1,8 +1,8 @@
-"""A step that goes on with another batch, microbatches or codecs, or in another world.
+"""Changes the batch size, microbatches, codecs or world of a `ParallelStep`.
 
-These functions belong to `ParallelStep` and change it from outside its module, which is
-full; nothing else may. In another world what the step knows stays, and what lies on
-devices goes.
+These functions belong to `ParallelStep`: they change its private attributes, and no
+other module may. They have their own module because that of `ParallelStep` is full. In
+another world the step keeps its analyses and plans, and drops everything on devices.
 """
 
 # pyright: reportPrivateUsage=false
@@ -31,7 +31,7 @@ from autopar_passes.program.trace import opened_within
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CallShape:
-    """A step on arguments of some shapes, and what it is to be planned for.
+    """A step for arguments of given shapes, and the setting to plan it for.
 
     Attributes:
       analysed: the step on these arguments.
@@ -45,12 +45,12 @@ class CallShape:
 def call_of(
     step: ParallelStep[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> StepCall:
-    """A call of a step, with structs of global shapes.
+    """Returns a call of a step, with structs of global shapes.
 
     Args:
       step: the step.
-      args: arrays or structs, those of a batch over all processes.
-      kwargs: those that are given by name.
+      args: arrays or structs; a batch has its global shape over all processes.
+      kwargs: the same for arguments that are given by name.
     """
     with updating():
         return arguments.abstract(opened_within(step._parameters, args, kwargs))
@@ -64,17 +64,17 @@ def shape_for_call(
     microbatches: int,
     layouts: Plan | None = None,
 ) -> CallShape:
-    """The step on arguments of other shapes, where it runs now.
+    """Returns the step for arguments of other shapes, on its current cluster.
 
     Args:
       step: a step that has a plan.
-      call: the arguments, of `call_of`.
-      codecs: how gradients are to be sent, as ``compression=`` says it.
-      microbatches: into how many the batch is to be split.
+      call: the arguments, from `call_of`.
+      codecs: how to send gradients, as a value of ``compression=``.
+      microbatches: the number of microbatches.
       layouts: a plan whose layouts are to be kept.
 
     Raises:
-      TraceError: JAX cannot trace the step on them.
+      TraceError: JAX cannot trace the step on these arguments.
     """
     found = step.preparation.analyse(call)
     return shape_of(
@@ -90,14 +90,15 @@ def shape_of(
     microbatches: int | None = None,
     layouts: Plan | None = None,
 ) -> CallShape:
-    """A step that is analysed, with other codecs and microbatches.
+    """Returns an analysed step with other codecs and microbatches.
 
     Args:
       step: a step that has a plan.
-      analysed: the step.
+      analysed: the analysis of the step.
       codecs: as for `shape_for_call`.
-      microbatches: likewise; those of ``layouts`` hold where they are given.
-      layouts: likewise.
+      microbatches: as for `shape_for_call`; ignored if ``layouts`` is given, whose
+        number of microbatches is used.
+      layouts: as for `shape_for_call`.
     """
     parts = None if layouts is not None else microbatches
     hints = dataclasses.replace(analysed.hints, microbatches=parts)
@@ -114,23 +115,23 @@ def shape_of(
 
 
 def fixed_layouts(step: ParallelStep[..., Any]) -> bool:
-    """Whether the user has given the layouts, which then stay."""
+    """Whether the user has given the layouts; such layouts must not change."""
     asked = step.setting.codecs or step.preparation.planner.options
     return step.setting.plan is not None or asked.layouts is not None
 
 
 def _budget(setting: Setting, options: Any, codecs: str) -> float | None:
-    """The error budget that was given, which holds for ``auto`` alone."""
+    """Returns the error budget of the user; None if ``codecs`` is not ``auto``."""
     asked = setting.codecs or options
     given = asked.error_budget if asked.error_budget is not None else None
     return (given or options.error_budget) if codecs == "auto" else None
 
 
 def program(step: ParallelStep[..., Any], shape: CallShape, plan: Plan) -> PlannedStep:
-    """The compiled program of a plan; all processes must call it together.
+    """Returns the compiled program of a plan; all processes must call this together.
 
     Raises:
-      AutoparError: it cannot be built or compiled on all processes.
+      AutoparError: a process cannot build or compile the program.
     """
     preparation, world = step.preparation, step.world
     made = preparation.program(shape.analysed, plan, shape.setting)
@@ -142,32 +143,36 @@ def program(step: ParallelStep[..., Any], shape: CallShape, plan: Plan) -> Plann
 def go_on(
     step: ParallelStep[..., Any], shape: CallShape, plan: Plan, state: Any
 ) -> Any:
-    """Moves a state to another plan of a step, which runs from the next call on.
+    """Moves a state to another plan of a step; the next call uses this plan.
 
-    Where this raises before the state is moved, nothing has changed. The old arrays
-    are freed as they are moved.
+    If this raises an error before the state is moved, nothing has changed. Each old
+    array is freed after it has been moved.
 
     Args:
       step: the step.
-      shape: what the plan is for.
+      shape: the analysis and setting that the plan was made for.
       plan: the plan.
       state: the carried state.
 
     Returns:
-      The state where the plan wants it.
+      The state with the shardings of the plan.
 
     Raises:
-      AutoparError: the program cannot be built, or codecs cannot go on with it.
+      AutoparError: the program cannot be built, or the state of the codecs does not fit
+        the plan.
     """
     made = Made(_setting_to_keep(step, shape.setting), plan, program(step, shape, plan))
-    # A cluster to come is planned for with as many microbatches.
+    # Plans for later clusters use the same number of microbatches.
     hints = dataclasses.replace(shape.analysed.hints, microbatches=plan.microbatches)
     analysed = dataclasses.replace(shape.analysed, hints=hints)
     return step.adopt(analysed, made, state, consume=True)
 
 
 def _setting_to_keep(step: ParallelStep[..., Any], setting: Setting) -> Setting:
-    """The setting of steps to come; layouts were kept for this change alone."""
+    """Returns the setting for later steps, with the layouts option from before.
+
+    The ``layouts`` of the given setting apply only to this change of the plan.
+    """
     was, asked = step.setting.codecs or step.preparation.planner.options, setting.codecs
     assert asked is not None
     codecs = dataclasses.replace(asked, layouts=was.layouts)
@@ -175,12 +180,12 @@ def _setting_to_keep(step: ParallelStep[..., Any], setting: Setting) -> Setting:
 
 
 def begin_with(step: ParallelStep[..., Any], *, codecs: str, microbatches: int) -> None:
-    """Lets a step that has no plan yet begin as an earlier run was left.
+    """Gives a step without a plan the codecs and microbatches of an earlier run.
 
     Args:
       step: the step.
-      codecs: how gradients are sent, as ``compression=`` says it.
-      microbatches: into how many the batch is split.
+      codecs: how gradients are sent, as a value of ``compression=``.
+      microbatches: the number of microbatches.
     """
     planner = step.preparation.planner
     planner.options = dataclasses.replace(planner.options, microbatches=microbatches)
@@ -194,15 +199,15 @@ def begin_with(step: ParallelStep[..., Any], *, codecs: str, microbatches: int) 
 
 
 def measures_noise(step: ParallelStep[..., Any]) -> NoiseOptions | None:
-    """How the step measures the noise of its gradients; None: it does not."""
+    """Returns how the step measures the noise of gradients; None if it does not."""
     return step._store.noise
 
 
 def measure_noise(step: ParallelStep[..., Any], options: NoiseOptions) -> None:
-    """Lets a step measure the noise of its gradients, if it does not yet.
+    """Lets a step measure the noise of its gradients, unless it already does.
 
     Raises:
-      PlanError: it has programs already that do not measure it.
+      PlanError: the step already has a program without this measurement.
     """
     if step._store.noise is not None:
         return
@@ -215,19 +220,19 @@ def measure_noise(step: ParallelStep[..., Any], options: NoiseOptions) -> None:
 
 
 def guard(step: ParallelStep[..., Any]) -> None:
-    """Lets a step that is not finite leave its state as it was, from now on."""
+    """Turns the guard on: a step that is not finite then keeps the old state."""
     if not step._store.guard:
         step._store.clear()
         step._store.guard, step._current = True, None
 
 
 def study_step(step: ParallelStep[..., Any], *args: Any, **kwargs: Any) -> None:
-    """Analyses a step on these arguments; it is planned and compiled elsewhere.
+    """Analyses a step on these arguments, without planning or compiling it.
 
     Args:
       step: the step.
-      args: arrays or structs, those of a batch over all processes.
-      kwargs: those that are given by name.
+      args: arrays or structs; a batch has its global shape over all processes.
+      kwargs: the same for arguments that are given by name.
     """
     with updating():
         call = opened_within(step._parameters, args, kwargs)
@@ -242,17 +247,17 @@ def enter_world(
     donate: bool,
     cache: PlanCache | None = None,
 ) -> None:
-    """Goes on in another world, with no plan yet; the old world's devices are gone.
+    """Moves a step to another world, after the devices of the old world were lost.
 
-    Analyses and plans are kept. Codecs and the noise scale start anew, unless their
-    state is assigned.
+    The step has no plan in use afterwards, but keeps its analyses and the plans that
+    were made. Codecs and the noise scale start anew, unless a saved state is assigned.
 
     Args:
       step: the step.
-      world: its processes and devices.
-      cluster: what to plan for.
+      world: the processes and devices of the new world.
+      cluster: the cluster to plan for.
       donate: whether calls consume the carried state.
-      cache: where plans are kept, unless they are kept elsewhere.
+      cache: the plans on disk, used if the step has no cache yet.
     """
     if step._current is not None:
         step._codecs.start_anew()
@@ -266,10 +271,10 @@ def enter_world(
 
 
 def is_pure(step: ParallelStep[..., Any]) -> bool:
-    """Whether a call of the step that is prepared changes nothing: it only returns.
+    """Whether a call of the prepared step has no side effects.
 
-    Codecs and the noise scale keep state, arguments may be consumed, and a program that
-    is not there yet is compiled.
+    Side effects are: codecs or the noise scale update their state, the call consumes
+    arguments, or the call has to compile the program first.
     """
     current = step.running
     keeps = current.planned.sums is not None or current.planned.noise is not None
@@ -277,11 +282,12 @@ def is_pure(step: ParallelStep[..., Any]) -> bool:
 
 
 def load(step: ParallelStep[..., Any], function: Any) -> None:
-    """Runs a compiled program in the place of the one that is prepared.
+    """Replaces the prepared program of a step by a compiled one.
 
     Args:
       step: the step.
-      function: of the same arguments in the same places; all processes have it.
+      function: the compiled program, for arguments with the same shapes and shardings.
+        All processes must have it.
     """
     current = step.running
     planned = dataclasses.replace(current.planned, function=function)

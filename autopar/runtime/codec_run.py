@@ -1,4 +1,4 @@
-"""Runs steps whose gradients are sent by codecs, and reports what they did."""
+"""Runs steps whose gradients are sent by codecs, and reports the codecs' telemetry."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Telemetry(dict[str, GradientReport]):
     """Telemetry of compressed gradients, by parameter.
 
     Attributes:
-      reason: why it is empty; '' where it is not.
+      reason: why the telemetry is empty; '' if it is not empty.
     """
 
     def __init__(
@@ -73,14 +73,14 @@ _NO_CODEC = (
 
 
 class CodecRun:
-    """The codecs' side of a planned step: their state, telemetry and policy."""
+    """The codecs of a planned step: their state, telemetry and policy."""
 
     def __init__(self, policy: Policy | None) -> None:
-        """Starts without state; the first step makes it."""
+        """Creates a run without codec state; the first step creates the state."""
         self.policy = policy
         self.recoding = Recoding()
         self.adoption = Adoption()
-        # A policy is told of errors by what it observes.
+        # A policy sees errors in its observations, so warnings are for other runs.
         self._reader = TelemetryReader(warns=policy is None)
         self._probed: dict[str, dict[str, float]] = {}
         self._state: State | None = None
@@ -88,12 +88,12 @@ class CodecRun:
         self._owner: AnySums | None = None
         self._links: Links | None = None
         self._telemetry: Any = None
-        # That of the last step that measured it; and the steps of this state.
+        # Telemetry of the last step that measured it; the number of steps of the state.
         self._known: Any = None
         self._turn = 0
         self._level: Any = None
         self._taken: Any = None
-        # Columns of telemetry behind the others, added up since the last observation.
+        # The last columns of telemetry (signals), summed since the last observation.
         self._signals: Any = None
         # Whether the next step is the first to be counted.
         self._count_anew = True
@@ -105,12 +105,12 @@ class CodecRun:
         self._probes = ProbePrograms()
 
     def copy_state(self, plan: Plan | None) -> Any:
-        """A copy of the state after the last step; None before the first.
+        """Returns a copy of the state after the last step; None before the first step.
 
-        A copy, because the next step consumes the state itself.
+        The next step consumes the state, but not the copy.
 
         Args:
-          plan: the plan in use, whose codecs are saved with it.
+          plan: the plan in use; its codecs are saved with the state.
         """
         self._reader.look(wait=True)
         if self._state is None or plan is None:
@@ -120,12 +120,12 @@ class CodecRun:
         return {**jax.tree.map(_copy_array, state), "codecs": texts}
 
     def restore(self, state: Any, *, held: bool = False) -> None:
-        """Takes a saved state; the next step places it.
+        """Restores a saved state, which the next step places.
 
         Args:
-          state: what was saved; None: codecs start anew.
-          held: whether steps without codecs come first, as after a re-plan to a plan
-            that has none.
+          state: the saved state; None to start without residuals.
+          held: whether steps without codecs come first, such as after a re-plan to a
+            plan without codecs.
         """
         self._saved, self._state, self._owner = state, None, None
         if held and state is not None:
@@ -138,20 +138,20 @@ class CodecRun:
         return self._saved is not None
 
     def resume_plan(self, plan: Plan) -> Plan:
-        """The plan with the codecs of a saved state that no step has used yet.
+        """Returns the plan with the codecs of a restored state that no step has used.
 
         Raises:
-          PlanError: a codec that was saved is not known here.
+          PlanError: a saved codec is not known in this process.
         """
         return (
             self.recoding.plan_as_saved(plan, self._saved) if self.has_saved else plan
         )
 
     def check_unused(self, plan: Plan) -> None:
-        """Checks that no saved state is lost by a plan that compresses nothing.
+        """Checks that a plan without compression does not lose a restored state.
 
         Raises:
-          PlanError: one was restored.
+          PlanError: a state was restored and not used yet.
         """
         if self.has_saved:
             raise PlanError(
@@ -162,10 +162,10 @@ class CodecRun:
 
     @property
     def errors(self) -> dict[str, dict[str, float]]:
-        """Relative errors that were measured, by gradient and codec.
+        """Measured relative errors, by gradient and codec.
 
-        Those of codecs in use are of the latest steps, those of others of the last time
-        that a policy had them tried.
+        Errors of codecs in use come from the latest steps. Errors of other codecs come
+        from the last step in which a policy had them probed.
         """
         self._reader.look(wait=True)
         names = {*self._probed, *self._reader.errors}
@@ -175,24 +175,25 @@ class CodecRun:
         }
 
     def start_anew(self) -> None:
-        """Forgets what steps have left; what was assigned and not yet used stays."""
+        """Drops the state of earlier steps; keeps a restored state until it is used."""
         if self._state is not None:
             self._state, self._owner = None, None
 
     def move(self, links: Links | None) -> None:
-        """Takes the state to other devices when the next step runs.
+        """Lets the next step move the state to other devices.
 
         Args:
-          links: to the other processes, some of which have these devices; None: all are
-            of this one, or devices stay the same.
+          links: links to the other processes that hold old or new devices; None if all
+            devices belong to this process, or if the devices stay the same.
         """
         self._links = self._links or links
 
     def check(self, sums: AnySums | None) -> None:
         """Checks that the state can be carried over to another plan.
 
-        It is carried over when a step runs: codecs that are chosen before then (see
-        `ParallelStep.recode`) may keep a residual that the plan's own would drop.
+        The next step carries the state over. `ParallelStep.recode` may choose codecs
+        before that step, and these may keep a residual that the plan's codecs would
+        drop.
 
         Raises:
           PlanError: the state does not fit the plan's gradients.
@@ -203,10 +204,10 @@ class CodecRun:
     def prepare(
         self, planned: PlannedStep, placed: Sequence[Any], world: World
     ) -> None:
-        """Makes the state for a step, and measures on its gradients what is asked for.
+        """Creates the state for a step, and probes the codecs that the policy asks for.
 
-        Steps before that were skipped are told of first: where a warning is an error,
-        nothing has been consumed yet.
+        First it warns of earlier steps that were skipped. If warnings are errors, no
+        array has been consumed at that point.
         """
         self._reader.look()
         assert planned.sums is not None
@@ -218,12 +219,12 @@ class CodecRun:
     def run(
         self, planned: PlannedStep, placed: Sequence[Any], noise: Sequence[Any] = ()
     ) -> tuple[Any, ...]:
-        """Runs one step that was prepared, and keeps the codecs' new state.
+        """Runs one prepared step, and keeps the codecs' new state.
 
         Args:
           planned: the program.
-          placed: its flat arguments.
-          noise: the averages of the noise scale, where it is measured.
+          placed: the flat arguments of the program.
+          noise: the averages of the noise scale; empty if it is not measured.
 
         Returns:
           The flat results, and the new averages.
@@ -231,7 +232,7 @@ class CodecRun:
         sums = planned.sums
         assert sums is not None
         state = self._state_for(sums)
-        # A program that runs for the first time is compiled first.
+        # The first run of a program includes its compilation, so it is not timed.
         new = self._planned is not planned
         flat, self._state, self._telemetry, self._level, *rest = planned.function(
             *placed, state, *noise
@@ -256,7 +257,7 @@ class CodecRun:
         return flat, *rest
 
     def _count(self, sums: AnySums, new: bool) -> None:
-        """Counts the levels that steps take, on the devices: none waits for it."""
+        """Counts the fallback levels of steps on the devices, without waiting."""
         anew = new or self._count_anew
         if sums.fallback is not None:
             self._taken = self._level if anew else _add(self._taken, self._level)
@@ -266,7 +267,7 @@ class CodecRun:
         self._count_anew = False
 
     def _is_observed(self, done: int) -> bool:
-        """Whether the policy looks at a step."""
+        """Whether the policy observes a step."""
         return self.policy is not None and done % max(1, self.policy.every) == 0
 
     def _measure(
@@ -277,7 +278,10 @@ class CodecRun:
         state: State,
         world: World,
     ) -> None:
-        """Finds what codecs would lose in the step to come; its time is not counted."""
+        """Measures the errors that codecs would have in the next step.
+
+        The time of this measurement does not count as time of a step.
+        """
         assert planned.sums is not None
         jax.block_until_ready(self._telemetry)
         begin = time.perf_counter()
@@ -305,12 +309,13 @@ class CodecRun:
         return self._state
 
     def report(self, running: PlannedStep | None) -> Telemetry:
-        """The telemetry of the last step that measured it, by parameter.
+        """Returns the telemetry of the last step that measured it, by parameter.
 
-        Where a gradient of the last step is not finite, it is that of the last step.
+        For a gradient that is not finite in the last step, it returns the telemetry of
+        the last step.
 
         Args:
-          running: the program in use; None: none yet.
+          running: the program in use; None if there is none yet.
 
         Raises:
           PlanError: no step has run yet.
@@ -347,7 +352,7 @@ class CodecRun:
     def _with_levels(
         self, sums: AnySums, reports: dict[str, GradientReport]
     ) -> dict[str, GradientReport]:
-        """Reports with the levels that were taken, and what the last one sent."""
+        """Returns reports with the fallback levels, and the bytes of the last level."""
         last = np.argmax(np.asarray(self._level), axis=1)
         counts = np.asarray(self._taken)
         found: dict[str, GradientReport] = {}
@@ -364,7 +369,7 @@ class CodecRun:
         return found
 
     def plan_of_policy(self, plan: Plan, codecs: Mapping[str, str]) -> Plan:
-        """The plan with the codecs that the policy wants, where they can be used."""
+        """Returns the plan with those codecs of the policy that gradients can use."""
         often = getattr(self.policy, "often", False)
         return self.recoding.change_codecs(plan, codecs, lenient=True, often=often)
 
@@ -380,9 +385,9 @@ class CodecRun:
         """Whether the codecs that the policy wants are used from the next step on.
 
         Args:
-          wish: what the policy answered.
+          wish: the codecs that the policy wants.
           before: the plan in use.
-          after: the plan with those codecs.
+          after: the plan with the wanted codecs.
           compile_s: returns the seconds of the last compilation, the same number on
             all processes.
           compiled: whether the program of ``after`` is compiled already.
@@ -405,7 +410,7 @@ class CodecRun:
         return not np.asarray(self._telemetry)[:, NON_FINITE].any()
 
     def advise(self, world: World) -> Mapping[str, str] | None:
-        """What the policy wants from the next step on; None: no change."""
+        """Returns the codecs that the policy wants from now on; None for no change."""
         if self.policy is None or not self._is_observed(self._done):
             return None
         self.adoption.count_missed(self._done)
@@ -423,7 +428,7 @@ class CodecRun:
 
 
 def _copy_array(array: Any) -> Any:
-    """A copy; of what lies in other processes alone, its absence."""
+    """Returns a copy of an array; an array without shards here is returned as it is."""
     lies = getattr(array, "sharding", None)
     return jnp.copy(array) if lies is None or lies.addressable_devices else array
 
@@ -434,7 +439,7 @@ def _add(counts: jax.Array, more: jax.Array) -> jax.Array:
 
 
 def _wire_bytes(member: Member, level: int) -> float:
-    """Bytes that one device sends by a level."""
+    """Returns the bytes that one device sends for a gradient at a fallback level."""
     if level == 0:
         return member.decision.wire_bytes
     gradient, workers = member.levels[level], member.summation.workers
@@ -446,7 +451,7 @@ def _report(
     decision: GradientDecision, row: np.ndarray, skipped: int
 ) -> GradientReport:
     wanted = float(row[WANTED])
-    # What is said of a norm that is not finite is not a number.
+    # Ratios to a norm that is not finite are NaN.
     part = wanted if np.isfinite(wanted) else np.nan
     return GradientReport(
         codec=decision.codec,
@@ -463,5 +468,5 @@ def _report(
 
 
 def _root(square: float) -> float:
-    """The square root; NaN of what was not measured (`norms.NOT_MEASURED`)."""
+    """Returns the square root; NaN for `NOT_MEASURED`."""
     return math.sqrt(square) if square >= 0 else math.nan

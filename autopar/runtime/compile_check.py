@@ -1,9 +1,9 @@
-"""Plans near the limit of memory, compiled to be sure that they fit.
+"""Compiles plans near the memory limit, to check that they fit.
 
-The compiler is that of the plan's devices, which need not be there: XLA's for CPUs
-always, those of accelerators where they are installed. A plan that needs far less than
-there is costs nothing here. Where nothing is compiled, `autopar.plans.Plan` has no
-figure of the compiler, and its text says so.
+A plan is compiled by the compiler of its devices. The devices need not be present.
+XLA's CPU compiler is always available; compilers of accelerators are used if they are
+installed. A plan far below the memory limit is not compiled. The `autopar.plans.Plan`
+then has no memory figure of the compiler, and its text says so.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from autopar.runtime.planned import planned_step
 from autopar.steps.analysis import Analysis
 from autopar.units import bytes_text
 
-# Plans that are tried, each with less memory than the one before.
+# The largest number of plans to try, each with less memory than the one before.
 _MOST_PLANS = 3
-# The next plan is asked to stay below its limit by so much.
+# The memory limit of the next plan is also multiplied by this factor.
 _BELOW = 0.995
 
 
@@ -43,34 +43,35 @@ def plan_that_fits(
     options: PlanOptions,
     find: Callable[[Cluster, Unfit], Plan],
 ) -> Plan:
-    """Finds a plan that fits by the compiler, too, where it is near the limit.
+    """Finds a plan; if it is near the memory limit, checks by compiling that it fits.
 
-    A plan that the compiler makes too large is dropped, and the next is searched for
-    with less memory, by as much as the compiler needs more than was predicted.
+    A plan whose compiled program is too large is dropped. The next plan is searched for
+    with a lower memory limit. The new limit is the smaller of the old limit and the
+    predicted memory, times the ratio of the device's memory to the compiled memory.
 
     Args:
       analysis: the step.
-      cluster: what to plan for.
-      options: whether plans are compiled (`PlanOptions.compile_check`).
-      find: plans for a cluster, such as the one given with less memory, without what
-        did not fit before.
+      cluster: the cluster to plan for.
+      options: the options, whose ``compile_check`` says whether plans are compiled.
+      find: finds a plan for a cluster (such as ``cluster`` with less memory), without
+        the programs that did not fit before.
 
     Raises:
       InfeasibleError: no plan fits.
     """
     unfit: Unfit = {}
     target = _target(cluster) if options.compile_check else None
-    # Groups of unequal devices have no target, and no one size of memory.
+    # Groups of unequal devices have no common compiler and no common memory size.
     memory = 0 if target is None else cluster.memory_bytes
     try:
         found = find(cluster, unfit)
     except InfeasibleError as error:
-        # Where all was decided, the most frugal programs did not fit.
+        # If no option is left to try, not even the programs with least memory fit.
         pinned = decide_open(options).untried_options
         if target is None or target.kind == CPU.kind or not pinned:
             raise
         return _with_room_made(analysis, cluster, target, find, error)
-    # What each search took; the step is traced and analysed once.
+    # Seconds of all searches; the step is traced and analysed only once.
     solve_s = found.seconds.solve
     compile_s = 0.0
     allowed = float(memory)
@@ -108,14 +109,14 @@ def _with_room_made(
     find: Callable[[Cluster, Unfit], Plan],
     failure: InfeasibleError,
 ) -> Plan:
-    """The plan that fits where the compiler makes room, if it does.
+    """Finds a plan that fits if the compiler saves memory, and compiles it to check.
 
     Args:
       analysis: the step.
-      cluster: what to plan for.
-      target: what compiles for its devices.
-      find: plans for a cluster.
-      failure: why no plan fits otherwise, which is raised if the compiler needs more.
+      cluster: the cluster to plan for.
+      target: the compiler for the cluster's devices.
+      find: finds a plan for a cluster.
+      failure: the error that no plan fits; raised if the compiled program does not fit.
     """
     say("no plan fits; looking for one that fits where the compiler makes room")
     device = cluster.device
@@ -136,7 +137,7 @@ def _with_room_made(
 
 
 def _fixes(options: PlanOptions, held: float) -> Iterator[str]:
-    """What lets a plan fit that the compiler makes too large."""
+    """Yields advice for a plan whose compiled program is too large."""
     if held:
         enough = size_text(round_up(held))
         yield f"memory={enough}, which the compiler needs for that plan"
@@ -147,7 +148,7 @@ def _fixes(options: PlanOptions, held: float) -> Iterator[str]:
 
 
 def _is_near(plan: Plan, memory: float) -> bool:
-    """Whether a plan is one program, and near the limit."""
+    """Whether a plan is a single program near the memory limit."""
     one = len(plan.stages) == 1 and not plan.replicas
     return one and plan.predicted.peak_memory_bytes > NEAR_LIMIT * memory
 
@@ -155,7 +156,7 @@ def _is_near(plan: Plan, memory: float) -> bool:
 def _with_compiled(
     found: Plan, cluster: Cluster, held: float, solve_s: float, compile_s: float
 ) -> Plan:
-    """The plan with what was compiled, for the cluster as it is."""
+    """Returns the plan for the given cluster, with the compiler's memory and times."""
     given = ClusterData.of(cluster)
     if found.cluster != given:
         found = msgspec.structs.replace(found, cluster=given).stamped()
@@ -170,7 +171,7 @@ def _with_compiled(
 
 
 def _target(cluster: Cluster) -> Target | None:
-    """What compiles for the devices of a cluster; None: nothing here does."""
+    """Returns the compiler for the devices of a cluster; None if there is none here."""
     if cluster.groups:
         return None
     kind, name = cluster.device.kind, cluster.device.name
@@ -184,7 +185,7 @@ def _target(cluster: Cluster) -> Target | None:
     return target
 
 
-# What XLA's compiler for TPUs says where a program is too large.
+# Part of the error of XLA's TPU compiler for a program that is too large.
 _USED = re.compile(r"Used ([\d.]+)([MG]) of")
 _UNITS = {"M": 2**20, "G": 2**30}
 
@@ -192,7 +193,10 @@ _UNITS = {"M": 2**20, "G": 2**30}
 def _compiled_bytes(
     analysis: Analysis, plan: Plan, cluster: Cluster, target: Target
 ) -> float:
-    """What one device needs by the compiler; 0 where it refuses the program."""
+    """Returns the memory of one device according to the compiler, in bytes.
+
+    Returns 0 if the compiler refuses the program and its error names no size.
+    """
     say(f"compiling the plan for {target.name}")
     step = planned_step(analysis, plan, abstract_mesh(plan))
     try:

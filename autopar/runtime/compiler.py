@@ -1,13 +1,16 @@
-"""Compiles programs in another process, which takes no time from this one.
+"""Compiles programs in a second process, so that training steps are not slowed down.
 
-XLA compiles for CPUs in threads of its own. They share the cores with the devices, and
-do not take the low priority of a thread that asks. The other process runs where the
-machine is idle. Even so it takes caches and memory from a step on the other cores, so
-it works in bursts and rests between them, until somebody waits for its program. A third
-process, the keeper, stops and continues it, and ends it if this one ends. It gets a
-lowered program, so it needs neither the step nor its data. Accelerators compute
-meanwhile, and a second process could not share them: programs for them are compiled
-here.
+XLA compiles CPU programs in its own threads. These threads share the cores with the CPU
+devices, and do not inherit a low priority from the thread that compiles. A second
+process can have the lowest priority, so it runs only on idle cores. It still takes
+caches and memory bandwidth from steps on other cores. The second process therefore
+works in bursts with rests between them, unless a thread waits for its program. A third
+process, the keeper, stops and continues the second process, and ends it when this
+process ends. The second process receives a lowered program, so it needs neither the
+step nor its data.
+
+Programs for accelerators are compiled in this process: accelerators compute while the
+host compiles, and a second process could not share the accelerators.
 """
 
 from __future__ import annotations
@@ -32,9 +35,9 @@ from autopar_passes import jax_processes
 
 _LENGTH = struct.Struct("<q")
 _COUNT_FLAG = "host_platform_device_count"
-# Seconds of a burst and of the rest after it: steps run undisturbed three quarters of
-# the time, and programs are there four times as late. A burst is long beside the
-# milliseconds that stopping takes.
+# Seconds of a burst and of the rest after it. Steps run undisturbed for three quarters
+# of the time, and compiling takes four times as long. Stopping the process takes only
+# some milliseconds, little compared with a burst.
 _BURST_S, _REST_S = 0.1, 0.3
 
 
@@ -43,23 +46,24 @@ class CompilerError(AutoparError):
 
 
 class CompilerClosedError(AutoparError):
-    """The program is not wanted any more."""
+    """The compiler was closed, so the program is no longer needed."""
 
 
 class Compiler:
-    """A process of the least priority that compiles for this one's CPU devices.
+    """A process of lowest priority that compiles for the CPU devices of this process.
 
-    It starts with the first program, and ends with `close` or with this process.
+    The process starts with the first program. It ends with `close` or with this
+    process.
     """
 
     def __init__(self) -> None:
-        """Starts nothing yet."""
+        """Creates a compiler whose process has not started yet."""
         self._process: subprocess.Popen[bytes] | None = None
         self._orders: IO[bytes] | None = None  # to the keeper
         self._closed = False
         # One program at a time; `close` does not wait for it.
         self._turn, self._starting = threading.Lock(), threading.Lock()
-        # How many wait for a program; with any there are no rests.
+        # The number of threads that wait for a program; rests are made only if it is 0.
         self._waiting = 0
         self._hurry, self._counting = threading.Event(), threading.Lock()
 
@@ -67,7 +71,7 @@ class Compiler:
         """Compiles a program (`autopar_passes.jax_processes.compiled_bytes`).
 
         Raises:
-          CompilerError: the other process could not, or is gone.
+          CompilerError: the other process could not compile the program, or has ended.
           CompilerClosedError: `close` was called.
         """
         with self._turn:
@@ -93,7 +97,7 @@ class Compiler:
 
     @contextlib.contextmanager
     def hurry(self) -> Generator[None]:
-        """Within it, the other process does not rest: somebody waits for it."""
+        """Lets the other process work without rests inside the ``with`` block."""
         self._count(1)
         try:
             yield
@@ -109,7 +113,7 @@ class Compiler:
                 self._hurry.clear()
 
     def _await(self, answers: IO[bytes]) -> None:
-        """Lets the other process work in bursts until it answers, or has ended."""
+        """Lets the other process work in bursts until it answers or ends."""
         if self._orders is None:
             return
         answer = select.poll()
@@ -124,10 +128,10 @@ class Compiler:
                 self._order(keeper.CONTINUE)
 
     def _order(self, order: bytes) -> None:
-        """Has the keeper stop or continue the other process.
+        """Tells the keeper to stop or continue the other process.
 
         Raises:
-          OSError: the keeper is gone.
+          OSError: the keeper has ended.
           CompilerClosedError: `close` was called.
         """
         with self._starting:
@@ -136,7 +140,7 @@ class Compiler:
             self._orders.write(order)
 
     def close(self) -> None:
-        """Ends the other process, also in the middle of a program."""
+        """Ends the other process, even while it compiles a program."""
         with self._starting:
             self._closed = True
             process = self._process
@@ -147,7 +151,7 @@ class Compiler:
             else:
                 self._orders.close()
             process.wait()
-        with self._turn:  # who waited for an answer has seen the end
+        with self._turn:  # a thread that waited for an answer has seen the end
             for pipe in (process.stdin, process.stdout):
                 with contextlib.suppress(OSError):
                     assert pipe is not None
@@ -176,7 +180,7 @@ _COMPILER: contextvars.ContextVar[Compiler | None] = contextvars.ContextVar(
 
 @contextlib.contextmanager
 def compiled_by(compiler: Compiler) -> Generator[None]:
-    """Within it, what this thread compiles by `compile_lowered` is compiled there."""
+    """Lets `compile_lowered` of this thread use a compiler in the ``with`` block."""
     token = _COMPILER.set(compiler)
     try:
         yield
@@ -185,10 +189,10 @@ def compiled_by(compiler: Compiler) -> Generator[None]:
 
 
 def compile_lowered(lowered: Any) -> None:
-    """Compiles a lowered function, so that calls of the function find it.
+    """Compiles a lowered function, so that calls of the function find its code.
 
-    Where the other process cannot, this one does: a program of the user's may call what
-    only this process has.
+    If the compiler of `compiled_by` cannot compile a program, this process compiles it:
+    a program may call Python functions that only this process has.
 
     Args:
       lowered: `jax.stages.Lowered`.
@@ -227,18 +231,21 @@ def _open_process(words: list[str], *descriptors: int) -> subprocess.Popen[bytes
         stderr=subprocess.DEVNULL,
         env=_environment(),
         pass_fds=descriptors,
-        # An interrupt from the keyboard is for the process that trains.
+        # An interrupt from the keyboard must reach only the training process.
         process_group=0 if os.name == "posix" else None,
     )
 
 
 def _environment() -> dict[str, str]:
-    """Of the other process: as many devices, the same modules, no accelerator."""
+    """Returns the environment of the other process.
+
+    It has the same number of CPU devices, the same modules, and no accelerator.
+    """
     found = {**os.environ, "JAX_PLATFORMS": "cpu"}
     found["PYTHONPATH"] = os.pathsep.join(os.path.abspath(x or ".") for x in sys.path)
     if _COUNT_FLAG not in found.get("XLA_FLAGS", ""):
         found["JAX_NUM_CPU_DEVICES"] = str(jax_processes.local_device_count())
-    # What is compiled ahead is kept by the process that trains.
+    # The training process keeps the programs that are compiled ahead.
     found.pop("JAX_COMPILATION_CACHE_DIR", None)
     return found
 
@@ -249,10 +256,10 @@ def _put(file: IO[bytes], data: bytes) -> None:
 
 
 def _take(file: IO[bytes]) -> bytes:
-    """Reads what `_put` wrote.
+    """Reads bytes that `_put` wrote.
 
     Raises:
-      EOFError: the other side is gone.
+      EOFError: the other process has ended.
     """
     (size,) = _LENGTH.unpack(_read(file, _LENGTH.size))
     return _read(file, size)
@@ -266,7 +273,7 @@ def _read(file: IO[bytes], size: int) -> bytes:
 
 
 def _only_when_idle() -> None:
-    """Gives this process the least priority that the system has."""
+    """Gives this process the lowest priority of the system."""
     with contextlib.suppress(OSError):
         if sys.platform == "linux":
             os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
@@ -275,7 +282,7 @@ def _only_when_idle() -> None:
 
 
 def serve(requests: IO[bytes], answers: IO[bytes]) -> None:
-    """Compiles what is asked for, until the other side is gone."""
+    """Compiles the requested programs until the requesting process has ended."""
     with contextlib.suppress(EOFError, BrokenPipeError):
         while True:
             module, options, ids = (_take(requests) for _ in range(3))
@@ -285,7 +292,7 @@ def serve(requests: IO[bytes], answers: IO[bytes]) -> None:
                     b"1",
                     jax_processes.compiled_bytes(module, options, devices),
                 )
-            except Exception as error:  # told to who asked
+            except Exception as error:  # sent back as the answer
                 good, found = b"0", f"{type(error).__name__}: {error}".encode()
             _put(answers, good)
             _put(answers, found)
@@ -294,7 +301,7 @@ def serve(requests: IO[bytes], answers: IO[bytes]) -> None:
 
 if __name__ == "__main__":
     _only_when_idle()
-    # What XLA prints must not get between the answers.
+    # Output that XLA prints must not mix with the answers.
     with open(os.dup(1), "wb") as own:
         os.dup2(2, 1)
         serve(sys.stdin.buffer, own)

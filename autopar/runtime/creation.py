@@ -1,4 +1,4 @@
-"""Creates the state of a step in its shards, and puts it back into its objects."""
+"""Creates the state of a step in its shards, and rebuilds objects from its arrays."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from autopar_passes.program.static_leaves import (
 
 
 def splat(state: Any) -> tuple[Any, ...]:
-    """A state that is a plain tuple holds the step's leading arguments."""
+    """Returns a state as the tuple of leading arguments; a plain tuple is that tuple."""
     return state if type(state) is tuple else (state,)
 
 
 def flat_state(state: Any) -> tuple[list[Any], Fixed]:
-    """The arrays of a state in the order of the step's inputs, and what stays fixed."""
+    """Returns the arrays of a state in the order of the step's inputs, and the rest."""
     trees = split_objects(splat(state))
     return part([f"state[{k}]" for k in range(len(trees))], trees)
 
@@ -40,7 +40,8 @@ def check_creation(name: str, create_state: Any, batch: Any, others: Any) -> Non
     """Checks the arguments of `autopar.ParallelStep.init`.
 
     Raises:
-      PlanError: the first makes no state, or both of the others are given.
+      PlanError: ``create_state`` is no function, or ``batch`` and ``others`` are both
+        given.
     """
     if not callable(create_state):
         raise PlanError(
@@ -61,9 +62,9 @@ class StateShapes:
 
     Attributes:
       structs: shapes of the arrays.
-      fixed: the rest, as a tuple of the step's leading arguments.
-      single: whether there is one such argument.
-      leaves: creates the arrays alone, of the function's arguments.
+      fixed: the leading arguments of the step, without the arrays.
+      single: whether the state is a single argument.
+      leaves: creates only the arrays, from the function's arguments.
     """
 
     structs: list[Any]
@@ -72,17 +73,17 @@ class StateShapes:
     leaves: Callable[..., list[Any]]
 
     def state(self, arrays: Sequence[Any]) -> Any:
-        """The state with these arrays."""
+        """Returns the state with these arrays."""
         args = merge_objects(self.fixed.join(arrays))
         return args[0] if self.single else args
 
     def arguments(self) -> tuple[Any, ...]:
-        """The step's leading arguments, of structs."""
+        """Returns the step's leading arguments, with structs instead of arrays."""
         return merge_objects(self.fixed.join(self.structs))
 
 
 def state_shapes(create_state: Callable[..., Any], args: Sequence[Any]) -> StateShapes:
-    """The shapes of a state; nothing is allocated."""
+    """Returns the shapes of a state, without allocating arrays."""
     check_type("args=", args, (list, tuple), "the arguments of create_state")
     found: list[Any] = []
 
@@ -101,23 +102,23 @@ def state_shapes(create_state: Callable[..., Any], args: Sequence[Any]) -> State
 
 
 def leaves_of(create_state: Callable[..., Any]) -> Callable[..., list[Any]]:
-    """Creates the arrays of a state alone.
+    """Returns a function that creates only the arrays of a state.
 
-    What a state holds besides (such as ``apply_fn``, bound to a module that is
-    made anew each time) may not compare equal from one call to the next.
+    Other parts of a state may differ between two calls. For example, ``apply_fn`` may
+    be bound to a module that each call creates.
     """
     return lambda *args: flat_state(create_state(*args))[0]
 
 
 def replace_leaves(state: Any, leaves: Sequence[Any]) -> Any:
-    """The state with other arrays; NNX objects are updated in place."""
+    """Returns the state with other arrays; NNX objects are updated in place."""
     _, fixed = flat_state(state)
     out = update_objects(splat(state), fixed.join(leaves))
     return out if type(state) is tuple else out[0]
 
 
 def with_leaves(state: Any, leaves: Sequence[Any]) -> Any:
-    """The trees of a state with other leaves; NNX objects become their state."""
+    """Returns a state's trees with other leaves; NNX objects become their state."""
     arrays, fixed = flat_state(state)
     out = fixed.join(leaves[: len(arrays)])
     out = jax.tree.map(
@@ -129,12 +130,12 @@ def with_leaves(state: Any, leaves: Sequence[Any]) -> Any:
 def plan_shardings(
     plan: Plan, meshes: Sequence[Mesh], count: int
 ) -> list[NamedSharding]:
-    """The shardings that a plan gives its first inputs.
+    """Returns the shardings that a plan gives its first inputs.
 
     Args:
       plan: the plan.
       meshes: from `autopar.runtime.placement.home_meshes`.
-      count: how many inputs.
+      count: the number of inputs.
     """
     out: list[NamedSharding] = []
     for path in list(plan.written_shapes or plan.inputs)[:count]:
@@ -147,6 +148,6 @@ def plan_shardings(
 def even_shardings(
     leaves: Sequence[Any], devices: Sequence[Any]
 ) -> list[NamedSharding]:
-    """Splits each leaf evenly over the devices where one of its dims allows it."""
+    """Splits each array evenly over the devices, if one of its dims allows this."""
     mesh = Mesh(np.array(list(devices), dtype=object), ("all",))
     return [placement.even_sharding(x.shape, mesh) for x in leaves]

@@ -1,4 +1,4 @@
-"""Functions beside the step, such as evaluation, on state that lies as it trains."""
+"""Functions such as evaluation, compiled for state with the shardings of the step."""
 
 from __future__ import annotations
 
@@ -28,20 +28,21 @@ from autopar_passes.program.trace import opened_within, step_name
 P = ParamSpec("P")
 R = TypeVar("R")
 
-# Most compiled functions to keep, by form of the call and shapes.
+# The largest number of compiled functions to keep, by form of the call and shapes.
 FUNCTIONS = 16
 
 
 class Evaluation(Generic[P, R]):
-    """A function compiled for arrays that lie as a planned step has them.
+    """A function compiled for arrays with the shardings of a planned step.
 
-    Arrays that lie on the plan's mesh stay where they are. The rest is a batch: its
-    rows are split over the axes that split the batch of the step, as far as these
-    divide them. Nothing is consumed. The compiler chooses the layouts in between. An
-    axis that nothing binds has one replica, as in a step.
+    Arrays that lie on the devices of the plan's mesh are not moved. All other arrays
+    are a batch: their rows are split over the mesh axes that split the batch of the
+    step, as far as these axes divide the rows. No argument is consumed. The compiler
+    chooses the layouts inside the function. A named axis that is not bound has one
+    replica, as in a step.
 
-    Of a plan of several stages, state is copied from the stages and split over all
-    devices in each call.
+    If the plan has several stages, each call copies the state from the stages and
+    splits it over all devices.
     """
 
     def __init__(
@@ -51,13 +52,13 @@ class Evaluation(Generic[P, R]):
         world: Callable[[], World],
         static: str | Collection[str] = (),
     ) -> None:
-        """See `ParallelStep.jit`, which makes these.
+        """See `ParallelStep.jit`, which creates evaluations.
 
         Args:
-          function: what is evaluated; no ``jax.pmap``, but what is given to one.
-          running: returns the step that runs.
-          world: returns its processes and devices.
-          static: names of arguments that are part of the program.
+          function: the function; not a ``jax.pmap``, but the function inside it.
+          running: returns the planned step in use.
+          world: returns the processes and devices of the step.
+          static: names of static arguments.
 
         Raises:
           PlanError: the function is a ``jax.pmap``.
@@ -107,11 +108,12 @@ class Evaluation(Generic[P, R]):
     def _compiled_function(
         self, call: StepCall, names: Sequence[str]
     ) -> tuple[Any, list[ResultForm]]:
-        """The compiled function, and the forms of its results; known from before.
+        """Returns the compiled function and the forms of its results, from the cache.
 
         Args:
           call: the call.
-          names: of axes that are known to be missing, one replica each; none at first.
+          names: names of the axes that are not bound, with one replica each; none at
+            first.
         """
         structs = arguments.abstract(call)
         key = arguments.signature(structs)
@@ -125,7 +127,7 @@ class Evaluation(Generic[P, R]):
         return found
 
     def _place_call(self, call: StepCall) -> list[Any]:
-        """The arrays of a call, those of a batch split over the batch's axes."""
+        """Returns the arrays of a call; a batch is split over the axes of the batch."""
         running, count = self._running(), self._world().process_count
         if running.pipeline is not None:
             return spread(call.arrays, running.mesh, running.links)
@@ -134,7 +136,7 @@ class Evaluation(Generic[P, R]):
         placed: list[Any] = []
         for x in call.arrays:
             if isinstance(x, jax.Array) and x.sharding.device_set == devices:
-                # Under a mesh that is set, the step gave its state back on that one.
+                # If the caller has set a mesh, the step returned the state on it.
                 placed += placement.given_back([x], running.mesh, ())
                 continue
             shape = placement.global_shape(x, count)
@@ -147,15 +149,16 @@ class Evaluation(Generic[P, R]):
 
 
 def spread(arrays: Sequence[Any], mesh: Mesh, links: Links | None = None) -> list[Any]:
-    """Lays arrays out over all devices of a pipeline, for one program on all of them.
+    """Splits arrays over all devices of a pipeline, for one program on all devices.
 
-    State that lies on devices of stages is split along its largest dimension that the
-    number of devices divides. The rows of other arrays are split if it divides them.
+    State that lies on devices of stages is split along its largest dim that the number
+    of devices divides. Other arrays are split along their rows if the number of devices
+    divides the rows.
 
     Args:
-      arrays: state, and a batch; of that each process has its rows.
+      arrays: state, and a batch of which each process holds its rows.
       mesh: all devices, along one axis.
-      links: to the other processes; None: there are none.
+      links: links to the other processes; None if there are none.
     """
     (axis,), count = mesh.axis_names, mesh.size
     processes = 1 if links is None else links.world.process_count
@@ -179,7 +182,7 @@ def spread(arrays: Sequence[Any], mesh: Mesh, links: Links | None = None) -> lis
 
 
 def batch_axes(running: PlannedStep) -> tuple[str, ...]:
-    """The mesh axes that split the rows of a step's batch, the most of any array."""
+    """Returns the mesh axes that split the batch array with the most such axes."""
     found = rows_axes(running.analysis.graph, running.plan.inputs)
     return tuple(max(found, key=len, default=()))
 
@@ -187,7 +190,7 @@ def batch_axes(running: PlannedStep) -> tuple[str, ...]:
 def _row_spec(
     running: PlannedStep, shape: tuple[int, ...], axes: tuple[str, ...]
 ) -> PartitionSpec:
-    """Splits rows over the first of the axes that divide them together."""
+    """Splits rows over as many of the first axes as divide the rows together."""
     sizes = running.plan.mesh["axes"]
     parts, used = 1, list[str]()
     for name in axes:

@@ -1,11 +1,11 @@
-"""Keeps a command as its child: stops it, continues it, and ends it with who asked.
+"""Runs a command as a child process; stops, continues and ends it on request.
 
 Usage: python keeper.py DESCRIPTOR COMMAND [ARGUMENT]...
-It reads orders from the pipe DESCRIPTOR, a byte each: `STOP` and `CONTINUE`. The pipe
-ends when its writer closes it, or ends in whatever way; then the command is killed. A
-signal of stopping that was sent by the writer itself could arrive after its end, and
-nobody would continue or end the command. It imports nothing of autopar, so that it
-starts at once (POSIX).
+The keeper reads orders from the pipe DESCRIPTOR, one byte each: `STOP` and `CONTINUE`.
+When the writer of the pipe closes it or ends in any way, the keeper kills the command.
+The writer does not send signals to the command itself: a stop signal could arrive after
+the writer has ended, and the command would then stay stopped forever. The keeper
+imports nothing of autopar, so that it starts quickly. It needs POSIX.
 """
 
 from __future__ import annotations
@@ -18,17 +18,18 @@ STOP, CONTINUE = b"S", b"C"
 
 
 def main() -> None:
-    """Starts the command, which gets the standard files, and follows the orders."""
+    """Starts the command with this process's standard files, and follows the orders."""
     descriptor, command = int(sys.argv[1]), sys.argv[2:]
     os.set_inheritable(descriptor, False)
     pid = os.posix_spawn(command[0], command, os.environ)
-    # Who reads from the command, or writes to it, has to see that it has ended.
+    # Closes this process's copies of the command's pipes, so that their other ends see
+    # the end of the command.
     nothing = os.open(os.devnull, os.O_RDWR)
     os.dup2(nothing, 0)
     os.dup2(nothing, 1)
     while order := os.read(descriptor, 1):
         os.kill(pid, signal.SIGSTOP if order == STOP else signal.SIGCONT)
-    # Nobody has waited for it yet, so the number is still its own.
+    # The command was not waited for yet, so its process id was not reused.
     os.kill(pid, signal.SIGKILL)
     os.waitpid(pid, 0)
 

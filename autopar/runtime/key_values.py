@@ -1,7 +1,7 @@
 """Exchanges between processes through the key-value store of `jax.distributed`.
 
-The store lives in the coordination service, so that a process which has no program to
-run, or which has failed, can still be heard.
+The store lives in the coordination service. Therefore a process that has failed, or has
+no program to run, can still send messages.
 """
 
 from __future__ import annotations
@@ -17,27 +17,28 @@ import msgspec
 
 from autopar.errors import RunError
 
-# How long one request waits; Ctrl-C is noticed in between. One that may be called off
-# asks more often.
+# The longest wait of one request; Ctrl-C is noticed between requests. Waits that
+# ``check`` may end use the shorter time.
 _POLL_MS, _QUICK_MS = 500, 50
-# After so many seconds a warning says that something is waited for.
+# Seconds of waiting after which a warning is given.
 _PATIENCE_S = 60
 _ROOT = "autopar"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class KeyValueExchange:
-    """Exchanges of one process with the others, by number.
+    """Numbered exchanges of one process with the others.
 
-    Every process counts its own calls, in the store. Process 0 collects what the others
-    pass and publishes all of it; a process that fails publishes that in its place.
+    The store holds the number of calls of each process. Process 0 collects the data of
+    all processes and publishes them. A process that fails publishes its failure under
+    the same key instead.
 
     Attributes:
-      client: of the coordination service.
+      client: the client of the coordination service.
       index: number of this process.
       count: number of processes.
-      check: is called while this waits; raises an error to end the wait.
-      lane: whose numbers these are (`autopar.runtime.world`).
+      check: called while this object waits; raises an error to end the wait.
+      lane: the lane that the exchanges belong to (`autopar.runtime.world`).
     """
 
     client: Any
@@ -51,14 +52,14 @@ class KeyValueExchange:
         return f"{_ROOT}/lanes/{self.lane}" if self.lane else _ROOT
 
     def exchange(self, data: bytes, what: str) -> dict[int, bytes]:
-        """Returns what each process passes; of failed ones alone if any has failed.
+        """Returns the data of each process; if a process has failed, only failures.
 
         Args:
-          data: what this process passes.
-          what: is being done; for a warning.
+          data: the data of this process.
+          what: the current work, for a warning.
 
         Raises:
-          RunError: the coordination service is gone.
+          RunError: the coordination service has ended.
         """
         number = self._next()
         if self.index:
@@ -71,13 +72,13 @@ class KeyValueExchange:
                 return self._read_published(number, what)
             found[process] = own
         self._publish(number, found)
-        # Who has passed something now has read everything before.
+        # A process that has sent data for this exchange has read the earlier ones.
         self.client.key_value_delete(f"{self._root}/{number - 1}")
         return self._read_published(number, what)
 
     def tell(self, data: bytes) -> None:
-        """Passes a failure to the next exchange, and does not wait for the others."""
-        # A service that is gone tells the others by itself.
+        """Sends a failure as the next exchange, without waiting for other processes."""
+        # If the service has ended, the other processes notice this themselves.
         with contextlib.suppress(jax.errors.JaxRuntimeError):
             self._publish(self._next(), {self.index: data})
 
@@ -85,13 +86,13 @@ class KeyValueExchange:
         return self.client.key_value_increment(f"{self._root}/calls/{self.index}", 1)
 
     def _publish(self, number: int, found: dict[int, bytes]) -> None:
-        """Publishes unless somebody has failed and published before."""
+        """Publishes data, unless a failed process has published before."""
         with contextlib.suppress(jax.errors.JaxRuntimeError):
             data = msgspec.msgpack.encode(found)
             self.client.key_value_set_bytes(f"{self._root}/{number}/all", data)
 
     def _wait(self, number: int, process: int, what: str) -> bytes | None:
-        """What a process passes; None if anybody has failed."""
+        """Waits for the data of a process; returns None if any process has failed."""
         for turn in range(1 << 30):
             with contextlib.suppress(jax.errors.JaxRuntimeError):
                 self.client.key_value_try_get_bytes(f"{self._root}/{number}/all")
@@ -111,7 +112,7 @@ class KeyValueExchange:
         return {}
 
     def _get(self, key: str) -> bytes | None:
-        """A value, once it is there; None if it is not there in time."""
+        """Waits for a value; returns None if it does not arrive in time."""
         if self.check is not None:
             self.check()
         try:

@@ -1,4 +1,4 @@
-"""A batch with fewer rows than the step was planned for, such as an epoch's last."""
+"""Batches with fewer rows than planned, such as the last batch of an epoch."""
 
 from __future__ import annotations
 
@@ -15,19 +15,20 @@ from autopar.runtime import placement
 from autopar.runtime.planned import PlannedStep
 from autopar_passes.program.calls import StepCall
 
-# What to do with fewer rows: run them as they are, split over as many devices as
-# divide them; drop the rows that no split divides; or repeat the last row.
+# What to do with a batch of fewer rows. "run": run it as it is, split over as many
+# devices as divide its rows. "drop": drop the rows after the last multiple of the
+# plan's split. "pad": repeat the last row.
 LastBatch = Literal["run", "drop", "pad"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class BatchRows:
-    """The rows of a call and of the step that runs.
+    """The number of rows of a call, and of the running step.
 
     Attributes:
-      given: rows of the call's batch, in this process.
-      planned: rows that the step was planned for, in this process.
-      dims: the batch's arrays by position, each with the dimension of its rows.
+      given: number of rows of the call's batch, in this process.
+      planned: number of rows that the step was planned for, in this process.
+      dims: position of a batch array -> the dim of its rows.
     """
 
     given: int
@@ -38,9 +39,10 @@ class BatchRows:
 def fewer_rows(
     call: StepCall, running: PlannedStep, process_count: int
 ) -> BatchRows | None:
-    """The rows of a call that has fewer than the running step; None: it has not.
+    """Returns the rows of a call that has fewer rows than the running step.
 
-    Nothing but the rows of the batch's arrays may differ, by the same ratio.
+    None for any other call. The batch arrays must have fewer rows by the same ratio,
+    and everything else must be equal.
     """
     analysis = running.analysis
     if analysis.pytrees.form != call.form:
@@ -72,13 +74,13 @@ def fewer_rows(
 def fit_rows(
     call: StepCall, running: PlannedStep, how: LastBatch, process_count: int
 ) -> StepCall:
-    """The call with rows dropped or repeated where it has fewer than were planned.
+    """Drops or repeats rows of a call that has fewer rows than planned.
 
     Args:
       call: the call.
-      running: the step that runs.
-      how: what was asked for; ``run`` changes nothing.
-      process_count: number of processes, of which each has as many rows.
+      running: the running step.
+      how: what to do with the rows; ``run`` changes nothing.
+      process_count: number of processes, which all have the same number of rows.
     """
     rows, plan = fewer_rows(call, running, process_count), running.plan
     if rows is None or how == "run":
@@ -111,7 +113,7 @@ def fit_rows(
 
 
 def _split(call: StepCall, rows: BatchRows, plan: Plan) -> int:
-    """The number of parts into which the plan splits the rows of the batch."""
+    """Returns the number of parts into which the plan splits the batch's rows."""
     paths = call.form.paths(call.arrays)
     axes = plan.mesh["axes"]
     found = 1
@@ -124,12 +126,12 @@ def _split(call: StepCall, rows: BatchRows, plan: Plan) -> int:
 
 
 def _resize_rows(array: Any, size: int, dim: int) -> Any:
-    """The first rows, or all of them and the last one again and again."""
+    """Returns the first ``size`` rows; repeats the last row if there are fewer."""
     xp = jax.numpy if isinstance(array, jax.Array) else np
     places = np.minimum(np.arange(size), array.shape[dim] - 1)
     return xp.take(array, places, axis=dim)
 
 
 def _but(shape: Sequence[int], dim: int) -> tuple[int, ...]:
-    """A shape without one of its dimensions."""
+    """Returns a shape without one of its dims."""
     return (*shape[:dim], *shape[dim + 1 :])

@@ -27,7 +27,7 @@ class NoiseRun:
     """The noise scale of the steps of one training."""
 
     def __init__(self) -> None:
-        """Has measured nothing yet."""
+        """Creates a run without averages; the first step creates them."""
         self._state: State | None = None
         self._saved: Any = None
         self._owner: NoiseSpec | None = None
@@ -35,11 +35,11 @@ class NoiseRun:
     def run(
         self, planned: PlannedStep, placed: Sequence[Any], codecs: CodecRun
     ) -> list[Any]:
-        """Runs one step that was prepared; returns its flat results.
+        """Runs one prepared step; returns its flat results.
 
         Args:
           planned: the program.
-          placed: its flat arguments.
+          placed: the flat arguments of the program.
           codecs: runs the steps whose gradients have codecs.
         """
         states = self._states(planned)
@@ -54,7 +54,7 @@ class NoiseRun:
         return flat
 
     def _states(self, planned: PlannedStep) -> tuple[State, ...]:
-        """What a program takes behind its other arguments: the averages, if any."""
+        """Returns the averages, if a program takes them as its last argument."""
         spec = planned.noise
         if spec is None:
             return ()
@@ -67,30 +67,30 @@ class NoiseRun:
 
     @property
     def copy_averages(self) -> Any:
-        """A copy of the averages; None before the first step."""
+        """Returns a copy of the averages; None before the first step."""
         found = self._saved if self._state is None else self._state
         return None if found is None else jax.tree.map(jnp.copy, found)
 
     def restore(self, state: Any) -> None:
-        """Takes saved averages; the next step places them.
+        """Restores saved averages, which the next step places.
 
         Raises:
-          PlanError: they are no averages.
+          PlanError: the value does not hold averages.
         """
         if state is not None:
             check(state)
         self._saved, self._state, self._owner = state, None, None
 
     def start_anew(self) -> None:
-        """Forgets what steps have left; what was assigned and not yet used stays."""
+        """Drops the averages of earlier steps; keeps restored averages until used."""
         if self._state is not None:
             self._state, self._owner = None, None
 
     def scale(self) -> NoiseScale:
-        """The noise scale after the last step.
+        """Returns the noise scale after the last step.
 
         Raises:
-          PlanError: no step has run that measured it.
+          PlanError: no step has measured the noise scale yet.
         """
         if self._state is None or self._owner is None:
             raise PlanError(
@@ -103,15 +103,18 @@ class NoiseRun:
 
 @functools.cache
 def _known_names() -> frozenset[str]:
-    """What a saved state has; it makes arrays, which importing must not."""
+    """Returns the keys of saved averages.
+
+    A function and not a constant: it creates arrays, and an import must not do this.
+    """
     return frozenset({*fresh(1.0), "compared", "previous"})
 
 
 def check(state: Any) -> None:
-    """Checks that a state is one that was read from `ParallelStep.noise_state`.
+    """Checks that a state has the form of `ParallelStep.noise_state`.
 
     Raises:
-      PlanError: it is not.
+      PlanError: the state has another form.
     """
     if not isinstance(state, dict) or frozenset(map(str, state)) != _known_names():
         found = sorted(state) if isinstance(state, dict) else type(state).__name__
@@ -121,15 +124,15 @@ def check(state: Any) -> None:
 
 
 def carried_over(state: State, spec: NoiseSpec) -> State:
-    """The averages for a plan, from those under another plan of the same step.
+    """Converts averages to another plan of the same step.
 
-    They are independent of the plan: the same parameters and rows are measured. Where
-    a plan has one group alone and the other has several, their bias differs, so the
-    averages start anew, as Pollux's do.
+    The averages do not depend on the plan, because all plans measure the same
+    parameters and rows. There is one exception: averages have another bias if only one
+    of both plans has a single group of workers. They then start anew, as in Pollux.
 
     Args:
-      state: after steps, arrays or numpy.
-      spec: what the new plan measures.
+      state: the averages after some steps, as JAX or NumPy arrays.
+      spec: the measurement of the new plan.
     """
     known, wanted = spec.create(), spec.structs()
     before = dict(state["previous"])
@@ -147,7 +150,8 @@ def carried_over(state: State, spec: NoiseSpec) -> State:
         made.update({k: known[k] for k in ("weight", "sqr", "var", "excess", "steps")})
     if spec.options.base_batch is not None:
         made["base_batch"] = known["base_batch"]
-    # Copies, as a step consumes them: fresh averages are one array in several places.
+    # A step consumes the averages, so they are copied: fresh averages may hold the same
+    # array several times.
     return jax.tree.map(
         lambda x, like, where: placement.place(jnp.array(x, like.dtype), where),
         jax.tree.map(_of_this_process, made),
@@ -157,19 +161,19 @@ def carried_over(state: State, spec: NoiseSpec) -> State:
 
 
 def _of_this_process(array: Any) -> Any:
-    """An array that all processes have, without the devices of the others."""
+    """Returns a replicated global array as a NumPy array; other arrays unchanged."""
     alike = placement.is_global(array) and array.is_fully_replicated
     return np.asarray(array) if alike else array
 
 
 class HasNoise:
-    """A step that measures the noise of its gradients, if it is asked to."""
+    """The properties of a step that measures the noise of its gradients."""
 
     _noise: NoiseRun
 
     @property
     def noise_scale(self) -> NoiseScale:
-        """How noisy gradients are, averaged over steps with ``noise_scale=``."""
+        """The noise scale of the gradients, averaged over steps (``noise_scale=``)."""
         return self._noise.scale()
 
     @property

@@ -1,9 +1,8 @@
-"""Puts arrays where a plan wants them.
+"""Gives arrays the shardings of a plan, and returns results on the caller's mesh.
 
-Gives arrays back on the mesh that the caller has set.
-
-A plan has a mesh of its own. Under ``jax.set_mesh`` JAX takes arrays of that mesh
-alone, so results name its axes: the same bytes on the same devices.
+A plan has its own mesh. Under ``jax.set_mesh`` JAX accepts only arrays of the mesh that
+is set. `given_back` therefore gives results a sharding with the axes of that mesh; the
+bytes stay on the same devices.
 """
 
 from __future__ import annotations
@@ -24,16 +23,16 @@ from autopar_passes.jax_meshes import explicit_sharding, user_mesh
 
 
 def place(leaf: Any, sharding: NamedSharding) -> Any:
-    """Returns an array with the given sharding; no copy where it lies so already.
+    """Returns an array with the given sharding; no copy if it has that sharding.
 
-    The array has exactly this sharding and a strong type. Both are part of what JAX
-    finds compiled code by, and an equivalent sharding on another mesh is an error for
-    functions within the program that JAX compiles by themselves.
+    The result has exactly this sharding and a strong type. JAX looks compiled code up
+    by both. An equivalent sharding on another mesh would be an error for functions
+    inside the program that JAX compiles separately.
 
-    Where the sharding spans processes, an array of this process alone must have the
-    same values on every process (`autopar.runtime.agreement.check_equal`): each
-    process cuts its shards out of its own array, and nothing is sent. A process without
-    devices of the sharding gets an array without shards.
+    If the sharding spans processes, a local array must have the same values on every
+    process (`autopar.runtime.agreement.check_equal`). Each process then cuts its shards
+    out of its own array, and sends nothing. A process without devices of the sharding
+    gets an array without shards.
     """
     if isinstance(leaf, jax.Array) and getattr(leaf, "weak_type", False):  # not of keys
         leaf = _strong(leaf)
@@ -58,11 +57,11 @@ def place(leaf: Any, sharding: NamedSharding) -> Any:
 
 
 def replicate_array(array: Any, shardings: Sequence[NamedSharding]) -> list[Any]:
-    """An array of this process, whole on all devices of shardings.
+    """Returns a local array replicated over the devices of each sharding.
 
     Args:
-      array: the same on every process of the shardings.
-      shardings: that split nothing.
+      array: an array with the same values on every process of the shardings.
+      shardings: fully replicated shardings.
     """
     out: list[Any] = []
     for sharding in shardings:
@@ -77,24 +76,27 @@ def replicate_array(array: Any, shardings: Sequence[NamedSharding]) -> list[Any]
 
 
 def _strong(leaf: jax.Array) -> Any:
-    """The same values without a weak type, which but the first call's scalars have."""
+    """Returns the same values without a weak type.
+
+    Only scalars of a first call have weak types.
+    """
     if leaf.is_fully_addressable:
         return np.asarray(leaf)
     return jax.lax.convert_element_type(leaf, leaf.dtype)
 
 
 def held_here(leaf: Any, sharding: NamedSharding) -> bool:
-    """Whether `place` would cut shards for several processes out of one's array."""
+    """Whether `place` would cut shards of a global sharding out of a local array."""
     return not sharding.is_fully_addressable and not is_global(leaf)
 
 
 def separate(given: Sequence[Any], placed: list[Any], donated: Iterable[int]) -> None:
-    """Copies what is donated twice: an array may stand in a state only once.
+    """Copies arrays that stand more than once among the donated arrays.
 
     Args:
-      given: the arrays of the caller; two that are one object share their memory.
-      placed: the same in their places.
-      donated: positions of those that are donated.
+      given: the arrays of the caller; one object may stand at several positions.
+      placed: the same arrays with the shardings of the plan; copies are put here.
+      donated: positions of the donated arrays.
     """
     seen: set[int] = set()
     for k in sorted(donated):
@@ -109,10 +111,10 @@ def consume(
     donated: Iterable[int],
     results: Iterable[Any],
 ) -> None:
-    """Deletes what a call consumed, also where its memory could not be used again.
+    """Deletes the arrays that a call consumed, even if their memory was not reused.
 
-    An array that was moved into its place first still belongs to the caller. One that
-    is a result lives on: a pipeline hands state that does not change through.
+    An array that had to be moved before the call stays with the caller. An array that
+    is also a result is kept: a pipeline returns unchanged state as it is.
     """
     kept = {id(x) for x in results}
     for k in donated:
@@ -127,7 +129,7 @@ def consume(
 
 
 def _lies_alike(given: Any, placed: Any) -> bool:
-    """Whether an array lies where another does."""
+    """Whether two arrays have equivalent shardings."""
     if not isinstance(given, jax.Array):
         return False
     return given.sharding.is_equivalent_to(placed.sharding, given.ndim)
@@ -137,9 +139,9 @@ def place_rows(leaf: Any, shape: Sequence[int], sharding: NamedSharding) -> Any:
     """Places one array of a batch, of which each process holds an equal part.
 
     Args:
-      leaf: what this process was given: its rows of the global array.
+      leaf: the rows of the global array that this process holds.
       shape: the global shape.
-      sharding: where it must lie.
+      sharding: the sharding of the result.
     """
     rows = _row_mesh(sharding.mesh)
     local = np.asarray(leaf)
@@ -150,12 +152,15 @@ def place_rows(leaf: Any, shape: Sequence[int], sharding: NamedSharding) -> Any:
 
 
 def rows_dim(part: Sequence[int], whole: Sequence[int]) -> int:
-    """The dimension in which the shape of a part differs from that of the whole."""
+    """Returns the dim in which the shape of a part differs from the whole shape."""
     return next(d for d, (a, b) in enumerate(zip(part, whole, strict=True)) if a != b)
 
 
 def global_shape(leaf: Any, process_count: int, dim: int = 0) -> tuple[int, ...]:
-    """The shape of a batch array over all processes, of which each has equal rows."""
+    """Returns the global shape of a batch array, of which each process holds a part.
+
+    All processes hold the same number of rows.
+    """
     shape = tuple(np.shape(leaf))
     if process_count == 1 or is_global(leaf) or not shape or _is_key(leaf):
         return shape
@@ -163,7 +168,7 @@ def global_shape(leaf: Any, process_count: int, dim: int = 0) -> tuple[int, ...]
 
 
 def _is_key(leaf: Any) -> bool:
-    """Whether an array is a key; raw ones are recognised by their shape."""
+    """Whether an array is a key; a raw key is recognised by its shape and dtype."""
     if _is_extended(leaf):
         return True
     return tuple(np.shape(leaf)) == (2,) and jax.typeof(leaf).dtype == np.uint32
@@ -179,17 +184,17 @@ def is_global(leaf: Any) -> bool:
 
 
 def local_bytes(array: jax.Array) -> int:
-    """Bytes that an array takes on the devices of this process, replicas included."""
+    """Returns the bytes of an array on the devices of this process, with replicas."""
     bits = jax_compat.key_bits(array)
     return sum(shard.data.nbytes for shard in bits.addressable_shards)
 
 
 def absent(struct: Any, sharding: NamedSharding) -> Any:
-    """An array of which this process has nothing, as its devices hold none.
+    """Returns an array without shards in this process.
 
     Args:
-      struct: its shape and dtype.
-      sharding: where it lies, on devices of other processes.
+      struct: the shape and dtype of the array.
+      sharding: a sharding over devices of other processes.
     """
     shape, dtype = jax_compat.bits_struct(tuple(struct.shape), struct.dtype)
     bits = jax.make_array_from_single_device_arrays(shape, sharding, [], dtype=dtype)
@@ -197,7 +202,7 @@ def absent(struct: Any, sharding: NamedSharding) -> Any:
 
 
 def _row_mesh(mesh: Any) -> Mesh:
-    """The same devices as rows of processes, in the order of process numbers."""
+    """Returns a mesh of the same devices with one row for each process, in order."""
     devices = sorted(mesh.devices.flat, key=lambda d: (d.process_index, d.id))
     count = len({d.process_index for d in devices})
     grid = np.array(devices, dtype=object).reshape(count, -1)
@@ -205,10 +210,10 @@ def _row_mesh(mesh: Any) -> Mesh:
 
 
 def even_sharding(shape: Sequence[int], mesh: Mesh) -> NamedSharding:
-    """Splits the first dimension that all axes divide; whole where none does.
+    """Splits the first dim that the number of devices divides; else replicates.
 
-    Where no plan is known yet, state is created like this, so that no device
-    holds more than its part.
+    State has these shardings if it is created before planning, so that no device has to
+    hold the whole state.
     """
     total = mesh.size
     for dim, size in enumerate(shape):
@@ -219,11 +224,11 @@ def even_sharding(shape: Sequence[int], mesh: Mesh) -> NamedSharding:
 
 
 def create(function: Callable[..., Any], args: Sequence[Any], shardings: Any) -> Any:
-    """Runs a function that makes a pytree, each leaf created in its own shards.
+    """Runs a function that makes a pytree, and creates each leaf in its shards.
 
-    A program runs on one set of devices. Where the leaves lie on several, as those of
-    a pipeline do, the function is compiled for each, without what others keep. Of what
-    lies on devices of other processes alone, this one has no part.
+    A program runs on one set of devices. If the leaves lie on several sets, as in a
+    pipeline, the function is compiled once for each set, with only the leaves of that
+    set as results. Leaves on devices of other processes have no shards here.
     """
     wanted, tree = jax.tree.flatten(shardings)
     places = list(dict.fromkeys(frozenset(s.device_set) for s in wanted))
@@ -247,14 +252,15 @@ def create(function: Callable[..., Any], args: Sequence[Any], shardings: Any) ->
 
 
 def stage_meshes(plan: Plan, devices: Sequence[Any] | None = None) -> list[Mesh]:
-    """Lays the mesh of each stage over its devices.
+    """Builds the mesh of each stage from its devices.
 
     Args:
       plan: the plan.
-      devices: those of the cluster, by position; default: those of `World.current`.
+      devices: the devices of the cluster, by position; by default the devices of
+        `World.current`.
 
     Raises:
-      PlanError: there are fewer devices than the plan has.
+      PlanError: there are fewer devices than the plan needs.
     """
     found = list(World.current().devices if devices is None else devices)
     need = 1 + max(d for stage in plan.stages for d in stage.devices)
@@ -272,7 +278,7 @@ def stage_meshes(plan: Plan, devices: Sequence[Any] | None = None) -> list[Mesh]
 
 
 def device_mesh(plan: Plan, devices: Sequence[Any] | None = None) -> Mesh:
-    """`stage_meshes` of a plan of one stage.
+    """Returns the mesh of a plan with one stage (`stage_meshes`).
 
     Raises:
       PlanError: the plan has several stages, or there are too few devices.
@@ -282,19 +288,19 @@ def device_mesh(plan: Plan, devices: Sequence[Any] | None = None) -> Mesh:
 
 
 def abstract_mesh(plan: Plan) -> AbstractMesh:
-    """The mesh of a plan of one stage without devices, enough to lower and audit."""
+    """Returns the device-free mesh of a plan with one stage, to lower and audit it."""
     kinds = (AxisType.Auto,) * len(plan.axis_sizes)
     return AbstractMesh(plan.axis_sizes, plan.axis_names, axis_types=kinds)
 
 
 def home_meshes(plan: Plan, own: Sequence[Mesh]) -> list[Mesh]:
-    """The meshes that state lies on between steps, in the order of `Plan.home_axes`.
+    """Returns the meshes of the state between steps, in the order of `Plan.home_axes`.
 
-    They are those of the stages, and that of all stages where the plan has one.
+    These are the meshes of the stages, and the mesh of all stages if the plan has one.
 
     Args:
       plan: the plan.
-      own: the meshes of its stages.
+      own: the meshes of the plan's stages.
     """
     axes = plan.home_axes
     if len(axes) == len(own):
@@ -314,10 +320,10 @@ def _text(plan: Plan) -> str:
 
 
 def home_of(arrays: Iterable[Any]) -> Mesh | None:
-    """Returns the mesh that results of a call belong to; None: that of the plan.
+    """Returns the mesh that results of a call belong to; None for the plan's mesh.
 
-    It is the one that the caller has set, or else that of the first argument whose type
-    names the axes of one.
+    This is the mesh that the caller has set. If none is set, it is the mesh of the
+    first argument whose type has an explicit sharding.
 
     Args:
       arrays: the arguments of the call.
@@ -334,13 +340,14 @@ def given_back(
 ) -> list[Any]:
     """Returns arrays on a caller's mesh.
 
-    State stays where the plan has it, and on the plan's mesh where the axes of the
-    caller's cannot say so. Any other array is then copied to all of its devices.
+    An array gets an equal sharding on the caller's mesh, without a move. If the axes of
+    that mesh cannot express the sharding, state stays on the plan's mesh, and any other
+    array is replicated over the caller's mesh.
 
     Args:
-      arrays: on the mesh of a plan.
-      home: the caller's mesh; None: the arrays are returned as they are.
-      state: positions of the state; None: all of them are.
+      arrays: arrays on the mesh of a plan.
+      home: the caller's mesh; None to return the arrays unchanged.
+      state: positions of the state; None if all arrays are state.
     """
     if home is None:
         return list(arrays)
@@ -360,7 +367,7 @@ def given_back(
 
 
 def _restate_sharding(array: Any, sharding: NamedSharding) -> Any:
-    """The same shards, under an equal sharding of another mesh."""
+    """Returns an array of the same shards with an equal sharding on another mesh."""
     bits = jax_compat.key_bits(array)
     shards = [shard.data for shard in bits.addressable_shards]
     made = jax.make_array_from_single_device_arrays(
@@ -373,7 +380,7 @@ def _restate_sharding(array: Any, sharding: NamedSharding) -> Any:
 def _same_layout(
     sharding: Any, mesh: Mesh, shape: tuple[int, ...]
 ) -> NamedSharding | None:
-    """The sharding over a mesh that leaves each part where it is; None: none does."""
+    """Returns the sharding on a mesh that leaves all shards in place; None if none."""
     if sharding.device_set != set(mesh.devices.flat):
         return None
     parts = sharding.devices_indices_map(shape)
@@ -386,7 +393,7 @@ def _same_layout(
             continue
         at = [0] * mesh.devices.ndim
         at[position] = 1
-        # The elements by which a step along the axis moves a device's part.
+        # The change of a shard's first index from one position of the axis to the next.
         moved = starts[tuple(at)] - starts[(0,) * mesh.devices.ndim]
         for dim in np.flatnonzero(moved):
             axes[dim].append((-int(moved[dim]), name))

@@ -1,4 +1,4 @@
-"""A planned step, and that of one stage as a compiled JAX function."""
+"""A planned step, and the jitted function of a planned step with one stage."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ _LOWERED_FOR = {"gpu": "cuda", "tpu": "tpu", "cpu": "cpu"}
 
 
 def kernels_of(graph: OperatorGraph) -> tuple[KernelWork, ...]:
-    """Returns the kernels of a graph, each once."""
+    """Returns the kernels of a graph, without repetitions."""
     return tuple(dict.fromkeys(op.kernel for op in graph.operators if op.kernel))
 
 
@@ -56,9 +56,9 @@ def lowering_platform(graph: OperatorGraph, kind: str) -> str:
     """Returns the platform for which a program is lowered without devices.
 
     Args:
-      graph: of the step. Without kernels any platform will do, and the host is sure
-        to have what its CPU needs.
-      kind: of the cluster's devices: "gpu", "tpu" or "cpu".
+      graph: the graph of the step. A step without kernels can be lowered for any
+        platform, and is lowered for CPUs because every host can do this.
+      kind: the kind of the cluster's devices: "gpu", "tpu" or "cpu".
 
     Raises:
       PlanError: no platform can run all of the kernels.
@@ -81,7 +81,7 @@ def check_runnable(step: str, graph: OperatorGraph, devices: Iterable[object]) -
 
     Args:
       step: name of the step.
-      graph: of the step.
+      graph: the graph of the step.
       devices: JAX's devices, each with a ``platform``.
 
     Raises:
@@ -115,26 +115,29 @@ class PlannedStep:
     """The flat step under a plan: one program, or the tasks of several stages.
 
     Attributes:
-      analysis: the step, its batch split into the plan's microbatches; of several
-        stages on the whole batch.
+      analysis: the analysis of the step. With one stage its batch is split into the
+        plan's microbatches; with several stages it has the whole batch.
       plan: the plan.
-      function: runs a step on the flat arguments. With ``sums`` it takes the codecs'
-        state behind them, and returns the flat results, the new state, a row of
-        telemetry for each gradient and the level that each took. With ``noise`` it
-        takes and returns the averages of the noise scale last.
-      mesh: the mesh it runs on (abstract when only lowered): of several stages all of
-        their devices, in order.
-      in_shardings: where each flat argument lies before a step: state at home, the
-        batch on the first stage that reads it.
-      meshes: that state lies on: each stage's, and that of all if one is used.
-      sums: how gradients are summed; None: all by the compiler.
-      sums_of: the same under a plan that differs in inputs of its programs alone.
-      gradients: a function of the flat arguments to the partial gradients that are
-        worth a codec, by name, of the stages in this process; None: there are none.
-      noise: how the noise of gradients is measured; None: it is not.
+      function: runs a step on the flat arguments. With ``sums`` it also takes the
+        codecs' state after the flat arguments. It then returns the flat results, the
+        new state, a row of telemetry for each gradient, and the fallback level of each
+        gradient. With ``noise`` its last argument and result are the averages of the
+        noise scale.
+      mesh: the mesh that the step runs on (abstract if the step is only lowered). With
+        several stages it has the devices of all stages, in order.
+      in_shardings: the sharding of each flat argument before a step. State has its
+        sharding between steps; the batch lies on the first stage that reads it.
+      meshes: the meshes of the state: the mesh of each stage, and the mesh of all
+        stages if the plan uses it.
+      sums: how gradients are summed; None if the compiler adds all sums.
+      sums_of: returns ``sums`` for a plan that differs only in inputs of its programs.
+      gradients: a function of the flat arguments; returns, by name, the partial
+        gradients that are worth a codec, of the stages in this process. None if there
+        are no such gradients.
+      noise: how the step measures the noise of gradients; None if it does not.
       guard: whether the last flat result says that the step is finite.
-      pipeline: the tasks of several stages; None: there is one, and ``function`` is
-        its program.
+      pipeline: the tasks of several stages; None with one stage, whose program is
+        ``function``.
     """
 
     analysis: Analysis
@@ -152,11 +155,11 @@ class PlannedStep:
 
     @property
     def links(self) -> Links | None:
-        """Links to the other processes that have stages; None: there are none."""
+        """The links to the other processes of a pipeline; None if there are none."""
         return None if self.pipeline is None else self.pipeline.links
 
     def with_inputs_of(self, plan: Plan) -> PlannedStep:
-        """The step under a plan that differs in inputs of its programs alone.
+        """Returns the step under a plan that differs only in inputs of its programs.
 
         Args:
           plan: the other plan (`autopar.planner.codecs.adjusted.program_plan`).
@@ -167,11 +170,13 @@ class PlannedStep:
         """Returns JAX's ``Lowered`` of the planned program.
 
         Args:
-          platform: JAX's name of the one to lower for, on an abstract mesh; None: one
-            that has the program's kernels. On a mesh of devices it is theirs.
+          platform: JAX's name of the platform to lower for, used on an abstract mesh;
+            None for a platform that has the program's kernels. On a mesh of devices,
+            JAX lowers for their platform.
 
         Raises:
-          PlanError: there are several stages; it says what there is.
+          PlanError: the plan has several stages, so no program of the whole step
+            exists.
         """
         if self.pipeline is not None:
             raise PlanError(
@@ -196,7 +201,7 @@ class PlannedStep:
         traced = self.function.trace(*structs)
         if abstract:
             cluster = self.plan.cluster.read()
-            # The groups of replicas are all of one program.
+            # All groups of replicas run the same program.
             kind = (cluster.groups[0] if cluster.groups else cluster).device.kind
             platform = platform or lowering_platform(graph, kind)
             with lowered_without_devices():
@@ -204,10 +209,10 @@ class PlannedStep:
         return traced.lower()
 
     def compile(self) -> None:
-        """Compiles the programs; a call with arguments in their places finds them.
+        """Compiles the programs, so that a call with placed arguments finds them.
 
-        Shardings are part of what JAX finds compiled code by, so the structs that
-        are lowered carry them.
+        JAX looks compiled code up by shardings as well. The structs to lower therefore
+        have shardings.
         """
         if self.pipeline is None:
             compile_lowered(self.lower())
@@ -217,14 +222,15 @@ class PlannedStep:
     def settle_results(
         self, placed: Sequence[Any], flat: Sequence[Any]
     ) -> tuple[list[Any], Any]:
-        """The flat results of a guarded step, and whether it was finite.
+        """Returns the flat results of a guarded step, and whether the step was finite.
 
-        A program of one stage has restored its state and says so. What stages return
-        is looked at here, by each process that has a part of it.
+        The program of a single stage restores the state itself, and reports it in its
+        last result. The results of several stages are checked and restored here: each
+        process checks the parts that it holds.
 
         Args:
-          placed: its flat arguments.
-          flat: what it returned.
+          placed: the flat arguments of the step.
+          flat: the results that the step returned.
         """
         if self.pipeline is None:
             *own, finite = flat
@@ -259,16 +265,17 @@ def planned_step(
       plan: the plan.
       mesh: from `device_mesh` or `abstract_mesh`.
       donate: whether the carried state is consumed by the call.
-      gradients: that of a step that differs in the codecs alone.
-      fallback: the codecs of a step in which the plan's send too little.
-      noise: how the noise of gradients is measured; None: it is not.
-      signals: whether the signal of what codecs send is measured.
-      every: the telemetry of one step in so many is measured.
-      guard: whether a step that is not finite leaves its state as it was, and says so.
-      wait: of a plan with replicas, what waits in each turn of one
-        (`autopar_passes.replay.replicas.Replicas`), to simulate slower devices.
-      turns: of a plan with replicas, how many turns each has, for audits alone; None:
-        as many as the plan says.
+      gradients: ``PlannedStep.gradients`` of a step that differs only in codecs.
+      fallback: the codecs for steps in which the plan's codecs send too little.
+      noise: how the step measures the noise of gradients; None if it does not.
+      signals: whether the step measures the signal in the sent gradients.
+      every: telemetry is measured once in this many steps.
+      guard: whether a step that is not finite leaves its state unchanged and reports
+        this.
+      wait: for plans with replicas: a function that waits in each microbatch of a
+        replica, to simulate slower devices (`autopar_passes.replay.replicas.Replicas`).
+      turns: for plans with replicas: a common number of microbatches for all replicas,
+        used only by audits; None for the plan's numbers.
 
     Raises:
       PlanError: the plan belongs to another step, or a kernel of the step cannot run
@@ -347,10 +354,10 @@ def _replicas(
     wait: Wait | None,
     turns: int | None,
 ) -> Replicas | None:
-    """How the plan deals microbatches out; None: it has no replicas.
+    """Returns the microbatches of each replica; None for a plan without replicas.
 
     Raises:
-      PlanError: what is asked for is not carried out with replicas.
+      PlanError: the noise scale is asked for, which replicas do not support.
     """
     if not plan.replicas:
         return None
@@ -373,7 +380,7 @@ def _noise(
 
 
 def _give_name(function: Callable[..., Any], analysis: Analysis) -> Callable[..., Any]:
-    """Gives a function the step's name: profiles and dumps show it for the module."""
+    """Gives a function the step's name, which profiles and dumps then show."""
     if analysis.traced is not None:
         function.__name__ = function.__qualname__ = analysis.traced.name
     return function
@@ -387,10 +394,11 @@ def _synchronised_step(
     *,
     guard: bool = False,
 ) -> Callable[..., Any]:
-    """A step with codecs, or whose noise is measured, or that is guarded.
+    """Returns a step with codecs, with a measurement of noise, or with a guard.
 
-    With codecs the carried state is restored when a gradient is not finite, with a
-    guard also when a result is not; it is said in the last of the flat results.
+    A step with codecs restores the carried state when a gradient is not finite. A
+    guarded step also restores it when a result is not finite. Its last flat result says
+    whether the step was finite.
     """
     analysis = assignment.analysis
     inputs = [given.value for given in analysis.graph.inputs]
@@ -431,19 +439,20 @@ def _synchronised_step(
 
 
 def _keep_finite(finite: jax.Array, new: Any, old: Any) -> Any:
-    """The new averages of noise, or the old ones behind a step that is not finite."""
+    """Returns the new averages of noise, or the old ones if the step is not finite."""
     return jax.tree.map(lambda a, b: jax.numpy.where(finite, a, b), new, old)
 
 
 def _compiler_options(
     assignment: Assignment, plan: Plan, mesh: Any, *, codecs: bool = False
 ) -> dict[str, str] | None:
-    """Options of a program: room on GPUs, and on CPUs its barriers, where they matter.
+    """Returns the compiler options of a program; None for the defaults.
 
-    XLA's CPU pipeline drops optimization barriers before it merges equal
-    expressions and loops: what was to be computed again is kept instead, and what
-    was to be computed once, such as what a codec is to send, is computed again in
-    each loop that reads it.
+    On GPUs the options keep the program within the memory of the plan. On CPUs they
+    keep optimization barriers, if the program needs them. By default, XLA's CPU
+    pipeline drops barriers before it merges equal expressions and loops. Values to
+    recompute (rematerialisation) would then stay in memory. Values to compute once,
+    such as a codec's payload, would be computed again in each loop that reads them.
     """
     platform = "" if isinstance(mesh, AbstractMesh) else mesh.devices.flat[0].platform
     if platform == "gpu":
@@ -463,15 +472,16 @@ def _compiler_options(
 def _out_shardings(
     analysis: Analysis, assignment: Assignment, mesh: Any
 ) -> list[NamedSharding | None]:
-    """Sharding of each flat result: carried state leaves in the layout it came in.
+    """Returns the sharding of each flat result.
 
-    Here alone this is decided and checked. It lets a result be the next call's
-    argument as it is, in the memory of the old one (donation, `timing`), and old and
-    new be chosen between without moving either (`StateRestorer`). A stage that hands
-    its state to another will have to relax it here.
+    Carried state is returned in the layout in which it is passed. Only this function
+    decides and checks this. The layouts must be equal for two reasons. A result can
+    then be the argument of the next call, in the memory of the old array (donation,
+    `timing`). And `StateRestorer` can choose between the old and the new array without
+    moving them.
 
     Raises:
-      PlanError: a plan's layouts say otherwise.
+      PlanError: the plan returns carried state in another layout.
     """
     graph = analysis.graph
     arguments = {

@@ -438,7 +438,7 @@ class Preparation:
     def coded_step(
         self, analysed: Analysed, plan: Plan, setting: Setting, like: PlannedStep
     ) -> PlannedStep:
-        """Returns the program of a plan that differs from that of ``like`` in codecs."""
+        """Returns the program of a plan that differs from ``like``'s only in codecs."""
         devices = self.devices(setting)
         return self._store.program(analysed, plan, devices, like=like, links=like.links)
 

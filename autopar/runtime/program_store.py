@@ -1,4 +1,4 @@
-"""Keeps the compiled programs of a step, the most recently used ones."""
+"""Keeps the most recently used compiled programs of a step."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from autopar.runtime.step_planner import Analysed
 
 
 class ProgramStore:
-    """Programs by what they are made of: step, plan, devices.
+    """Programs by step, plan and devices.
 
-    A program that goes takes its compiled code with it. JAX keeps compiled code for
-    as long as a jitted function lives; a jitted function that somebody still holds
+    A program that is dropped frees its compiled code, which JAX would otherwise keep as
+    long as the jitted function lives. A jitted function that is still referenced
     compiles again when it is called.
     """
 
@@ -44,27 +44,27 @@ class ProgramStore:
         capacity: int = PROGRAMS,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """Holds nothing yet.
+        """Creates an empty store.
 
         Args:
           donate: whether programs consume the carried state.
-          fallback: the codecs of a step in which the plan's send too little.
-          noise: how programs measure the noise of gradients; None: they do not.
-          signals: whether programs measure the signal of what codecs send.
-          every: the telemetry of codecs is measured in one step of so many.
-          guard: whether a step that is not finite leaves the state as it was.
-          capacity: most programs to hold.
-          clock: seconds now.
+          fallback: the codecs for steps in which the plan's codecs send too little.
+          noise: how programs measure the noise of gradients; None if they do not.
+          signals: whether programs measure the signal in the sent gradients.
+          every: telemetry of codecs is measured once in this many steps.
+          guard: whether a step that is not finite leaves the state unchanged.
+          capacity: the largest number of programs.
+          clock: returns the current time in seconds.
 
-        ``compile_s`` is the seconds that the program took which was compiled last.
+        The attribute ``compile_s`` holds the seconds of the last compilation.
         """
         self.donate, self.guard = donate, guard
         self.compile_s = 0.0
         self._clock = clock
-        # Of each jitted function: it is compiled by a call or ahead of it, or by both.
+        # Seconds of compiling each jitted function, by its first call and ahead of it.
         self._compiled: weakref.WeakKeyDictionary[Any, float]
         self._compiled = weakref.WeakKeyDictionary()
-        # A thread may prepare programs beside the one that trains.
+        # A second thread may prepare programs while the main thread trains.
         self._building = threading.RLock()
         self._compiling: weakref.WeakKeyDictionary[Any, threading.Lock]
         self._compiling = weakref.WeakKeyDictionary()
@@ -74,7 +74,7 @@ class ProgramStore:
         self._programs = Recent[Hashable, PlannedStep](capacity, self._release)
 
     def empty(self) -> ProgramStore:
-        """A store of the same kind that holds nothing yet."""
+        """Returns an empty store with the same options."""
         return ProgramStore(
             donate=self.donate,
             fallback=self.fallback,
@@ -86,14 +86,14 @@ class ProgramStore:
         )
 
     def consumed_arguments(self, planned: PlannedStep) -> dict[int, int]:
-        """The carried arguments of a program that its calls consume, with results."""
+        """Returns the arguments that a program consumes, each with its result."""
         return planned.analysis.carried_arguments if self.consumes(planned.plan) else {}
 
     def consumes(self, plan: Plan) -> bool:
         """Whether the program of a plan consumes the carried state.
 
-        The stages of a pipeline cannot restore it: with a guard it stays until the step
-        has ended.
+        The stages of a pipeline cannot restore the state. With a guard they therefore
+        do not consume it, and it stays in memory until the step has ended.
         """
         return self.donate and not (self.guard and len(plan.stages) > 1)
 
@@ -113,15 +113,15 @@ class ProgramStore:
         like: PlannedStep | None = None,
         links: Links | None = None,
     ) -> PlannedStep:
-        """Returns the program of a plan on these devices, made if it is not held.
+        """Returns the program of a plan on these devices; builds it if it is not held.
 
         Args:
           analysed: the step.
           plan: the plan.
-          devices: at least as many as the plan's mesh has; the first are used.
-          like: a program of the same plan but for its codecs: probes of gradients
-            are not compiled again.
-          links: to the other processes, for a plan of several stages.
+          devices: at least as many devices as the plan needs; the first are used.
+          like: a program whose plan differs only in its codecs; its function for
+            partial gradients is reused and not compiled again.
+          links: links to the other processes, for a plan of several stages.
 
         Raises:
           PlanError: the plan belongs to another step, or there are too few devices.
@@ -158,7 +158,7 @@ class ProgramStore:
         devices: Sequence[Any],
         links: Links | None,
     ) -> PlannedStep:
-        """The program of a plan of several stages."""
+        """Builds the program of a plan with several stages."""
         return pipelined_step(
             analysed.analysis,
             cut_as(analysed.analysis, plan),
@@ -181,9 +181,10 @@ class ProgramStore:
 
     @contextlib.contextmanager
     def compiling(self, program: PlannedStep) -> Generator[None]:
-        """Takes the time in which a program is compiled, by its first call perhaps.
+        """Measures the time of compiling a program in the ``with`` block.
 
-        Another thread that wants the same program waits.
+        The block compiles the program or calls it for the first time. Another thread
+        that wants to compile the same program waits.
         """
         with self._building:
             lock = self._compiling.setdefault(program.function, threading.Lock())
@@ -195,12 +196,12 @@ class ProgramStore:
             self._compiled[program.function] = self.compile_s
 
     def release(self, devices: Collection[Any]) -> None:
-        """Drops the programs that run on any of these devices, which are gone."""
+        """Drops the programs that use any of these devices, which were lost."""
         gone = set(devices)
         self._programs.discard(lambda p: not gone.isdisjoint(p.mesh.devices.flat))
 
     def _release(self, program: PlannedStep) -> None:
-        """Frees compiled code, but for what another program shares."""
+        """Frees the compiled code of a program, except code shared with others."""
         program.function.clear_cache()
         if program.pipeline is not None or program.gradients is None:
             return
@@ -210,10 +211,11 @@ class ProgramStore:
 
 
 def _key(analysed: Analysed, plan: Plan, meshes: Sequence[Any]) -> Hashable:
-    """What a program is made of.
+    """Returns the key of a program: signature, weak types, plan and devices.
 
-    The signature, as structures that hold functions make one step two. What is an
-    input of the program makes none other.
+    The step is identified by its signature, and not by tree structures: these hold
+    functions and may differ for the same step. Values that are inputs of the program
+    are not part of the key.
     """
     used = tuple(d for mesh in meshes for d in mesh.devices.flat)
     return analysed.key, analysed.weak, content_digest(program_plan(plan)), used

@@ -1,4 +1,4 @@
-"""A bounded cache: what was used longest ago goes first."""
+"""A bounded cache that drops the least recently used entries."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ class Recent(Generic[K, V]):
     def __init__(
         self, capacity: int, dropped: Callable[[V], None] | None = None
     ) -> None:
-        """Holds nothing yet.
+        """Creates an empty cache.
 
         Args:
-          capacity: most entries to hold.
-          dropped: is called with each value that has to go.
+          capacity: the largest number of entries.
+          dropped: a function that is called with each dropped value.
 
         Raises:
           InputError: the capacity is below 1.
@@ -49,12 +49,12 @@ class Recent(Generic[K, V]):
         return len(self._entries)
 
     def __iter__(self) -> Iterator[K]:
-        """The keys; the one used longest ago first."""
+        """The keys, the least recently used key first."""
         with self._lock:
             return iter(list(self._entries))
 
     def get(self, key: K) -> V | None:
-        """Returns a value, which is now the most recently used, or None."""
+        """Returns a value and marks it as most recently used; None without the key."""
         with self._lock:
             if key not in self._entries:
                 return None
@@ -62,11 +62,11 @@ class Recent(Generic[K, V]):
             return self._entries[key]
 
     def peek(self, key: K) -> V:
-        """Returns a value that is there; it is used no more recently than before."""
+        """Returns the value of a known key, without changing the order of use."""
         return self._entries[key]
 
     def put(self, key: K, value: V) -> V:
-        """Adds or replaces a value, and returns it; drops what is too much."""
+        """Adds or replaces a value and returns it; drops entries above the capacity."""
         with self._lock:
             replaced = self._entries.pop(key, value)
             self._entries[key] = value

@@ -582,7 +582,7 @@ def _common(box: _Box, other: _Box | None) -> int:
 
 
 def slowest_bytes_per_s(cluster: Cluster) -> float:
-    """Returns the bandwidth of the slowest links of a cluster, in bytes/s per device."""
+    """Returns the bandwidth of a cluster's slowest links, in bytes/s per device."""
     links = [
         level.link
         for part in cluster.groups or (cluster,)

@@ -1,4 +1,4 @@
-"""Threads that call functions under the JAX options of the thread that asks."""
+"""Threads that call functions under the JAX options of the submitting thread."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ T = TypeVar("T")
 
 
 class Threads:
-    """Threads that work in the background, and never keep the process from ending."""
+    """Background threads, which do not keep the process from ending."""
 
     def __init__(self, count: int, name: str) -> None:
-        """Starts them.
+        """Starts the threads.
 
         Args:
-          count: how many.
-          name: of each, before its number.
+          count: the number of threads.
+          name: the name of each thread, without its number.
         """
         self._work: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         for number in range(count):
@@ -38,7 +38,7 @@ class Threads:
     def submit(self, function: Callable[..., T], *arguments: object) -> Future[T]:
         """Calls a function in one of the threads, under this thread's JAX options."""
         future: Future[T] = Future()
-        options = jax_compat.thread_options()  # contexts serve one thread, once
+        options = jax_compat.thread_options()  # each context can be entered only once
 
         def work() -> None:
             try:

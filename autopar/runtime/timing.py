@@ -26,15 +26,14 @@ def measure_plans(
 ) -> dict[str, float]:
     """Returns the median seconds of one step under each plan.
 
-    The plans take turns, ``steps`` steps at a time, so that what else the
-    machine does falls on all of them alike. Inputs are made up: small random
-    floats, zeros for integers.
+    The plans take turns of ``steps`` steps, so that other load of the machine affects
+    all plans alike. Inputs are synthetic: small random floats, and zeros for integers.
 
     Args:
       analysis: the step that the plans were made for.
       plans: name -> plan.
-      repeats: how many turns each plan gets; the median turn counts.
-      steps: steps in one turn.
+      repeats: number of turns of each plan; the result is the median turn.
+      steps: number of steps in one turn.
     """
     turns = timed_turns(analysis, plans, repeats=repeats, steps=steps)
     return {name: statistics.median(found) for name, found in turns.items()}
@@ -43,16 +42,17 @@ def measure_plans(
 def timed_turns(
     analysis: Analysis, plans: Mapping[str, Plan], *, repeats: int, steps: int
 ) -> dict[str, list[float]]:
-    """Returns the seconds of one step in every turn, as `measure_plans` takes them.
+    """Returns the seconds of one step in every turn, measured as in `measure_plans`.
 
-    The lists are as long for all plans; turn ``i`` of all of them ran together, so
-    ratios within a turn are free of what the machine did in other turns.
+    The lists of all plans have the same length. Turn ``i`` of one plan follows directly
+    on turn ``i`` of another. Ratios within a turn therefore do not depend on the load
+    of the machine in other turns.
 
     Args:
       analysis: the step that the plans were made for.
       plans: name -> plan.
-      repeats: how many turns each plan gets.
-      steps: steps in one turn.
+      repeats: number of turns of each plan.
+      steps: number of steps in one turn.
     """
     runners: dict[str, _Runner] = {}
     for k, (name, plan) in enumerate(plans.items()):
@@ -78,7 +78,7 @@ def planned_on_devices(analysis: Analysis, plan: Plan) -> PlannedStep:
 
 
 class _Runner:
-    """A compiled step with made-up inputs, carried from call to call."""
+    """A compiled step with synthetic inputs, whose state goes from call to call."""
 
     def __init__(self, planned: PlannedStep) -> None:
         self.planned = planned
@@ -92,7 +92,7 @@ class _Runner:
         self.codecs = [] if sums is None else [sums.init()]
 
     def turn(self, steps: int) -> float:
-        """Seconds of some steps; results are the next one's arguments as they are."""
+        """Runs steps, each on the state of the step before; returns the seconds."""
         carried = self.planned.analysis.carried_arguments
         start = time.perf_counter()
         out: Sequence[Any] = ()
@@ -107,7 +107,7 @@ class _Runner:
 
 
 def made_up_inputs(planned: PlannedStep) -> list[Any]:
-    """Returns an array in its shards for each flat argument."""
+    """Returns a synthetic array with its sharding for each flat argument."""
     graph = planned.analysis.graph
     rng = np.random.default_rng(0)
     out: list[Any] = []

@@ -1,14 +1,13 @@
 """The processes and devices that a step runs on.
 
-This is the only module of the runtime that asks JAX for them. All else is given a
-`World`, so that a step can run on some of a process's devices, and another beside it
-on the rest.
+Only this module of the runtime asks JAX for processes and devices. All other modules
+are given a `World`. Therefore two steps can run side by side, each on a part of a
+process's devices.
 
-Lanes: threads of a process that each exchange with the same thread of the others.
-
-What processes exchange is matched by number: each must make the same calls in the same
-order. Two threads of a process cannot keep an order between them, so what is done
-beside the steps has a lane of its own, with its own numbers.
+A lane is a sequence of exchanges between processes. Each process must make the same
+exchanges of a lane in the same order, as exchanges are matched by their numbers. Two
+threads of a process do not keep an order between them. A thread that works beside the
+steps therefore has its own lane, with its own numbers.
 """
 
 from __future__ import annotations
@@ -37,11 +36,11 @@ _LANE: contextvars.ContextVar[str] = contextvars.ContextVar("autopar_lane", defa
 
 @contextlib.contextmanager
 def in_lane(name: str) -> Generator[None]:
-    """Lets this thread exchange in a lane.
+    """Lets this thread exchange in a lane inside the ``with`` block.
 
     Args:
-      name: of the lane: the same in all processes, and of no other lane, as the numbers
-        of one that was left go on.
+      name: the name of the lane, the same in all processes. Each lane needs a new name,
+        because the numbers of an earlier lane with the same name would go on.
     """
     token = _LANE.set(name)
     try:
@@ -51,39 +50,39 @@ def in_lane(name: str) -> Generator[None]:
 
 
 def current_lane() -> str:
-    """The lane of this thread; '' is that of the steps."""
+    """Returns the lane of this thread; '' is the lane of the steps."""
     return _LANE.get()
 
 
 class Channel(Protocol):
     """Sends bytes between the processes of a world.
 
-    Every process makes the same calls in the same order; each call but `tell` waits for
-    all. What steps do again and again is broadcast and gathered; the rest, in which a
-    process may fail, is exchanged.
+    Every process makes the same calls in the same order. Each call except `tell` waits
+    for all processes. Every step uses `broadcast` and `gather`. Work in which a process
+    may fail uses `exchange`.
     """
 
     def broadcast(self, data: bytes) -> bytes:
-        """Returns what the first process passes, on every process."""
+        """Returns the data of process 0, on every process."""
         ...
 
     def gather(self, data: bytes) -> list[bytes]:
-        """Returns what each process passes, by process; all of one length."""
+        """Returns the data of each process, by process; all have the same length."""
         ...
 
     def exchange(self, data: bytes, what: str) -> dict[int, bytes]:
-        """Returns what each process passes, of any lengths, by process.
+        """Returns the data of each process, by process; lengths may differ.
 
-        Where a process `tell`s a failure instead, only failures are returned.
+        If a process calls `tell` with a failure instead, only failures are returned.
 
         Args:
-          data: what this process passes.
-          what: is being done; for those who wait long.
+          data: the data of this process.
+          what: the current work, for the warning after a long wait.
         """
         ...
 
     def tell(self, data: bytes) -> None:
-        """Passes a failure to the next exchange, and does not wait for the others."""
+        """Sends a failure as the next exchange, without waiting for other processes."""
         ...
 
 
@@ -105,20 +104,21 @@ class LoneChannel:
         return {0: data}
 
     def tell(self, data: bytes) -> None:
-        """See `Channel`; there is nobody to tell."""
+        """See `Channel`; does nothing, as there are no other processes."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class JaxChannel:
     """The channel of all processes of ``jax.distributed``.
 
-    Broadcasts and gathers go through the devices, exchanges through the coordination
-    service: a process that fails there leaves nobody waiting in a collective. In a lane
-    all go through the service, as devices run the collectives of steps.
+    Broadcasts and gathers go through the devices. Exchanges go through the coordination
+    service, so a process that fails does not leave others waiting in a collective. In a
+    lane all calls go through the service, because the devices run the collectives of
+    steps.
     """
 
     def broadcast(self, data: bytes) -> bytes:
-        """See `Channel`; only what the first process passes is sent."""
+        """See `Channel`; only the data of process 0 is sent."""
         if current_lane():
             return self._in_lane(data)[0]
         first = jax.process_index() == 0
@@ -126,7 +126,7 @@ class JaxChannel:
         buffer = np.zeros(length, dtype=np.uint8)
         if first:
             buffer[:] = np.frombuffer(data, dtype=np.uint8)
-        # A sum of small integers may come back wider than it was sent.
+        # The broadcast is a sum, which may return small integers in a wider dtype.
         received = np.asarray(multihost_utils.broadcast_one_to_all(buffer))
         return received.astype(np.uint8).tobytes()
 
@@ -140,10 +140,10 @@ class JaxChannel:
         return [x.tobytes() for x in found]
 
     def _in_lane(self, data: bytes) -> list[bytes]:
-        """What each process passes, by process.
+        """Gathers through the coordination service; returns data by process.
 
         Raises:
-          PlanError: a process has failed, and passes its failure in place of data.
+          PlanError: a process has failed, and sent its failure instead of data.
         """
         found = self.exchange(data, "gathering")
         if len(found) < jax.process_count():
@@ -161,7 +161,7 @@ class JaxChannel:
         )
 
     def tell(self, data: bytes) -> None:
-        """See `Channel`; without a coordination service it has to wait."""
+        """See `Channel`; without a coordination service it waits for the others."""
         service = self._service()
         if service is None:
             self._by_devices(data)
@@ -170,7 +170,7 @@ class JaxChannel:
 
     def _service(self) -> KeyValueExchange | None:
         found = jax_compat.coordination()
-        if found is None:  # as on TPUs that were not started by jax.distributed
+        if found is None:  # such as on TPUs that jax.distributed did not start
             return None
         return KeyValueExchange(
             found.client, found.index, found.count, lane=current_lane()
@@ -191,11 +191,11 @@ class World:
       devices: the devices of all processes, in the order in which plans use them.
       process_index: number of this process.
       process_count: number of processes.
-      channel: between the processes.
+      channel: sends data between the processes.
 
     Raises:
-      InputError: there is no device, one stands twice, the process is none of the
-        world's, or several processes have no channel.
+      InputError: there is no device, a device stands twice, the process number is out
+        of range, or several processes have no channel.
     """
 
     devices: tuple[Any, ...]
@@ -223,10 +223,10 @@ class World:
 
     @classmethod
     def current(cls) -> World:
-        """The world of this process's JAX backend, which this starts.
+        """Returns the world of this process's JAX backend; starts the backend.
 
         Raises:
-          RunError: the process was forked from one in which JAX ran.
+          RunError: the process was forked from a process in which JAX ran.
         """
         if was_forked():
             raise RunError(
@@ -240,17 +240,17 @@ class World:
 
     @property
     def is_left(self) -> bool:
-        """Whether the process was forked, and the devices stayed with its parent."""
+        """Whether this process was forked; its devices then belong to the parent."""
         return was_forked()
 
     def take(self, chosen: Sequence[Any]) -> tuple[Any, ...]:
-        """The devices of this world that are named.
+        """Returns the chosen devices of this world.
 
         Args:
           chosen: devices, or the ids of devices.
 
         Raises:
-          PlanError: one is not of this world, or stands twice.
+          PlanError: a device is not in this world, or stands twice.
         """
         by_id = {d.id: d for d in self.devices}
         found = [by_id.get(d) if isinstance(d, int) else d for d in chosen]
@@ -265,10 +265,10 @@ class World:
         return tuple(found)
 
     def at(self, positions: Sequence[int]) -> tuple[Any, ...]:
-        """The devices at these positions among the world's.
+        """Returns the devices at these positions of the world's devices.
 
         Raises:
-          PlanError: there is no such position, or one stands twice.
+          PlanError: a position does not exist, or stands twice.
         """
         count = len(self.devices)
         if wrong := [k for k in positions if not 0 <= k < count]:
@@ -279,13 +279,13 @@ class World:
         return self.take([self.devices[k] for k in positions])
 
     def check_mesh(self, devices: Sequence[Any]) -> None:
-        """Checks that a mesh of these devices can be run by this world's processes.
+        """Checks that this world's processes can run a mesh of these devices.
 
-        Each process of the world runs an equal part of the mesh, as batches are
-        split evenly over processes.
+        Each process must have the same number of the mesh's devices, because batches
+        are split evenly over processes.
 
         Raises:
-          PlanError: processes have unequal parts, or one has none.
+          PlanError: processes have unequal numbers of devices, or a process has none.
         """
         parts = Counter(d.process_index for d in devices)
         if self.process_count == 1 and len(parts) == 1:
@@ -300,10 +300,10 @@ class World:
 
 
 def grid(devices: Sequence[Any], sizes: Sequence[int]) -> np.ndarray:
-    """Lays devices out as an array; the first ones where there are more."""
+    """Returns an array of the first devices, with the given shape."""
     return np.array(list(devices)[: math.prod(sizes)], dtype=object).reshape(sizes)
 
 
 def _ids(devices: Sequence[Any]) -> str:
-    """Ids of devices, as errors show them."""
+    """Returns the ids of devices as text for errors."""
     return "[" + ", ".join(str(getattr(d, "id", d)) for d in devices) + "]"
