@@ -12,7 +12,7 @@ import typing
 
 from autopar.version import __version__
 
-# The names of the stub.
+# The same names as in the stub `__init__.pyi`.
 # pyright: reportUnsupportedDunderAll=false
 __all__ = [
     "AutoparError",
@@ -42,8 +42,9 @@ __all__ = [
     "train",
 ]
 
-# Where each name is defined. A name is imported when it is first asked for, so that
-# the command line can print its help without JAX. Type checkers read `__init__.pyi`.
+# Public name -> the module that defines it. A name is imported on its first use, so
+# that the command line can print its help without JAX. Type checkers read
+# `__init__.pyi`.
 _HOMES = {
     "AutoparError": "autopar.errors",
     "CheckpointError": "autopar.errors",
@@ -72,7 +73,7 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> typing.Any:
-    """Imports a public name, or a part of the package."""
+    """Imports a public name, or a submodule of the package."""
     if name in _HOMES:
         found = getattr(importlib.import_module(_HOMES[name]), name)
         globals()[name] = found
@@ -84,5 +85,5 @@ def __getattr__(name: str) -> typing.Any:
 
 
 def __dir__() -> list[str]:
-    """The public names, also those that are not imported yet."""
+    """Returns the public names, including names that are not imported yet."""
     return sorted({*globals(), *__all__})

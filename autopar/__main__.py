@@ -1,4 +1,4 @@
-"""The command line, as ``python -m autopar``."""
+"""Runs the command line, as ``python -m autopar``."""
 
 from autopar.cli import main
 

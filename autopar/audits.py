@@ -1,4 +1,4 @@
-"""Audits of plans: the programs of each stage, and what goes between stages."""
+"""Audits plans: the programs of each stage, and the bytes sent between stages."""
 
 from __future__ import annotations
 
@@ -49,9 +49,9 @@ class AuditedProgram:
     """A program of a stage.
 
     Attributes:
-      stage: the stage.
-      lowered: JAX's ``Lowered``.
-      times: how often it runs in a step.
+      stage: number of the stage.
+      lowered: JAX's ``Lowered`` of the program.
+      times: number of runs of the program in a step.
     """
 
     stage: int
@@ -60,14 +60,15 @@ class AuditedProgram:
 
 
 def programs(pipeline: StagePipeline, plan: Plan) -> Iterator[AuditedProgram]:
-    """The programs that communicate within a stage, lowered.
+    """Lowers the programs that communicate within a stage.
 
-    They are its tasks, the ends of its running sums, and what lays values as they are
-    sent; not what deals a batch out to microbatches.
+    These are the tasks of the stage, the programs that finish its running sums, and the
+    programs that reshard values before they are sent. The programs that split a batch
+    into microbatches are left out.
 
     Args:
       pipeline: the tasks (`autopar.runtime.stages.planned.audited_pipeline`).
-      plan: its plan.
+      plan: the plan of the pipeline.
 
     Raises:
       PlanError: no platform has all kernels of a stage.
@@ -99,7 +100,7 @@ def programs(pipeline: StagePipeline, plan: Plan) -> Iterator[AuditedProgram]:
 
 
 def _end_structs(pipeline: StagePipeline, stage: int) -> list[Any]:
-    """What the end of a stage's running sums takes."""
+    """Returns the argument structs of the program that finishes a stage's sums."""
     own = pipeline.stages[stage]
     totals: list[Any] = [wide(own.struct(v)) for v in pipeline.sums[stage]]
     if own.sums is None:
@@ -114,7 +115,7 @@ def _end_structs(pipeline: StagePipeline, stage: int) -> list[Any]:
 
 
 def _lay_copy(stage: Stage, copy: StageCopy) -> Any:
-    """Lays values as they are sent, from where they lie on their stage."""
+    """Returns a program that reshards values of a stage to the layout of sending."""
     values = copy.sent.values
     return jax.jit(
         lambda *arrays: list(arrays),
@@ -139,12 +140,14 @@ def _lower_function(stage: Stage, function: Any, structs: Any, kind: str) -> Any
 def sent_between(
     pipeline: StagePipeline, names: Mapping[Phase | None, str], batch: str
 ) -> dict[tuple[int, int, str], float]:
-    """Bytes that one device of a stage sends to other stages in a step.
+    """Returns the bytes that one device of a stage sends to other stages in a step.
+
+    The keys are the sending stage, the receiving stage and the name of the values.
 
     Args:
       pipeline: the tasks.
-      names: phase -> what its results are called; None: of all others.
-      batch: what rows of the batch are called that later stages read.
+      names: phase -> name of its results; None -> name of all other values.
+      batch: name of the rows of the batch that later stages read.
     """
     out: dict[tuple[int, int, str], float] = defaultdict(float)
     count, split = pipeline.microbatches, pipeline.cut.parts.flow.batch
@@ -176,7 +179,7 @@ def sent_between(
 
 
 def _receiver(pipeline: StagePipeline, stage: int, sent: Sent, value: int) -> int:
-    """The stage that a value goes to; its own where it stays."""
+    """Returns the stage that receives a value; the same stage if the value stays."""
     if sent.stage != RESULT:
         return sent.stage
     given = pipeline.given.get(value)
@@ -184,14 +187,14 @@ def _receiver(pipeline: StagePipeline, stage: int, sent: Sent, value: int) -> in
 
 
 def _shard_bytes(pipeline: StagePipeline, value: int, sharding: Any) -> float:
-    """Bytes of a value on one device."""
+    """Returns the bytes of a value on one device."""
     known = pipeline.cut.program.values[value]
     size = math.prod(sharding.shard_shape(tuple(known.shape)))
     rows = pipeline.microbatches if value in pipeline.crossed.rows else 1
     return float(rows * size * itemsize(known.dtype))
 
 
-# What the results of a task are called that go to other stages.
+# The name of a task's results that are sent to other stages, by phase of the task.
 _NAMES = {
     Phase.FORWARD: ACTIVATIONS,
     Phase.BACKWARD: COTANGENTS,
@@ -212,18 +215,18 @@ def audit_analysis(
     compiled: bool = False,
     target: str | None = None,
 ) -> Audit:
-    """`autopar.audit`, for a step that is already analysed.
+    """Audits an analysed step; see `autopar.audit`.
 
     Args:
       analysis: the step on the whole batch.
       plan: the plan.
-      cluster: all devices.
-      compiled: also compiles the programs for this process's devices.
-      target: an accelerator whose compiler compiles the step, too.
+      cluster: the cluster of the plan.
+      compiled: whether the programs are also compiled for this process's devices.
+      target: an accelerator whose compiler also compiles the step; None for none.
 
     Raises:
-      PlanError: the plan is for another step or cluster, or there are too few devices,
-        or the target cannot compile it.
+      PlanError: the plan is for another step or cluster, there are too few devices, or
+        the compiler of the target cannot compile such a plan.
     """
     if len(plan.stages) > 1:
         return _audit_stages(analysis, plan, cluster, compiled=compiled, target=target)
@@ -249,7 +252,11 @@ def audit_analysis(
 
 
 def _device(plan: Plan, cluster: Cluster, target: str) -> Target:
-    """The accelerator whose compiler is to compile a plan of one stage."""
+    """Returns the accelerator whose compiler is to compile a plan with one stage.
+
+    Raises:
+      PlanError: the compiler cannot compile such a plan.
+    """
     if plan.replicas:
         raise PlanError(
             f"target {target}: the compilers of accelerators take steps for devices of "
@@ -268,7 +275,7 @@ def _audit_stages(
     compiled: bool,
     target: str | None,
 ) -> Audit:
-    """`audit_analysis` of a plan of several stages."""
+    """Audits a plan with several stages (`audit_analysis`)."""
     if target is not None:
         raise PlanError(
             f"target {target}: the compilers of accelerators take steps of one "
@@ -295,13 +302,14 @@ def _audits_of_stages(
     lowered: Iterable[AuditedProgram],
     here: _Lower | None,
 ) -> tuple[StageAudit, ...]:
-    """The audit of each stage.
+    """Returns the audit of each stage.
 
     Args:
       stages: the stages as plans.
-      expected: the same, as their devices send values.
-      lowered: their programs.
-      here: lowers them for this process's devices, to be compiled; None: they are not.
+      expected: the same stages, with the dtypes in which their devices send values.
+      lowered: the programs of all stages.
+      here: lowers the programs for this process's devices, to compile them; None if
+        they are not compiled.
     """
     shardy = [list[AuditedCollective]() for _ in stages]
     for program in lowered:
@@ -324,12 +332,12 @@ def _audits_of_stages(
 def _often(
     program: AuditedProgram, found: Sequence[AuditedCollective]
 ) -> list[AuditedCollective]:
-    """The collectives of a program, as often as it runs in a step."""
+    """Returns a program's collectives, counted for all its runs in a step."""
     return [dataclasses.replace(c, trips=c.trips * program.times) for c in found]
 
 
 def _together(one: CompiledAudit | None, other: CompiledAudit) -> CompiledAudit:
-    """Two programs of a stage: the communication of both, the memory of the larger."""
+    """Joins two programs of a stage: the sum of communication, the larger memory."""
     if one is None:
         return other
     larger = max(one, other, key=lambda a: a.peak_memory_bytes)

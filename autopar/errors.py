@@ -1,7 +1,7 @@
 """The errors of autopar: ``except autopar.AutoparError`` catches every one.
 
-What the user can fix is also a ``ValueError`` or a ``TypeError``; what is no mistake of
-the user's is neither::
+Errors that the user can fix are also a ``ValueError`` or a ``TypeError``. All other
+errors are neither::
 
     AutoparError (Exception)
     ├── InputError (ValueError)   what was given is wrong, such as a codec's field
@@ -20,7 +20,7 @@ the user's is neither::
     │   └── NotFiniteError            steps of a run are NaN or infinite
     └── InternalError (RuntimeError)  autopar itself is wrong: report it
 
-The four that all packages share are in ``autopar_errors``, below them all.
+The classes that all packages share are defined in the package ``autopar_errors``.
 """
 
 from __future__ import annotations
@@ -64,9 +64,11 @@ class InfeasibleError(PlanError):
     """No plan fits the memory of a device.
 
     Attributes:
-      least_bytes: no plan needs less on a device; 0 where no bound is known.
-      enough_bytes: memory of a device for which a plan was found; None where none was.
-      free_s: seconds of a step with room for everything; 0 where it is not known.
+      least_bytes: a lower bound of the memory per device of any plan; 0 if no bound is
+        known.
+      enough_bytes: memory per device for which a plan was found; None if no plan was
+        found.
+      free_s: seconds of a step with unlimited memory; 0 if not known.
     """
 
     least_bytes: float = 0.0
@@ -79,37 +81,40 @@ class TargetError(InputError):
 
 
 class CompileError(AutoparError):
-    """The compiler of an accelerator refuses a program, or ends without a word."""
+    """The compiler of an accelerator refuses a program, or ends without a message."""
 
 
 class ScheduleError(InputError):
-    """A trace, a table of jobs, a curve or an allocation is wrong; names the row."""
+    """A trace, a table of jobs, a curve or an allocation is wrong.
+
+    The message names the row.
+    """
 
 
 class RunError(AutoparError, RuntimeError):
-    """A run cannot go on; what it was given is right."""
+    """A run cannot continue, for a reason other than its inputs."""
 
 
 class StageError(RunError):
-    """A task of a pipeline failed; the state is as before the step."""
+    """A task of a pipeline failed; the state is unchanged since before the step."""
 
 
 class NotFiniteError(RunError):
-    """Steps of a run are not finite; the state of the last good one is kept.
+    """Steps of a run are not finite; the state after the last finite step is kept.
 
     Attributes:
-      step: number of steps behind which that state is.
+      step: number of steps after which the kept state was reached.
     """
 
     def __init__(self, message: str, *, step: int = 0) -> None:
-        """Says which steps."""
+        """Takes the message and the number of steps of the kept state."""
         super().__init__(message)
         self.step = step
 
 
 class CheckpointError(InputError):
-    """A checkpoint cannot be written, or is damaged, or of another model."""
+    """A checkpoint cannot be written, is damaged, or belongs to another model."""
 
 
 class EventError(InputError):
-    """An event of an elastic run is wrong; the run goes on without it."""
+    """An event of an elastic run is wrong; the run ignores the event and continues."""

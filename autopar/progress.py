@@ -1,10 +1,10 @@
-"""Says what a first call does, which may take minutes: a log, and a line on a terminal.
+"""Shows the progress of a first call, which may take minutes.
 
-Everything goes to the logger ``autopar`` at level INFO. On a terminal the newest
-message also stands in one line of stderr, which is wiped when the work is done. Where
-stderr is no terminal, a line every 10 s says it, with the seconds so far.
-``AUTOPAR_PROGRESS=0`` keeps both away, ``AUTOPAR_PROGRESS=1`` shows the one line
-everywhere.
+All messages go to the logger ``autopar`` at level INFO. On a terminal, one line of
+stderr also shows the newest message, and is wiped when the work is done. If stderr is
+no terminal, a line every 10 s shows the newest message with the elapsed seconds.
+``AUTOPAR_PROGRESS=0`` turns the lines on stderr off. ``AUTOPAR_PROGRESS=1`` shows the
+single line even without a terminal.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from collections.abc import Callable, Generator
 
 LOGGER = logging.getLogger("autopar")
 
-# Seconds between two lines where stderr is no terminal.
+# Seconds between two lines if stderr is no terminal.
 EVERY_S = 10.0
 
 _Listener = Callable[[str], None]
@@ -31,7 +31,7 @@ _LISTENER: contextvars.ContextVar[_Listener | None] = contextvars.ContextVar(
 
 
 def say(message: str) -> None:
-    """Logs a message, and shows it where a line of progress is shown."""
+    """Logs a message, and shows it inside `show_progress`."""
     LOGGER.info(message)
     listener = _LISTENER.get()
     if listener is not None:
@@ -40,7 +40,7 @@ def say(message: str) -> None:
 
 @contextlib.contextmanager
 def stage(what: str) -> Generator[None]:
-    """Says that something begins, and how long it took."""
+    """Logs the beginning of some work, and the seconds that it took."""
     say(what)
     start = time.perf_counter()
     yield
@@ -49,10 +49,12 @@ def stage(what: str) -> Generator[None]:
 
 @contextlib.contextmanager
 def show_progress(first: str = "") -> Generator[None]:
-    """Within it, messages stand in a line of a terminal, or in a line now and then.
+    """Shows messages on stderr inside the ``with`` block.
+
+    On a terminal they take one line; elsewhere there is a line every `EVERY_S` seconds.
 
     Args:
-      first: what is being done until something is said.
+      first: the message to show before the first call of `say`.
     """
     never = os.environ.get("AUTOPAR_PROGRESS") == "0"
     if _LISTENER.get() is not None or never:
@@ -70,7 +72,10 @@ def show_progress(first: str = "") -> Generator[None]:
 
 
 def is_shown() -> bool:
-    """Whether a line of progress is shown: on a terminal, or as the user said."""
+    """Whether the single line of progress is shown.
+
+    It is shown on a terminal, unless ``AUTOPAR_PROGRESS`` says otherwise.
+    """
     said = os.environ.get("AUTOPAR_PROGRESS", "")
     return sys.stderr.isatty() if not said else said != "0"
 
@@ -87,7 +92,7 @@ def wipe() -> None:
 
 
 class _Line:
-    """One line of a terminal, which the newest message takes."""
+    """One line of a terminal, which shows the newest message."""
 
     def say(self, message: str) -> None:
         """Shows a message."""
@@ -99,7 +104,7 @@ class _Line:
 
 
 class _Lines:
-    """A line each `EVERY_S` seconds, with the seconds so far and the newest message."""
+    """Writes a line with elapsed seconds and newest message every `EVERY_S` seconds."""
 
     def __init__(self) -> None:
         self._message = "starting"
@@ -112,7 +117,7 @@ class _Lines:
         self._message = message
 
     def end(self) -> None:
-        """Ends the lines."""
+        """Stops writing lines."""
         self._ended.set()
 
     def _run(self) -> None:
@@ -122,7 +127,7 @@ class _Lines:
 
 
 def _write(text: str) -> None:
-    # The stream may be closed, or a pipe that nobody reads.
+    # The stream may be closed, or be a pipe without a reader.
     with contextlib.suppress(OSError, ValueError):
         sys.stderr.write(text)
         sys.stderr.flush()

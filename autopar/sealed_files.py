@@ -1,10 +1,10 @@
-"""Files that carry a message authentication code of this user's key.
+"""Files with a message authentication code made with the user's key.
 
-A compiled program is a pickle, which runs what it says when it is read. What is read
-back from a folder is therefore checked first: its owner, its mode, and an HMAC-SHA256
+A compiled program is stored as a pickle, and reading a pickle can run any code. A file
+is therefore checked before its content is used: its owner, its mode, and an HMAC-SHA256
 over its name and content. The key lies in the user's state folder
-(``$XDG_STATE_HOME/autopar/key``, by default under ``~/.local/state``), never beside the
-files; `autopar run` hands it to its processes.
+(``$XDG_STATE_HOME/autopar/key``, by default under ``~/.local/state``), never in the
+folder of the files. `autopar run` passes the key to its processes.
 """
 
 from __future__ import annotations
@@ -21,30 +21,30 @@ import warnings
 
 from autopar.whole_files import write_whole
 
-# The key in hex digits, where another process of the run hands it on.
+# Environment variable with the key in hex digits, set by the process that starts a run.
 KEY_VARIABLE = "AUTOPAR_KEY"
 _KEY_DIGITS = 64
 _HEAD, _CODE_BYTES = b"autopar sealed 1\n", 32
 
 
 class UntrustedFile(Exception):
-    """A file is damaged, or may have been written by somebody else; says why."""
+    """A file is damaged, or another user may have written it; the message says why."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SealedFolder:
-    """A folder of sealed files. It never stops a run: what fails is a warning.
+    """A folder of sealed files; a failure to read or write one is only a warning.
 
     Attributes:
-      path: of the folder; made when the first file is written.
-      what: its files hold, in the singular, such as ``plan``.
+      path: path of the folder, which is made when the first file is written.
+      what: the noun for the content of a file, in the singular, such as ``plan``.
     """
 
     path: pathlib.Path
     what: str
 
     def read(self, name: str) -> bytes | None:
-        """The content of a file; None where there is none that can be trusted."""
+        """Returns the content of a file; None if it is missing or not trusted."""
         path = self.path / name
         try:
             _check_folder(self.path)
@@ -56,7 +56,7 @@ class SealedFolder:
             return None
 
     def reject(self, name: str, reason: str) -> None:
-        """Says that a file is of no use."""
+        """Warns that a file cannot be used."""
         warnings.warn(
             f"the kept {self.what} {self.path / name} cannot be read and is made anew: "
             f"{reason.rstrip('.')}.",
@@ -64,7 +64,7 @@ class SealedFolder:
         )
 
     def write(self, name: str, content: bytes) -> None:
-        """Writes a file as a whole: another process sees all of it or nothing."""
+        """Writes a file atomically: another process sees the whole file or no file."""
         try:
             code = _code(name, content, _key())
             self.path.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -80,7 +80,10 @@ class SealedFolder:
 
 
 def key_to_share() -> str:
-    """The key for `KEY_VARIABLE`; one for this run alone where none can be kept."""
+    """Returns the key for `KEY_VARIABLE`.
+
+    If no key can be stored, warns and returns a random key for this run only.
+    """
     try:
         return _key().hex()
     except (OSError, UntrustedFile) as error:
@@ -92,10 +95,10 @@ def key_to_share() -> str:
 
 
 def key_path() -> pathlib.Path:
-    """Where this user's key is kept.
+    """Returns the path of this user's key.
 
     Raises:
-      UntrustedFile: the user has no home.
+      UntrustedFile: the user has no home folder.
     """
     folder = os.environ.get("XDG_STATE_HOME")
     try:
@@ -106,7 +109,7 @@ def key_path() -> pathlib.Path:
 
 
 def _key() -> bytes:
-    """The key that was handed on, or this user's; made where there is none."""
+    """Returns the key of `KEY_VARIABLE`, or the user's key; makes one if needed."""
     if (given := os.environ.get(KEY_VARIABLE)) is not None:
         return _key_of(given, f"${KEY_VARIABLE}")
     path = key_path()
@@ -126,7 +129,7 @@ def _key_of(text: str, name: str) -> bytes:
 
 
 def _make_key(path: pathlib.Path) -> None:
-    """Puts a random key in place, unless another process was first."""
+    """Stores a random key, unless another process has stored one first."""
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     part = path.with_name(f"key-{secrets.token_hex(8)}.part")
     write_whole(part, secrets.token_hex(_KEY_DIGITS // 2).encode())
@@ -141,11 +144,16 @@ def _make_key(path: pathlib.Path) -> None:
 
 
 def _trusted_bytes(path: pathlib.Path, *, secret: bool = False) -> bytes:
-    """The content of a regular file of this user that nobody else can have changed.
+    """Returns the content of a regular file of this user that no other user can write.
+
+    Args:
+      path: path of the file.
+      secret: whether other users must not be able to read the file either.
 
     Raises:
-      OSError: it cannot be read.
-      UntrustedFile: it is of somebody else, or others may write (or read) it.
+      OSError: the file cannot be read.
+      UntrustedFile: the file belongs to another user, or other users may write it (or
+        read it, if it is secret).
     """
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
     with open(os.open(path, flags), "rb") as file:
@@ -165,7 +173,7 @@ def _trusted_bytes(path: pathlib.Path, *, secret: bool = False) -> bytes:
 
 
 def _check_folder(path: pathlib.Path) -> None:
-    """Raises `UntrustedFile` where anybody may put files into a folder."""
+    """Raises `UntrustedFile` if another user may put files into a folder."""
     found = path.stat()
     if found.st_uid not in (os.geteuid(), 0):
         raise UntrustedFile(
@@ -183,10 +191,10 @@ def _code(name: str, content: bytes, key: bytes) -> bytes:
 
 
 def _unseal(name: str, data: bytes, key: bytes) -> bytes:
-    """The content of a sealed file.
+    """Returns the content of a sealed file.
 
     Raises:
-      UntrustedFile: its code is not that of its content under the key.
+      UntrustedFile: the code does not match the content and the key.
     """
     start = len(_HEAD) + _CODE_BYTES
     code, content = data[len(_HEAD) : start], data[start:]

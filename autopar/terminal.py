@@ -1,7 +1,7 @@
-"""Tables and sentences in the width of a terminal.
+"""Formats tables and sentences for the width of a terminal.
 
-A command that writes to a terminal, or with ``COLUMNS`` in its environment, keeps to
-that width; what goes to a file or a pipe keeps its lines.
+A command that writes to a terminal, or has ``COLUMNS`` in its environment, breaks lines
+at that width. Output to a file or a pipe is not broken.
 """
 
 from __future__ import annotations
@@ -19,20 +19,21 @@ from collections.abc import Collection, Generator, Sequence
 _WIDTH: contextvars.ContextVar[int | None] = contextvars.ContextVar(
     "autopar_width", default=None
 )
-# A column of text is not made narrower than this.
+# Smallest width of a column of text.
 _LEAST = 12
-# Errors are cut here where they stand in a table.
+# Largest number of letters of an error in a table.
 _LONGEST_REASON = 100
-# So are names, where the terminal is no wider: one by itself, and several together.
+# Largest number of letters of one name, and of several names together, in a table. A
+# wider terminal raises both to its width.
 _LONGEST_NAME, _LONGEST_NAMES = 100, 60
-# A sentence behind a word that stands in the first columns: "step     661 us: ...".
+# A sentence after a label in the first columns: "step     661 us: ...".
 _LABELLED = re.compile(r"(\w+ +| {9})(\S+(?: \S+)*)")
 _BREAKS = "/, "
 
 
 @contextlib.contextmanager
 def follow_width() -> Generator[None]:
-    """Within it, tables keep to the width of the terminal, if there is one."""
+    """Breaks tables at the terminal's width inside the ``with`` block."""
     known = sys.stdout.isatty() or os.environ.get("COLUMNS", "").isdigit()
     columns = shutil.get_terminal_size().columns if known else None
     token = _WIDTH.set(columns)
@@ -45,11 +46,11 @@ def follow_width() -> Generator[None]:
 def columns(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> list[str]:
     """Aligns rows of text; the first row is the heading.
 
-    Where a terminal is narrower, cells of text continue in the next line, and what is
-    still too wide becomes several tables that begin with the same column.
+    If the terminal is narrower than the table, text cells continue in the next line. A
+    table that is still too wide becomes several tables with the same first column.
 
     Args:
-      rows: all of the same length.
+      rows: the rows, which all have the same number of cells.
       right: the columns that are aligned to the right.
     """
     last = len(rows[0]) - 1
@@ -75,14 +76,14 @@ def columns(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> list[
 
 
 def shorten(text: str) -> str:
-    """An error in a table, cut where it is too long for one."""
+    """Returns an error for a table, shortened if it is too long."""
     if len(text) <= _LONGEST_REASON:
         return text
     return text[: _LONGEST_REASON - 1].rstrip() + "…"
 
 
 def cut_name(name: str) -> str:
-    """A name in a table, cut in the middle where it is too long for one."""
+    """Returns a name for a table; the middle of a long name is left out."""
     most = max(_LONGEST_NAME, _WIDTH.get() or 0)
     if len(name) <= most:
         return name
@@ -90,7 +91,7 @@ def cut_name(name: str) -> str:
 
 
 def names_text(names: Sequence[str]) -> str:
-    """Names in one cell of a table, and how many more there are than find room."""
+    """Returns names for one cell of a table, with the number of names left out."""
     most = max(_LONGEST_NAMES, _WIDTH.get() or 0)
     lengths = itertools.accumulate(len(name) + 1 for name in names)
     count = max(1, sum(length <= most + 1 for length in lengths))
@@ -100,7 +101,7 @@ def names_text(names: Sequence[str]) -> str:
 
 
 def fold_text(text: str) -> str:
-    """Text whose sentences are folded at the width of the terminal."""
+    """Returns text with labelled sentences folded at the terminal's width."""
     most = _WIDTH.get()
     if most is None:
         return text
@@ -127,7 +128,7 @@ def _total(widths: Sequence[int]) -> int:
 
 
 def _groups(least: Sequence[int], most: int) -> list[list[int]]:
-    """The columns of each table: the first one in all of them."""
+    """Returns the columns of each table; all tables have the first column."""
     groups: list[list[int]] = [[0]]
     for k in range(1, len(least)):
         if len(groups[-1]) > 1 and _total([least[j] for j in (*groups[-1], k)]) > most:
@@ -137,7 +138,7 @@ def _groups(least: Sequence[int], most: int) -> list[list[int]]:
 
 
 def _narrow_widths(widths: Sequence[int], least: Sequence[int], most: int) -> list[int]:
-    """Widths that fit: the widest column gives way first."""
+    """Returns widths that fit, made by narrowing the widest column first."""
     out = list(widths)
     while _total(out) > most:
         spare = [w - low for w, low in zip(out, least, strict=True)]
@@ -165,7 +166,7 @@ def _align_rows(
 
 
 def _broken(cell: str, width: int) -> list[str]:
-    """A cell in lines of a width, broken behind a slash, a comma or a space."""
+    """Returns the lines of a cell, broken after a slash, a comma or a space."""
     lines: list[str] = []
     while len(cell) > width:
         at = max(cell.rfind(mark, 0, width) for mark in _BREAKS) + 1 or width

@@ -1,4 +1,4 @@
-"""Seconds, bytes and other numbers in the units that suit them."""
+"""Formats seconds, bytes and other numbers with suitable units."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import re
 from collections.abc import Iterable, Sequence
 
 _BYTES = ("B", "kB", "MB", "GB", "TB", "PB")
-# So many bytes as nobody writes them.
+# A number of bytes with at least five digits, such as "=11374425907B".
 _EXACT_BYTES = re.compile(r"(?<==)(\d{5,}(?:\.\d+)?)B\b")
 _SECONDS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"))
 
 
 def seconds_text(seconds: float) -> str:
-    """A time in the unit that suits it.
+    """Returns a time as text with a suitable unit.
 
     >>> seconds_text(0.01406)
     '14.1 ms'
@@ -27,7 +27,7 @@ def seconds_text(seconds: float) -> str:
 
 
 def bytes_text(nbytes: float) -> str:
-    """A number of bytes in the decimal unit that suits it.
+    """Returns a number of bytes as text with a suitable decimal unit.
 
     >>> bytes_text(4_968_455)
     '4.97 MB'
@@ -43,7 +43,7 @@ def bytes_text(nbytes: float) -> str:
 
 
 def three_digits(value: float) -> str:
-    """Three significant digits, never in scientific notation."""
+    """Returns a number with three significant digits, not in scientific notation."""
     if value == 0 or not math.isfinite(value):
         return f"{value:g}"
     value = float(f"{value:.3g}")
@@ -53,7 +53,7 @@ def three_digits(value: float) -> str:
 
 
 def rounded_cluster(cluster: object) -> str:
-    """A cluster's text with bytes as people write them, to be read by people alone.
+    """Returns a cluster's text with rounded bytes, for people and not for parsing.
 
     >>> rounded_cluster("2:cpu,memory=11374425907B")
     '2:cpu,memory=11.4GB'
@@ -64,7 +64,7 @@ def rounded_cluster(cluster: object) -> str:
 
 
 def count_text(number: float) -> str:
-    """A large number in thousands, millions or billions.
+    """Returns a number as text, in thousands, millions or billions if it is large.
 
     >>> count_text(151_234), count_text(12.3)
     ('151 k', '12.3')
@@ -78,7 +78,7 @@ def count_text(number: float) -> str:
 
 
 def number_of(count: int, noun: str) -> str:
-    """A number of things, with the noun in its form.
+    """Returns a number with its noun in the singular or plural.
 
     >>> number_of(1, "process"), number_of(2, "process"), number_of(3, "step")
     ('1 process', '2 processes', '3 steps')
@@ -91,12 +91,12 @@ def _plural(noun: str) -> str:
 
 
 def name_numbers(noun: str, numbers: Sequence[int], most: int | None = None) -> str:
-    """Names things by their numbers.
+    """Returns a text that names things by their numbers.
 
     Args:
-      noun: what they are.
-      numbers: theirs.
-      most: how many are named; None: all.
+      noun: the noun for one thing.
+      numbers: the numbers of the things.
+      most: the largest number of things to name; None for all.
 
     >>> name_numbers("worker", [2]), name_numbers("process", [0, 1, 3])
     ('worker 2', 'processes 0, 1 and 3')
@@ -112,7 +112,7 @@ def name_numbers(noun: str, numbers: Sequence[int], most: int | None = None) -> 
 
 
 def runs_of(numbers: Iterable[int]) -> list[list[int]]:
-    """Groups numbers of which each follows the one before.
+    """Groups numbers into runs of consecutive numbers.
 
     >>> runs_of([0, 1, 2, 5])
     [[0, 1, 2], [5]]
@@ -127,7 +127,7 @@ def runs_of(numbers: Iterable[int]) -> list[list[int]]:
 
 
 def share_text(part: float) -> str:
-    """A part of 1 in percent, with the digits that tell it from 0 and 100.
+    """Returns a part of 1 in percent, with enough digits to differ from 0 and 100.
 
     >>> share_text(0.123), share_text(0.0042), share_text(0.9996)
     ('12 %', '0.42 %', '99.96 %')

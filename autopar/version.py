@@ -1,3 +1,3 @@
-"""The version of the package, also read by the build."""
+"""The version of the package, which the build reads as well."""
 
 __version__ = "0.1.0"

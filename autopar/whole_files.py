@@ -1,4 +1,4 @@
-"""Files that are there whole or not at all, also on a disk that fills up; and locks."""
+"""Atomic writes of files, even when the disk fills up; and file locks."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ import stat
 
 
 def write_whole(path: pathlib.Path, content: bytes) -> None:
-    """Writes a file, for its owner alone, that is there whole or not at all.
+    """Writes a file atomically; only its owner may read and write it.
 
     Raises:
-      OSError: it cannot be written; what was there before is as it was.
+      OSError: the file cannot be written. An earlier file is unchanged.
     """
     _replace(path, content, 0o600)
 
 
 def export_whole(path: str | os.PathLike[str], content: bytes) -> None:
-    """Writes a file for people that is there whole or not at all.
+    """Writes an output file of the user atomically.
 
-    A file that was there keeps its mode, and a link its place. What is no plain file,
-    such as ``/dev/stdout``, is written to as it is.
+    An existing file keeps its mode, and a symbolic link stays a link to the new file.
+    A path that is no regular file, such as ``/dev/stdout``, is written directly.
 
     Raises:
-      OSError: it cannot be written; what was there before is as it was.
+      OSError: the file cannot be written. An earlier file is unchanged.
     """
     given = pathlib.Path(path)
     # /dev/stdout may be a link to the file that a shell holds open.
@@ -52,16 +52,16 @@ def _replace(path: pathlib.Path, content: bytes, mode: int) -> None:
     except BaseException as error:
         with contextlib.suppress(OSError):
             os.unlink(part)
-        if isinstance(error, OSError):  # it names the part
+        if isinstance(error, OSError):  # the error names the temporary file
             error.filename = os.fspath(path)
         raise
 
 
 def append_lines(path: pathlib.Path, lines: bytes) -> None:
-    """Adds lines to a file, all of them or none.
+    """Appends all lines to a file, or none if they cannot be written.
 
     Raises:
-      OSError: they cannot be written; the file is as it was.
+      OSError: the lines cannot be written. The file is unchanged.
     """
     file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
     try:
@@ -78,27 +78,27 @@ def append_lines(path: pathlib.Path, lines: bytes) -> None:
 
 
 class WaitingLines:
-    """Lines of a file; those for which there is no room wait until there is."""
+    """Lines to append to a file; if the disk is full, they wait in memory."""
 
     def __init__(self, path: pathlib.Path, most: int) -> None:
-        """Writes nothing yet.
+        """Creates an empty queue of lines.
 
         Args:
-          path: of the file.
-          most: lines that wait; older ones are given up.
+          path: path of the file.
+          most: the largest number of waiting lines; the oldest lines are dropped.
         """
         self._path = path
         self._lines: collections.deque[bytes] = collections.deque(maxlen=most)
 
     def add(self, line: bytes) -> None:
-        """Has a line wait behind the others."""
+        """Adds a line to the waiting lines."""
         self._lines.append(line)
 
     def flush(self) -> None:
-        """Writes all that wait, or none.
+        """Writes all waiting lines, or none if they cannot be written.
 
         Raises:
-          OSError: they cannot be written; they go on waiting.
+          OSError: the lines cannot be written, and keep waiting.
         """
         if self._lines:
             append_lines(self._path, b"".join(self._lines))
@@ -109,12 +109,12 @@ class FileLock:
     """A lock that ends with the process that holds it."""
 
     def __init__(self, path: pathlib.Path) -> None:
-        """Is not held yet."""
+        """Creates a lock that is not held yet."""
         self._path = path
         self._descriptor: int | None = None
 
     def take(self) -> bool:
-        """Takes the lock; returns whether nobody else has it.
+        """Tries to take the lock; returns False if another process holds it.
 
         Raises:
           OSError: the file cannot be made, or its file system has no locks.
@@ -134,14 +134,14 @@ class FileLock:
         return True
 
     def free(self) -> None:
-        """Gives the lock back."""
+        """Releases the lock."""
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None
 
 
 def holder(path: pathlib.Path) -> int:
-    """The process that holds a lock; 0: nobody does."""
+    """Returns the id of the process that holds a lock; 0 if no process holds it."""
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     except FileNotFoundError:

@@ -1,7 +1,7 @@
-"""The root of every error that autopar raises, for all its packages.
+"""The base classes of all errors that autopar raises, for all its packages.
 
-`autopar.errors` draws the whole tree. A package below ``autopar`` derives its own
-errors from these.
+`autopar.errors` shows the whole tree. The packages that ``autopar`` imports derive
+their errors from these classes.
 """
 
 import inspect
@@ -25,38 +25,38 @@ __all__ = [
 
 
 class AutoparError(Exception):
-    """Base of all errors of the package; the message says what to do."""
+    """Base class of all errors of autopar; the message says what to do."""
 
 
 class InputError(AutoparError, ValueError):
-    """What was given is wrong: a mistake that the user can fix."""
+    """A value given by the user is wrong; the user can fix it."""
 
 
 class TraceError(InputError):
-    """The step cannot be traced by JAX."""
+    """JAX cannot trace the step."""
 
 
 class InputTypeError(AutoparError, TypeError):
-    """What was given is of a wrong type: a mistake that the user can fix."""
+    """A value given by the user has a wrong type; the user can fix it."""
 
 
 class InternalError(AutoparError, RuntimeError):
-    """autopar, or what it reads of a compiler, is not as it should be; report it."""
+    """An internal error of autopar, or unexpected compiler output; please report it."""
 
 
 def check_type(
     where: str, given: object, kinds: type | tuple[type, ...], wanted: str
 ) -> None:
-    """Checks that an argument is of one of some types.
+    """Checks that an argument has one of the allowed types.
 
     Args:
       where: the function and the argument, for the message.
       given: the argument.
-      kinds: what it may be.
-      wanted: the same for people, with an example.
+      kinds: the allowed types.
+      wanted: a description of the allowed types with an example, for the message.
 
     Raises:
-      InputTypeError: it is of another type.
+      InputTypeError: the argument has another type.
     """
     if not isinstance(given, kinds):
         raise InputTypeError(f"{where}: expected {wanted}, got {given!r}.")
@@ -68,9 +68,10 @@ def check_path(where: str, given: object) -> None:
 
 
 def user_line(error: BaseException) -> str:
-    """File and line of the innermost frame in the user's own code, or ''.
+    """Returns file and line of the innermost frame in the user's own code, or ''.
 
-    That is a frame neither of autopar, nor of an installed package, nor of Python.
+    The user's own code is all code except autopar, installed packages and Python's
+    standard library.
     """
     if isinstance(error, SyntaxError) and error.filename and error.lineno:
         return f"{_shown(error.filename)}:{error.lineno}"
@@ -102,6 +103,6 @@ def _foreign(name: str) -> bool:
 
 
 def _shown(name: str) -> str:
-    """A file as people write it: relative where it lies below the working folder."""
+    """Returns a path for messages; relative if it lies below the working folder."""
     path, here = pathlib.Path(os.path.abspath(name)), pathlib.Path.cwd()
     return str(path.relative_to(here)) if path.is_relative_to(here) else str(path)

@@ -1,1 +1,1 @@
-"""Other people's clusters that runs of several processes use; each is an extra."""
+"""Cluster systems that run the workers of several processes; each is an extra."""

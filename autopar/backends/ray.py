@@ -23,19 +23,19 @@ from autopar.errors import InputError, PlanError
 
 _NAMESPACE = "autopar"
 _POLL_S = 1.0
-# One method runs the script; others are called meanwhile.
+# Concurrent calls of an actor: one runs the script, others send signals or wait.
 _CALLS = 4
-# What a worker takes of its node unless it is said.
+# The resources that a worker takes of its node by default.
 WORKER_RESOURCES: Mapping[str, float] = {"CPU": 1.0}
 # Kinds of resources for which actors have an option of their own.
 _OPTIONS = {"CPU": "num_cpus", "GPU": "num_gpus"}
 
 
 def read_resources(texts: Sequence[str]) -> Mapping[str, float]:
-    """What a worker takes of its node, from texts such as ``GPU=2``.
+    """Returns the resources that a worker takes, from texts such as ``GPU=2``.
 
     Raises:
-      InputError: a text is no positive number of a kind, or a kind comes twice.
+      InputError: a text is not a kind with a positive number, or a kind comes twice.
 
     >>> read_resources(["GPU=2"])
     {'CPU': 1.0, 'GPU': 2.0}
@@ -59,10 +59,10 @@ def read_resources(texts: Sequence[str]) -> Mapping[str, float]:
 
 
 class RayLauncher:
-    """Starts workers as actors, and follows the nodes that join and leave.
+    """Starts workers as actors, and watches the nodes that join and leave.
 
-    A node that joins takes a worker. The actors are detached: they survive this
-    process, as workers survive their supervisor.
+    A new node gets a worker. The actors are detached: they continue after this process
+    has ended, just as workers continue after their supervisor has ended.
     """
 
     def __init__(
@@ -78,11 +78,13 @@ class RayLauncher:
 
         Args:
           words: path of the script and its arguments.
-          processes: how many workers the run begins with.
-          address: of the cluster; '' for ``RAY_ADDRESS``, or that of this machine.
-          places: says which node takes a worker; None: that with fewest.
-          network: of the run; None: workers are on this machine alone.
-          resources: kind of a resource -> how much of it a worker takes.
+          processes: the number of workers at the start of the run.
+          address: address of the cluster; '' for ``RAY_ADDRESS``, or else for the
+            cluster of this machine.
+          places: chooses the node of each worker; None for the node with fewest
+            workers.
+          network: the network of the run; None if all workers are on this machine.
+          resources: kind of a resource -> the amount that a worker takes.
 
         Raises:
           PlanError: Ray is not installed, there is no cluster, or it is too small.
@@ -144,7 +146,7 @@ class RayLauncher:
         return True
 
     def signal(self, worker: int, number: int) -> None:
-        """See `Launcher`; SIGKILL ends the actor, which takes its script along."""
+        """See `Launcher`; SIGKILL ends the actor, and the script ends with it."""
         if (actor := self._actors.get(worker)) is None:
             return
         with contextlib.suppress(self._ray.exceptions.RayError, ValueError):
@@ -156,33 +158,33 @@ class RayLauncher:
     def close(self) -> None:
         """See `Launcher`."""
         if self._watched is not None:
-            self._watched.ending.set()  # it may wait for the cluster's answer
+            self._watched.ending.set()  # its thread may wait for the cluster's answer
         self._ray.shutdown()
 
     def _name(self, worker: int) -> str:
         return f"autopar-{self._run}-{worker}"
 
     def _wait(self, worker: int, actor: Any, ending: Any) -> None:
-        """Reports the end of a script, or of its actor."""
+        """Starts a thread that reports the end of a script or of its actor."""
         self._actors[worker] = actor
 
         def wait() -> None:
             code, lost = self._ending(actor, ending)
             with contextlib.suppress(Exception):
-                self._ray.kill(actor)  # it is detached, and holds a CPU
+                self._ray.kill(actor)  # a detached actor would keep its CPU
             self._actors.pop(worker, None)
             self._report(worker, code, lost=lost)
 
         threading.Thread(target=wait, daemon=True).start()
 
     def _ending(self, actor: Any, ending: Any) -> tuple[int | None, bool]:
-        """The exit status of a script, and whether its actor was lost."""
+        """Returns the exit status of a script, and whether its actor was lost."""
         errors = self._ray.exceptions
         while True:
             try:
                 return int(self._ray.get(ending)), False
             except errors.ActorUnavailableError:
-                ending = actor.wait.remote()  # it may be there again
+                ending = actor.wait.remote()  # the actor may be reachable again
             except errors.RayTaskError as error:
                 print(f"autopar: {error.cause}", file=sys.stderr)
                 return 1, False
@@ -201,7 +203,7 @@ class RayLauncher:
         self._reports.on_end(worker, code, spare=spare)
 
     def _follow(self, watched: Watched) -> None:
-        """Tells of nodes that join; those that die are told of by their actors."""
+        """Reports nodes that join; the loss of a node is seen at its actors."""
         assert self._reports is not None
         while not watched.ending.wait(_POLL_S):
             try:
@@ -219,7 +221,7 @@ class RayLauncher:
         return live_nodes(self._ray.nodes(), self._resources, None)
 
     def _begin_with(self, processes: int) -> None:
-        """Takes the nodes there are; raises an error where a run could not begin."""
+        """Reads the current nodes; raises an error if they have too little room."""
         nodes, elsewhere = self._nodes()
         self._places.update(nodes)
         room = sum(x.room for x in nodes)
@@ -242,10 +244,11 @@ def _say(reason: str) -> None:
 
 
 def connect(address: str) -> Any:
-    """Ray, connected to a cluster.
+    """Returns the module of Ray, connected to a cluster.
 
     Args:
-      address: of the cluster; '' for ``RAY_ADDRESS``, or that of this machine.
+      address: address of the cluster; '' for ``RAY_ADDRESS``, or else for the cluster
+        of this machine.
 
     Raises:
       PlanError: Ray is not installed, or there is no cluster.
@@ -258,12 +261,12 @@ def connect(address: str) -> Any:
 def nodes_here(
     ray: Any, resources: Mapping[str, float] = WORKER_RESOURCES
 ) -> tuple[list[LiveNode], int]:
-    """The nodes that can take workers, and how many there are on other machines."""
+    """Returns this machine's nodes with room, and their number on other machines."""
     return live_nodes(ray.nodes(), resources, ray.util.get_node_ip_address())
 
 
 def _options(resources: Mapping[str, float]) -> dict[str, Any]:
-    """The options of an actor that takes these resources."""
+    """Returns the options of an actor that takes these resources."""
     named = {_OPTIONS[k]: x for k, x in resources.items() if k in _OPTIONS}
     return {
         **named,
@@ -273,7 +276,7 @@ def _options(resources: Mapping[str, float]) -> dict[str, Any]:
 
 def _ray() -> Any:
     try:
-        # By name, when a run asks for it: Ray is an extra.
+        # Imported by name and only when needed, because Ray is an extra.
         return importlib.import_module("ray")
     except ImportError as error:
         raise PlanError(

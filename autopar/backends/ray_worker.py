@@ -1,7 +1,7 @@
 """The actor that runs one worker of a run on a node of a Ray cluster.
 
-The script is a child of the actor, and not run inside it: a script that crashes leaves
-the actor to report how, and an actor that dies with its node takes its child along.
+The script is a child process of the actor. If the script crashes, the actor can report
+the exit status. If the actor dies, its child process ends with it.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ from collections.abc import Callable, Mapping, Sequence
 
 from autopar.elastic.processes import leash
 
-# How long an actor whose script has ended waits to be asked how.
+# Seconds that an actor stays after its script has ended, to report the exit status.
 _ASKED_S = 120.0
-# Variables that say where a machine has its things, or what Ray gave the actor.
+# Variables that belong to a machine, and variables that Ray sets for the actor.
 _OF_MACHINE = ("HOME", "HOSTNAME", "LD_LIBRARY_PATH", "PATH", "TMPDIR", "USER")
 _OF_RAY = ("RAY_", "CUDA_VISIBLE_DEVICES", "TPU_VISIBLE_CHIPS", "ROCR_VISIBLE_DEVICES")
 
 
 class ScriptActor:
-    """Runs the script once; a plain class, which `ray.remote` makes an actor's."""
+    """Runs the script once; a plain class, which `ray.remote` turns into an actor."""
 
     def __init__(self, leave: Callable[[int], object] = os._exit) -> None:
-        """Runs nothing yet.
+        """Creates an actor that has not run its script yet.
 
         Args:
-          leave: ends the actor's process once nobody asks any more.
+          leave: ends the actor's process, some time after the end of the script.
         """
         self._leave = leave
         self._child: subprocess.Popen[bytes] | None = None
@@ -43,11 +43,11 @@ class ScriptActor:
 
         Args:
           words: path of the script and its arguments.
-          folder: where it runs.
+          folder: the folder in which the script runs.
           environment: the variables of a worker.
 
         Returns:
-          The exit status; negative for a signal.
+          The exit status; the negative number of a signal that ended the script.
 
         Raises:
           FileNotFoundError: this node has no such script or folder.
@@ -58,7 +58,7 @@ class ScriptActor:
                     f"there is no {path} on node {os.uname().nodename}: scripts and "
                     "folders of a run must be at the same place on every node."
                 )
-        # The thread that starts a child must live as long as the child does.
+        # The thread that starts a child process must live as long as the child.
         self._child = subprocess.Popen(
             [sys.executable, leash.__file__, str(os.getpid()), sys.executable, *words],
             cwd=folder,
@@ -74,7 +74,7 @@ class ScriptActor:
         return code
 
     def wait(self) -> int:
-        """Waits for the end of the script; returns the exit status."""
+        """Waits for the end of the script; returns its exit status."""
         self._ended.wait()
         assert self._child is not None
         return self._child.wait()
@@ -88,7 +88,10 @@ class ScriptActor:
 def merge_environment(
     node: Mapping[str, str], given: Mapping[str, str]
 ) -> dict[str, str]:
-    """The environment of a worker: as given, on the machine of a node.
+    """Returns the environment of a worker on a node.
+
+    The variables are those of the node, replaced by the given ones. Given variables
+    that belong to a machine or to Ray are left out.
 
     >>> node = {"PATH": "/node", "RAY_JOB_ID": "1"}
     >>> merge_environment(node, {"PATH": "/here", "SEED": "2"})

@@ -1,4 +1,4 @@
-"""Workers at the places that a scheduler gives a job, and at no others."""
+"""Assigns the workers of a run to nodes: of a Ray cluster, or given by a scheduler."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from typing import Any, Protocol
 from autopar.elastic.processes.launching import Launcher, Reports
 from autopar.elastic.processes.members import ProcessId
 
-# Ray shows a dead node as alive for about 15 s: one that lost a worker is left alone.
+# Seconds for which a node that lost a worker gets no new workers. Ray shows a dead node
+# as alive for about 15 s.
 _SHUNNED_S = 30.0
 
 
@@ -23,9 +24,9 @@ class LiveNode:
     """A node that is alive.
 
     Attributes:
-      name: Ray's id.
-      address: of its machine.
-      room: how many workers it may have.
+      name: Ray's id of the node.
+      address: address of the node's machine.
+      room: the largest number of workers on the node.
     """
 
     name: str
@@ -38,15 +39,15 @@ def live_nodes(
     resources: Mapping[str, float],
     address: str | None,
 ) -> tuple[list[LiveNode], int]:
-    """The nodes that can take workers.
+    """Returns the nodes that can run workers.
 
     Args:
-      listed: as ``ray.nodes()`` says.
-      resources: kind of a resource -> how much of it a worker takes.
-      address: of the machine whose nodes are asked for; None: of any.
+      listed: the nodes as ``ray.nodes()`` returns them.
+      resources: kind of a resource -> the amount that a worker takes.
+      address: address of the machine whose nodes are wanted; None for all machines.
 
     Returns:
-      The nodes, and how many there are besides on other machines.
+      The nodes of the machine, and the number of such nodes on other machines.
     """
     nodes = [
         LiveNode(
@@ -66,26 +67,26 @@ def live_nodes(
 
 
 class Placer(Protocol):
-    """Says which node takes a worker."""
+    """Chooses the node of each worker."""
 
     def update(self, nodes: Sequence[LiveNode]) -> int:
-        """Takes the nodes that are alive; returns how many workers more to take."""
+        """Updates the nodes that are alive; returns how many more workers to start."""
         ...
 
     def place(self, worker: int) -> LiveNode | None:
-        """Gives a worker a node; None: no room anywhere."""
+        """Chooses a node for a worker; returns None if no node has room."""
         ...
 
     def on_end(self, worker: int, *, lost: bool) -> bool:
-        """A worker has ended; returns whether another may take its place unasked."""
+        """Removes an ended worker; returns whether another worker may replace it."""
         ...
 
 
 class Places:
-    """The nodes, and the workers on them."""
+    """The nodes of a Ray cluster, and the workers on each node."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        """Knows no nodes yet."""
+        """Creates places without nodes."""
         self._clock = clock
         self._nodes: dict[str, LiveNode] = {}
         self._seen: set[str] = set()
@@ -94,14 +95,14 @@ class Places:
         self._of: dict[int, str] = {}
 
     def update(self, nodes: Sequence[LiveNode]) -> int:
-        """Takes the nodes that are alive now; returns how many were never seen."""
+        """Updates the nodes that are alive; returns the number of new nodes."""
         self._nodes = {x.name: x for x in nodes}
         new = self._nodes.keys() - self._seen
         self._seen |= new
         return len(new)
 
     def place(self, worker: int) -> LiveNode | None:
-        """Gives a worker a node: that with fewest workers; None: no room anywhere."""
+        """Chooses the node with fewest workers; returns None if no node has room."""
         counts = self._counts()
         free = [x for x in self._open() if counts.get(x.name, 0) < x.room]
         if not free:
@@ -112,14 +113,14 @@ class Places:
         return node
 
     def on_end(self, worker: int, *, lost: bool) -> bool:
-        """A worker has ended.
+        """Removes a worker that has ended.
 
         Args:
-          worker: its number.
-          lost: whether its actor died, and perhaps its node.
+          worker: number of the worker.
+          lost: whether its actor died, perhaps with its node.
 
         Returns:
-          Whether a worker was lost and there is a node that never had one.
+          True if the worker was lost and some node has never had a worker.
         """
         name = self._of.pop(worker, None)
         if not lost:
@@ -144,18 +145,19 @@ class Places:
 
 
 class Slots:
-    """The places of a job, and which worker is at which.
+    """The places that a scheduler gives a job, and the worker at each place.
 
-    It does what `autopar.backends.slots.Places` does, but takes no node by itself.
+    This is a `Placer` like `Places`, but it uses only the given places, and no nodes
+    that join the cluster.
     """
 
     def __init__(self, places: Mapping[str, int], file: pathlib.Path | None) -> None:
-        """Takes places.
+        """Creates slots at the given places.
 
         Args:
-          places: name of a node -> how many workers it has.
-          file: keeps who is where, for a supervisor that is started again; None:
-            nothing does.
+          places: name of a node -> number of the job's workers on it.
+          file: stores the place of each worker, for a supervisor that is restarted;
+            None to store nothing.
         """
         self._file = file
         self._places = dict(places)
@@ -166,12 +168,15 @@ class Slots:
                 self._of = {int(k): v for k, v in json.loads(file.read_text()).items()}
 
     def update(self, nodes: Sequence[LiveNode]) -> int:
-        """No node is taken because it is there."""
+        """Returns 0: new nodes get no workers unless a scheduler gives them."""
         del nodes
         return 0
 
     def place(self, worker: int) -> LiveNode | None:
-        """The place of a worker, which it keeps; None: all places are taken."""
+        """Returns the place of a worker; None if all places are taken.
+
+        A worker keeps its place until it ends.
+        """
         with self._lock:
             if worker not in self._of:
                 counts = self._counts()
@@ -183,7 +188,7 @@ class Slots:
             return LiveNode(name=self._of[worker], address="", room=1)
 
     def on_end(self, worker: int, *, lost: bool = False) -> bool:
-        """A worker has ended; returns False: nobody takes its place unasked."""
+        """Removes an ended worker; returns False: no other worker replaces it."""
         del lost
         with self._lock:
             if self._of.pop(worker, None) is not None:
@@ -191,7 +196,7 @@ class Slots:
         return False
 
     def move(self, places: Mapping[str, int]) -> list[int]:
-        """Takes other places; returns the workers that have none any more."""
+        """Replaces the places; returns the workers that have no place any more."""
         with self._lock:
             self._places = dict(places)
             left, leaving = dict(places), list[int]()
@@ -201,7 +206,7 @@ class Slots:
                     left[name] -= 1
                 else:
                     leaving.append(worker)
-            # Their places are free for others before they have gone.
+            # The places are free for other workers before these workers have ended.
             self._leave(leaving)
             return leaving
 
@@ -211,7 +216,7 @@ class Slots:
         self._write()
 
     def forget(self) -> None:
-        """Nobody is anywhere: a new run begins."""
+        """Removes all workers from their places, for a new run."""
         with self._lock:
             self._leave(list(self._of))
 
@@ -230,14 +235,15 @@ class Slots:
 
 
 class PlacedLauncher:
-    """Starts workers by another launcher, each at its slot."""
+    """Starts workers by another launcher, each worker at its slot."""
 
     def __init__(self, base: Launcher, slots: Slots) -> None:
         """Wraps a launcher.
 
         Args:
-          base: starts the workers; one that knows nodes asks the same slots.
-          slots: the places.
+          base: starts the workers. A launcher that chooses nodes must use the same
+            slots.
+          slots: the places of the workers.
         """
         self._base, self._slots = base, slots
         self._reports: Reports | None = None
@@ -248,7 +254,7 @@ class PlacedLauncher:
         self._base.begin(run, self)
 
     def start(self, worker: int, environment: Mapping[str, str]) -> ProcessId | None:
-        """See `Launcher`; where all places are taken, the worker ends at once."""
+        """See `Launcher`; if all places are taken, the worker ends at once."""
         if self._slots.place(worker) is None:
             self.on_end(worker, None)
             return None
@@ -280,4 +286,4 @@ class PlacedLauncher:
         self._reports.on_end(worker, code, spare=spare)
 
     def on_join(self, machines: int) -> None:
-        """See `Reports`; a scheduler says what becomes of nodes that join."""
+        """See `Reports`; does nothing, as only the scheduler uses nodes that join."""

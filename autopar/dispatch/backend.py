@@ -1,4 +1,4 @@
-"""What a scheduler needs of a cluster: where processes can run, and who runs them."""
+"""Interfaces between a scheduler and a cluster: nodes, and processes of jobs."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ class ClusterNode:
     """A node of a cluster.
 
     Attributes:
-      name: which it keeps.
-      devices: how many workers of jobs it can have; each has one device.
-      kind: of its devices.
+      name: name of the node, which never changes.
+      devices: the largest number of workers on the node; each worker has one device.
+      kind: kind of the node's devices.
     """
 
     name: str
@@ -28,19 +28,19 @@ class ClusterNode:
 
 
 class Backend(Protocol):
-    """A cluster."""
+    """A cluster whose nodes run jobs."""
 
     @property
     def words(self) -> Mapping[str, str]:
-        """How a job's own process reaches the cluster, as plain data."""
+        """Plain data with which the supervisor of a job connects to the cluster."""
         ...
 
     def places(self) -> Sequence[ClusterNode]:
-        """The nodes that are there now."""
+        """Returns the current nodes of the cluster."""
         ...
 
     def close(self) -> None:
-        """Ends the connection; jobs go on."""
+        """Closes the connection; jobs continue."""
         ...
 
 
@@ -49,9 +49,10 @@ class Ending:
     """How the processes of a job ended.
 
     Attributes:
-      code: 0: the script has ended; `SUSPENDED`: it is to go on later; others: wrong.
-      reason: in words.
-      lost: whether its workers were lost, through no fault of its script.
+      code: exit status: 0 if the script has ended, `SUSPENDED` if the job is to
+        continue later, any other number for a failure.
+      reason: the reason in words.
+      lost: whether workers were lost for a reason outside the script.
     """
 
     code: int
@@ -61,13 +62,14 @@ class Ending:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Look:
-    """What is seen of a job's processes.
+    """The observed status of a job's processes.
 
     Attributes:
-      alive: whether its own process, which supervises the workers, is there.
-      ending: how they ended; None: they did not.
-      wanted: how many workers it tries to have; None: it does not answer.
-      lines: of its progress, since the last look.
+      alive: whether the supervisor of the job's workers is running.
+      ending: how the processes ended; None if they have not ended.
+      wanted: the number of workers that the supervisor tries to run; None if it does
+        not answer.
+      lines: lines of progress that were added since the last look.
     """
 
     alive: bool
@@ -77,26 +79,25 @@ class Look:
 
 
 class Runs(Protocol):
-    """The processes of jobs, which live on without the scheduler."""
+    """The processes of jobs, which continue when the scheduler ends."""
 
     def start(self, job: JobRecord) -> None:
-        """Starts the processes of a job at its places, or takes up those there are.
+        """Starts the processes of a job at its places, or finds those that still run.
 
-        A job that was started before with the same number of attempts and is alive is
-        left as it is.
+        A job that runs already with the same attempt number is left unchanged.
         """
         ...
 
     def look(self, job: JobRecord) -> Look:
-        """Looks at the processes of a job."""
+        """Returns the status of a job's processes."""
         ...
 
     def move(self, job: JobRecord) -> str:
-        """Moves the workers of a job to its places; returns what is wrong, or ''."""
+        """Moves a job's workers to its places; returns an error text, or ''."""
         ...
 
     def suspend(self, job: JobRecord) -> str:
-        """Has a job saved and its processes ended; returns what is wrong, or ''."""
+        """Lets a job save its state and end; returns an error text, or ''."""
         ...
 
     def kill(self, job: JobRecord) -> None:
@@ -105,16 +106,16 @@ class Runs(Protocol):
 
 
 class LocalCluster:
-    """Nodes that are slots for processes of this machine."""
+    """A cluster on this machine, whose nodes are slots for processes."""
 
     def __init__(self, text: str) -> None:
-        """Makes the nodes.
+        """Creates the nodes.
 
         Args:
-          text: such as ``4x1`` or ``2x4:cpu``.
+          text: number of nodes and devices, such as ``4x1`` or ``2x4:cpu``.
 
         Raises:
-          ScheduleError: the text is none of these.
+          ScheduleError: the text does not have this form.
         """
         nodes = Nodes.parse(text)
         found = zip(nodes.devices, nodes.kinds, strict=True)
@@ -137,19 +138,20 @@ class LocalCluster:
 
 
 class RayCluster:
-    """The nodes of a Ray cluster; a device is a CPU there."""
+    """A Ray cluster; each CPU of a node counts as one device."""
 
     def __init__(self, address: str = "") -> None:
-        """Connects.
+        """Connects to the cluster.
 
         Args:
-          address: of the cluster; '' for ``RAY_ADDRESS``, or that of this machine.
+          address: address of the cluster; '' for ``RAY_ADDRESS``, or else for the
+            cluster of this machine.
 
         Raises:
           PlanError: Ray is not installed, or there is no cluster.
         """
         self._ray = ray_backend.connect(address)
-        # What a job's process connects to; '' would be looked for anew.
+        # The address for supervisors of jobs, which would look '' up anew.
         self._address = address or os.environ.get("RAY_ADDRESS") or "auto"
         self._last: tuple[ClusterNode, ...] = ()
 
@@ -159,7 +161,7 @@ class RayCluster:
         return {"name": "ray", "address": self._address}
 
     def places(self) -> Sequence[ClusterNode]:
-        """See `Backend`; those seen last while the head does not answer."""
+        """See `Backend`; if the head does not answer, returns the last known nodes."""
         try:
             nodes, _ = ray_backend.nodes_here(self._ray)
         except self._ray.exceptions.RayError:

@@ -1,9 +1,9 @@
-"""How commands on other machines reach a scheduler: questions and answers over TLS.
+"""Requests of commands on other machines to a scheduler, over TLS.
 
-Both sides have the secret of `autopar secret`, as the processes of a run over hosts do
-(`autopar.elastic.processes.network`). A question is one message, and so is its answer.
-An answer is sent when what was asked for is in the scheduler's state. So a question
-whose answer is lost is asked again: nothing that it does is done twice.
+Both sides have the secret of `autopar secret`, like the processes of a run over several
+hosts (`autopar.elastic.processes.network`). A question and its answer are one message
+each. The scheduler answers after its state holds the result of the question. If an
+answer is lost, the command asks the same question again; no change is made twice.
 """
 
 from __future__ import annotations
@@ -20,29 +20,30 @@ from autopar.elastic.processes.members import Connection, Message
 from autopar.elastic.processes.network import End, Listener, Network, split_address
 from autopar.errors import AutoparError, ScheduleError
 
-# Of the questions and answers; another version is refused.
+# Version of the messages; a question of another version is refused.
 PROTOCOL = 1
 # Longest wait for a question, and for an answer.
 _PATIENCE_S = 30.0
-# So long a broken line is tried anew, and so long it waits in between.
+# The time for which a broken connection is retried, and the pause between two tries.
 _TRIES_S, _PAUSE_S = 20.0, 0.5
 
 Answer = Callable[[Message], dict[str, Any]]
 
 
 class Endpoint:
-    """Listens for questions, and answers one at a time."""
+    """Listens for questions, and answers one question at a time."""
 
     def __init__(self, network: Network, port: int, answer: Answer) -> None:
-        """Listens from now on.
+        """Starts to listen.
 
         Args:
           network: the address to listen at, and the secret.
-          port: to listen at; 0: one that is free.
-          answer: of a question; what it raises of `AutoparError` is said to who asks.
+          port: the port to listen at; 0 for any free port.
+          answer: computes the answer to a question. The text of an `AutoparError` that
+            it raises is sent to the command that asks.
 
         Raises:
-          ScheduleError: there is no secret, or nobody can listen there.
+          ScheduleError: there is no secret, or the address or port cannot be used.
         """
         if network.is_local:
             raise ScheduleError("an endpoint needs a secret: `autopar secret FILE`.")
@@ -57,7 +58,7 @@ class Endpoint:
         self.address = network.address(self._listener.port)
 
     def close(self) -> None:
-        """Listens no more; a question that is being answered is answered."""
+        """Stops listening, after the current question has been answered."""
         self._listener.close()
         with self._lock:
             pass
@@ -82,7 +83,7 @@ class Endpoint:
                 return {"wrong": "", **self._answer(message)}
         except AutoparError as error:
             return {"wrong": str(error)}
-        except Exception as error:  # said here and there; the scheduler goes on
+        except Exception as error:  # shown on both sides; the scheduler continues
             traceback.print_exc()
             return {"wrong": f"it failed: {type(error).__name__}: {error}"}
 
@@ -96,20 +97,20 @@ def ask(
     sleep: Callable[[float], None] = time.sleep,
     **words: Any,
 ) -> Message:
-    """Asks a scheduler; a line that breaks is tried anew, with the same question.
+    """Asks a scheduler; after a broken connection, asks the same question again.
 
     Args:
-      network: with the secret.
+      network: the network, with the secret.
       address: ``HOST:PORT`` of the scheduler's ``--listen``.
-      tries_s: how long a broken line is tried anew; None: 20 s.
-      clock: seconds now.
-      sleep: waits.
-      words: of the question.
+      tries_s: seconds for which a broken connection is retried; None for 20 s.
+      clock: returns the current time in seconds.
+      sleep: waits for a number of seconds.
+      words: the fields of the question.
 
     Raises:
-      InputError: the address is none.
-      ScheduleError: the scheduler refuses what is asked, or has another secret.
-      OSError: no answer has come; nobody knows whether the question has arrived.
+      InputError: the address does not have this form.
+      ScheduleError: the scheduler refuses the question, or has another secret.
+      OSError: no answer has come. The question may or may not have arrived.
     """
     split_address(address)
     end_s = clock() + (_TRIES_S if tries_s is None else tries_s)
@@ -134,10 +135,10 @@ def ask(
 
 
 def _ask_once(network: Network, address: str, words: dict[str, Any]) -> Message:
-    """One try.
+    """Asks a question over one connection, without retries.
 
     Raises:
-      OSError: the line is broken.
+      OSError: the connection is broken.
     """
     try:
         connection = Connection(network.connect(address, _PATIENCE_S))

@@ -1,7 +1,8 @@
-"""What owners want of their jobs, also where no scheduler runs.
+"""Requests of owners to hold, cancel or release their jobs.
 
-A wish is written into the store. A scheduler heeds it at its next look; where none
-runs, it is carried out here as far as it can be.
+The store holds the request (called wish) of a job's owner. A running scheduler carries
+a wish out at its next look at the store. Without a running scheduler, `carry_out`
+carries wishes out as far as possible.
 """
 
 from __future__ import annotations
@@ -16,10 +17,11 @@ from autopar.errors import ScheduleError
 
 
 def record_wish(store: Store, names: Sequence[str], wish: str) -> tuple[JobRecord, ...]:
-    """Writes down what the owner of some jobs wants; returns the jobs as they are then.
+    """Stores a wish of the owner of some jobs; returns the changed jobs.
 
     Raises:
-      ScheduleError: there is no such job, or it has ended; nothing is written then.
+      ScheduleError: a job does not exist, has ended, or is being cancelled. Nothing is
+        stored then.
     """
     for name in names:
         job = store.job(name)
@@ -45,18 +47,18 @@ def carry_out(
     clock: Callable[[], float] = time.time,
     sleep: Callable[[float], None] = time.sleep,
 ) -> dict[str, str]:
-    """Has jobs that are held or cancelled give their devices back, with no scheduler.
+    """Stops jobs that are to be held or cancelled, without a scheduler.
 
     Args:
-      store: the state; no scheduler uses it.
+      store: the state, which no scheduler may be using.
       runs: the processes of jobs.
-      names: the jobs.
-      wait_s: longest wait for their processes.
-      clock: seconds since the epoch.
-      sleep: waits.
+      names: names of the jobs.
+      wait_s: longest wait for the end of the jobs' processes, in seconds.
+      clock: returns seconds since the epoch.
+      sleep: waits for a number of seconds.
 
     Returns:
-      The state of each job, as it is shown.
+      The state of each job, as text for people.
     """
     now_s = clock() - store.begin_s(clock())
     for name in names:
@@ -71,7 +73,7 @@ def carry_out(
 
 
 def _count_left(store: Store, runs: Runs, names: Collection[str], now_s: float) -> int:
-    """Takes the ends of jobs; returns how many are still to end."""
+    """Stores which jobs have ended; returns how many jobs have not ended yet."""
     left = 0
     for job in [job for name, job in store.jobs().items() if name in names]:
         if not job.wish or job.state in states.ENDED:
@@ -82,7 +84,7 @@ def _count_left(store: Store, runs: Runs, names: Collection[str], now_s: float) 
                 left += 1
                 continue
             if look.ending is not None and not look.ending.code:
-                continue  # it was done before; the next scheduler says so
+                continue  # the job had finished; the next scheduler stores this
             store.span(job.name, now_s, {})
             job = store.update(job, state=states.WAITING, places={}, reason="")
         if job.wish == states.CANCEL:

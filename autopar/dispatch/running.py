@@ -1,7 +1,7 @@
-"""The processes of jobs, each job's in a folder of its own.
+"""Starts and controls the processes of jobs; each job has its own folder.
 
-A job's own process supervises its workers and lives on without the scheduler. What is
-needed to find it again is in the folder.
+Each job has a supervisor, a process that manages the job's workers and continues when
+the scheduler ends. The folder holds everything needed to find the supervisor again.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ class ProcessRuns:
     """Starts a process for each job; see `Runs`."""
 
     def __init__(self, folder: pathlib.Path, words: Mapping[str, str]) -> None:
-        """Has started none.
+        """Starts no process yet.
 
         Args:
-          folder: has a folder for each job.
-          words: how a job's process reaches the cluster (`Backend.words`).
+          folder: the folder that holds the folders of all jobs.
+          words: data with which supervisors connect to the cluster (`Backend.words`).
         """
         self._folder, self._words = folder.absolute(), dict(words)
         self._children: dict[str, subprocess.Popen[bytes]] = {}
-        # Bytes of progress that were read.
+        # Name of a job -> number of bytes read from its file of progress.
         self._read: dict[str, int] = {}
 
     def start(self, job: JobRecord) -> None:
@@ -57,13 +57,14 @@ class ProcessRuns:
                 start_new_session=True,
             )
         self._children[job.name] = child
-        # Somebody must wait for it.
+        # A thread waits for the process, so that it does not stay as a zombie.
         threading.Thread(target=child.wait, daemon=True).start()
 
     def look(self, job: JobRecord) -> Look:
         """See `Runs`."""
         folder, wanted = self._of(job), None
-        # In this order: what ends after the first question is seen in the others.
+        # The order matters: if the supervisor ends after the first check, the later
+        # reads see its end.
         alive = self._alive(job)
         if alive:
             with contextlib.suppress(OSError, ValueError):
@@ -77,7 +78,7 @@ class ProcessRuns:
 
     def move(self, job: JobRecord) -> str:
         """See `Runs`."""
-        self._write(job)  # for a process that has not read it yet
+        self._write(job)  # for a supervisor that has not read the file yet
         return self._ask(job, command="place", places=dict(job.places))
 
     def suspend(self, job: JobRecord) -> str:
@@ -88,7 +89,7 @@ class ProcessRuns:
         """See `Runs`."""
         folder = self._of(job)
         if not holder(folder / "lock"):
-            # One that is still starting finds that it has ended.
+            # A supervisor that is still starting finds this file, and ends.
             folder.mkdir(parents=True, exist_ok=True)
             told = {"code": 130, "reason": "interrupted.", "lost": False}
             put(ending_file(folder, job.attempt), json.dumps(told).encode())
@@ -136,7 +137,7 @@ class ProcessRuns:
             ) from error
 
     def _lines(self, name: str) -> tuple[Mapping[str, Any], ...]:
-        """The whole lines of progress that were added."""
+        """Returns the complete lines of progress added since the last read."""
         begin = self._read.get(name, 0)
         try:
             with open(self._folder / name / "progress.jsonl", "rb") as file:
@@ -155,7 +156,7 @@ class ProcessRuns:
         return tuple(found)
 
 
-# A run may be asked for so many workers later.
+# The largest number of workers that a run may be given later.
 _MOST = 4096
 
 

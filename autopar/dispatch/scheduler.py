@@ -1,7 +1,7 @@
-"""The scheduler: rounds of a policy over jobs that run on a real cluster.
+"""The scheduler: runs a policy in rounds over the jobs of a real cluster.
 
-Everything that it must not forget is in the store before it is done. A scheduler that
-was killed goes on where it was: jobs that run are found again by their folders.
+The scheduler stores each decision before carrying it out. A scheduler that was killed
+can therefore continue: it finds running jobs again by their folders.
 """
 
 from __future__ import annotations
@@ -24,31 +24,31 @@ from autopar.scheduler.users import UserLimits, Users, decide_for_users, new_wai
 
 # The exit status of a run that was told to end.
 _INTERRUPTED = 130
-# A job has no devices in these states.
+# The states of jobs without devices.
 _WITHOUT = (states.PENDING, states.WAITING)
-# What is said when an owner wants something of a job.
+# Messages for the wishes of owners.
 _WISHES = {
     "": "it may run again",
     states.HOLD: "it is held",
     states.CANCEL: "it is to be cancelled",
 }
-# Lines of progress of a job by which its curve is corrected.
+# The largest number of progress lines per job that correct the job's goodput curve.
 _LINES = 200
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerSettings:
-    """How a scheduler runs.
+    """Options of a scheduler.
 
     Attributes:
-      interval_s: seconds between two decisions that nothing calls for.
-      react_s: seconds between two looks at jobs and nodes. A job that came or ended, or
-        a node, calls for a decision at once. None: decides in every interval alone.
-      moves: what moves cost, as policies are told.
-      losses: a job whose workers are lost so often in a row, without a step between,
-        has failed.
-      leave_s: longest that a job may take to give its devices back.
-      stays: whether it waits for other jobs when all have ended.
+      interval_s: seconds between two regular decisions.
+      react_s: seconds between two looks at jobs and nodes. A job or node that came or
+        ended causes a decision at the next look. None for regular decisions only.
+      moves: the seconds that moves of jobs cost, for policies.
+      losses: the number of losses of workers in a row, without a step between them,
+        after which a job has failed.
+      leave_s: longest time that a job may take to give its devices back.
+      stays: whether the scheduler waits for new jobs when all jobs have ended.
       users: quotas and shares by user.
 
     Raises:
@@ -69,7 +69,7 @@ class SchedulerSettings:
 
 
 class Scheduler:
-    """Gives the devices of a cluster to jobs, round by round."""
+    """Assigns the devices of a cluster to jobs, in rounds."""
 
     def __init__(
         self,
@@ -82,17 +82,17 @@ class Scheduler:
         sleep: Callable[[float], None] = time.sleep,
         say: Callable[[str], None] = lambda _: None,
     ) -> None:
-        """Takes up what the store knows; nothing is started yet.
+        """Restores the state from the store, and finds the jobs that still run.
 
         Args:
           store: the state.
           backend: the cluster.
           runs: the processes of jobs.
-          policy: decides.
-          settings: times.
-          clock: seconds since the epoch.
-          sleep: waits.
-          say: is told what happens, a line each.
+          policy: the scheduling policy.
+          settings: options of the scheduler.
+          clock: returns seconds since the epoch.
+          sleep: waits for a number of seconds.
+          say: called with one line of text for each event.
         """
         self._store, self._backend, self._runs = store, backend, runs
         self._policy, self._set = policy, settings or SchedulerSettings()
@@ -114,7 +114,7 @@ class Scheduler:
         return self._jobs
 
     def run(self) -> None:
-        """Decides, in every interval and at events, until all jobs have ended."""
+        """Decides in every interval and at events, until all jobs have ended."""
         times = Rounds(self._set.interval_s, self._set.react_s, first_s=self.now_s)
         while True:
             self.round(times)
@@ -124,10 +124,10 @@ class Scheduler:
             self._sleep(times.until_look_s(self.now_s))
 
     def round(self, times: Rounds | None = None) -> None:
-        """Looks at all jobs, decides, and carries the decision out.
+        """Looks at all jobs, makes a decision if one is due, and carries it out.
 
         Args:
-          times: which looks call for a decision; None: this one does.
+          times: says when a decision is due; None for a decision in this round.
         """
         now_s = self.now_s
         numbering = Numbering(self._store, self._backend.places())
@@ -142,10 +142,11 @@ class Scheduler:
             times.settle(self._state_key(numbering))
 
     def _state_key(self, numbering: Numbering) -> Hashable:
-        """What calls for a decision when it changes: nodes, and states of jobs.
+        """Returns the nodes and the states of jobs; a change calls for a decision.
 
-        A job that lost its workers waits for the interval: its node may be dead and not
-        known to be, and a start at once would be lost as well.
+        A job that lost its workers counts as running, so that its restart waits for the
+        next interval. Its node may be dead without being known as dead, and an
+        immediate restart would then fail as well.
         """
         found = [
             (job.name, states.RUNNING if job.losses else job.state)
@@ -155,7 +156,7 @@ class Scheduler:
         return numbering.nodes, tuple(found)
 
     def _decide(self, now_s: float, numbering: Numbering) -> None:
-        """Asks the policy, keeps what it decides, and carries it out."""
+        """Asks the policy for a decision, stores the decision, and carries it out."""
         kinds = numbering.kinds
         views = {
             job.name: view_of(
@@ -163,7 +164,8 @@ class Scheduler:
             )
             for job in list(self._jobs.values())
             if job.active and job.state != states.STOPPING
-            # A policy that serves in order would have all others wait behind it.
+            # Under a policy that serves in order, a job that cannot run would block all
+            # others.
             if not self._obstacle(job, numbering)
         }
         if not views:
@@ -177,7 +179,7 @@ class Scheduler:
             self._policy, now_s, views, numbering.nodes, current, self._set.users
         )
         numbering.nodes.free(decided.allocations)
-        # One that lost its workers keeps that for its reason.
+        # The reason of a job that lost its workers stays the loss.
         told = {n: j.reason for n in views if not (j := self._jobs[n]).losses}
         more = new_waits(decided, {**decided.waits, **told})
         decided = dataclasses.replace(decided, reasons=(*decided.reasons, *more))
@@ -191,7 +193,10 @@ class Scheduler:
                 self._update(job, reason=why)
 
     def _obstacle(self, job: JobRecord, numbering: Numbering) -> str:
-        """Why a job that waits cannot run on the nodes that are there; it is kept."""
+        """Returns why a waiting job cannot run on the current nodes; '' if it can.
+
+        The reason is stored.
+        """
         if job.state != states.WAITING:
             return ""
         adapts = self._policy.adapts != "nothing"
@@ -203,23 +208,24 @@ class Scheduler:
         return wrong
 
     def _keeps(self, job: JobRecord) -> bool:
-        """Whether a policy is told what a job has.
+        """Whether the policy sees the current places of a job.
 
-        One that lost a node has not what it asks for. A policy that changes nothing of
-        what is asked for then gives it all, or has it wait.
+        A job that lost a node has fewer devices than it asks for. A policy that never
+        changes the requested number then sees a job without places. It gives the job
+        all requested devices, or lets it wait.
         """
         asked = job.handed.spec.devices
         return bool(job.places) and (
             self._policy.adapts != "nothing" or job.given_devices == asked
         )
 
-    # What jobs do.
+    # Events of jobs.
 
     def _take_up(self) -> None:
         """Finds the processes of jobs that an earlier scheduler left running.
 
-        A job whose own process has died is taken up by another, which finds the
-        workers. What was decided and not done is done by the next round.
+        If the supervisor of a job has died, a new supervisor is started, which finds
+        the workers. The next round carries out decisions that were stored only.
         """
         for job in self._jobs.values():
             if job.state in (states.RUNNING, states.STOPPING):
@@ -232,7 +238,7 @@ class Scheduler:
                     self._runs.move(job)
 
     def _take_up_jobs(self, now_s: float) -> None:
-        """Takes up jobs that were handed in since, and what owners want of theirs."""
+        """Reads new jobs and owners' wishes from the store, and carries wishes out."""
         wishes = self._store.wishes()
         if not wishes.keys() <= self._jobs.keys():
             self._jobs = {**self._store.jobs(), **self._jobs}
@@ -256,7 +262,7 @@ class Scheduler:
                 self._update(job, state=states.WAITING)
 
     def _look(self, now_s: float) -> None:
-        """Takes what became of the jobs that have devices."""
+        """Updates the jobs that have devices from the status of their processes."""
         passed_s = max(now_s - self._looked_s, 0.0)
         self._looked_s = now_s
         self._store.set_facts({"looked_s": str(now_s)})
@@ -269,7 +275,7 @@ class Scheduler:
             if ending := _end_of(job, look):
                 self._take_end(job, ending, now_s)
             elif not job.finite:
-                self._runs.kill(job)  # more steps are of no use
+                self._runs.kill(job)  # the loss is not finite: more steps are useless
             elif not look.alive:
                 self._runs.start(job)
             elif job.state == states.STOPPING:
@@ -279,11 +285,11 @@ class Scheduler:
                 and look.wanted != job.given_devices
                 and job.places
             ):
-                # Workers have died, or it was not told.
+                # Workers have died, or an earlier move did not reach the supervisor.
                 self._runs.move(job)
 
     def _note(self, job: JobRecord, lines: Sequence[Mapping[str, Any]]) -> JobRecord:
-        """Takes lines of progress."""
+        """Updates a job from its new lines of progress."""
         if not lines:
             return job
         kept = self._lines.setdefault(job.name, [])
@@ -291,7 +297,7 @@ class Scheduler:
         known = {name: kind for name, _, kind in self._store.nodes()}
         kinds = {known[name] for name in job.places}
         for line in lines:
-            # The first steps on other devices, and with another batch, are slower.
+            # The first steps after a change of devices or batch are slower.
             same = line["devices"] == before == job.given_devices
             if same and line["batch"] == (batch or line["batch"]) and len(kinds) == 1:
                 kept.append({**line, "device": min(kinds)})
@@ -320,7 +326,7 @@ class Scheduler:
         )
 
     def _take_end(self, job: JobRecord, ending: Ending, now_s: float) -> None:
-        """Takes the end of a job's processes."""
+        """Updates a job whose processes have ended."""
         self._store.span(job.name, now_s, {})
         if job.wish == states.CANCEL and ending.code:
             self._update(
@@ -355,7 +361,7 @@ class Scheduler:
         self._say(f"{now_s:.0f} s: job {job.name} is {state}{why}")
 
     def _leave_lost_nodes(self, now_s: float, numbering: Numbering) -> None:
-        """Takes nodes that are gone from the jobs that had them."""
+        """Removes lost nodes from the places of jobs."""
         for job in list(self._jobs.values()):
             there = numbering.there(job.places)
             if there != dict(job.places):
@@ -363,12 +369,12 @@ class Scheduler:
                 self._store.span(job.name, now_s, there)
                 self._update(job, places=there)
 
-    # What is decided.
+    # Decisions.
 
     def _apply(
         self, decided: Decisions, views: Mapping[str, JobView], numbering: Numbering
     ) -> None:
-        """Takes devices away first, and gives them to others then."""
+        """Carries a decision out: first takes devices away, then gives devices."""
         chosen = {name: numbering.places(self._enough(name, decided)) for name in views}
         before = {name: dict(self._jobs[name].places) for name in views}
         changed = [name for name in views if chosen[name] != before[name]]
@@ -382,7 +388,7 @@ class Scheduler:
             self._give(self._jobs[name], chosen[name])
 
     def _enough(self, name: str, decided: Decisions) -> Allocation:
-        """The allocation of a job; none where it could not use so few devices."""
+        """Returns the allocation of a job; empty if it is below the job's minimum."""
         given, least = (
             decided.allocations.get(name, ()),
             self._jobs[name].handed.spec.min,
@@ -393,15 +399,15 @@ class Scheduler:
         return given
 
     def _suspend(self, job: JobRecord) -> None:
-        """Asks a job to give all devices back; it waits for others then."""
+        """Asks a job to give all its devices back and then wait."""
         if job.state != states.RUNNING:
             return
         wrong = self._runs.suspend(self._update(job, state=states.STOPPING))
         if wrong:
-            self._say(f"job {job.name}: {wrong}")  # it is asked again
+            self._say(f"job {job.name}: {wrong}")  # the next look asks again
 
     def _settle(self, names: Sequence[str]) -> None:
-        """Waits until jobs have given their devices back."""
+        """Waits until jobs have given their devices back; kills jobs that do not."""
         end = self._clock() + self._set.leave_s
         while self._clock() < end:
             open_ = [n for n in names if self._jobs[n].state == states.STOPPING]
@@ -451,12 +457,15 @@ class Scheduler:
 
 
 def _end_of(job: JobRecord, look: Look) -> Ending | None:
-    """How a job ended; one that is to end, and has no process, has ended."""
+    """Returns how a job ended; None if it has not ended.
+
+    A job that is to end and has no process has ended.
+    """
     ends = job.wish == states.CANCEL or not job.finite
     gone = ends and not look.alive
     return look.ending or (Ending(code=_INTERRUPTED) if gone else None)
 
 
 def _within(new: Mapping[str, int], old: Mapping[str, int]) -> bool:
-    """Whether no node has more devices than before."""
+    """Whether no node of ``new`` has more devices than in ``old``."""
     return all(n <= old.get(name, 0) for name, n in new.items())

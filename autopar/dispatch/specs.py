@@ -1,4 +1,4 @@
-"""The table of jobs: one table ``[[job]]`` of a TOML file for each."""
+"""Reads jobs from a TOML file with one table ``[[job]]`` for each job."""
 
 from __future__ import annotations
 
@@ -19,35 +19,37 @@ from autopar.goodput.curves import CurveTable
 from autopar.scheduler.jobs import wrong_priority
 from autopar.scheduler.users import UserLimits
 
-# The name of a job is that of its folder too.
 _LONGEST_USER = 64
+# The name of a job is also the name of its folder.
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,63}")
 
 
 class JobSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A job as it is handed in.
+    """A job as its owner submits it.
 
     Attributes:
-      name: unique in a table.
-      script: a training script that calls `autopar.elastic`; from the table's folder.
-      args: its arguments.
-      application: which program it trains; jobs of one program are alike. The
-        script's name by default.
-      submitted_s: seconds after it was handed in from which it may run, and from which
-        its clock counts.
-      devices: how many its owner asks for.
-      min: fewest that it can use.
-      max: most that it can use; 0: as many as its curve says, or else as asked for.
+      name: name of the job, unique in a table.
+      script: path of a training script that calls `autopar.elastic`, relative to the
+        table's folder.
+      args: arguments of the script.
+      application: the training program; jobs of one program are similar. By default
+        the script's name.
+      submitted_s: seconds between the submission and the earliest start. The clock of
+        the job begins at the earliest start.
+      devices: the number of devices that the owner asks for.
+      min: the smallest number of devices that the job can use.
+      max: the largest number of devices that the job can use; 0 for the number that
+        its curve gives, or ``devices`` without a curve.
       curve: a file that `autopar goodput --out` wrote.
-      target: what to plan a curve for instead, such as ``train.py:workload``.
+      target: a target to plan a curve for instead, such as ``train.py:workload``.
       target_args: arguments of the target's function, ``key=value``.
-      noise_scale: of its gradients, for the planned curve; None: not known.
+      noise_scale: noise scale of the gradients, for the planned curve; None if unknown.
       max_batch: largest batch, for the planned curve.
-      guaranteed: whether it is promised to be as fast as on what it asks for.
-      user: whose it is; '': of who hands it in.
-      priority: its weight beside other jobs of its user.
-      save_every: steps between checkpoints, for a script that says nothing of them.
-      ahead: whether a process prepares programs of likely next worlds.
+      guaranteed: whether the job must be as fast as on ``devices`` devices.
+      user: the user of the job; '' for the user who submits it.
+      priority: weight of the job among the jobs of its user.
+      save_every: steps between checkpoints, for a script that does not set them.
+      ahead: whether a process prepares programs for likely next worlds.
     """
 
     name: str
@@ -71,13 +73,13 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 class Handed(msgspec.Struct, frozen=True, kw_only=True):
-    """A job as a scheduler keeps it: what was said of it, and what follows.
+    """A job as a scheduler stores it: its specification and derived data.
 
     Attributes:
-      spec: what was said.
-      folder: where its script runs.
-      curve: its goodput by configuration; None: not known.
-      owner: the login name of who handed it in; '' where nobody knows.
+      spec: the job as submitted.
+      folder: the folder in which its script runs.
+      curve: the job's goodput by configuration; None if it is not known.
+      owner: the login name of the user who submitted the job; '' if it is not known.
     """
 
     spec: JobSpec
@@ -87,20 +89,20 @@ class Handed(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def user(self) -> str:
-        """Whose it is."""
+        """The user whose quota and share the job belongs to."""
         return self.spec.user or self.owner
 
     @property
     def application(self) -> str:
-        """Which program it trains."""
+        """The training program of the job."""
         return self.spec.application or pathlib.PurePath(self.spec.script).name
 
     def most(self, kinds: tuple[str, ...], curve: CurveTable | None = None) -> int:
-        """The most devices that are of use on a cluster with these kinds.
+        """Returns the largest useful number of devices on a cluster with these kinds.
 
         Args:
-          kinds: of the devices that are there.
-          curve: as it was measured; None: as it was handed in.
+          kinds: kinds of the cluster's devices.
+          curve: the curve corrected by measurements; None for the submitted curve.
         """
         curve = curve or self.curve
         if self.spec.max:
@@ -111,17 +113,18 @@ class Handed(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_jobs(path: pathlib.Path) -> tuple[Handed, ...]:
-    """Reads a table of jobs, and the curves that are files.
+    """Reads a table of jobs, and the files of their curves.
 
     Raises:
-      ScheduleError: the table cannot be read, or a job is wrong; names the job and key.
+      ScheduleError: the table cannot be read, or a job is wrong. The error names the
+        job and the key.
     """
     folder = path.resolve().parent
     return tuple(check(spec, folder, where) for where, spec in read_specs(path))
 
 
 def read_specs(path: pathlib.Path) -> list[tuple[str, JobSpec]]:
-    """The jobs of a table, each with where it stands; no other file is looked at.
+    """Reads the jobs of a table, each with its place in the file; reads no other file.
 
     Raises:
       ScheduleError: the table cannot be read, or a job is wrong.
@@ -145,7 +148,7 @@ def read_specs(path: pathlib.Path) -> list[tuple[str, JobSpec]]:
 
 
 def read_users(path: pathlib.Path) -> dict[str, UserLimits]:
-    """The quotas and shares of a table of jobs: its tables ``[users.NAME]``.
+    """Reads quotas and shares of users from the tables ``[users.NAME]`` of a file.
 
     Raises:
       ScheduleError: the table cannot be read, or a user is wrong.
@@ -187,7 +190,7 @@ def _read(path: pathlib.Path, number: int, table: Any) -> tuple[str, JobSpec]:
 
 
 def login_name() -> str:
-    """The login name of who runs this process; its number where it has no name."""
+    """Returns the login name of this process's user, or the user id without a name."""
     try:
         return getpass.getuser()
     except (KeyError, OSError):
@@ -197,16 +200,16 @@ def login_name() -> str:
 def check(
     spec: JobSpec, folder: pathlib.Path, where: str, owner: str | None = None
 ) -> Handed:
-    """A job that is in order, with its curve.
+    """Checks a job and reads its curve.
 
     Args:
-      spec: what was said of it.
-      folder: where its script runs.
-      where: it was said, for errors.
-      owner: who hands it in; None: who runs this process.
+      spec: the job as submitted.
+      folder: the folder in which its script runs.
+      where: the place of the job in its file, for errors.
+      owner: the user who submits the job; None for the user of this process.
 
     Raises:
-      ScheduleError: something of it is wrong.
+      ScheduleError: a value of the job is wrong.
     """
     wrong = _wrong(spec, folder)
     if wrong:
@@ -222,12 +225,12 @@ def check(
 
 
 def _plain(error: msgspec.ValidationError) -> str:
-    """An error of the reader with keys as they are written."""
+    """Returns the text of a msgspec error, with keys as they stand in the file."""
     return re.sub(r" - at `\$\.?([^`]*)`", r", key '\1'", str(error))
 
 
 def _wrong(spec: JobSpec, folder: pathlib.Path) -> str:
-    """What is wrong with a job: the key, its value and what to do; '' if nothing is."""
+    """Returns the error of a job: key, value and what to do; '' if the job is right."""
     if not _NAME.fullmatch(spec.name):
         return f"name {spec.name!r} is no name; use letters, digits and _ . -"
     try:
@@ -260,13 +263,13 @@ def _wrong(spec: JobSpec, folder: pathlib.Path) -> str:
 
 
 def obstacle(job: Handed, devices: int, kinds: tuple[str, ...], *, adapts: bool) -> str:
-    """Why a job cannot run on a cluster as it is; '' where it can.
+    """Returns why a job cannot run on the current cluster; '' if it can.
 
     Args:
       job: the job.
-      devices: of the cluster.
-      kinds: of its devices.
-      adapts: whether the policy may give a job other than what it asks for.
+      devices: number of devices of the cluster.
+      kinds: kinds of these devices.
+      adapts: whether the policy may give a job another number of devices than asked.
     """
     least = job.spec.min if adapts else job.spec.devices
     if least > devices:

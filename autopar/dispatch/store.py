@@ -1,6 +1,7 @@
-"""The state of a scheduler in a file of SQLite: what it needs to go on after a crash.
+"""The state of a scheduler in an SQLite file, with which it continues after a crash.
 
-Every change of a job is one transaction, written before what follows from it is done.
+Every change of a job is one transaction. The scheduler writes a change before it acts
+on it.
 """
 
 from __future__ import annotations
@@ -20,12 +21,12 @@ from autopar.errors import ScheduleError
 from autopar.scheduler.jobs import Decisions
 
 _SCHEMA = 3
-# What a job is: not handed in yet; without devices; with some; giving them back; and
-# the three ends.
+# States of a job. Pending: before its earliest start. Waiting: without devices.
+# Running: with devices. Stopping: gives its devices back. The last three are final.
 PENDING, WAITING, RUNNING, STOPPING = "pending", "waiting", "running", "stopping"
 DONE, FAILED, CANCELLED = "done", "failed", "cancelled"
 ENDED = (DONE, FAILED, CANCELLED)
-# What its owner wants of a job that is not to run.
+# Wishes of the owner of a job that is not to run.
 HOLD, CANCEL = "hold", "cancel"
 
 _TABLES = """
@@ -52,7 +53,7 @@ create table if not exists spans (
   number integer primary key, job text not null, start_s real not null, end_s real,
   places text not null);
 """
-# What each schema added to the one before.
+# Columns that each schema version added.
 _ADDED = {
     2: ("handed_s real not null default 0", "wish text default ''"),
     3: (
@@ -69,39 +70,43 @@ _ADDED = {
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class JobRecord:
-    """What is known of a job.
+    """The stored data of a job.
+
+    Times are in seconds from the scheduler's first start. A report is a line of
+    progress that the job writes.
 
     Attributes:
-      name: unique.
-      handed: what was said of it.
+      name: unique name of the job.
+      handed: the job as submitted.
       state: one of `PENDING`, `WAITING`, `RUNNING`, `STOPPING` and `ENDED`.
-      reason: why it failed, or waits; '' otherwise.
-      attempt: how often its processes were started.
-      places: node by name -> how many devices of it the job has.
-      started_s: when it first ran; None: it did not.
-      ended_s: when it ended.
-      step: steps done, as it last said.
-      position: samples consumed.
-      devices: it said so on.
-      step_s: seconds of its steps then.
-      loss: then; None: not known, or not finite.
-      finite: whether the loss was finite.
-      told_s: when it said so.
-      served_device_s: device-seconds that it has had.
-      tried: most devices that it had.
-      moves: changes of its devices after the first start.
-      losses: ends of its processes in a row, without a step between, that it did not
-        cause itself.
-      handed_s: when it was added, in seconds from the scheduler's first start.
-      wish: `HOLD` or `CANCEL`, as its owner last said; '': it is to run.
-      batch: rows of its steps, as it last said.
-      noise_scale: of its gradients in rows, the last that it said; None: it has
-        measured none.
-      microbatches: into how many its batch was cut then.
-      scheme: what the layouts of its plan resemble.
-      codecs: by which it sends gradients, with spaces between.
-      worth: rows of the base batch that its steps were worth; None: it did not say.
-      submission: by which it was handed in from elsewhere; '': it was not.
+      reason: why the job failed or waits; '' otherwise.
+      attempt: number of starts of its processes.
+      places: name of a node -> number of its devices that the job has.
+      started_s: time of the first start; None if the job has not started.
+      ended_s: time of the end.
+      step: number of steps done, by the last report.
+      position: number of samples consumed, by the last report.
+      devices: number of devices, by the last report.
+      step_s: seconds per step, by the last report.
+      loss: loss, by the last report; None if it is not known or not finite.
+      finite: whether the loss was finite, by the last report.
+      told_s: time of the last report.
+      served_device_s: device-seconds that the job has used.
+      tried: largest number of devices that the job has had.
+      moves: number of changes of its devices after the first start.
+      losses: number of losses of its processes in a row, without a step between them.
+        Ends that the script itself caused do not count.
+      handed_s: time of the submission.
+      wish: the last wish of its owner, `HOLD` or `CANCEL`; '' if the job is to run.
+      batch: rows per step, by the last report.
+      noise_scale: the last reported noise scale of its gradients, in rows; None if no
+        report had one.
+      microbatches: number of microbatches, by the last report.
+      scheme: the known scheme that the layouts of its plan resemble.
+      codecs: the codecs of its gradients, separated by spaces.
+      worth: rows of the base batch that make the same progress as its steps; None if
+        not reported.
+      submission: id of the submission from another machine; '' without an id.
     """
 
     name: str
@@ -135,23 +140,26 @@ class JobRecord:
 
     @property
     def submitted_s(self) -> float:
-        """When its clock starts, in seconds from the scheduler's first start."""
+        """The job's earliest start, in seconds from the scheduler's first start."""
         return self.handed_s + self.handed.spec.submitted_s
 
     @property
     def given_devices(self) -> int:
-        """How many devices it has."""
+        """The number of devices that the job has."""
         return sum(self.places.values())
 
     @property
     def active(self) -> bool:
-        """Whether it waits or runs; one that is held or cancelled only gives back."""
+        """Whether the job waits for devices or has devices.
+
+        A held or cancelled job is active only until it has given its devices back.
+        """
         waits = self.state == WAITING and not self.wish
         return waits or self.state in (RUNNING, STOPPING)
 
     @property
     def shown_state(self) -> str:
-        """Its state for people: one that is held, or is being cancelled, says so."""
+        """The state as text for people, including "held" and "cancelling"."""
         if self.wish == CANCEL and self.state not in ENDED:
             return "cancelling"
         held = self.wish == HOLD and self.state in (PENDING, WAITING)
@@ -159,7 +167,7 @@ class JobRecord:
 
     @property
     def data(self) -> dict[str, Any]:
-        """What is shown of it, as plain data."""
+        """The job as plain data for people and programs."""
         spec = self.handed.spec
         shown = {
             field.name: getattr(self, field.name)
@@ -183,17 +191,17 @@ _FIELDS = tuple(f.name for f in dataclasses.fields(JobRecord))
 
 
 class Store:
-    """The file; one scheduler writes, anybody reads."""
+    """The SQLite file with the state; one scheduler writes it, any process reads it."""
 
     def __init__(self, path: pathlib.Path, *, reads: bool = False) -> None:
         """Opens the file.
 
         Args:
-          path: of the file.
-          reads: whether it is only read, and must be there.
+          path: path of the file.
+          reads: whether the caller only reads the file, which must then exist.
 
         Raises:
-          ScheduleError: it cannot be opened, or is of another version.
+          ScheduleError: the file cannot be opened, or has an unknown schema.
         """
         if reads and not path.is_file():
             raise ScheduleError(
@@ -226,7 +234,7 @@ class Store:
         )
 
     def _migrate(self, found: int) -> None:
-        """Adds what an earlier schema lacks."""
+        """Adds the columns that an earlier schema lacks."""
         with self._all_or_nothing():
             for schema in range(found + 1, _SCHEMA + 1):
                 for column in _ADDED[schema]:
@@ -240,12 +248,12 @@ class Store:
         self._file.close()
 
     def fact(self, key: str) -> str | None:
-        """A fact that was set; None: it was not."""
+        """Returns the value stored under a key; None if the key is not set."""
         rows = self._rows("select value from facts where key = ?", key)
         return str(rows[0][0]) if rows else None
 
     def _rows(self, statement: str, *values: Any) -> list[tuple[Any, ...]]:
-        """What a statement finds.
+        """Returns the rows that a statement selects.
 
         Raises:
           ScheduleError: the file is damaged.
@@ -256,17 +264,17 @@ class Store:
             raise ScheduleError(f"{self.path}: it is damaged: {error}.") from error
 
     def set_facts(self, facts: Mapping[str, str]) -> None:
-        """Sets facts, all at once."""
+        """Stores values of facts by key, in one transaction."""
         with self._all_or_nothing():
             self._file.executemany(
                 "insert or replace into facts values (?, ?)", list(facts.items())
             )
 
     def begin_s(self, now: float) -> float:
-        """When the clock of this state started, in seconds since the epoch.
+        """Returns the start of this state's clock, in seconds since the epoch.
 
         Args:
-          now: when it starts, where it did not yet.
+          now: the current time; the clock starts now if it has not started yet.
         """
         self._file.execute(
             "insert or ignore into facts values ('begin_s', ?)", (str(now),)
@@ -275,10 +283,10 @@ class Store:
         return now if found is None else found
 
     def seconds(self, key: str) -> float | None:
-        """A fact that is a number of seconds; None: it was not set.
+        """Returns a fact that is a number of seconds; None if it is not set.
 
         Raises:
-          ScheduleError: it is no number.
+          ScheduleError: the fact is no number.
         """
         text = self.fact(key)
         try:
@@ -289,22 +297,22 @@ class Store:
     def add_jobs(
         self, jobs: Iterable[Handed], at_s: float = 0.0, submission: str = ""
     ) -> None:
-        """Adds jobs, all or none.
+        """Adds all jobs, or none if one cannot be added.
 
         Args:
-          jobs: as they are handed in.
-          at_s: when, in seconds from the start of the clock.
-          submission: by which; '': it has no name.
+          jobs: the submitted jobs.
+          at_s: time of the submission, in seconds from the start of the clock.
+          submission: id of the submission; '' without an id.
 
         Raises:
-          ScheduleError: one of a name is there.
+          ScheduleError: there is a job of the same name.
         """
         with self._all_or_nothing():
             for job in jobs:
                 self._add(job, at_s, submission)
 
     def submitted(self, submission: str) -> dict[str, JobSpec]:
-        """The jobs of a submission, by name; none where it was not taken."""
+        """Returns the jobs of a submission by name; empty if it was not accepted."""
         return {
             name: job.handed.spec
             for name, job in self.jobs().items()
@@ -325,10 +333,10 @@ class Store:
             raise ScheduleError(f"job {job.spec.name!r} is there already.") from error
 
     def job(self, name: str) -> JobRecord:
-        """The job of a name.
+        """Returns the job with a name.
 
         Raises:
-          ScheduleError: there is none.
+          ScheduleError: there is no such job.
         """
         jobs = self.jobs()
         if name not in jobs:
@@ -338,7 +346,7 @@ class Store:
         return jobs[name]
 
     def jobs(self) -> dict[str, JobRecord]:
-        """All jobs by name, in the order that they were added."""
+        """Returns all jobs by name, in the order of their submission."""
         names = ", ".join(_FIELDS)
         rows = self._rows(f"select {names} from jobs order by number")
         try:
@@ -347,11 +355,11 @@ class Store:
             raise ScheduleError(f"{self.path}: a job is damaged: {error}.") from error
 
     def wishes(self) -> dict[str, str]:
-        """What the owner of each job wants of it, by the job's name."""
+        """Returns the wish of each job's owner, by the job's name."""
         return dict(self._rows("select name, wish from jobs order by number"))
 
     def wish(self, names: Iterable[str], wish: str) -> None:
-        """Says what the owner of some jobs wants; one that is cancelled stays so."""
+        """Stores a wish for some jobs; the wish `CANCEL` of a job is not replaced."""
         with self._all_or_nothing():
             self._file.executemany(
                 "update jobs set wish = ? where name = ? and wish != ?",
@@ -359,11 +367,11 @@ class Store:
             )
 
     def update(self, job: JobRecord, **fields: Any) -> JobRecord:
-        """Changes a job; returns it as it is then.
+        """Changes fields of a job; returns the changed job.
 
         Args:
-          job: as it is kept.
-          fields: what changes.
+          job: the job as it is stored.
+          fields: the changed fields.
         """
         changed = dataclasses.replace(job, **fields)
         row = {key: _column(key, getattr(changed, key)) for key in fields}
@@ -374,7 +382,7 @@ class Store:
         return changed
 
     def number(self, name: str, devices: int, kind: str) -> int:
-        """The number of a node, which it keeps; a new one gets the next."""
+        """Returns the fixed number of a node; a new node gets the next number."""
         self._file.execute(
             "insert into nodes (number, name, devices, kind) select count(*), ?, ?, ? "
             "from nodes where true on conflict (name) do update set "
@@ -384,12 +392,12 @@ class Store:
         return int(self._rows("select number from nodes where name = ?", name)[0][0])
 
     def nodes(self) -> list[tuple[str, int, str]]:
-        """Name, devices and kind of every node that was ever there, by number."""
+        """Returns name, devices and kind of every node ever seen, ordered by number."""
         rows = self._rows("select name, devices, kind from nodes order by number")
         return self._check(rows, list[tuple[str, int, str]], "a node")
 
     def add_decisions(self, at_s: float, decisions: Decisions) -> None:
-        """Adds the reasons of jobs whose devices change."""
+        """Stores a decision, with a row for each job whose devices change."""
         rows = [
             (at_s, r.job, r.kept, r.devices, r.gain, r.cost_s, r.compared,
              decisions.gap)
@@ -403,14 +411,14 @@ class Store:
             )
 
     def decisions(self) -> list[dict[str, Any]]:
-        """Every decision, a line for each job whose devices change."""
+        """Returns all decisions, with one row for each job whose devices changed."""
         names = tuple(_Decision.__annotations__)
         rows = self._rows(f"select {', '.join(names)} from decisions order by number")
         lines = [dict(zip(names, row, strict=True)) for row in rows]
         return self._check(lines, list[_Decision], "a decision")
 
     def span(self, job: str, at_s: float, places: Mapping[str, int]) -> None:
-        """Says which devices a job has from now on."""
+        """Stores which devices a job has from a given time on."""
         with self._all_or_nothing():
             self._file.execute(
                 "update spans set end_s = ? where job = ? and end_s is null",
@@ -423,7 +431,7 @@ class Store:
                 )
 
     def spans(self) -> list[dict[str, Any]]:
-        """Who had which devices when."""
+        """Returns the devices of each job over time."""
         rows = self._rows(
             "select job, start_s, end_s, places from spans order by number"
         )
@@ -437,10 +445,10 @@ class Store:
         return self._check(lines, list[_Span], "a span")
 
     def _check(self, found: Any, kind: Any, what: str) -> Any:
-        """What was found, where it is of a kind.
+        """Converts stored data to a type.
 
         Raises:
-          ScheduleError: it is not.
+          ScheduleError: the data do not have this type.
         """
         try:
             return msgspec.convert(found, kind)
@@ -453,7 +461,7 @@ class Store:
 
 
 class _Decision(TypedDict):
-    """A decision about a job, as it is stored."""
+    """A stored decision about a job."""
 
     at_s: float
     job: str
@@ -466,7 +474,7 @@ class _Decision(TypedDict):
 
 
 class _Span(TypedDict):
-    """How long a job had some devices, as it is stored."""
+    """A stored period in which a job had certain devices."""
 
     job: str
     start_s: float
@@ -475,7 +483,7 @@ class _Span(TypedDict):
 
 
 class _Transaction:
-    """What is written inside is there as a whole, or not at all."""
+    """A context manager: all statements inside take effect, or none."""
 
     def __init__(self, file: sqlite3.Connection) -> None:
         self._file = file
@@ -488,12 +496,12 @@ class _Transaction:
 
 
 def _row(job: JobRecord) -> dict[str, Any]:
-    """The columns of a job."""
+    """Returns the columns of a job."""
     return {name: _column(name, getattr(job, name)) for name in _FIELDS}
 
 
 def _column(name: str, value: Any) -> Any:
-    """A field as SQLite holds it."""
+    """Returns the value of a field as SQLite stores it."""
     if name == "handed":
         return msgspec.json.encode(value).decode()
     if name == "places":
@@ -510,9 +518,9 @@ def _record(row: tuple[Any, ...]) -> JobRecord:
 
 
 def _learn_types() -> None:
-    """Lets msgspec find out about all types that are read.
+    """Lets msgspec inspect all types that are read.
 
-    It crashes where two threads find out about one type at once.
+    msgspec crashes if two threads inspect the same type for the first time at once.
     """
     for kind in (JobRecord, list[tuple[str, int, str]], list[_Decision], list[_Span]):
         with contextlib.suppress(msgspec.ValidationError):

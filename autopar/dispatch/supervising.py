@@ -1,8 +1,8 @@
-"""The process of one job: it supervises the job's workers, and outlives the scheduler.
+"""The supervisor of one job: a process that manages its workers without a scheduler.
 
 Usage: python -m autopar.dispatch.supervising FOLDER
-``job.json`` in the folder says what is run; `FileLock` keeps others away from it, and
-``ending-ATTEMPT.json`` says how it ended.
+The file ``job.json`` in the folder describes the job. A `FileLock` keeps other
+supervisors away from the folder. ``ending-ATTEMPT.json`` holds how the attempt ended.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from autopar.elastic.processes.runner import RunJob, Runner
 from autopar.errors import PlanError
 from autopar.whole_files import FileLock
 
-# So much of the end of an output is read for its last line.
+# Number of bytes at the end of an output that are searched for its last line.
 _TAIL_BYTES = 4096
-# What stands before the line of a worker among several.
+# The number of a worker before its lines, if there are several workers.
 _NUMBER = re.compile(r"^\[\d+\] ")
 
 
@@ -41,7 +41,7 @@ def main(folder: pathlib.Path) -> None:
     """Runs the job of a folder to its end, and writes down how it ended."""
     lock = FileLock(folder / "lock")
     if not lock.take():
-        return  # another one does it
+        return  # another supervisor runs the job
     given = json.loads((folder / "job.json").read_text())
     path = ending_file(folder, given["attempt"])
     if path.exists():
@@ -50,18 +50,19 @@ def main(folder: pathlib.Path) -> None:
         ending = _run(folder, given)
     except PlanError as error:
         ending = Ending(code=1, reason=str(error).split("\n", 1)[0])
-    except Exception as error:  # told of, not tried again for ever
+    except Exception as error:  # reported as a failure, so that it is not retried
         traceback.print_exc()
         why = f"{type(error).__name__}: {error}"
         ending = Ending(code=1, reason=f"its own process failed: {why}; see `output`.")
-    # Before the end is told, so that who reads it may start the job again.
+    # The lock is freed before the end is reported, because a reader of the report may
+    # start the job again.
     lock.free()
     told = {"code": ending.code, "reason": ending.reason, "lost": ending.lost}
     put(path, json.dumps(told).encode())
 
 
 def ending_file(folder: pathlib.Path, attempt: int) -> pathlib.Path:
-    """Where is written how an attempt ended."""
+    """Returns the path of the file that holds how an attempt ended."""
     return folder / f"ending-{attempt}.json"
 
 
@@ -92,7 +93,7 @@ def _run(folder: pathlib.Path, given: Mapping[str, Any]) -> Ending:
 
 
 def _last_line(path: pathlib.Path) -> str:
-    """The last line of a job's output, and where the rest is."""
+    """Returns a sentence with the last line of a job's output and the file's name."""
     try:
         text = path.read_bytes()[-_TAIL_BYTES:].decode(errors="replace")
     except OSError:

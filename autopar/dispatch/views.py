@@ -1,6 +1,6 @@
-"""What a policy sees of jobs that run on a real cluster.
+"""Converts jobs on a real cluster to the `JobView`s that a policy reads.
 
-It is what it sees in a simulation: a policy knows of no backend.
+A policy reads the same views in a simulation, and knows nothing about backends.
 """
 
 from __future__ import annotations
@@ -20,31 +20,31 @@ from autopar.scheduler.nodes import Nodes
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class MoveTimes:
-    """What moves cost, in seconds.
+    """The costs of starts and moves, in seconds.
 
     Attributes:
-      start_s: from a start, or another start, to the first step.
-      change_s: the pause when a job that runs gets other devices.
+      start_s: seconds from a start or restart of a job to its first step.
+      change_s: seconds that a running job pauses when its devices change.
     """
 
     start_s: float = 20.0
     change_s: float = 2.0
 
     def move_s(self, old: Shape, new: Shape) -> float:
-        """Seconds of a move from a shape, (0, 0) for none, to another."""
+        """Returns the seconds of a move between shapes; (0, 0) means no devices."""
         del new
         return self.start_s if old == (0, 0) else self.change_s
 
 
-# What holds where nothing is measured.
+# Default costs of moves, without measurements.
 MOVES = MoveTimes()
 
 
 class Numbering:
-    """The numbers by which policies know nodes; a node keeps its number."""
+    """The numbers of nodes for policies; a node always keeps its number."""
 
     def __init__(self, store: Store, places: Sequence[ClusterNode]) -> None:
-        """Numbers the nodes that are there, and remembers those that were."""
+        """Numbers the current nodes; nodes that have left keep their numbers."""
         there = {
             store.number(place.name, place.devices, place.kind) for place in places
         }
@@ -56,12 +56,12 @@ class Numbering:
         )
 
     def allocation(self, places: Mapping[str, int]) -> Allocation:
-        """The numbers of the nodes of each device."""
+        """Returns, for each device of some places, the number of its node."""
         numbers = sorted((self._names.index(name), n) for name, n in places.items())
         return tuple(k for k, n in numbers for _ in range(n))
 
     def places(self, allocation: Allocation) -> dict[str, int]:
-        """The names of the nodes, and how many devices of each."""
+        """Returns name of a node -> number of its devices in an allocation."""
         found: dict[str, int] = {}
         for number in allocation:
             name = self._names[number]
@@ -69,7 +69,7 @@ class Numbering:
         return found
 
     def there(self, places: Mapping[str, int]) -> dict[str, int]:
-        """Those of some places whose nodes are there."""
+        """Returns those places whose nodes still have enough devices."""
         return {
             name: n
             for name, n in places.items()
@@ -78,20 +78,20 @@ class Numbering:
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """The kinds of devices that are there."""
+        """The kinds of devices that the cluster has now."""
         pairs = zip(self.nodes.kinds, self.nodes.devices, strict=True)
         return tuple(dict.fromkeys(kind for kind, n in pairs if n))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class AtLeast:
-    """A curve of a job that cannot use fewer devices than so many."""
+    """A goodput curve that is 0 below a least number of devices."""
 
     curve: Curve
     least: int
 
     def goodput(self, nodes: np.ndarray, devices: np.ndarray) -> np.ndarray:
-        """Progress per second; 0 on too few devices."""
+        """Returns progress per second; 0 on too few devices."""
         found = self.curve.goodput(nodes, devices)
         return np.where(np.asarray(devices) >= self.least, found, 0.0)
 
@@ -103,17 +103,18 @@ def view_of(
     moves: MoveTimes,
     lines: Sequence[Mapping[str, Any]] = (),
 ) -> JobView:
-    """What a policy sees of a job.
+    """Returns the view of a job for a policy.
 
-    Its curve is the planner's, corrected by what was measured: seconds, batches and the
-    noise scale. Without one every device helps as much, and progress is device-seconds.
+    The goodput curve of the view is the planner's curve, corrected by the measured
+    times, batches and noise scale. For a job without a curve, goodput is proportional
+    to the number of devices, and progress is counted in device-seconds.
 
     Args:
       job: the job.
-      now_s: seconds since the scheduler's start.
-      kinds: of the devices that are there.
-      moves: what moves cost.
-      lines: of its progress.
+      now_s: seconds since the scheduler's first start.
+      kinds: kinds of the cluster's current devices.
+      moves: the costs of moves.
+      lines: lines of the job's progress.
     """
     handed, spec = job.handed, job.handed.spec
     curve = handed.curve and corrected(handed.curve, lines, job.noise_scale)
@@ -145,6 +146,6 @@ def view_of(
         **shared,
         curve=by_kind[kinds[0]],
         by_kind=by_kind,
-        # The curve counts rows of the base batch; a batch that follows is larger.
+        # The curve counts rows of the base batch. A row of a larger batch counts less.
         progress=float(job.position if job.worth is None else job.worth),
     )

@@ -26,7 +26,7 @@ from autopar_passes.program.static_leaves import (
 
 
 def splat(state: Any) -> tuple[Any, ...]:
-    """Returns a state as the tuple of leading arguments; a plain tuple is that tuple."""
+    """Returns a state as a tuple of leading arguments; a plain tuple stays as it is."""
     return state if type(state) is tuple else (state,)
 
 
