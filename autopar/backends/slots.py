@@ -1,4 +1,8 @@
-"""Assigns the workers of a run to nodes: of a Ray cluster, or given by a scheduler."""
+"""Assigns the workers of a run to nodes of a cluster.
+
+`Places` assigns workers to the nodes of a Ray cluster. `Slots` assigns workers only to
+the places that a scheduler gives a job.
+"""
 
 from __future__ import annotations
 

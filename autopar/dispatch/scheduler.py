@@ -42,8 +42,8 @@ class SchedulerSettings:
 
     Attributes:
       interval_s: seconds between two regular decisions.
-      react_s: seconds between two looks at jobs and nodes. A job or node that came or
-        ended causes a decision at the next look. None for regular decisions only.
+      react_s: seconds between two checks of jobs and nodes. If a check finds a new or
+        ended job or node, a decision follows at once. None for regular decisions only.
       moves: the seconds that moves of jobs cost, for policies.
       losses: the number of losses of workers in a row, without a step between them,
         after which a job has failed.
@@ -179,7 +179,7 @@ class Scheduler:
             self._policy, now_s, views, numbering.nodes, current, self._set.users
         )
         numbering.nodes.free(decided.allocations)
-        # The reason of a job that lost its workers stays the loss.
+        # A job that lost its workers keeps the loss as its reason to wait.
         told = {n: j.reason for n in views if not (j := self._jobs[n]).losses}
         more = new_waits(decided, {**decided.waits, **told})
         decided = dataclasses.replace(decided, reasons=(*decided.reasons, *more))
@@ -225,7 +225,8 @@ class Scheduler:
         """Finds the processes of jobs that an earlier scheduler left running.
 
         If the supervisor of a job has died, a new supervisor is started, which finds
-        the workers. The next round carries out decisions that were stored only.
+        the workers. Stored decisions that were not carried out yet are carried out in
+        the next round.
         """
         for job in self._jobs.values():
             if job.state in (states.RUNNING, states.STOPPING):

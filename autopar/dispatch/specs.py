@@ -45,7 +45,8 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
       target_args: arguments of the target's function, ``key=value``.
       noise_scale: noise scale of the gradients, for the planned curve; None if unknown.
       max_batch: largest batch, for the planned curve.
-      guaranteed: whether the job must be as fast as on ``devices`` devices.
+      guaranteed: whether the job is promised the speed that it has on ``devices``
+        devices.
       user: the user of the job; '' for the user who submits it.
       priority: weight of the job among the jobs of its user.
       save_every: steps between checkpoints, for a script that does not set them.
@@ -269,7 +270,7 @@ def obstacle(job: Handed, devices: int, kinds: tuple[str, ...], *, adapts: bool)
       job: the job.
       devices: number of devices of the cluster.
       kinds: kinds of these devices.
-      adapts: whether the policy may give a job another number of devices than asked.
+      adapts: whether the policy may give a job fewer or more devices than asked for.
     """
     least = job.spec.min if adapts else job.spec.devices
     if least > devices:

@@ -102,7 +102,7 @@ class JobRecord:
       noise_scale: the last reported noise scale of its gradients, in rows; None if no
         report had one.
       microbatches: number of microbatches, by the last report.
-      scheme: the known scheme that the layouts of its plan resemble.
+      scheme: name of the known parallelism scheme that its plan's layouts resemble.
       codecs: the codecs of its gradients, separated by spaces.
       worth: rows of the base batch that make the same progress as its steps; None if
         not reported.
@@ -474,7 +474,7 @@ class _Decision(TypedDict):
 
 
 class _Span(TypedDict):
-    """A stored period in which a job had certain devices."""
+    """A stored period of time in which a job had the same devices."""
 
     job: str
     start_s: float

@@ -528,7 +528,7 @@ def announce_end() -> None:
     Does nothing without a coordination service.
     """
     if jax_compat.coordination() is not None:
-        atexit.unregister(_end)  # one call is enough
+        atexit.unregister(_end)  # so that the hook runs only once
         atexit.register(_end)
 
 

@@ -1,8 +1,8 @@
 """Changes the batch size, microbatches, codecs or world of a `ParallelStep`.
 
-These functions belong to `ParallelStep`: they change its private attributes, and no
-other module may. They have their own module because that of `ParallelStep` is full. In
-another world the step keeps its analyses and plans, and drops everything on devices.
+These functions change private attributes of `ParallelStep`, which no other module may
+do. They have their own module to keep the module of `ParallelStep` short. In another
+world the step keeps its analyses and plans, and drops everything on devices.
 """
 
 # pyright: reportPrivateUsage=false

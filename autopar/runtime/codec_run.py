@@ -95,7 +95,7 @@ class CodecRun:
         self._taken: Any = None
         # The last columns of telemetry (signals), summed since the last observation.
         self._signals: Any = None
-        # Whether the next step is the first to be counted.
+        # Whether the counts of levels and signals restart with the next step.
         self._count_anew = True
         self._planned: PlannedStep | None = None
         self._since = 0.0
@@ -309,10 +309,10 @@ class CodecRun:
         return self._state
 
     def report(self, running: PlannedStep | None) -> Telemetry:
-        """Returns the telemetry of the last step that measured it, by parameter.
+        """Returns the telemetry of gradients, by parameter.
 
-        For a gradient that is not finite in the last step, it returns the telemetry of
-        the last step.
+        For each gradient this is the telemetry of the last step that measured it. If
+        the gradient is not finite in the very last step, it is that step's telemetry.
 
         Args:
           running: the program in use; None if there is none yet.
@@ -428,7 +428,7 @@ class CodecRun:
 
 
 def _copy_array(array: Any) -> Any:
-    """Returns a copy of an array; an array without shards here is returned as it is."""
+    """Returns a copy of an array; an array without local shards is not copied."""
     lies = getattr(array, "sharding", None)
     return jnp.copy(array) if lies is None or lies.addressable_devices else array
 
@@ -468,5 +468,5 @@ def _report(
 
 
 def _root(square: float) -> float:
-    """Returns the square root; NaN for `NOT_MEASURED`."""
+    """Returns the square root; NaN for `autopar.compression.encoding.NOT_MEASURED`."""
     return math.sqrt(square) if square >= 0 else math.nan

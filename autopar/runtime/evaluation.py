@@ -108,7 +108,7 @@ class Evaluation(Generic[P, R]):
     def _compiled_function(
         self, call: StepCall, names: Sequence[str]
     ) -> tuple[Any, list[ResultForm]]:
-        """Returns the compiled function and the forms of its results, from the cache.
+        """Returns the compiled function, cached, and the forms of its results.
 
         Args:
           call: the call.

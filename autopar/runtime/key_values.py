@@ -29,9 +29,9 @@ _ROOT = "autopar"
 class KeyValueExchange:
     """Numbered exchanges of one process with the others.
 
-    The store holds the number of calls of each process. Process 0 collects the data of
-    all processes and publishes them. A process that fails publishes its failure under
-    the same key instead.
+    The store counts the calls of each process; an exchange has the number of its call.
+    Process 0 collects the data of all processes and publishes them under one key. A
+    process that fails publishes its failure under this key instead.
 
     Attributes:
       client: the client of the coordination service.

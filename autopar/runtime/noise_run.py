@@ -24,7 +24,7 @@ from autopar.runtime.planned import PlannedStep
 
 
 class NoiseRun:
-    """The noise scale of the steps of one training."""
+    """Measures the noise scale of gradients over the steps of a training run."""
 
     def __init__(self) -> None:
         """Creates a run without averages; the first step creates them."""

@@ -289,8 +289,8 @@ class ParallelStep(HasNoise, Generic[P, R]):
             (page 'Gradient compression' of the documentation).
 
         Raises:
-          PlanError: a parameter has no compressed gradient, or a codec is not known
-            or cannot send it.
+          PlanError: a parameter has no compressed gradient, a codec is not known, or a
+            codec cannot send the gradient of its parameter.
         """
         if self._current is None:
             raise PlanError(f"{self.__name__}: recode needs a step that was planned.")
@@ -366,7 +366,7 @@ class ParallelStep(HasNoise, Generic[P, R]):
     ) -> tuple[RepeatedCall, list[Any], list[Any]] | None:
         """Returns the last call with these arguments, as given and as placed.
 
-        None if these arguments differ from those of the last call in more than values.
+        None if these arguments differ from the last ones in more than array values.
         """
         known = self._repeated
         if known is None or known.running is not self._current:
@@ -493,7 +493,8 @@ class ParallelStep(HasNoise, Generic[P, R]):
           becomes its ``nnx.State``.
 
         Raises:
-          PlanError: the step has not been planned, or the state is of another step.
+          PlanError: the step has not been planned, or the state belongs to another
+            step.
         """
         running = self._running()
         name_arrays(self.__name__, running.analysis, state, structs=True)

@@ -202,7 +202,7 @@ def absent(struct: Any, sharding: NamedSharding) -> Any:
 
 
 def _row_mesh(mesh: Any) -> Mesh:
-    """Returns a mesh of the same devices with one row for each process, in order."""
+    """Returns a mesh of the same devices, with one row per process in process order."""
     devices = sorted(mesh.devices.flat, key=lambda d: (d.process_index, d.id))
     count = len({d.process_index for d in devices})
     grid = np.array(devices, dtype=object).reshape(count, -1)

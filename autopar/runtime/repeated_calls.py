@@ -1,9 +1,11 @@
-"""Runs calls that differ from the last call only in values, without new planning.
+"""Recognises calls that differ from the last call only in the values of arrays.
+
+Such a call is not planned again, and only some of its arrays are placed again.
 
 In training, most calls are alike: the state is the result of the last call, and the
 batch has the shapes of the last batch. If trees, types, shapes and shardings are equal
-to those of the last call, its checks need not be repeated. They are compared as whole
-lists, which takes 0.1 microseconds per array.
+to those of the last call, its checks need not be repeated. These properties are
+compared as whole lists, which takes 0.1 microseconds per array.
 """
 
 from __future__ import annotations

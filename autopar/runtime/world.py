@@ -1,8 +1,8 @@
 """The processes and devices that a step runs on.
 
 Only this module of the runtime asks JAX for processes and devices. All other modules
-are given a `World`. Therefore two steps can run side by side, each on a part of a
-process's devices.
+are given a `World`. A world may have only a part of a process's devices, so two steps
+can run side by side in one process.
 
 A lane is a sequence of exchanges between processes. Each process must make the same
 exchanges of a lane in the same order, as exchanges are matched by their numbers. Two
