@@ -140,7 +140,7 @@ def listen(state: pathlib.Path, address: str, secret: str) -> Endpoint:
 
 
 def answer_for(state: pathlib.Path) -> Answer:
-    """Makes what carries questions out on a scheduler's state."""
+    """Returns a function that runs a command of a question on a scheduler's state."""
 
     def answer(message: Message) -> dict[str, Any]:
         words = {k: v for k, v in message.items() if k not in ("kind", "protocol")}

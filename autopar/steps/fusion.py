@@ -1,9 +1,12 @@
-"""Which values a fusing compiler writes to memory: one notion for time and memory.
+"""Finds the values that a fusing compiler writes to memory.
 
-An element-wise result is fused into its readers. It is written where a reader is
-opaque to fusion (a product, a sort, a boundary), where it is costly and read more than
-once, or where the forward and the backward pass both read it. Every result of an
-operator that is not element-wise is written.
+The time model and the memory model share these results.
+
+A compiler fuses an element-wise result into its readers. It writes an element-wise
+result to memory in three cases: a reader is opaque to fusion (a product, a sort, a
+boundary); the result is costly and read more than once; or the forward and the backward
+pass both read the result. A compiler writes all results of operators that are not
+element-wise.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ from typing import Self
 from autopar_passes.graph.operators import PRODUCTS, Operator, OperatorGraph
 from autopar_passes.rules.factor_rule import FactorKind, FactorRule
 
-# Boundary operators hand values over; they compute nothing.
+# Boundary operators pass values into and out of regions; they compute nothing.
 BOUNDARY = frozenset({"input", "return", "enter", "carry", "merge"})
 # Element-wise operators that XLA does not compute once for each reader
 # (openxla/xla, HloInstruction::IsExpensive as instruction fusion applies it).
@@ -27,12 +30,13 @@ _COSTLY = frozenset(
         "logistic", "pow", "rem", "rsqrt", "sin", "sqrt", "tan", "tanh",
     }
 )  # fmt: skip
-# Those of them that take over 150 clock cycles an element on an H100
+# Costly operators that take more than 150 clock cycles per element on an H100
 # (openxla/xla, ``xla/service/gpu/model/hlo_op_profiles_data.h``).
 _DEAR = _COSTLY - {"div", "exp", "exp2", "logistic", "rem", "rsqrt", "sqrt", "tanh"}
-# Of float32 it is made again: GPTs and an MLP mixer keep what GELU takes it of.
+# XLA keeps a tanh of these types. It recomputes a tanh of float32: compiled GPTs and an
+# MLP mixer keep the operand of the tanh in GELU.
 _KEPT = {("tanh", "bfloat16"), ("tanh", "float16")}
-# Readers into which nothing is fused, `is_product` beside them.
+# Readers into which nothing is fused; nothing is fused into an `is_product`, either.
 _OPAQUE = frozenset(
     {
         "sort", "top_k", "enter", "carry", "merge", "slice_step", "stack_step",
@@ -40,7 +44,8 @@ _OPAQUE = frozenset(
     }
 )  # fmt: skip
 
-# What is no element-wise operator, whatever its factors are, `is_product` beside them.
+# Operators that are not element-wise, whatever their factors are; neither is an
+# `is_product`.
 _APART = BOUNDARY | {
     "slice_step", "stack_step", "random_bits", "threefry2x32", "gather", "scatter-add",
     "sort", "top_k",
@@ -50,15 +55,17 @@ _CALLS = BOUNDARY | {
     "slice_step", "stack_step", "sort", "top_k", "optimization_barrier",
 }  # fmt: skip
 
-# A kernel does not read more arrays than this; the limit only bounds the work here.
+# The most arrays that a fused kernel reads. The limit only bounds the work of this
+# analysis.
 _MOST_SOURCES = 32
-# A kernel takes no operator that it would compute at over so many places for each
-# element (openxla/xla, ``kMaxEvaluationsPerNode`` of FusionNodeEvaluations).
+# An operator is not fused into a kernel that would evaluate it at more than this number
+# of positions per element (openxla/xla, ``kMaxEvaluationsPerNode`` of
+# FusionNodeEvaluations).
 _MOST_PLACES = 15
-# Operators that read their operands at other places than they write.
+# Operators whose elements come from other positions of the operands.
 _SHIFTING = frozenset({"concatenate", "dynamic_slice", "pad", "rev", "slice", "split"})
 _OWN_PLACE = frozenset({0})
-# Operators whose results lie in the buffer of what they hand over.
+# Operators whose results share the buffer of an operand.
 _HANDING = BOUNDARY | {"slice_step"}
 
 
@@ -68,9 +75,9 @@ class Fusion:
 
     Attributes:
       buffers: values with a buffer of their own.
-      in_memory: these, and values that lie in the buffer of another: inputs, what
-        loops hand over, and one step of a scanned array. Reading or making them
-        costs memory traffic.
+      in_memory: the values in `buffers`, and values that share the buffer of another
+        value: inputs, values that loops pass on, and one step of a scanned array.
+        Reading or writing any of them costs memory traffic.
     """
 
     buffers: frozenset[int]
@@ -98,12 +105,13 @@ def _find_fusion(
     floating: frozenset[int],
     writes: Callable[[Operator, int, int], bool],
 ) -> Fusion:
-    """The values in memory, in program order.
+    """Finds the values in memory; visits the operators in program order.
 
     Args:
       graph: the operator graph.
       floating: values that each reader makes anew.
-      writes: whether an operator writes a result: the operator, the slot, the value.
+      writes: tells whether an operator writes a result, from the operator, the slot of
+        the result and the value.
     """
     buffers: set[int] = set()
     handed: set[int] = set()
@@ -111,7 +119,7 @@ def _find_fusion(
         if op.kind in _HANDING:
             handed.update(op.outputs)
         if op.kind == "enter" and not floating.isdisjoint(op.inputs):
-            # A loop takes arrays: what its readers could make anew is made before it.
+            # A loop reads arrays, so a floating operand is written before the loop.
             buffers.update(op.outputs)
         buffers.update(v for slot, v in enumerate(op.outputs) if writes(op, slot, v))
     kept = frozenset(buffers - floating)
@@ -119,11 +127,12 @@ def _find_fusion(
 
 
 def is_product(op: Operator) -> bool:
-    """Whether the matrix units may do the operator.
+    """Whether the matrix units may compute the operator.
 
     A `dot_general` needs more than one element along each of its sides M, N and K.
-    Compilers write the others as a multiplication of elements, with a sum of them
-    where something is contracted (openxla/xla, AlgebraicSimplifierVisitor::HandleDot).
+    Compilers turn any other `dot_general` into an element-wise multiplication, followed
+    by a sum if a dimension is contracted (openxla/xla,
+    AlgebraicSimplifierVisitor::HandleDot).
     """
     if op.kind != "dot_general":
         return op.kind in PRODUCTS
@@ -134,8 +143,9 @@ def is_product(op: Operator) -> bool:
 def side_factors(rule: FactorRule) -> tuple[tuple[int, ...], ...]:
     """The factors of the sides M, N and K of a product.
 
-    M is only in the left operand and the result, N only in the right one and the
-    result, K is reduced.
+    The left operand and the result have the factors of M. The right operand and the
+    result have the factors of N. Both operands have the factors of K, which the product
+    reduces.
     """
     left, right = (rule.factors_of(dims) for dims in rule.operands[:2])
     result = rule.factors_of(rule.results[0])
@@ -146,24 +156,26 @@ def side_factors(rule: FactorRule) -> tuple[tuple[int, ...], ...]:
 def made_again(
     graph: OperatorGraph, floating: frozenset[int], *, into_products: bool = False
 ) -> Fusion:
-    """`fusion`, by a compiler that makes element-wise results again in each reader.
+    """`fusion` of a compiler that recomputes element-wise results in each reader.
 
-    XLA's GPU compiler fuses an element-wise result, a costly one too, into all its
-    readers where that moves fewer bytes (openxla/xla,
-    ``xla/service/gpu/transforms/priority_fusion.cc``). Made from arrays of L bytes in
-    memory, a result of V bytes with c readers costs ``c L`` fused, and ``L + (1 + c)
-    V`` written. What takes over 150 clock cycles an element is not made again. So the
-    softmax of a forward pass leaves its scores in memory, and the
-    backward pass takes the exponential again.
+    XLA's GPU compiler fuses an element-wise result, even a costly one, into all its
+    readers if that moves fewer bytes (openxla/xla,
+    ``xla/service/gpu/transforms/priority_fusion.cc``). Suppose that the result has V
+    bytes and c readers, and is made from arrays of L bytes in memory. The traffic is
+    ``c L`` bytes if the result is fused, and ``L + (1 + c) V`` bytes if it is written.
+    The compiler does not recompute operators that take more than 150 clock cycles per
+    element. As an example, the softmax of a forward pass leaves its scores in memory,
+    and the backward pass computes the exponential again.
 
-    XLA's TPU compiler fuses element-wise results into products, too, whatever they
-    cost: the matrix unit takes operands that the vector unit makes tile by tile in
-    on-chip memory, and the vector unit is idle meanwhile.
+    XLA's TPU compiler also fuses element-wise results into products, whatever the
+    results cost. The vector unit makes the operands tile by tile in on-chip memory, and
+    the matrix unit reads them there. The vector unit would otherwise be idle during the
+    product.
 
     Args:
       graph: the operator graph.
       floating: values that each reader makes anew.
-      into_products: as the compiler for TPUs does.
+      into_products: whether to fuse results into products, as the TPU compiler does.
     """
     known = _Again.of(graph, floating, into_products=into_products)
     return _find_fusion(graph, floating, known.writes)
@@ -172,19 +184,19 @@ def made_again(
 def looked_up(
     graph: OperatorGraph, floating: frozenset[int], fused: Fusion
 ) -> dict[tuple[int, int], bool]:
-    """Element-wise results that are written for a gather alone.
+    """Finds element-wise results that are written only because a gather reads them.
 
-    A gather reads at addresses that it computes, so its array is in memory. The other
-    readers make the result again from what it is made of.
+    A gather computes the addresses that it reads, so its array must be in memory. The
+    other readers recompute the result from the operands of its operator.
 
     Args:
       graph: the operator graph.
       floating: values that each reader makes anew.
-      fused: what is written anyway.
+      fused: the values that are in memory for other reasons.
 
     Returns:
-      The values, each with its gather: False, for it is made when that reads it (as in
-      `autopar.steps.orders.copies_in_orders`).
+      Value and gather -> False. As in `autopar.steps.orders.copies_in_orders`, False
+      means that the value is made when the gather reads it.
     """
     maker = {v: op for op in graph.operators for v in op.outputs}
     arrays = ((op.inputs[0], op) for op in graph.operators if op.kind == "gather")
@@ -200,19 +212,20 @@ def looked_up(
 def spread(
     graph: OperatorGraph, floating: frozenset[int]
 ) -> dict[int, tuple[int, ...]]:
-    """Arrays that are written at the size of a larger one that both passes read.
+    """Finds arrays that are written in the larger shape of a result of both passes.
 
-    XLA's CPU compiler makes an element-wise result of smaller arrays in each reader,
-    as others do. But it writes the smaller arrays broadcast to the size of the result,
-    and keeps them for the backward pass (read from its programs, jaxlib 0.10.2). So a
-    LayerNorm keeps its scale and its deviations at the size of its activations.
+    Like other compilers, XLA's CPU compiler recomputes an element-wise result of
+    smaller arrays in each reader. But it broadcasts the smaller arrays to the shape of
+    the result, writes them in that shape, and keeps them for the backward pass (read
+    from its programs, jaxlib 0.10.2). For example, a LayerNorm keeps its scale and its
+    deviations in the shape of its activations.
 
     Args:
       graph: the operator graph.
       floating: values that each reader makes anew.
 
     Returns:
-      The results, each with the arrays that are broadcast for it.
+      Result -> the arrays that are broadcast for the result.
     """
     read = _readers(graph)
     out: dict[int, tuple[int, ...]] = {}
@@ -230,18 +243,19 @@ def spread(
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Again:
-    """What `made_again` knows of the operators before the present one.
+    """The state of `made_again` while it visits the operators in program order.
 
     Attributes:
       graph: the operator graph.
       floating: values that each reader makes anew.
-      readers: the operators that read each value.
-      outputs: of the graph.
-      made_of: of what is fused, the values in memory that it is made of.
-      places: of what is fused, the places at which it reads those: the operators that
-        shift them, one after the other. Not of what reads at its own place alone.
-      scattered: zeros that something is scattered into.
-      into_products: whether products make what they read.
+      readers: value -> the operators that read it.
+      outputs: the outputs of the graph.
+      made_of: fused value -> the values in memory from which it is computed.
+      places: fused value -> the positions at which it reads the values in memory. A
+        number stands for the chain of shifting operators that leads to a position.
+        Values that only read their own position have no entry.
+      scattered: arrays of zeros that a scatter writes into.
+      into_products: whether element-wise operands are computed within products.
     """
 
     graph: OperatorGraph
@@ -257,7 +271,7 @@ class _Again:
     def of(
         cls, graph: OperatorGraph, floating: frozenset[int], *, into_products: bool
     ) -> Self:
-        """Knows nothing yet."""
+        """Makes the state before the first operator."""
         outputs = _handed_out(graph)
         readers = _readers(graph)
         return cls(graph, floating, readers, outputs, {}, {}, set(), into_products)
@@ -282,7 +296,7 @@ class _Again:
         return written
 
     def _places(self, op: Operator) -> frozenset[int]:
-        """The places at which an operator reads what is in memory, as numbers."""
+        """The positions at which an operator reads the values in memory, as numbers."""
         read = frozenset[int]().union(
             *(self.places.get(v, _OWN_PLACE) for v in op.inputs if v is not None)
         )
@@ -298,7 +312,8 @@ class _Again:
         if self.into_products and value in self.floating:
             return False
         if value in self.outputs or not self.scattered.isdisjoint(op.inputs):
-            # What is added to a scatter into zeros is what it scatters into.
+            # A sum of an array and a scatter into zeros becomes a scatter into the
+            # array.
             return True
         dtype = str(self.graph.values[value].dtype)
         if self.into_products:
@@ -311,14 +326,14 @@ class _Again:
 
 
 def _again(op: Operator, users: Sequence[Operator]) -> bool:
-    """Whether a result may be made again in every reader."""
+    """Whether a result may be recomputed in every reader."""
     if op.kind in _DEAR or not is_elementwise(op):
         return False
     return not any(_is_opaque(r) for r in users)
 
 
 def _is_streamed(op: Operator, users: Sequence[Operator]) -> bool:
-    """Whether a result may be made again in every reader, products among them."""
+    """Whether a result may be recomputed in every reader, including products."""
     opaque = any(_is_opaque(r) and not is_product(r) for r in users)
     return is_elementwise(op) and not opaque
 
@@ -326,13 +341,13 @@ def _is_streamed(op: Operator, users: Sequence[Operator]) -> bool:
 def _saves(
     graph: OperatorGraph, value: int, sources: frozenset[int], count: int
 ) -> bool:
-    """Whether writing a result with so many readers moves fewer bytes."""
+    """Whether writing a result with ``count`` readers moves fewer bytes than fusion."""
     read = sum(graph.values[s].nbytes for s in sources)
     return (count - 1) * read > (count + 1) * graph.values[value].nbytes
 
 
 def _handed_out(graph: OperatorGraph) -> frozenset[int]:
-    """The values that leave the program, or what a microbatch runs of it."""
+    """The values that leave the program, or the part that runs for each microbatch."""
     return graph.accumulated.union(v for v in graph.outputs if v is not None)
 
 
@@ -357,15 +372,15 @@ def is_elementwise(op: Operator) -> bool:
 
 
 def is_cloned(op: Operator) -> bool:
-    """Whether a GPU's compiler clones the operator rather than keep its result.
+    """Whether the GPU compiler may rematerialise the result by cloning the operator.
 
-    It does not clone what calls a library or a kernel, and loops.
+    The compiler does not clone loops, or calls of libraries or hand-written kernels.
     """
     return op.kind not in _CALLS and op.kernel is None and not is_product(op)
 
 
 def _is_opaque(op: Operator) -> bool:
-    """Whether nothing is fused into an operator: hand-written kernels read memory."""
+    """Whether nothing is fused into an operator, such as a hand-written kernel."""
     return op.kind in _OPAQUE or is_product(op) or op.kernel is not None
 
 
@@ -373,10 +388,11 @@ def _needs_buffer(op: Operator, slot: int, users: Sequence[Operator]) -> bool:
     if op.kind in ("input", "enter"):
         return False
     if op.kind == "carry":
-        # Inside and after the loop a carry is one buffer: that of the last output.
+        # Inside and after the loop, a carry has one buffer, which belongs to the last
+        # output.
         return slot == len(op.outputs) - 1
     if op.kind == "slice_step":
-        # One step of a scanned array is read where it lies.
+        # Readers read one step of a scanned array in the buffer of the whole array.
         return any(_is_opaque(r) for r in users)
     if not is_elementwise(op):
         return True
@@ -386,6 +402,7 @@ def _needs_buffer(op: Operator, slot: int, users: Sequence[Operator]) -> bool:
         return False
     if op.kind in _COSTLY:
         return True
-    # What is cheap to make from one array is made again from that, if it is kept.
+    # If a result is cheap to make from one array, the compiler keeps that array and
+    # recomputes the result.
     arrays = {v for v in op.inputs if v is not None}
     return len({r.role for r in users}) > 1 and len(arrays) > 1

@@ -1,15 +1,14 @@
 """When values are made and last needed.
 
-This part of the memory model does not depend on any layout.
+The results of this module do not depend on the layout of any array.
 
-The order in which XLA's CPU compiler runs a program: breadth first.
-
-Its scheduler is a queue. An operator joins it when the last of its operands has run
-(openxla/xla, ``BFScheduler`` in
-``xla/hlo/transforms/simplifiers/hlo_memory_scheduler.cc``;
-``xla_cpu_enable_concurrency_optimized_scheduler`` is on by default). So operators run
-by their depth: the number of kernels on the longest way to them from an input. What is
-made of inputs alone, such as gathered parameters, is made first of all.
+By default, XLA's CPU compiler runs a program in breadth-first order. Its scheduler is a
+queue: an operator joins the queue when the last of its operands has run (openxla/xla,
+``BFScheduler`` in ``xla/hlo/transforms/simplifiers/hlo_memory_scheduler.cc``;
+``xla_cpu_enable_concurrency_optimized_scheduler`` is on by default). Therefore
+operators run in the order of their depth. The depth of an operator is the number of
+kernels on the longest path from an input to the operator. Operators that read only
+inputs, such as gathers of parameters, run first.
 """
 
 from __future__ import annotations
@@ -23,19 +22,20 @@ from autopar.steps.rounding import NOT_ROUNDED, NOT_WIDENED, Rounded, Widened
 from autopar_passes.graph.operators import Operator, OperatorGraph, readers
 from autopar_passes.graph.roles import Role
 
-# It makes nothing, but what leaves it waits for all that enters it.
+# A barrier computes nothing. Each of its results waits for all of its operands.
 _BARRIER = "optimization_barrier"
 
 
 def breadth_first(graph: OperatorGraph, written: frozenset[int]) -> list[int]:
-    """When each operator runs: a permutation of the operators.
+    """Returns the time at which each operator runs, a permutation of the operators.
 
-    A loop is one kernel, whose operators run breadth first, too.
+    A loop counts as one kernel. The operators in the loop run breadth first, too.
 
     Args:
       graph: the operator graph.
       written: values with a buffer of their own. An element-wise operator that writes
-        none runs within its readers, and adds nothing to their depth.
+        none of them runs within the kernels of its readers, so it does not increase
+        their depth.
     """
     queue = _Queue(written, _barrier_inputs(graph))
     times = [0] * len(graph.operators)
@@ -45,11 +45,14 @@ def breadth_first(graph: OperatorGraph, written: frozenset[int]) -> list[int]:
 
 
 def region_ends(graph: OperatorGraph, times: Sequence[int]) -> list[int]:
-    """When the region of each boundary operator ends; -1 for the others.
+    """Returns the time at which the region of each boundary operator ends.
+
+    The entry of every other operator is -1.
 
     Args:
       graph: the operator graph.
-      times: when each operator runs. Those of a region run together.
+      times: the time at which each operator runs. The operators of a region run one
+        after the other, with no others between them.
     """
     first: dict[int, int] = {}
     for op in graph.operators:
@@ -66,21 +69,21 @@ def region_ends(graph: OperatorGraph, times: Sequence[int]) -> list[int]:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Queue:
-    """The scheduler.
+    """The breadth-first scheduler.
 
     Attributes:
       written: values with a buffer of their own.
-      barriers: what each barrier waits for, by its equation.
+      barriers: equation of a barrier -> the values that the barrier waits for.
     """
 
     written: frozenset[int]
     barriers: dict[int, list[int]]
 
     def order(self, operators: Sequence[Operator]) -> Iterator[Operator]:
-        """The operators of a computation as they run."""
+        """Yields the operators of a computation in the order in which they run."""
         blocks = list(_blocks(operators))
         depths = self.depths(blocks)
-        # The program's own order holds among blocks of one depth.
+        # Blocks of equal depth run in the order of the program.
         for number in sorted(range(len(blocks)), key=depths.__getitem__):
             block = blocks[number]
             if len(block) == 1:
@@ -89,7 +92,7 @@ class _Queue:
                 yield from self.order(block)
 
     def depths(self, blocks: Sequence[Sequence[Operator]]) -> list[int]:
-        """The number of kernels before each block, and itself."""
+        """The depth of each block: the most kernels on a path to its end."""
         made: dict[int, int] = {}
         out: list[int] = []
         for block in blocks:
@@ -115,7 +118,7 @@ class _Queue:
 
 
 def _blocks(operators: Sequence[Operator]) -> Iterator[Sequence[Operator]]:
-    """The operators of a computation one by one, those of a region in it together."""
+    """Yields blocks: single operators, and whole regions nested in the computation."""
     whole = operators[0].equation if operators[0].until >= 0 else -1
     block: list[Operator] = []
     until = -1
@@ -129,7 +132,7 @@ def _blocks(operators: Sequence[Operator]) -> Iterator[Sequence[Operator]]:
 
 
 def _barrier_inputs(graph: OperatorGraph) -> dict[int, list[int]]:
-    """What each barrier waits for, by its equation; every value has an operator."""
+    """Equation of a barrier -> its operands; the barrier has an operator for each."""
     out: dict[int, list[int]] = {}
     for op in graph.operators:
         if op.kind == _BARRIER:
@@ -141,16 +144,18 @@ def _barrier_inputs(graph: OperatorGraph) -> dict[int, list[int]]:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Replacing:
-    """Which readings an update must not overtake: sets of gradients, as bits.
+    """The readings that must come before an update, as bit sets of gradients.
 
-    A step writes its new parameters in the place of the old ones. What still reads the
-    old ones then would read the new. Where the program itself does not order the two,
-    XLA's CPU compiler copies the old ones first (``CopyInsertion``). An update is
-    behind a reading if a gradient that it waits for is made of what is read.
+    A step writes its new parameters into the buffers of the old parameters. An operator
+    that ran after the update would read the new parameters there instead of the old
+    ones. XLA's CPU compiler therefore copies the old parameters first, unless the
+    program already orders the reading before the update (``CopyInsertion``). The
+    program orders the two if the update waits for a gradient that depends on the result
+    of the reading.
 
     Attributes:
-      made_of: by operator, the gradients that are made of its results.
-      waits_for: by input that is replaced, the gradients that its update waits for.
+      made_of: for each operator, the gradients that are computed from its results.
+      waits_for: input that the step updates -> the gradients that the update waits for.
     """
 
     made_of: tuple[int, ...]
@@ -159,41 +164,51 @@ class Replacing:
 
 REPLACES_NONE = Replacing((), {})
 
-# The last time at which a result is there before it is given up, and the first behind.
+# A result is not in memory between these two times: the last time before the gap, and
+# the first time after the gap.
 Gap = tuple[int, int]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Lifetimes:
-    """The times at which values are made and read, the same for all assignments.
+    """The times at which values are made and read, equal for all sharding assignments.
 
     Attributes:
-      time: when each operator runs; an update runs once its gradient is there.
+      time: the time at which each operator runs; an update runs when its gradient is
+        ready.
       written: values with a buffer of their own.
-      reads: per operator, when its results are last needed (its own time, or
-        that of the readers it is fused into).
-      until: for a boundary operator, when the last operator of its region has run.
+      reads: for each operator, the last time at which its operands are read. This is
+        the time of the operator itself, or of the last reader into which the operator
+        is fused.
+      until: for a boundary operator, the time at which the last operator of its region
+        runs.
       order: the operator that runs at each time.
-      copies: values that an operator reads in another order of their dimensions than
-        others do, with that operator (`autopar.steps.orders`): when they are made.
-      workspace_bytes: what matrix products take to work in, if there are any.
+      copies: a value and an operator that reads the value in another order of
+        dimensions than other readers do (`autopar.steps.orders`) -> the time at which
+        the copy in that order is made.
+      workspace_bytes: bytes of the workspace of the matrix products; 0 if the program
+        has no product.
       on_chip_bytes: as in `Habits`.
       tiled: as in `Habits`.
       joined_sums: as in `Habits`.
       widens: as in `Habits`.
       widened: values that are widened in memory.
       rounded: values of float32 that are in memory in bfloat16.
-      early: when values are made, if all that they suffice for is made at once: other
-        layouts and orders of them. Empty where that is made for its first reader.
-      zeros: values that begin as zeros, which are there from the start.
+      early: value -> the time at which it is made. It is set where the compiler runs
+        every operator as soon as its operands are ready, also those that bring a value
+        into another layout or order of dimensions. It is empty where the compiler runs
+        such an operator just before the first reader.
+      zeros: values that begin as zeros; their buffers are in memory from the start.
       spread: arrays that are written at the size of a larger one
         (`autopar.steps.fusion.spread`).
-      gaps: the times between which results are not there where memory is short.
+      gaps: value -> the times between which the value is not in memory, if memory is
+        short.
       room: as in `Habits`.
       placed: as in `Habits`.
-      factor: on the peak of the buffers, beside that of the device.
-      replacing: the gradients that updates wait for, where parameters are copied
-        that may be read later.
+      factor: a factor on the peak memory of the buffers. It is multiplied by the factor
+        of the device.
+      replacing: the gradients that updates wait for, if the compiler copies parameters
+        that operators may read after the update.
     """
 
     time: tuple[int, ...]
@@ -219,19 +234,20 @@ class Lifetimes:
     factor: float = 1.0
 
     def starts(self, op: Operator, value: int) -> int:
-        """When there is first a buffer for a result of an operator."""
+        """The first time at which a result of an operator has a buffer."""
         return 0 if value in self.zeros else self.time[op.index]
 
     def arrives(self, value: int, reader: int) -> int:
-        """When a value is brought into the layout in which an operator reads it."""
+        """The time at which a value is resharded for an operator that reads it."""
         when = self.time[reader]
         return min(self.early.get(value, when), when)
 
     def needs(self, op: Operator) -> int:
-        """Until when an operator needs what it reads.
+        """The last time at which an operator needs its operands.
 
-        A loop holds what it reads to its end. What it stacks is copied, at once where
-        operators run as soon as they can.
+        A loop keeps its operands until the end of the loop. The values that a loop
+        stacks are copied. If the compiler runs operators as soon as it can, the copy is
+        made at once.
         """
         own = self.reads[op.index]
         copied = bool(self.early) and op.kind == "stack_step"
@@ -240,32 +256,41 @@ class Lifetimes:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Habits:
-    """What a compiler does with memory, beyond what all of them do.
+    """The memory optimisations of one compiler that other compilers do not share.
 
     Attributes:
-      makes_again: whether element-wise results are made again in each reader where
-        that moves fewer bytes (`autopar.steps.fusion.made_again`).
+      makes_again: whether the compiler recomputes an element-wise result in each reader
+        if that moves fewer bytes (`autopar.steps.fusion.made_again`).
       keeps_orders: whether batched products fix the order of dimensions
         (`autopar.steps.orders`).
-      late_gradients: the part of the operators that make gradients which has run
-        naturally before the first of them does; the rest of the pass they share evenly.
-      workspace_bytes: what a library takes for its matrix products to work in.
-      into_products: whether element-wise results are made again in products, too, and
-        written for a gather alone (`autopar.steps.fusion.looked_up`).
-      late_until_barrier: whether these products run before the next barrier of a layer
-        that is computed again, where they hide its gathers.
-      on_chip_bytes: memory of the chip itself that holds buffers instead of the
-        device's (`autopar.cost.live.on_chip`).
-      tiled: whether arrays lie in tiles (`autopar.cost.local`).
-      breadth_first: whether operators run as soon as they can
+      late_gradients: a fraction p of the operators that make gradients. The first of
+        these operators runs when, in program order, the fraction p of them would have
+        run. The operators are spread evenly over the rest of the pass (`_late`).
+      workspace_bytes: bytes of the workspace that a library reserves for matrix
+        products.
+      into_products: whether the compiler also recomputes element-wise results within
+        matrix products. It then writes such a result to memory only for a gather
+        (`autopar.steps.fusion.looked_up`).
+      late_until_barrier: whether products that make gradients run before the next
+        barrier of a rematerialised layer, so that they overlap with the gathers of that
+        layer.
+      on_chip_bytes: on-chip memory that holds buffers in place of the device's memory
+        (`autopar.cost.live.on_chip`).
+      tiled: whether arrays are stored in tiles (`autopar.cost.local`).
+      breadth_first: whether operators run in breadth-first order
         (`autopar.steps.lifetimes`).
-      joined_sums: how many sums of gradients one message carries, whatever their size
-        (`autopar.cost.buffers`); 0: each is sent when it is there.
-      widens: whether types of 16 bits are computed in 32 (`autopar.steps.rounding`).
-      rounds: whether products of float32 read bfloat16 (`autopar.steps.rounding`).
-      room: the part of a device's memory, and of what the inputs leave of that, beyond
-        which results are given up for a while (`gaps`); 0: they never are.
-      placed: whether what is lost between buffers counts
+      joined_sums: the number of sums of gradients over devices that share one message,
+        whatever their size (`autopar.cost.buffers`). With 0, each sum has a message of
+        its own, which is sent when the gradient is ready.
+      widens: whether the compiler computes 16-bit types in 32 bits
+        (`autopar.steps.rounding`).
+      rounds: whether products of float32 arrays read their operands in bfloat16
+        (`autopar.steps.rounding`).
+      room: two fractions. The first is the fraction of the device's memory that the
+        compiler may use. The second is a fraction of this memory less the inputs. If
+        the other buffers exceed it, the compiler frees results for some time (`gaps`).
+        With 0 it never frees results.
+      placed: whether the memory model counts the holes between buffers
         (`autopar.cost.live.lost_bytes`).
     """
 
@@ -286,8 +311,8 @@ class Habits:
 
 
 PLAIN = Habits()
-# With the 1.05 of the preset `cpu` it makes the 1.2 that was chosen by hand when whole
-# steps were counted in the order of the program, too.
+# The preset `cpu` has a factor of 1.05. The product of both factors is 1.2, which was
+# chosen by hand when whole steps, too, were modelled in program order.
 _NOT_EARLY = 1.2 / 1.05
 
 
@@ -299,18 +324,19 @@ def lifetimes(
     copies: Mapping[tuple[int, int], bool] | None = None,
     times: Sequence[int] | None = None,
 ) -> Lifetimes:
-    """Derives the order of operators, and when each result is last needed.
+    """Derives the order of operators and the last time at which each value is read.
 
     Args:
       graph: the operator graph.
       written: values with a buffer of their own (`autopar.steps.fusion.Fusion`).
-      late: operators that run late, each with the last operator of its loop, or of the
-        program.
+      late: operator that runs late -> the last operator of its loop, or of the program
+        if it is in no loop.
       part: as in `Habits.late_gradients`.
-      copies: `autopar.steps.orders.copies_in_orders`. What an element-wise operator
-        makes is made again for them, so what it reads lives until then.
-      times: when each operator runs; None: in the order of the program, but for
-        updates.
+      copies: the result of `autopar.steps.orders.copies_in_orders`. An element-wise
+        result is recomputed for each copy, so the operands of the operator stay in
+        memory until then.
+      times: the time at which each operator runs. If it is None, operators run in
+        program order, except updates.
     """
     read_by: dict[int, list[int]] = {}
     for op in graph.operators:
@@ -340,10 +366,10 @@ def lifetimes(
 def made_early(
     life: Lifetimes, graph: OperatorGraph, floating: frozenset[int]
 ) -> Lifetimes:
-    """The lifetimes where operators run as soon as they can.
+    """Returns the lifetimes of a program whose operators run breadth first.
 
     Args:
-      life: with the times of `autopar.steps.lifetimes.breadth_first`.
+      life: lifetimes with the times of `autopar.steps.lifetimes.breadth_first`.
       graph: the operator graph.
       floating: values that each reader makes anew.
     """
@@ -360,13 +386,14 @@ def made_early(
 
 
 def in_program_order(life: Lifetimes) -> Lifetimes:
-    """The lifetimes of programs that each run as soon as they can, and wait for others.
+    """Returns the lifetimes of a stage that consists of several programs.
 
-    What one of them makes early is there while it runs. That is not followed: a factor
-    stands for it.
+    Each program runs its operators as soon as it can, but waits for other programs.
+    Results that a program makes early stay in memory while the program runs. A factor
+    on the peak stands for these results, whose lifetimes are not modelled.
 
     Args:
-      life: in the order of the step.
+      life: lifetimes in program order.
     """
     return dataclasses.replace(life, factor=_NOT_EARLY)
 
@@ -374,19 +401,21 @@ def in_program_order(life: Lifetimes) -> Lifetimes:
 def gaps(
     graph: OperatorGraph, life: Lifetimes, prompt: Lifetimes, where: Sequence[int]
 ) -> dict[int, tuple[Gap, ...]]:
-    """When results are given up where a program needs more memory than there is.
+    """Finds the times at which results are not in memory if memory is short.
 
-    XLA's scheduler for GPUs then keeps no product waiting, but in loops: there it does
-    not see what lies outside. And results of the forward pass are made again for the
-    backward pass: an instruction is cloned before its next reader (openxla/xla,
-    ``xla/hlo/transforms/simplifiers/hlo_rematerialization.cc``). Calls of libraries,
-    loops and kernels are not cloned: on GPUs products are such calls.
+    If a program needs more memory than the device has, XLA's scheduler for GPUs delays
+    no product outside loops. Within a loop it still delays products, because it does
+    not see the memory use outside the loop. The compiler also rematerialises results of
+    the forward pass for the backward pass: it clones an instruction before the next
+    reader (openxla/xla, ``xla/hlo/transforms/simplifiers/hlo_rematerialization.cc``).
+    The compiler does not clone calls of libraries, loops and kernels. On GPUs, products
+    are calls of libraries.
 
     Args:
       graph: the operator graph.
-      life: when values are made and last needed.
-      prompt: the same where no product waits.
-      where: of each operator, the last operator of its computation.
+      life: the times at which values are made and last read.
+      prompt: the same times if no product is delayed.
+      where: for each operator, the last operator of its computation.
     """
     read_by: dict[int, list[Operator]] = {}
     for op in graph.operators:
@@ -416,7 +445,7 @@ def gaps(
 
 
 def kept_times(start: int, end: int, gaps: Sequence[Gap]) -> list[tuple[int, int]]:
-    """The times at which a result is there where memory is short: first and last ones.
+    """Returns the first and last times of the intervals in which a result is in memory.
 
     >>> kept_times(2, 20, [(9, 12), (14, 21)])
     [(2, 9), (12, 14)]
@@ -430,9 +459,9 @@ def kept_times(start: int, end: int, gaps: Sequence[Gap]) -> list[tuple[int, int
 
 
 def _zeros(graph: OperatorGraph) -> frozenset[int]:
-    """Values that begin as zeros: what loops stack, and what is scattered into zeros.
+    """Finds values that begin as zeros: stacks of loops, and scatters into zeros.
 
-    Zeros need no input, so they are written first of all.
+    An array of zeros needs no input, so it is written at the start of the program.
     """
     of_nothing: set[int] = set()
     out: set[int] = set()
@@ -449,15 +478,16 @@ def _zeros(graph: OperatorGraph) -> frozenset[int]:
 def until_barriers(
     graph: OperatorGraph, gradients: Mapping[int, int]
 ) -> dict[int, int]:
-    """When products run at the latest that make gradients, with barriers between.
+    """Returns the latest time at which each product that makes a gradient runs.
 
-    Behind the barrier of a layer under ``jax.checkpoint`` its parameters are gathered
-    again. These messages are what the products of the layer above can hide.
+    The parameters of a layer under ``jax.checkpoint`` are gathered again after the
+    barrier of that layer. The products of the layer above can overlap with these
+    gathers, so they run before the next barrier.
 
     Args:
       graph: the operator graph.
-      gradients: the products, each with the last operator of its loop, or of the
-        program.
+      gradients: product -> the last operator of its loop, or of the program if it is in
+        no loop.
     """
     barriers = [
         op.index
@@ -473,12 +503,13 @@ def until_barriers(
 def _late(
     graph: OperatorGraph, gradients: Mapping[int, int], part: float
 ) -> dict[int, int]:
-    """When operators run that make gradients: behind others of the backward pass.
+    """Returns the times at which delayed operators that make gradients run.
 
-    Nothing but messages and updates waits for them, so a scheduler that fills a program
-    from its end puts them there; what they read lives until then. In the order of
-    the program the one in place i of n runs with that in place ``part n + (1 - part)
-    i``. One in a loop stays in it.
+    Only messages and updates wait for gradients. A scheduler that fills a program from
+    its end therefore puts the operators that make gradients late in the backward pass,
+    and their operands stay in memory until then. Let n such operators be in program
+    order. Operator number i runs when operator number ``part n + (1 - part) i`` would
+    run in program order. An operator in a loop stays in the loop.
     """
     backward = (op.index for op in graph.operators if op.role is Role.BACKWARD)
     last = max(backward, default=0)
@@ -493,7 +524,7 @@ def _late(
 
 
 def _schedule(graph: OperatorGraph) -> list[int]:
-    """Program order, but for updates, which run once what they read is there."""
+    """Program order, except that an update runs as soon as its operands are ready."""
     made: dict[int, int] = {}
     time: list[int] = []
     for op in graph.operators:
@@ -506,7 +537,7 @@ def _schedule(graph: OperatorGraph) -> list[int]:
 
 
 def replacing(graph: OperatorGraph) -> Replacing:
-    """Finds the gradients that updates wait for, and what these are made of."""
+    """Finds the gradients that updates wait for, and the operators that these need."""
     read = readers(graph.operators)
     bits: dict[int, int] = {}
     for op in graph.operators:

@@ -1,9 +1,9 @@
-"""Who reads which value in which layout: the edges between nodes.
+"""The readers of each value and their layouts: the edges between nodes.
 
-A value that one node reads is resharded for that node. A value that several
-nodes read is resharded once, into a *copy* that they share; forward and
-backward readers have a copy each, and the backward copy may reuse the forward
-one (memory for communication) or gather again (communication for memory).
+If one node reads a value, the value is resharded for that node. If several nodes read a
+value, it is resharded once, into a *copy* that the nodes share. Forward readers share
+one copy and backward readers share another. The backward copy may reuse the forward
+copy, which takes memory, or may be gathered again, which takes communication.
 """
 
 from __future__ import annotations
@@ -16,21 +16,23 @@ from autopar_passes.graph.operators import Operator, OperatorGraph
 from autopar_passes.graph.roles import Role
 from autopar_passes.rules.factor_rule import Dims
 
-# A value is shared by its class: (class of its producer, output slot).
+# Values are equivalent if the same output slot of equivalent operators, such as those
+# of repeated layers, makes them. The pair is (class of the producer, output slot).
 ValueClass = tuple[int, int]
 
 
 @dataclasses.dataclass(slots=True)
 class Use:
-    """All readings of the values of one class by one node in one way.
+    """The readings of the values of one class by one node in one layout.
 
     Attributes:
       node: the node that reads.
-      dims: the factors of that node in each dimension of the value.
-      weight: how many instances of the value are read so, times their trips.
+      dims: for each dimension of the value, the factors of that node.
+      weight: the number of values of the class that are read in this layout, each times
+        the number of trips of its reader.
       backward: whether the readers belong to the backward pass or the update.
-      readers: of each instance of the value, the first and the last operator that
-        read it so, and the most trips of one.
+      readers: value of the class -> the first and the last operator that read it in
+        this layout, and the largest number of trips of one such operator.
     """
 
     node: int
@@ -41,13 +43,13 @@ class Use:
 
     @property
     def example(self) -> int:
-        """One of the values that are read so."""
+        """One of the values that are read in this layout."""
         return next(iter(self.readers))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class HomeValue:
-    """A class of values with a home, and everything that reads it."""
+    """A class of equivalent values, the layout of their home, and their readers."""
 
     value_class: ValueClass
     example: int
@@ -56,14 +58,14 @@ class HomeValue:
 
     @property
     def foreign(self) -> tuple[Use, ...]:
-        """Uses that may need another layout than the home's."""
+        """The uses that may need another layout than the layout of the home."""
         return tuple(
             u for u in self.uses if (u.node, u.dims) != (self.home.node, self.home.dims)
         )
 
 
 def times_made(uses: Iterable[Use]) -> float:
-    """The number of times a copy is made: once for each instance and trip."""
+    """The number of times that a copy is made: once for each value and trip."""
     trips: dict[int, float] = {}
     for use in uses:
         for value, (_, _, count) in use.readers.items():
@@ -79,16 +81,20 @@ def node_dims(contraction: Contraction, op: Operator, dims: Dims) -> Dims:
 def required_values(
     graph: OperatorGraph, contraction: Contraction, value: int, dims: Dims
 ) -> list[tuple[int, Dims]]:
-    """Looks through floating values: the values with a home that make ``value``.
+    """Finds the values with a home from which ``value`` is computed.
+
+    A floating value has no home, so the search goes on to the operands of its operator.
 
     Args:
       graph: the operator graph.
-      contraction: its nodes.
-      value: what a reader needs.
-      dims: what splits each dimension of it, factors of a node or mesh axes.
+      contraction: the nodes of the graph.
+      value: the value that a reader needs.
+      dims: for each dimension of the value, the node factors or mesh axes that split
+        it.
 
     Returns:
-      Pairs of a value and what splits its dimensions, in the terms of ``dims``.
+      Pairs of a value with a home and, for each of its dimensions, the factors or axes
+      that split it, as in ``dims``.
     """
     if graph.values[value].size < MIN_ELEMENTS:
         return []
@@ -110,7 +116,7 @@ def required_values(
 def collect(
     graph: OperatorGraph, contraction: Contraction
 ) -> dict[ValueClass, HomeValue]:
-    """Collects the uses of every value class that has a home."""
+    """Collects the uses of every class of values that has a home."""
     uses: dict[ValueClass, dict[tuple[int, Dims, bool], Use]] = {}
     example: dict[ValueClass, int] = {}
     for value, home in contraction.homes.items():
@@ -145,7 +151,7 @@ def collect(
 
 
 def value_class(contraction: Contraction, value: int) -> ValueClass:
-    """Returns the class of a value."""
+    """Returns the class of a value: the class of its producer, and its output slot."""
     op = contraction.producer[value]
     return op.class_index, op.outputs.index(value)
 
