@@ -88,11 +88,11 @@ from autopar_passes.sums.stacked import Deferral
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Origin:
-    """What a step was traced from.
+    """The function and the arguments from which a step was traced.
 
     Attributes:
       step: the train step.
-      call: a call of it, with structs in the place of arrays.
+      call: a call of the step, with ``ShapeDtypeStruct``s in place of arrays.
     """
 
     step: Callable[..., Any]
@@ -103,9 +103,10 @@ _Fact = TypeVar("_Fact")
 
 
 class _untimed(Generic[_Fact]):
-    """A fact that does not know how often operators run; found once.
+    """A cached property that does not depend on the number of runs of each operator.
 
-    The analyses of replicas have it from the one that they differ from in that alone.
+    The analysis of a replica differs from the analysis in `Analysis.counted` only in
+    these numbers, so it takes the property from there.
     """
 
     def __init__(self, find: Callable[[Any], _Fact]) -> None:
@@ -117,40 +118,48 @@ class _untimed(Generic[_Fact]):
             raise AttributeError(self.name)
         if instance.counted is not None:
             return getattr(instance.counted, self.name)
-        # Behind this, the instance has the fact itself.
+        # From now on, the instance dictionary holds the fact, and this method is not
+        # called.
         return instance.__dict__.setdefault(self.name, self.find(instance))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Analysis:
-    """A program, its graph and its contraction; made once, used by every plan.
+    """A program, its graph and its contraction, which all plans of a step share.
 
     Attributes:
       program: the flat program.
       graph: its operator graph.
       contraction: the nodes with a choice.
-      sources: who reads what.
+      sources: the uses of each class of values (`autopar.steps.uses`).
       deferrals: the paths along which sums over devices may stay partial.
       output_paths: a readable path for each flat output.
-      traced: the pytrees of a traced step; None for a program without any.
-      origin: the step and the shapes that it was traced with; None likewise.
-      split: into which microbatches the program splits its batch; None: it does not.
-      whole: of a step that was split, the analysis of the step as it is written.
-      pieces: flat argument -> layers of each piece of it (`autopar.steps.stages`).
-      spares: what devices hold of the state beside the one in use.
-      remat: what the program computes again (`autopar.steps.remat`).
-      written: of a step without its checkpoints, the analysis of the step with them.
-      turns: microbatches that one replica runs (`autopar.steps.microbatches`); None:
-        all.
-      counted: the analysis that differs only in how often operators run; None: it
-        shares its facts with none.
-      alone: of a step whose update computes equal matrices at once
-        (`autopar.steps.update_batches`), the analysis that computes each alone.
-      batches: how many matrices it computes at once, each time.
-      programs: of a stage, equation -> the number of the program that runs it, as its
-        passes are programs of their own; None: all is one program.
-      trace_s: seconds of tracing.
-      graph_s: seconds of building graph and contraction.
+      traced: the pytrees of the traced step; None for a program without pytrees.
+      origin: the step, and the shapes with which it was traced; None for a program that
+        was not traced from a step.
+      split: the microbatches into which the program splits its batch; None if it does
+        not split the batch.
+      whole: if the batch was split, the analysis of the step as it is written.
+      pieces: flat argument -> the number of layers of each of its pieces
+        (`autopar.steps.stages`).
+      spares: the additional copies of the state that devices hold.
+      remat: the layers that the program rematerialises (`autopar.steps.remat`).
+      written: if the checkpoints of the step were dropped, the analysis of the step
+        with its checkpoints.
+      turns: the number of microbatches that one replica runs
+        (`autopar.steps.microbatches`); None if it runs all of them.
+      counted: the analysis that differs from this one only in the number of runs of
+        each operator, and shares its cached properties; None if there is no such
+        analysis.
+      alone: if the update computes equal matrices in batches
+        (`autopar.steps.update_batches`), the analysis of the step that computes each
+        matrix separately.
+      batches: the number of matrices in each of these batches.
+      programs: for a pipeline stage, equation -> the number of the program that runs
+        it, since the passes of a stage are separate programs; None if one program
+        runs the whole step.
+      trace_s: the time of tracing, in seconds.
+      graph_s: the time to build the graph and the contraction, in seconds.
     """
 
     program: Program
@@ -177,47 +186,47 @@ class Analysis:
 
     @property
     def microbatches(self) -> int:
-        """Into how many microbatches the program splits its batch."""
+        """The number of microbatches into which the program splits its batch."""
         return 1 if self.split is None else self.split.microbatches
 
     @functools.cached_property
     def splits(self) -> dict[tuple[int, bool], Analysis]:
-        """What `autopar.steps.microbatches.in_microbatches` has made of it."""
+        """The cache of `autopar.steps.microbatches.in_microbatches`."""
         return {}
 
     @functools.cached_property
     def single(self) -> dict[tuple[int, bool], Analysis]:
-        """What `autopar.steps.microbatches.one_microbatch` has made of it."""
+        """The cache of `autopar.steps.microbatches.one_microbatch`."""
         return {}
 
     @functools.cached_property
     def layers(self) -> list[tuple[int, ...]]:
-        """What `autopar.steps.remat.layer_starts` has found of it."""
+        """The cache of `autopar.steps.remat.layer_starts`."""
         return []
 
     @functools.cached_property
     def rewritten(self) -> dict[tuple[int, bool, Rematerialisation], Analysis]:
-        """What `autopar.steps.remat.rematerialise` has made of it."""
+        """The cache of `autopar.steps.remat.rematerialise`."""
         return {}
 
     @functools.cached_property
     def batch_versions(self) -> dict[int, Analysis]:
-        """What `autopar.steps.update_batches.in_update_batches` has made of it."""
+        """The cache of `autopar.steps.update_batches.in_update_batches`."""
         return {}
 
     @functools.cached_property
     def without_checkpoints(self) -> list[Analysis]:
-        """The step without its checkpoints, once `autopar.steps.remat` has made it."""
+        """The cache of `autopar.steps.remat` for the step without its checkpoints."""
         return []
 
     @functools.cached_property
     def cuts(self) -> dict[tuple[tuple[int, tuple[int, ...]], ...], Analysis]:
-        """What `autopar.steps.stages.with_pieces` has made of it."""
+        """The cache of `autopar.steps.stages.with_pieces`."""
         return {}
 
     @_untimed
     def attention(self) -> tuple[Attention, ...]:
-        """The attention that the step writes out."""
+        """The attention that the step computes without a hand-written kernel."""
         program = self.program
         closed_over = program.body.inputs[program.num_arguments :]
         constants = dict(zip(closed_over, program.constants, strict=True))
@@ -225,7 +234,7 @@ class Analysis:
 
     @_untimed
     def stacked_inputs(self) -> dict[int, int]:
-        """The flat arguments that are stacked layers -> how many they are."""
+        """Flat argument that holds stacked layers -> the number of layers."""
         return stacked_state(self.program, self.carried_arguments)
 
     @property
@@ -243,13 +252,13 @@ class Analysis:
 
     @_untimed
     def carried_arguments(self) -> dict[int, int]:
-        """Flat argument -> flat output that is its next value."""
+        """Flat argument -> the flat output that is its value for the next step."""
         inputs = enumerate(self.graph.inputs)
         return {k: given.output for k, given in inputs if given.output >= 0}
 
     @_untimed
     def input_paths(self) -> dict[int, str]:
-        """Value of an input -> where it is in the arguments."""
+        """Value of an input -> the path of the input in the arguments."""
         return {given.value: given.path for given in self.graph.inputs}
 
     @functools.cached_property
@@ -259,7 +268,7 @@ class Analysis:
 
     @functools.cached_property
     def structure(self) -> str:
-        """16 hex digits that a step keeps when only its batch changes."""
+        """16 hex digits that stay the same when only the batch of the step changes."""
         return structure(self.graph, self.contraction)
 
     @functools.cached_property
@@ -276,8 +285,8 @@ class Analysis:
         """The work of the operators of each class that has a choice.
 
         Args:
-          streamed: whether the compiler makes operands of products as they are read
-            (`autopar.cluster.DeviceSpec.streams`), in bfloat16.
+          streamed: whether the compiler computes the operands of a product in bfloat16
+            while the product reads them (`autopar.cluster.DeviceSpec.streams`).
         """
         known = self._works.get(streamed)
         if known is None:
@@ -297,7 +306,7 @@ class Analysis:
         return {}
 
     def work_table(self, *, streamed: bool = False) -> WorkTable:
-        """`works` as arrays; likewise."""
+        """`works` as arrays, for the same argument."""
         known = self._work_tables.get(streamed)
         if known is None:
             works = self.works(streamed=streamed)
@@ -312,15 +321,16 @@ class Analysis:
 
     @_untimed
     def _streamed_fusion(self) -> Fusion:
-        """`fusion`, by a compiler that makes operands of products as they are read."""
+        """`fusion` of a compiler that also fuses operators into products."""
         floating = frozenset(self.contraction.floating)
         return made_again(self.graph, floating, into_products=True)
 
     def with_operators(self, graph: OperatorGraph) -> Analysis:
-        """The same step, whose operators run in other numbers.
+        """Returns the analysis of the step with other numbers of runs of operators.
 
         Args:
-          graph: its operators, by the same numbers, each of the same values.
+          graph: the graph of the step. Its operators and values have the same numbers
+            as in this analysis.
         """
         contraction = dataclasses.replace(
             self.contraction, producer=producers(graph.operators)
@@ -333,10 +343,11 @@ class Analysis:
         )
 
     def life(self, habits: Habits = PLAIN) -> Lifetimes:
-        """When values are made and last needed.
+        """The times at which values are made and last read.
 
         Args:
-          habits: of the compiler (`autopar.cost.live.habits_of`).
+          habits: the memory optimisations of the compiler
+            (`autopar.cost.live.habits_of`).
         """
         known = self._lives.get(habits)
         if known is None and self.programs is not None and habits.breadth_first:
@@ -406,16 +417,17 @@ class Analysis:
 
     @_untimed
     def _gradients(self) -> dict[int, int]:
-        """The products of the backward pass that only the update waits for.
+        """The products of the backward pass for whose results only the update waits.
 
-        Each with the last operator of its loop, or of the program.
+        The dictionary maps each product to the last operator of its loop, or of the
+        program if the product is in no loop.
         """
         kinds = {op.index for op in self.graph.operators if op.kind in PRODUCTS}
         return {k: end for k, end in self._summing.items() if k in kinds}
 
     @_untimed
     def _summing(self) -> dict[int, int]:
-        """`_gradients`, with sums of elements such as those for scales."""
+        """`_gradients`, and sums of elements such as the gradients of scales."""
         return {
             op.index: self.independent.computations[op.index]
             for op in self.graph.operators
@@ -424,25 +436,26 @@ class Analysis:
 
     @_untimed
     def readings(self) -> Readings:
-        """What operators read, grouped by how it is brought to them."""
+        """The operands of operators, grouped by how they are resharded."""
         return readings(self.graph, self.contraction)
 
     @_untimed
     def independent(self) -> Independent:
-        """The operators whose collectives need no other's result."""
+        """The operators whose collectives do not depend on each other."""
         return independent(self.graph, self.deferrals)
 
     @_untimed
     def followers(self) -> tuple[Operator, ...]:
-        """The operators behind sums that only the update waits for, and the update."""
+        """The update, and the operators that only the update waits for."""
         return followers(self.graph, self.independent.summing)
 
     @_untimed
     def ranks(self) -> np.ndarray:
-        """The place of each operator where gradients' products run last.
+        """The position of each operator if the products that make gradients run last.
 
-        Compilers that hide communication run them behind the rest of the backward
-        pass, in their own order, at the end of their loop.
+        Compilers that overlap communication with computation run these products after
+        the rest of the backward pass, at the end of their loop. The products keep their
+        order.
         """
         late, until = self._gradients, self.independent.computations
         last = behind(self.followers, late)
@@ -455,7 +468,7 @@ class Analysis:
 
     @functools.cached_property
     def positions(self) -> Positions:
-        """The pass of each operator, and where the sums it adds to are complete."""
+        """The pass of each operator, and where its sums are complete."""
         return positions(self.graph, self.contraction, self.deferrals, self.trips)
 
     @_untimed
@@ -465,12 +478,12 @@ class Analysis:
 
     @_untimed
     def node_labels(self) -> Labels:
-        """The factors of nodes that are the batch's or the sequence's."""
+        """The factors of nodes that grow with the batch or the sequence."""
         return factor_labels(self.dim_labels, self.contraction)
 
     @functools.cached_property
     def poisoned_results(self) -> Poisoned:
-        """What a gradient that is not finite would spoil of the results."""
+        """The results that would not be finite if a gradient were not finite."""
         gradients = set[int]().union(*(d.gradients for d in self.deferrals))
         return find_poisoned(
             self.program,
@@ -481,35 +494,35 @@ class Analysis:
 
     @functools.cached_property
     def sums(self) -> Sums:
-        """The sums over devices that finish the results of each class."""
+        """The sums over devices that complete the partial results of each class."""
         hoisted = [d for d in self.deferrals if d.hoisted]
         return sums_due(self.graph, self.contraction, hoisted)
 
     @_untimed
     def shared_sums(self) -> SharedSums:
-        """The sums that may be one, but for those that wait in loops."""
+        """The sums over devices that may combine, except sums deferred past a loop."""
         waiting = set[int]().union(*(d.members for d in self.deferrals if d.hoisted))
         found = [r for r in self.reassociations if waiting.isdisjoint(r.between)]
         return find_shared_sums(self.graph, found)
 
     @_untimed
     def shares(self) -> dict[int, float]:
-        """The part of a sum that operators pay, by class, where sums may be one."""
+        """Class -> the fraction of a combined sum that each operator pays."""
         return shares(self.graph, self.shared_sums)
 
     @_untimed
     def reassociations(self) -> tuple[Reassociation, ...]:
-        """The additions of two sums that a compiler may take as one."""
+        """The additions of two sums over devices that a compiler may combine."""
         return reassociations(self.graph)
 
     @functools.cached_property
     def coded_gradients(self) -> CodedSums:
-        """The gradients that classes of operators contribute to."""
+        """The gradients to which each class of operators contributes."""
         return coded_sums(self.graph, self.contraction, self.deferrals)
 
     @functools.cached_property
     def partial_runs(self) -> PartialRuns:
-        """How often operators work on partial values that wait in loops."""
+        """The number of runs of operators on partial values that wait in loops."""
         return partial_runs(self.graph, self.contraction, self.deferrals, self.trips)
 
 
@@ -527,7 +540,7 @@ def analyse(
       args: its arguments, arrays or ``ShapeDtypeStruct``s.
       kwargs: arguments by name.
       static: names of arguments that are part of the program.
-      roles: of arguments, as the user names them.
+      roles: the roles of arguments, as the user names them.
 
     Raises:
       TraceError: JAX cannot trace the step.
@@ -537,7 +550,7 @@ def analyse(
 
 @collector_paused()
 def analyse_call(step: Callable[..., Any], call: StepCall) -> Analysis:
-    """`analyse`, of a call whose arrays are taken out."""
+    """`analyse` for a call whose arrays have been extracted."""
     start = time.perf_counter()
     say(f"tracing {step_name(step)}")
     traced = trace_call(step, call)
@@ -564,9 +577,10 @@ def analyse_program(
     """Contracts the graph of a program, with or without a step around it.
 
     Args:
-      program: flat.
+      program: the flat program.
       graph: its operator graph.
-      output_paths: a readable path for each flat output; else ``output0`` and so on.
+      output_paths: a readable path for each flat output; by default ``output0`` and so
+        on.
     """
     contraction, count = contract(graph), len(graph.outputs)
     return Analysis(

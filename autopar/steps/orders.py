@@ -1,27 +1,32 @@
-"""In which order of its dimensions a compiler writes an array, and what it copies.
+"""The order of dimensions in which a compiler writes an array, and copies of arrays.
 
 XLA's GPU compiler fixes the order around batched products (openxla/xla,
 ``xla/service/gpu/transforms/layout_assignment.cc`` and
 ``xla/service/transforms/dot_decomposer.cc``; read with jax 0.10.2):
 
-* the result of a batched product lies as the program writes it, major to minor;
-* an operand of one with several free or several contracted dimensions is brought to
-  the order batch, free, contracted (on the left) or batch, contracted, free (on the
-  right); other products read their operands as they lie;
-* a transposition moves nothing by itself: the order goes with the array, through
-  element-wise operators too;
-* where two arrays of different orders meet, the result lies as the earlier;
-* a product with one dimension of batches reads an operand's free and contracted
-  dimensions in either order;
-* an array that products want in several orders is made once for each: the order in
-  which it lies and one other at once, by one kernel. Where none wants the first, two
-  others are made at once if neither is transposed in tiles; further ones are made when
-  they are read (`runs_in_tiles`).
+* the result of a batched product has the order of dimensions of the program, from major
+  to minor;
+* some batched products have several free or several contracted dimensions. The compiler
+  brings their left operand to the order batch, free, contracted, and their right
+  operand to the order batch, contracted, free. Other products read their operands in
+  the order in which they are stored;
+* a transposition does not move data. The order in memory stays the same, also through
+  element-wise operators;
+* if an operator reads two arrays of different orders, its result takes the order that
+  was fixed first in the program;
+* a product with a single batch dimension reads the free and the contracted dimensions
+  of an operand in either order;
+* if products need an array in several orders, the compiler makes one copy for each
+  order. One kernel writes the stored order and one other order at the same time. If no
+  product needs the stored order, one kernel writes two other orders, provided that
+  neither is transposed in tiles (`runs_in_tiles`). Further copies are made when a
+  product reads them.
 
-So the weights of grouped attention in bfloat16 are made again for the backward pass if
-2, 4 or 8 heads are a group. In float32 they are kept. The gradient of the scores is
-written once for each of the two products that read it. Sizes are those of whole arrays:
-what a plan leaves of them on one device is not known here.
+As an example, take the attention weights of grouped-query attention. In bfloat16 they
+are computed again for the backward pass if a group has 2, 4 or 8 heads. In float32 they
+are kept. The gradient of the scores is written twice, once for each product that reads
+it. All sizes here are sizes of whole arrays, because the shards of a plan are not known
+yet.
 """
 
 from __future__ import annotations
@@ -35,25 +40,27 @@ from autopar.units import runs_of
 from autopar_passes.graph.operators import Operator, OperatorGraph
 from autopar_passes.rules.factor_rule import Dims, FactorRule
 
-# Shared memory has so many banks of so many bits; packed tiles fill some of them.
+# Bits of a bank of shared memory, the number of banks, and the number of banks that a
+# packed tile must fill.
 _BANK_BITS, _BANKS, _FILLED_BANKS = 32, 32, 10
-# The least size of each of two dimensions that change places, or of large ones.
+# The least size of the two dimensions that a tiled transposition swaps; the least size
+# if their product is large; and the least product that is large.
 _LEAST, _LEAST_OF_LARGE, _LARGE = 16, 8, 64 * 128
 _MOST_MINOR_BITS = 64
 
-# Dimensions of more than one element, major to minor.
+# The dimensions with more than one element, from major to minor.
 Order = tuple[int, ...]
 
 
 def copies_in_orders(graph: OperatorGraph) -> dict[tuple[int, int], bool]:
-    """Values that an operator reads in another order than others do.
+    """Finds values that an operator reads in another order than other operators do.
 
     Args:
       graph: the operator graph.
 
     Returns:
-      The values, each with that operator: whether they are made at once, or when it
-      reads them.
+      Value and operator -> True if the copy in this order is made together with the
+      value, False if it is made when the operator reads it.
     """
     found = _Found(graph, {}, {})
     for op in graph.operators:
@@ -76,19 +83,21 @@ class _Fixed:
     order: Order
 
 
-# A product, and the orders of an operand that suit it; none: as it lies.
+# A product, and the orders in which it can read an operand. No orders: it reads the
+# operand in the stored order.
 _Want = tuple[int, tuple[Order, ...]]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Found:
-    """What is known of the operators before the present one.
+    """The state of the search, which visits the operators in program order.
 
     Attributes:
       graph: the operator graph.
-      order: of values whose order is fixed.
-      wants: of values that batched products read, the products and the orders that
-        suit each of them; none: as the value lies.
+      order: value whose order is fixed -> the order.
+      wants: value that batched products read -> for each product, the orders in which
+        it can read the value. No orders: the product reads the value in the stored
+        order.
     """
 
     graph: OperatorGraph
@@ -113,7 +122,7 @@ def _note_product(op: Operator, found: _Found) -> None:
 def _wanted_orders(
     rule: FactorRule, slot: int, batch: frozenset[int]
 ) -> tuple[Order, ...]:
-    """The orders in which a batched product reads an operand; none: as it lies."""
+    """The orders in which a batched product can read an operand; () for any order."""
     *free, contracted = (_large(rule, side) for side in side_factors(rule))
     if all(len(side) < 2 for side in (*free, contracted)):
         return ()
@@ -129,7 +138,7 @@ def _wanted_orders(
 
 
 def _note_elementwise(op: Operator, found: _Found) -> None:
-    """An element-wise operator computes in the order that was fixed first."""
+    """Gives an element-wise result the operand order that was fixed first."""
     rule = op.rule
     full = _large(rule, rule.factors_of(rule.results[0]))
     operands = [
@@ -150,7 +159,7 @@ def _note_elementwise(op: Operator, found: _Found) -> None:
 def _copied_for(
     graph: OperatorGraph, value: int, wants: Sequence[_Want], fixed: _Fixed | None
 ) -> list[tuple[int, bool]]:
-    """The products that read further copies of a value; whether it is made at once."""
+    """The products that read a copy; True if it is made together with the value."""
     lies = _plain(graph, value) if fixed is None else fixed.order
     orders: list[tuple[int, Order]] = []
     for reader, suiting in wants:
@@ -177,7 +186,7 @@ def _large(rule: FactorRule, factors: Iterable[int]) -> frozenset[int]:
 
 
 def _plain(graph: OperatorGraph, value: int) -> Order:
-    """The dimensions as the program writes them."""
+    """The dimensions in the order of the program."""
     return tuple(d for d, n in enumerate(graph.values[value].shape) if n > 1)
 
 
@@ -187,7 +196,7 @@ def _sequence(rule: FactorRule, dims: Dims, order: Order) -> tuple[int, ...]:
 
 
 def _in_dims(rule: FactorRule, dims: Dims, sequence: tuple[int, ...]) -> Order | None:
-    """The order of dimensions whose factors come in a sequence; None: there is none."""
+    """The order of dimensions that gives a sequence of factors; None if none does."""
     start = {f: i for i, f in enumerate(sequence)}
     large = [tuple(f for f in dim if rule.sizes[f] > 1) for dim in dims]
     present = [d for d, factors in enumerate(large) if factors]
@@ -200,20 +209,20 @@ def _in_dims(rule: FactorRule, dims: Dims, sequence: tuple[int, ...]) -> Order |
 def runs_in_tiles(
     sizes: Sequence[int], source: Sequence[int], target: Sequence[int], bits: int
 ) -> bool:
-    """Whether an array is brought from one order of its dimensions to another in tiles.
+    """Whether the GPU compiler transposes an array from one order to another in tiles.
 
     The conditions are those of ``GetDescriptionForTiledTransposeEmitter`` and
     ``GetPackedTransposeTileSizes`` in openxla/xla,
-    ``xla/service/gpu/ir_emission_utils.cc`` (read with jax 0.10.2). Programs of grouped
-    attention compiled for H100 follow them. A transposition that does not run in tiles,
-    through shared memory, is a plain loop, and plain loops over the same elements
-    become one kernel.
+    ``xla/service/gpu/ir_emission_utils.cc`` (read with jax 0.10.2). Compiled programs
+    of grouped-query attention for H100 agree with them. A tiled transposition goes
+    through shared memory. Any other transposition is a plain loop, and plain loops over
+    the same elements are merged into one kernel.
 
     Args:
-      sizes: of the dimensions.
-      source: the dimensions as they lie, major to minor.
-      target: the same dimensions as they are to lie.
-      bits: of one element.
+      sizes: the sizes of the dimensions.
+      source: the dimensions in the present order, from major to minor.
+      target: the same dimensions in the new order.
+      bits: the number of bits of one element.
 
     >>> runs_in_tiles((512, 1024), (0, 1), (1, 0), 32)
     True
@@ -239,10 +248,10 @@ def runs_in_tiles(
 def _normalise(
     sizes: Sequence[int], source: Sequence[int], target: Sequence[int]
 ) -> tuple[list[int], list[int]]:
-    """The shape of the target, and of which place of the source each dimension is.
+    """Returns the shape of the target, and its dimensions as positions in the source.
 
-    Dimensions that stay together are joined. Place ``i`` of the target is dimension
-    ``permutation[i]`` of the source.
+    Dimensions that stay adjacent are merged into one. Dimension ``i`` of the target is
+    dimension ``permutation[i]`` of the source.
     """
     place = {dim: i for i, dim in enumerate(source)}
     runs = runs_of(place[dim] for dim in target)
@@ -252,7 +261,7 @@ def _normalise(
 
 
 def _operand(shape: Sequence[int], permutation: Sequence[int]) -> list[int]:
-    """The shape of the source."""
+    """Returns the shape of the source from the shape of the target."""
     out = [0] * len(shape)
     for place, dim in enumerate(permutation):
         out[dim] = shape[place]
@@ -260,10 +269,10 @@ def _operand(shape: Sequence[int], permutation: Sequence[int]) -> list[int]:
 
 
 def _is_packed(shape: Sequence[int], permutation: Sequence[int], bits: int) -> bool:
-    """Whether elements narrower than a bank are packed into tiles.
+    """Whether a transposition packs elements that are narrower than a bank into tiles.
 
-    The dimensions are [.., T2, A, T1, B] in the source and [.., T1, A, T2, B] in the
-    target; A and B may be missing.
+    The source has the dimensions [.., T2, A, T1, B] and the target has [.., T1, A, T2,
+    B]. A and B may be missing.
     """
     if bits >= _BANK_BITS or permutation[-1] == len(shape) - 1:
         return False  # B is not one element

@@ -1,33 +1,38 @@
 """Arrays of float32 that XLA's TPU compiler keeps and sends in bfloat16.
 
-At JAX's default precision a matrix product of float32 is one pass of the matrix unit in
-bfloat16 (`jax.default_matmul_precision`), so what it reads is rounded before. The
-compiler moves that conversion as far up as it finds nothing else that reads the array.
-Read from its programs for v5e (libtpu 0.0.42):
+At JAX's default precision, a float32 matrix product is one pass of the matrix unit in
+bfloat16 (`jax.default_matmul_precision`). The operands are therefore rounded before the
+product. The compiler moves this conversion to earlier operators, as long as nothing
+else reads the array.
+The following rules were read from programs for v5e (libtpu 0.0.42):
 
-* a result that only such products read is written in bfloat16, and so are its
-  transposes and reshapes. Sums of it, such as those for the gradient of a bias, are
-  taken in the kernel that makes it, in float32. A product's kernel adds a bias before
-  it writes, so that only the result of that is written;
-* an array that such products read in another layout is rounded before it is gathered
-  or exchanged, so that half the bytes are sent. The array itself stays in float32 where
-  others read it as it lies: updates read parameters, element-wise operators and sums
-  the gradients of a residual stream. That they read it as it lies is assumed;
-* what element-wise operators read stays in float32, though they are fused into
-  products: the input of a GELU, the scores of a softmax, the residual stream;
-* sums over devices are taken in float32, before the conversion.
+* if only such products read a result, the result is written in bfloat16, and so are its
+  transposes and reshapes. Sums of the result, such as the gradient of a bias, are
+  computed in float32 in the kernel that makes the result. The kernel of a product adds
+  a bias before it writes, so only the array with the bias is written;
+* if such products read an array in another layout, the array is rounded before the
+  gather or the all-to-all, which then sends half the bytes. The array itself stays in
+  float32 if other operators read it in its own layout. For example, updates read
+  parameters, and element-wise operators and sums read the gradients of a residual
+  stream. The model assumes that these operators read the arrays in their own layout;
+* the operands of element-wise operators stay in float32, even if the operators are
+  fused into products. Examples are the input of a GELU, the scores of a softmax and the
+  residual stream;
+* sums over devices are computed in float32, before the conversion.
 
-*Arrays of 16 bits on CPUs* are kept in 32 bits, or kept at all, as XLA's CPU compiler
-computes them in float32 (``xla/service/cpu/cpu_float_support.cc`` and
-``float_normalization.cc`` in openxla/xla). Read from its optimised programs (jaxlib
-0.10.2, a CPU without products of 16 bits):
+*16-bit arrays on CPUs.* XLA's CPU compiler computes 16-bit types in float32
+(``xla/service/cpu/cpu_float_support.cc`` and ``float_normalization.cc`` in
+openxla/xla). As a consequence it stores some 16-bit arrays in 32 bits, and keeps some
+arrays that it would otherwise recompute. The following rules were read from optimised
+programs (jaxlib 0.10.2, on a CPU without 16-bit products):
 
-* a product's operands lie in memory in 32 bits; what reads them besides reads them in
-  their own type;
-* what a reduction reads stays in 32 bits for all its readers, because the compiler
-  leaves out a rounding that is undone at once (``xla_allow_excess_precision``);
-* what has been rounded and both passes read is kept for the backward pass. In 32 bits
-  it would be made again where one array suffices.
+* the operands of a product are in memory in 32 bits. Other operators read these arrays
+  in their own 16-bit type;
+* the operand of a reduction stays in 32 bits for all its readers. The reason is that
+  the compiler drops a rounding followed by the opposite conversion
+  (``xla_allow_excess_precision``);
+* a rounded result that both passes read is kept for the backward pass. An equal result
+  in 32 bits would be recomputed if it could be computed from one array.
 """
 
 from __future__ import annotations
@@ -43,7 +48,7 @@ from autopar_passes.graph.operators import PRODUCTS, Operator, OperatorGraph, re
 from autopar_passes.graph.roles import Role
 from autopar_passes.program.equations import Equation
 
-# The part of its bytes that a rounded array of float32 takes.
+# The bytes of a float32 array after rounding to bfloat16, as a fraction of its bytes.
 ROUNDED = 0.5
 
 
@@ -51,33 +56,33 @@ ROUNDED = 0.5
 class Rounded:
     """Values of float32 that are in bfloat16 for the products that read them.
 
-    All values of a class (`autopar.steps.uses.ValueClass`) are, or none.
+    Either all values of a class (`autopar.steps.uses.ValueClass`) are rounded, or none.
 
     Attributes:
-      stored: those that are in memory in bfloat16 alone.
-      brought: those that are in bfloat16 in all layouts but their own.
+      stored: the values that are in memory only in bfloat16.
+      brought: the values whose resharded copies are in bfloat16.
     """
 
     stored: frozenset[int] = frozenset()
     brought: frozenset[int] = frozenset()
 
     def part(self, value: int) -> float:
-        """The part of its bytes that a value takes where it was made."""
+        """The factor on the bytes of a value in the layout in which it was made."""
         return ROUNDED if value in self.stored else 1.0
 
     def brought_part(self, value: int) -> float:
-        """The part of its bytes that a value takes in another layout than its own."""
+        """The factor on the bytes of a value in another layout."""
         return ROUNDED if value in self.brought else 1.0
 
 
 NOT_ROUNDED = Rounded()
 
 
-# Operators that a conversion moves through.
+# The compiler moves a conversion to bfloat16 to before these operators.
 _MOVING = frozenset(
     {"transpose", "reshape", "squeeze", "expand_dims", "broadcast_in_dim", "copy"}
 )
-# Taken where the array is made, in float32.
+# A sum that the kernel of its operand computes in float32.
 _SUM = "reduce_sum"
 _HANDED = BOUNDARY | {"slice_step", "stack_step", "optimization_barrier"}
 
@@ -92,9 +97,10 @@ def find_rounded(
 
     Args:
       graph: the operator graph.
-      contraction: its nodes.
-      reading: what its operators read.
-      equations: of the program, by index; they hold the precision of products.
+      contraction: the nodes of the graph.
+      reading: the operands of its operators.
+      equations: index -> equation of the program, which states the precision of a
+        product.
     """
     single = frozenset(
         op.index for op in graph.operators if _single_pass(graph, op, equations)
@@ -136,7 +142,7 @@ def _single_pass(
 
 
 def _only_read_by(graph: OperatorGraph, single: Collection[int]) -> frozenset[int]:
-    """The values of float32 that such products alone read, moved or not."""
+    """The values of float32 that only rounding products read, also after transposes."""
     kept = graph.accumulated.union(v for v in graph.outputs if v is not None)
     read = readers(graph.operators)
     out: set[int] = set()
@@ -150,7 +156,7 @@ def _only_read_by(graph: OperatorGraph, single: Collection[int]) -> frozenset[in
         for value in op.outputs:
             if value in kept or not _is_float32(graph, value):
                 continue
-            # Sums of what a kernel makes are taken in that kernel.
+            # The kernel that makes a value also computes sums of it.
             left = [
                 r for r, _ in read.get(value, []) if not (made_here and r.kind == _SUM)
             ]
@@ -160,10 +166,10 @@ def _only_read_by(graph: OperatorGraph, single: Collection[int]) -> frozenset[in
 
 
 def _in_one_kernel(graph: OperatorGraph, rounded: Collection[int]) -> set[int]:
-    """Results of products of which the same kernel makes what is rounded.
+    """Results of products whose kernels go on to compute a rounded result.
 
-    It applies the element-wise operators behind a product, such as the addition of a
-    bias, before it writes, if nothing else reads what they read.
+    The kernel of a product applies the element-wise operators that follow, such as the
+    addition of a bias, before it writes, if no other operator reads their operands.
     """
     kept = graph.accumulated.union(v for v in graph.outputs if v is not None)
     read = readers(graph.operators)
@@ -192,7 +198,7 @@ def _in_one_kernel(graph: OperatorGraph, rounded: Collection[int]) -> set[int]:
 
 
 def _foreign(contraction: Contraction, group: ReadingGroup) -> list[int]:
-    """The values that readings of a group need in other layouts than their own."""
+    """The values that the readings of a group may need in another layout."""
     op = group.operator
     node = contraction.node_of[op.class_index]
     dims = node_dims(contraction, op, op.rule.operands[group.slot])
@@ -208,7 +214,7 @@ def _foreign(contraction: Contraction, group: ReadingGroup) -> list[int]:
 def _whole_classes(
     graph: OperatorGraph, contraction: Contraction, values: Collection[int]
 ) -> frozenset[int]:
-    """Those of the values whose whole class is among them."""
+    """The values that are in a class all of whose values are given."""
     classes: dict[ValueClass, list[int]] = {}
     for op in graph.operators:
         for value in op.outputs:
@@ -221,18 +227,18 @@ def _is_float32(graph: OperatorGraph, value: int) -> bool:
     return str(graph.values[value].dtype) == "float32"
 
 
-# Bytes of the types that are widened, and the factor on them.
+# Bytes of an element of a 16-bit type, and the factor on its bytes in 32 bits.
 NARROW_BYTES, WIDER = 2, 2
 _HANDING = BOUNDARY | {"slice_step", "optimization_barrier"}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Widened:
-    """Values of 16 bits.
+    """The 16-bit values that are in memory in 32 bits.
 
     Attributes:
-      operands: those that products read, in 32 bits.
-      held: those that are in memory in 32 bits alone.
+      operands: the values that products read in 32 bits.
+      held: the values that are in memory only in 32 bits.
     """
 
     operands: frozenset[int] = frozenset()
@@ -243,7 +249,7 @@ NOT_WIDENED = Widened()
 
 
 def find_widened(graph: OperatorGraph) -> Widened:
-    """The values of a program that are widened in memory."""
+    """Finds the 16-bit values of a program that are in memory in 32 bits."""
     read = readers(graph.operators)
 
     def reduces(value: int) -> bool:

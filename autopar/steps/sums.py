@@ -1,6 +1,6 @@
-"""The sums over devices that a step needs, and when a codec may take them.
+"""The sums over devices that a step needs, and the sums that a codec may compress.
 
-Nothing here depends on a cluster or a layout.
+The results of this module do not depend on a cluster or a layout.
 """
 
 from __future__ import annotations
@@ -14,22 +14,22 @@ from autopar_passes.graph.operators import Operator, OperatorGraph
 from autopar_passes.sums.reassociated import Reassociation
 from autopar_passes.sums.stacked import Deferral
 
-# Gradients with fewer elements, and those of vectors, are sent as they are: they
-# make up next to nothing of the bytes, and norms and biases suffer most (PowerSGD,
+# Gradients with fewer elements and gradients of vectors are sent uncompressed. They are
+# a very small part of the bytes, and compression harms norms and biases most (PowerSGD,
 # arXiv 1905.13727, and CGX, arXiv 2111.08617, do the same).
 SMALLEST = 1024
 
 
 def worth_a_codec(shape: Sequence[int]) -> bool:
-    """Whether a gradient is large enough to be compressed, and no vector."""
+    """Whether a gradient is large enough to be compressed, and is not a vector."""
     return sum(size > 1 for size in shape) > 1 and math.prod(shape) >= SMALLEST
 
 
 def times_due(graph: OperatorGraph, maker: Operator, value: int) -> float:
-    """The number of times the sum of a value is taken.
+    """Returns the number of times per step that a value is summed over devices.
 
-    A stacked sum is taken after its loop, and one that microbatches add to after the
-    last of them.
+    A value that a loop stacks is summed once, after the loop. A value to which
+    microbatches add is summed once, after the last microbatch.
     """
     trips = maker.trips
     if value in graph.accumulated:
@@ -39,17 +39,18 @@ def times_due(graph: OperatorGraph, maker: Operator, value: int) -> float:
     return trips
 
 
-# Of each class: bytes of a sum over devices, and how often it is taken in a step.
+# Class -> for each sum over devices, its bytes and the number of times per step.
 Sums = dict[int, list[tuple[int, float]]]
 
 
 def sums_due(
     graph: OperatorGraph, contraction: Contraction, deferrals: Sequence[Deferral]
 ) -> Sums:
-    """Returns the sums that finish the results of each class of operators.
+    """Returns the sums that complete the partial results of each class of operators.
 
-    A result whose sum waits is summed where its way ends, together with what meets
-    it there, so each contribution carries its part.
+    The sum of a deferred result is computed at the end of its path, where other
+    contributions are added to it. Each contribution is charged an equal part of this
+    sum.
     """
     waiting = {
         op: (deferral, ends) for deferral in deferrals for op, ends in deferral.reach
@@ -72,14 +73,15 @@ def sums_due(
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SharedSums:
-    """The sums over devices that may be one sum, where they are added up.
+    """The sums over devices that may be combined, because their results are added.
 
     Attributes:
-      summed: of each value that may be such a sum, the results of contractions that it
-        adds up; of such a result itself.
-      count: of each such result, how many at most may be summed together with it, it
-        among them.
-      additions: the operator and the result of each addition, in program order.
+      summed: value that may be a combined sum -> the results of contractions that it
+        adds up. A result of a contraction maps to itself.
+      count: result of a contraction -> the largest number of results that may share its
+        sum, including this result.
+      additions: pairs of the operator and the result of each addition, in program
+        order.
     """
 
     summed: Mapping[int, tuple[int, ...]]
@@ -90,11 +92,11 @@ class SharedSums:
 def find_shared_sums(
     graph: OperatorGraph, reassociations: Sequence[Reassociation]
 ) -> SharedSums:
-    """Returns the sums that may be one.
+    """Returns the sums over devices that may be combined.
 
     Args:
       graph: the operators.
-      reassociations: the additions of two sums, in program order.
+      reassociations: the additions of two sums over devices, in program order.
     """
     summed: dict[int, tuple[int, ...]] = {}
     count: dict[int, int] = {}
@@ -111,13 +113,14 @@ def find_shared_sums(
 
 
 def shares(graph: OperatorGraph, known: SharedSums) -> dict[int, float]:
-    """Returns the part of a sum that each operator of a class pays, if it is shared.
+    """Returns, for each class, the fraction of a shared sum that an operator pays.
 
-    Classes that share none are left out. Operators of one class pay alike.
+    Classes without a shared sum are left out. All operators of a class are charged the
+    mean fraction of the class.
 
     Args:
       graph: the operators.
-      known: the sums that may be one.
+      known: the sums that may be combined.
     """
     by_class: dict[int, list[float]] = {}
     for op in graph.operators:
@@ -127,7 +130,8 @@ def shares(graph: OperatorGraph, known: SharedSums) -> dict[int, float]:
     return {c: mean for c, mean in means.items() if mean < 1.0}
 
 
-# Classes of a contribution and of an operator behind it -> how often the second runs.
+# Class of a contribution and class of an operator on the path of the partial result ->
+# the number of runs of that operator.
 PartialRuns = dict[tuple[int, int], float]
 
 
@@ -137,17 +141,18 @@ def partial_runs(
     deferrals: Sequence[Deferral],
     trips: Mapping[int, float],
 ) -> PartialRuns:
-    """Returns how often operators work on partial values that wait in loops.
+    """Returns the number of runs of operators on partial values that wait in loops.
 
-    What adds to a value that waits, or hands it on, does so on every device with the
-    device's own part of the sum. Its runs are dealt out to the contributions. The
-    first operator of a class stands for it.
+    The sum over devices of such a value is taken after the loop. Until then, each
+    device runs the operators on the path of the value on its own partial value. The
+    runs are divided equally among the contributions to the value. The first operator of
+    a class stands for the class.
 
     Args:
       graph: the operators.
-      contraction: which of them make the values.
+      contraction: gives the operator that makes each value.
       deferrals: the paths of partial values.
-      trips: how often the operators of each class run.
+      trips: class -> the number of runs of its operators.
     """
     out: PartialRuns = {}
     for deferral in deferrals:
@@ -166,17 +171,18 @@ def partial_runs(
     return out
 
 
-# Of each class: shape of a gradient, and how many of it are summed in a step.
+# Class -> for each gradient, its shape and the number of times per step that a gradient
+# of this shape is summed over devices.
 CodedSums = dict[int, list[tuple[tuple[int, ...], float]]]
 
 
 def coded_sums(
     graph: OperatorGraph, contraction: Contraction, deferrals: Sequence[Deferral]
 ) -> CodedSums:
-    """Returns the gradients that classes of operators contribute to.
+    """Returns the gradients to which each class of operators contributes.
 
-    A class is left out where not all of its operators make gradients that are
-    worth a codec.
+    A class is included only if all its operators contribute to gradients that
+    `worth_a_codec` accepts.
     """
     made: dict[int, list[tuple[tuple[int, ...], float]]] = {}
     ends_of = {op: (d, ends) for d in deferrals for op, ends in d.reach}

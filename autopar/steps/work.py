@@ -1,4 +1,4 @@
-"""The work of operators: how often they run, and what one run does."""
+"""The work of operators: the number of runs, and the work of one run."""
 
 from __future__ import annotations
 
@@ -17,9 +17,11 @@ from autopar_passes.graph.operators import Operator, OperatorGraph, producers
 from autopar_passes.graph.roles import Role
 from autopar_passes.program.equations import Value
 
-# Operators that read a part of their first operand, as large as their result.
+# Operators that read only a part of their first operand. The part has the size of the
+# result.
 _TAKING = frozenset({"slice", "dynamic_slice", "gather"})
-# Operators that write into their first operand -> which operand is what they write.
+# Operator that writes into its first operand -> the position of the operand with the
+# data that it writes.
 _PLACING = {
     "dynamic_update_slice": 1, "scatter": 2, "scatter-add": 2, "scatter-mul": 2,
     "scatter-min": 2, "scatter-max": 2,
@@ -27,7 +29,7 @@ _PLACING = {
 
 
 def class_trips(graph: OperatorGraph) -> dict[int, float]:
-    """Returns how often the operators of each class run in a step, together."""
+    """Returns the total number of runs of the operators of each class in a step."""
     out: dict[int, float] = {}
     for op in graph.operators:
         out[op.class_index] = out.get(op.class_index, 0.0) + op.trips
@@ -40,14 +42,18 @@ class OperatorWork:
 
     Attributes:
       op: the operator.
-      dtype: of its first operand, or what a kernel works on.
-      itemsize: bytes of an element of it.
-      traffic: values, and how many bytes of each it reads from memory or writes to it.
-      kernel: whether it writes a result, so that it starts a kernel of its own.
-      sides: of a product, the factors of its sides M, N and K; empty for others.
-      looked_up: factors of the array that it takes parts of by index, or writes them
-        into, which the parts do not have. Where an axis splits them no device knows
-        which rows are its own before it has looked, so each goes through all of them.
+      dtype: the dtype of the first operand, or the dtype in which a kernel computes.
+      itemsize: bytes of an element of the first operand.
+      traffic: pairs of a value and the number of its bytes that the operator reads from
+        memory or writes to it.
+      kernel: whether the operator writes a result, so that it starts a kernel of its
+        own.
+      sides: for a product, the factors of its sides M, N and K; empty for other
+        operators.
+      looked_up: for a gather or scatter, the factors of the indexed array that the
+        gathered or written rows do not have. If a mesh axis splits such a factor, a
+        device must check every index to find the rows in its own shard, so each device
+        processes all rows.
     """
 
     op: Operator
@@ -60,43 +66,47 @@ class OperatorWork:
 
     @property
     def nbytes(self) -> float:
-        """Bytes that it reads from memory and writes to it, of whole arrays."""
+        """Bytes of memory traffic of the operator on whole arrays, without sharding."""
         return sum(n for _, n in self.traffic)
 
     @property
     def is_matrix(self) -> bool:
-        """Whether the matrix units do it."""
+        """Whether the matrix units compute the operator."""
         kernel = self.op.kernel
         return bool(self.sides) if kernel is None else kernel.matrix
 
     @property
     def unfolds(self) -> bool:
-        """Whether it is a convolution, which may unfold its patches."""
+        """Whether the operator is a convolution, which may unfold its patches."""
         return self.op.kind == "conv_general_dilated"
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class WorkTable:
-    """The work of a step's operators as arrays, a row for each class of them.
+    """The work of a step's operators as arrays with one row for each class.
 
     Attributes:
-      works: what the first operator of each class does.
-      operators: int ``[rows]``, the position of that operator.
-      trips: ``[rows]``, runs of all operators of the class in a step.
-      update: bool ``[rows]``, whether they belong to the update.
-      kernels: bool ``[rows]``, whether they start a kernel of their own.
-      matrix: bool ``[rows]``, whether the matrix units do them.
+      works: the work of the first operator of each class.
+      operators: int ``[rows]``, the position of the first operator of the class.
+      trips: ``[rows]``, the total number of runs of the operators of the class in a
+        step.
+      update: bool ``[rows]``, whether the operators belong to the update.
+      kernels: bool ``[rows]``, whether the operators start kernels of their own.
+      matrix: bool ``[rows]``, whether the matrix units compute the operators.
       flops: ``[rows]``, FLOPs of one run on whole arrays.
       flops_degree: int ``[rows]``, the number of factors that grow with the batch.
-      nbytes: ``[rows, degrees]``, bytes of memory traffic of one run, of the arrays
-        that have so many dimensions that grow with the batch.
-      sides: ``[rows, 3]``, M, N and K of products; 1 of all else.
-      sides_degree: int ``[rows, 3]``, the number of their factors that grow.
-      split_by: int ``[rows, factors]``, where `node_splits` has the parts of each
-        factor of a rule; 0 where there is none.
-      memory_split_by: the same of the factors that split memory traffic.
-      sides_split_by: int ``[rows, 3, factors]``, the same of the factors of the sides.
-      alike: the rows that one formula prices together.
+      nbytes: ``[rows, degrees]``, bytes of memory traffic of one run. Entry ``[:, d]``
+        is the traffic of arrays with ``d`` dimensions that grow with the batch.
+      sides: ``[rows, 3]``, the sizes M, N and K of products; 1 for other operators.
+      sides_degree: int ``[rows, 3]``, the number of factors of each side that grow with
+        the batch.
+      split_by: int ``[rows, factors]``, for each factor of a rule, the position in
+        `node_splits` of the number of its shards; 0 where there is no factor.
+      memory_split_by: like ``split_by``, only for the factors that split memory
+        traffic.
+      sides_split_by: int ``[rows, 3, factors]``, like ``split_by`` for the factors of
+        each side of a product.
+      alike: groups of rows; one formula gives the times of all rows of a group.
     """
 
     works: tuple[OperatorWork, ...]
@@ -117,7 +127,9 @@ class WorkTable:
 
 
 def first_splits(contraction: Contraction) -> list[int]:
-    """Where a list of the splits of all nodes has those of each; the first is 1.
+    """Returns the position of each node's first factor in the list of all splits.
+
+    Position 0 of the list stands for factors that are not split.
 
     Args:
       contraction: the nodes.
@@ -135,10 +147,10 @@ def work_table(
     """The work of a step as arrays.
 
     Args:
-      works: class -> what its operators do.
-      contraction: the nodes that decide for them.
+      works: class -> the work of one of its operators.
+      contraction: the nodes that choose the sharding of the operators.
       labels: the dimensions and factors that grow with the batch.
-      trips: class -> the runs of all its operators in a step.
+      trips: class -> the total number of runs of its operators in a step.
     """
     first, rows = first_splits(contraction), list(works.values())
     splits: list[list[int]] = []
@@ -194,7 +206,7 @@ def work_table(
 
 
 def _pad_rows(rows: Sequence[Sequence[int]], length: int) -> np.ndarray:
-    """Rows of places, filled up with the place of what is not split."""
+    """Pads rows of positions with 0, the position of factors that are not split."""
     out = np.zeros((len(rows), length), int)
     for k, places in enumerate(rows):
         out[k, : len(places)] = places
@@ -203,14 +215,15 @@ def _pad_rows(rows: Sequence[Sequence[int]], length: int) -> np.ndarray:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class InMemory:
-    """The values of a graph that are in memory, with who makes and who reads them.
+    """The values of a graph that are in memory, with their producers and readers.
 
     Attributes:
-      fusion: which of them are.
+      fusion: the values that are in memory after fusion.
       makers: value -> the operator that makes it.
-      readers: value -> how many operators read it.
-      made_from: of each value that is not, what its kernel reads for it: arrays in
-        memory, and the bytes. Empty: every operator is charged what it reads itself.
+      readers: value -> the number of operators that read it.
+      made_from: value that is not in memory -> the arrays in memory from which the
+        kernel computes the value, with the bytes read from each. If it is empty, every
+        operator is charged for its own reads.
       rounded: values of float32 that are in memory in bfloat16.
     """
 
@@ -234,9 +247,10 @@ def in_memory(
 
     Args:
       graph: the operator graph.
-      fusion: which of them are.
-      by_kernel: whether a kernel is charged what it reads once, where it writes. Else
-        each of its operators is charged what it reads itself.
+      fusion: the values that are in memory after fusion.
+      by_kernel: whether the bytes that a fused kernel reads are charged once, to the
+        operator that writes its result. Otherwise each operator of the kernel is
+        charged for its own reads.
       rounded: values of float32 that are in memory in bfloat16.
     """
     readers: Counter[int] = Counter()
@@ -247,7 +261,10 @@ def in_memory(
 
 
 def _made_from(graph: OperatorGraph, fusion: Fusion) -> dict[int, dict[int, float]]:
-    """See `InMemory.made_from`. A value that nothing in memory goes into has none."""
+    """Returns `InMemory.made_from`.
+
+    A value that is computed from no array in memory has an empty entry.
+    """
     out: dict[int, dict[int, float]] = {}
     for op in graph.operators:
         fused = [v for v in op.outputs if v not in fusion.in_memory]
@@ -268,7 +285,7 @@ def _made_from(graph: OperatorGraph, fusion: Fusion) -> dict[int, dict[int, floa
 
 
 def _most_of(found: Iterable[Mapping[int, float]]) -> dict[int, float]:
-    """The most bytes that are read of each array."""
+    """Returns the largest number of bytes that are read from each array."""
     out: dict[int, float] = {}
     for read in found:
         for source, nbytes in read.items():
@@ -277,15 +294,16 @@ def _most_of(found: Iterable[Mapping[int, float]]) -> dict[int, float]:
 
 
 def operator_work(graph: OperatorGraph, op: Operator, memory: InMemory) -> OperatorWork:
-    """Returns what an operator does.
+    """Returns the work of an operator.
 
     Args:
       graph: the operator graph.
       op: the operator.
-      memory: which of its values are in memory.
+      memory: the values of the graph that are in memory.
     """
     written = memory.fusion.in_memory
-    # The first operand if it is an array; a callback may have neither it nor a result.
+    # The first operand gives the dtype if it is an array, otherwise the first result. A
+    # callback may have neither.
     arrays = (*op.inputs[:1], *op.outputs, *op.inputs[1:])
     read = [graph.values[v] for v in arrays if v is not None]
     value = read[0] if read else Value((), np.dtype(np.int32))
@@ -302,7 +320,7 @@ def operator_work(graph: OperatorGraph, op: Operator, memory: InMemory) -> Opera
 
 
 def _looked_up(op: Operator) -> frozenset[int]:
-    """The factors of rows that are found by index: see `OperatorWork.looked_up`."""
+    """Returns `OperatorWork.looked_up`, the factors of the rows of an indexed array."""
     if op.kind == "gather":
         part = op.rule.results[0]
     elif op.kind in _PLACING and op.kind.startswith("scatter"):
@@ -313,11 +331,12 @@ def _looked_up(op: Operator) -> frozenset[int]:
 
 
 def _copies(op: Operator, memory: InMemory) -> float:
-    """How often a loop moves a step's part of an array once it is made.
+    """The number of extra times that a loop moves the part of one step of a stack.
 
-    What makes it element by element writes it into its place; that is counted there.
-    It writes it once more where the loop's body reads it, too. Of anything else the
-    result is copied, read and written.
+    An element-wise operator writes the part directly into the stack; its own work
+    counts this writing. It writes the part once more if the body of the loop reads the
+    part, too. The result of any other operator is copied into the stack, which reads
+    and writes the part.
     """
     value = op.inputs[0]
     maker = None if value is None else memory.makers.get(value)
@@ -332,9 +351,10 @@ def _traffic(
 ) -> tuple[tuple[int, float], ...]:
     """The arrays that an operator reads from memory and writes to it, with the bytes.
 
-    What takes a part of an array reads no more than the part, and what writes into an
-    array writes no more, in its place (openxla/xla, ``HloCostAnalysis``: HandleSlice,
-    HandleGather, HandleDynamicUpdateSlice, HandleScatter).
+    An operator that takes a part of an array reads only the part. An operator that
+    writes a part of an array writes only the part, in place (openxla/xla,
+    ``HloCostAnalysis``: HandleSlice, HandleGather, HandleDynamicUpdateSlice,
+    HandleScatter).
     """
     fusion, values = memory.fusion, graph.values
     if memory.made_from and fusion.in_memory.isdisjoint(op.outputs):
@@ -351,7 +371,7 @@ def _traffic(
 
     made = op.outputs[0] if op.outputs else None
     if made is not None and op.kind == "slice_step":
-        # Without a buffer of its own its readers read it where it lies.
+        # If the part has no buffer of its own, its readers read it in the stack.
         copied = 2.0 * values[made].nbytes if made in fusion.buffers else 0.0
         return ((made, copied),)
     if made is not None and op.kind == "stack_step":
