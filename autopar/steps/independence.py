@@ -1,24 +1,26 @@
-"""Collectives that need no other's result.
+"""Collectives that do not depend on each other.
 
-Three kinds of collectives never need each other:
+The collectives of each of the following kinds are independent of each other:
 
-* sums of gradients that only the update reads, and of what the step only reports,
-  its loss;
-* gathers of parameters: of the step's inputs, as they are or cast, and of the state
-  that leaves it;
-* gathers of the update that come behind none of its sums and products of arrays, such
-  as those of Adam's steps where its moments are split and the parameters are not;
-* sums of the update that none of its other sums is made of, such as the norms of
-  gradients. Over the axes of such a sum the gradient is split, so what it needs there
-  is a reduce-scatter, in another message.
+* sums of gradients that only the update reads, and sums of values that the step only
+  reports, such as the loss;
+* gathers of parameters: inputs of the step, with or without a cast, and the state that
+  the step returns;
+* gathers of the update that follow no sum or product of arrays in the update. For
+  example, if Adam's moments are sharded and the parameters are not, Adam's steps are
+  gathered;
+* sums of the update that depend on no other sum of the update, such as the norms of
+  gradients. The gradient is sharded over the axes of such a sum. The gradient itself
+  therefore needs a reduce-scatter over these axes, which is a separate message.
 
-Compilers may join such collectives into one message (`autopar.cost.combining`). What a
-checkpointed layer reads in the backward pass comes through a barrier, with the gradient
-that comes down to the layer: its gathers need those of the layers above it, and each
-such layer has messages of its own.
+Compilers may join independent collectives into one message (`autopar.cost.combining`).
+In the backward pass, the parameters of a checkpointed layer pass a barrier, together
+with the gradient of the layer's output. The gathers of the layer therefore wait for the
+gathers of the layers above it, and each checkpointed layer has messages of its own.
 
-Activations wait for each other from layer to layer, so theirs are taken to travel
-alone. XLA does join a few of those, too; that is left out.
+Activations depend on each other from layer to layer, so the model gives each of their
+collectives a message of its own. XLA joins a few of these collectives, too, which the
+model leaves out.
 """
 
 from __future__ import annotations
@@ -31,25 +33,28 @@ from autopar_passes.graph.roles import Role
 from autopar_passes.rules.factor_rule import FactorKind
 from autopar_passes.sums.stacked import Deferral
 
-# Boundaries of loops that hand over what they get, whole or a part at a time.
+# Boundary operators of loops that pass on an operand, or one part of it per iteration.
 _HANDING = ("enter", "slice_step")
-# One equation, and an operator for each array that goes through it.
+# A barrier is one equation. The graph has an operator for each array that passes it.
 _BARRIER = "optimization_barrier"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Independent:
-    """The operators whose collectives need no other's result.
+    """The operators whose collectives do not depend on each other.
 
     Attributes:
-      summing: classes of operators whose partial results are such sums.
-      gathered: classes of operators whose results are such parameters, or such arrays
-        of the update.
-      norms: classes of operators whose partial results are such sums of the update.
-      computations: of each operator, the last operator of its computation.
-      outside: of each operator, that of the computation around its own.
-      behind: parameters that come through a barrier together with something of the
-        backward pass, each with the equation of the last such barrier.
+      summing: classes of operators whose partial results are sums of gradients or of
+        reported values.
+      gathered: classes of operators whose results are gathered parameters, or gathered
+        arrays of the update.
+      norms: classes of operators whose partial results are independent sums of the
+        update.
+      computations: for each operator, the last operator of its computation (the
+        program, or a loop or branch).
+      outside: for each operator, the last operator of the computation around its own.
+      behind: parameter that passes a barrier together with a value of the backward pass
+        -> the equation of the last such barrier.
     """
 
     summing: frozenset[int]
@@ -61,7 +66,7 @@ class Independent:
 
 
 def independent(graph: OperatorGraph, deferrals: Sequence[Deferral]) -> Independent:
-    """Finds the collectives that compilers may join; all of a class or none."""
+    """Finds the collectives that compilers may join: all of a class, or none."""
     final = {
         op
         for deferral in deferrals
@@ -82,7 +87,7 @@ def independent(graph: OperatorGraph, deferrals: Sequence[Deferral]) -> Independ
 
 
 def _report_operators(graph: OperatorGraph) -> set[int]:
-    """Operators of the forward pass whose results go to the caller, in no other sum."""
+    """Forward operators whose results reach the caller without another sum."""
     used: set[int] = set()
     out: set[int] = set()
     for op in reversed(graph.operators):
@@ -97,7 +102,7 @@ def _report_operators(graph: OperatorGraph) -> set[int]:
 
 
 def _norms(graph: OperatorGraph) -> set[int]:
-    """Sums of the update that are made of none of its other sums."""
+    """Sums of the update that depend on no other sum of the update."""
     made: set[int] = set()
     out: set[int] = set()
     for op in graph.operators:
@@ -112,7 +117,10 @@ def _norms(graph: OperatorGraph) -> set[int]:
 
 
 def _parameters(graph: OperatorGraph) -> tuple[set[int], dict[int, int]]:
-    """What hands over inputs, cast or reshaped, or makes new state; and `behind`."""
+    """Operators that pass on inputs or make new state, and `Independent.behind`.
+
+    The operators that pass on inputs may cast or reshape them.
+    """
     carried = {graph.outputs[i.output] for i in graph.inputs if i.output >= 0}
     given: set[int] = set()
     out: set[int] = set()
@@ -135,13 +143,13 @@ def _parameters(graph: OperatorGraph) -> tuple[set[int], dict[int, int]]:
 
 
 def _hands_on(op: Operator) -> bool:
-    """Whether an operator hands arrays over, or brings them into another shape."""
+    """Whether an operator passes arrays on, perhaps in another shape."""
     passes = all(kind is FactorKind.PASS for kind in op.rule.kinds)
     return passes or op.kind in _HANDING
 
 
 def _elementwise_updates(graph: OperatorGraph) -> set[int]:
-    """Operators of the update that read no array that it sums up or multiplies."""
+    """Operators of the update that follow no sum or product of arrays in the update."""
     mixed: set[int] = set()
     out: set[int] = set()
     for op in graph.operators:
@@ -156,7 +164,7 @@ def _elementwise_updates(graph: OperatorGraph) -> set[int]:
 
 
 def _waiting(graph: OperatorGraph) -> set[int]:
-    """The equations of barriers that something of the backward pass goes through."""
+    """The equations of barriers through which a value of the backward pass goes."""
     made = {v for op in graph.operators if op.role is Role.BACKWARD for v in op.outputs}
     return {
         op.equation
@@ -166,13 +174,13 @@ def _waiting(graph: OperatorGraph) -> set[int]:
 
 
 def _whole_classes(graph: OperatorGraph, operators: set[int]) -> frozenset[int]:
-    """The classes of which every operator is among these."""
+    """The classes all of whose operators are given."""
     rest = {op.class_index for op in graph.operators if op.index not in operators}
     return frozenset(graph.operators[i].class_index for i in operators) - rest
 
 
 def _computations(graph: OperatorGraph) -> list[tuple[int, int]]:
-    """The ends of the innermost loop or branch of each operator and of that around it.
+    """The ends of the innermost loop or branch of each operator, and of the next outer.
 
     An end is the last operator of a computation.
     """

@@ -1,11 +1,13 @@
-"""The analysis of a step that runs for each of its microbatches.
+"""The analyses of a step that runs in microbatches.
 
-The forward and the backward pass of such a step run for each microbatch; its update
-runs once. Gradients are added up, so their sums over devices are due once a step.
+The forward and the backward pass run once for each microbatch, and the update runs
+once. The step adds up the gradients of the microbatches (gradient accumulation), so it
+needs one sum over devices per step.
 
-The analysis of one replica of a step whose microbatches are dealt out to several.
+The module also makes the analysis of one replica, if the microbatches of a step are
+distributed over several replicas.
 
-Every replica has the whole program and a loop of its own number of turns
+Each replica has the whole program, with a loop over its own number of microbatches
 (`autopar_passes.replay.replicas`).
 """
 
@@ -38,15 +40,15 @@ from autopar_passes.sums.stacked import Deferral
 def in_microbatches(
     analysis: Analysis, count: int, *, couple: bool = False
 ) -> Analysis:
-    """Returns the analysis of a step that adds up over its microbatches, then updates.
+    """Returns the analysis of a step that accumulates gradients over microbatches.
 
-    Its program takes the whole batch, and is planned and run as any other.
+    The program takes the whole batch. It is planned and run like any other program.
 
     Args:
       analysis: of the step; one that is split already stands for the step as written.
       count: number of microbatches.
-      couple: whether what couples the rows of a batch may be computed from each
-        microbatch alone.
+      couple: whether values that depend on several rows of the batch may be computed
+        from the rows of one microbatch only.
 
     Raises:
       PlanError: the step cannot be split so, with the reason.
@@ -80,11 +82,11 @@ def in_microbatches(
 
 
 def one_microbatch(analysis: Analysis, count: int, *, couple: bool = False) -> Analysis:
-    """Returns the analysis of one microbatch's program, with its ``split``.
+    """Returns the analysis of the program of one microbatch, with ``split`` set.
 
     Args:
       analysis: of the step; one that is split already stands for the step as written.
-      count: number of microbatches; with one, the program is the step's.
+      count: number of microbatches. With 1, the program is that of the step.
       couple: as of `in_microbatches`.
 
     Raises:
@@ -133,7 +135,7 @@ def numbers_of_microbatches(analysis: Analysis) -> Iterator[int]:
 
 
 def split(analysis: Analysis, count: int, *, couple: bool = False) -> Microbatched:
-    """Says how a step is split into microbatches.
+    """Finds how a step is split into microbatches.
 
     Args:
       analysis: of the step on the whole batch.
@@ -141,7 +143,7 @@ def split(analysis: Analysis, count: int, *, couple: bool = False) -> Microbatch
       couple: as of `in_microbatches`.
 
     Raises:
-      PlanError: it cannot be split so, with the reason.
+      PlanError: the step cannot be split, with the reason.
     """
     name = analysis.pytrees.name
     try:
@@ -155,7 +157,7 @@ def split(analysis: Analysis, count: int, *, couple: bool = False) -> Microbatch
 
 
 def _trace_microbatch(analysis: Analysis, count: int) -> TracedStep:
-    """The step on the rows of one microbatch."""
+    """Traces the step on the rows of one microbatch."""
     origin = analysis.origin
     if origin is None:
         raise MicrobatchError("it was not traced from a step.")
@@ -175,7 +177,8 @@ def _trace_microbatch(analysis: Analysis, count: int) -> TracedStep:
         trace = trace_call if analysis.remat.checkpoints else trace_without_checkpoints
         return in_pieces(trace(origin.step, call), analysis.pieces)
     except Exception as error:
-        # The step's own code ran on the whole batch, and may raise anything here.
+        # The code of the step ran on the whole batch. On other rows it may raise any
+        # exception.
         rows = max((arrays[k].shape[dim] for k, dim in dims.items()), default=0)
         what = f"a microbatch of {rows} rows"
         if isinstance(error, RematError):
@@ -192,9 +195,10 @@ def _trace_microbatch(analysis: Analysis, count: int) -> TracedStep:
 def over_microbatches(analysis: Analysis, found: Microbatched) -> Analysis:
     """Returns the analysis of a step that runs for each of its microbatches.
 
-    The program stays that of one microbatch. Operators of the part that runs for each
-    have so many times their trips. A gradient that is added up over the microbatches
-    may stay partial meanwhile, and its sum over devices is taken once.
+    The program stays that of one microbatch. The number of runs of each operator that
+    runs once per microbatch is multiplied by the number of microbatches. A gradient
+    that is accumulated over the microbatches may stay partial until the last one, so
+    its sum over devices is computed once.
 
     Args:
       analysis: of the program of one microbatch, ``found.traced.program``.
@@ -218,7 +222,7 @@ def over_microbatches(analysis: Analysis, found: Microbatched) -> Analysis:
 
 
 def _repeated_equations(program: Program, once: frozenset[int]) -> frozenset[int]:
-    """The equations that run for each microbatch, with those inside of them."""
+    """The equations that run for each microbatch, with those in their regions."""
     found: set[int] = set()
     for eqn in program.body.equations:
         if eqn.index not in once:
@@ -239,16 +243,16 @@ def _times(op: Operator, count: int) -> Operator:
 def _added_up(
     graph: OperatorGraph, found: Microbatched, repeated: frozenset[int]
 ) -> frozenset[int]:
-    """The values that are added up, of those that this graph makes."""
+    """The values of this graph that are accumulated over microbatches."""
     made = {v for op in graph.operators if op.equation in repeated for v in op.outputs}
     return found.accumulated_values & made
 
 
 def _waiting(deferral: Deferral, graph: OperatorGraph) -> Deferral:
-    """The deferral, its sums taken once where all of them are added up before.
+    """Returns the deferral with its sums taken once, if all of them are accumulated.
 
-    What the update does with a value that is added up does not belong to it: the sum
-    over devices is due when all microbatches are.
+    The sum over devices is computed after the last microbatch. Operators of the update
+    that read an accumulated value are therefore not part of the deferral.
     """
     if graph.accumulated.issuperset(deferral.ends):
         return dataclasses.replace(deferral, hoisted=True)
@@ -258,7 +262,7 @@ def _waiting(deferral: Deferral, graph: OperatorGraph) -> Deferral:
 
 
 def _until_added_up(deferral: Deferral, graph: OperatorGraph) -> Deferral | None:
-    """The part of a deferral before its values are added up; None: some never are."""
+    """The part of a deferral up to accumulation; None if a value is not accumulated."""
     following = readers(graph.operators)
     members: set[int] = set()
     reach: list[tuple[int, tuple[int, ...]]] = []
@@ -288,13 +292,13 @@ def _until_added_up(deferral: Deferral, graph: OperatorGraph) -> Deferral | None
 
 
 def check_can_be_dealt_out(analysis: Analysis) -> None:
-    """Checks that replicas may run unequal numbers of a step's microbatches.
+    """Checks that replicas may run unequal numbers of the microbatches of a step.
 
     Args:
       analysis: of the step in its microbatches.
 
     Raises:
-      PlanError: they may not, with the reason.
+      PlanError: replicas may not run unequal numbers of microbatches, with the reason.
     """
     name = analysis.pytrees.name
     if analysis.split is None or analysis.pytrees.loop is None:
@@ -324,14 +328,15 @@ def check_can_be_dealt_out(analysis: Analysis) -> None:
 
 
 def with_turns(analysis: Analysis, turns: int) -> Analysis:
-    """Returns the analysis of a replica that runs so many of the microbatches.
+    """Returns the analysis of a replica that runs ``turns`` of the microbatches.
 
-    What runs for each microbatch runs less often; all else stays, sizes too. It has the
-    sums over replicas behind the loop (`autopar.cost.estimate`).
+    The analysis differs from that of the whole step in the number of runs of the
+    operators that run for each microbatch. The sizes of values stay the same.
+    `autopar.cost.estimate` adds the sums over replicas that follow the loop.
 
     Args:
       analysis: of the step in its microbatches.
-      turns: how many of them the replica runs.
+      turns: the number of microbatches that the replica runs.
     """
     count, loop = analysis.microbatches, _loop(analysis)
     inside = {e.index for e in walk(loop.regions[0])}
@@ -349,7 +354,7 @@ def with_turns(analysis: Analysis, turns: int) -> Analysis:
 
 
 def _loop(analysis: Analysis) -> Equation:
-    """The equation that goes through the microbatches."""
+    """The loop over the microbatches."""
     index = analysis.pytrees.loop
     return next(e for e in analysis.program.body.equations if e.index == index)
 
@@ -363,7 +368,7 @@ def _scale_operator(op: Operator, factor: float) -> Operator:
 
 
 def _at_boundary(op: Operator, count: int, turns: int) -> Operator:
-    """An operator at the loop's boundary: it runs once, or in each turn."""
+    """Scales an operator at the boundary of the loop if it runs in each iteration."""
 
     def trips(before: float) -> float:
         return float(turns) if before == count else before

@@ -1,19 +1,19 @@
-"""Contracts the operator graph to the nodes that have a choice of their own.
+"""Contracts the operator graph to nodes, each with its own choice of a sharding.
 
 Kinds of nodes:
 
-* ``input``: an input of the step, with the operators that follow it;
-* ``contraction``: an operator whose factors no single array has (a product, a
-  convolution, a large reduction, a gather or scatter); it assigns mesh axes to
-  factors, and an axis on a reduced factor leaves its result *partial*;
-* ``array``: a value and the element-wise operators, small reductions and
-  transposes that follow it, all with one assignment of axes to dimensions.
+* ``input``: an input of the step, and the operators that follow its sharding;
+* ``contraction``: an operator with factors that no single array has together (a
+  product, a convolution, a large reduction, a gather or scatter). The node assigns mesh
+  axes to factors. An axis on a reduced factor leaves the result *partial*;
+* ``array``: a value, and the element-wise operators, small reductions and transposes
+  that follow its sharding. They share one assignment of mesh axes to dimensions.
 
-Cheap values made of nothing (``iota``, broadcasts) *float*: they take whatever
-layout their reader wants, so they have no node.
+Cheap values that need no large operand (``iota``, broadcasts) *float*: each reader
+computes them in the layout that it needs, so they have no node.
 
-Decisions belong to classes of operators (`Operator.class_index`), so repeated
-layers share them.
+Equal operators of repeated layers form a class (`Operator.class_index`). All operators
+of a class share one decision.
 """
 
 from __future__ import annotations
@@ -24,13 +24,15 @@ from autopar_passes.graph.operators import Operator, OperatorGraph
 from autopar_passes.graph.roles import InputRole, Role
 from autopar_passes.rules.factor_rule import Dims, FactorKind, FactorRule
 
-# A reduction whose result is at most this fraction of its operand is charged
-# to the operand's node; a larger one is a node, whose result may be scattered.
+# If the result of a reduction is at most this fraction of its operand, the reduction
+# belongs to the node of the operand. Otherwise the reduction is a node of its own,
+# whose result may be scattered over devices.
 SMALL_REDUCTION = 1 / 8
-# An array with fewer elements than this has no layout worth choosing.
+# An array with fewer elements has no layout to choose.
 MIN_ELEMENTS = 2
 
-# Never recomputed for each reader: costly, or the end of a region.
+# Operators that are never recomputed for each reader, because they are costly or end a
+# region.
 _ANCHORED = frozenset(
     {
         "random_bits",
@@ -50,19 +52,19 @@ _CONTRACTIONS = frozenset(
 
 @dataclasses.dataclass(slots=True)
 class Node:
-    """One choice. ``factors`` are (size, may be sharded).
+    """A node of the contracted graph: one choice of a sharding.
 
     Attributes:
       index: position in `Contraction.nodes`.
       kind: ``input``, ``contraction`` or ``array``.
-      factors: size of each factor and whether it may be sharded.
-      members: operator class -> node factor of each factor of its rule (-1:
-        replicated).
+      factors: for each factor, its size and whether it may be sharded.
+      members: operator class -> the node factor for each factor of its rule (-1 if the
+        factor is replicated).
       root: the operator class that made the node.
-      state: whether the node holds carried state (its layout may use any order
-        of axes, since it is stored and not only computed).
-      whole: factors that one mesh axis of their size must split.
-      halved: factors whose shards have two halves of as many elements.
+      state: whether the node holds state that the step carries. The layout of stored
+        state may use any order of axes.
+      whole: factors that must be split by a single mesh axis of the same size.
+      halved: factors whose shards have two halves of equal size.
     """
 
     index: int
@@ -79,14 +81,14 @@ class Node:
         return own_dims(self.members[op.class_index], dims)
 
     def factors_reduced(self, op: Operator) -> tuple[int, ...]:
-        """The node's factors that a member reduces, in the order of its rule."""
+        """The node factors that a member reduces, in the order of its rule."""
         mapping = self.members[op.class_index]
         return tuple(
             mapping[f] for f in sorted(op.rule.reduced_factors) if mapping[f] >= 0
         )
 
     def summed_factors(self, op: Operator) -> list[tuple[int, ...]]:
-        """For each result, the node's factors over which a member adds it up."""
+        """For each result of a member, the node factors over which it is a sum."""
         mapping = self.members[op.class_index]
         return [
             tuple(mapping[f] for f in factors if mapping[f] >= 0)
@@ -95,13 +97,18 @@ class Node:
 
 
 def own_dims(mapping: tuple[int, ...], dims: Dims) -> Dims:
-    """Translates factors of a rule, leaving out those that a node does not split."""
+    """Translates factors of a rule to node factors; leaves out replicated factors."""
     return tuple(tuple(mapping[f] for f in d if mapping[f] >= 0) for d in dims)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Home:
-    """The home of a value: a node, and the node's factors of each dimension."""
+    """The home of a value: the node that decides its layout.
+
+    Attributes:
+      node: the position of the node in `Contraction.nodes`.
+      dims: for each dimension of the value, the factors of the node.
+    """
 
     node: int
     dims: Dims
@@ -113,8 +120,8 @@ class Contraction:
 
     Attributes:
       nodes: the nodes.
-      node_of: operator class -> node, absent for floating and tiny operators.
-      homes: value -> home, absent for floating and tiny values.
+      node_of: operator class -> its node; absent for floating and tiny operators.
+      homes: value -> its home; absent for floating and tiny values.
       floating: values that take their reader's layout.
       producer: value -> the operator that makes it.
     """
@@ -131,7 +138,7 @@ class Contraction:
 
 
 def contract(graph: OperatorGraph) -> Contraction:
-    """Contracts a graph; the first operator of each class stands for it."""
+    """Contracts a graph; the first operator of each class stands for the class."""
     return _Contractor(graph).run()
 
 
@@ -140,7 +147,7 @@ class _Contractor:
         self.graph = graph
         self.out = Contraction([], {}, {}, set(), {})
         self.input_of = {i.value: i for i in graph.inputs}
-        # Homes by (class, output slot): shared by all operators of the class.
+        # (class, output slot) -> home, which all operators of the class share.
         self.shared: dict[tuple[int, int], Home | None] = {}
 
     def run(self) -> Contraction:
@@ -189,7 +196,7 @@ class _Contractor:
         return given is not None and given.output >= 0
 
     def floats(self, op: Operator) -> bool:
-        """Element-wise, and larger than all it reads (but for what floats)."""
+        """Whether an operator is element-wise and larger than operands with a home."""
         if op.kind == "iota":
             return True
         if op.kind in _ANCHORED or len(op.outputs) != 1 or op.kernel is not None:
@@ -222,7 +229,11 @@ class _Contractor:
         return results > SMALL_REDUCTION * operands
 
     def leader(self, op: Operator) -> tuple[Home, int] | None:
-        """The operand to follow: state first, else the one produced last."""
+        """The operand whose sharding the operator follows.
+
+        An update prefers state. Then parameters come first, then the operand that was
+        produced last.
+        """
         best: tuple[tuple[int, int, int], tuple[Home, int]] | None = None
         for k, value in enumerate(op.inputs):
             if value is None or value not in self.out.homes:
@@ -243,7 +254,7 @@ class _Contractor:
         return int(given is not None and given.role is InputRole.PARAMETER)
 
     def can_follow(self, rule: FactorRule, dims: Dims, home: Home) -> bool:
-        """Every factor must be a whole dimension of the operand, and as free."""
+        """Whether each factor is one whole dimension of the operand, and as free."""
         node = self.out.nodes[home.node]
         if node.kind == "contraction" or rule.whole or rule.exchanges:
             return False
@@ -309,7 +320,7 @@ class _Contractor:
         self.join(op, node, mapping)
 
     def contraction(self, op: Operator) -> None:
-        """A node for the operator and one for its result after reduction."""
+        """Adds a node for the operator, and another node for its reduced result."""
         node, mapping = self.new_node(op, "contraction", False)
         node.members[op.class_index] = mapping
         self.out.node_of[op.class_index] = node.index
