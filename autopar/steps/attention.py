@@ -1,10 +1,11 @@
-"""Attention that a step writes out: products with a softmax between them.
+"""Finds attention that a step computes as products with a softmax between them.
 
-The scores of a group of heads are a batched product, and the probabilities that a
-softmax makes of them are an operand of another. What lies between is element by
-element, also in the backward pass and through loops. So values of the scores' size that
-element-wise operators join are one group, and its products are those of attention:
-two of the forward pass, four of the backward pass.
+The scores of a group of heads are the result of a batched product. The softmax turns
+the scores into probabilities, which are an operand of another batched product. All
+operators between the two products are element-wise, also in the backward pass and
+through loops. Therefore the search forms groups of values with the size of the scores
+that element-wise operators connect. The products that read or write a group are those
+of attention: two in the forward pass and four in the backward pass.
 """
 
 from __future__ import annotations
@@ -21,22 +22,24 @@ from autopar_passes.graph.operators import PRODUCTS, Operator, OperatorGraph, pr
 from autopar_passes.graph.roles import Role
 from autopar_passes.rules.kernels import EXPONENTIALS, ORDERINGS
 
-# Operators whose result of the same size is not element by element that of an operand.
+# Operators whose result may have the size of an operand, but is not computed element by
+# element.
 _APART = PRODUCTS | {"gather", "sort", "top_k", "dynamic_update_slice", "rev", "cumsum"}
-# Operators that a mask is made by; what lies behind more of them is not looked at.
+# The most operators that the search visits from a mask back to its sources.
 _DEEP = 200
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Attention:
-    """Attention that is written out.
+    """Attention that a step computes without a hand-written kernel.
 
     Attributes:
-      products: indices of its products, those that are repeated too.
-      between: indices of the other operators over its scores.
-      causal: whether a mask leaves out the later keys.
+      products: indices of its products, including products that are rematerialised.
+      between: indices of the other operators that read or write values of the size of
+        the scores.
+      causal: whether a mask hides later keys from a query.
       head_dim: size of the dimension over which a score is summed.
-      dtype: of the queries.
+      dtype: the dtype of the queries.
     """
 
     products: frozenset[int]
@@ -49,11 +52,11 @@ class Attention:
 def written_attention(
     graph: OperatorGraph, constants: Mapping[int, Any]
 ) -> tuple[Attention, ...]:
-    """Finds the attention that a step writes out.
+    """Finds the attention that a step computes without a hand-written kernel.
 
     Args:
       graph: the operator graph.
-      constants: the arrays of values that the step closes over.
+      constants: value -> the array, for values that the step closes over.
     """
     if not any(op.kind in EXPONENTIALS for op in graph.operators):
         return ()
@@ -79,13 +82,13 @@ def written_attention(
 
 
 class _Groups:
-    """Values that element-wise operators join, as a forest."""
+    """Groups of values that element-wise operators connect, as a union-find forest."""
 
     def __init__(self) -> None:
         self.parent: dict[int, int] = {}
 
     def root(self, value: int) -> int:
-        """The value that stands for a group."""
+        """The value that stands for the group of a value."""
         path = [value]
         while (above := self.parent.get(path[-1], path[-1])) != path[-1]:
             path.append(above)
@@ -94,11 +97,11 @@ class _Groups:
         return path[-1]
 
     def of(self, values: Iterable[int | None]) -> set[int]:
-        """The groups of some values; a value that nothing has joined has none."""
+        """The groups of some values; a value that was never joined has no group."""
         return {self.root(v) for v in values if v is not None and v in self.parent}
 
     def join(self, op: Operator, graph: OperatorGraph, free: frozenset[int]) -> None:
-        """Joins what an operator reads and makes, element by element."""
+        """Joins each result with the operands that match it element by element."""
         known = [v for v in op.inputs if v is not None and v not in free]
         for made in op.outputs:
             for read in known:
@@ -107,7 +110,7 @@ class _Groups:
 
 
 def _alike(graph: OperatorGraph, op: Operator, read: int, made: int) -> bool:
-    """Whether a result holds an element for each one of an operand."""
+    """Whether a result has one element for each element of an operand."""
     one, other = graph.values[read], graph.values[made]
     if not (one.floating and other.floating and other.shape):
         return False
@@ -118,7 +121,7 @@ def _alike(graph: OperatorGraph, op: Operator, read: int, made: int) -> bool:
 
 
 def _free(graph: OperatorGraph) -> frozenset[int]:
-    """Values that hang on no input, such as what masked scores become."""
+    """Values that depend on no input, such as the constant of masked scores."""
     out: set[int] = set()
     for op in graph.operators:
         if op.kind != "input" and all(v is None or v in out for v in op.inputs):
@@ -127,7 +130,7 @@ def _free(graph: OperatorGraph) -> frozenset[int]:
 
 
 class _Group:
-    """One group of values, and the operators that read or make one of them."""
+    """One group of values, and the operators that read or make a value of the group."""
 
     def __init__(
         self, graph: OperatorGraph, groups: _Groups, root: int, ops: list[Operator]
@@ -141,11 +144,11 @@ class _Group:
         ]
 
     def has(self, values: Iterable[int | None]) -> bool:
-        """Whether one of some values is of the group."""
+        """Whether one of the values is in the group."""
         return self.root in self.groups.of(values)
 
     def is_attention(self) -> bool:
-        """Whether it is scores, their softmax, and what is multiplied by it."""
+        """Whether the group holds scores, their softmax and an operand of a product."""
         kinds = {op.kind for op in self.ops if self.has(op.inputs)}
         return (
             bool(self.scores)
@@ -156,14 +159,14 @@ class _Group:
         )
 
     def masks(self) -> Iterator[int]:
-        """What scores are chosen by, or what is added to them."""
+        """Yields masks: other operands of selections over scores and additions."""
         for op in self.ops:
             if op.kind in ("select_n", "add") and self.has(op.outputs):
                 known = (v for v in op.inputs if v is not None)
                 yield from (v for v in known if not self.has((v,)))
 
     def attention(self, causal: bool) -> Attention:
-        """The group as a value."""
+        """Returns the attention of the group."""
         query = self.scores[0].inputs[0]
         products = frozenset(op.index for op in self.products)
         return Attention(
@@ -176,7 +179,7 @@ class _Group:
 
 
 def _is_batched(op: Operator) -> bool:
-    """Whether a product is one of many: of each row and head, and of no weights."""
+    """Whether a product has a batch dimension, unlike products with weights."""
     rule = op.rule
     if len(rule.operands) < 2:
         return False
@@ -196,10 +199,11 @@ def _contracted_size(op: Operator) -> int:
 def _is_causal(
     mask: int, made: Mapping[int, Operator], constants: Mapping[int, Any]
 ) -> bool:
-    """Whether a mask leaves out what lies above the diagonal.
+    """Whether a mask hides the scores above the diagonal.
 
-    It compares positions of queries with those of keys, which both count from 0
-    (``iota``) or come from the same input; or it is an array that shows it.
+    A causal mask compares the positions of queries with the positions of keys. Both
+    positions count from 0 (``iota``) or come from the same input. A mask may also be a
+    constant array in the form of a triangle.
     """
     for value, op in _behind(mask, made):
         if value in constants and _is_triangle(constants[value]):
@@ -218,7 +222,7 @@ def _is_causal(
 
 
 def _sources(value: int, made: Mapping[int, Operator]) -> frozenset[int]:
-    """The inputs that a value comes from; -1 stands for counting from 0."""
+    """The inputs from which a value is computed; -1 stands for ``iota``."""
     return frozenset(
         -1 if op.kind == "iota" else found
         for found, op in _behind(value, made)
@@ -227,7 +231,7 @@ def _sources(value: int, made: Mapping[int, Operator]) -> frozenset[int]:
 
 
 def _behind(value: int, made: Mapping[int, Operator]) -> Iterator[tuple[int, Operator]]:
-    """The values that a value is made of, itself first, and who makes each."""
+    """Yields a value and those from which it is computed, each with its operator."""
     left, seen = [value], set[int]()
     while left and len(seen) < _DEEP:
         value = left.pop()
@@ -240,7 +244,7 @@ def _behind(value: int, made: Mapping[int, Operator]) -> Iterator[tuple[int, Ope
 
 
 def _is_triangle(array: Any) -> bool:
-    """Whether all at and below the diagonal is alike, and all above it, otherwise."""
+    """Whether elements up to the diagonal are equal, and differ from those above."""
     if np.ndim(array) < 2 or min(np.shape(array)[-2:]) < 2:
         return False
     square = np.asarray(array).reshape(-1, *np.shape(array)[-2:])[0]

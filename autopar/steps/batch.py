@@ -1,8 +1,8 @@
-"""The batch in a program: which factors and dimensions grow with it.
+"""Finds the factors and dimensions of a program that grow with the batch.
 
-Found by following the rows of the batch inputs (`autopar_passes.graph.batch`) through
-the sharding rules. The dimension beside the rows of an integer batch input (tokens) is
-the sequence.
+The search follows the rows of the batch inputs (`autopar_passes.graph.batch`) through
+the sharding rules. In an integer batch input (tokens), the dimension next to the rows
+is the sequence.
 """
 
 from __future__ import annotations
@@ -28,10 +28,11 @@ class DimLabels:
     """Labels of the dimensions of values and of the factors of operators.
 
     Attributes:
-      operators: of the graph.
-      dims: value -> the label of each dimension, '' without one; a value that no
-        batch reaches is absent.
-      factors: operator -> factor of its rule -> label; '' and absent mean none.
+      operators: the operators of the graph.
+      dims: value -> the label of each dimension, '' if it has none. Values that do not
+        depend on the batch have no entry.
+      factors: operator -> factor of its rule -> label. An absent factor, or one with
+        the label '', has no label.
     """
 
     operators: tuple[Operator, ...]
@@ -77,12 +78,12 @@ def _dims_of(labels: DimLabels, value: int | None) -> list[str]:
     return [] if value is None else labels.dims.get(value, [])
 
 
-# Operators whose result is a part of an operand, or has it as a part.
+# Operators whose result is a part of an operand, or contains an operand as a part.
 _CUTTING = ("slice", "dynamic_slice", "pad", "concatenate")
 
 
 def _kept_sequence(names: list[str], before: list[str]) -> list[str]:
-    """A cut sequence is a sequence still: all tokens but the last, say."""
+    """Keeps the sequence label of a cut dimension, such as all tokens but the last."""
     if len(names) != len(before):
         return names
     return [
@@ -92,14 +93,14 @@ def _kept_sequence(names: list[str], before: list[str]) -> list[str]:
 
 
 def is_integer(dtype: Any) -> bool:
-    """Whether a dtype is of whole numbers; random keys are of none."""
+    """Whether a dtype is an integer type; the dtype of random keys is not."""
     return bool(jnp.issubdtype(dtype, jnp.integer))
 
 
 def batch_dims(graph: OperatorGraph) -> dict[int, int]:
-    """The flat inputs that hold the rows of the batch, each with their dimension.
+    """Flat input that holds rows of the batch -> the dimension of the rows.
 
-    All have the same number of rows, of which there are several.
+    All these inputs have the same number of rows, which is more than 1.
     """
     return {
         k: given.rows
@@ -111,7 +112,7 @@ def batch_dims(graph: OperatorGraph) -> dict[int, int]:
 
 
 def batch_rows(graph: OperatorGraph) -> int:
-    """Rows of the batch that the program takes at once; 0 without a batch."""
+    """The number of rows of the batch that the program takes; 0 without a batch."""
     shapes = (
         graph.values[given.value].shape[given.rows]
         for given in graph.inputs
@@ -126,7 +127,7 @@ def rows_axes(
     """The mesh axes that split the rows of each input of the batch.
 
     Args:
-      graph: of the step.
+      graph: the graph of the step.
       specs: path of an input -> the axes of its first dimensions.
     """
     return [
@@ -137,7 +138,7 @@ def rows_axes(
 
 
 def _labels(op: Operator, dims: dict[int, list[str]]) -> Iterator[tuple[int, str]]:
-    """Labels an operator's factors from its operands, the first operand's first."""
+    """Yields labels of an operator's factors, taken from the first labelled operand."""
     pairs = list(zip(op.inputs, op.rule.operands, strict=True))
     if op.kind == "input":
         pairs = list(zip(op.outputs, op.rule.results, strict=True))
@@ -152,11 +153,11 @@ def _labels(op: Operator, dims: dict[int, list[str]]) -> Iterator[tuple[int, str
 
 
 def fails_with(rows: str, error: Exception) -> str:
-    """Says that a step which ran on the whole batch does not on other rows.
+    """Says that a step that ran on the whole batch fails on other rows.
 
     Args:
       rows: the rows, such as ``a microbatch of 8 rows``.
-      error: what tracing it raised, or its own code.
+      error: the exception that tracing or the code of the step raised.
     """
     first = (str(error).strip().splitlines() or [""])[0]
     if not isinstance(error, TraceError):
@@ -168,21 +169,21 @@ def fails_with(rows: str, error: Exception) -> str:
 
 
 def samples(graph: OperatorGraph) -> int:
-    """Samples in one step, 0 without a batch.
+    """Returns the number of samples in one step; 0 without a batch.
 
-    They are the rows of the batch. What a loop cuts off, the parts of the batch or
-    several batches, counts with them.
+    The samples are the rows of the batch. If a loop of the step runs over parts of a
+    batch or over several batches, the rows of all of them count.
     """
     turns = [i.turns for i in graph.inputs if i.rows >= 0 and i.unit == 1]
     return batch_rows(graph) * max(turns, default=1)
 
 
 def batch_tokens(graph: OperatorGraph) -> int:
-    """Tokens of the batch in one step, 0 where it holds none.
+    """Returns the number of tokens of the batch in one step; 0 if the batch has none.
 
-    Tokens are the whole numbers of the batch by which the forward pass looks up rows
-    of a table, several for each row of the batch. Numbers that the step cuts off
-    before, such as the last token of a row, do not count.
+    Tokens are integers of the batch with which the forward pass looks up rows of a
+    table. There are several tokens in each row of the batch. Integers that the step
+    removes before the look-up, such as the last token of a row, do not count.
     """
     rows = samples(graph)
     most = max(_looked_up(graph), default=0)
@@ -190,7 +191,10 @@ def batch_tokens(graph: OperatorGraph) -> int:
 
 
 def _looked_up(graph: OperatorGraph) -> list[int]:
-    """Rows of floating tables that numbers of the batch look up, by operator."""
+    """For each gather, the number of rows that integers of the batch look up.
+
+    Only tables of a floating-point type count.
+    """
     read_by = readers(graph.operators)
     waiting = [i.value for i in graph.inputs if i.role is InputRole.BATCH]
     waiting = [value for value in waiting if is_integer(graph.values[value].dtype)]
@@ -218,7 +222,7 @@ def _rows_of(
 
 __all__ = ["BATCH", "SEQUENCE", "Labels", "factor_labels"]
 
-# node -> its factors with a label.
+# Node -> node factor -> label.
 Labels = dict[int, dict[int, str]]
 
 
@@ -237,7 +241,7 @@ def factor_labels(found: DimLabels, contraction: Contraction) -> Labels:
 
 
 def _label_results(contraction: Contraction, found: DimLabels, labels: Labels) -> None:
-    """Result nodes take the labels of the values that live there."""
+    """Gives each node the labels of the values whose home it is."""
     for value, home in contraction.homes.items():
         for name, factors in zip(found.dims.get(value, ()), home.dims, strict=False):
             if name and factors:

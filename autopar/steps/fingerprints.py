@@ -1,4 +1,4 @@
-"""Fingerprints of a step: with its shapes, and of its structure without the batch."""
+"""Two fingerprints of a step: one with all shapes, one without the batch size."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ _DIGITS = 16
 
 
 def fingerprint(graph: OperatorGraph, contraction: Contraction) -> str:
-    """Returns 16 hex digits that name the step's operators, shapes and arguments."""
+    """Returns 16 hex digits that depend on operators, shapes and arguments of a
+    step."""
     digest = hashlib.sha256()
     for given in graph.inputs:
         value = graph.values[given.value]
@@ -25,12 +26,12 @@ def fingerprint(graph: OperatorGraph, contraction: Contraction) -> str:
 
 
 def structure(graph: OperatorGraph, contraction: Contraction) -> str:
-    """Returns 16 hex digits that a step keeps when only its batch changes.
+    """Returns 16 hex digits that stay the same when only the batch of a step changes.
 
-    They name the operators and how they are connected, the arguments with their
-    dtypes, the shapes of carried state, and the nodes that have a choice. Sizes of
-    everything else are left out: a plan can be carried to any batch size of the same
-    structure, as long as its axes divide the new sizes.
+    The digits depend on the operators and their connections, the arguments with their
+    dtypes, the shapes of carried state, and the nodes that have a choice. They do not
+    depend on other sizes: a plan can be used with any batch size of the same structure,
+    as long as its mesh axes divide the new sizes.
     """
     digest = hashlib.sha256()
     for given in graph.inputs:

@@ -1,4 +1,4 @@
-"""Names of operators, inputs and arrays, as people read them."""
+"""Readable names of operators, inputs and arrays."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ def node_name(analysis: Analysis, node: Node) -> str:
 def operator_name(analysis: Analysis, index: int) -> str:
     """The path of an input, or module path and primitive of an operator.
 
-    An array that the step holds itself, such as a table made by numpy, is an input of
-    the program without a path: its name is ``constant``.
+    A step may close over an array, such as a table made by numpy. Such an array is an
+    input of the program without a path. Its name is ``constant``.
     """
     op = analysis.graph.operators[index]
     if op.kind == "input":

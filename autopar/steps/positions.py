@@ -1,4 +1,4 @@
-"""The positions of operators: the pass of each, and where sums are complete."""
+"""The pass of each operator, and the operators at which sums are complete."""
 
 from __future__ import annotations
 
@@ -13,25 +13,28 @@ from autopar_passes.graph.operators import Operator, OperatorGraph
 from autopar_passes.graph.roles import Role
 from autopar_passes.sums.stacked import Deferral
 
-# The passes in which communication may run beside work; the update is none.
+# The passes in which communication may overlap with computation; not the update.
 PASSES = (Role.FORWARD, Role.BACKWARD)
-# Each of them is cut into segments at these parts of its operators. What is read first
-# or made last has next to no work to hide behind.
+# The operators of a pass are divided into segments at these fractions of their number.
+# Segments are short at both ends, because communication before the first operators or
+# after the last has almost no computation to overlap with.
 _CUTS = (1 / 256, 1 / 32, 1 / 8, 1 / 2, 7 / 8, 31 / 32, 255 / 256)
 SEGMENTS = len(_CUTS) + 1
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Positions:
-    """Facts of a program's operators, by position.
+    """Properties of a program's operators, as arrays by position of the operator.
 
     Attributes:
-      classes: class of each.
-      shares: its part of the runs of its class.
-      roles: of each pass, whether it belongs there.
-      update: whether it belongs to the update.
-      summed: of each pass, whether a sum that it completes is taken there.
-      ready: where the sums that each contributes to are complete.
+      classes: the class of each operator.
+      shares: the fraction of the runs of its class that each operator has.
+      roles: for each pass, whether each operator belongs to it.
+      update: whether each operator belongs to the update.
+      summed: for each pass, whether the sum over devices that completes the result of
+        each operator runs in that pass.
+      ready: for each operator, the position of the operator after which the sums to
+        which it contributes are complete.
     """
 
     classes: np.ndarray
@@ -45,7 +48,8 @@ class Positions:
     def segments(self) -> tuple[np.ndarray, np.ndarray]:
         """The segment of each operator in the forward and in the backward pass.
 
-        An operator of another pass is in the segment of the nearest before it.
+        An operator of another pass has the segment of the nearest earlier operator of
+        this pass.
         """
         found: list[np.ndarray] = []
         for role in PASSES:
@@ -55,20 +59,22 @@ class Positions:
         return found[0], found[1]
 
     def by_segment(self, number: int, seconds: np.ndarray) -> np.ndarray:
-        """Seconds of operators of a pass, by its segments.
+        """Adds up the seconds of operators in each segment of a pass.
 
         Args:
-          number: of the pass in `PASSES`.
-          seconds: float64 ``[operators]``.
+          number: the position of the pass in `PASSES`.
+          seconds: float64 ``[operators]``, the time of each operator.
         """
         return np.bincount(self.segments[number], seconds, SEGMENTS)
 
     @functools.cached_property
     def work_parts(self) -> np.ndarray:
-        """The parts of each class's runs in each segment of both passes and the update.
+        """The fraction of each class's runs in each segment of both passes, and in the
+        update.
 
         Returns:
-          float64 ``[classes, 2 * SEGMENTS + 1]``; what is in neither is missing.
+          float64 ``[classes, 2 * SEGMENTS + 1]``. Runs of operators that are in no pass
+          do not count.
         """
         found = np.zeros((len(self.classes), 2 * SEGMENTS + 1))
         for number, role in enumerate(PASSES):
@@ -80,7 +86,7 @@ class Positions:
 
     @functools.cached_property
     def sum_parts(self) -> np.ndarray:
-        """The parts of each class's sums that are complete in each backward segment.
+        """The fraction of each class's sums that is complete in each backward segment.
 
         Returns:
           float64 ``[classes, SEGMENTS]``.
@@ -91,10 +97,10 @@ class Positions:
         return found
 
     def gather_parts(self, readers: Sequence[int]) -> np.ndarray:
-        """The parts of gathers, one before each reader, in each segment of both passes.
+        """The fraction of gathers in each segment of both passes, one for each reader.
 
         Returns:
-          float64 ``[2 * SEGMENTS]``; what is in neither is missing.
+          float64 ``[2 * SEGMENTS]``. Readers that are in neither pass do not count.
         """
         found = np.zeros(2 * SEGMENTS)
         for number, role in enumerate(PASSES):
@@ -113,9 +119,9 @@ def positions(
 
     Args:
       graph: the operator graph.
-      contraction: its nodes.
+      contraction: the nodes of the graph.
       deferrals: the paths along which sums may stay partial.
-      trips: how often the operators of each class run in a step.
+      trips: class -> the number of runs of its operators in a step.
     """
     operators = graph.operators
     classes = np.array(
@@ -130,11 +136,13 @@ def positions(
     roles = {
         role: np.array([o.role is role for o in operators], bool) for role in PASSES
     }
-    # Sums that a forward pass completes are those of reported values, its loss.
+    # Sums over devices that the forward pass completes are sums of reported values,
+    # such as the loss.
     everywhere = np.ones(len(operators), bool)
     summed = {Role.FORWARD: ~everywhere, Role.BACKWARD: everywhere}
     ready = np.arange(len(operators))
-    # Sums wait where they leave a loop so; others are taken where they are made.
+    # A deferred sum is complete after its loop. Any other sum is computed right after
+    # the operator.
     for deferral in (d for d in deferrals if d.hoisted):
         for op, ends in deferral.reach:
             made = [contraction.producer[end].index for end in ends]
@@ -144,11 +152,12 @@ def positions(
 
 
 def followers(graph: OperatorGraph, summing: Collection[int]) -> tuple[Operator, ...]:
-    """The operators of the update, and those that make and finish sums for it.
+    """Returns the update, and the operators for which only the update waits.
 
     Args:
       graph: the operator graph.
-      summing: classes of operators whose partial results are such sums.
+      summing: classes of operators whose partial results are sums that only the update
+        waits for.
     """
     behind: set[int] = set()
     found: list[Operator] = []
@@ -162,7 +171,7 @@ def followers(graph: OperatorGraph, summing: Collection[int]) -> tuple[Operator,
 
 
 def behind(among: Iterable[Operator], late: Collection[int]) -> list[int]:
-    """The operators of the backward pass that read what late ones make.
+    """Returns operators of the backward pass that depend on results of late operators.
 
     Args:
       among: the operators to look at, in program order.

@@ -1,4 +1,4 @@
-"""The text of a step's program, so that two processes can find where theirs differ."""
+"""The text of a step's program, with which processes find where programs differ."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from autopar_passes.program.equations import Equation, Program, Scalar, walk
 
 
 def identity(analysis: Analysis) -> str:
-    """A digest of the step: its operators and shapes, and the constants in it."""
+    """Returns a digest of the operators, shapes and constants of a step."""
     digest = hashlib.sha256(analysis.fingerprint.encode())
     for eqn in walk(analysis.program.body):
         digest.update(f"{eqn.primitive}{_scalars(eqn)}".encode())
@@ -33,7 +33,7 @@ def lines(analysis: Analysis) -> list[str]:
 
 
 def first_difference(one: list[str], other: list[str]) -> tuple[str, str] | None:
-    """The first lines of two texts that differ; 'nothing' where one has ended."""
+    """The first pair of lines that differ; 'nothing' stands for a missing line."""
     for k in range(max(len(one), len(other))):
         pair = tuple(text[k] if k < len(text) else "nothing" for text in (one, other))
         if pair[0] != pair[1]:
@@ -59,7 +59,7 @@ def _scalars(eqn: Equation) -> str:
 
 
 def _constants(program: Program) -> list[str]:
-    """Type and digest of each closed-over array; of a global one the type alone."""
+    """Type and digest of each closed-over array; only the type of a global array."""
     return [_constant(x) for x in program.constants]
 
 

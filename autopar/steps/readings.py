@@ -1,7 +1,7 @@
-"""What operators read, grouped by what decides how it is brought to them.
+"""The operands of operators, grouped so that each group is resharded alike.
 
-Readings of one group are brought by the same steps under every assignment, so a
-program of equal layers asks for the steps of one of them.
+Under every assignment, all readings of one group need the same resharding steps. In a
+program of equal layers, these steps are therefore computed for one layer only.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from autopar.steps.uses import required_values, value_class
 from autopar_passes.graph.operators import Operator, OperatorGraph
 from autopar_passes.rules.factor_rule import Dims
 
-# A part of an operand: the dimensions of the operand, by number, that split each of its
-# own.
+# A value with a home from which an operand is computed. For each dimension of the
+# value, it holds the number of the operand dimension with the same sharding.
 _Part = tuple[int, Dims]
 
 
@@ -26,10 +26,10 @@ class Reading:
     """One operand of one operator.
 
     Attributes:
-      group: number of its group.
+      group: the number of the group of this reading.
       slot: the operand's position.
       value: the operand.
-      sources: the values with a home that make it
+      sources: the values with a home from which the operand is computed
         (`autopar.steps.uses.required_values`).
     """
 
@@ -41,13 +41,14 @@ class Reading:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ReadingGroup:
-    """Readings that are alike.
+    """Readings that need the same resharding steps under every assignment.
 
     Attributes:
-      operator: one of the operators that read so.
+      operator: one of the operators of the readings.
       slot: the operand's position.
-      parts: of the operand of that operator: each value with a home, and for each of
-        its dimensions the dimension of the operand that it is split with, or ().
+      parts: the values with a home from which the operand of that operator is computed.
+        For each dimension of such a value, the part holds the dimension of the operand
+        with the same sharding, or ().
     """
 
     operator: Operator
@@ -57,12 +58,12 @@ class ReadingGroup:
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class ReadingRows:
-    """The parts of all readings, in the order of the operators, as arrays.
+    """The parts of all readings as arrays, in the order of the operators.
 
     Attributes:
-      operators: of each part, the operator that reads.
-      sources: the value with a home.
-      ways: its place among the parts of all groups, one group behind the other.
+      operators: for each part, the operator that reads it.
+      sources: for each part, the value with a home.
+      ways: for each part, its position in the list of the parts of all groups.
     """
 
     operators: np.ndarray
@@ -72,12 +73,12 @@ class ReadingRows:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Readings:
-    """All that the operators of a graph read that have a choice.
+    """The readings of all operators that have a choice of a sharding.
 
     Attributes:
-      groups: by number.
-      of: by operator, what it reads; () where it has no choice.
-      rows: all of it, part by part.
+      groups: the groups, by number.
+      of: for each operator, its readings; () if the operator has no choice.
+      rows: the parts of all readings.
     """
 
     groups: tuple[ReadingGroup, ...]

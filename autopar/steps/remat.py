@@ -1,4 +1,4 @@
-"""The analysis of a step whose backward pass computes layers again."""
+"""The analysis of a step whose backward pass recomputes layers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ from autopar_passes.remat.recompute import Recomputation, recompute_layers
 from autopar_passes.stages.flow import Flow, reads
 from autopar_passes.stages.layers import ForwardChain, cluster_layers, forward_chain
 
-# Loops with more than this part of the forward FLOPs hold the layers of a step.
+# If loops have more than this fraction of the forward FLOPs, their iterations are the
+# layers of the step.
 _LOOP = 0.5
 
 
@@ -35,14 +36,14 @@ def rematerialise(
     *,
     couple: bool = False,
 ) -> Analysis:
-    """Returns the analysis of a step in microbatches that computes layers again.
+    """Returns the analysis of a step in microbatches that recomputes layers.
 
-    Its program takes the whole batch, and is planned and run as any other. In a loop
-    over microbatches each iteration computes its own activations again.
+    The program takes the whole batch. It is planned and run like any other program. In
+    a loop over microbatches, each iteration recomputes its own activations.
 
     Args:
       analysis: of the step; one that was rewritten stands for the step as written.
-      remat: what is computed again.
+      remat: the layers that are recomputed.
       count: number of microbatches.
       couple: as of `autopar.steps.microbatches.in_microbatches`.
 
@@ -61,10 +62,10 @@ def rematerialise(
 
 
 def as_said(analysis: Analysis, remat: Rematerialisation) -> Analysis:
-    """The step on the whole batch, with its own checkpoints or without them.
+    """Returns the step on the whole batch, with its own checkpoints or without them.
 
     Raises:
-      PlanError: they cannot be dropped.
+      PlanError: the checkpoints cannot be dropped.
     """
     whole = analysis.whole or analysis
     written = whole.written or whole
@@ -77,7 +78,7 @@ def as_said(analysis: Analysis, remat: Rematerialisation) -> Analysis:
 
 
 def _without_checkpoints(written: Analysis) -> Analysis:
-    """The step as if it had no ``jax.checkpoint``."""
+    """Returns the analysis of the step without its ``jax.checkpoint`` calls."""
     name, origin = written.pytrees.name, written.origin
     if origin is None:
         raise PlanError(f"{name}: remat='none' needs a step, not a program alone.")
@@ -140,7 +141,7 @@ def _rewritten(
 
 
 def _with_program(found: Microbatched, program: Program) -> Microbatched:
-    """A step over microbatches, each of which runs another program."""
+    """Returns the split of a step with another program for each microbatch."""
     traced = dataclasses.replace(found.traced, program=program)
     return dataclasses.replace(found, traced=traced)
 
@@ -152,11 +153,12 @@ def _batch_values(micro: Analysis, found: Microbatched) -> frozenset[int]:
 def layer_starts(
     analysis: Analysis, count: int = 1, *, couple: bool = False
 ) -> tuple[int, ...]:
-    """The layers of a step: the forward equation at which each begins.
+    """Returns the forward equation at which each layer of a step begins.
 
     Args:
       analysis: as for `rematerialise`.
-      count: number of microbatches; the equations are those of one of them.
+      count: number of microbatches. The equations are those of the program of one
+        microbatch.
       couple: as for `rematerialise`.
 
     Raises:
@@ -187,7 +189,8 @@ def _found_layers(micro: Analysis) -> tuple[int, ...]:
 def named_values(
     analysis: Analysis, count: int = 1, *, couple: bool = False
 ) -> tuple[str, ...]:
-    """What a step names by `jax.ad_checkpoint.checkpoint_name`, sorted.
+    """Returns the names that a step gives by `jax.ad_checkpoint.checkpoint_name`,
+    sorted.
 
     Args:
       analysis: as for `rematerialise`.
@@ -201,11 +204,13 @@ def named_values(
 def _layer_loops(
     micro: Analysis, chain: ForwardChain, batch: frozenset[int]
 ) -> list[Equation]:
-    """The loops whose iterations are layers: they have most of the forward pass.
+    """Returns the loops whose iterations are layers, or [] if they are too small.
 
-    A loop of the backward pass goes through what such a loop stacks. Other loops, such
-    as those of a teacher, count for nothing: no gradients go through them. A loop that
-    repeats is a part of each layer, unless it is a tower of layers itself.
+    Together these loops must have more than half of the forward FLOPs. A loop of the
+    backward pass reads the arrays that such a loop stacks. Loops without such a
+    backward loop, such as those of a teacher, are left out, and so is their work: no
+    gradients pass through them. A loop that occurs several times is a part of each
+    layer, unless the loop itself runs over stacked layers.
     """
     times = Counter(chain.classes)
     top = {eqn.index: eqn for eqn in micro.program.body.equations}
@@ -233,11 +238,12 @@ def _layer_loops(
 
 
 def _is_tower(flow: Flow, eqn: Equation) -> bool:
-    """Whether a loop has stacked layers, each on top of the one before.
+    """Whether the iterations of a loop are stacked layers.
 
-    It goes through slices of the state, and each iteration multiplies what it was
-    given by the one before. A loop over time or over chunks of a sequence goes through
-    activations; iterations of a loop over experts all read the same.
+    The loop runs over slices of the state, and each iteration computes a product of the
+    result of the previous iteration. In contrast, a loop over time or over chunks of a
+    sequence runs over activations, and the iterations of a loop over experts all read
+    the same input.
     """
     first = eqn.params["num_consts"] + eqn.params["num_carry"]
     slices = {a for a in eqn.inputs[first:] if isinstance(a, int)}
@@ -256,12 +262,12 @@ def _is_tower(flow: Flow, eqn: Equation) -> bool:
 
 
 def modules_again(analysis: Analysis) -> tuple[str, ...]:
-    """The modules whose operators the plan computes again, each once, in order.
+    """Returns the modules with operators that the plan recomputes, in order.
 
-    Beside layers, what the step's own ``jax.checkpoint``s repeat is among them.
+    The result includes the operators that the step's own ``jax.checkpoint``s recompute.
 
     Args:
-      analysis: of the step as it is planned.
+      analysis: the analysis of the planned step.
     """
     if not analysis.remat.layers:
         return ()

@@ -1,8 +1,8 @@
-"""Spare copies of the state that devices hold beside the one in use.
+"""Additional copies of the state that devices hold.
 
-A step that does not consume its state holds the old one and the new one at once. A run
-that is to outlive processes keeps the states of earlier steps, and those of neighbours,
-where an array lies on one process alone.
+A step that does not donate its state holds the old and the new state at the same time.
+A run that must survive the loss of processes keeps the states of earlier steps. If an
+array is only on one process, the run also keeps copies from neighbouring processes.
 """
 
 from __future__ import annotations
@@ -13,25 +13,25 @@ from typing import Any
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Spares:
-    """How many more copies of each carried array a device holds.
+    """The number of additional copies of each carried array that a device holds.
 
     Attributes:
-      always: of every carried array.
-      split: of those that are split over devices, in addition.
+      always: additional copies of every carried array.
+      split: further copies of arrays that are sharded over devices.
     """
 
     always: int = 0
     split: int = 0
 
     def copies(self, shards: Any) -> Any:
-        """Copies that a device holds of its part of an array, with the one in use.
+        """Returns the number of copies of its shard that a device holds in total.
 
         >>> import numpy as np
         >>> Spares(always=1, split=2).copies(np.array([1, 4]))
         array([2, 4])
 
         Args:
-          shards: into how many parts the array is split; numbers or an array.
+          shards: the number of shards of the array, a number or an array of numbers.
         """
         return 1 + self.always + self.split * (shards > 1)
 

@@ -1,4 +1,4 @@
-"""A step cut into stages: programs and analyses that know no cluster."""
+"""Cuts a step into pipeline stages, independently of a cluster."""
 
 from __future__ import annotations
 
@@ -28,15 +28,16 @@ from autopar_passes.stages.parts import CutError, Parts, hoist_sums, parts_of
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CutStep:
-    """A step as stages of a pipeline.
+    """A step cut into the stages of a pipeline.
 
     Attributes:
       found: how the step is split into microbatches.
-      analysis: of one microbatch's program.
-      cut: its tasks.
+      analysis: the analysis of the program of one microbatch.
+      cut: the tasks of the step.
       programs: the program of each stage.
-      stages: their analyses; the part that runs for each microbatch counts as often.
-      again: the forward equations that the backward pass runs again.
+      stages: the analysis of each stage. Operators that run for each microbatch are
+        counted once per microbatch.
+      again: the forward equations that the backward pass recomputes.
     """
 
     found: Microbatched
@@ -60,13 +61,13 @@ def cut_step(
     """Cuts a step into stages.
 
     Args:
-      analysis: of one microbatch's program, ``found.traced.program``.
+      analysis: the analysis of the program of one microbatch, ``found.traced.program``.
       found: how the step is split into microbatches.
       layers: the forward equation at which each layer begins.
-      parts: the layer at which each part begins; part ``k`` is on stage ``k % stages``.
-      stages: how many stages there are.
-      recomputed: layers whose activations the backward pass computes again.
-      split_backward: whether gradients of weights are tasks of their own.
+      parts: the layer at which each part begins. Part ``k`` is on stage ``k % stages``.
+      stages: the number of stages.
+      recomputed: the layers whose activations the backward pass recomputes.
+      split_backward: whether the gradients of weights are separate tasks.
 
     Raises:
       CutError: the parts do not begin at different equations of the forward pass.
@@ -111,13 +112,14 @@ def cut_step(
 
 
 def _computed_again(layers: Parts, wanted: Collection[int]) -> set[int]:
-    """The forward equations that the backward pass of some layers runs again.
+    """Returns the forward equations that the backward pass of some layers recomputes.
 
-    What another layer reads is kept, so that each layer starts from what it was given.
+    Values that another layer reads are kept, so each layer is recomputed from its
+    stored inputs.
 
     Args:
       layers: the layer of each equation.
-      wanted: the layers whose activations are computed again.
+      wanted: the layers whose activations are recomputed.
     """
     flow = layers.flow
     return {
@@ -137,7 +139,7 @@ def _computed_again(layers: Parts, wanted: Collection[int]) -> set[int]:
 def _check_order(
     equations: Sequence[Equation], found: Microbatched, placed: Parts, stages: int
 ) -> None:
-    """Raises `CutError` where callbacks that have an order are in several tasks."""
+    """Raises `CutError` if ordered callbacks are in several tasks."""
     ordered = [e for e in equations if is_ordered(e.source)]
     where = {placed.part.get(e.index, 0) % stages for e in ordered}
     repeated = [e for e in ordered if e.index not in found.once]
@@ -153,7 +155,7 @@ def _check_order(
 def _analyse_stage(
     analysis: Analysis, found: Microbatched, tasks: Cut, stage: StageProgram
 ) -> Analysis:
-    """The analysis of a stage over its microbatches."""
+    """Analyses a stage that runs for each microbatch."""
     paths = analysis.input_paths
     makers = producers(analysis.graph.operators)
     received = [
@@ -180,9 +182,9 @@ def _analyse_stage(
 
 
 def _programs(tasks: Cut, stage: int) -> dict[int, int]:
-    """Equation of a stage, also one of a region -> the last of its tasks that runs it.
+    """Equation of a stage, also in a region -> the last task of the stage that runs it.
 
-    They are numbered in the order in which they run.
+    The tasks are numbered in the order in which they run.
     """
     equations = tasks.parts.flow.equations
     out: dict[int, int] = {}
@@ -195,19 +197,20 @@ def _programs(tasks: Cut, stage: int) -> dict[int, int]:
 
 
 def _of_rows(analysis: Analysis, value: int) -> GraphInput:
-    """An input of a stage that another one sends, of which rows are the batch's."""
+    """The input of a stage that another stage sends, with its batch dimension."""
     dims = analysis.dim_labels.dims.get(value, [])
     rows = dims.index(BATCH) if BATCH in dims else -1
     return GraphInput(value, "", InputRole.BATCH, rows=rows)
 
 
 def even_pieces(analysis: Analysis, count: int) -> dict[int, tuple[int, ...]]:
-    """Pieces of about as many layers each, of state that loops over layers go through.
+    """Divides the stacked layers of the state into pieces of about equal numbers.
 
     Args:
       analysis: of the step as it is written.
-      count: how many pieces. Where it divides some stacks of layers, others stay
-        whole. Otherwise the first pieces have a layer more.
+      count: the number of pieces. If this number divides the layers of some stacks, the
+        other stacks stay whole. Otherwise the first pieces have one layer more than the
+        last.
 
     Returns:
       Flat argument -> the number of layers of each of its pieces.
@@ -222,7 +225,7 @@ def even_pieces(analysis: Analysis, count: int) -> dict[int, tuple[int, ...]]:
 
 
 def with_pieces(analysis: Analysis, sizes: Mapping[int, Sequence[int]]) -> Analysis:
-    """Returns the analysis of a step with loops over layers in pieces.
+    """Returns the analysis of a step whose loops over layers are divided into pieces.
 
     Args:
       analysis: of the step as it is written, on the whole batch.
@@ -252,7 +255,7 @@ def with_pieces(analysis: Analysis, sizes: Mapping[int, Sequence[int]]) -> Analy
 
 
 def sizes_by_path(analysis: Analysis) -> dict[str, tuple[int, ...]]:
-    """The sizes of pieces, by the path of the argument as the step is written."""
+    """Path of an argument in the step as it is written -> the sizes of its pieces."""
     inputs = analysis.graph.inputs
     return {
         whole_path(inputs[k].path): tuple(own) for k, own in analysis.pieces.items()

@@ -1,4 +1,4 @@
-"""Says what is doubtful about the state that a step carries."""
+"""Finds likely mistakes in the state that a step carries, and warns of them."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ _ADVICE = (
 
 
 class StateWarning(UserWarning):
-    """A step carries nothing, or state that changes its shapes."""
+    """A step carries no state, or carries state whose shapes change."""
 
 
 def doubts(analysis: Analysis) -> list[str]:
-    """Returns a sentence for everything that is doubtful about a step's state."""
+    """Returns a sentence for each likely mistake in the state of a step."""
     if not analysis.carried_arguments:
         return [
             "nothing that it takes comes back, so every argument is planned as a "
@@ -41,7 +41,7 @@ def doubts(analysis: Analysis) -> list[str]:
 
 
 def _other_dtype(analysis: Analysis) -> str:
-    """A pair of an argument and a result that only a dtype keeps apart; or ''."""
+    """Names an argument and a result that differ only in their dtype; or ''."""
     program = analysis.program
     results = [
         (path, program.values[atom])
@@ -61,7 +61,7 @@ def _other_dtype(analysis: Analysis) -> str:
 
 
 def _doubts_of_batch(analysis: Analysis) -> list[str]:
-    """An argument that its shape alone makes state, where nothing else is a batch."""
+    """Names arguments that count as state only by shape, if no batch is left."""
     inputs = analysis.graph.inputs
     if analysis.pytrees.form.roles.batch is not None:
         return []
@@ -82,7 +82,7 @@ def _doubts_of_batch(analysis: Analysis) -> list[str]:
 
 
 def warn_of_state(step: Callable[..., Any], analysis: Analysis) -> None:
-    """Warns of what is doubtful about the state of a step."""
+    """Warns of likely mistakes in the state of a step."""
     name = step_name(step)
     for doubt in doubts(analysis):
         warnings.warn(f"{name}: {doubt}", StateWarning, stacklevel=3)

@@ -14,17 +14,18 @@ from autopar_passes.program.update_batches import batch_updates
 
 
 def in_update_batches(analysis: Analysis, devices: int) -> Analysis:
-    """Returns the analysis of a step that a plan on so many devices runs.
+    """Returns the analysis of a step with an update in batches for some devices.
 
-    Where the update computes the same for several matrices, as Muon does, it computes
-    them in batches (`autopar_passes.program.update_batches`).
+    If the update runs the same computation on several matrices, as Muon does, the new
+    step runs it on batches of matrices (`autopar_passes.program.update_batches`).
 
     Args:
-      analysis: of the step in its microbatches, with the layers that it computes again.
-      devices: of the plan, which has one stage.
+      analysis: the analysis of the step after the split into microbatches and
+        rematerialisation.
+      devices: the number of devices of the plan, which has one stage.
 
     Returns:
-      ``analysis`` itself where no two computations are equal.
+      ``analysis`` itself if no two computations are equal.
     """
     alone = analysis.alone or analysis
     if devices == 1 or alone.traced is None:
@@ -63,7 +64,7 @@ def _with_batches(analysis: Analysis, devices: int) -> Analysis:
 
 
 def equations_of_update(analysis: Analysis) -> frozenset[int]:
-    """The equations of the update; a loop over microbatches is of all passes."""
+    """The equations of the update, without the loop over microbatches."""
     operators = analysis.graph.operators
     others = {op.equation for op in operators if op.role is Role.BACKWARD}
     whole = analysis.program.by_index()
