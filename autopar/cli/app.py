@@ -1,7 +1,7 @@
-"""The commands put together, and what becomes of their results and errors.
+"""Builds the command line, and prints the results and errors of commands.
 
-Results go to stdout, and nothing else does; progress and errors go to stderr. Nothing
-here imports JAX, so that help and completion answer at once.
+Only results go to stdout; progress and errors go to stderr. This module does not import
+JAX, so that help and completion answer at once.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from autopar.cli.output import Result, Stdout
 from autopar.terminal import fold_text, follow_width
 from autopar.version import __version__
 
-# What a command returns; one that yields has a result before it ends.
+# What a command returns. A command that yields has partial results before it ends.
 _Returned = Result | Iterator[Result] | None
 _COMMANDS: tuple[Callable[..., _Returned], ...] = (
     plan,
@@ -57,12 +57,13 @@ _COMMANDS: tuple[Callable[..., _Returned], ...] = (
     workers,
     secret,
 )
-# By name: words after the script of a command are the script's own.
+# Name of a command -> settings. In these commands, words after the script are arguments
+# of the script.
 _SETTINGS = {
     name: {"allow_interspersed_args": False}
     for name in ("run", "launch slurm", "launch kubernetes")
 }
-# These show what happens while they run.
+# These commands print to stdout while they run.
 _SHOWN = (demo, run, worker, clusters.logs)
 # Commands of several words, such as ``autopar checkpoint show``.
 _GROUPS: dict[str, tuple[str, tuple[Callable[..., _Returned], ...]]] = {
@@ -88,13 +89,13 @@ _GROUPS: dict[str, tuple[str, tuple[Callable[..., _Returned], ...]]] = {
         (launching.slurm, launching.kubernetes),
     ),
 }
-# What a group does without a word of its own.
+# Group of commands -> the command that runs if none is named.
 _DEFAULTS = {"jobs": "list"}
 _CODES = "; ".join(f"{code} {meaning}" for code, meaning in failures.EXIT_CODES)
 
 
 def commands(stdout: Stdout) -> typer.Typer:
-    """The commands, with results on a stdout."""
+    """Returns the command line, which prints results to ``stdout``."""
     app = typer.Typer(
         name="autopar",
         context_settings={"help_option_names": ["-h", "--help"]},
@@ -116,10 +117,10 @@ def commands(stdout: Stdout) -> typer.Typer:
 
 
 def _group(default: str | None) -> type[TyperGroup]:
-    """A group of commands, with the command that other words are arguments of."""
+    """Returns a class of command groups with a default command, if any."""
 
     class DefaultGroup(TyperGroup):
-        """Puts the default command before words that begin with none."""
+        """Inserts the default command if the first word is not a command."""
 
         def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
             known = *self.commands, "-h", "--help"
@@ -133,7 +134,7 @@ def _group(default: str | None) -> type[TyperGroup]:
 def _add(
     app: typer.Typer, stdout: Stdout, command: Callable[..., _Returned], words: str
 ) -> None:
-    """Adds a command that is called with these words; its help ends with an example."""
+    """Adds the command that ``words`` call; its help ends with an example."""
     epilog = f"Example: {options.EXAMPLES[words]}"
     made = _reporting(stdout, command)
     settings = _SETTINGS.get(words)
@@ -163,7 +164,7 @@ def _options(
 
 
 def _reporting(stdout: Stdout, command: Callable[..., _Returned]) -> Callable[..., int]:
-    """A command that prints its result, and has the option ``--traceback``."""
+    """Makes a command print its result, and adds the option ``--traceback``."""
 
     @functools.wraps(command)
     def reporting(*args: Any, traceback: bool = False, **kwargs: Any) -> int:
@@ -202,7 +203,7 @@ def _reporting(stdout: Stdout, command: Callable[..., _Returned]) -> Callable[..
 
 
 def _last(stdout: Stdout, returned: _Returned) -> Result | None:
-    """The last result; those before it are shown if the command is interrupted."""
+    """Returns the last result; an interrupt shows the result before it."""
     if not isinstance(returned, Iterator):
         return returned
     for result in returned:
@@ -225,8 +226,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """The console script.
 
     Args:
-      arguments: the command line after the program's name; that of the process by
-        default.
+      arguments: the command line after the name of the program; by default the command
+        line of the process.
     """
     stdout = Stdout()
     own = arguments is None
@@ -241,7 +242,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             stdout.write_at_once(json.dumps(failures.INTERRUPTED.data) + "\n")
 
     if own and isinstance(sys.stdout, io.TextIOWrapper):
-        # Names in files may have letters that no terminal shows, or not this one.
+        # Names in files may have characters that this terminal cannot show.
         sys.stdout.reconfigure(errors="backslashreplace")
     with (
         stoppable(report_interrupt)
@@ -259,11 +260,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _not_raised() -> None:
-    """Nothing raises an interrupt again where the caller is a program."""
+    """Does nothing: if a program calls `main`, no thread raises an interrupt again."""
 
 
 def _called_command(command: Any, words: Sequence[str]) -> tuple[str, set[str]]:
-    """The words of the command that was called, and its options."""
+    """Returns the words of the called command, and the options of this command."""
     name = "autopar"
     for word in words:
         inner = getattr(command, "commands", {}).get(word)
@@ -297,7 +298,7 @@ def _run(
 
 
 def _tell(failure: failures.Failure, stdout: Stdout, as_json: bool) -> int:
-    """Says what went wrong; the exit code."""
+    """Prints a failure, and returns the exit code."""
     typer.echo(failure.line, err=True)
     if failure.code == STOPPED and stdout.unfinished:
         typer.echo(stdout.unfinished)

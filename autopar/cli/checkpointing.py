@@ -22,7 +22,7 @@ def show(directory: pathlib.Path, step: int | None, as_json: bool) -> Result:
     """Lists the checkpoints of a directory, and the arrays of one.
 
     Raises:
-      CheckpointError: there is none, or it cannot be read.
+      CheckpointError: there is no checkpoint, or it cannot be read.
     """
     chosen = folders.find_checkpoint(directory, step)
     whole, begun = _all(directory, chosen)
@@ -42,7 +42,7 @@ def show(directory: pathlib.Path, step: int | None, as_json: bool) -> Result:
 def _all(
     directory: pathlib.Path, chosen: pathlib.Path
 ) -> tuple[list[pathlib.Path], list[pathlib.Path]]:
-    """The complete and the incomplete checkpoints that a path means."""
+    """Returns the complete and the incomplete checkpoints at a path."""
     if chosen == directory:
         return [chosen], []
     return folders.complete(directory), folders.incomplete(directory)
@@ -92,10 +92,10 @@ def _arrays(folder: pathlib.Path, held: Manifest) -> list[str]:
 
 
 def verify(directory: pathlib.Path, step: int | None, as_json: bool) -> Result:
-    """Reads all of the checkpoints of a directory, or of one step.
+    """Reads and verifies all checkpoints of a directory, or the checkpoint of one step.
 
     Raises:
-      CheckpointError: there is none.
+      CheckpointError: there is no checkpoint.
     """
     chosen = folders.find_checkpoint(directory, step)
     whole, begun = _all(directory, chosen)
@@ -136,7 +136,7 @@ def convert(
     """Converts a checkpoint; see `autopar.checkpoint.converting.convert`.
 
     Raises:
-      CheckpointError: an argument is wrong, or something cannot be read or written.
+      CheckpointError: an argument is wrong, or a file cannot be read or written.
     """
     found = converting.convert(
         directory,
@@ -153,7 +153,7 @@ def convert(
 
 
 def _read_names(path: pathlib.Path) -> dict[str, str]:
-    """Name of a parameter -> its name among the atoms."""
+    """Reads a file that maps names of parameters to names of atoms."""
     try:
         found = json.loads(path.read_text())
         good = all(isinstance(x, str) for x in found.values())

@@ -1,4 +1,4 @@
-"""Shows progress, and reads clusters and saved plans, for all commands."""
+"""Functions for all commands: progress, clusters, saved plans and devices."""
 
 import contextlib
 import dataclasses
@@ -34,7 +34,7 @@ Say = Callable[[str], None]
 
 @contextlib.contextmanager
 def progress() -> Generator[Say]:
-    """Shows what is being done, on stderr; see `autopar.progress`."""
+    """Shows progress on stderr; see `autopar.progress`."""
     with show_progress("starting"):
         yield say
 
@@ -42,19 +42,20 @@ def progress() -> Generator[Say]:
 def read_planning(
     given: Mapping[str, Any], source: str | None, devices: int | None
 ) -> PlanOptions:
-    """Options of planning, as a command line gives them.
+    """Reads the planning options of a command line.
 
-    The target's file is imported before anything else: it may register the codecs that
-    an option names, and say how many devices there are to be.
+    The file of the target is imported first. It may register codecs that an option
+    names, and may set the number of devices.
 
     Args:
-      given: what was given, by name.
-      source: a target, or the file of a plan; None: there is neither.
-      devices: that are simulated; None: those that the file says, or the real ones.
+      given: name of an option -> its value on the command line.
+      source: a target, or the file of a plan; None if the command has neither.
+      devices: the number of simulated devices. If it is None, the file of the target
+        sets the number, or the devices are real.
 
     Raises:
       PlanError: an option is wrong, or JAX has already started with fewer devices.
-      TargetError: the file cannot be imported, or has no such function.
+      TargetError: the file cannot be imported, or does not have the function.
     """
     if source is not None and devices is not None:
         simulate_devices(devices)
@@ -64,10 +65,10 @@ def read_planning(
 
 
 def read_cluster(text: str | None, memory: str | None = None) -> Cluster:
-    """The cluster that ``--cluster`` and ``--memory`` say.
+    """Returns the cluster that ``--cluster`` and ``--memory`` describe.
 
     Raises:
-      ClusterError: the text is wrong or absent.
+      ClusterError: the text of ``--cluster`` is wrong or missing.
     """
     if text is None:
         raise ClusterError("say for which devices: --cluster 8x8:h100, or local.")
@@ -82,7 +83,7 @@ def read_cluster(text: str | None, memory: str | None = None) -> Cluster:
 def plan_workload(
     workload: Workload, cluster: Cluster, limits: PlanOptions, say: Say
 ) -> tuple[Analysis, Plan]:
-    """Traces a target's step and plans it; the plan remembers its target."""
+    """Traces the step of a target and plans it; the plan stores the target."""
     say(f"tracing {workload.target}")
     analysis = workload.analyse_step()
     count = len(analysis.contraction.nodes)
@@ -100,7 +101,7 @@ def plan_workload(
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Subject:
-    """A plan, the step that it is for and the cluster."""
+    """A plan, with the analysis of its step and its cluster."""
 
     plan: Plan
     analysis: Analysis
@@ -114,14 +115,16 @@ def subject(
     limits: PlanOptions,
     say: Say,
 ) -> Subject:
-    """A saved plan with its step made again, or a plan made now for a target.
+    """Loads a saved plan and traces its step, or makes a plan for a target.
 
     Args:
       source: a plan's JSON file, or a target.
-      words: ``key=value`` options; after a plan, a target may come before them.
-      cluster: the cluster's text; a saved plan knows its own.
-      limits: for a plan that is made now.
-      say: shows progress.
+      words: ``key=value`` options of the target. If ``source`` is a plan, the first
+        word may be a target.
+      cluster: the text of the cluster; not needed with a saved plan, which has a
+        cluster.
+      limits: planning options for a new plan.
+      say: a function that shows progress.
     """
     given = list(words or [])
     if not is_plan_file(source):
@@ -154,12 +157,12 @@ def subject(
 
 
 def is_plan_file(source: str) -> bool:
-    """Whether a command's first word names a saved plan, not a target."""
+    """Whether the first word of a command names a saved plan, not a target."""
     return ":" not in pathlib.PurePath(source).name or source.endswith(".json")
 
 
 def _cluster_of(plan: Plan, text: str | None) -> Cluster:
-    """The cluster that a saved plan holds; ``--cluster`` may only repeat it."""
+    """Returns the cluster of a saved plan; ``--cluster`` must be absent or equal."""
     cluster = plan.cluster.read()
     if text is None:
         return cluster
@@ -170,10 +173,10 @@ def _cluster_of(plan: Plan, text: str | None) -> Cluster:
 
 
 def check_folder(path: pathlib.Path | None) -> None:
-    """Checks that a file can be made, before the work and not after it.
+    """Checks before the work starts that a result file can be written.
 
     Raises:
-      PlanError: its folder is missing, or it is a folder.
+      PlanError: the folder of the file is missing, or the path is a folder.
     """
     if path is not None and not path.parent.is_dir():
         raise PlanError(f"{path}: there is no folder {path.parent}.")
@@ -182,10 +185,10 @@ def check_folder(path: pathlib.Path | None) -> None:
 
 
 def simulate_devices(count: int) -> None:
-    """Makes this process see at least so many CPU devices.
+    """Makes this process simulate at least ``count`` CPU devices.
 
     Raises:
-      PlanError: JAX has already started with fewer.
+      PlanError: JAX has already started with fewer devices.
     """
     with contextlib.suppress(RuntimeError):  # JAX has started; it may have enough
         jax.config.update("jax_platforms", "cpu")
@@ -199,13 +202,14 @@ def simulate_devices(count: int) -> None:
 
 
 def join_processes(devices: int | None) -> None:
-    """Makes this process one of a `jax.distributed` program, as its environment says.
+    """Joins the `jax.distributed` program that the environment variables describe.
 
     Args:
-      devices: CPU devices that this process simulates; None: the real ones.
+      devices: the number of CPU devices that this process simulates; None for real
+        devices.
 
     Raises:
-      PlanError: the environment does not say which processes there are.
+      PlanError: the environment variables do not describe the processes of the program.
     """
     if devices is not None:
         jax.config.update("jax_platforms", "cpu")

@@ -50,18 +50,20 @@ def compare(
     repeats: int,
     as_json: bool,
 ) -> Result:
-    """Plans a target's step as experts do too, and runs the plans ``repeats`` times.
+    """Compares a plan with plans that experts write by hand, and may time them.
 
     Args:
-      target: a target, or a saved plan, whose step and cluster are taken.
-      words: options of the target; beside a saved plan, other saved plans too.
-      cluster: what to plan for; None: that of the saved plan.
-      limits: of the search.
-      repeats: turns of timed steps; 0: none.
+      target: a target, or a saved plan with its step and its cluster.
+      words: options of the target. If ``target`` is a saved plan, other saved plans may
+        be among the words.
+      cluster: the cluster to plan for; None for the cluster of the saved plan.
+      limits: the planning options.
+      repeats: the number of rounds of timed steps; 0 to time no steps.
       as_json: whether the result is JSON.
 
     Raises:
-      PlanError: a saved plan is of another step or cluster, or devices are missing.
+      PlanError: a saved plan is for another step or cluster, or there are too few
+        devices.
     """
     if repeats:
         _check_devices(_cluster_of(target, cluster))
@@ -92,11 +94,11 @@ def compare(
 
 
 def program_notes(plans: Mapping[str, Plan], experts: int) -> list[str]:
-    """Says which plans run another program than the others; nothing where none does.
+    """Returns lines that say which plans run different programs; [] if all are equal.
 
     Args:
-      plans: by name.
-      experts: how many plans beside them run the step as it is written.
+      plans: name -> plan.
+      experts: the number of further plans, which run the step as it is written.
     """
     programs = {name: _program(plan) for name, plan in plans.items()}
     if experts:
@@ -111,7 +113,7 @@ def program_notes(plans: Mapping[str, Plan], experts: int) -> list[str]:
 
 
 def _program(plan: Plan) -> str:
-    """How a plan changes the step that it runs."""
+    """Describes how a plan changes the step that it runs."""
     parts = plan.microbatches
     changes = [f"{parts} microbatches"] if parts > 1 else []
     if again := remat_text(plan):
@@ -122,9 +124,10 @@ def _program(plan: Plan) -> str:
 def _pipelines(
     analysis: Analysis, cluster: Cluster, limits: PlanOptions, ours: Mapping[str, Plan]
 ) -> list[HandMade]:
-    """Pipelines as people write them, where stages are asked for or compared.
+    """Makes pipelines as people write them, if a plan has or may have several stages.
 
-    There are many, each a search of its own, so they are not made for nothing.
+    There are many such pipelines, and each needs a search. They are therefore made only
+    if a plan has several stages or ``stages`` allows them.
     """
     asked = limits.stages
     if asked in (None, 1) and all(len(plan.stages) == 1 for plan in ours.values()):
@@ -134,17 +137,17 @@ def _pipelines(
 
 
 def cluster_said(text: str | None, memory: str | None) -> Cluster | None:
-    """The cluster that ``--cluster`` and ``--memory`` say, or None."""
+    """Returns the cluster of ``--cluster`` and ``--memory``; None without them."""
     if text is None and memory is None:
         return None
     return common.read_cluster(text, memory)
 
 
 def _cluster_of(target: str, cluster: Cluster | None) -> Cluster:
-    """The cluster that is compared on.
+    """Returns the cluster on which plans are compared.
 
     Raises:
-      ClusterError: none is said, and the target is no saved plan.
+      ClusterError: no cluster is given, and the target is not a saved plan.
     """
     if cluster is not None:
         return cluster
@@ -160,7 +163,7 @@ def _subjects(
     limits: PlanOptions,
     say: common.Say,
 ) -> tuple[common.Subject, dict[str, Plan]]:
-    """The step, and the plans to compare by name: a new one, or the saved ones."""
+    """Returns the step, and name -> plan: a new plan, or saved plans."""
     made_for = _cluster_of(target, cluster)
     if not common.is_plan_file(target):
         workload = load(target, parse_words(words))
@@ -189,7 +192,7 @@ def _check_cluster(path: str, has: Cluster, wanted: Cluster) -> None:
 
 
 def _check_devices(cluster: Cluster) -> None:
-    """Checks, before the work, that the plans can be run; simulates CPU devices.
+    """Checks before the work starts that the plans can run; simulates CPU devices.
 
     Raises:
       PlanError: there are too few devices.
@@ -205,7 +208,10 @@ def _check_devices(cluster: Cluster) -> None:
 
 
 def best_experts(experts: Sequence[Expert]) -> list[Expert]:
-    """The fastest plan of each name, over all meshes; one that is possible, if any."""
+    """Returns the fastest plan of each name over all meshes.
+
+    A name without a possible plan keeps its first entry.
+    """
 
     def rank(expert: Expert) -> float:
         return expert.candidate.step_s if expert.candidate else float("inf")
@@ -224,7 +230,10 @@ def fits(expert: Expert, cluster: Cluster) -> bool:
 
 
 def best_pipelines(pipelines: Sequence[HandMade]) -> list[HandMade]:
-    """The fastest pipeline of each name; one that is possible, if any."""
+    """Returns the fastest pipeline of each name.
+
+    A name without a possible pipeline keeps its first entry.
+    """
 
     def rank(made: HandMade) -> float:
         return made.plan.predicted.step_s if made.plan else float("inf")
@@ -237,7 +246,8 @@ def best_pipelines(pipelines: Sequence[HandMade]) -> list[HandMade]:
 
 
 def pipeline_row(made: HandMade) -> dict[str, Any]:
-    """Returns a row of the table for a pipeline; it may have no times."""
+    """Returns the table row of a pipeline, without times if the pipeline has no
+    plan."""
     if made.plan is not None:
         return _plan_row(made.name, made.plan)
     mesh = f"{made.stages} x {made.mesh}" if made.mesh else f"{made.stages} stages"
@@ -246,7 +256,7 @@ def pipeline_row(made: HandMade) -> dict[str, Any]:
 
 
 def _meshes_text(plan: Plan) -> str:
-    """The mesh of a plan; of several stages, how many and what they have."""
+    """Describes the mesh of a plan, or the number of stages and their meshes."""
     found = dict.fromkeys(mesh_text(stage) for stage in plan.stages)
     text = ", ".join(found)
     return text if len(plan.stages) == 1 else f"{len(plan.stages)} x {text}"
@@ -264,7 +274,7 @@ def _plan_row(name: str, plan: Plan) -> dict[str, Any]:
 
 
 def expert_row(expert: Expert, cluster: Cluster) -> dict[str, Any]:
-    """Returns a row of the table for an expert's plan; it may have no times."""
+    """Returns the table row of an expert's plan, without times if there is no plan."""
     row = {"name": expert.name, "mesh": expert.mesh, "fits": fits(expert, cluster)}
     made = expert.candidate
     if made is None:
@@ -284,7 +294,7 @@ def expert_row(expert: Expert, cluster: Cluster) -> dict[str, Any]:
 
 
 def _plans(experts: Sequence[Expert], cluster: Cluster) -> dict[str, Plan]:
-    """The experts' plans that fit."""
+    """Returns the plans of experts that fit in memory, by name."""
     return {
         e.name: make_plan(
             e.candidate.assignment.analysis, SearchResult(e.candidate, (), 0.0)
@@ -299,7 +309,7 @@ _TIMES = ("step_s", "compute_s", "communication_s")
 
 
 def table_lines(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """The plans as a table, ours first."""
+    """Returns the plans as lines of a table; our plan is the first row."""
     measured = any("measured_s" in row for row in rows)
     hidden = any(row.get("hidden_s") for row in rows)
     heading = ["plan", "mesh", "step", "compute", "communication"]
@@ -324,7 +334,7 @@ def _cells(
 
 
 def _against(row: dict[str, Any], ours: dict[str, Any]) -> str:
-    """Returns a step's time over that of ours: predicted, then measured."""
+    """Returns the ratio of a step's time to our step's: predicted, then measured."""
     if row["reason"] or row is ours or not ours["step_s"]:
         return shorten(row["reason"])
     text = f"{row['step_s'] / ours['step_s']:.3g} x"
@@ -334,7 +344,8 @@ def _against(row: dict[str, Any], ours: dict[str, Any]) -> str:
 
 
 _ABSENT = "-"
-# The tables show these fields; all others that differ are counted.
+# The tables show differences in these fields. Of all other fields, only the number of
+# differences is shown.
 _SHOWN = ("cluster/", "predicted/", "/mesh/", "/inputs/", "/gradients/", "/devices")
 _COSTS: tuple[tuple[str, Callable[[Plan], float], Callable[[float], str]], ...] = (
     ("step", lambda p: p.predicted.step_s, seconds_text),
@@ -350,7 +361,7 @@ def diff(one: pathlib.Path, other: pathlib.Path, as_json: bool) -> Result:
     """Compares two saved plans.
 
     Raises:
-      PlanError: a file is no plan.
+      PlanError: a file is not a plan.
     """
     plans = (Plan.load(one), Plan.load(other))
     found = differences(plans[0].to_json(), plans[1].to_json())
@@ -370,7 +381,8 @@ def diff(one: pathlib.Path, other: pathlib.Path, as_json: bool) -> Result:
 
 
 def _part(path: str) -> str:
-    """The part of a plan that a field is in; that of a stage without the stage."""
+    """Returns the part of a plan that holds a field, without the number of the
+    stage."""
     first, *more = path.split("/")
     return more[1] if first == "stages" and len(more) > 1 else first
 
@@ -400,7 +412,7 @@ def _codecs(plans: tuple[Plan, Plan], names: tuple[str, str]) -> list[str]:
 def _table(
     what: str, names: tuple[str, str], one: Mapping[str, str], other: Mapping[str, str]
 ) -> list[str]:
-    """Lists the differences; names that are alike but for numbers share a row."""
+    """Lists the differences; names that differ only in numbers share a row."""
     groups: dict[tuple[str, str, str], list[str]] = defaultdict(list)
     for name in dict.fromkeys([*one, *other]):
         pair = (one.get(name, _ABSENT), other.get(name, _ABSENT))

@@ -1,7 +1,7 @@
-"""``autopar jobs ... --at HOST:PORT``: the same commands, at a scheduler elsewhere.
+"""Sends the commands ``autopar jobs ... --at HOST:PORT`` to a remote scheduler.
 
-The scheduler carries a command out as it would be on its own machine, and returns what
-is to be printed.
+The scheduler runs a command as if it were called on the scheduler's own machine, and
+returns the text to print.
 """
 
 from __future__ import annotations
@@ -21,24 +21,25 @@ from autopar.elastic.processes.members import Message
 from autopar.elastic.processes.network import Network, read_secret, split_address
 from autopar.errors import InputError, ScheduleError
 
-# Longest name of a submission.
+# The most characters in the name of a submission.
 _LONGEST_ID = 100
 
 
 class Question(msgspec.Struct, frozen=True, kw_only=True):
-    """What is asked of a scheduler.
+    """A command for a remote scheduler, with its arguments.
 
     Attributes:
-      command: what is to be done.
-      names: of jobs.
-      wish: for ``wish``: ``hold``, ``cancel`` or '' to release.
-      decisions: for ``jobs``: whether decisions are shown.
-      as_json: for ``jobs`` and ``show``: whether as one JSON object.
-      lines: for ``logs``: how many.
-      submission: for ``submit``: its name; one that was taken is not taken again.
-      owner: for ``submit``: the login name of who asks.
+      command: the command.
+      names: the names of jobs.
+      wish: for ``wish``: ``hold``, ``cancel``, or '' to release.
+      decisions: for ``jobs``: whether to show decisions.
+      as_json: for ``jobs`` and ``show``: whether the answer is one JSON object.
+      lines: for ``logs``: the number of lines.
+      submission: for ``submit``: the name of the submission. The scheduler accepts each
+        name once.
+      owner: for ``submit``: the login name of the user who submits the jobs.
       folder: for ``submit``: the absolute path of the jobs' folder.
-      where: for ``submit``: the file that was handed in, for errors.
+      where: for ``submit``: the submitted file, for error messages.
       jobs: for ``submit``: the jobs.
     """
 
@@ -55,17 +56,18 @@ class Question(msgspec.Struct, frozen=True, kw_only=True):
     jobs: tuple[JobSpec, ...] = ()
 
 
-# Made at import: msgspec crashes where two threads find out about one type at once.
+# This conversion runs at import, because msgspec crashes if two threads inspect the
+# same type for the first time at once.
 _FIRST = msgspec.convert({"command": "jobs"}, Question)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SchedulerAt:
-    """A scheduler that listens.
+    """A remote scheduler that listens for commands.
 
     Attributes:
       address: ``HOST:PORT``.
-      network: with the secret.
+      network: the network settings, with the secret.
     """
 
     address: str
@@ -73,20 +75,20 @@ class SchedulerAt:
 
     @classmethod
     def of(cls, address: str, secret: pathlib.Path | None) -> SchedulerAt:
-        """The scheduler of ``--at`` and ``--secret``.
+        """Returns the scheduler that ``--at`` and ``--secret`` name.
 
         Raises:
-          ScheduleError: the address is none.
+          ScheduleError: the address is not ``HOST:PORT``.
           PlanError: there is no secret.
         """
         _split("--at", address)
         return cls(address, Network(secret=read_secret(secret)))
 
     def run(self, command: str, **words: Any) -> Result:
-        """Has a command carried out; returns what it prints.
+        """Runs a command at the scheduler, and returns its result.
 
         Raises:
-          ScheduleError: it is refused, or nobody answers.
+          ScheduleError: the scheduler refuses the command, or does not answer.
         """
         try:
             found = ask(self.network, self.address, command=command, **words)
@@ -98,10 +100,10 @@ class SchedulerAt:
         return Result(str(found["text"]), int(found["code"]))
 
     def submit(self, asked: owning.Submitted) -> Result:
-        """Hands jobs in; the same ``asked.submission`` is the same jobs.
+        """Submits jobs; a second call with the same ``asked.submission`` adds no jobs.
 
         Raises:
-          ScheduleError: a job is wrong, or nobody answers.
+          ScheduleError: a job is wrong, or the scheduler does not answer.
         """
         specs, folder = owning.read_submitted(asked)
         try:
@@ -125,22 +127,23 @@ class SchedulerAt:
 
 
 def listen(state: pathlib.Path, address: str, secret: str) -> Endpoint:
-    """Answers commands for a scheduler's state from now on.
+    """Starts to answer commands for the state of a scheduler.
 
     Args:
       state: the scheduler's folder.
       address: ``HOST:PORT`` to listen at.
-      secret: as text.
+      secret: the secret, as text.
 
     Raises:
-      ScheduleError: the address is none, or nobody can listen there.
+      ScheduleError: the address is not ``HOST:PORT``, or this process cannot listen
+        there.
     """
     host, port = _split("--listen", address)
     return Endpoint(Network(host, secret), port, answer_for(state))
 
 
 def answer_for(state: pathlib.Path) -> Answer:
-    """Returns a function that runs a command of a question on a scheduler's state."""
+    """Returns a function that runs the command of a message on a scheduler's state."""
 
     def answer(message: Message) -> dict[str, Any]:
         words = {k: v for k, v in message.items() if k not in ("kind", "protocol")}

@@ -12,8 +12,7 @@ _DIGITS = 16
 
 
 def fingerprint(graph: OperatorGraph, contraction: Contraction) -> str:
-    """Returns 16 hex digits that depend on operators, shapes and arguments of a
-    step."""
+    """Returns 16 hex digits that identify operators, shapes and arguments of a step."""
     digest = hashlib.sha256()
     for given in graph.inputs:
         value = graph.values[given.value]

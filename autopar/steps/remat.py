@@ -189,8 +189,7 @@ def _found_layers(micro: Analysis) -> tuple[int, ...]:
 def named_values(
     analysis: Analysis, count: int = 1, *, couple: bool = False
 ) -> tuple[str, ...]:
-    """Returns the names that a step gives by `jax.ad_checkpoint.checkpoint_name`,
-    sorted.
+    """Returns the sorted names that a step gives by `checkpoint_name` of JAX.
 
     Args:
       analysis: as for `rematerialise`.
