@@ -100,7 +100,7 @@ def commands(stdout: Stdout) -> typer.Typer:
         name="autopar",
         context_settings={"help_option_names": ["-h", "--help"]},
         epilog=f"Exit codes: {_CODES}.",
-        rich_markup_mode=None,  # so that help is plain text in a pipe too
+        rich_markup_mode=None,  # help is plain text also in a pipe
         pretty_exceptions_enable=False,
     )
     app.callback()(_options)
@@ -138,7 +138,7 @@ def _add(
     epilog = f"Example: {options.EXAMPLES[words]}"
     made = _reporting(stdout, command)
     settings = _SETTINGS.get(words)
-    name = command.__name__.rstrip("_")  # list is Python's
+    name = command.__name__.rstrip("_")  # `list_`, because Python has `list`
     app.command(name, epilog=epilog, context_settings=settings)(made)
 
 
@@ -168,7 +168,7 @@ def _reporting(stdout: Stdout, command: Callable[..., _Returned]) -> Callable[..
 
     @functools.wraps(command)
     def reporting(*args: Any, traceback: bool = False, **kwargs: Any) -> int:
-        del traceback  # `main` reads it: a failure may come before any option is read
+        del traceback  # `main` reads it, also if parsing fails
         shown = (
             contextlib.nullcontext()
             if command in _SHOWN
@@ -213,7 +213,7 @@ def _last(stdout: Stdout, returned: _Returned) -> Result | None:
 
 
 def _exit_error(error: SystemExit) -> Exception:
-    # It imports JAX, which help must not.
+    # This module imports NumPy, which `--help` must not import.
     from autopar.errors import TargetError
 
     return TargetError(
@@ -251,7 +251,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     ):
         try:
             code = _run(words, stdout, as_json, hear)
-        except KeyboardInterrupt:  # raised again before it was heard
+        except KeyboardInterrupt:  # raised again before the first was confirmed
             hear()
             code = _tell(failures.INTERRUPTED, stdout, as_json)
     if own:
@@ -284,7 +284,7 @@ def _run(
         if code != STOPPED:
             return code or 0
         failure = failures.INTERRUPTED
-    except Exception as error:  # said in one line, with its traceback if it is a bug
+    except Exception as error:  # one line; a bug also prints a traceback
         failure = failures.failure_of(error, *_called_command(command, words))
         if failure.code == STOPPED:
             hear()

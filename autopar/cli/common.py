@@ -190,7 +190,7 @@ def simulate_devices(count: int) -> None:
     Raises:
       PlanError: JAX has already started with fewer devices.
     """
-    with contextlib.suppress(RuntimeError):  # JAX has started; it may have enough
+    with contextlib.suppress(RuntimeError):  # JAX has started, perhaps with enough
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", count)
     found = jax.device_count()

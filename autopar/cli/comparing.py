@@ -246,8 +246,7 @@ def best_pipelines(pipelines: Sequence[HandMade]) -> list[HandMade]:
 
 
 def pipeline_row(made: HandMade) -> dict[str, Any]:
-    """Returns the table row of a pipeline, without times if the pipeline has no
-    plan."""
+    """Returns the table row of a pipeline; without a plan the row has no times."""
     if made.plan is not None:
         return _plan_row(made.name, made.plan)
     mesh = f"{made.stages} x {made.mesh}" if made.mesh else f"{made.stages} stages"
@@ -381,8 +380,7 @@ def diff(one: pathlib.Path, other: pathlib.Path, as_json: bool) -> Result:
 
 
 def _part(path: str) -> str:
-    """Returns the part of a plan that holds a field, without the number of the
-    stage."""
+    """Returns the part of a plan that holds a field; the stage is left out."""
     first, *more = path.split("/")
     return more[1] if first == "stages" and len(more) > 1 else first
 

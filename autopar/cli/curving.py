@@ -29,9 +29,9 @@ from autopar.terminal import columns
 from autopar.units import bytes_text, count_text, seconds_text, share_text
 from autopar.whole_files import export_whole
 
-# A page with the goodput of a program by number of devices, as a picture and a table.
-#
-# No script, and no file of others.
+# Functions for a page that shows goodput over the number of devices, as a picture and a
+# table.
+# The page has no scripts and needs no other files.
 
 _WIDTH, _HEIGHT, _MARGIN = 720, 320, 60
 _COLOURS = ("#4c78a8", "#e4893b", "#54a24b", "#b279a2", "#9d755d", "#d1605e")
@@ -42,7 +42,7 @@ _PAGE_HEADING = (
 
 
 def curve_page(table: CurveTable) -> str:
-    """The page: a picture of the curve on each kind of devices, and all points."""
+    """Returns the page: a curve for each kind of devices, and a table of points."""
     heads = "".join(f"<th>{name}</th>" for name in _PAGE_HEADING)
     rows = "".join(_page_row(point) for point in table.points)
     dips = "".join(f"<p class=idle>{html.escape(text)}</p>" for text in table.dips)
@@ -78,7 +78,7 @@ def _page_row(point: CurvePoint) -> str:
 
 
 def _picture(table: CurveTable) -> str:
-    """Goodput over devices, both on logarithmic axes; a line for each kind."""
+    """Draws goodput over devices on logarithmic axes; one line for each kind."""
     running = [p for p in table.points if p.goodput > 0]
     xs = [math.log2(p.devices) for p in running]
     ys = [math.log2(p.goodput) for p in running]
@@ -137,7 +137,8 @@ def _place(
     return _MARGIN + 10 + along * width, _HEIGHT - _MARGIN - 10 - up * height
 
 
-# Configurations that are worth a process of their own, which traces the step anew.
+# The least number of configurations for which another process is worth its cost: it
+# traces the step again.
 _WORTH_A_PROCESS = 8
 _HEADING = (
     "cluster", "nodes", "devices", "batch", "in", "step", "rows/s", "efficiency",
@@ -147,17 +148,18 @@ _HEADING = (
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class CurveRequest:
-    """What the command was asked for.
+    """The options of ``autopar goodput``.
 
     Attributes:
       target: the target.
-      words: arguments of its function.
-      noise_scale: of the gradients, in rows; None: not known.
-      base_batch: rows of the base batch; None: those of the target.
-      max_batch: rows of the largest batch; None: the base batch's.
-      options: of the planner.
-      cache: a folder that keeps plans; None: nothing does.
-      anew: whether each configuration is planned from nothing.
+      words: arguments of the target's function.
+      noise_scale: the noise scale of the gradients, in rows; None if it is not known.
+      base_batch: rows of the base batch; None for the rows of the target's batch.
+      max_batch: rows of the largest batch; None for the rows of the base batch.
+      options: the options of the planner.
+      cache: a folder that caches plans; None for no cache.
+      anew: whether the search of each configuration ignores the plan of the previous
+        configuration.
     """
 
     target: str
@@ -171,7 +173,7 @@ class CurveRequest:
 
 
 def told_apart(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Arguments of a target, and clusters that follow ``--clusters``.
+    """Separates the arguments of a target from the clusters after ``--clusters``.
 
     >>> told_apart(["2:h100", "layers=2", "8:h100,memory=40GB"])
     (['layers=2'], ['2:h100', '8:h100,memory=40GB'])
@@ -190,10 +192,10 @@ def goodput(
     page: pathlib.Path | None,
     as_json: bool,
 ) -> Result:
-    """Makes the curve, writes the files that are asked for, and shows it.
+    """Makes the curve, writes the requested files, and returns the text to print.
 
     Raises:
-      PlanError: nothing runs anywhere, and why.
+      PlanError: the step runs on none of the clusters, with the reasons.
     """
     if (asked.noise_scale is None) != (asked.max_batch is None):
         raise PlanError(
@@ -217,12 +219,13 @@ def goodput(
 def curve_of(
     asked: CurveRequest, clusters: Sequence[Cluster], processes: int | None = None
 ) -> CurveTable:
-    """Plans a target on clusters, in several processes where that is faster.
+    """Plans a target on clusters, in several processes if that is faster.
 
     Args:
-      asked: the target, and what may be chosen.
+      asked: the target and its options.
       clusters: the configurations.
-      processes: how many; None: one for every few configurations.
+      processes: the number of processes. If it is None, each process plans several
+        configurations.
 
     Raises:
       PlanError: there is no cluster, or the step has no batch.
@@ -253,7 +256,7 @@ def curve_of(
 
 
 def _check_shapes(clusters: Sequence[Cluster]) -> None:
-    """Checks that no two clusters are one configuration, before the work is done."""
+    """Checks before the work starts that no two clusters are the same configuration."""
     known: dict[tuple[str, int, int], Cluster] = {}
     for cluster in clusters:
         kind = str(cluster) if cluster.groups else cluster.device.name
@@ -293,7 +296,7 @@ def _points(
 
 
 def _sort_clusters(clusters: Sequence[Cluster]) -> list[Cluster]:
-    """Neighbours stand next to each other: by kind, then by number of devices."""
+    """Sorts clusters by kind, then by number of devices."""
 
     def place(cluster: Cluster) -> tuple[str, int, int]:
         kind = "" if cluster.groups else cluster.device.name
@@ -303,7 +306,7 @@ def _sort_clusters(clusters: Sequence[Cluster]) -> list[Cluster]:
 
 
 def _chains(clusters: Sequence[Cluster], processes: int | None) -> list[list[Cluster]]:
-    """The configurations for each process, neighbours together."""
+    """Divides the clusters among processes; neighbours stay together."""
     ordered = _sort_clusters(clusters)
     if processes is None:
         cores = len(os.sched_getaffinity(0))
@@ -327,14 +330,14 @@ def _in_processes(
 def _chain_of(
     asked: CurveRequest, clusters: Sequence[dict[str, object]]
 ) -> list[CurvePoint]:
-    """What another process does."""
+    """Plans some clusters in another process."""
     wanted, _ = _read_wanted(asked)
     found = chain(wanted, [Cluster.from_data(data) for data in clusters])
     return [item.point for item in found]
 
 
 def lines_of(table: CurveTable) -> list[str]:
-    """The table as text, and what is to be said of it."""
+    """Returns the table as text, with notes below."""
     rows = [_HEADING, *(_row(point) for point in table.points)]
     lines = columns(rows, right=range(1, 10))
     noise = table.noise_scale

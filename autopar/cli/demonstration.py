@@ -1,6 +1,6 @@
-"""The demonstration: plans a GPT, trains it, and compares predicted with actual.
+"""The demonstration: plans a GPT, trains it, and compares predictions with timings.
 
-The model is that of ``examples/gpt.py``, so the demonstration needs a checkout of the
+The model comes from ``examples/gpt.py``, so the demonstration needs a checkout of the
 project.
 """
 
@@ -35,7 +35,7 @@ from autopar.terminal import columns
 Show = Callable[[str], None]
 
 OPTIONS: dict[str, Any] = {"layers": 4, "d_model": 128, "seq": 64, "batch": 16}
-# Steps before the timed ones: they compile, and warm the caches.
+# The number of steps before the timed steps. They compile the step and warm caches.
 _WARM_UP = 3
 # A quick profile: fewer sizes and rounds than `autopar profile`, and one dtype.
 QUICK = dataclasses.replace(
@@ -55,9 +55,9 @@ class DemoResult:
     """The results of training under the plan.
 
     Attributes:
-      audit: what the plan predicts, and what the compiler makes of it.
+      audit: the predictions of the plan, and the results of the compiler.
       losses: the loss of each step.
-      step_s: median seconds of a step, the first ones left out.
+      step_s: median time of a step in seconds, without the first steps.
     """
 
     audit: Audit
@@ -71,14 +71,14 @@ def run(
     """Runs the demonstration.
 
     Args:
-      devices: how many devices to plan for.
-      steps: how many steps to train.
-      options: of planning.
-      show: prints a result.
-      say: shows progress.
+      devices: the number of devices to plan for.
+      steps: the number of training steps.
+      options: the planning options.
+      show: a function that prints a result.
+      say: a function that shows progress.
 
     Raises:
-      TargetError: the examples are not here.
+      TargetError: the package is installed without the examples.
     """
     with example("gpt") as gpt:
         training, workload = gpt.training(**OPTIONS), gpt.workload(**OPTIONS)
@@ -98,7 +98,7 @@ def run(
 
 @contextlib.contextmanager
 def example(name: str) -> Generator[Any]:
-    """Imports an example of the checkout that this package lies in.
+    """Imports an example from the checkout that contains this package.
 
     Raises:
       TargetError: the package is installed without the examples.
@@ -117,7 +117,7 @@ def example(name: str) -> Generator[Any]:
 
 
 def measured_cluster(devices: int, show: Show, say: Show) -> Cluster:
-    """The devices of this process; measured now if no profile of them is saved."""
+    """Returns the devices of this process; measures them if no profile is saved."""
     kind = local.take_devices(devices)[0].device_kind
     path = local.profile_path(kind, devices)
     if path.is_file():
@@ -135,7 +135,7 @@ def measured_cluster(devices: int, show: Show, say: Show) -> Cluster:
 def train(
     training: Any, plan: Plan, steps: int, show: Show, say: Show
 ) -> tuple[tuple[float, ...], float]:
-    """Trains, shows the loss going down, and returns losses and seconds of a step."""
+    """Trains, prints the loss, and returns the losses and the time of a step."""
     say("creating the state in its shards")
     planned = parallelize(plan=plan)(training.step)
     state = planned.init(training.create_state, jax.random.key(0))
@@ -154,7 +154,7 @@ def train(
 
 
 def comparison(outcome: DemoResult) -> list[str]:
-    """Predicted against actual, as a table."""
+    """Returns a table of predicted and measured values."""
     expected, compiled = outcome.audit.plan.predicted, outcome.audit.first_compiled
     assert compiled is not None
     shardy_bytes = sum(outcome.audit.shardy.values())

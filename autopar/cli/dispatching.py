@@ -1,4 +1,4 @@
-"""The work of ``autopar schedule``."""
+"""The work of ``autopar schedule`` and ``autopar simulate``."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from autopar.scheduler.simulator.traces.spot import read_events
 from autopar.scheduler.users import parse_users
 from autopar.whole_files import FileLock, export_whole
 
-# These know the programs of published traces alone.
+# These policies only know the programs of published traces.
 _OF_TRACES = ("rubick",)
 
 
@@ -65,7 +65,7 @@ class DispatchRequest:
 
 
 def schedule(asked: DispatchRequest) -> Result:
-    """Runs the jobs of a table to their ends; returns what became of them.
+    """Runs the jobs of a table until all have ended; returns a table of the results.
 
     Raises:
       ScheduleError: the table is wrong, or another scheduler uses the state.
@@ -117,7 +117,7 @@ def schedule(asked: DispatchRequest) -> Result:
 
 
 def _left_behind(records: Iterable[JobRecord], state: pathlib.Path) -> str:
-    """What a scheduler that is stopped leaves, and what can be done with it."""
+    """Describes the jobs that a stopped scheduler leaves, and how to end them."""
     running = [job.name for job in records if job.state in (RUNNING, STOPPING)]
     again = "The same command goes on where this one was"
     if not running:
@@ -136,10 +136,11 @@ def _say(text: str) -> None:
 
 
 def _policy(name: str) -> SchedulingPolicy:
-    """A policy that can decide for real jobs.
+    """Returns a policy that can schedule real jobs.
 
     Raises:
-      ScheduleError: there is none of the name, or it sees what no real job tells.
+      ScheduleError: no policy has the name, or the policy needs data that real jobs do
+        not report.
     """
     policy = policy_of(name)
     if policy.oracle:
@@ -168,8 +169,8 @@ def _add(
     policy: SchedulingPolicy,
     asked: DispatchRequest,
 ) -> None:
-    """Adds the jobs that are new; those of an earlier start stay as they are."""
-    now = time.time()  # their clocks do not wait for curves to be planned
+    """Adds new jobs; jobs from an earlier start of the scheduler do not change."""
+    now = time.time()  # before the planning of curves
     at_s = now - store.begin_s(now)
     known = store.jobs()
     new: list[Handed] = []
@@ -191,7 +192,7 @@ def _add(
 def _add_curve(
     job: Handed, places: Sequence[ClusterNode], asked: DispatchRequest
 ) -> Handed:
-    """A job with the curve of its target, if it names one."""
+    """Returns a job with the planned goodput curve of its target, if any."""
     spec = job.spec
     if not spec.target:
         return job
@@ -215,7 +216,10 @@ def _add_curve(
 
 
 def configurations(places: Sequence[ClusterNode], most: float) -> list[Cluster]:
-    """The clusters that a job may get: powers of two of a node, and whole nodes."""
+    """Returns the clusters that a job may get.
+
+    A cluster has a power of two of the devices of one node, or whole nodes.
+    """
     found: list[Cluster] = []
     for kind in dict.fromkeys(place.kind for place in places):
         per_node = max(p.devices for p in places if p.kind == kind)
@@ -231,7 +235,7 @@ def configurations(places: Sequence[ClusterNode], most: float) -> list[Cluster]:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SimulationRequest:
-    """The options of the command."""
+    """The options of ``autopar simulate``."""
 
     trace: pathlib.Path
     cluster: str
@@ -249,7 +253,7 @@ class SimulationRequest:
 
 
 def run_simulation(asked: SimulationRequest, *, as_json: bool) -> Result:
-    """Simulates, writes the page that is asked for, and returns the figures."""
+    """Simulates a trace, writes the page if requested, and returns the figures."""
     nodes, policy = Nodes.parse(asked.cluster), policy_of(asked.policy)
     events = read_events(asked.away, nodes) if asked.away else ()
     options = Options(
@@ -290,10 +294,10 @@ def run_simulation(asked: SimulationRequest, *, as_json: bool) -> Result:
 
 
 def _tables(words: tuple[str, ...]) -> dict[str, pathlib.Path]:
-    """Folders by kind of devices, from DIR or KIND=DIR.
+    """Reads DIR or KIND=DIR as a map from kinds of devices to folders.
 
     Raises:
-      ScheduleError: a kind stands there twice, or a folder has none beside others.
+      ScheduleError: a kind is given twice, or one of several folders has no kind.
     """
     found: dict[str, pathlib.Path] = {}
     for word in words:
@@ -309,7 +313,7 @@ def _tables(words: tuple[str, ...]) -> dict[str, pathlib.Path]:
 
 
 def _headline(figures: Metrics, trace: Trace) -> list[str]:
-    """What must be known before the figures."""
+    """Returns notes to read before the figures."""
     lines: list[str] = []
     if lost := figures.submitted - figures.jobs:
         lines.append(
@@ -328,7 +332,7 @@ def _headline(figures: Metrics, trace: Trace) -> list[str]:
 
 
 def _all(history: History) -> list[str]:
-    """Every decision, a line for each job that moves."""
+    """Returns every decision of the policy, one line for each job that moves."""
     return [
         f"{item.at_s:g} s: {reason.text}"
         for item in history.rounds
@@ -353,7 +357,7 @@ def _table(figures: Metrics) -> str:
 
 
 def _beside(figures: Metrics) -> str:
-    """The jobs that there were, where not all were done."""
+    """Returns the number of submitted jobs if not all jobs ran; else ''."""
     return "" if figures.jobs == figures.submitted else f" of {figures.submitted}"
 
 

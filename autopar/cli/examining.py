@@ -24,13 +24,13 @@ _PACKAGES = ("jax", "jaxlib", "flax", "optax", "numpy", "highspy", "pulp")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing that was looked at.
+    """The result of one check.
 
     Attributes:
-      what: was looked at.
-      state: ``ok``, ``note`` where something could be better, or ``wrong``.
-      found: what is there.
-      remedy: what to do; '' where it is ok.
+      what: the object of the check.
+      state: ``ok``, ``note`` if something could be better, or ``wrong``.
+      found: the value or state that was found.
+      remedy: what to do; '' if the state is ``ok``.
     """
 
     what: str
@@ -40,7 +40,7 @@ class Finding:
 
 
 def doctor(as_json: bool) -> Result:
-    """Looks at everything; starts JAX's backend."""
+    """Runs all checks; starts the backend of JAX."""
     findings = [finding for look in _LOOKS for finding in look()]
     code = DIFFERENT if any(f.state == _WRONG for f in findings) else 0
     if as_json:
@@ -70,7 +70,7 @@ def _versions() -> Iterator[Finding]:
 
 
 def _requirements() -> dict[str, str]:
-    """Least versions that autopar's metadata names; none in a bare checkout."""
+    """The least versions in the metadata of autopar; a plain checkout has none."""
     try:
         lines = importlib.metadata.requires("autopar") or []
     except importlib.metadata.PackageNotFoundError:
@@ -97,7 +97,11 @@ def _devices() -> Iterator[Finding]:
 
 
 def _threads(count: int) -> Finding:
-    """Collectives between processes take a thread for each device and its peer."""
+    """Checks the number of threads.
+
+    Collectives between processes need two threads for each device: one for the device
+    and one for its peer.
+    """
     text = os.environ.get("NPROC", "")
     threads = int(text) if text.isdigit() else os.cpu_count() or 1
     found = f"{threads} for {count} devices"

@@ -60,7 +60,7 @@ from autopar.reports.table import (
 from autopar.steps.sums import worth_a_codec
 from autopar.terminal import columns, cut_name, names_text
 
-# The part of ``autopar explain`` about gradients: why they are sent as they are.
+# Functions for the part of ``autopar explain`` about the codecs of gradients.
 
 _HEADING = ("codec", "sends", "ratio", "link", "device", "error", "counts as", "")
 
@@ -68,11 +68,11 @@ _HEADING = ("codec", "sends", "ratio", "link", "device", "error", "counts as", "
 def gradients_of(
     bound: BoundPlan, paths: Sequence[str]
 ) -> list[list[GradientDecision]]:
-    """The gradients of parameters, those that are alike together.
+    """Returns groups of equal gradients of some parameters.
 
     Args:
       bound: the plan.
-      paths: of the parameters.
+      paths: the paths of the parameters.
     """
     groups: dict[tuple[object, ...], list[GradientDecision]] = {}
     for gradient in bound.plan.gradients:
@@ -84,17 +84,17 @@ def gradients_of(
 
 
 def options_of(bound: BoundPlan, gradient: GradientDecision) -> list[CodecPrice]:
-    """The ways to send a gradient, the fastest first."""
+    """Returns the codecs with which a gradient can be sent, the fastest first."""
     return codec_options(gradient, bound.pricer)
 
 
 def gradient_lines(bound: BoundPlan, paths: Sequence[str], limit: int) -> list[str]:
-    """Lists how the gradients of parameters are sent, and what other codecs would do.
+    """Lists the codecs of the gradients of parameters, and the costs of other codecs.
 
     Args:
       bound: the plan.
-      paths: of the parameters.
-      limit: how many other codecs to list, the fastest ones.
+      paths: the paths of the parameters.
+      limit: the number of other codecs to list; the fastest are listed.
     """
     lines: list[str] = []
     for alike in gradients_of(bound, paths):
@@ -118,9 +118,10 @@ def gradient_lines(bound: BoundPlan, paths: Sequence[str], limit: int) -> list[s
 def _options_to_show(
     options: Sequence[CodecPrice], chosen: str, limit: int
 ) -> list[CodecPrice]:
-    """The fastest others, the chosen one and what the compiler does.
+    """Returns the chosen codec, the compiler's own sum, and the fastest other codecs.
 
-    Of a codec from outside of the package its best form is shown, however slow.
+    The result also has the fastest form of each codec that is not part of this package,
+    even if that form is slow.
     """
     others = [o.codec for o in options if o.codec not in (chosen, "")]
     best = {parse_codec(text).name: text for text in reversed(others)}
@@ -143,7 +144,7 @@ def _cells(gradient: GradientDecision, option: CodecPrice) -> tuple[str, ...]:
 
 
 def gradient_data(bound: BoundPlan, paths: Sequence[str]) -> list[dict[str, Any]]:
-    """The same for programs, one entry for each gradient and all of its options."""
+    """Returns the data of `gradient_lines`, with all codecs of each gradient."""
     return [
         {
             "name": gradient.name,
@@ -174,7 +175,7 @@ def _option(option: CodecPrice) -> dict[str, Any]:
     }
 
 
-# Decisions of one pattern that are shown.
+# The most decisions that are shown for one pattern.
 _MOST_DECISIONS = 8
 
 Explained = tuple[LayoutDecision, list[Alternative]]
@@ -193,10 +194,11 @@ def explain(
     limits: PlanOptions,
     as_json: bool,
 ) -> Result:
-    """Explains a plan, its step part by part, or the inputs that match a pattern.
+    """Explains a plan, the parts of its step, or the inputs that match a pattern.
 
     Raises:
-      PlanError: there is no such way to attribute a step, or both are asked for.
+      PlanError: the value of ``by`` is unknown, or ``by`` and ``tensor`` are both
+        given.
     """
     _check_way(by, tensor)
     with common.progress() as say:
@@ -255,7 +257,7 @@ def _inputs(
 
 
 def _plain_step_s(bound: BoundPlan) -> float:
-    """Seconds of a step without codecs, as other layouts are priced too."""
+    """Returns the time of a step without codecs, like the times of other layouts."""
     plan = bound.plan
     if not any(g.codec for g in plan.gradients):
         return plan.predicted.step_s
@@ -279,14 +281,14 @@ def _overview(bound: BoundPlan, top: int, as_json: bool) -> Result:
 
 
 def _rows(bound: BoundPlan) -> list[CollectiveRow]:
-    """The communication of a step, what takes longest first."""
+    """Returns the communication of a step, sorted by decreasing time."""
     rows = [*group_collectives(bound, bound.collectives)]
     rows += codec_rows(bound.plan.gradients, bound.pricer)
     return sorted(rows, key=lambda row: -row.seconds)
 
 
 def overview_data(bound: BoundPlan) -> dict[str, Any]:
-    """Memory and communication of a plan of one stage, as plain values."""
+    """Returns memory and communication of a plan of one stage, as JSON values."""
     arrays = _arrays(bound)
     return {
         "state_bytes": arrays.held_bytes(),
@@ -296,11 +298,11 @@ def overview_data(bound: BoundPlan) -> dict[str, Any]:
 
 
 def overview_lines(bound: BoundPlan, top: int) -> list[str]:
-    """Memory and communication of a plan of one stage, as tables.
+    """Returns memory and communication of a plan of one stage, as lines of tables.
 
     Args:
       bound: the plan.
-      top: most rows of collectives.
+      top: the largest number of rows of collectives.
     """
     rows, arrays = _rows(bound), _arrays(bound)
     cells = [("held on each device", "bytes")]
@@ -316,7 +318,7 @@ def overview_lines(bound: BoundPlan, top: int) -> list[str]:
 
 
 def _arrays(bound: BoundPlan) -> Live:
-    """What a device holds."""
+    """Returns the arrays in the memory of a device."""
     return live(bound.assignment, bound.pricer.cluster.device)
 
 
@@ -438,7 +440,7 @@ def explain_stages(
     """Explains a plan of several stages, stage by stage.
 
     Raises:
-      PlanError: other layouts of an input are asked for.
+      PlanError: ``--tensor`` is given.
     """
     plan = found.plan
     if tensor is not None:
@@ -461,7 +463,7 @@ def explain_stages(
 def _staged_data(
     bound: BoundStages, by: str | None, parts: list[list[AttributedTime]] | None
 ) -> dict[str, Any]:
-    """A plan of several stages as plain values."""
+    """Returns a plan of several stages as JSON values."""
     sent = [dataclasses.asdict(link) for link in links(bound)]
     if parts is None:
         predicted = bound.plan.to_json()["predicted"]

@@ -1,12 +1,14 @@
-"""Turns errors into exit codes, a line for people and an object for programs.
+"""Turns errors into exit codes, messages for people and JSON objects for programs.
 
-*Ctrl-C* ends the command line soon, whatever runs then. Python raises
-`KeyboardInterrupt` in its main thread, once that runs Python again. A solver or
-compiler in C runs for seconds before, and where the interrupt is raised in a callback
-of the garbage collector, as JAX has one, it is lost. So a thread watches too.
+*Ctrl-C* ends the command line soon, even in the middle of other code. Python raises
+`KeyboardInterrupt` in the main thread only when this thread runs Python code again.
+That has two weaknesses: a solver or compiler in C may run for many seconds first; and
+if Python raises the interrupt in a callback of the garbage collector, such as the
+callback of JAX, the interrupt is lost. Therefore a second thread watches for
+interrupts, too.
 
-*Spelling.* The planner's messages spell options as Python does, such as
-``remat='auto'``. Here they become ``--remat auto``, in one place for all messages.
+*Spelling.* Messages of the planner spell options as Python arguments, such as
+``remat='auto'``. This module turns them into ``--remat auto`` for all messages.
 """
 
 from __future__ import annotations
@@ -30,30 +32,32 @@ import typer
 
 from autopar.planner.option_texts import OPTIONS
 
-# Arguments in Python that are options of a command, most of them of ``autopar plan``.
-_NAMES = (*OPTIONS, "memory", "to")  # ``to`` of a checkpoint
+# Python arguments that are options of a command, mostly of ``autopar plan``.
+_NAMES = (*OPTIONS, "memory", "to")  # ``to`` belongs to ``checkpoint convert``
 _ONE = "|".join(_NAMES)
-# A name with its value, where it is no part of a cluster's text: "8:cpu,memory=4GB".
+# An argument with its value. The text of a cluster, such as "8:cpu,memory=4GB", does
+# not match.
 _GIVEN = re.compile(
     rf"(?<![\w.,:=\[-])({_ONE})="
     r"('[^']*'|\"[^\"]*\"|\[[^\]]*\]|\([^()]*\)|\{[^{}]*\}|[\w.]*\w)?"
 )
 _LEFT_OUT = re.compile(rf"\b([Ll]eave) ({_ONE}) out\b")
 _CALL = re.compile(r"autopar\.plan\(\.\.\., ((?:[^()]|\([^()]*\))*)\)")
-# An option of the command line that was given before has two dashes.
+# A pin in a message. An option that is already spelled ``--pin`` does not match.
 _PIN = re.compile(r"(?<![-\w])pin '([^']*)'")
 _CLUSTER = re.compile(r"Cluster\.parse\('([^']*)'\)")
 
-# The options of a command that has all of planning.
+# The options of a command that has all planning options.
 ALL = frozenset(option.flag for option in OPTIONS.values() if option.flag)
 
 
 def spell_options(text: str, options: Collection[str] = ALL) -> str:
-    """Returns a message with the arguments that it names as options.
+    """Returns a message in which Python arguments are spelled as options.
 
     Args:
       text: the message of an error.
-      options: those of the command that failed. Any other is one of ``autopar plan``.
+      options: the options of the command that failed. All other options belong to
+        ``autopar plan``.
 
     >>> spell_options("try: remat='auto' or memory=4.2GB", ["--remat", "--memory"])
     'try: --remat auto or --memory 4.2GB'
@@ -84,7 +88,7 @@ def spell_options(text: str, options: Collection[str] = ALL) -> str:
 
 
 def _value(name: str, value: str) -> str:
-    """A value of Python as a word of a shell."""
+    """Returns a Python value as a word of a shell."""
     if value in ("", "...", "True"):
         return "" if value == "True" else value
     if value.startswith("{"):
@@ -103,15 +107,16 @@ _EVERY_S = 0.1
 def stoppable(
     last: Callable[[], None], grace_s: float = 0.8
 ) -> Generator[Callable[[], None]]:
-    """Makes Ctrl-C end this process; call it in the main thread.
+    """Makes Ctrl-C end this process; must be called in the main thread.
 
-    The interrupt is raised again until the main thread leaves this context, or calls
-    what this yields: it has heard, and what it says now is not interrupted. Where it
-    does neither in time, the process ends with exit code 130.
+    After Ctrl-C, the interrupt is raised again and again until the main thread leaves
+    this context, or calls the yielded function. A call of this function confirms the
+    interrupt, and further interrupts are ignored. If the main thread does neither in
+    time, the process ends with exit code 130.
 
     Args:
-      last: says that the process ends; called by another thread.
-      grace_s: seconds from the interrupt to the end of the process.
+      last: a function that prints that the process ends. Another thread calls it.
+      grace_s: the time from the interrupt to the end of the process, in seconds.
     """
     reader, writer = socket.socketpair()
     writer.setblocking(False)
@@ -137,7 +142,7 @@ def stoppable(
         signal.set_wakeup_fd(before)
         signal.signal(signal.SIGINT, handler)
         sys.unraisablehook = hook
-        writer.close()  # the watcher reads the end of it
+        writer.close()  # the watcher reads the end of the stream
         watcher.join(grace_s)
         reader.close()
 
@@ -158,13 +163,16 @@ def _watch(
             return
         _thread.interrupt_main()
     if os.isatty(sys.__stderr__.fileno() if sys.__stderr__ else 2):
-        os.write(2, b"\r\x1b[K\x1b[?25h")  # the progress line away, the cursor back
+        os.write(2, b"\r\x1b[K\x1b[?25h")  # erases progress, shows the cursor
     last()
     os._exit(STOPPED)
 
 
 def _without_interrupts(unraisable: Any) -> None:
-    """Reports what nobody can catch, but for interrupts: these are raised again."""
+    """Reports exceptions that no code can catch, except interrupts.
+
+    Another thread raises interrupts again.
+    """
     if not issubclass(unraisable.exc_type, KeyboardInterrupt):
         sys.__unraisablehook__(unraisable)
 
@@ -182,10 +190,11 @@ EXIT_CODES = (
     (BUG, "a bug in autopar"),
     (STOPPED, "interrupted"),
 )
-# click's UsageError, which some versions of typer carry inside and do not export.
+# The UsageError of click. Some versions of typer contain click and do not export the
+# class.
 USAGE_ERROR = cast("type[Exception]", typer.BadParameter.__bases__[0])
 
-# Python's text of an OSError, with its number and the file's name.
+# The text of an OSError in Python, with the error number and the name of the file.
 _SYSTEM_ERROR = re.compile(r"\[Errno -?\d+\] ([^:\[\]]+?)(?:: '([^']*)')?(?=\.|\s|$)")
 
 
@@ -195,9 +204,9 @@ class Failure:
 
     Attributes:
       kind: the name of the error's class.
-      message: one line.
+      message: the message, in one line.
       code: the exit code.
-      where: file and line of the user's code that failed; '' where none did.
+      where: file and line of the user's code that failed; '' if no such code failed.
     """
 
     kind: str
@@ -207,12 +216,12 @@ class Failure:
 
     @property
     def line(self) -> str:
-        """The line that people read."""
+        """The line that the command line prints."""
         return f"autopar: {self.message}"
 
     @property
     def data(self) -> dict[str, Any]:
-        """The object that programs read."""
+        """The JSON object that ``--json`` prints."""
         fields = {"kind": self.kind, "message": self.message, "exit_code": self.code}
         return {"error": fields | ({"where": self.where} if self.where else {})}
 
@@ -223,12 +232,12 @@ INTERRUPTED = Failure("Interrupted", "stopped.", STOPPED)
 def failure_of(
     error: BaseException, command: str = "autopar", options: Collection[str] = ()
 ) -> Failure:
-    """Says what an error is: the user's, or a bug of autopar's.
+    """Classifies an error: a mistake of the user, or a bug in autopar.
 
     Args:
-      error: what a command raised.
-      command: the words of the command, for its help.
-      options: those that the command has.
+      error: the error that a command raised.
+      command: the words of the command, to name its help.
+      options: the options of the command.
     """
     kind = type(error).__name__
     if isinstance(error, (typer.Abort, KeyboardInterrupt)):
@@ -237,12 +246,12 @@ def failure_of(
         text = getattr(error, "format_message", error.__str__)()
         told = _one_line(f"{text}\nSee {command} --help.")
         return Failure(kind, told, BAD_INPUT)
-    # It imports JAX, which help must not.
+    # This module imports NumPy, which `--help` must not import.
     from autopar.errors import TargetError, user_line
 
     where = user_line(error.__cause__ or error)
     text = _one_line(str(error))
-    if not isinstance(error, TargetError):  # it may name arguments of the user's own
+    if not isinstance(error, TargetError):  # may name the user's arguments
         text = spell_options(text, options)
     if code := _code(error):
         placed = where and pathlib.PurePath(where).name not in text
@@ -254,8 +263,8 @@ def failure_of(
 
 
 def _code(error: BaseException) -> int:
-    """The exit code of an error that the user can fix; 0 for any other."""
-    # It imports JAX, which help must not.
+    """Returns the exit code of an error that the user can fix; 0 for other errors."""
+    # This module imports NumPy, which `--help` must not import.
     from autopar.errors import AutoparError, InfeasibleError, InternalError
 
     if isinstance(error, InfeasibleError):
@@ -265,14 +274,14 @@ def _code(error: BaseException) -> int:
 
 
 def describe_error(error: BaseException) -> str:
-    """An error's class and message, as a sentence."""
+    """Returns the class and the message of an error as a sentence."""
     if isinstance(error, SyntaxError):
         return f"{type(error).__name__}: {error.msg}."
     return f"{type(error).__name__}: {_one_line(str(error))}".rstrip(".: ") + "."
 
 
 def _one_line(text: str) -> str:
-    """The lines of a message as sentences behind each other."""
+    """Joins the lines of a message to sentences in one line."""
     lines = [" ".join(line.split()) for line in text.splitlines()]
     told = [line for line in lines if line]
     told = [_SYSTEM_ERROR.sub(_system_error, line) for line in told]
@@ -281,12 +290,12 @@ def _one_line(text: str) -> str:
 
 
 def _system_error(match: re.Match[str]) -> str:
-    """The reason; the file's name in front where nothing has named it yet."""
+    """Returns the reason, after the name of the file if the message has no name yet."""
     reason, path = match.groups()
     named = path is None or path in match.string[: match.start()]
     return reason if named else f"{path}: {reason}"
 
 
 def print_traceback(error: BaseException) -> None:
-    """Prints the traceback of an error to stderr, with that of its cause."""
+    """Prints the traceback of an error and of its cause to stderr."""
     typer.echo("".join(traceback.format_exception(error)).rstrip(), err=True)

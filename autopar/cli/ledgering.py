@@ -21,7 +21,7 @@ _WORLDS = (
     "step", "what happened", "processes from", "to", "pause", "plan", "compile",
     "place", "moved", "step before",
 )  # fmt: skip
-# Values that are missing, of another type, or numbers of no size.
+# Errors for values that are missing, have another type, or are not finite numbers.
 _WRONG = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
 _NUMBERS = (0, *range(6, len(_HEADING)))
 _BATCHES = (
@@ -31,10 +31,10 @@ _BATCHES = (
 
 
 def ledger(file: pathlib.Path, as_json: bool) -> Result:
-    """Shows a ledger as tables of worlds and re-plans, then what changed nothing.
+    """Shows a ledger as tables of worlds and re-plans, then events without effect.
 
     Raises:
-      PlanError: the file is no ledger.
+      PlanError: the file is not a ledger.
     """
     lines = read_ledger(file)
     if as_json:
@@ -75,7 +75,7 @@ def ledger(file: pathlib.Path, as_json: bool) -> Result:
 
 
 def _row(line: _Line, after: _Line) -> tuple[str, ...]:
-    """One re-plan."""
+    """Returns the table row of a re-plan."""
     measured, predicted = line.get("measured", {}), line.get("predicted", {})
     compared = line.get("compared", ())
     times = [measured.get(x) for x in ("pause_s", "plan_s", "compile_s", "move_s")]
@@ -93,7 +93,12 @@ def _row(line: _Line, after: _Line) -> tuple[str, ...]:
 
 
 def _world_row(line: _Line, before: str) -> tuple[str, ...]:
-    """A world of processes that formed; before: how many the last one had."""
+    """Returns the table row of a new world of processes.
+
+    Args:
+      line: the line of the ledger.
+      before: the number of processes of the previous world; '' for the first world.
+    """
     measured = line["measured"]
     times = [measured.get(x) for x in ("pause_s", "plan_s", "compile_s", "place_s")]
     step_s = measured.get("step_before_s")
@@ -109,7 +114,7 @@ def _world_row(line: _Line, before: str) -> tuple[str, ...]:
 
 
 def _batch_row(line: _Line, after: _Line) -> tuple[str, ...]:
-    """One change of the batch, the plan or the codecs by their goodput."""
+    """Returns the table row of a change of batch, plan or codecs for more goodput."""
     predicted, phi = line.get("predicted", {}), line.get("phi") or {}
     times = [line.get("measured", {}).get("pause_s")]
     times += [after.get("step_before_s"), after.get("step_after_s")]
@@ -128,7 +133,7 @@ def _batch_row(line: _Line, after: _Line) -> tuple[str, ...]:
 
 
 def _way_text(way: _Line) -> str:
-    """Rows, microbatches, codecs and mesh, as ``64/2 int8 data=4``."""
+    """Returns rows, microbatches, codecs and meshes, such as ``64/2 int8 data=4``."""
     parts = way.get("microbatches", 1)
     rows = f"{way.get('rows', '')}" + (f"/{parts}" if parts > 1 else "")
     meshes: Sequence[Mapping[str, int]] = way.get("meshes", ())
@@ -141,14 +146,14 @@ def _number(given: float | None) -> str:
 
 
 def _plan_text(plan: _Line) -> str:
-    """A plan's cluster and meshes, as ``8:cpu data=4 tensor=2``."""
+    """Returns cluster and meshes of a plan, such as ``8:cpu data=4 tensor=2``."""
     meshes: Sequence[Mapping[str, int]] = plan.get("meshes", ())
     axes = (" ".join(f"{k}={v}" for k, v in mesh.items()) for mesh in meshes)
     return " ".join((rounded_cluster(plan.get("cluster", "")), " | ".join(axes)))
 
 
 def _other(line: _Line) -> tuple[str, str, str] | None:
-    """A line that is no re-plan: what, from whom, and why nothing came of it."""
+    """Returns an event without a re-plan: the event, its source and the reason."""
     if line["kind"] == "event":
         event = line["event"]
         what = f"{event['what']}: {event['status']}"
@@ -178,7 +183,7 @@ def _other(line: _Line) -> tuple[str, str, str] | None:
 
 
 def _cap_text(line: _Line) -> str:
-    """What the loss rose to, and what a step counts at most from then on."""
+    """Describes a cap on the gain of a step, after the loss has risen."""
     numbers = {k: _number(line.get(k)) for k in ("loss", "limit", "gain", "most")}
     loss = numbers["loss"] or "no finite number"
     return (
@@ -188,7 +193,7 @@ def _cap_text(line: _Line) -> str:
 
 
 def _reason_to_stay(line: _Line) -> str:
-    """Why a batch stays: what the nearest other way gains, and what it costs."""
+    """Describes why a batch stays: the gain and the cost of the best alternative."""
     nearest = line.get("nearest") or {}
     least, cost_s = nearest.get("least"), nearest.get("cost_s")
     horizon_s = line.get("horizon_s")

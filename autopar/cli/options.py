@@ -1,6 +1,6 @@
-"""The options that commands share.
+"""The options that several commands share.
 
-Nothing here imports JAX: help and completion must answer at once.
+This module does not import JAX, because help and completion must answer at once.
 """
 
 import enum
@@ -62,14 +62,15 @@ Memory = Annotated[
 Devices = Annotated[
     int | None, typer.Option(min=1, help="Simulate this many CPU devices.")
 ]
-# What was said of planning, a `PlanOptions`, whose module imports JAX.
+# The planning options, a `PlanOptions`. The module of that class imports JAX, so the
+# type here is `Any`.
 Asked = Any
 Traceback = Annotated[
     bool,
     typer.Option("--traceback", help="On an error, print where it was raised."),
 ]
 
-# Each command's help ends with its example.
+# The help of each command ends with its example.
 EXAMPLES = {
     "plan": "autopar plan train.py:workload --cluster 8x8:h100 --out plan.json",
     "explain": "autopar explain plan.json --tensor 'state/params/*/kernel'",
@@ -108,15 +109,15 @@ EXAMPLES = {
 def planning(
     *only: str, without: Sequence[str] = ()
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Gives a command the options of planning, as `OPTIONS` says them.
+    """Adds the planning options of `OPTIONS` to a command.
 
-    The command takes what was given as ``asked``, an
-    `autopar.planner.options.PlanOptions`. The file of its target is imported first:
-    it may register the codecs that an option names.
+    The command receives the options as ``asked``, an
+    `autopar.planner.options.PlanOptions`. The file of its target is imported first,
+    because it may register codecs that an option names.
 
     Args:
-      only: names of the options that it has; all of them where none is named.
-      without: names of those that it does not have.
+      only: the names of the options to add; all options if no name is given.
+      without: the names of options to leave out.
     """
     names = only or tuple(name for name, option in OPTIONS.items() if option.flag)
     names = tuple(name for name in names if name not in without)
@@ -124,7 +125,7 @@ def planning(
     def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(command)
         def call_with_options(*args: Any, **kwargs: Any) -> Any:
-            # It imports JAX, which help must not.
+            # This module imports JAX, which `--help` must not import.
             from autopar.cli import common
 
             source = kwargs.get("source", kwargs.get("target"))
@@ -157,7 +158,7 @@ def planning(
 
 
 def _option_type(name: str) -> Any:
-    """The type of an option of planning, with what its help says."""
+    """Returns the type of a planning option, with its help text."""
     option, default = OPTIONS[name], OPTIONS[name].default
     text = option.text.replace("``", "").replace("`", "")
     text = f"{text[0].upper()}{text[1:]}."

@@ -1,7 +1,7 @@
-"""Keeps stdout for the result of a command.
+"""Reserves stdout for the result of a command.
 
-The code of a user prints when it is imported, called and traced, from Python or from C.
-All of that goes to stderr, so that ``autopar plan ... --json | jq`` reads one object.
+User code may print when it is imported, called or traced, from Python or from C. All
+this output goes to stderr, so that ``autopar plan ... --json | jq`` reads one object.
 """
 
 from __future__ import annotations
@@ -19,27 +19,28 @@ _OUT, _ERR = 1, 2
 
 
 class Stdout:
-    """The stdout of this process; what else is printed goes to stderr."""
+    """The stdout of this process, which can send other output to stderr."""
 
     def __init__(self) -> None:
-        """Nothing is kept yet."""
+        """Makes an object that redirects nothing yet."""
         self._kept: int | None = None
-        # What a command has found so far, shown where it is interrupted.
+        # The partial result of a command, which is printed if the command is
+        # interrupted.
         self.unfinished = ""
 
     @contextlib.contextmanager
     def redirect_to_stderr(self) -> Generator[None]:
-        """Sends what is printed inside to stderr, from Python and from C."""
+        """Sends output of Python and C within the context to stderr."""
         _flush()
         with contextlib.ExitStack() as stack:
             stack.callback(_flush)
-            # A process may have been started without one of the two.
+            # The process may have started without stdout or stderr.
             with contextlib.suppress(OSError):
                 os.fstat(_ERR)
                 self._kept = os.dup(_OUT)
                 os.dup2(_ERR, _OUT)
                 stack.callback(self._restore)
-            # Last, and so undone and flushed first.
+            # This redirection is entered last, so it is undone and flushed first.
             stack.callback(_flush)
             stack.enter_context(contextlib.redirect_stdout(sys.stderr))
             yield
@@ -51,12 +52,12 @@ class Stdout:
         self._kept = None
 
     def write_at_once(self, text: str) -> None:
-        """Writes past all buffers, for a process that is about to end."""
+        """Writes to stdout without buffers, for a process that is about to end."""
         with contextlib.suppress(OSError):
             os.write(_OUT if self._kept is None else self._kept, text.encode())
 
     def end(self) -> None:
-        """Sends what is printed from now on, as the process ends, to stderr."""
+        """Sends all later output, while the process ends, to stderr."""
         _flush()
         with contextlib.suppress(OSError):
             os.dup2(_ERR, _OUT)
@@ -65,7 +66,7 @@ class Stdout:
 def _flush() -> None:
     """Empties the buffers of Python and of C's standard library."""
     for stream in (sys.stdout, sys.stderr):
-        # A stream may be closed, absent, or a pipe that nobody reads.
+        # A stream may be closed or absent, or may be a pipe without a reader.
         with contextlib.suppress(AttributeError, OSError, ValueError):
             stream.flush()
     with contextlib.suppress(OSError, TypeError, AttributeError):
@@ -77,9 +78,9 @@ class Result:
     """The result of a command.
 
     Attributes:
-      text: as it is printed.
+      text: the text to print.
       code: the exit code of the command.
-      failed: whether the text is an error, which goes to standard error.
+      failed: whether the text is an error message, which goes to stderr.
     """
 
     text: str
@@ -88,7 +89,7 @@ class Result:
 
     @classmethod
     def of(cls, data: dict[str, Any], code: int = 0) -> Result:
-        """One JSON object; a number that JSON lacks becomes null."""
+        """Makes a result of one JSON object, with null for infinite numbers and NaN."""
         return cls(json.dumps(_finite(data), indent=1, allow_nan=False), code)
 
 

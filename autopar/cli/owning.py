@@ -1,4 +1,4 @@
-"""The work of ``autopar jobs``: lists, shows, submits and ends jobs of a scheduler."""
+"""The work of ``autopar jobs``: shows, submits and ends the jobs of a scheduler."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Submitted:
 
 
 def submit(asked: Submitted) -> Result:
-    """Hands jobs in: those of a table, or one that is a script.
+    """Submits the jobs of a table, or one script as a job.
 
     Raises:
       ScheduleError: a job is wrong, or one of its name is there; none is added then.
@@ -57,7 +57,7 @@ def submit(asked: Submitted) -> Result:
 def read_submitted(
     asked: Submitted,
 ) -> tuple[list[tuple[str, JobSpec]], pathlib.Path]:
-    """The jobs that are handed in, each with where it stands, and their folder.
+    """Reads the submitted jobs, each with its place in the file, and their folder.
 
     Raises:
       ScheduleError: the table is wrong.
@@ -98,11 +98,12 @@ def take_jobs(
     """Adds jobs to the state of a scheduler.
 
     Args:
-      state: its folder.
-      specs: the jobs, each with where it stands.
-      folder: where their scripts run.
-      owner: who hands them in; None: who runs this process.
-      submission: its name; where it was taken before, nothing is added.
+      state: the folder of the state.
+      specs: the jobs, each with its place in the submitted file.
+      folder: the folder in which the scripts run.
+      owner: the user who submits the jobs; None for the user of this process.
+      submission: the name of the submission. If it was accepted before, no job is
+        added.
 
     Raises:
       ScheduleError: a job is wrong, or one of its name is there; none is added then.
@@ -140,7 +141,7 @@ def take_jobs(
 
 
 def wish(state: pathlib.Path, names: Sequence[str], wanted: str) -> Result:
-    """Has jobs cancelled, held or released.
+    """Cancels, holds or releases jobs, through the scheduler if one runs.
 
     Raises:
       ScheduleError: there is no such job, or it has ended.
@@ -163,10 +164,10 @@ def wish(state: pathlib.Path, names: Sequence[str], wanted: str) -> Result:
 
 
 def show(state: pathlib.Path, name: str, *, as_json: bool) -> Result:
-    """All that is known of one job.
+    """Shows all facts about one job.
 
     Raises:
-      ScheduleError: there is none of the name.
+      ScheduleError: there is no job of this name.
     """
     with _store(state) as store:
         job = store.job(name)
@@ -213,11 +214,11 @@ def show(state: pathlib.Path, name: str, *, as_json: bool) -> Result:
 
 
 def _hangs(folder: pathlib.Path) -> list[str]:
-    """The workers of a job for which others wait, a sentence each."""
+    """Returns a sentence for each worker of a job for which other workers wait."""
     try:
         return command(folder, command="status")["status"]["hangs"]
     except (OSError, ValueError, KeyError):
-        return []  # its own process starts, ends, or is of an earlier release
+        return []  # the job's process starts, ends or is older
 
 
 def _devices(job: JobRecord) -> str:
@@ -228,10 +229,10 @@ def _devices(job: JobRecord) -> str:
 
 
 def logs(state: pathlib.Path, name: str, lines: int, *, follow: bool) -> Result:
-    """The last lines of what a job printed.
+    """Returns the last lines of the output of a job.
 
     Raises:
-      ScheduleError: there is no such job, or it has not printed anything.
+      ScheduleError: there is no such job, or the job has printed nothing.
     """
     with _store(state) as store:
         job = store.job(name)
@@ -254,7 +255,7 @@ def logs(state: pathlib.Path, name: str, lines: int, *, follow: bool) -> Result:
 
 
 def _follow(state: pathlib.Path, name: str, file: Any) -> None:
-    """Prints what is added, until the job has ended."""
+    """Prints new output until the job has ended."""
     while True:
         with _store(state) as store:
             ended = store.job(name).state in ENDED
@@ -266,7 +267,7 @@ def _follow(state: pathlib.Path, name: str, file: Any) -> None:
 
 @contextlib.contextmanager
 def _store(state: pathlib.Path) -> Generator[Store]:
-    """The state of a scheduler, which must be there."""
+    """Opens the state of a scheduler, which must exist."""
     store = Store(state / STATE_FILE, reads=True)
     try:
         yield store
@@ -275,12 +276,12 @@ def _store(state: pathlib.Path) -> Generator[Store]:
 
 
 def _scheduler(state: pathlib.Path) -> int:
-    """The process of the scheduler that uses a state; 0: none does."""
+    """Returns the process of the scheduler that uses a state; 0 if there is none."""
     return holder(state / "lock")
 
 
 def _figures(store: Store, state: pathlib.Path) -> dict[str, Any]:
-    """Whether a scheduler runs, and how old its figures are."""
+    """Returns the process of the scheduler, if one runs, and the age of its figures."""
     begin, looked = store.seconds("begin_s"), store.seconds("looked_s")
     age_s = None
     if begin is not None and looked is not None:
@@ -289,7 +290,7 @@ def _figures(store: Store, state: pathlib.Path) -> dict[str, Any]:
 
 
 def _age(figures: dict[str, Any]) -> str:
-    """The same in words."""
+    """Returns the figures of `_figures` in words."""
     age_s, process = figures["age_s"], figures["scheduler"]
     old = "no scheduler has looked yet"
     if age_s is not None:
@@ -307,7 +308,7 @@ def _duration(seconds: float) -> str:
 
 
 def jobs(folder: pathlib.Path, *, decisions: bool, as_json: bool) -> Result:
-    """The jobs of a scheduler's state, and why they got what they got.
+    """Shows the jobs in a scheduler's state, and the decisions about them if requested.
 
     Raises:
       ScheduleError: there is no such state.
@@ -348,7 +349,7 @@ def _decision(line: dict[str, object]) -> str:
 
 
 def job_lines(records: Sequence[JobRecord]) -> list[str]:
-    """A table of jobs, and a line on how many are done."""
+    """Returns a table of jobs, and a line with the number of finished jobs."""
     if not records:
         return ["no job was handed in yet"]
     rows = [_HEADING, *(_row(job) for job in records)]
@@ -386,7 +387,7 @@ def _row(job: JobRecord) -> tuple[str, ...]:
 
 
 def planned_point(job: JobRecord) -> CurvePoint | None:
-    """What was planned for as many devices as a job last ran on; None: nothing."""
+    """Returns the planned point for the last number of devices of a job, if any."""
     curve = job.handed.curve
     found = [p for p in curve.points if p.devices == job.devices] if curve else []
     return max(found, key=lambda point: point.goodput, default=None)
@@ -405,7 +406,7 @@ def _noise(job: JobRecord) -> str:
 
 
 def _plan(job: JobRecord) -> str:
-    """The plan that a job last ran with, in words."""
+    """Describes the plan with which a job last ran."""
     parts = f"{job.microbatches} microbatches" if job.microbatches > 1 else ""
     return ", ".join(word for word in (job.scheme, parts, job.codecs) if word)
 

@@ -41,7 +41,7 @@ def plan(
     trace: pathlib.Path | None = None,
     explain_search: bool = False,
 ) -> Result:
-    """Plans a target's step; writes the files that are asked for."""
+    """Plans the step of a target, and writes the requested files."""
     begin = time.perf_counter()
     with common.progress() as say, recorded_proposals() as proposals:
         workload = load(target, parse_words(words))
@@ -89,11 +89,11 @@ def audit(
     target: str | None,
     as_json: bool,
 ) -> Result:
-    """Partitions a planned step, and compiles it if that is asked for."""
+    """Partitions a planned step, and compiles it if requested."""
     if target is not None:
         target_of(target)
-        # An audit needs no device; with the target's compiler beside it JAX would
-        # look for some.
+        # An audit needs no device. With the compiler of the target installed, JAX would
+        # look for devices of the target.
         jax.config.update("jax_platforms", "cpu")
     with common.progress() as say:
         if compiled:
@@ -110,7 +110,7 @@ def audit(
 
 
 def _start_devices(source: str, cluster: str | None) -> None:
-    """Simulates the devices of the plan before anything starts JAX."""
+    """Simulates the devices of the plan; must run before other code starts JAX."""
     if common.is_plan_file(source):
         count = 1 + max(d for stage in Plan.load(source).stages for d in stage.devices)
     else:

@@ -13,7 +13,7 @@ _RANGE = re.compile(r"(\d+)\.\.(\d+)(?:\+(\d+))?")
 
 
 def values(text: str) -> list[str]:
-    """The values of a range; a text that is none is its only value.
+    """Returns the values of a range; a text without a range is a single value.
 
     >>> values("8..64"), values("8..32+8"), values("bfloat16,float32")
     (['8', '16', '32', '64'], ['8', '16', '24', '32'], ['bfloat16', 'float32'])
@@ -43,7 +43,7 @@ def _part(part: str, text: str) -> list[str]:
 
 
 def combinations(words: dict[str, str]) -> list[dict[str, str]]:
-    """Every combination of the values of options, the last option fastest.
+    """Returns all combinations of values of options; the last option varies fastest.
 
     >>> combinations({"layers": "2", "batch": "8,16"})
     [{'layers': '2', 'batch': '8'}, {'layers': '2', 'batch': '16'}]
@@ -53,7 +53,7 @@ def combinations(words: dict[str, str]) -> list[dict[str, str]]:
 
 
 def clusters(texts: Sequence[str]) -> list[str]:
-    """The clusters of several texts; their numbers of devices may be ranges.
+    """Returns the clusters of several texts, whose numbers of devices may be ranges.
 
     >>> clusters(["1..4x8:h100", "local"])
     ['1x8:h100', '2x8:h100', '4x8:h100', 'local']

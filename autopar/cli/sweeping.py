@@ -25,22 +25,22 @@ from autopar.reports.sweep import (
 )
 from autopar.steps.analysis import Analysis
 
-# Doublings of an option in the search for its largest value.
+# The most values that the search for the largest value of an option tries.
 _MOST_DOUBLINGS = 24
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SweepRequest:
-    """What is swept, and how the result is shown.
+    """The options of ``autopar sweep``.
 
     Attributes:
       target: the target.
-      words: its options, with ranges.
-      clusters: what is planned for.
-      limits: of each search.
-      share: the least efficiency of devices that are worth it.
-      sized: the option whose largest value that fits is wanted.
-      cache: keeps plans; None: nothing does.
+      words: the options of the target, with ranges.
+      clusters: the clusters to plan for.
+      limits: the planning options of each search.
+      share: the least efficiency at which a number of devices is worth its cost.
+      sized: the option whose largest value that fits is searched; None for no search.
+      cache: a cache of plans; None for no cache.
       as_json: whether the result is JSON.
     """
 
@@ -75,11 +75,11 @@ def sweep(
     """Plans a target for all values of its options, on all clusters.
 
     Yields:
-      The result so far after each point; the last is complete.
+      The partial result after each point; the last result is complete.
 
     Raises:
-      PlanError: no point has a plan, and why.
-      TargetError: there is no such option to find the largest value of.
+      PlanError: no point has a plan, with the reason.
+      TargetError: the target does not have the option whose largest value is searched.
     """
     made_for = [common.read_cluster(c, memory) for c in ranges.clusters(clusters)]
     given = SweepRequest(
@@ -118,7 +118,7 @@ def _check_sized(given: SweepRequest) -> None:
 def _points(
     given: SweepRequest, failures: list[Exception], say: common.Say
 ) -> Iterator[Point]:
-    """All points, and those on the way to the largest value of an option."""
+    """Plans all points, then the points of the search for the largest value."""
     every = ranges.combinations(given.words)
     total = len(every) * len(given.clusters)
     done: list[Point] = []
@@ -144,7 +144,7 @@ def _largest(
     done: Sequence[Point],
     say: common.Say,
 ) -> Iterator[Point]:
-    """Doubles, then halves the interval, until the largest value that fits is known."""
+    """Finds the largest value that fits, by doubling and then by bisection."""
     assert given.sized is not None
     name = given.sized
     varied = {k: v for k, v in options.items() if k in given.swept_options}
@@ -166,7 +166,9 @@ def _largest(
 
 
 def _next(known: dict[int, bool], unit: int) -> int | None:
-    """The next value to try, a multiple of ``unit`` if larger; None: found.
+    """Returns the next value to try; None if the largest value that fits is known.
+
+    Values above ``unit`` are multiples of ``unit``.
 
     >>> _next({8: True, 16: True}, 8), _next({16: True, 32: False}, 8)
     (32, 24)
@@ -183,17 +185,18 @@ def _next(known: dict[int, bool], unit: int) -> int | None:
 
 
 class _Analysed:
-    """The analysis of a target, made when it is first asked for."""
+    """The analysis of a target, which the first call of `get` makes."""
 
     def __init__(self, given: SweepRequest, options: dict[str, str]) -> None:
         self.given, self.options = given, options
         self._found: tuple[Workload, Analysis] | AutoparError | None = None
 
     def get(self) -> tuple[Workload, Analysis]:
-        """The analysis.
+        """Returns the analysis.
 
         Raises:
-          AutoparError: the target fails with these options, whenever it is asked for.
+          AutoparError: the target fails with these options. Every call raises the same
+            error.
         """
         if self._found is None:
             try:
@@ -212,7 +215,7 @@ def _point(
     cluster: Cluster,
     failures: list[Exception],
 ) -> Point:
-    """Plans one point; where there is no plan, the point says why."""
+    """Plans one point; a point without a plan has the reason."""
     options = {k: v for k, v in analysed.options.items() if k in given.swept_options}
     point = Point(options, str(cluster), cluster.device.name, cluster.num_devices)
     try:

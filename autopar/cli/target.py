@@ -1,10 +1,11 @@
-"""Loads what a command is about: a function that returns a step and its arguments.
+"""Loads the target of a command: a function that returns a step and its arguments.
 
-A target is ``file.py:function`` or ``module:function``. The function is called with
-the ``key=value`` words of the command line and returns ``(train_step, state, batch)``,
-or more arguments of the step behind the batch; a state that is a plain tuple holds the
-leading arguments of the step, one each. Or it returns a dictionary: ``step``, ``args``,
-and what else `autopar.plan` is to be told of the arguments, such as ``batch_argnames``.
+A target is ``file.py:function`` or ``module:function``. The function is called with the
+``key=value`` words of the command line. It returns ``(train_step, state, batch)``;
+further arguments of the step may follow the batch. If the state is a plain tuple, its
+elements are the leading arguments of the step. The function may also return a
+dictionary with ``step``, ``args`` and other arguments of `autopar.plan`, such as
+``batch_argnames``.
 """
 
 from __future__ import annotations
@@ -46,16 +47,16 @@ _NAMES = {"int": int, "float": float, "bool": bool, "str": str}
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Workload:
-    """A train step and the arguments that it is planned for.
+    """A train step, and the arguments with which it is planned.
 
     Attributes:
       step: the train step.
-      args: its arguments, arrays or shapes.
-      target: the text it was loaded from.
-      options: the arguments given to the function, as text.
-      kwargs: arguments by name.
+      args: the arguments of the step, arrays or shapes.
+      target: the text of the target.
+      options: the arguments of the target's function, as text.
+      kwargs: the keyword arguments of the step.
       static: names of arguments that are part of the program.
-      roles: of arguments, as the target names them.
+      roles: the roles of arguments, as the target names them.
     """
 
     step: Callable[..., Any]
@@ -70,7 +71,7 @@ class Workload:
         """Traces the step.
 
         Raises:
-          TraceError: JAX cannot trace it.
+          TraceError: JAX cannot trace the step.
         """
         return analyse(self.step, self.args, self.kwargs, self.static, self.roles)
 
@@ -79,19 +80,19 @@ def load(target: str, options: dict[str, str]) -> Workload:
     """Loads a target and calls its function.
 
     Raises:
-      TargetError: it cannot be loaded or called, or returns something else.
+      TargetError: the target cannot be loaded or called, or returns a wrong value.
     """
     function = find(target)
     arguments = convert(target, function, options)
     try:
-        # It may trace the model to get the shapes of its state.
+        # The function may trace the model to get the shapes of the state.
         with without_devices():
             made = function(**arguments)
     except (TargetError, TraceError):
         raise
     except SystemExit as error:
         raise TargetError(f"{target} called {_exit(error)}.") from error
-    except Exception as error:  # whatever the user's function raises
+    except Exception as error:  # the user's function may raise any exception
         raise TargetError(f"{target} raised {describe_error(error)}") from error
     if isinstance(made, dict):
         return _from_dictionary(target, typing.cast("dict[str, Any]", made), options)
@@ -107,7 +108,7 @@ def load(target: str, options: dict[str, str]) -> Workload:
 
 
 def _returned_kind(made: object) -> str:
-    """What a target returned in place of a step with its arguments."""
+    """Describes a wrong value that a target returned."""
     if isinstance(made, tuple) and len(made) >= 3:
         return f"{_kind(made[0])} as its step"
     return _kind(made)
@@ -155,7 +156,7 @@ def parse_words(words: Sequence[str]) -> dict[str, str]:
 
 
 def find(target: str) -> Callable[..., Any]:
-    """Imports the file or module and takes the function from it."""
+    """Imports the file or module of a target, and returns the function."""
     place, colon, name = target.rpartition(":")
     if not colon or not place or not name:
         raise TargetError(
@@ -181,7 +182,7 @@ def _functions(module: types.ModuleType) -> str:
 
 
 def _import_file(place: str) -> types.ModuleType:
-    """Imports a file as a script is: its folder comes first on ``sys.path``."""
+    """Imports a file, with its folder first on ``sys.path`` as for a script."""
     path = pathlib.Path(place).resolve()
     if not path.is_file():
         raise TargetError(f"{place}: there is no such file. {EXAMPLE}")
@@ -197,12 +198,13 @@ def _import_file(place: str) -> types.ModuleType:
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     if loaded is None:
-        # As an import would, so that pickling and dataclasses find the module;
-        # a file must not replace a module of the same name, such as its framework.
+        # An import would register the module, too. Pickling and dataclasses look it up
+        # here. A file must not replace a loaded module of the same name, such as a
+        # framework.
         sys.modules[path.stem] = module
     try:
         spec.loader.exec_module(module)
-    except BaseException as error:  # whatever the user's file raises
+    except BaseException as error:  # the user's file may raise any exception
         if sys.modules.get(path.stem) is module:
             del sys.modules[path.stem]
         if isinstance(error, SystemExit):
@@ -233,12 +235,12 @@ def _file_of(module: types.ModuleType) -> pathlib.Path | None:
 
 def _import_module(name: str) -> types.ModuleType:
     if "" not in sys.path:
-        sys.path.insert(0, "")  # as `python -m` does; a console script has none
+        sys.path.insert(0, "")  # as `python -m` does
     try:
         return importlib.import_module(name)
     except SystemExit as error:
         raise TargetError(_exit_text(f"module {name!r}", error)) from error
-    except Exception as error:  # whatever the user's module raises
+    except Exception as error:  # the user's module may raise any exception
         hint = " For a file, write file.py:function." if "/" in name else ""
         raise TargetError(
             f"module {name!r} cannot be imported: {describe_error(error)}{hint}"
@@ -248,7 +250,7 @@ def _import_module(name: str) -> types.ModuleType:
 def convert(
     target: str, function: Callable[..., Any], options: dict[str, str]
 ) -> dict[str, Any]:
-    """Converts the options by the annotations of the function's parameters.
+    """Converts options to the types in the annotations of the function's parameters.
 
     Raises:
       TargetError: a key is unknown or missing, or a value has the wrong type.
@@ -281,7 +283,7 @@ def convert(
 def _signature(function: Callable[..., Any]) -> inspect.Signature:
     try:
         return inspect.signature(function, eval_str=True)
-    except NameError:  # an annotation that is imported for type checkers alone
+    except NameError:  # a name that only type checkers import
         return inspect.signature(function)
 
 
@@ -339,7 +341,7 @@ def _convert_union(where: str, kinds: tuple[Any, ...], text: str) -> Any:
 
 
 def guess(text: str) -> int | float | bool | str:
-    """The type that a text looks like.
+    """Converts a text to the type that it looks like.
 
     >>> [guess(text) for text in ("3", "1e-3", "true", "adamw")]
     [3, 0.001, True, 'adamw']

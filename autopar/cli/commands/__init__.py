@@ -1,1 +1,1 @@
-"""The commands: what each is told, and its help. The work is done in `autopar.cli`."""
+"""The arguments and help texts of commands; `autopar.cli` does the work."""

@@ -1,6 +1,7 @@
-"""Commands of clusters: their jobs, and what a machine is and does."""
+"""Commands for jobs on clusters, and for checks and profiles of a machine."""
 
-# Annotations are no strings here: typer reads them of functions that are wrapped.
+# This module does not import `annotations` from `__future__`: typer reads annotations
+# of wrapped functions, and cannot read strings there.
 
 import os
 import pathlib
@@ -61,7 +62,7 @@ def list_(
     as_json: options.Json = False,
 ) -> Result:
     """Lists the jobs of a scheduler, and says whether it runs; `autopar jobs DIR`."""
-    # It imports JAX, which help must not.
+    # This module imports JAX, which `--help` must not import.
     from autopar.cli import owning, remote
 
     if at:
@@ -114,9 +115,9 @@ def submit(
     With --at, a scheduler on another machine takes them. Paths are those of its file
     systems: the script and the curve must be there.
     """
-    # It imports JAX, which help must not.
+    # This module imports JAX, which `--help` must not import.
     from autopar.cli import owning, remote
-    from autopar.errors import ScheduleError  # as it does
+    from autopar.errors import ScheduleError  # late, like the others
 
     if submission and not at:
         raise ScheduleError("--id is of a submission elsewhere: add --at HOST:PORT.")
@@ -165,7 +166,7 @@ def _wish(
     at: str,
     secret: pathlib.Path | None,
 ) -> Result:
-    # It imports JAX, which help must not.
+    # This module imports JAX, which `--help` must not import.
     from autopar.cli import owning, remote
 
     if at:
@@ -187,9 +188,9 @@ def logs(
     secret: _Secret = None,
 ) -> Result:
     """Prints what a job printed."""
-    # It imports JAX, which help must not.
+    # This module imports JAX, which `--help` must not import.
     from autopar.cli import owning, remote
-    from autopar.errors import ScheduleError  # as it does
+    from autopar.errors import ScheduleError  # late, like the others
 
     if at and follow:
         raise ScheduleError("--follow works beside the scheduler: leave out --at.")
@@ -207,7 +208,7 @@ def show(
     as_json: options.Json = False,
 ) -> Result:
     """Shows all that is known of a job: its devices, times, decisions and output."""
-    # It imports JAX, which help must not.
+    # This module imports JAX, which `--help` must not import.
     from autopar.cli import owning, remote
 
     if at:
@@ -299,9 +300,9 @@ def schedule(
     started again with the same --state; jobs go on without it, until `autopar jobs
     cancel` ends them.
     """
-    # They import JAX, which help must not.
+    # This module imports JAX, which `--help` must not import.
     from autopar.cli import dispatching
-    from autopar.errors import ScheduleError  # as they do
+    from autopar.errors import ScheduleError  # late, like the others
 
     if address and backend is not BackendName.RAY:
         raise ScheduleError("--address is that of a Ray cluster: add --backend ray.")
@@ -400,10 +401,11 @@ def simulate(
     submitted_s, devices and duration_s, Philly's cluster_job_log or philly.csv, or what
     sacct -P prints. The exit code is 3 where jobs could not run.
     """
-    # Fits are of a few numbers: threads of linear algebra only wait for each other, for
-    # 7 of 8 CPU seconds of Pollux's policy. It is read when SciPy is loaded.
+    # The fits have only a few numbers, so threads of linear algebra mostly wait for
+    # each other: 7 of 8 CPU seconds with Pollux's policy. SciPy reads the variable when
+    # it is imported.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-    # It imports NumPy and SciPy, which help must not.
+    # This module imports NumPy and SciPy, which `--help` must not import.
     from autopar.cli import dispatching
 
     asked = dispatching.SimulationRequest(
@@ -439,9 +441,9 @@ def profile(
     ] = False,
 ) -> Result:
     """Measures the devices and their links, and saves the numbers for planning."""
-    # They import JAX, which help must not.
+    # This module imports JAX, which `--help` must not import.
     from autopar.cli import common
-    from autopar.profiling import profile as profiling  # as it does
+    from autopar.profiling import profile as profiling  # late, like the others
 
     if distributed:
         common.join_processes(devices)
@@ -459,7 +461,7 @@ def doctor(devices: options.Devices = None, as_json: options.Json = False) -> Re
 
     Each finding says what to do. The exit code is 1 where something is wrong.
     """
-    # They import JAX, which help must not.
+    # These modules import JAX, which `--help` must not import.
     from autopar.cli import common, examining
 
     if devices is not None:

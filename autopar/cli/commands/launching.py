@@ -1,6 +1,7 @@
 """Commands that start elastic runs on clusters that other programs manage."""
 
-# Annotations are no strings here: typer reads them of functions that are wrapped.
+# This module does not import `annotations` from `__future__`: typer reads annotations
+# of wrapped functions, and cannot read strings there.
 
 import pathlib
 from typing import Annotated
@@ -63,7 +64,7 @@ def slurm(
 
     The job saves before its time limit and is requeued, on as many nodes as there are.
     """
-    # They import NumPy, which help must not.
+    # This module imports NumPy, which `--help` must not import.
     from autopar.launching import slurm as launcher
 
     if not pathlib.Path(script[0]).is_file():
@@ -153,11 +154,11 @@ def kubernetes(
 
     Pods join the run as they get nodes, and leave it as they lose them.
     """
-    # They import NumPy, which help must not.
+    # This module imports NumPy, which `--help` must not import.
     from autopar.elastic.processes.network import read_secret
-    from autopar.launching import kubernetes as launcher  # as they do
-    from autopar.launching.slurm import read_nodes  # as they do
-    from autopar.whole_files import export_whole, write_whole  # as they do
+    from autopar.launching import kubernetes as launcher  # late, like the others
+    from autopar.launching.slurm import read_nodes  # late, like the others
+    from autopar.whole_files import export_whole, write_whole  # late, like the others
 
     run = launcher.KubernetesRun(
         name=name,
@@ -175,7 +176,7 @@ def kubernetes(
     text = launcher.to_yaml(run, plain=plain)
     if out is None:
         return Result(text.rstrip("\n"))
-    # Others may not read a file that has the secret.
+    # Other users must not be able to read a file with the secret.
     write = export_whole if secret is None else write_whole
     write(out, text.encode())
     return Result(f"{out}: start the run by `kubectl create -f {out}`")

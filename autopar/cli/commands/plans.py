@@ -1,6 +1,7 @@
-"""Commands that make plans and read them."""
+"""Commands that make, read and compare plans."""
 
-# Annotations are no strings here: typer reads them of functions that are wrapped.
+# This module does not import `annotations` from `__future__`: typer reads annotations
+# of wrapped functions, and cannot read strings there.
 
 import pathlib
 from collections.abc import Iterator
@@ -45,7 +46,7 @@ def plan(
     The target's function returns (train_step, state, batch); arrays may be
     jax.ShapeDtypeStruct, so nothing of the model's size is allocated.
     """
-    # They import JAX, which help must not.
+    # These modules import JAX, which `--help` must not import.
     from autopar.cli import common, planning
 
     for path in (out, html, trace):
@@ -99,7 +100,7 @@ def explain(
     would take with other layouts, everything else planned again; and how its
     gradient is sent, beside other codecs.
     """
-    # They import JAX, which help must not.
+    # This module imports JAX, which `--help` must not import.
     from autopar.cli import explaining
 
     return explaining.explain(
@@ -152,7 +153,7 @@ def compare(
     With --measure all that fit are really run, on this process's devices; for a
     cluster of CPU devices they are simulated.
     """
-    # It imports JAX, which help must not.
+    # This module imports JAX, which `--help` must not import.
     from autopar.cli import comparing
 
     return comparing.compare(
@@ -174,7 +175,7 @@ def diff(
 
     The exit code is 1 where they differ, but for how long planning took.
     """
-    # They import JAX, which help must not.
+    # This module imports JAX, which `--help` must not import.
     from autopar.cli import comparing
 
     return comparing.diff(one, other, as_json)
@@ -225,7 +226,7 @@ def sweep(
     worth it: the most whose efficiency, the speed-up over one device for each device,
     is high enough. Ctrl-C ends the sweep and prints what is done.
     """
-    # They import JAX, which help must not.
+    # This module imports JAX, which `--help` must not import.
     from autopar.cli import sweeping
 
     return sweeping.sweep(
@@ -267,7 +268,7 @@ def audit(
     CPU devices, and the memory of the compiled step is read. With --target it is
     compiled with the accelerator's own compiler instead, which an extra installs.
     """
-    # They import JAX, which help must not.
+    # This module imports JAX, which `--help` must not import.
     from autopar.cli import planning
 
     return planning.audit(
@@ -340,7 +341,7 @@ def goodput(
     per second, and each row is worth less, as the noise scale says. A cluster on which
     nothing runs has a row with the reason.
     """
-    # They import JAX, which help must not.
+    # These modules import JAX, which `--help` must not import.
     from autopar.cli import common, curving
 
     for path in (out, html):

@@ -1,6 +1,7 @@
-"""Commands of runs: training, its workers, what it logged and its checkpoints."""
+"""Commands for training runs, their workers, ledgers and checkpoints."""
 
-# Annotations are no strings here: typer reads them of functions that are wrapped.
+# This module does not import `annotations` from `__future__`: typer reads annotations
+# of wrapped functions, and cannot read strings there.
 
 import json
 import pathlib
@@ -130,12 +131,12 @@ def run(
     join take as many as they have slots, up to --max. On SIGUSR1 the run is saved, and
     ends with status 75; the same command goes on with it.
     """
-    # They import JAX, which help must not.
-    from autopar.backends.ray import RayLauncher, read_resources  # as they do
-    from autopar.elastic.processes import hosts, launching, network, runner  # as they
-    from autopar.elastic.processes import metrics as serving  # as they do
-    from autopar.elastic.processes.members import MemberLimits  # as they do
-    from autopar.elastic.processes.recovery import Recovery  # as they do
+    # These modules import NumPy, which `--help` must not import.
+    from autopar.backends.ray import RayLauncher, read_resources  # late
+    from autopar.elastic.processes import hosts, launching, network, runner  # late
+    from autopar.elastic.processes import metrics as serving  # late, like the others
+    from autopar.elastic.processes.members import MemberLimits  # late, like the others
+    from autopar.elastic.processes.recovery import Recovery  # late, like the others
 
     if not least <= processes <= most:
         raise typer.BadParameter(
@@ -186,13 +187,14 @@ def run(
             most=most,
             restarts=restarts,
             silent_s=silence,
-            # A world without a supervisor trains on for the time of grace.
+            # Workers that lost their supervisor go on training for the grace period.
             fence_s=grace + silence if listen else 0.0,
         ),
         folder=folder,
         devices=devices,
         grace_s=grace,
-        # It would run the script here, where no worker is.
+        # Preparing a program ahead would run the script on this host, which has no
+        # workers.
         ahead=ahead and not listen,
         collective_s=collective,
         network=reached,
@@ -249,7 +251,7 @@ def worker(
     command is started in. SIGTERM and Ctrl-C let its processes leave the run before the
     command ends.
     """
-    # They import NumPy, which help must not.
+    # These modules import NumPy, which `--help` must not import.
     from autopar.elastic.processes import hosts, network
 
     options_ = hosts.AgentOptions(
@@ -275,7 +277,7 @@ def secret(
 
     Copy the file to each host. Who has it can join the run and read its state.
     """
-    # It takes a while to import.
+    # The import of this module takes long, so help must not import it.
     from autopar.elastic.processes import certificates
 
     certificates.create_secret(file)
@@ -318,22 +320,22 @@ def workers(
 
     A worker for which the others wait is named, with what it is in and since when.
     """
-    # They import NumPy, which help must not.
+    # These modules import NumPy, which `--help` must not import.
     from autopar.elastic.processes.records import (
         command,
         ending_text,
         read_ending,
     )
-    from autopar.elastic.processes.stacks import stack_lines  # as they do
-    from autopar.errors import PlanError  # as it does
-    from autopar.units import number_of  # as it does
+    from autopar.elastic.processes.stacks import stack_lines  # late, like the others
+    from autopar.errors import PlanError  # late, like the others
+    from autopar.units import number_of  # late, like the others
 
     wanted: int | None = None
     if stacks and place is not None and str(place).isdigit():
         wanted, place = int(str(place)), None
     if place is not None and folder != _FOLDER:
         raise typer.BadParameter(f"give the folder once: --folder {folder}.")
-    folder = place or folder  # one without --folder is of an earlier release
+    folder = place or folder  # earlier releases had no --folder
     asked = [processes is not None, remove is not None, stop, stacks]
     if sum(asked) > 1:
         raise typer.BadParameter(
@@ -397,7 +399,7 @@ def ledger(
 
     A run writes the file where autopar.elastic or autopar.train is given ledger=.
     """
-    # They import JAX, which help must not.
+    # This module imports NumPy, which `--help` must not import.
     from autopar.cli import ledgering
 
     return ledgering.ledger(file, as_json)
@@ -411,7 +413,7 @@ def demo(
     asked: options.Asked,
 ) -> None:
     """Plans a GPT for simulated devices, trains it, and checks what was predicted."""
-    # They import JAX, which help must not.
+    # These modules import JAX, which `--help` must not import.
     from autopar.cli import common, demonstration
 
     common.simulate_devices(devices)
@@ -439,7 +441,7 @@ def show(
 
     Saves that did not end are named.
     """
-    # They import JAX, which help must not.
+    # This module imports JAX, which `--help` must not import.
     from autopar.cli import checkpointing
 
     return checkpointing.show(directory, step, as_json)
@@ -454,7 +456,7 @@ def verify(
 
     The exit code is 1 where one is damaged.
     """
-    # They import JAX, which help must not.
+    # This module imports JAX, which `--help` must not import.
     from autopar.cli import checkpointing
 
     return checkpointing.verify(directory, step, as_json)
@@ -489,7 +491,7 @@ def convert(
     as_json: options.Json = False,
 ) -> Result:
     """Writes the parameters as safetensors, or DeepSpeed's atoms, or reads these."""
-    # They import JAX, which help must not.
+    # This module imports JAX, which `--help` must not import.
     from autopar.cli import checkpointing
 
     return checkpointing.convert(
