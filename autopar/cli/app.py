@@ -223,7 +223,7 @@ def _exit_error(error: SystemExit) -> Exception:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """The console script.
+    """Runs the command line, as the console script ``autopar``.
 
     Args:
       arguments: the command line after the name of the program; by default the command

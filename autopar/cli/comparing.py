@@ -224,7 +224,7 @@ def best_experts(experts: Sequence[Expert]) -> list[Expert]:
 
 
 def fits(expert: Expert, cluster: Cluster) -> bool:
-    """Whether an expert's plan exists and fits the memory of a device."""
+    """Whether an expert's plan exists and fits in the memory of a device."""
     made = expert.candidate
     return made is not None and made.peak_memory_bytes <= cluster.memory_bytes
 

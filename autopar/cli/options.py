@@ -15,14 +15,14 @@ from autopar.planner.option_texts import OPTIONS
 
 
 class BackendName(enum.StrEnum):
-    """Where processes or jobs run."""
+    """The backends on which processes or jobs run."""
 
     LOCAL = "local"
     RAY = "ray"
 
 
 class RecoveryName(enum.StrEnum):
-    """How processes recover from a broken world."""
+    """The ways in which processes recover after they lost other processes."""
 
     AUTO = "auto"
     INPLACE = "inplace"

@@ -48,7 +48,7 @@ def submit(asked: Submitted) -> Result:
     """Submits the jobs of a table, or one script as a job.
 
     Raises:
-      ScheduleError: a job is wrong, or one of its name is there; none is added then.
+      ScheduleError: a job is wrong, or its name is taken. No job is added then.
     """
     specs, folder = read_submitted(asked)
     return take_jobs(asked.state, specs, folder)
@@ -106,7 +106,7 @@ def take_jobs(
         added.
 
     Raises:
-      ScheduleError: a job is wrong, or one of its name is there; none is added then.
+      ScheduleError: a job is wrong, or its name is taken. No job is added then.
     """
     for where, spec in specs:
         if spec.target:

@@ -77,7 +77,7 @@ class Workload:
 
 
 def load(target: str, options: dict[str, str]) -> Workload:
-    """Loads a target and calls its function.
+    """Loads a target, calls its function, and checks the returned value.
 
     Raises:
       TargetError: the target cannot be loaded or called, or returns a wrong value.

@@ -1,1 +1,1 @@
-"""Facts of a training step that know no cluster."""
+"""Properties of a training step that do not depend on a cluster."""

@@ -1,4 +1,4 @@
-"""Everything about a step that does not depend on the cluster."""
+"""The analysis of a step: all its properties that do not depend on a cluster."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ class Analysis:
     Attributes:
       program: the flat program.
       graph: its operator graph.
-      contraction: the nodes with a choice.
+      contraction: the nodes, each with its own choice of a sharding.
       sources: the uses of each class of values (`autopar.steps.uses`).
       deferrals: the paths along which sums over devices may stay partial.
       output_paths: a readable path for each flat output.
@@ -263,7 +263,7 @@ class Analysis:
 
     @functools.cached_property
     def fingerprint(self) -> str:
-        """16 hex digits that change with any operator, shape or argument."""
+        """16 hex digits that depend on all operators, shapes and arguments."""
         return fingerprint(self.graph, self.contraction)
 
     @functools.cached_property
@@ -273,7 +273,7 @@ class Analysis:
 
     @functools.cached_property
     def trips(self) -> dict[int, float]:
-        """The number of times that all operators of each class run in a step."""
+        """Class -> the total number of runs of its operators in a step."""
         return class_trips(self.graph)
 
     @_untimed
@@ -282,7 +282,7 @@ class Analysis:
         return fusion(self.graph, frozenset(self.contraction.floating))
 
     def works(self, *, streamed: bool = False) -> dict[int, OperatorWork]:
-        """The work of the operators of each class that has a choice.
+        """Returns the work of the operators of each class with a choice of a sharding.
 
         Args:
           streamed: whether the compiler computes the operands of a product in bfloat16
@@ -539,7 +539,7 @@ def analyse(
       step: the train step, in any of the forms of `autopar_passes.program.trace`.
       args: its arguments, arrays or ``ShapeDtypeStruct``s.
       kwargs: arguments by name.
-      static: names of arguments that are part of the program.
+      static: names of arguments whose values are constants of the program.
       roles: the roles of arguments, as the user names them.
 
     Raises:
@@ -574,7 +574,7 @@ def analyse_program(
     *,
     output_paths: Sequence[str] | None = None,
 ) -> Analysis:
-    """Contracts the graph of a program, with or without a step around it.
+    """Contracts the graph of a program, which may come from a step or not.
 
     Args:
       program: the flat program.

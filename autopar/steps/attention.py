@@ -38,7 +38,8 @@ class Attention:
       between: indices of the other operators that read or write values of the size of
         the scores.
       causal: whether a mask hides later keys from a query.
-      head_dim: size of the dimension over which a score is summed.
+      head_dim: the size of the contracted dimension of the product that makes the
+        scores.
       dtype: the dtype of the queries.
     """
 

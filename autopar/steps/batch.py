@@ -124,7 +124,7 @@ def batch_rows(graph: OperatorGraph) -> int:
 def rows_axes(
     graph: OperatorGraph, specs: Mapping[str, Sequence[Sequence[str]]]
 ) -> list[tuple[str, ...]]:
-    """The mesh axes that split the rows of each input of the batch.
+    """Returns the mesh axes that split the rows of each input of the batch.
 
     Args:
       graph: the graph of the step.

@@ -21,8 +21,8 @@ from autopar_passes.rules.factor_rule import FactorKind, FactorRule
 
 # Boundary operators pass values into and out of regions; they compute nothing.
 BOUNDARY = frozenset({"input", "return", "enter", "carry", "merge"})
-# Element-wise operators that XLA does not compute once for each reader
-# (openxla/xla, HloInstruction::IsExpensive as instruction fusion applies it).
+# Costly element-wise operators, which XLA does not recompute for each reader
+# (openxla/xla, HloInstruction::IsExpensive, as used by instruction fusion).
 _COSTLY = frozenset(
     {
         "acos", "acosh", "asin", "asinh", "atan2", "cbrt", "cos", "digamma", "div",
@@ -85,11 +85,11 @@ class Fusion:
 
 
 def fusion(graph: OperatorGraph, floating: frozenset[int]) -> Fusion:
-    """Decides which values are written to memory.
+    """Returns the values that a compiler writes to memory.
 
     Args:
       graph: the operator graph.
-      floating: values that each reader makes anew.
+      floating: values that each reader recomputes (`autopar.steps.nodes`).
     """
     readers = _readers(graph)
     outputs = _handed_out(graph)
@@ -109,7 +109,7 @@ def _find_fusion(
 
     Args:
       graph: the operator graph.
-      floating: values that each reader makes anew.
+      floating: values that each reader recomputes (`autopar.steps.nodes`).
       writes: tells whether an operator writes a result, from the operator, the slot of
         the result and the value.
     """
@@ -141,7 +141,7 @@ def is_product(op: Operator) -> bool:
 
 
 def side_factors(rule: FactorRule) -> tuple[tuple[int, ...], ...]:
-    """The factors of the sides M, N and K of a product.
+    """Returns the factors of the sides M, N and K of a product.
 
     The left operand and the result have the factors of M. The right operand and the
     result have the factors of N. Both operands have the factors of K, which the product
@@ -174,7 +174,7 @@ def made_again(
 
     Args:
       graph: the operator graph.
-      floating: values that each reader makes anew.
+      floating: values that each reader recomputes (`autopar.steps.nodes`).
       into_products: whether to fuse results into products, as the TPU compiler does.
     """
     known = _Again.of(graph, floating, into_products=into_products)
@@ -191,7 +191,7 @@ def looked_up(
 
     Args:
       graph: the operator graph.
-      floating: values that each reader makes anew.
+      floating: values that each reader recomputes (`autopar.steps.nodes`).
       fused: the values that are in memory for other reasons.
 
     Returns:
@@ -222,7 +222,7 @@ def spread(
 
     Args:
       graph: the operator graph.
-      floating: values that each reader makes anew.
+      floating: values that each reader recomputes (`autopar.steps.nodes`).
 
     Returns:
       Result -> the arrays that are broadcast for the result.
@@ -247,7 +247,7 @@ class _Again:
 
     Attributes:
       graph: the operator graph.
-      floating: values that each reader makes anew.
+      floating: values that each reader recomputes (`autopar.steps.nodes`).
       readers: value -> the operators that read it.
       outputs: the outputs of the graph.
       made_of: fused value -> the values in memory from which it is computed.
@@ -277,7 +277,7 @@ class _Again:
         return cls(graph, floating, readers, outputs, {}, {}, set(), into_products)
 
     def writes(self, op: Operator, slot: int, value: int) -> bool:
-        """Whether an operator writes a result; operators come in program order."""
+        """Whether an operator writes a result; must be called in program order."""
         arrays = (v for v in op.inputs if v is not None)
         sources = frozenset[int]().union(
             *(self.made_of.get(v, frozenset({v})) for v in arrays)

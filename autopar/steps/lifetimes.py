@@ -1,4 +1,4 @@
-"""When values are made and last needed.
+"""The times at which values are made and last read.
 
 The results of this module do not depend on the layout of any array.
 
@@ -72,7 +72,7 @@ class _Queue:
     """The breadth-first scheduler.
 
     Attributes:
-      written: values with a buffer of their own.
+      written: values that have buffers of their own.
       barriers: equation of a barrier -> the values that the barrier waits for.
     """
 
@@ -109,7 +109,7 @@ class _Queue:
         return out
 
     def is_fused(self, block: Sequence[Operator]) -> bool:
-        """Whether a block is an operator that runs within its readers' kernels."""
+        """Whether a block is one operator that runs in the kernels of its readers."""
         if len(block) > 1:
             return False
         op = block[0]
@@ -176,35 +176,35 @@ class Lifetimes:
     Attributes:
       time: the time at which each operator runs; an update runs when its gradient is
         ready.
-      written: values with a buffer of their own.
+      written: values that have buffers of their own.
       reads: for each operator, the last time at which its operands are read. This is
         the time of the operator itself, or of the last reader into which the operator
         is fused.
       until: for a boundary operator, the time at which the last operator of its region
         runs.
-      order: the operator that runs at each time.
+      order: for each time, the operator that runs.
       copies: a value and an operator that reads the value in another order of
         dimensions than other readers do (`autopar.steps.orders`) -> the time at which
         the copy in that order is made.
       workspace_bytes: bytes of the workspace of the matrix products; 0 if the program
         has no product.
-      on_chip_bytes: as in `Habits`.
-      tiled: as in `Habits`.
-      joined_sums: as in `Habits`.
-      widens: as in `Habits`.
-      widened: values that are widened in memory.
-      rounded: values of float32 that are in memory in bfloat16.
+      on_chip_bytes: see `Habits`.
+      tiled: see `Habits`.
+      joined_sums: see `Habits`.
+      widens: see `Habits`.
+      widened: 16-bit values that are in memory in 32 bits.
+      rounded: float32 values that are in memory in bfloat16.
       early: value -> the time at which it is made. It is set where the compiler runs
         every operator as soon as its operands are ready, also those that bring a value
         into another layout or order of dimensions. It is empty where the compiler runs
         such an operator just before the first reader.
       zeros: values that begin as zeros; their buffers are in memory from the start.
-      spread: arrays that are written at the size of a larger one
+      spread: arrays that are written in the larger shape of a result
         (`autopar.steps.fusion.spread`).
       gaps: value -> the times between which the value is not in memory, if memory is
         short.
-      room: as in `Habits`.
-      placed: as in `Habits`.
+      room: see `Habits`.
+      placed: see `Habits`.
       factor: a factor on the peak memory of the buffers. It is multiplied by the factor
         of the device.
       replacing: the gradients that updates wait for, if the compiler copies parameters
@@ -261,7 +261,7 @@ class Habits:
     Attributes:
       makes_again: whether the compiler recomputes an element-wise result in each reader
         if that moves fewer bytes (`autopar.steps.fusion.made_again`).
-      keeps_orders: whether batched products fix the order of dimensions
+      keeps_orders: whether batched products fix the order of dimensions in memory
         (`autopar.steps.orders`).
       late_gradients: a fraction p of the operators that make gradients. The first of
         these operators runs when, in program order, the fraction p of them would have
@@ -331,7 +331,7 @@ def lifetimes(
       written: values with a buffer of their own (`autopar.steps.fusion.Fusion`).
       late: operator that runs late -> the last operator of its loop, or of the program
         if it is in no loop.
-      part: as in `Habits.late_gradients`.
+      part: the fraction `Habits.late_gradients`.
       copies: the result of `autopar.steps.orders.copies_in_orders`. An element-wise
         result is recomputed for each copy, so the operands of the operator stay in
         memory until then.
@@ -371,7 +371,7 @@ def made_early(
     Args:
       life: lifetimes with the times of `autopar.steps.lifetimes.breadth_first`.
       graph: the operator graph.
-      floating: values that each reader makes anew.
+      floating: values that each reader recomputes (`autopar.steps.nodes`).
     """
     time = life.time
     return dataclasses.replace(
@@ -556,7 +556,7 @@ def replacing(graph: OperatorGraph) -> Replacing:
 
 
 def _waits(graph: OperatorGraph, bits: dict[int, int]) -> dict[int, int]:
-    """The gradients that the update of each replaced input waits for."""
+    """Input that the step updates -> the gradients that its update waits for."""
     made = dict(bits)
     for op in graph.operators:
         if op.role is Role.UPDATE:

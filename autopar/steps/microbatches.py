@@ -45,13 +45,14 @@ def in_microbatches(
     The program takes the whole batch. It is planned and run like any other program.
 
     Args:
-      analysis: of the step; one that is split already stands for the step as written.
+      analysis: the analysis of the step. From a split step, the step as it is written
+        is taken.
       count: number of microbatches.
       couple: whether values that depend on several rows of the batch may be computed
         from the rows of one microbatch only.
 
     Raises:
-      PlanError: the step cannot be split so, with the reason.
+      PlanError: the step cannot be split in this way, with the reason.
     """
     whole = analysis.whole or analysis
     if count == 1:
@@ -85,12 +86,13 @@ def one_microbatch(analysis: Analysis, count: int, *, couple: bool = False) -> A
     """Returns the analysis of the program of one microbatch, with ``split`` set.
 
     Args:
-      analysis: of the step; one that is split already stands for the step as written.
+      analysis: the analysis of the step. From a split step, the step as it is written
+        is taken.
       count: number of microbatches. With 1, the program is that of the step.
-      couple: as of `in_microbatches`.
+      couple: see `in_microbatches`.
 
     Raises:
-      PlanError: the step cannot be split so, with the reason.
+      PlanError: the step cannot be split in this way, with the reason.
     """
     whole = analysis.whole or analysis
     known = whole.single.get((count, couple))
@@ -125,7 +127,7 @@ def one_microbatch(analysis: Analysis, count: int, *, couple: bool = False) -> A
 
 
 def numbers_of_microbatches(analysis: Analysis) -> Iterator[int]:
-    """Yields 1, 2, 4 ... as long as they divide the rows of the batch."""
+    """Yields the powers of two, from 1, that divide the number of rows of the batch."""
     whole = analysis.whole or analysis
     rows = batch_rows(whole.graph)
     count = 1
@@ -138,9 +140,9 @@ def split(analysis: Analysis, count: int, *, couple: bool = False) -> Microbatch
     """Finds how a step is split into microbatches.
 
     Args:
-      analysis: of the step on the whole batch.
+      analysis: the analysis of the step on the whole batch.
       count: number of microbatches.
-      couple: as of `in_microbatches`.
+      couple: see `in_microbatches`.
 
     Raises:
       PlanError: the step cannot be split, with the reason.
@@ -193,7 +195,7 @@ def _trace_microbatch(analysis: Analysis, count: int) -> TracedStep:
 
 
 def over_microbatches(analysis: Analysis, found: Microbatched) -> Analysis:
-    """Returns the analysis of a step that runs for each of its microbatches.
+    """Returns the analysis of a step whose passes run for each microbatch.
 
     The program stays that of one microbatch. The number of runs of each operator that
     runs once per microbatch is multiplied by the number of microbatches. A gradient
@@ -201,8 +203,8 @@ def over_microbatches(analysis: Analysis, found: Microbatched) -> Analysis:
     its sum over devices is computed once.
 
     Args:
-      analysis: of the program of one microbatch, ``found.traced.program``.
-      found: how the step is split.
+      analysis: the analysis of the program of one microbatch, ``found.traced.program``.
+      found: the split of the step into microbatches.
     """
     count = found.microbatches
     repeated = _repeated_equations(analysis.program, found.once)
@@ -295,7 +297,7 @@ def check_can_be_dealt_out(analysis: Analysis) -> None:
     """Checks that replicas may run unequal numbers of the microbatches of a step.
 
     Args:
-      analysis: of the step in its microbatches.
+      analysis: the analysis of the step in microbatches.
 
     Raises:
       PlanError: replicas may not run unequal numbers of microbatches, with the reason.
@@ -335,7 +337,7 @@ def with_turns(analysis: Analysis, turns: int) -> Analysis:
     `autopar.cost.estimate` adds the sums over replicas that follow the loop.
 
     Args:
-      analysis: of the step in its microbatches.
+      analysis: the analysis of the step in microbatches.
       turns: the number of microbatches that the replica runs.
     """
     count, loop = analysis.microbatches, _loop(analysis)

@@ -122,7 +122,7 @@ class Contraction:
       nodes: the nodes.
       node_of: operator class -> its node; absent for floating and tiny operators.
       homes: value -> its home; absent for floating and tiny values.
-      floating: values that take their reader's layout.
+      floating: values that each reader computes in the layout that it needs.
       producer: value -> the operator that makes it.
     """
 
@@ -133,7 +133,7 @@ class Contraction:
     producer: dict[int, Operator]
 
     def node(self, op: Operator) -> Node:
-        """The node that decides for an operator."""
+        """The node that chooses the sharding of an operator."""
         return self.nodes[self.node_of[op.class_index]]
 
 
@@ -160,7 +160,7 @@ class _Contractor:
         return self.out
 
     def share(self, op: Operator) -> None:
-        """Gives the outputs of an operator the homes of its class."""
+        """Gives each output of an operator the home of the output in its class."""
         for slot, value in enumerate(op.outputs):
             key = (op.class_index, slot)
             if key not in self.shared:

@@ -1,6 +1,6 @@
 """The order of dimensions in which a compiler writes an array, and copies of arrays.
 
-XLA's GPU compiler fixes the order around batched products (openxla/xla,
+XLA's GPU compiler fixes the order of dimensions around batched products (openxla/xla,
 ``xla/service/gpu/transforms/layout_assignment.cc`` and
 ``xla/service/transforms/dot_decomposer.cc``; read with jax 0.10.2):
 
@@ -191,7 +191,7 @@ def _plain(graph: OperatorGraph, value: int) -> Order:
 
 
 def _sequence(rule: FactorRule, dims: Dims, order: Order) -> tuple[int, ...]:
-    """The factors of an array that lies in an order, major to minor."""
+    """The factors of an array with an order of dimensions, from major to minor."""
     return tuple(f for d in order for f in dims[d] if rule.sizes[f] > 1)
 
 

@@ -23,7 +23,7 @@ _Part = tuple[int, Dims]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Reading:
-    """One operand of one operator.
+    """A reading: one operand of one operator.
 
     Attributes:
       group: the number of the group of this reading.
@@ -87,11 +87,11 @@ class Readings:
 
 
 def readings(graph: OperatorGraph, contraction: Contraction) -> Readings:
-    """Groups the readings of a graph.
+    """Groups the readings of a graph by the resharding steps that they need.
 
     Args:
       graph: the operator graph.
-      contraction: its nodes.
+      contraction: the nodes of the graph.
     """
     numbers: dict[tuple[object, ...], int] = {}
     known: dict[int, tuple[tuple[_Part, ...], tuple[object, ...]]] = {}

@@ -42,13 +42,14 @@ def rematerialise(
     a loop over microbatches, each iteration recomputes its own activations.
 
     Args:
-      analysis: of the step; one that was rewritten stands for the step as written.
+      analysis: the analysis of the step. From a rewritten step, the step as it is
+        written is taken.
       remat: the layers that are recomputed.
       count: number of microbatches.
-      couple: as of `autopar.steps.microbatches.in_microbatches`.
+      couple: see `autopar.steps.microbatches.in_microbatches`.
 
     Raises:
-      PlanError: the step cannot be split or rewritten so, with the reason.
+      PlanError: the step cannot be split or rewritten in this way, with the reason.
     """
     base = as_said(analysis, remat)
     split = in_microbatches(base, count, couple=couple)
@@ -156,13 +157,13 @@ def layer_starts(
     """Returns the forward equation at which each layer of a step begins.
 
     Args:
-      analysis: as for `rematerialise`.
+      analysis: see `rematerialise`.
       count: number of microbatches. The equations are those of the program of one
         microbatch.
-      couple: as for `rematerialise`.
+      couple: see `rematerialise`.
 
     Raises:
-      PlanError: the step has no layers that can be computed again, with the reason.
+      PlanError: the step has no layers that can be recomputed, with the reason.
     """
     micro = one_microbatch(analysis, count, couple=couple)
     if not micro.layers:
@@ -192,9 +193,9 @@ def named_values(
     """Returns the sorted names that a step gives by `checkpoint_name` of JAX.
 
     Args:
-      analysis: as for `rematerialise`.
+      analysis: see `rematerialise`.
       count: number of microbatches.
-      couple: as for `rematerialise`.
+      couple: see `rematerialise`.
     """
     micro = one_microbatch(analysis, count, couple=couple)
     return tuple(name for name in names_in(micro.program) if "," not in name)

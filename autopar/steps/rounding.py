@@ -131,7 +131,7 @@ def find_rounded(
 def _single_pass(
     graph: OperatorGraph, op: Operator, equations: Mapping[int, Equation]
 ) -> bool:
-    """Whether an operator is a product that rounds its operands of float32."""
+    """Whether an operator is a product that rounds its float32 operands to bfloat16."""
     if op.kind not in PRODUCTS or not is_product(op) or op.equation not in equations:
         return False
     if not all(v is not None and _is_float32(graph, v) for v in op.inputs[:2]):
@@ -266,11 +266,11 @@ def find_widened(graph: OperatorGraph) -> Widened:
 
 
 def rounded_results(graph: OperatorGraph, floating: frozenset[int]) -> frozenset[int]:
-    """Element-wise results of 16 bits that both passes read.
+    """Returns 16-bit element-wise results that both passes read.
 
     Args:
       graph: the operator graph.
-      floating: values that each reader makes anew.
+      floating: values that each reader recomputes (`autopar.steps.nodes`).
     """
     read = readers(graph.operators)
     both = {Role.FORWARD, Role.BACKWARD}
@@ -285,7 +285,7 @@ def rounded_results(graph: OperatorGraph, floating: frozenset[int]) -> frozenset
 
 
 def is_narrow(graph: OperatorGraph, value: int) -> bool:
-    """Whether an array has 16 bits an element."""
+    """Whether an element of an array has 16 bits."""
     return graph.values[value].dtype.itemsize == NARROW_BYTES
 
 

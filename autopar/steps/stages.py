@@ -31,7 +31,7 @@ class CutStep:
     """A step cut into the stages of a pipeline.
 
     Attributes:
-      found: how the step is split into microbatches.
+      found: the split of the step into microbatches.
       analysis: the analysis of the program of one microbatch.
       cut: the tasks of the step.
       programs: the program of each stage.
@@ -58,11 +58,11 @@ def cut_step(
     recomputed: Sequence[int] = (),
     split_backward: bool = False,
 ) -> CutStep:
-    """Cuts a step into stages.
+    """Cuts a step into the stages of a pipeline.
 
     Args:
       analysis: the analysis of the program of one microbatch, ``found.traced.program``.
-      found: how the step is split into microbatches.
+      found: the split of the step into microbatches.
       layers: the forward equation at which each layer begins.
       parts: the layer at which each part begins. Part ``k`` is on stage ``k % stages``.
       stages: the number of stages.
@@ -118,7 +118,7 @@ def _computed_again(layers: Parts, wanted: Collection[int]) -> set[int]:
     stored inputs.
 
     Args:
-      layers: the layer of each equation.
+      layers: the layer that holds each equation.
       wanted: the layers whose activations are recomputed.
     """
     flow = layers.flow
@@ -207,7 +207,7 @@ def even_pieces(analysis: Analysis, count: int) -> dict[int, tuple[int, ...]]:
     """Divides the stacked layers of the state into pieces of about equal numbers.
 
     Args:
-      analysis: of the step as it is written.
+      analysis: the analysis of the step as it is written.
       count: the number of pieces. If this number divides the layers of some stacks, the
         other stacks stay whole. Otherwise the first pieces have one layer more than the
         last.
@@ -228,7 +228,7 @@ def with_pieces(analysis: Analysis, sizes: Mapping[int, Sequence[int]]) -> Analy
     """Returns the analysis of a step whose loops over layers are divided into pieces.
 
     Args:
-      analysis: of the step as it is written, on the whole batch.
+      analysis: the analysis of the step as it is written, on the whole batch.
       sizes: flat argument -> the number of layers of each of its pieces.
     """
     if not sizes:
@@ -265,7 +265,7 @@ def sizes_by_path(analysis: Analysis) -> dict[str, tuple[int, ...]]:
 def sizes_from_paths(
     analysis: Analysis, sizes: Mapping[str, Sequence[int]]
 ) -> dict[int, tuple[int, ...]]:
-    """The inverse of `sizes_by_path`, for the step as it is written.
+    """Returns flat argument -> sizes of pieces, the inverse of `sizes_by_path`.
 
     Raises:
       PlanError: the step has no such argument.

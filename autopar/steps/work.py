@@ -38,7 +38,7 @@ def class_trips(graph: OperatorGraph) -> dict[int, float]:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class OperatorWork:
-    """The work of an operator, in any layout.
+    """The work of an operator on whole arrays, before sharding.
 
     Attributes:
       op: the operator.
@@ -94,7 +94,8 @@ class WorkTable:
       kernels: bool ``[rows]``, whether the operators start kernels of their own.
       matrix: bool ``[rows]``, whether the matrix units compute the operators.
       flops: ``[rows]``, FLOPs of one run on whole arrays.
-      flops_degree: int ``[rows]``, the number of factors that grow with the batch.
+      flops_degree: int ``[rows]``, the number of factors of the operator that grow with
+        the batch.
       nbytes: ``[rows, degrees]``, bytes of memory traffic of one run. Entry ``[:, d]``
         is the traffic of arrays with ``d`` dimensions that grow with the batch.
       sides: ``[rows, 3]``, the sizes M, N and K of products; 1 for other operators.
@@ -224,7 +225,7 @@ class InMemory:
       made_from: value that is not in memory -> the arrays in memory from which the
         kernel computes the value, with the bytes read from each. If it is empty, every
         operator is charged for its own reads.
-      rounded: values of float32 that are in memory in bfloat16.
+      rounded: float32 values that are in memory in bfloat16.
     """
 
     fusion: Fusion
@@ -251,7 +252,7 @@ def in_memory(
       by_kernel: whether the bytes that a fused kernel reads are charged once, to the
         operator that writes its result. Otherwise each operator of the kernel is
         charged for its own reads.
-      rounded: values of float32 that are in memory in bfloat16.
+      rounded: float32 values that are in memory in bfloat16.
     """
     readers: Counter[int] = Counter()
     for op in graph.operators:
@@ -349,7 +350,7 @@ def _copies(op: Operator, memory: InMemory) -> float:
 def _traffic(
     graph: OperatorGraph, op: Operator, memory: InMemory
 ) -> tuple[tuple[int, float], ...]:
-    """The arrays that an operator reads from memory and writes to it, with the bytes.
+    """Returns the arrays that an operator reads or writes in memory, with the bytes.
 
     An operator that takes a part of an array reads only the part. An operator that
     writes a part of an array writes only the part, in place (openxla/xla,

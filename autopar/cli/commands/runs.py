@@ -335,7 +335,7 @@ def workers(
         wanted, place = int(str(place)), None
     if place is not None and folder != _FOLDER:
         raise typer.BadParameter(f"give the folder once: --folder {folder}.")
-    folder = place or folder  # earlier releases had no --folder
+    folder = place or folder  # earlier releases took it as an argument
     asked = [processes is not None, remove is not None, stop, stacks]
     if sum(asked) > 1:
         raise typer.BadParameter(
