@@ -203,7 +203,7 @@ def _reporting(stdout: Stdout, command: Callable[..., _Returned]) -> Callable[..
 
 
 def _last(stdout: Stdout, returned: _Returned) -> Result | None:
-    """Returns the last result; an interrupt shows the result before it."""
+    """Returns the last result, and keeps each partial result for an interrupt."""
     if not isinstance(returned, Iterator):
         return returned
     for result in returned:

@@ -39,7 +39,8 @@ class SweepRequest:
       clusters: the clusters to plan for.
       limits: the planning options of each search.
       share: the least efficiency at which a number of devices is worth its cost.
-      sized: the option whose largest value that fits is searched; None for no search.
+      sized: the option for which to find the largest value that fits; None for no
+        option.
       cache: a cache of plans; None for no cache.
       as_json: whether the result is JSON.
     """
@@ -79,7 +80,7 @@ def sweep(
 
     Raises:
       PlanError: no point has a plan, with the reason.
-      TargetError: the target does not have the option whose largest value is searched.
+      TargetError: the target does not have the option ``sized``.
     """
     made_for = [common.read_cluster(c, memory) for c in ranges.clusters(clusters)]
     given = SweepRequest(

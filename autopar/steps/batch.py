@@ -241,7 +241,7 @@ def factor_labels(found: DimLabels, contraction: Contraction) -> Labels:
 
 
 def _label_results(contraction: Contraction, found: DimLabels, labels: Labels) -> None:
-    """Gives each node the labels of the values whose home it is."""
+    """Gives each node the labels of the values that have their home in the node."""
     for value, home in contraction.homes.items():
         for name, factors in zip(found.dims.get(value, ()), home.dims, strict=False):
             if name and factors:

@@ -174,13 +174,16 @@ def _waiting(graph: OperatorGraph) -> set[int]:
 
 
 def _whole_classes(graph: OperatorGraph, operators: set[int]) -> frozenset[int]:
-    """The classes all of whose operators are given."""
+    """Returns the classes that have only operators from ``operators``."""
     rest = {op.class_index for op in graph.operators if op.index not in operators}
     return frozenset(graph.operators[i].class_index for i in operators) - rest
 
 
 def _computations(graph: OperatorGraph) -> list[tuple[int, int]]:
-    """The ends of the innermost loop or branch of each operator, and of the next outer.
+    """Returns the ends of two computations for each operator.
+
+    The first is the innermost loop or branch of the operator, or the program. The
+    second is the computation around the first.
 
     An end is the last operator of a computation.
     """

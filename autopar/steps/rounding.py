@@ -214,7 +214,7 @@ def _foreign(contraction: Contraction, group: ReadingGroup) -> list[int]:
 def _whole_classes(
     graph: OperatorGraph, contraction: Contraction, values: Collection[int]
 ) -> frozenset[int]:
-    """The values that are in a class all of whose values are given."""
+    """Returns the values whose classes have only values from ``values``."""
     classes: dict[ValueClass, list[int]] = {}
     for op in graph.operators:
         for value in op.outputs:

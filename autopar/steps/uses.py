@@ -28,11 +28,12 @@ class Use:
     Attributes:
       node: the node that reads.
       dims: for each dimension of the value, the factors of that node.
-      weight: the number of values of the class that are read in this layout, each times
-        the number of trips of its reader.
+      weight: the sum, over the values of the class that are read in this layout, of the
+        largest number of times per step that one operator reads the value.
       backward: whether the readers belong to the backward pass or the update.
       readers: value of the class -> the first and the last operator that read it in
-        this layout, and the largest number of trips of one such operator.
+        this layout, and the largest number of times per step that one such operator
+        reads it.
     """
 
     node: int
@@ -65,7 +66,10 @@ class HomeValue:
 
 
 def times_made(uses: Iterable[Use]) -> float:
-    """The number of times that a copy is made: once for each value and trip."""
+    """Returns the number of times per step that a copy of the values is made.
+
+    For each value this is the largest number of times that one operator reads it.
+    """
     trips: dict[int, float] = {}
     for use in uses:
         for value, (_, _, count) in use.readers.items():
