@@ -68,7 +68,7 @@ _HEADING = ("codec", "sends", "ratio", "link", "device", "error", "counts as", "
 def gradients_of(
     bound: BoundPlan, paths: Sequence[str]
 ) -> list[list[GradientDecision]]:
-    """Returns groups of equal gradients of some parameters.
+    """Groups the gradients of some parameters by name pattern, codec, axes and shape.
 
     Args:
       bound: the plan.

@@ -2,7 +2,7 @@
 
 *Ctrl-C* ends the command line soon, even in the middle of other code. Python raises
 `KeyboardInterrupt` in the main thread only when this thread runs Python code again.
-That has two weaknesses: a solver or compiler in C may run for many seconds first; and
+This has two weaknesses. A solver or compiler in C may run for seconds before that. And
 if Python raises the interrupt in a callback of the garbage collector, such as the
 callback of JAX, the interrupt is lost. Therefore a second thread watches for
 interrupts, too.

@@ -31,7 +31,7 @@ _BATCHES = (
 
 
 def ledger(file: pathlib.Path, as_json: bool) -> Result:
-    """Shows a ledger as tables of worlds and re-plans, then events without effect.
+    """Shows a ledger as tables: worlds of processes, re-plans, events without effect.
 
     Raises:
       PlanError: the file is not a ledger.
