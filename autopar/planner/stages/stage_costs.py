@@ -209,15 +209,15 @@ def wire_collectives(
       Each collective, with the task that contains it.
     """
     own = assignments[stage]
-    values, producer = own.graph.values, own.contraction.producer
+    values = own.graph.values
     count = cut.found.microbatches
     out: dict[tuple[TaskKey, int, Layout, Layout], list[Collective]] = {}
 
     def add(key: TaskKey, value: int, start: Layout, end: Layout, times: int) -> None:
         steps = reshard_steps(start, end, (), "sum", tuple(own.sizes))
-        nbytes, maker = values[value].nbytes, producer[value].index
+        nbytes = values[value].nbytes
         out[key, value, start, end] = [
-            Collective(s, nbytes, times, value, maker)
+            Collective(s, nbytes, times, value, _operator_of(own, value))
             for s in steps
             if s.kind != "slice"
         ]
@@ -235,6 +235,19 @@ def wire_collectives(
                 late = key.phase is Phase.UPDATE
                 add(key, m.value, wire, lies, m.times if late else count)
     return [(key, c) for (key, *_), found in out.items() for c in found]
+
+
+def _operator_of(assignment: Assignment, value: int) -> int:
+    """The operator of a stage that makes a value, or else the first that reads it.
+
+    The values of an update that other stages have made, or that are put together of all
+    microbatches, have no operator that makes them.
+    """
+    made = assignment.contraction.producer.get(value)
+    if made is not None:
+        return made.index
+    readers = (op.index for op in assignment.graph.operators if value in op.inputs)
+    return next(readers, 0)
 
 
 def wire_of(
