@@ -3,7 +3,7 @@
 ``slow_tests.txt`` beside this module has a name in each line. To write it anew:
 
     make test ALL=1 PYTEST_ARGS=--junitxml=build/tests.xml
-    python tests/support/slow_tests.py build/tests.xml --seconds 4
+    python tests/support/slow_tests.py build/tests.xml --seconds 3
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def main() -> None:
     """Writes the names of the slow tests, and says what they take."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("junit", type=pathlib.Path)
-    parser.add_argument("--seconds", type=float, default=4.0, help="from which on")
+    parser.add_argument("--seconds", type=float, default=3.0, help="from which on")
     given = parser.parse_args()
     found = seconds_of(given.junit)
     slow = sorted(name for name, s in found.items() if s >= given.seconds)
