@@ -1,10 +1,11 @@
-"""Seconds of sending gradients by codecs: of one, of all, and of every pair of layouts.
+"""Seconds to sum gradients with codecs: one gradient, all gradients, layout pairs.
 
-Wire time is that of the collectives that a codec asks for (`Codec.messages`), by the
-collectives' own model. Local time, encoding and decoding, is what a profile of the
-device measured. Without one it is in passes (`Codec.cost`) at the device's memory
-bandwidth. Messages that travel together are one collective
-(`autopar.layouts.summation`): it takes the time of all their bytes.
+Wire time is the time of the collectives that a codec uses (`Codec.messages`), by the
+model of `autopar.cost.collectives`. Local time is the time to encode and decode. It
+comes from a profile of the device. Without a profile, local time is the codec's number
+of passes over memory (`Codec.cost`) at the device's memory bandwidth. Messages of
+several gradients that travel together are one collective (`autopar.layouts.summation`),
+which takes the time of their total bytes.
 """
 
 from __future__ import annotations
@@ -43,12 +44,12 @@ class GradientRoute:
     """The mesh axes over which one gradient is sent.
 
     Attributes:
-      axes: those over which a codec sums.
-      within: those over which the gradient is summed before, as it is.
+      axes: the mesh axes over which a codec sums.
+      within: the mesh axes over which the gradient is summed before, without a codec.
       workers: number of devices along ``axes``.
-      local_shape: of what a device encodes.
+      local_shape: shape of the array that a device encodes.
       scatter: whether each worker needs only its own part of the sum.
-      keeps: whether the sum stays split over ``within``; it is gathered otherwise.
+      keeps: whether the sum stays split over ``within``; otherwise it is gathered.
     """
 
     axes: tuple[MeshAxis, ...]
@@ -74,7 +75,7 @@ class GradientRoute:
         return "reduce_scatter" if self.scatter else "all_reduce"
 
     def rounds(self, codec: Codec) -> tuple[Message, ...]:
-        """The messages of a codec over ``axes``, one a round."""
+        """The messages of a codec over ``axes``, one message per round."""
         return codec.messages(self.local_shape, self.workers, scatter=self.scatter)
 
     @property
@@ -127,22 +128,22 @@ def planned_route(
     )
 
 
-# Messages of many gradients travel together: a codec is charged what its bytes add
-# to a message of this size, and the message's latency is charged once.
+# Gradients share messages. The wire time of a gradient is the time that its bytes add
+# to a message of this size, without the message's latency.
 BUCKET_BYTES = 4e6
 
-# On accelerators the same element-wise work is fused into few kernels; a pass there
-# is a pass over memory, and an encoding has about this part of the CPU's passes.
-# An assumption: it was not measured.
+# `Codec.cost` counts passes of CPUs. Accelerators fuse the element-wise work of a codec
+# into few kernels. They are assumed to make this fraction of the passes; the fraction
+# was not measured.
 ACCELERATOR_PASSES = 0.25
 
 
 def local_s(codec: Codec, shape: tuple[int, ...], device: DeviceSpec) -> float:
-    """Seconds of encoding and decoding on one device.
+    """Seconds to encode and decode a gradient on one device.
 
     Args:
       codec: the codec.
-      shape: of the gradient on one device.
+      shape: shape of the gradient on one device.
       device: the device.
     """
     elements = math.prod(shape)
@@ -159,10 +160,10 @@ def local_s(codec: Codec, shape: tuple[int, ...], device: DeviceSpec) -> float:
 def _measured_s(
     codec: Codec, shape: tuple[int, ...], measured: tuple[tuple[str, float], ...]
 ) -> float | None:
-    """Seconds for an element by a profile; None where it holds no codec of the name.
+    """Seconds per element by a profile; None if the profile has no codec of this name.
 
-    Of the same codec with other parameters, that whose passes are nearest is taken, in
-    proportion to the passes.
+    If the profile has this codec only with other parameters, the entry with the nearest
+    number of passes is used, scaled in proportion to the passes.
     """
     own = codec.cost(shape)
     # A profile may name codecs of another program, which are not registered here.
@@ -185,17 +186,17 @@ def wire_s(
     *,
     scatter: bool,
 ) -> float:
-    """Seconds that a gradient adds to the messages of its bucket, nearly.
+    """Approximate seconds that a gradient adds to the messages of its bucket.
 
-    What the codec sends of every shape is estimated from one: a planner asks for
-    thousands.
+    A planner needs this time for thousands of shapes. Therefore the messages of all
+    shapes are estimated from those of one example shape.
 
     Args:
       codec: the codec.
-      shape: of the gradient on one device.
-      workers: number of devices it is summed over.
-      axes: the mesh axes of those.
-      scatter: whether each needs only its part of the sum.
+      shape: shape of the gradient on one device.
+      workers: number of devices over which the gradient is summed.
+      axes: the mesh axes of these devices.
+      scatter: whether each device needs only its own part of the sum.
     """
     return codec.extent(shape) * _rate_s(codec, workers, tuple(axes), scatter)
 
@@ -204,30 +205,30 @@ def wire_s(
 def _rate_s(
     codec: Codec, workers: int, axes: tuple[MeshAxis, ...], scatter: bool
 ) -> float:
-    """Seconds that a gradient adds for one unit of `Codec.extent`."""
+    """Seconds that a gradient adds to messages per unit of `Codec.extent`."""
     found, extent = example_messages(codec, workers, scatter=scatter)
     return sum(added_s(m.kind, m.nbytes, axes) for m in found) / extent
 
 
 @functools.lru_cache(maxsize=1 << 14)
 def added_s(kind: str, nbytes: float, axes: tuple[MeshAxis, ...]) -> float:
-    """Seconds that bytes add to a collective of `BUCKET_BYTES`."""
+    """Seconds that ``nbytes`` more bytes add to a collective of `BUCKET_BYTES`."""
     whole = collective_s(kind, BUCKET_BYTES + nbytes, axes)
     return whole - collective_s(kind, BUCKET_BYTES, axes)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class CodecPrice:
-    """The cost of one way to send a gradient, by itself.
+    """The cost of one codec for one gradient.
 
     Attributes:
-      codec: as text; '' is the compiler's sum.
-      wire_s: seconds that it adds to the messages of the step.
-      local_s: seconds of encoding and decoding in a step.
-      error: relative error of what is sent, in the L2 norm.
-      counted_error: what of it counts against the budget.
+      codec: the codec as text; '' is the compiler's sum without a codec.
+      wire_s: seconds that the gradient adds to the messages of the step.
+      local_s: seconds to encode and decode in a step.
+      error: relative error of the decoded gradient, in the L2 norm.
+      counted_error: the part of the error that counts against the error budget.
       wire_bytes: bytes that one device sends in a step; nan until `with_wire_bytes`.
-      refused: why the codec cannot be used, or ''; nothing is sent then.
+      refused: why the codec cannot be used for this gradient; '' if it can.
     """
 
     codec: str
@@ -251,9 +252,10 @@ def codec_price(
 
     Args:
       pricer: the mesh and cluster.
-      route: the links over which the gradient is sent.
-      text: the codec.
-      error: its measured relative error; None: what the codec expects.
+      route: the mesh axes over which the gradient is sent.
+      text: the codec as text.
+      error: the codec's measured relative error; None: the error that the codec
+        expects.
     """
     codec, shape = parse_codec(text), route.local_shape
     if error is None:
@@ -279,15 +281,15 @@ def compiler_price(pricer: Pricer, route: GradientRoute, itemsize: float) -> Cod
 
     Args:
       pricer: the mesh and cluster.
-      route: the links over which a codec would send it.
-      itemsize: bytes that are summed for an element.
+      route: the mesh axes over which a codec would send the gradient.
+      itemsize: bytes per summed element.
     """
     nbytes = float(route.elements * route.devices_within * itemsize)
     return CodecPrice(codec="", wire_s=_plain_s(pricer, route, nbytes))
 
 
 def with_wire_bytes(price: CodecPrice, route: GradientRoute) -> CodecPrice:
-    """The price with the bytes that the codec sends; its rounds are run for it."""
+    """The price with the bytes that the codec sends, computed for all its rounds."""
     if price.refused:
         return dataclasses.replace(price, wire_bytes=0.0)
     codec, shape = parse_codec(price.codec), route.local_shape
@@ -296,12 +298,12 @@ def with_wire_bytes(price: CodecPrice, route: GradientRoute) -> CodecPrice:
 
 
 def within_s(route: GradientRoute) -> float:
-    """Seconds that a gradient adds to the messages over the fast links."""
+    """Seconds that a gradient adds to the messages over the axes ``within``."""
     return sum(added_s(m.kind, m.nbytes, route.within) for m in route.within_messages)
 
 
 def _plain_s(pricer: Pricer, route: GradientRoute, nbytes: float) -> float:
-    """Seconds that a gradient of so many bytes adds to the compiler's sums."""
+    """Seconds that a gradient of ``nbytes`` adds to the compiler's sums."""
     slow, within = route.axes, route.within
     if within and route.keeps and not route.scatter:
         inside = added_s(pricer.runs_as("reduce_scatter"), nbytes, within)
@@ -311,22 +313,23 @@ def _plain_s(pricer: Pricer, route: GradientRoute, nbytes: float) -> float:
     return pricer.skew(both) * added_s(pricer.runs_as(route.kind), nbytes, both)
 
 
-# Of each gradient the devices add up so many float32 sums, and in a step that is not
-# measured one.
+# Bytes of telemetry that devices sum for each gradient: several float32 statistics in a
+# step that is measured, one squared norm in other steps.
 TELEMETRY_BYTES, SQUARES_BYTES = 4 * (NON_FINITE + 1), 4
 
 
 def collectives_s(
     pricer: Pricer, taken: Sequence[Summation], codecs: Sequence[str]
 ) -> float:
-    """Seconds of the collectives of all gradients in a step that is not measured.
+    """Seconds of the collectives of all gradients in a step without measurements.
 
-    Telemetry is among them: squared norms, or whole rows (`squares_of`).
+    The collectives carry telemetry too: squared norms, or all statistics of a gradient
+    (`squares_of`).
 
     Args:
       pricer: the mesh and cluster.
       taken: how the devices share the work of each gradient.
-      codecs: of each gradient, '' where it is left to the compiler.
+      codecs: the codec of each gradient; '' where the compiler sums the gradient.
     """
     mesh = pricer.mesh.axes
     telemetry = _telemetry(len(mesh))
@@ -350,17 +353,18 @@ def collectives_s(
 def squares_of(
     gradients: Iterable[tuple[Bucket[A], bool]], axes: Iterable[A]
 ) -> dict[Bucket[A], BucketCollective[A]]:
-    """The buckets whose squared norms are summed with their first messages.
+    """The buckets whose first messages carry the squared norms of their gradients.
 
-    Those that all devices of the mesh sum whole. The rows of others are summed over all
-    devices in each step (`autopar.compression.synchronise.synchronise`, ``summed``).
+    These are the buckets that are all-reduced over all axes of the mesh. The telemetry
+    of other buckets is summed over all devices in every step
+    (`autopar.compression.synchronise.synchronise`, ``summed``).
 
     Args:
-      gradients: of each its bucket, and whether it is scattered.
-      axes: of the mesh.
+      gradients: for each gradient, its bucket and whether its sum is scattered.
+      axes: all axes of the mesh.
 
     Returns:
-      For each such bucket the collective that holds the norms.
+      The collective that carries the norms, for each of these buckets.
     """
     given, whole = list(gradients), set(axes)
     parts = {bucket for bucket, scatter in given if scatter}
@@ -372,7 +376,7 @@ def squares_of(
 
 
 def _bucket(summation: Summation) -> Bucket[int]:
-    """Of a gradient in a plan that is being made, which has one bucket number."""
+    """The bucket of a gradient during planning, when all buckets have number 0."""
     return Bucket(0, summation.axes, summation.within)
 
 
@@ -399,16 +403,17 @@ def _telemetry(num_axes: int) -> BucketCollective[int]:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Prices:
-    """The prices of a second on the link and of a unit of squared error.
+    """The prices of a second of wire time and of a unit of squared error.
 
     Attributes:
-      wire_weight: seconds of a step for a second on the link, 0 to 1.
-      seconds_per_error: for a unit of squared error, weighted by elements.
-      codecs: those to choose from, as text.
-      errors: measured relative errors, by parameter and codec; these layouts do
-        not know whose gradient they carry, so their mean by codec is used.
-      most_error: none of a gradient's may count for more.
-      forced: whether gradients are sent by codecs wherever they can be.
+      wire_weight: seconds by which a second of wire time lengthens the step, 0 to 1.
+      seconds_per_error: seconds charged per unit of squared error and per element.
+      codecs: the codecs to choose from, as text.
+      errors: measured relative errors, by parameter and codec. The choice of layouts
+        does not know the parameter of a gradient and uses the root mean square per
+        codec.
+      most_error: the largest counted error of a gradient.
+      forced: whether gradients are sent with codecs wherever a codec can be used.
     """
 
     wire_weight: float
@@ -419,7 +424,7 @@ class Prices:
     forced: bool = False
 
     def choose_seconds(self, plain: np.ndarray, coded: np.ndarray) -> np.ndarray:
-        """Seconds of what is taken, without codecs or with."""
+        """Seconds of the chosen alternative: without codecs (plain) or with (coded)."""
         if self.forced:
             return np.where(np.isfinite(coded), coded, plain)
         return np.minimum(plain, coded)
@@ -443,10 +448,12 @@ def coded_matrix(
 
     Args:
       pricer: the mesh and cluster.
-      prices: what to weigh seconds and errors with.
-      starts: layouts of the partial gradient, with the axes it is partial over.
+      prices: the prices of seconds and of errors.
+      starts: layouts of the partial gradient, with the mesh axes over which it is
+        partial.
       targets: layouts of the sum.
-      shape: of the whole gradient; dims in front of those of the layouts are whole.
+      shape: shape of the unsharded gradient. Leading dims that the layouts do not have
+        are unsharded.
     """
     known: dict[tuple[Summation, ...], float] = {}
     mesh = pricer.mesh.axes
@@ -466,17 +473,18 @@ def coded_matrix(
     return out
 
 
-# A GPT of 2 layers on 2x4x4 has 1,193 different ones; an entry takes about 350 bytes:
-# 3 MB in all.
+# A GPT of 2 layers on 2x4x4 has 1,193 different entries. An entry takes about 350
+# bytes, so a full cache takes 3 MB.
 _summations = functools.lru_cache(maxsize=1 << 13)(summations)
 
 
-# The same GPT has 4,834 different ones, of 400 bytes: 7 MB in all.
+# The same GPT has 4,834 different entries. An entry takes about 400 bytes, so a full
+# cache takes 7 MB.
 @functools.lru_cache(maxsize=1 << 14)
 def _waits(
     start: Layout, target: Layout, partial: Axes, sizes: tuple[int, ...]
 ) -> bool:
-    """Whether the sum may wait: slices before it, slices and the sum after."""
+    """Whether a codec can replace the sum: all other steps are only slices."""
     stripped = tuple(tuple(a for a in d if a not in partial) for d in target)
     before = reshard_steps(start, stripped, (), "", sizes)
     after = reshard_steps(stripped, target, partial, "sum", sizes)

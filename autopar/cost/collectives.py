@@ -1,14 +1,15 @@
 """Bytes and time of collectives over mesh axes.
 
-Among GPUs the times are those of `autopar.cost.collectives`. Elsewhere the time of one
-collective over one group is a straight line in its size, ``latency + slope * nbytes``,
-for each algorithm (R. Thakur, R. Rabenseifner, W. Gropp, "Optimization of Collective
-Communication Operations in MPICH", IJHPCA 19(1), 2005); the fastest algorithm counts,
-so that the time is the least of a few lines. A collective over several levels of links
-is a sequence of such phases, one per level. Groups made of other devices run the same
-collective at the same time; bandwidths are per device, so this costs nothing more.
+Times among GPUs follow NCCL: its tuning model, or measurements of XLA where they cover
+the links. On other devices, each algorithm for a collective over one group of devices
+takes a time that is linear in its size, ``latency + slope * nbytes`` (R. Thakur,
+R. Rabenseifner, W. Gropp, "Optimization of Collective Communication Operations in
+MPICH", IJHPCA 19(1), 2005). The model takes the fastest algorithm, which makes the time
+the minimum of a few lines. A collective over several levels of links is a sequence of
+phases, one per level. Disjoint groups of devices run the same collective at the same
+time. Bandwidths are per device, so these groups do not slow each other down.
 
-Sizes follow one convention, stated at `autopar.cluster.specs.Kind`.
+`autopar.cluster.specs.Kind` defines the size of each kind of collective.
 """
 
 from __future__ import annotations
@@ -36,49 +37,51 @@ from autopar_passes.audit.partitioned import sent_ratio
 
 # Time of NCCL's collectives among GPUs, by algorithm and protocol.
 #
-# NCCL chooses the fastest of rings and trees, each with three protocols: two that send
-# few bytes soon (LL, LL128) and one that sends many (Simple). Each is a straight line
-# in the size. Latencies and the parts of the bandwidth are those of NCCL's own tuning
-# model (https://github.com/NVIDIA/nccl, src/graph/tuning.cc, version 2.29). Where XLA's
-# measurements cover the links (`autopar.cluster.rates`), they replace the lines.
+# NCCL chooses the fastest of rings and trees, each with three protocols. Two protocols
+# have a low latency (LL, LL128) and one has a high bandwidth (Simple). The time of each
+# combination is linear in the size. Latencies and attained fractions of the bandwidth
+# are those of NCCL's own tuning model (https://github.com/NVIDIA/nccl,
+# src/graph/tuning.cc, version 2.29). Where XLA's measurements cover the links
+# (`autopar.cluster.rates`), the measurements replace the lines.
 #
-# Over hosts, every device sends through its own share of the network while the links
-# inside the host work: the slower of the two counts, not their sum.
+# In a collective over several hosts, every device sends through its own share of the
+# network while the links inside the host work. The collective takes the longer of the
+# two times, not their sum.
 
 # Time of messages between pairs of GPUs: permutations and all-to-alls.
 #
-# NCCL sends to each partner through channels. How many it takes goes by the bytes and
-# by the number of devices (https://github.com/NVIDIA/nccl, src/enqueue.cc,
-# `addP2pToPlan` and `scheduleP2pTasksToPlan`, version 2.29): as many as let all
-# partners have their own at once, but never more than `LARGEST_PART` bytes in one, as
-# long as there are channels. So the time has steps down where a message gets more
-# channels, and where NCCL changes from the protocol of small messages to that of large
-# ones. The rates are those of XLA's measurements
-# (`autopar.cluster.rates.PartnerRates`).
+# NCCL sends to each partner through channels. The number of channels per partner
+# depends on the bytes and on the number of devices (https://github.com/NVIDIA/nccl,
+# src/enqueue.cc, `addP2pToPlan` and `scheduleP2pTasksToPlan`, version 2.29). It is the
+# largest number with which all partners have their own channels at the same time. NCCL
+# raises that number, as long as there are channels, until no channel carries more than
+# `LARGEST_PART` bytes. Therefore the time drops where a message gets more channels, and
+# where NCCL changes from the protocol of small messages to that of large messages. The
+# rates come from XLA's measurements (`autopar.cluster.rates.PartnerRates`).
 
 Array = npt.NDArray[np.float64]
 
 # Bytes that one channel takes at most: 32 chunks of 512 KiB (`maxPartSize`).
 LARGEST_PART = 2.0**24
-# Up to this, a partner is sent to by the protocol of small messages. Read from XLA's
-# measurements, where 512 KiB take longer than 1 MiB: NCCL_P2P_LL_THRESHOLD, 16 KiB, in
-# each of 32 channels.
+# Up to this number of bytes to one partner, NCCL uses the protocol of small messages.
+# The value follows from XLA's measurements, where 512 KiB take longer than 1 MiB. It is
+# NCCL_P2P_LL_THRESHOLD, 16 KiB, in each of 32 channels.
 SMALL_MESSAGE = 2.0**19
-# Between these sizes of a message the time is straight, in steps of half an octave.
+# Between these two message sizes the curve has a straight piece per half octave.
 _LEAST, _MOST, _STEP = 2.0**10, 2.0**36, math.sqrt(2.0)
 
 
 def channels(nbytes: float, size: int, rates: PartnerRates) -> int:
-    """Channels of the message to one partner.
+    """Number of channels that carry the message to one partner.
 
     >>> rates = PartnerRates(channels=32, most_channels=32)
     >>> [channels(n * 2.0**20, 8, rates) for n in (1, 64, 65, 1024)]
     [4, 4, 8, 32]
 
     Args:
-      nbytes: to one partner.
-      size: devices of the group.
-      rates: of the link.
+      nbytes: bytes sent to one partner.
+      size: number of devices in the group.
+      rates: rates of the link.
     """
     used = rates.most_channels
     while used > 1 and used * size > rates.channels:
@@ -91,19 +94,22 @@ def channels(nbytes: float, size: int, rates: PartnerRates) -> int:
 def modelled_s(
     nbytes: Array, used: int, size: int, partners: int, rates: PartnerRates
 ) -> Array:
-    """Seconds without what was measured beside the model.
+    """Seconds by the model, without the correction by measurements (`beside`).
 
-    ``start + partner * (partners - 1) + (through^e + wire^e)^(1/e)``: a channel takes
-    its messages one after the other, and the link takes all of them.
+    ``start + partner * (partners - 1) + (through^e + wire^e)^(1/e)``. Each channel
+    sends its messages one after the other (``through``). The link carries the messages
+    of all channels (``wire``).
 
     Args:
-      nbytes: to one partner, all of one protocol and of as many channels.
-      used: channels of a message.
-      size: devices of the group.
-      partners: to which a device sends: 1 in a permutation, all in an all-to-all.
-      rates: of the link.
+      nbytes: bytes sent to one partner; all entries use the same protocol and the same
+        number of channels.
+      used: number of channels per message.
+      size: number of devices in the group.
+      partners: number of other devices to which a device sends: 1 in a permutation, all
+        others in an all-to-all.
+      rates: rates of the link.
     """
-    # A device is its own partner in an all-to-all, by a copy that holds a channel.
+    # In an all-to-all a device also copies a message to itself through a channel.
     messages = 1 if partners == 1 else size
     rounds = math.ceil(messages * used / rates.channels)
     small = nbytes <= SMALL_MESSAGE
@@ -116,14 +122,14 @@ def modelled_s(
 
 
 def beside(nbytes: Array, size: int, rates: PartnerRates) -> Array:
-    """Logarithm of measured over modelled time, between the knots.
+    """Logarithm of measured over modelled time, interpolated between the knots.
 
-    Straight in the logarithms of the bytes and of the size of the group.
+    The interpolation is linear in the logarithms of the bytes and of the group size.
 
     Args:
-      nbytes: to one partner.
-      size: devices of the group.
-      rates: of the link.
+      nbytes: bytes sent to one partner.
+      size: number of devices in the group.
+      rates: rates of the link.
     """
     rows = np.array(rates.logs)
     if not rows.size:
@@ -138,12 +144,12 @@ def beside(nbytes: Array, size: int, rates: PartnerRates) -> Array:
 
 
 def partner_curve(kind: str, size: int, rates: PartnerRates) -> TimeCurve:
-    """The time of a permutation or an all-to-all, by its size.
+    """The time of a permutation or an all-to-all as a function of its size.
 
     Args:
       kind: ``collective_permute`` or ``all_to_all``.
-      size: devices of the group, 2 or more.
-      rates: of the link.
+      size: number of devices in the group, 2 or more.
+      rates: rates of the link.
     """
     partners = 1 if kind == "collective_permute" else size - 1
     whole = 1 if kind == "collective_permute" else size
@@ -164,7 +170,10 @@ def partner_curve(kind: str, size: int, rates: PartnerRates) -> TimeCurve:
 
 
 def _spans(size: int, rates: PartnerRates) -> Iterator[tuple[float, float, int]]:
-    """Sizes of a message, from and up to, of one protocol and as many channels."""
+    """Yields ranges of message sizes, as (low, high, number of channels).
+
+    All messages of a range use the same protocol and the same number of channels.
+    """
     used = channels(_LEAST, size, rates)
     bounds = [_LEAST, SMALL_MESSAGE]
     while 2 * used <= rates.most_channels:
@@ -176,22 +185,22 @@ def _spans(size: int, rates: PartnerRates) -> Iterator[tuple[float, float, int]]
 
 
 def _points(low: float, high: float) -> Array:
-    """Sizes from the first to the last, in steps of about half an octave."""
+    """Message sizes from ``low`` to ``high``, about half an octave apart."""
     steps = max(1, round(math.log(high / low) / math.log(_STEP)))
     return np.geomspace(low, high, steps + 1)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Protocol:
-    """One way to send; seconds, and parts of the link's bandwidth.
+    """Constants of one NCCL protocol: seconds, and fractions of the link's bandwidth.
 
     Attributes:
-      ring_start_s: of a ring, whatever its size.
-      tree_start_s: of a tree.
-      ring_step_s: one step of a ring, by class of links.
-      tree_step_s: one step of a tree.
-      ring_part: part of the bandwidth that a ring attains.
-      tree_part: the same of a tree inside a host.
+      ring_start_s: seconds to start a ring of any size.
+      tree_start_s: seconds to start a tree.
+      ring_step_s: seconds of one step of a ring, by kind of link.
+      tree_step_s: seconds of one step of a tree, by kind of link.
+      ring_part: fraction of the bandwidth that a ring attains.
+      tree_part: fraction of the bandwidth that a tree inside a host attains.
     """
 
     ring_start_s: float
@@ -226,22 +235,22 @@ _SIMPLE = _Protocol(
     1.0,
     0.92,
 )
-# The latency that the network's steps above are for; a link with another has them
-# longer or shorter by the same factor.
+# The network latency for which the network steps above hold. For a link with another
+# latency, the model scales the steps in proportion.
 _NETWORK_LATENCY_S = 8e-6
-# A message to each of many partners, in an all-to-all over links that were not
-# measured: what the all-to-alls of 32 and 64 GB200 add for each device.
+# Seconds that each partner adds to an all-to-all over links that were not measured: the
+# seconds that each device adds to all-to-alls of 32 and of 64 GB200.
 _PARTNER_S = 1.0e-6
-# What each device beyond the largest measured group adds: a step of NCCL's rings
-# (LL128), nothing in an all-reduce inside the switch.
+# Seconds that each device beyond the largest measured group adds: a step of NCCL's
+# rings (LL128). An all-reduce inside the switch takes no longer.
 _BEYOND_S = {
     "all_gather": _LL128.ring_step_s["nvlink"],
     "reduce_scatter": _LL128.ring_step_s["nvlink"],
 }
 
 
-# Bytes sent in a group of 2 that take as long as those in a group of 4, as a part of
-# what would keep the size: on B200, where both were measured, 2 GiB.
+# A collective in a group of 2 devices takes as long as a collective of this fraction of
+# its size in a group of 4. Measured on B200, with 2 GiB in both groups.
 _PAIR_PART = {
     "all_gather": 0.855,
     "reduce_scatter": 0.858,
@@ -250,7 +259,8 @@ _PAIR_PART = {
 
 
 def _protocols(link: LinkSpec) -> tuple[_Protocol, ...]:
-    """LL128 needs links that store 128 bytes at once: not PCIe."""
+    """NCCL's protocols on a link: LL128 needs atomic stores of 128 bytes, unlike PCIe.
+    """
     return (_LL, _SIMPLE) if link.rates == "pcie" else (_LL, _LL128, _SIMPLE)
 
 
@@ -259,7 +269,7 @@ def _class_of(link: LinkSpec) -> str:
 
 
 def inside(kind: str, size: int, link: LinkSpec) -> TimeCurve:
-    """The time among `size` devices of one host, or of one domain of NVLink."""
+    """The time of a collective among `size` devices of one host or NVLink domain."""
     knots = collective_knots(link.rates, kind)
     if knots is not None:
         return _curve_as_measured(kind, size, knots)
@@ -286,11 +296,12 @@ def inside(kind: str, size: int, link: LinkSpec) -> TimeCurve:
 
 
 def _curve_as_measured(kind: str, size: int, knots: CollectiveKnots) -> TimeCurve:
-    """The measured times of this group, or those of its neighbours.
+    """The times measured for this group size, or estimated from other group sizes.
 
-    Groups are compared where a device sends as many bytes. Between two measured
-    groups their times are interpolated linearly in the number of devices; beyond the
-    largest, each device adds a constant; below the smallest, the size is scaled.
+    Groups of different sizes are compared at equal bytes sent per device. Between two
+    measured groups, the time is interpolated linearly in the number of devices. Above
+    the largest group, each further device adds a constant. Below the smallest group,
+    the number of bytes is scaled.
     """
     sizes = knots.group_sizes
     above = next((i for i, s in enumerate(sizes) if s >= size), len(sizes) - 1)
@@ -308,7 +319,8 @@ def _curve_as_measured(kind: str, size: int, knots: CollectiveKnots) -> TimeCurv
 
 
 def _at(kind: str, size: int, knots: CollectiveKnots, group: int) -> list[float]:
-    """Times of a measured group, for what `size` devices send at each knot."""
+    """Times of a measured group, for the bytes that `size` devices send at each knot.
+    """
     of, measured = through(knots.nbytes, knots.seconds[group]), knots.group_sizes[group]
     more = sent_ratio(kind, size) / sent_ratio(kind, measured)
     if size < measured == knots.group_sizes[0]:
@@ -319,11 +331,12 @@ def _at(kind: str, size: int, knots: CollectiveKnots, group: int) -> list[float]
 
 
 def across(kind: str, groups: Sequence[tuple[int, LinkSpec]]) -> TimeCurve:
-    """The time over several levels, outermost first; the innermost may be a host's.
+    """The time of a collective over several levels of links among GPUs.
 
     Args:
       kind: one of `autopar.cluster.specs.KINDS`.
-      groups: sizes and links; all of these links have rates.
+      groups: size and link of each level, outermost first; the innermost may lie inside
+        a host. All links have rates (`LinkSpec.rates`).
     """
     size, link = groups[-1]
     if link.rates == "network":
@@ -345,7 +358,8 @@ def _over_network(
     groups: Sequence[tuple[int, LinkSpec]],
     of: str,
 ) -> TimeCurve:
-    """What the network takes, with `size` devices in each host, joined by `of`."""
+    """The time on the network, with `size` devices in each host on links of kind `of`.
+    """
     links = [link for _, link in groups]
     per_byte = 1 / min(link.bandwidth_bytes_per_s for link in links)
     slower = max(link.latency_s for link in links) / _NETWORK_LATENCY_S
@@ -374,8 +388,8 @@ def _step(of: str) -> float:
     return _SIMPLE.ring_step_s[of]
 
 
-# Steps between far partners get about half the bandwidth of steps between
-# neighbours (Thakur et al., section 4.1: "more than twice").
+# Communication steps between distant partners attain about half the bandwidth of steps
+# between neighbours (Thakur et al., section 4.1: "more than twice").
 FAR_PARTNER_SLOWDOWN = 2.0
 
 
@@ -385,7 +399,7 @@ def _check_kind(kind: str) -> None:
 
 
 def bytes_ratio(kind: str, group_size: int) -> float:
-    """Bytes that one device sends, as a multiple of the collective's size."""
+    """Bytes that one device sends in a collective, as a multiple of its size."""
     _check_kind(kind)
     if group_size < 1:
         raise InputError(f"{kind}: group_size must be 1 or more, got {group_size}.")
@@ -395,7 +409,7 @@ def bytes_ratio(kind: str, group_size: int) -> float:
 
 
 def collective_bytes(kind: str, nbytes: float, group_size: int) -> float:
-    """Bytes that one device sends in the best algorithms.
+    """Bytes that one device sends in a collective with the best algorithm.
 
     With k devices: all_reduce ``2 (k-1)/k nbytes``; all_gather, reduce_scatter and
     all_to_all ``(k-1)/k nbytes``; collective_permute ``nbytes``.
@@ -409,11 +423,12 @@ def collective_bytes(kind: str, nbytes: float, group_size: int) -> float:
 def _switch_lines(kind: str, k: int, link: LinkSpec) -> list[Line]:
     """One line for each algorithm among `k` devices behind a switch.
 
-    Ring (pairwise exchange for all_to_all): k-1 steps, twice that for all_reduce,
-    with the fewest bytes. Logarithmic, for small sizes: recursive doubling for
-    all_reduce (everything in each step); recursive doubling and halving for
-    all_gather and reduce_scatter, to far partners; Bruck's for all_to_all (half of
-    everything in each step).
+    The ring (pairwise exchange for all_to_all) takes k-1 steps, or 2(k-1) steps for an
+    all_reduce, and sends the fewest bytes. Algorithms with log2(k) steps are faster for
+    small sizes. They are recursive doubling for all_reduce (all bytes in each step),
+    recursive doubling or halving between distant partners for all_gather and
+    reduce_scatter, and Bruck's algorithm for all_to_all (half of the bytes in each
+    step).
     """
     a, per_byte = link.latency_s, 1 / link.bandwidth_bytes_per_s
     log, ratio = math.ceil(math.log2(k)), bytes_ratio(kind, k)
@@ -431,10 +446,10 @@ def _switch_lines(kind: str, k: int, link: LinkSpec) -> list[Line]:
 def _ring_lines(kind: str, k: int, link: LinkSpec) -> list[Line]:
     """The one line of a collective along a torus dimension of `k` devices.
 
-    Data goes both ways round, half each, so that floor(k/2) steps reach everyone.
-    In an all_to_all the sum of all distances is floor(k^2/4) per device, each taking
-    a k-th of the data. A permutation to the neighbour uses one of the two ways.
-    (https://jax-ml.github.io/scaling-book/sharding/)
+    Half of the data goes round in each direction, so that floor(k/2) steps reach all
+    devices. In an all_to_all each device sends 1/k of its data to each device, over
+    distances that add up to floor(k^2/4). A permutation to the neighbour uses only one
+    of the two directions. (https://jax-ml.github.io/scaling-book/sharding/)
     """
     a, per_byte = link.latency_s, 1 / link.bandwidth_bytes_per_s
     steps, ratio = k // 2, bytes_ratio(kind, k)
@@ -449,12 +464,13 @@ def _ring_lines(kind: str, k: int, link: LinkSpec) -> list[Line]:
 def _line_lines(kind: str, k: int, link: LinkSpec) -> list[Line]:
     """The one line of a collective along `k` devices whose ends are not joined.
 
-    An end has one neighbour, which bounds everyone: the bandwidth is that of one
-    direction, half of a ring's, and k-1 steps reach everyone. In an all_to_all
-    floor(k^2/4) pairs of devices cross the middle, each with a k-th of the data. A
-    permutation sends one message back over all links, against the others.
-    (https://jax-ml.github.io/scaling-book/sharding/ for the bandwidth without
-    wrap-around; the hops are counted.)
+    A device at an end has only one neighbour, which limits all devices. The bandwidth
+    is that of one direction, half of the bandwidth of a ring, and k-1 steps reach all
+    devices. In an all_to_all, floor(k^2/4) messages cross the middle, each with 1/k of
+    a device's data. A permutation around the line sends one message back over all
+    links, in the opposite direction to the others. The source of the bandwidth without
+    wrap-around is https://jax-ml.github.io/scaling-book/sharding/; the number of hops
+    is our own count.
     """
     a, per_byte = link.latency_s, 1 / link.bandwidth_bytes_per_s
     steps = k - 1
@@ -470,10 +486,10 @@ _MODELS = {"switch": _switch_lines, "ring": _ring_lines, "line": _line_lines}
 
 
 def _measured_curve(kind: str, k: int, link: LinkSpec) -> TimeCurve | None:
-    """The measured curve for `k` devices, or None.
+    """The measured curve for `k` devices, or None if the link was not measured.
 
-    Between measured group sizes, the latency and the time of a byte sent are linear
-    in the group size; beyond them, they are those of the nearest.
+    Between measured group sizes, the latency and the time per byte sent are linear in
+    the group size. Outside their range, the values of the nearest size hold.
     """
     fits = [fit for fit in link.measured if fit.kind == kind]
     if not fits:
@@ -483,7 +499,7 @@ def _measured_curve(kind: str, k: int, link: LinkSpec) -> TimeCurve | None:
     ratios = [bytes_ratio(kind, size) for size in sizes]
 
     def at_k(values: Iterable[float]) -> float:
-        """The time of a byte of the collective's size, from those of bytes sent."""
+        """Converts seconds per byte of size from the measured group sizes to `k`."""
         sent = [value / ratio for value, ratio in zip(values, ratios, strict=True)]
         return float(np.interp(k, sizes, sent)) * bytes_ratio(kind, k)
 
@@ -505,10 +521,11 @@ def _one_level(kind: str, k: int, link: LinkSpec) -> TimeCurve:
 def _route(kind: str, groups: tuple[tuple[int, LinkSpec], ...]) -> TimeCurve:
     """The time of a collective over several levels, outermost first in `groups`.
 
-    all_gather: outer levels first, while there is least to send, then the inner;
-    reduce_scatter is its mirror image; all_reduce: scatter inside, reduce across,
-    gather inside, or all of it at every level when that has fewer steps;
-    all_to_all: one exchange per level; a permutation takes its slowest level.
+    An all_gather runs over the outer levels first, while the data is smallest, then
+    over the inner level. A reduce_scatter runs in the reverse order. An all_reduce is a
+    reduce_scatter inside, an all_reduce across and an all_gather inside, or an
+    all_reduce of all data at every level where that is faster. An all_to_all makes one
+    exchange per level. A permutation takes the time of its slowest level.
     """
     if not groups:
         return line(0.0, 0.0)
@@ -529,7 +546,7 @@ def _route(kind: str, groups: tuple[tuple[int, LinkSpec], ...]) -> TimeCurve:
 
 
 def _is_nccl(kind: str, groups: Sequence[tuple[int, LinkSpec]]) -> bool:
-    """Whether NCCL's times hold on every level: nobody measured others."""
+    """Whether NCCL's times apply to all levels: no link has measurements of its own."""
     return bool(groups) and all(
         link.rates and not any(fit.kind == kind for fit in link.measured)
         for _, link in groups
@@ -537,7 +554,7 @@ def _is_nccl(kind: str, groups: Sequence[tuple[int, LinkSpec]]) -> bool:
 
 
 def _groups(axes: Iterable[MeshAxis]) -> tuple[tuple[int, LinkSpec], ...]:
-    """Sizes and links by level; axes of one level and link form one group."""
+    """Size and link of each group; axes with the same level and link form one group."""
     merged: dict[tuple[int, LinkSpec], int] = {}
     for axis in sorted(axes, key=lambda axis: axis.level):
         if axis.size > 1:
@@ -546,8 +563,8 @@ def _groups(axes: Iterable[MeshAxis]) -> tuple[tuple[int, LinkSpec], ...]:
     return tuple((k, link) for (_, link), k in merged.items())
 
 
-# A cluster has about 30 kinds over groups of axes; an entry takes about 2 kB. This
-# holds a hundred clusters in 6 MB.
+# A cluster has about 30 pairs of a kind and a group of axes. An entry takes about 2 kB,
+# so entries of a hundred clusters take 6 MB.
 @functools.lru_cache(maxsize=1 << 12)
 def collective_curve(kind: str, axes: tuple[MeshAxis, ...]) -> TimeCurve:
     """The time of a collective over these mesh axes, as a function of its size."""
@@ -571,7 +588,7 @@ def collective_s(kind: str, nbytes: float, axes: Sequence[MeshAxis]) -> float:
 def collective_s_at(
     kind: str, nbytes: np.ndarray, axes: Sequence[MeshAxis]
 ) -> np.ndarray:
-    """`collective_s` of some sizes, of their shape.
+    """`collective_s` of each size in an array.
 
     >>> link = LinkSpec(latency_s=1.0, bandwidth_bytes_per_s=1.0)
     >>> axis = MeshAxis(name="data", size=4, link=link, level=0)
@@ -584,9 +601,9 @@ def collective_s_at(
 
 @functools.lru_cache(maxsize=1 << 12)  # as many as `collective_curve` has
 def collective_s_per_byte(kind: str, axes: tuple[MeshAxis, ...]) -> float:
-    """The time of a byte in a collective whose latency does not count.
+    """The least seconds per byte of a collective, over all sizes.
 
-    `collective_s` is at least this times the size.
+    `collective_s` is at least this value times the size.
 
     >>> link = LinkSpec(latency_s=1e-3, bandwidth_bytes_per_s=0.5)
     >>> axis = MeshAxis(name="data", size=4, link=link, level=0)
@@ -604,7 +621,7 @@ def collective_s_per_byte(kind: str, axes: tuple[MeshAxis, ...]) -> float:
 def least_s_per_byte(
     kind: str, low: float, high: float, axes: tuple[MeshAxis, ...]
 ) -> float:
-    """The least time of a byte in collectives of ``low`` to ``high`` bytes.
+    """The least seconds per byte of a collective of ``low`` to ``high`` bytes.
 
     >>> link = LinkSpec(latency_s=1e-3, bandwidth_bytes_per_s=0.5)
     >>> axis = MeshAxis(name="data", size=4, link=link, level=0)
@@ -613,8 +630,8 @@ def least_s_per_byte(
 
     Args:
       kind: one of `KINDS`.
-      low: size of the smallest, above 0.
-      high: size of the largest; it may be infinite.
+      low: size of the smallest collective, above 0.
+      high: size of the largest collective; it may be infinite.
       axes: the mesh axes of the group, in any order; none costs nothing.
     """
     return collective_curve(kind, axes).least_s_per_byte(low, high)

@@ -1,16 +1,15 @@
-"""What a training step does on one device of a mesh, as lists, and what that takes.
+"""The work and the messages of a training step on one device, with their seconds.
 
-A step does work and sends messages (`Work`, `Messages`): arrays with a row for each
-class of operators and for each collective. Some rows are paid by every microbatch,
-others once in a step, when gradients are summed and the state is updated. What a row
-takes depends on the batch of a microbatch, and is priced at any batch by the formulas
-that price the planned one. `StepEstimate` adds the rows up. Reports, goodput and stages
-read its totals.
+`Work` has a row for each class of equivalent operators, and `Messages` has a row for
+each collective. Every microbatch takes the time of some rows. Other rows count once per
+step: the sums of gradients and the update of the state. The same formulas price a row
+at the planned batch and at any other batch. `StepEstimate` adds the rows up. Reports,
+goodput and stages read its totals.
 
-The sums over replicas are taken once, behind the microbatches. They are those of
-`autopar_passes.replay.replicas.Replicas.add_up`: an all-reduce over the axis of the
-replicas of what a device holds of each result of the loop. Nothing of the step runs
-beside them, as the update waits for them and the loop is over.
+Sums over replicas run once per step, after the loop over microbatches
+(`autopar_passes.replay.replicas.Replicas.add_up`). Each sum is an all-reduce over the
+replicas' mesh axis, of a device's part of one result of the loop. No work overlaps with
+these sums: the loop has ended and the update waits for them.
 """
 
 from __future__ import annotations
@@ -42,12 +41,12 @@ from autopar_passes.graph.operators import Operator
 from autopar_passes.graph.roles import InputRole, Role
 from autopar_passes.replay.replicas import AXIS
 
-# Where the messages of a planned step may run, and beside which work.
+# Where the messages of a planned step may run, and which work overlaps with them.
 #
-# The parts of a step are its passes, and within them the bodies of loops that
-# communicate: a compiler's scheduler sees one body at a time, so that what begins in it
-# ends in it, and nothing from outside runs beside it. A loop that sends nothing is work
-# like any other.
+# A step is divided into parts: its passes, and within a pass the bodies of loops that
+# communicate. A compiler's scheduler handles one loop body at a time. Therefore a
+# message that begins in a body ends in the same body, and overlaps only with work of
+# this body. A loop without communication is treated like any other work.
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -55,11 +54,12 @@ class Slot:
     """Where the message of one collective runs.
 
     Attributes:
-      key: the part.
-      sums: whether it may start behind its position; else it must end before it.
-      position: of the operator that decides when: of the arrays of a message of sums,
-        the last that is complete, by `Analysis.ranks`; of one of gathers, the first
-        that is read, in program order.
+      key: the part of the step.
+      sums: whether the message holds sums and may start after ``position``; a message
+        of gathers must end before ``position``.
+      position: for sums, the rank (`Analysis.ranks`) of the operator that completes the
+        last array of the message; for gathers, the index of the first operator that
+        reads an array of the message.
     """
 
     key: Key
@@ -67,21 +67,23 @@ class Slot:
     position: int
 
     def within(self, cut: PartCut) -> bool:
-        """Whether the message is one of a stretch of its part."""
+        """Whether the message lies in a stretch of its part."""
         first, last = cut.moved
         return self.sums is not cut.gathers and first <= self.position < last
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class MessagePlaces:
-    """The parts of a planned step, whatever its seconds are.
+    """The parts of a planned step, independent of seconds.
 
     Attributes:
       assignment: strategies as layouts.
-      slots: of each collective; None: something waits for it, or the update sends it.
-      inside: of each part, whether the work of each operator runs in it.
-      needs: of each operator of the update, the last rank of a message of sums
-        that it needs, -1: none; the number of operators for operators elsewhere.
+      slots: the slot of each collective; None where an operator waits for the
+        collective, or where the update sends it.
+      inside: for each part, whether each operator runs in the part.
+      needs: for each operator of the update, the last rank of a message of sums that
+        the operator needs, or -1 if it needs none. For operators outside of the update,
+        the number of operators.
     """
 
     assignment: Assignment
@@ -90,11 +92,11 @@ class MessagePlaces:
     needs: np.ndarray
 
     def parts(self, work: np.ndarray, seconds: Sequence[float]) -> list[Part]:
-        """The parts that communicate.
+        """The parts of the step that communicate, with their seconds.
 
         Args:
           work: seconds of each operator.
-          seconds: of each collective.
+          seconds: seconds of each collective.
         """
         count = len(work)
         moved = {key: (np.zeros(count), np.zeros(count)) for key in self.inside}
@@ -138,7 +140,7 @@ def placing(assignment: Assignment, collectives: Sequence[Collective]) -> Messag
 
     Args:
       assignment: strategies as layouts.
-      collectives: those of one step, with their messages.
+      collectives: the collectives of one step, with their messages.
     """
     slots = tuple(_slots(assignment, collectives))
     return MessagePlaces(
@@ -152,7 +154,7 @@ def placing(assignment: Assignment, collectives: Sequence[Collective]) -> Messag
 def _slots(
     assignment: Assignment, collectives: Sequence[Collective]
 ) -> list[Slot | None]:
-    """The slot of each collective: a message has one in each pass."""
+    """The slot of each collective; collectives of a message share a slot per part."""
     found = [_own_slot(assignment, c) for c in collectives]
     decides: dict[tuple[int, Key, bool], int] = {}
     for c, slot in zip(collectives, found, strict=True):
@@ -170,7 +172,7 @@ def _slots(
 
 
 def _own_slot(assignment: Assignment, c: Collective) -> Slot | None:
-    """The slot that a collective would have alone."""
+    """The slot that a collective would have in a message of its own."""
     if c.place is None:
         return None
     places = assignment.analysis.positions
@@ -213,7 +215,7 @@ def _needs(
     collectives: Sequence[Collective],
     slots: Sequence[Slot | None],
 ) -> np.ndarray:
-    """The last message of sums that each operator of the update needs."""
+    """The last message of sums that each operator of the update needs, as a rank."""
     count = len(assignment.graph.operators)
     needs = [count] * count
     last: dict[int, int] = {}
@@ -240,13 +242,13 @@ _HELD = {
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Work:
-    """The work of one device, a row for each class of operators.
+    """The work of one device, with a row for each class of equivalent operators.
 
     Attributes:
-      table: the work on whole arrays.
+      table: the work on unsharded arrays.
       device: the device.
-      parts: ``[rows]``, into how many parts the FLOPs of each are split.
-      memory_parts: the same of memory traffic.
+      parts: ``[rows]``, number of parts into which the FLOPs of a row are split.
+      memory_parts: ``[rows]``, number of parts into which its memory traffic is split.
       sides: ``[rows, 3]``, M, N and K of the shard of a product.
     """
 
@@ -258,23 +260,24 @@ class Work:
 
     @functools.cached_property
     def kernel_s(self) -> np.ndarray:
-        """``[rows]``, seconds of starting the kernels of all runs in a step."""
+        """Seconds of all kernel launches of each row in a step, ``[rows]``."""
         return self.table.trips * self.table.kernels * self.device.kernel_latency_s
 
     @functools.cached_property
     def planned_s(self) -> np.ndarray:
-        """``[rows]``, seconds of all runs in a step at the planned batch."""
+        """Seconds of all runs of each row in a step at the planned batch, ``[rows]``.
+        """
         return self.seconds(np.ones(1))[:, 0]
 
     def seconds(self, scales: np.ndarray) -> np.ndarray:
-        """`run_s` of all runs in a step."""
+        """Seconds of all runs in a step; arguments and shape as for `run_s`."""
         return self.table.trips[:, None] * self.run_s(scales)
 
     def run_s(self, scales: np.ndarray) -> np.ndarray:
-        """Seconds of one run, without the start of its kernel.
+        """Seconds of one run of each row, without the launch of its kernel.
 
         Args:
-          scales: ``[scales]``, rows of a microbatch over the planned ones.
+          scales: ``[scales]``, ratios of a microbatch's rows to the planned rows.
 
         Returns:
           float64 ``[rows, scales]``.
@@ -339,13 +342,16 @@ class Messages:
     """The communication of one device, a row for each collective, in program order.
 
     Attributes:
-      collectives: of one step.
-      once: bool ``[rows]``, whether it is paid once in a step, not by microbatches.
-      hideable: bool ``[rows]``, whether nothing waits for it, so that work may hide it.
-      beside: bool ``[rows]``, whether the work of its own operator may hide it.
-      row_of: int ``[rows]``, the row of `priced` that says what it takes.
-      priced: one collective for each price, and how many dimensions of its array grow
-        with the batch.
+      collectives: the collectives of one step.
+      once: bool ``[rows]``, whether the collective runs once per step rather than once
+        per microbatch.
+      hideable: bool ``[rows]``, whether work may overlap with the collective because no
+        operator waits for it.
+      beside: bool ``[rows]``, whether the work of the collective's own operator may
+        overlap with it.
+      row_of: int ``[rows]``, the index in ``priced`` that gives a row its price.
+      priced: one collective for each distinct price, with the number of dimensions of
+        its array that grow with the batch.
       pricer: the mesh and cluster.
     """
 
@@ -359,14 +365,17 @@ class Messages:
 
     @functools.cached_property
     def planned_s(self) -> np.ndarray:
-        """``[rows]``, seconds of all runs in a step at the planned batch."""
+        """Seconds of all runs of each row in a step at the planned batch, ``[rows]``.
+        """
         return self.seconds(np.ones(1))[:, 0]
 
     def seconds(self, scales: np.ndarray) -> np.ndarray:
-        """Seconds of all runs in a step; each has its part of its message's.
+        """Seconds of all runs of each collective in a step.
+
+        Collectives that share a message divide its time in proportion to their bytes.
 
         Args:
-          scales: ``[scales]``, rows of a microbatch over the planned ones.
+          scales: ``[scales]``, ratios of a microbatch's rows to the planned rows.
 
         Returns:
           float64 ``[rows, scales]``.
@@ -397,14 +406,14 @@ class Messages:
 
     @functools.cached_property
     def bytes_s(self) -> np.ndarray:
-        """``[rows]``, seconds that bytes take, without the latency of messages."""
+        """Seconds of each row without the latency of messages, ``[rows]``."""
         pricer = self.pricer
         least = [c.trips * pricer.bytes_s(c.step, c.nbytes) for c, _ in self.priced]
         return np.minimum(self.planned_s, np.array(least)[self.row_of])
 
     @functools.cached_property
     def sent_bytes(self) -> np.ndarray:
-        """``[rows]``, bytes that the device sends in a step."""
+        """Bytes that the device sends in a step for each row, ``[rows]``."""
         sent = [c.sent_bytes(self.pricer) for c, _ in self.priced]
         return np.array(sent)[self.row_of]
 
@@ -417,7 +426,7 @@ def messages_of(
     Args:
       assignment: strategies as layouts.
       pricer: the mesh and cluster.
-      collectives: of one step, each with its message.
+      collectives: the collectives of one step, each with its message.
     """
     labels = assignment.analysis.dim_labels
     numbers: dict[tuple[object, ...], int] = {}
@@ -425,7 +434,7 @@ def messages_of(
     row_of: list[int] = []
     for c in collectives:
         degree = labels.degree(c.value) if c.size > 0 else 0
-        # What decides the price: layers that are alike have the same.
+        # The key holds all that decides the price. Equal layers have equal keys.
         key = c.step.kind, c.step.axes, c.size, c.trips, c.message_bytes, degree
         number = numbers.setdefault(key, len(priced))
         if number == len(priced):
@@ -443,10 +452,10 @@ def messages_of(
 
 
 def is_once(assignment: Assignment, collective: Collective) -> bool:
-    """Whether a collective is paid once in a step, not by every microbatch.
+    """Whether a collective runs once per step rather than once per microbatch.
 
-    Sums of gradients wait for all microbatches, unless they are taken in each; what an
-    update reads comes once.
+    Sums of gradients run once, after all microbatches, unless the plan sums gradients
+    in every microbatch. Collectives of the update and of the step's results run once.
     """
     op = assignment.graph.operators[collective.operator]
     summed = collective.place is not None and collective.step.kind in SUMS
@@ -457,21 +466,21 @@ def is_once(assignment: Assignment, collective: Collective) -> bool:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class StepEstimate:
-    """What a training step does on one device of a mesh.
+    """The predicted work and communication of a training step on one device of a mesh.
 
     Attributes:
       assignment: strategies as layouts.
       pricer: the mesh and cluster.
-      work: what the device computes.
-      messages: what it sends.
+      work: the device's work.
+      messages: the device's communication.
     """
 
     assignment: Assignment
     pricer: Pricer
     work: Work
     messages: Messages
-    # By scale: seconds of the rows of work and of messages. By scale, and whether the
-    # microbatch is the last: seconds that it hides.
+    # `_priced` caches `_rows_s` by scale. `_hidden` caches `_hidden_at` by scale and by
+    # whether the microbatch is the last of its step.
     _priced: dict[float, tuple[np.ndarray, np.ndarray]] = dataclasses.field(
         init=False, repr=False, default_factory=dict
     )
@@ -483,8 +492,8 @@ class StepEstimate:
         """Seconds of a step.
 
         Args:
-          batch: rows of the whole step over the planned ones.
-          accumulation: number of microbatches that they are split into.
+          batch: ratio of the step's rows to the planned rows.
+          accumulation: number of microbatches into which the batch is split.
         """
         scale = batch / accumulation
         micro_s, once_s = self._paid_s(scale)
@@ -496,15 +505,15 @@ class StepEstimate:
         return accumulation * micro_s + once_s - slowed * hidden_s
 
     def microbatch_s(self, scale: float = 1.0) -> float:
-        """Seconds that every microbatch pays, with nothing hidden.
+        """Seconds of a microbatch, without overlap and without what runs once per step.
 
         Args:
-          scale: rows of the microbatch over the planned ones.
+          scale: ratio of the microbatch's rows to the planned rows.
         """
         return self._paid_s(scale)[0]
 
     def _rows_s(self, scale: float) -> tuple[np.ndarray, np.ndarray]:
-        """Seconds of the rows of work, with starts of kernels, and of messages."""
+        """Seconds of each row of work (kernel launches included) and of messages."""
         if scale not in self._priced:
             scales = np.array([scale])
             work_s = self.work.seconds(scales)[:, 0] + self.work.kernel_s
@@ -512,18 +521,18 @@ class StepEstimate:
         return self._priced[scale]
 
     def _paid_s(self, scale: float) -> tuple[float, float]:
-        """Seconds that a microbatch pays, and those paid once in a step."""
+        """Seconds of every microbatch, and seconds that a step takes only once."""
         work_s, sent_s = self._rows_s(scale)
         update, once = self.work.table.update, self.messages.once
         once_s = float(work_s[update].sum() + sent_s[once].sum())
         return float(work_s.sum() + sent_s.sum()) - once_s, once_s
 
     def _hidden_at(self, scale: float, *, last: bool) -> float:
-        """Seconds of communication that run beside the work of a microbatch.
+        """Seconds of communication that overlap with the work of a microbatch.
 
         Args:
-          scale: rows of the microbatch over the planned ones.
-          last: whether sums of gradients are sent behind it.
+          scale: ratio of the microbatch's rows to the planned rows.
+          last: whether the microbatch is the last of its step, with sums of gradients.
         """
         if not self.pricer.cluster.device.corrections.overlap:
             return 0.0
@@ -535,7 +544,7 @@ class StepEstimate:
         return self._hidden[scale, last]
 
     def _beside_s(self, work_s: np.ndarray, sent_s: np.ndarray) -> float:
-        """Seconds of communication that run beside the work of their own operators."""
+        """Seconds of communication that overlap with the work of its own operator."""
         rows = np.flatnonzero(self.messages.beside)
         if not len(rows):
             return 0.0
@@ -552,20 +561,20 @@ class StepEstimate:
         )
 
     def _by_operator(self, work_s: np.ndarray) -> np.ndarray:
-        """Seconds of each operator, of those of each row of work."""
+        """Seconds of each operator, from the seconds of each row of work."""
         places = self.assignment.analysis.positions
         by_class = np.zeros(len(self.assignment.graph.operators))
         by_class[self.work.table.operators] = work_s
         return by_class[places.classes] * places.shares
 
     def _hidden_s(self, lines: Sequence[Timeline]) -> float:
-        """Seconds of communication that run beside work."""
+        """Seconds of communication that overlap with work."""
         share = self.pricer.cluster.device.corrections.overlap
         return sum(line.communication_s - line.exposed_s(share) for line in lines)
 
     @functools.cached_property
     def live(self) -> Live:
-        """The arrays that the device holds, each with when it is there."""
+        """The arrays that the device holds, each with its lifetime."""
         return live(self.assignment, self.pricer.cluster.device)
 
     @functools.cached_property
@@ -575,16 +584,17 @@ class StepEstimate:
 
     @functools.cached_property
     def timelines(self) -> tuple[Timeline, ...]:
-        """Work, and communication that may be hidden, of both passes."""
+        """The timelines of both passes at the planned batch."""
         work_s = self.work.planned_s + self.work.kernel_s
         return self._timelines(work_s, self.messages.planned_s)
 
     def _timelines(
         self, work_s: np.ndarray, sent_s: np.ndarray
     ) -> tuple[Timeline, ...]:
-        """The work and the communication of both passes, by position.
+        """The work and the hideable communication of both passes, by position.
 
-        Communication of the update, and what something waits for, is in none of them.
+        The timelines leave out communication of the update, and communication for which
+        an operator waits.
         """
         places = self.assignment.analysis.positions
         whole = self.pricer.cluster.device.corrections.whole_messages
@@ -614,10 +624,10 @@ class StepEstimate:
 
     @functools.cached_property
     def accumulate_s(self) -> float:
-        """Seconds of adding each gradient to its sum: two reads and a write.
+        """Seconds to add a microbatch's gradients to their sums over microbatches.
 
-        Where the sum over devices waits for all microbatches, each device adds up its
-        own part of it, whole.
+        Each addition makes two reads and one write. Where the sum over devices runs
+        after all microbatches, each device adds unsharded gradients.
         """
         assignment, device = self.assignment, self.pricer.cluster.device
         total = 0.0
@@ -641,7 +651,7 @@ class StepEstimate:
 
     @functools.cached_property
     def cost(self) -> CostBreakdown:
-        """What a step at the planned batch is spent on."""
+        """The seconds and bytes of a step at the planned batch, by purpose."""
         work, sent = self.work, self.messages
         matrix, hideable = work.table.matrix, sent.hideable | sent.beside
         latency_s = sent.planned_s - sent.bytes_s
@@ -672,7 +682,7 @@ class StepEstimate:
 
 
 def estimate(assignment: Assignment, pricer: Pricer) -> StepEstimate:
-    """Lists what a step does under an assignment.
+    """Estimates the work and the communication of a step under an assignment.
 
     Args:
       assignment: strategies as layouts.
@@ -683,15 +693,15 @@ def estimate(assignment: Assignment, pricer: Pricer) -> StepEstimate:
     return StepEstimate(assignment, pricer, work_of(assignment, pricer), sent)
 
 
-# Narrower numbers are added up in 32 bits.
+# Sums over replicas use 32 bits for each element of a narrower type.
 _WIDE_BYTES = 4
 
 
 def all_collectives(assignment: Assignment, pricer: Pricer) -> list[Collective]:
-    """The collectives of one step, with those between replicas, and their messages.
+    """The collectives of one step with their messages, also those between replicas.
 
     Args:
-      assignment: strategies as layouts; of a replica where its analysis has turns.
+      assignment: strategies as layouts; for one replica if its analysis has ``turns``.
       pricer: the mesh and cluster.
     """
     found = join_messages(pricer, compiled_traffic(assignment, pricer))
@@ -702,7 +712,7 @@ def all_collectives(assignment: Assignment, pricer: Pricer) -> list[Collective]:
 
 
 def _between(assignment: Assignment) -> Iterator[Collective]:
-    """Yields the sum over replicas of each result of the loop, alone."""
+    """Yields the sum over replicas of each result of the loop, not yet in messages."""
     loop = assignment.analysis.pytrees.loop
     for op in assignment.graph.operators:
         if op.equation != loop or op.kind not in ("carry", "stack_step"):
@@ -727,7 +737,7 @@ def _layout(assignment: Assignment, op: Operator, value: int) -> Layout:
 
 
 def _pack_sums(pricer: Pricer, found: list[Collective]) -> list[Collective]:
-    """The sums, in messages as large as the compiler makes them."""
+    """The sums, grouped into messages as the compiler's combiner groups them."""
     sums = [c for c in found if c.size > 0]
     if "all_reduce" not in pricer.combiner.kinds:
         return sums

@@ -1,32 +1,34 @@
-"""The arrays that one device holds in a step, and when: its memory.
+"""The memory of a device in a step: its arrays and their lifetimes.
 
-The model follows what XLA does with a step:
+The model follows XLA:
 
-* inputs are allocated throughout; carried outputs take the place of the inputs
-  they replace (donation), beside spare copies (`autopar.steps.spares`);
-* an element-wise result is fused into its readers: what it reads stays live
-  until they run, and it has no buffer of its own; costly element-wise results
-  with several readers, and results that a product, a reduction or a region
-  reads, are written;
-* the update of a parameter runs as soon as its gradient is there;
-* a resharded form lives from its first reader to its last;
-* what enters a loop lives until the loop ends.
+* Inputs are allocated during the whole step. Carried outputs take the place of the
+  inputs that they replace (donation). Spare copies may be needed besides
+  (`autopar.steps.spares`).
+* XLA fuses an element-wise result into its readers. Such a result has no buffer, and
+  its operands stay live until its readers run. XLA writes two kinds of element-wise
+  results to memory: costly results with several readers, and results that a product, a
+  reduction or a region reads.
+* The update of a parameter runs as soon as the parameter's gradient is complete.
+* A resharded copy of an array lives from its first reader to its last reader.
+* An array that enters a loop lives until the loop ends.
 
-XLA's GPU compiler has habits of its own (`Habits`, `habits_of`). It makes element-wise
-results again rather than keep them. It writes what batched products make and read in
-fixed orders of the dimensions (`autopar.steps.orders`). It runs the products that make
-gradients behind others of the backward pass, where they hide messages; what these read
-lives until then, also where a checkpoint was to save it. Its products have work space.
+XLA's GPU compiler differs in some ways (`Habits`, `habits_of`). It recomputes
+element-wise results rather than keep them. It writes operands and results of batched
+products in fixed orders of their dimensions (`autopar.steps.orders`). It delays the
+products that make gradients behind other operators of the backward pass, to hide
+messages. The operands of the delayed products live until then, even if a checkpoint was
+meant to free them. Its matrix products need a workspace.
 
-XLA's CPU compiler runs operators as soon as it can (`autopar.steps.lifetimes`), sends
-sums of gradients together (`autopar.cost.buffers`), copies parameters that their
-updates might overwrite too early (`autopar.steps.lifetimes`) and computes types of 16
-bits in 32 (`autopar.steps.rounding`).
+XLA's CPU compiler runs operators as soon as possible (`autopar.steps.lifetimes`). It
+joins sums of gradients into one message (`autopar.cost.buffers`). It copies parameters
+that their updates might overwrite too early (`autopar.steps.lifetimes`). It computes
+16-bit types in 32 bits (`autopar.steps.rounding`).
 
-XLA's compiler for TPUs of one core fuses element-wise results into products, too. It
-keeps short-lived buffers in the memory of the chip (`on_chip`) and stores
-arrays in tiles (`autopar.cost.local`). What products of float32 read lies in bfloat16
-on all TPUs (`autopar.steps.rounding`).
+XLA's compiler for TPUs with one core also fuses element-wise results into products. It
+keeps short-lived buffers in the memory on the chip (`on_chip`) and stores arrays in
+tiles (`autopar.cost.local`). On all TPUs, the operands of float32 products are stored
+in bfloat16 (`autopar.steps.rounding`).
 """
 
 from __future__ import annotations
@@ -51,36 +53,39 @@ LOST = "between arrays"
 WORK_SPACE = "products' work space"
 SUMS = "sums over microbatches"
 
-# Of buffers that are placed, smaller ones fill holes; leaving them out bounds the work.
+# `lost_bytes` ignores buffers below this fraction of the peak. They fit into holes, and
+# ignoring them limits the run time.
 _LEAST_PART = 0.005
-# Of the chip's memory, what the compiler gives to one kernel to work in
+# Bytes of the chip's memory that the compiler reserves as workspace of a kernel
 # (``xla_tpu_scoped_vmem_limit_kib``, 16384).
 _KERNEL_BYTES = 2**24
-# Of the rest, what buffers take. A GPT and a Llama of two layers on 64 v5e, whose
-# buffers would fill the chip once, leave 98 to 105 of 117 MB of them on it
-# (libtpu 0.0.42).
+# Fraction of the remaining chip memory that holds buffers, as (part, whole). Measured
+# with a GPT and a Llama of two layers on 64 v5e, whose buffers would just fill the
+# chip: 98 to 105 MB of buffers stay in the 117 MB on the chip (libtpu 0.0.42).
 _BUFFERS = (5, 6)
 
-# Read from the schedules and buffer assignments of XLA's compilers (jax 0.10.2): GPTs
-# of 6 and 16 layers make the gradients of no layer until 2.5 and 7 have been passed.
+# Read from the schedules and buffer assignments of XLA's compilers (jax 0.10.2). A GPT
+# of 6 layers computes its first weight gradients after the backward pass of 2.5 layers,
+# and a GPT of 16 layers after 7 layers.
 _GPU = Habits(
     makes_again=True,
     keeps_orders=True,
     late_gradients=0.4,
     # openxla/xla, ``xla/service/gpu/transforms/gemm_rewriter.cc``: from Hopper on.
     workspace_bytes=2**25,
-    # GetSchedulerMemoryLimit, ``xla/service/gpu/gpu_hlo_schedule.cc``: 0.8 of the
-    # memory, of which presets give a part, less the inputs, times a "slop factor".
+    # GetSchedulerMemoryLimit in ``xla/service/gpu/gpu_hlo_schedule.cc``: 0.8 of the
+    # device's memory, less the inputs, times a "slop factor" of 0.95. The division
+    # converts from the usable memory of a preset to the whole memory.
     room=(0.8 / USABLE_MEMORY, 0.95),
     placed=True,
 )
 # Read from optimised programs and buffer assignments (jaxlib 0.10.2).
 _CPU = Habits(breadth_first=True, widens=True)
 _HABITS = {"gpu": _GPU, "cpu": _CPU}
-# A GPT of 18 GB on v5e (16.9 GB) is compiled to 15.7 GB.
+# XLA compiles a GPT that would need 18 GB to 15.7 GB on v5e, which has 16.9 GB.
 _TPU_ROOM = (0.93, 1.0)
-# Read from the scheduled programs of v5e (libtpu 0.0.42). The scheduler hides messages,
-# too, and the same bound is assumed.
+# Read from the scheduled programs of v5e (libtpu 0.0.42). This scheduler hides messages
+# too. Its weight gradients are assumed to be as late as on GPUs.
 _ON_CHIP = Habits(
     makes_again=True,
     into_products=True,
@@ -93,10 +98,11 @@ _ON_CHIP = Habits(
 
 
 def habits_of(device: DeviceSpec) -> Habits:
-    """What the compiler of a device does with memory.
+    """The memory habits of a device's compiler.
 
-    TPUs of two cores write more than those of one (docs/record), and no rule for
-    what they write is known. They say nothing of their vector memory, and only round.
+    TPUs with two cores write more results to memory than TPUs with one core
+    (docs/record), by a rule that is not known. Specs of TPUs with two cores have no
+    ``on_chip_bytes``, so the only habits taken for them are rounding and room.
     """
     found = _habits_of(device)
     if device.corrections.makes_room:
@@ -112,7 +118,7 @@ def _habits_of(device: DeviceSpec) -> Habits:
     if device.rounds_operands:
         found = dataclasses.replace(found, rounds=True, room=_TPU_ROOM)
     if found.breadth_first:
-        # It joins sums of any size.
+        # This compiler joins sums of any size into one message.
         number = device.corrections.combined_arrays
         found = dataclasses.replace(found, joined_sums=number)
     if device.workspace_bytes is None:
@@ -122,31 +128,33 @@ def _habits_of(device: DeviceSpec) -> Habits:
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class Live:
-    """The arrays that one device holds in a step, each with when it is there.
+    """The arrays that one device holds in a step, with their lifetimes.
 
-    Times are those of operators. The first ``held`` arrays are there all the time: the
-    inputs, with the spare copies of what is carried, and the sums of gradients over
-    microbatches, which only steps of several microbatches have.
+    A time is the position of an operator in the execution order. The first ``held``
+    arrays live during the whole step. They are the inputs with their spare copies, and
+    the sums of gradients over microbatches. Only steps of several microbatches have
+    these sums.
 
     Attributes:
-      values: int ``[arrays]``, the value of the program.
+      values: int ``[arrays]``, the value of the program that an array holds.
       nbytes: float64 ``[arrays]``, bytes on the device at the planned batch.
-      first: int ``[arrays]``, the first time at which an array is there.
-      last: int ``[arrays]``, the last one.
-      degrees: int ``[arrays]``, how many dimensions grow with the batch.
-      kinds: what each is for: a role of the step's inputs, `SUMS`, or one of
+      first: int ``[arrays]``, the first time at which an array is live.
+      last: int ``[arrays]``, the last time at which an array is live.
+      degrees: int ``[arrays]``, number of dimensions that grow with the batch.
+      kinds: the purpose of each array: a role of the step's inputs, `SUMS`, or one of
         `autopar.cost.local.BUFFER_KINDS`.
-      held: how many arrays are there all the time.
-      length: the number of times.
-      factor: on the bytes of the others (`Calibration.memory_overhead`).
-      workspace_bytes: what matrix products take to work in.
-      on_chip_bytes: what the memory of the chip itself holds of the others.
-      rest_part: the part of the bytes of inputs that is taken off ``room_bytes``.
-      gaps: int ``[gaps, 3]``, an array, and the times between which the compiler gives
-        it up where memory is short.
-      room_bytes: bytes beside the inputs beyond which it does that, before these are
-        taken off.
-      placed: whether what is lost between arrays counts (`lost_bytes`).
+      held: number of arrays that are live during the whole step.
+      length: number of times.
+      factor: factor on the bytes of all arrays that are not held
+        (`Calibration.memory_overhead`).
+      workspace_bytes: bytes of workspace for matrix products.
+      on_chip_bytes: bytes of the chip's memory for arrays that are not held.
+      rest_part: fraction of the held bytes that is subtracted from ``room_bytes``.
+      gaps: int ``[gaps, 3]``, an array and the two times between which the compiler may
+        free it (and recompute it later) if memory is short.
+      room_bytes: limit of the bytes of arrays that are not held, before the subtraction
+        of ``rest_part``. Above this limit memory is short.
+      placed: whether bytes lost between arrays count (`lost_bytes`).
     """
 
     values: np.ndarray
@@ -168,11 +176,12 @@ class Live:
     def bytes_at(self, rows: float = 1.0, accumulation: int = 1) -> np.ndarray:
         """Bytes of each array, ``[arrays]``, at another batch or accumulation.
 
-        The layouts stay. The whole batch is there before it is cut into microbatches.
+        The layouts stay the same. An input of the batch is held as a whole, before its
+        split into microbatches.
 
         Args:
-          rows: of the whole step, over the planned ones.
-          accumulation: number of microbatches that the batch is cut into.
+          rows: ratio of the step's rows to the planned rows.
+          accumulation: number of microbatches into which the batch is split.
         """
         grown = self.nbytes * (rows / accumulation) ** self.degrees
         grown[: self.held] = self.nbytes[: self.held] * np.where(
@@ -188,7 +197,10 @@ class Live:
         return float(nbytes[: self.held].sum()) + self._beside(nbytes)
 
     def _beside(self, nbytes: np.ndarray) -> np.ndarray:
-        """Bytes beside what is held at each time, with what the compiler gives up."""
+        """Bytes of arrays that are not held, at each time, ``[length]``.
+
+        Where memory is short, the compiler frees arrays in their gaps.
+        """
         whole = self.factor * self._usage(nbytes, ~self._on_chip(nbytes))
         whole += self.workspace_bytes
         room = self._room(nbytes)
@@ -198,14 +210,14 @@ class Live:
         return np.maximum(np.minimum(whole, room), least)
 
     def _room(self, nbytes: np.ndarray) -> float:
-        """Bytes beside what is held beyond which the compiler gives arrays up."""
+        """Bytes of arrays that are not held above which the compiler frees arrays."""
         return self.room_bytes - self.rest_part * float(nbytes[: self.held].sum())
 
     def _is_short(self, nbytes: np.ndarray, beside: np.ndarray) -> bool:
         return bool(beside.max() >= self._room(nbytes))
 
     def _given_up(self, nbytes: np.ndarray) -> np.ndarray:
-        """Bytes at each time that the compiler may give up, ``[length]``."""
+        """Bytes that the compiler may free at each time, ``[length]``."""
         array, first, last = self.gaps.T
         keeps = ~self._on_chip(nbytes)[array]
         change = np.zeros(self.length + 2)
@@ -214,10 +226,10 @@ class Live:
         return np.cumsum(change)[: self.length]
 
     def peak_bytes(self, rows: float = 1.0, accumulation: int = 1) -> float:
-        """Bytes of the device that the step needs.
+        """Bytes of device memory that the step needs.
 
-        The most that is there at once, with what is lost between the arrays where
-        nothing is given up for room.
+        The peak of live bytes, plus the bytes lost between arrays if the compiler frees
+        no array early.
         """
         nbytes = self.bytes_at(rows, accumulation)
         beside = self._beside(nbytes)
@@ -225,7 +237,7 @@ class Live:
         return peak + self._lost_bytes(nbytes, beside)
 
     def _lost_bytes(self, nbytes: np.ndarray, beside: np.ndarray) -> float:
-        """Bytes between arrays, where nothing is given up for room."""
+        """Bytes lost between arrays; 0 where memory is short."""
         if not self.placed or self._is_short(nbytes, beside):
             return 0.0
         off = ~self._on_chip(nbytes)
@@ -241,9 +253,10 @@ class Live:
         return out
 
     def at_peak(self) -> dict[str, float]:
-        """Bytes beside the inputs, by kind, at the time when most are there.
+        """Bytes by kind at the time of peak memory, without held arrays.
 
-        Of what the compiler gives up for room each kind has its part.
+        Bytes that the compiler frees are subtracted in proportion from all arrays that
+        it may free at that time.
         """
         nbytes = self.bytes_at()
         beside, off = self._beside(nbytes), ~self._on_chip(nbytes)
@@ -264,16 +277,17 @@ class Live:
         return {kind: nbytes for kind, nbytes in out.items() if nbytes}
 
     def _usage(self, nbytes: np.ndarray, chosen: np.ndarray) -> np.ndarray:
-        """Sums the chosen arrays: bytes at each time."""
+        """Total bytes of the chosen arrays at each time, ``[length]``."""
         change = np.zeros(self.length + 2)
         np.add.at(change, self.first[chosen], nbytes[chosen])
         np.add.at(change, self.last[chosen] + 1, -nbytes[chosen])
         return np.cumsum(change)[: self.length]
 
     def _on_chip(self, nbytes: np.ndarray) -> np.ndarray:
-        """Which arrays are not in the device's memory: those held are counted apart.
+        """Which arrays the timeline of device memory leaves out, bool ``[arrays]``.
 
-        Results of the step are in the device's memory when it ends.
+        These are arrays on the chip, and held arrays, which are counted separately.
+        Results of the step are always in the device's memory.
         """
         out = np.zeros(len(nbytes), dtype=bool)
         out[: self.held] = True
@@ -295,13 +309,13 @@ def live(
     life: Lifetimes | None = None,
     only: Sequence[int] | None = None,
 ) -> Live:
-    """Lists what a device holds in a step.
+    """Lists the arrays that a device holds in a step.
 
     Args:
       assignment: strategies as layouts.
       device: the device.
-      life: when values are made and last needed; None: as the device's compiler has it.
-      only: the operators that count, as makers and as readers; None: all of them.
+      life: the lifetimes of values; None: those of the device's compiler.
+      only: the operators whose operands and results are listed; None: all operators.
     """
     analysis = assignment.analysis
     life = analysis.life(habits_of(device)) if life is None else life
@@ -356,7 +370,7 @@ def _sums(assignment: Assignment, length: int) -> Iterator[Buffer]:
 def held_bytes(
     assignment: Assignment, given: GraphInput, *, tiled: bool = False
 ) -> float:
-    """Bytes of an input on one device, with the spare copies of what is carried."""
+    """Bytes of an input on one device, with spare copies if the input is carried."""
     layout = assignment.home_layout(given.value)
     split = shards(layout, assignment.sizes)
     copies = 1.0
@@ -366,7 +380,7 @@ def held_bytes(
 
 
 def each_held_bytes(assignment: Assignment, *, tiled: bool = False) -> list[float]:
-    """`held_bytes` of all inputs; those of equal layers are the same."""
+    """`held_bytes` of each input, computed once for equal inputs."""
     known: dict[tuple[object, ...], float] = {}
     graph, kernels = assignment.graph, assignment.analysis.in_kernels if tiled else ()
     out: list[float] = []
@@ -381,11 +395,11 @@ def each_held_bytes(assignment: Assignment, *, tiled: bool = False) -> list[floa
 
 
 def lost_bytes(first: np.ndarray, last: np.ndarray, nbytes: np.ndarray) -> float:
-    """Bytes of a block of memory beyond the most that is live at once.
+    """Bytes lost to fragmentation: the size of the memory block less peak live bytes.
 
-    XLA places the buffers of a program at fixed addresses, the largest first, each in
-    the smallest hole that it fits among those that are there at some time of its own
-    (openxla/xla, ``GlobalDecreasingSizeBestFitHeap`` in
+    XLA places the buffers of a program at fixed addresses, the largest first. Each
+    buffer goes into the smallest sufficient hole between placed buffers whose lifetimes
+    overlap with its own (openxla/xla, ``GlobalDecreasingSizeBestFitHeap`` in
     ``xla/service/heap_simulator/heap_simulator.cc``).
 
     >>> first, last = np.array([0, 1, 2]), np.array([0, 1, 2])
@@ -394,8 +408,8 @@ def lost_bytes(first: np.ndarray, last: np.ndarray, nbytes: np.ndarray) -> float
 
     Args:
       first: int ``[buffers]``, the first time of each buffer.
-      last: int ``[buffers]``, the last one.
-      nbytes: float64 ``[buffers]``.
+      last: int ``[buffers]``, the last time of each buffer.
+      nbytes: float64 ``[buffers]``, bytes of each buffer.
     """
     if not len(nbytes):
         return 0.0
@@ -403,7 +417,7 @@ def lost_bytes(first: np.ndarray, last: np.ndarray, nbytes: np.ndarray) -> float
     whole = _most(first, last, nbytes, times)
     large = np.flatnonzero(nbytes > _LEAST_PART * whole)
     first, last, nbytes = first[large], last[large], nbytes[large]
-    # Of one size, those that are there longest come first.
+    # Among buffers of equal size, those that live longest come first.
     order = np.lexsort((first - last, -nbytes))
     first, last, nbytes = first[order], last[order], nbytes[order]
     begins, ends = np.zeros(len(nbytes)), np.zeros(len(nbytes))
@@ -416,7 +430,7 @@ def lost_bytes(first: np.ndarray, last: np.ndarray, nbytes: np.ndarray) -> float
 
 
 def _hole(begins: np.ndarray, ends: np.ndarray, size: float) -> float:
-    """Where the smallest hole of a size begins, or else what is there ends."""
+    """The address of the smallest hole of at least ``size``, or else the end."""
     if not len(begins):
         return 0.0
     order = np.argsort(begins)
@@ -429,7 +443,7 @@ def _hole(begins: np.ndarray, ends: np.ndarray, size: float) -> float:
 
 
 def _most(first: np.ndarray, last: np.ndarray, nbytes: np.ndarray, times: int) -> float:
-    """Most bytes live at once."""
+    """The largest number of bytes that are live at the same time."""
     change = np.zeros(times)
     np.add.at(change, first, nbytes)
     np.add.at(change, last + 1, -nbytes)
@@ -437,15 +451,16 @@ def _most(first: np.ndarray, last: np.ndarray, nbytes: np.ndarray, times: int) -
 
 
 def room_bytes(chip_bytes: int) -> int:
-    """What a chip's memory holds of buffers, in bytes.
+    """Bytes of buffers that the memory on the chip of a TPU can hold.
 
-    A TPU's vector memory is under the compiler's control. XLA's memory space assignment
-    places a buffer there where there is room for it, and such a buffer takes no memory
-    of the device (openxla/xla, ``xla/service/memory_space_assignment``). What waits
-    long is moved out, and then the device's memory holds it.
+    The compiler controls a TPU's vector memory. XLA's memory space assignment places
+    buffers there as long as there is room (openxla/xla,
+    ``xla/service/memory_space_assignment``). These buffers take no device memory. A
+    buffer that waits long for its reader is moved to device memory.
 
-    Kernels have a part to work in. A sixth of the rest holds what arrives for the next
-    kernel while one runs, and what is lost between buffers.
+    Part of the chip's memory is reserved as workspace of kernels. One sixth of the rest
+    is not available for buffers: it holds operands that are prefetched for the next
+    kernel, and bytes lost between buffers.
     """
     part, whole = _BUFFERS
     return max(0, chip_bytes - _KERNEL_BYTES) * part // whole
@@ -454,17 +469,18 @@ def room_bytes(chip_bytes: int) -> int:
 def on_chip(
     starts: np.ndarray, ends: np.ndarray, sizes: np.ndarray, room: float
 ) -> np.ndarray:
-    """Which buffers lie on the chip, for their whole life.
+    """Which buffers lie on the chip for their whole life.
 
-    Where more is live than the chip holds, the buffer that lives longest goes first,
-    until the rest fits at every time: it takes the room that many others could use one
-    after the other (Belady, IBM Systems Journal 5(2), 1966).
+    Where live buffers exceed the chip's memory, the buffer with the longest lifetime is
+    removed first, until the rest fits at every time. A long-lived buffer occupies room
+    that many short-lived buffers could use in turn (Belady, IBM Systems Journal 5(2),
+    1966).
 
     Args:
       starts: the first time of each buffer.
-      ends: the last.
-      sizes: bytes.
-      room: bytes that the chip holds.
+      ends: the last time of each buffer.
+      sizes: bytes of each buffer.
+      room: bytes of buffers that the chip holds.
 
     Returns:
       One truth value for each buffer.

@@ -23,18 +23,21 @@ class Collective:
     """One collective of a planned step.
 
     Attributes:
-      step: what is done; `ReshardStep.fraction` times ``nbytes`` is its charged size.
-      nbytes: bytes of the whole, unsharded array, in the type that it is sent in.
-      trips: how often it runs in a step.
+      step: the kind, mesh axes and layout of the collective. Its size is
+        `ReshardStep.fraction` times ``nbytes``.
+      nbytes: bytes of the unsharded array, in the dtype in which it is sent.
+      trips: number of runs in a step.
       value: the array.
-      operator: the operator that makes the partial result, or the first to
-        read the resharded one.
-      place: where the compiler may join it with others; None where it needs
-        another's result.
-      ready: the operator that completes what it sums, or needs what it gathers.
-      message_bytes: size of the message that it travels in, 0 where it is alone.
-      message: number of that message in the step, -1 where it is alone.
-      beside: whether it runs beside the work of its operator.
+      operator: the operator that makes the partial result, or the first operator that
+        reads the resharded array.
+      place: key of the collectives with which the compiler may join this one; None if
+        the collective cannot be joined.
+      ready: the operator that completes the summed array, or that reads the gathered
+        array.
+      message_bytes: bytes of the message that holds the collective; 0 if the collective
+        is not joined with others.
+      message: number of that message in the step; -1 if the collective is not joined.
+      beside: whether the collective overlaps with the work of its own operator.
     """
 
     step: ReshardStep
@@ -50,11 +53,12 @@ class Collective:
 
     @property
     def size(self) -> float:
-        """Bytes in the convention of `autopar.cost.collectives`."""
+        """The collective's size in bytes, as defined at `autopar.cluster.specs.Kind`.
+        """
         return self.step.fraction * self.nbytes
 
     def sent_in(self, message_bytes: float, message: int) -> Collective:
-        """The collective in a message of so many bytes."""
+        """The collective as part of message number ``message``."""
         return Collective(
             self.step,
             self.nbytes,
@@ -68,42 +72,43 @@ class Collective:
         )
 
     def seconds(self, pricer: Pricer) -> float:
-        """Seconds of all its runs in one step: its part of its messages'."""
+        """Seconds of all runs in one step: the collective's share of its messages."""
         return self.trips * pricer.collective_s(
             self.step, self.nbytes, self.message_bytes
         )
 
     def shared_s(self, pricer: Pricer) -> float:
-        """Those of its seconds that depend on what else its message carries."""
+        """The part of `seconds` that depends on the other arrays in its message."""
         if not self.message_bytes:
             return 0.0
         own = self.trips * pricer.least_s(self.step, self.nbytes)
         return self.seconds(pricer) - own
 
     def sent_bytes(self, pricer: Pricer) -> float:
-        """Bytes that one device sends for it in one step."""
+        """Bytes that one device sends for the collective in one step."""
         return self.trips * pricer.sent_bytes(self.step, self.nbytes)
 
 
-# What loops hand out when they are done.
+# Operators whose results a loop returns when it ends.
 _HANDED_OUT = ("carry", "stack_step")
 
-# An array of the planned program: a value, whether it starts a way anew, and
-# the layouts stated for it so far. Equal forms are one array.
+# A form of a value: one array of the planned program. It has the value's number,
+# whether the array is gathered anew, and the layouts through which it was resharded.
+# Equal forms are the same array.
 Form = tuple[object, ...]
 
 
 @dataclasses.dataclass(slots=True)
 class _Forms:
-    """The resharded forms of all values, and what is read as it is.
+    """The resharded forms of all values, and the forms that operators read.
 
     Attributes:
-      collectives: those that make forms, in the order of their readers.
-      children: what each form is turned into.
-      read: the forms that are read, but for those below.
-      rounds: whether what only products read is sent in bfloat16.
-      whole: of each value, whether it is read as it lies.
-      made: the forms that each program has, by its number.
+      collectives: the collectives that make forms, in the order of their readers.
+      children: the forms made from each form by one resharding step.
+      read: the forms that operators read, apart from those in ``whole``.
+      rounds: whether values that only products read are sent in bfloat16.
+      whole: for each value, whether an operator reads it in its own layout.
+      made: pairs of the number of a program and a form that exists in the program.
     """
 
     collectives: list[Collective]
@@ -132,11 +137,12 @@ def traffic(
 
     Args:
       assignment: strategies as layouts.
-      only: the operators that count, in program order; None: all of them.
-      rounds: whether what only products read is sent in bfloat16
+      only: the operators whose collectives are listed, in program order; None: all
+        operators.
+      rounds: whether values that only products read are sent in bfloat16
         (`autopar.cluster.DeviceSpec.rounds_operands`).
     """
-    if not assignment.graph.operators:  # a stage may have no work of its own
+    if not assignment.graph.operators:  # a pipeline stage may have no operators
         return []
     whole = np.zeros(len(assignment.graph.values), dtype=bool)
     forms = _Forms([], {}, set(), rounds, whole)
@@ -152,7 +158,8 @@ def traffic(
         if layout is not None:
             maker = assignment.contraction.producer.get(value)
             updated = maker is not None and maker.role is Role.UPDATE
-            # What comes last may be no part of the update, such as a count of steps.
+            # The program's last operator may not belong to the update: it may, for
+            # example, count the steps.
             last = (updates if updated else operators)[-1]
             backward = assignment.is_backward(last)
             for source, wanted in assignment.required_layouts(value, layout):
@@ -170,7 +177,7 @@ def traffic(
 def operators_of(
     assignment: Assignment, only: Collection[int] | None
 ) -> Sequence[Operator]:
-    """These operators of a program, or all of them."""
+    """The operators with these numbers; None: all operators of the program."""
     operators = assignment.graph.operators
     return operators if only is None else [operators[k] for k in only]
 
@@ -178,11 +185,11 @@ def operators_of(
 def join_messages(
     pricer: Pricer, collectives: Sequence[Collective]
 ) -> list[Collective]:
-    """Says of each collective in which message it travels.
+    """Assigns each collective to the message in which it travels.
 
     Args:
       pricer: the mesh and cluster.
-      collectives: those of one step, in program order.
+      collectives: the collectives of one step, in program order.
     """
     combiner = pricer.combiner
     groups: dict[tuple[Group, Place, float], list[int]] = {}
@@ -195,7 +202,8 @@ def join_messages(
     out = list(collectives)
     count = 0
     for ((kind, axes), _, _), numbers in groups.items():
-        # Messages are limited by their results, of which a scattered sum is a part.
+        # The limit of a message counts bytes of results. The result of a scattered sum
+        # is a fraction of its size.
         parts = pricer.group(axes) if kind == "reduce_scatter" else 1
         for message in combiner.messages([out[k].size / parts for k in numbers]):
             members = [numbers[place] for place in message]
@@ -207,9 +215,9 @@ def join_messages(
 
 
 def _read_all(assignment: Assignment, forms: _Forms, among: Sequence[Operator]) -> None:
-    """Adds what operators read.
+    """Adds the forms that operators read.
 
-    What is moved to no operator that reads it is read as it lies.
+    A value that needs no resharding for its readers is only marked in `_Forms.whole`.
     """
     readings, ways = assignment.analysis.readings, assignment.ways
     rows, partial = readings.rows, bool(assignment.stackings)
@@ -238,10 +246,10 @@ def _read(
     way: Way,
     trips: float,
 ) -> None:
-    """Adds the collectives that bring a value to one reader.
+    """Adds the collectives that reshard a value for one reader.
 
-    Each program makes a form once. What goes from one program to another is as it was
-    made, so that both make the forms that they read.
+    Each program makes a form once. A value passes from one program to another in its
+    original form. Therefore each program makes the forms that it reads itself.
     """
     steps, fresh = way
     program = (assignment.analysis.programs or {}).get(op.equation, 0)
@@ -271,7 +279,8 @@ def _gather_place(
     reader: Operator,
     step: ReshardStep,
 ) -> Place | None:
-    """The place of a parameter's gather; None: it is not joined."""
+    """The place of a parameter's gather; None: the gather is not joined with others.
+    """
     known = assignment.independent
     maker = assignment.contraction.producer[source]
     if step.kind not in GATHERS or maker.class_index not in known.gathered:
@@ -285,14 +294,15 @@ def _gather_place(
 def _sum_place(
     assignment: Assignment, maker: Operator, value: int, step: ReshardStep, at: Operator
 ) -> Place | None:
-    """The place of a sum that may share a message; None: it is not joined.
+    """The place of a sum; None: the sum is not joined with others.
 
     Args:
       assignment: strategies as layouts.
-      maker: the operator whose result it sums.
+      maker: the operator whose result is summed.
       value: the result.
       step: the collective.
-      at: where it is taken; behind its loop, if that hands over what is summed.
+      at: the operator after which the sum runs. If it returns a loop's result, the sum
+        runs after that loop.
     """
     known = assignment.independent
     summing = maker.class_index in known.summing
@@ -338,7 +348,7 @@ def _reductions(
 def _exchanges(
     assignment: Assignment, among: Sequence[Operator]
 ) -> Iterator[Collective]:
-    """Yields what shards of an operator send each other."""
+    """Yields the collectives among shards of an operator (`Exchange`)."""
     for op in among:
         for exchange, step, messages, value in exchanges_of(assignment, op):
             nbytes, trips = assignment.graph.values[value].nbytes, op.trips * messages
@@ -350,7 +360,7 @@ def _exchanges(
 def exchanges_of(
     assignment: Assignment, op: Operator
 ) -> Iterator[tuple[Exchange, ReshardStep, int, int]]:
-    """Yields the exchanges of an operator: a message, their number, and the array."""
+    """Yields each exchange of an operator, its message, their number, and the array."""
     for exchange in op.rule.exchanges:
         dims, value = exchanged_array(op, exchange)
         axes = exchange_axes(assignment, op, exchange)
@@ -361,13 +371,13 @@ def exchanges_of(
 
 
 def exchange_axes(assignment: Assignment, op: Operator, exchange: Exchange) -> Axes:
-    """The axes over which shards of an operator send each other an array."""
+    """The mesh axes over which shards of an operator exchange an array."""
     factor = assignment.contraction.node(op).members[op.class_index][exchange.factor]
     return assignment.works_as(op)[factor]
 
 
 def exchanged_array(op: Operator, exchange: Exchange) -> tuple[Dims, int]:
-    """The dimensions of an array that shards send each other, and its value."""
+    """The dimensions and the value of an array that shards exchange."""
     if exchange.result:
         return op.rule.results[exchange.slot], op.outputs[exchange.slot]
     value = op.inputs[exchange.slot]
@@ -376,14 +386,15 @@ def exchanged_array(op: Operator, exchange: Exchange) -> tuple[Dims, int]:
 
 
 def _is_reduced(assignment: Assignment, op: Operator) -> bool:
-    """Whether something happens to results of an operator before they are at home."""
+    """Whether an operator's results need a collective or slice to reach their layouts.
+    """
     if op.kind == "return" or op.class_index not in assignment.contraction.node_of:
         return False
     return any(assignment.result_steps(op, slot) for slot in range(len(op.outputs)))
 
 
 def stays_partial(assignment: Assignment, op: Operator, value: int) -> bool:
-    """Whether an operator hands a partial value on, its sum not taken."""
+    """Whether an operator passes a partial value on without summing it."""
     stackings = assignment.stackings
     return (
         value in stackings
@@ -393,7 +404,7 @@ def stays_partial(assignment: Assignment, op: Operator, value: int) -> bool:
 
 
 def _due(assignment: Assignment, forms: _Forms) -> list[Collective]:
-    """The collectives that take the sums that were put off."""
+    """The collectives of deferred sums."""
     out: list[Collective] = []
     for value, stacking in assignment.stackings.items():
         if value not in stacking.deferral.ends or value in assignment.codecs:
@@ -422,7 +433,7 @@ def _due(assignment: Assignment, forms: _Forms) -> list[Collective]:
 def _finish_reduction(
     assignment: Assignment, forms: _Forms, value: int, steps: tuple[ReshardStep, ...]
 ) -> tuple[ReshardStep, ...]:
-    """The steps of a reduction, given what its readers keep of the result."""
+    """The steps of a reduction; it is scattered if readers keep only slices."""
     if not steps or steps[-1].kind != "all_reduce":
         return steps
     kept = _sliced_axes(forms, (value, False), frozenset(steps[-1].axes))
@@ -430,9 +441,9 @@ def _finish_reduction(
 
 
 def _sliced_axes(forms: _Forms, form: Form, axes: frozenset[int]) -> frozenset[int]:
-    """Those of the axes over which every reader keeps only a slice of an array.
+    """The subset of ``axes`` over which every reader keeps only a slice of an array.
 
-    A slice over other axes too is none that a compiler merges with the reduction.
+    A compiler does not merge a slice with a reduction if the slice has other axes too.
     """
     out: frozenset[int] = frozenset()
     while not forms.is_read(form):
@@ -449,9 +460,10 @@ def _sliced_axes(forms: _Forms, form: Form, axes: frozenset[int]) -> frozenset[i
 def scatter_sum(
     step: ReshardStep, kept: frozenset[int], sizes: Sequence[int]
 ) -> tuple[ReshardStep, ...]:
-    """An all-reduce of which only slices are kept is a reduce-scatter.
+    """Turns an all-reduce into a reduce-scatter over the axes in ``kept``.
 
-    The layout of the steps stays that of the all-reduce: the slice follows.
+    Readers keep only a slice over these axes. The returned steps have the layout of the
+    all-reduce, because the slice is a step of its own after them.
     """
     out: list[ReshardStep] = []
     fraction = step.fraction

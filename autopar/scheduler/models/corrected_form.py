@@ -1,26 +1,30 @@
 """The power form of a step's seconds, corrected by what was measured nearby.
 
-What the form (`PowerTimes`) misses of the logarithms of measured seconds is a Gaussian
-process over the logarithms of nodes, devices and samples of a device. Near what was
-measured it corrects the form; far away nothing is left of it.
+The model is a parametric form (`PowerTimes`) times a correction. The errors of the form
+in the logarithm of measured seconds are modelled by a Gaussian process over the
+logarithms of nodes, devices and samples per device. Near measured configurations the
+process corrects the form. Far from them the correction vanishes.
 
-*The form.* A microbatch of m samples takes ``a + b m``. A synchronisation inside a node
-takes ``c (K/2)^u`` on K devices. Between nodes it takes ``d (K/n)^v`` on n nodes, times
-``e (n/2)^w`` where n > 2: a ring over more than two nodes has other neighbours, not
-more bytes. The two overlap: ``(T_grad^g + T_sync^g)^(1/g)``.
+*The form.* A microbatch of m samples takes ``T_grad = a + b m`` seconds. A
+synchronisation takes ``T_sync = c (K/2)^u`` seconds on K devices of one node. On K
+devices of n nodes, T_sync is ``d (K/n)^v``, times ``e (n/2)^w`` where n > 2: a ring
+over more than two nodes has other neighbours, but not more bytes. Work and
+synchronisation overlap: a step takes ``(T_grad^g + T_sync^g)^(1/g)`` seconds.
 
-All constants but the exponents are positive, so their logarithms are fitted: Gauss and
-Newton's steps on the errors of logarithms, each constant held to a prior. Where nothing
-was measured the prior decides.
+The constants other than the exponents are positive, so the fit is over their
+logarithms. Gauss-Newton steps minimise the squared errors of logarithms plus a prior of
+each constant. The prior determines a constant that no measurement constrains.
 
-*The process* (`Process`) says values near those that were seen, and how sure they are:
-Rasmussen and Williams, "Gaussian Processes for Machine Learning", MIT Press 2006. A
-value is a smooth part and noise. Smooth parts of two points are correlated by Matern's
-kernel of order 3/2, ``(1 + d) exp(-d)``, with d the root of 3 times their distance in
-units of *lengths*. Far from all points the smooth part is expected to be 0.
+*The process* (`Process`) predicts values near measured values, with their standard
+deviation (Rasmussen and Williams, "Gaussian Processes for Machine Learning", MIT Press
+2006). A value is the sum of a smooth part and noise. The smooth parts of two points
+have the correlation ``(1 + d) exp(-d)`` (Matern's kernel of order 3/2). Here d is
+sqrt(3) times the distance of the points, in units of the length scale of each axis. Far
+from all measured points the smooth part has a mean of 0.
 
-The variance of both, and what part of it is smooth, are those of highest marginal
-likelihood. One decomposition of the kernel's matrix serves all parts that are tried.
+The variance of the values, and the smooth fraction of that variance, maximise the
+marginal likelihood. The fit decomposes the kernel matrix once, for all fractions that
+it tries.
 """
 
 from __future__ import annotations
@@ -39,15 +43,15 @@ class CorrectedTimes:
     """Predicts seconds of microbatches.
 
     Attributes:
-      form: the seconds before they are corrected.
-      missed: what the form misses of the logarithm of a step's seconds.
+      form: predicts the seconds before the correction.
+      missed: the process of the form's error in the logarithm of a step's seconds.
     """
 
     form: PowerTimes
     missed: Process
 
     def grad_s(self, local: np.ndarray) -> np.ndarray:
-        """Seconds of a microbatch of so many samples a device, by the form."""
+        """Seconds of a microbatch of ``local`` samples per device, by the form."""
         return self.form.grad_s(local)
 
     def step_s(
@@ -60,7 +64,7 @@ class CorrectedTimes:
 
 
 def fit(samples: StepSamples) -> CorrectedTimes:
-    """Fits the form, and a process to what it misses.
+    """Fits the form, and a Gaussian process to the form's errors.
 
     Args:
       samples: the measurements; one is enough.
@@ -74,23 +78,34 @@ def fit(samples: StepSamples) -> CorrectedTimes:
 def _places(
     nodes: np.ndarray, devices: np.ndarray, local: np.ndarray
 ) -> tuple[np.ndarray, tuple[int, ...]]:
-    """Points of a process, (n, 3), and the shape that is asked for."""
+    """Points of the process, (n, 3), and the broadcast shape of the arguments."""
     counts = np.broadcast_arrays(nodes, devices, local)
     axes = [np.log(np.maximum(count, 1)) for count in counts]
     return np.stack([axis.ravel() for axis in axes], axis=1), axes[0].shape
 
 
 _STEPS = 12
-_NOISE = 0.05  # of one measurement, relative
-# Priors: of the logarithms of a, b, c, d beside the seconds of a microbatch; of the
-# exponents u, v, of log e and of w; of log(g - 1). Chosen on cifar10, imagenet and ncf.
+_NOISE = 0.05  # relative standard deviation of one measurement
+# Means and standard deviations of the priors of log a, log b, log c, log d, u, v,
+# log e, w and log(g - 1). The constants are named in the module's docstring. The first
+# four means are relative to the seconds of a microbatch. All values were chosen on
+# cifar10, imagenet and ncf.
 _MEAN = np.array([-0.7, -0.7, -3.5, -0.7, 0.5, 0.55, -0.3, 0.1, 0.0])
 _SPREAD = np.array([1.0, 1.0, 1.5, 1.5, 0.5, 0.3, 0.2, 0.15, 0.7])
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PowerTimes:
-    """The constants ``(log a, log b, log c, log d, u, v, log e, w, log(g - 1))``."""
+    """The parametric form of the seconds of a step.
+
+    With m samples per device on K devices and n nodes, a microbatch takes
+    ``T_grad = a + b m`` seconds. A synchronisation takes ``T_sync = c (K/2)^u`` seconds
+    inside a node. Between nodes it takes ``d (K/n)^v``, times ``e (n/2)^w`` where
+    n > 2. A step takes ``(T_grad^g + T_sync^g)^(1/g)``.
+
+    Attributes:
+      constants: ``(log a, log b, log c, log d, u, v, log e, w, log(g - 1))``.
+    """
 
     constants: tuple[float, ...]
 
@@ -111,11 +126,11 @@ class PowerTimes:
 
 
 def fit_power_form(samples: StepSamples, start: PowerTimes | None = None) -> PowerTimes:
-    """The constants of highest posterior probability for measured steps.
+    """The constants with the highest posterior probability, given measured steps.
 
     Args:
-      samples: the measurements; one is enough.
-      start: constants of an earlier fit_power_form, from where it converges faster.
+      samples: the measurements; one measurement is enough.
+      start: constants of an earlier fit, which make this fit converge faster.
     """
     mean = _MEAN.copy()
     typical = float(np.exp(np.mean(np.log(samples.grad_s))))
@@ -146,7 +161,7 @@ def fit_power_form(samples: StepSamples, start: PowerTimes | None = None) -> Pow
 
 
 def _sync_rows(nodes: np.ndarray, devices: np.ndarray) -> np.ndarray:
-    """What the six constants of a synchronisation are multiplied with; (6, n)."""
+    """The factors of log c, log d, u, v, log e and w in log T_sync, shape (6, n)."""
     far = (nodes > 1) * 1.0
     near, wide = 1 - far, (nodes > 2) * 1.0
     log_devices, log_nodes = np.log(devices), np.log(nodes)
@@ -169,7 +184,8 @@ def _errors(
     alone: np.ndarray,
     mean: np.ndarray,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Weighted errors of logarithms and of priors, and their slopes by constant."""
+    """Weighted errors of logarithms and of priors, and their derivatives by constant.
+    """
     n = len(samples.local)
     first, second = np.exp(theta[0]), np.exp(theta[1]) * samples.local
     grad = first + second
@@ -196,25 +212,26 @@ def _errors(
     return error, slopes
 
 
-# Parts of the variance that are smooth which are tried; with 0 nothing is predicted.
+# The smooth fractions of the variance that the fit tries. With a fraction of 0 the
+# process predicts 0 everywhere.
 _PARTS = (0.0, 0.05, 0.1, 0.2, 0.35, 0.5, 0.65, 0.8, 0.9, 0.95, 0.98)
-# Below it an eigenvalue is an error of rounding, beside a kernel of 1.
+# The kernel of a point with itself is 1; eigenvalues below this are rounding errors.
 _TINY = 1e-10
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Process:
-    """What is known after some values were seen.
+    """A Gaussian process, given measured values.
 
     Attributes:
-      points: where, shape (n, axes), in units of lengths.
-      lengths: over which values change, by axis.
-      variance: of the smooth part and noise together.
-      part: of the variance that is smooth.
-      vectors: of the kernel's matrix, (n, n).
-      weights: the inverse of the eigenvalues of the values' covariance, without the
-        variance, (n,).
-      pull: by what the kernel is multiplied for a value, (n,).
+      points: the measured points, shape (n, axes), divided by ``lengths``.
+      lengths: the length scale of each axis.
+      variance: variance of a value, smooth part and noise together.
+      part: fraction of the variance that is smooth.
+      vectors: eigenvectors of the kernel matrix, (n, n).
+      weights: inverse eigenvalues of the values' covariance divided by ``variance``,
+        (n,).
+      pull: the inverse of that scaled covariance times the values, (n,).
     """
 
     points: np.ndarray
@@ -226,23 +243,23 @@ class Process:
     pull: np.ndarray
 
     def mean(self, at: np.ndarray) -> np.ndarray:
-        """The smooth part at points, shape (m, axes): most likely, (m,)."""
+        """The mean of the smooth part, (m,), at points of shape (m, axes)."""
         return self.part * (self._kernel(at) @ self.pull)
 
     def spread(self, at: np.ndarray) -> np.ndarray:
-        """The smooth part's standard deviation at points, (m,)."""
+        """The standard deviation of the smooth part, (m,), at points (m, axes)."""
         seen = self._kernel(at) @ self.vectors
         known = self.part**2 * (seen**2 @ self.weights)
         return np.sqrt(self.variance * np.maximum(self.part - known, 0.0))
 
     def without(self, groups: np.ndarray) -> np.ndarray:
-        """Errors of each value if its group had not been seen, (n,).
+        """The error of each value in a prediction without the value's group, (n,).
 
-        Their variance and part are kept. It is the formula of Rasmussen and Williams
-        (5.12) for one value, for several at once.
+        The variance and the smooth fraction stay those of the fit to all values. The
+        formula is (5.12) of Rasmussen and Williams, for several values at once.
 
         Args:
-          groups: which values are left out together, (n,).
+          groups: the group of each value, (n,); a group is left out as a whole.
         """
         inverse = (self.vectors * self.weights) @ self.vectors.T
         errors = np.zeros(len(groups))
@@ -257,12 +274,12 @@ class Process:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Prior:
-    """What is believed of a process before a value is seen.
+    """The prior of a process.
 
     Attributes:
-      lengths: over which values change, by axis.
+      lengths: the length scale of each axis.
       spread: standard deviation of values, noise included.
-      count: for how many values it counts.
+      count: weight of the prior, as a number of values.
     """
 
     lengths: tuple[float, ...]
@@ -271,12 +288,12 @@ class Prior:
 
 
 def fit_process(points: np.ndarray, values: np.ndarray, prior: Prior) -> Process:
-    """The process of highest marginal likelihood.
+    """The process with the highest marginal likelihood.
 
     Args:
-      points: where values were seen, shape (n, axes).
-      values: shape (n,).
-      prior: what is believed before.
+      points: the measured points, shape (n, axes).
+      values: the measured values, shape (n,).
+      prior: the prior of the process.
     """
     scaled = np.asarray(points, float) / np.array(prior.lengths)
     eigen, vectors = _decompose(scaled)
@@ -300,7 +317,7 @@ def process_of(
     variance: float,
     part: float,
 ) -> Process:
-    """The process of a variance and a part that are known; a part of 1 has no noise."""
+    """The process with a given variance and smooth fraction (1: without noise)."""
     scaled = np.asarray(points, float) / np.array(lengths)
     eigen, vectors = _decompose(scaled)
     found = eigen, vectors, vectors.T @ values
@@ -326,7 +343,7 @@ def _decompose(scaled: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _kernel(one: np.ndarray, other: np.ndarray) -> np.ndarray:
-    """Matern's kernel between points of two sets, (len(one), len(other))."""
+    """Matern's kernel for each pair of points, shape (len(one), len(other))."""
     far = cdist(one, other)
     far *= -math.sqrt(3)
     kernel = np.exp(far)
@@ -334,8 +351,9 @@ def _kernel(one: np.ndarray, other: np.ndarray) -> np.ndarray:
     return kernel
 
 
-# Lengths of nodes, devices and samples of a device, of their logarithms: of the ones
-# tried, the most likely on cifar10, imagenet and ncf. There the form misses 0.08 to
-# 0.11 of the logarithms (standard deviation). It counts for as many values as Student's
-# distribution of errors has degrees of freedom (`autopar.goodput.throughput`).
+# Length scales of the logarithms of nodes, devices and samples per device. Of the
+# lengths that were tried, these have the highest likelihood on cifar10, imagenet and
+# ncf. On these programs the errors of the form in the logarithm of seconds have a
+# standard deviation of 0.08 to 0.11. The weight of the prior equals the degrees of
+# freedom of Student's distribution of errors (`autopar.goodput.throughput`).
 PRIOR = Prior(lengths=(0.5, 0.5, 1.5), spread=0.1, count=4.0)
