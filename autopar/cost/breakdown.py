@@ -1,4 +1,4 @@
-"""A cost as a value: what the seconds and bytes of a step are spent on."""
+"""The cost of a step as a value: its seconds and bytes by purpose."""
 
 from __future__ import annotations
 
@@ -8,35 +8,36 @@ from typing import Self
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class CostBreakdown:
-    """Seconds and bytes of one training step on one device, by what they are spent on.
+    """Seconds and bytes of one training step on one device, by purpose.
 
-    Every field adds, over operators, layers, stages and steps. What communication
-    leaves exposed does not: `exposed_s` computes it, once, from the sums of a
+    Every field is additive over operators, layers, stages and steps. Exposed
+    communication is not additive. `exposed_s` computes it once, from the totals of a
     program or a stage.
 
     Attributes:
       matrix_s: seconds of matrix products and convolutions.
       vector_s: seconds of all other operators.
       kernel_s: seconds of starting kernels.
-      waiting_s: seconds of communication that something waits for, without latency.
-      hideable_s: seconds of communication that nothing waits for before the update or
-        since the step's start (sums of gradients, gathers of parameters), without
-        latency.
+      waiting_s: seconds of communication that an operator waits for, without latency.
+      hideable_s: seconds of communication that work may hide, without latency: sums of
+        gradients, which only the update needs, and gathers of parameters, which may
+        start early.
       waiting_latency_s: latency of the messages of ``waiting_s``.
       hideable_latency_s: latency of the messages of ``hideable_s``.
-      codec_s: seconds of encoding and decoding gradients.
-      cover_s: seconds of hideable communication that run beside work
+      codec_s: seconds to encode and decode gradients.
+      cover_s: seconds of hideable communication that overlap with work
         (`autopar.cost.overlap`).
-      contention_s: seconds by which that slows the work.
+      contention_s: seconds by which this overlap slows the work.
       all_reduce_bytes: bytes that one device sends in all-reduces.
-      all_gather_bytes: the same in all-gathers.
-      reduce_scatter_bytes: the same in reduce-scatters.
-      all_to_all_bytes: the same in all-to-alls.
-      collective_permute_bytes: the same in what goes around rings.
-      codec_bytes: the same of gradients with codecs.
+      all_gather_bytes: bytes that one device sends in all-gathers.
+      reduce_scatter_bytes: bytes that one device sends in reduce-scatters.
+      all_to_all_bytes: bytes that one device sends in all-to-alls.
+      collective_permute_bytes: bytes that one device sends in permutations, such as
+        exchanges around a ring.
+      codec_bytes: bytes that one device sends for gradients with codecs.
       parameter_bytes: bytes of parameters that one device holds between steps.
-      optimizer_bytes: the same of optimizer state.
-      other_bytes: the same of other carried state, and of inputs that are no batch.
+      optimizer_bytes: bytes of optimizer state that one device holds between steps.
+      other_bytes: bytes of other carried state, and of inputs other than the batch.
       batch_bytes: bytes of the batch on one device.
     """
 
@@ -62,18 +63,18 @@ class CostBreakdown:
     batch_bytes: float = 0.0
 
     def __add__(self, other: Self) -> Self:
-        """The cost of two things that both happen."""
+        """The total cost of two parts of a step, or of two steps."""
         return type(self)(**{n: getattr(self, n) + getattr(other, n) for n in FIELDS})
 
     def __mul__(self, times: float) -> Self:
-        """The cost of one thing that happens several times."""
+        """The cost of ``times`` repetitions."""
         return type(self)(**{n: getattr(self, n) * times for n in FIELDS})
 
     __rmul__ = __mul__
 
     @property
     def work_s(self) -> float:
-        """Seconds of work on arrays, with nothing beside it."""
+        """Seconds of work, without the slowdown by overlapping communication."""
         return self.matrix_s + self.vector_s + self.kernel_s
 
     @property
@@ -83,7 +84,7 @@ class CostBreakdown:
 
     @property
     def communication_s(self) -> float:
-        """Seconds of communication, hidden or not, without codecs' work."""
+        """Seconds of all communication, hidden or not, without work of codecs."""
         return self.waiting_s + self.waiting_latency_s + self.hideable_total_s
 
     @property
@@ -111,9 +112,9 @@ FIELDS = tuple(f.name for f in dataclasses.fields(CostBreakdown))
 def exposed_s(cost: CostBreakdown) -> float:
     """Seconds of communication during which a device does nothing else.
 
-    What something waits for is exposed as a whole. The rest is hidden as far as
-    ``cover_s`` reaches. The sums of a whole program or stage go in: parts of one
-    cannot be hidden on their own, so exposed times of parts do not add.
+    Communication that an operator waits for is fully exposed. Of hideable
+    communication, ``cover_s`` seconds are hidden. ``cost`` must be the total of a
+    program or a stage, because exposed times of parts of a program do not add up.
 
     >>> exposed_s(CostBreakdown(waiting_s=1.0, hideable_s=5.0, cover_s=3.0))
     3.0
@@ -123,10 +124,10 @@ def exposed_s(cost: CostBreakdown) -> float:
 
 
 def step_s(cost: CostBreakdown) -> float:
-    """Seconds of a step: work, codecs, and the communication left exposed."""
+    """Seconds of a step: work, codecs and exposed communication."""
     return cost.work_s + cost.contention_s + cost.codec_s + exposed_s(cost)
 
 
 def added_s(cost: CostBreakdown) -> float:
-    """Seconds of a step in which nothing runs beside anything else."""
+    """Seconds of a step in which work and communication do not overlap."""
     return cost.work_s + cost.codec_s + cost.communication_s

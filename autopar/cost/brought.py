@@ -1,4 +1,4 @@
-"""Arrays in other layouts, orders and types than their own, made for their readers."""
+"""Buffers of arrays that are resharded, transposed or converted for their readers."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ from autopar.steps.rounding import WIDER
 from autopar_passes.graph.operators import PRODUCTS, Operator
 from autopar_passes.graph.roles import Role
 
-# Convolutions run on operands copied into the order that their kernels want.
+# Convolutions run on copies of their operands, in the dimension order of their kernels.
 _COPIES_OPERANDS = frozenset({"conv_general_dilated"})
-# An array in other layouts: its number, whether it is gathered anew, the layouts.
+# A resharded array: its number, whether it is gathered anew, the layouts on the way.
 _Form = tuple[int, bool, tuple[Layout, ...]]
 _Span = tuple[int, int]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Brought:
-    """What operators read, as they are noted one by one.
+    """The arrays that operators read, collected operator by operator.
 
     Attributes:
       assignment: strategies as layouts.
-      life: when values are made and last needed.
-      ends: when each value is last read in its own layout and type.
-      widened: when each value is last read in a wider type.
-      copied: when each parameter is last read that is copied because its update may
-        run before that.
-      forms: values in other layouts, each with its bytes and when it is there.
-      spread: arrays at the size of a larger one, in some layout of it, and when.
-      moved: arrays in other orders of dimensions.
+      life: the lifetimes of values.
+      ends: the last time at which each value is read in its own layout and type.
+      widened: the last time at which each value is read in a wider type.
+      copied: for each parameter that is copied, the last time at which the copy is
+        read. A parameter is copied if its update may run before its last reader.
+      forms: resharded values, each with its bytes and its lifetime.
+      spread: lifetimes of broadcast arrays, by value and layout (`Lifetimes.spread`).
+      moved: arrays in another order of dimensions.
     """
 
     assignment: Assignment
@@ -53,10 +53,10 @@ class Brought:
     moved: list[Buffer] = dataclasses.field(default_factory=list[Buffer])
 
     def read_all(self, among: Sequence[Operator]) -> None:
-        """Notes what operators read.
+        """Records what operators read.
 
-        Most of it is read as it lies, by operators that ask for nothing else. Of that
-        only the last time counts.
+        Most operators read values in the values' own layouts, orders and types. For
+        these readings only the last time matters.
         """
         life, readings = self.life, self.assignment.analysis.readings
         special = _special(self.assignment, life)
@@ -75,11 +75,11 @@ class Brought:
                     self.read(op, reading)
 
     def read(self, op: Operator, reading: Reading) -> None:
-        """Notes what an operator reads."""
+        """Records one array that an operator reads."""
         until, value = self.life.needs(op), reading.value
         made = self.life.copies.get((value, op.index))
         if made is not None:
-            # It is made of what the value is made of, in the value's layout.
+            # The copy is made from the operands of the value, in the value's layout.
             nbytes = self.bytes_of(value, self.assignment.home_layout(value))
             self.moved.append(Buffer(value, nbytes, made, until))
             return
@@ -97,7 +97,7 @@ class Brought:
             self._move(op, reading)
 
     def _need(self, op: Operator, source: int, way: Way, until: int) -> None:
-        """Notes that an operator needs a value until a time."""
+        """Records that an operator needs a value until a time."""
         steps, fresh = way
         start = self.life.arrives(source, op.index)
         product = op.kind in PRODUCTS
@@ -116,9 +116,9 @@ class Brought:
             _extend(self.copied, source, until)
 
     def _overtaken(self, op: Operator, source: int) -> bool:
-        """Whether the update of a parameter may run before an operator that reads it.
+        """Whether a parameter's update may run before an operator that reads it.
 
-        It waits for the gradients that it needs.
+        The update runs only after the gradients that it needs.
         """
         known = self.life.replacing
         waits = known.waits_for.get(source)
@@ -127,7 +127,7 @@ class Brought:
         return not waits & known.made_of[op.index]
 
     def _move(self, op: Operator, reading: Reading) -> None:
-        """Notes an operand in the order of dimensions that a kernel wants."""
+        """Records the copy of an operand in the dimension order of a kernel."""
         early = bool(self.life.early)
         turned = early and op.kind == "dot_general" and contracts_first(op)
         if op.kind not in _COPIES_OPERANDS and not (turned and reading.slot == 0):
@@ -139,20 +139,20 @@ class Brought:
         start = end = self.life.time[op.index]
         resharded = any(steps for steps, _ in self.assignment.ways[reading.group])
         if turned and not resharded:
-            # It is made as soon as the operand is there.
+            # The copy is made as soon as the operand is complete.
             start = min(self.life.early[reading.value] + 1, end)
         self.moved.append(Buffer(reading.value, nbytes, start, end))
 
     def bytes_of(self, value: int, layout: Layout) -> float:
-        """Bytes of an array's part on one device, in its own type."""
+        """Bytes of an array's shard on one device, in the array's own type."""
         return local_bytes(self.assignment, value, layout, tiled=self.life.tiled)
 
     def buffers(self) -> Iterator[Buffer]:
-        """The buffers of all that was noted, but for what is read as it lies."""
+        """Yields the buffers of all recorded copies; plain readings need no copies."""
         yield from self.moved
         for (value, *_), (nbytes, (start, end)) in self.forms.items():
             yield Buffer(value, nbytes, start, end, "gathered copies")
-            # The collective's own result, before it is copied into place.
+            # The result of the collective, before it is copied into its place.
             yield Buffer(value, nbytes, start, start, "collective buffers")
         for (value, layout), (start, end) in self.spread.items():
             nbytes = self.bytes_of(value, layout)
@@ -160,13 +160,20 @@ class Brought:
                 made = self.life.early.get(source, start)
                 yield Buffer(value, nbytes, made, end, "activations")
         yield from self._in_place(self.copied, 0, "gathered copies")
-        # They are widened after they are made.
+        # A widened copy is made one time after the value itself.
         yield from self._in_place(self.widened, 1, "temporaries", WIDER)
 
     def _in_place(
         self, until: Mapping[int, int], later: int, kind: str, factor: int = 1
     ) -> Iterator[Buffer]:
-        """Arrays in their own layouts, until some times."""
+        """Yields buffers of copies in the values' own layouts.
+
+        Args:
+          until: the end of each copy's lifetime, by value.
+          later: the time between the value and its copy.
+          kind: the kind of buffer.
+          factor: bytes of the copy over bytes of the value.
+        """
         for value, end in until.items():
             nbytes = factor * self.bytes_of(value, self.assignment.home_layout(value))
             start = min(self.life.early[value] + later, end)
@@ -174,9 +181,10 @@ class Brought:
 
 
 def contracts_first(op: Operator) -> bool:
-    """Whether a product contracts its left operand over other than its last dimensions.
+    """Whether a product contracts dimensions of its left operand that are not the last.
 
-    XLA brings the dimensions that are contracted behind the others (``DotDecomposer``).
+    XLA then transposes the operand: it puts contracted dimensions last
+    (``DotDecomposer``).
     """
     left = op.rule.operands[0]
     kept = op.rule.factors_of(op.rule.results[0])
@@ -185,9 +193,10 @@ def contracts_first(op: Operator) -> bool:
 
 
 def _special(assignment: Assignment, life: Lifetimes) -> np.ndarray:
-    """Which operators may read something other than as it lies."""
+    """Which operators may need a copy of an operand, bool ``[operators]``."""
     readings = assignment.analysis.readings
-    # Elsewhere a product asks for nothing else of what it reads as it lies.
+    # Without these habits of the compiler, a product needs no copy of operands that are
+    # not resharded.
     wide = life.early or life.widened.operands or life.replacing.waits_for
     apart = PRODUCTS if wide else _COPIES_OPERANDS
     unlike = [
@@ -208,7 +217,7 @@ def _special(assignment: Assignment, life: Lifetimes) -> np.ndarray:
 
 
 def _all_needs(life: Lifetimes, operators: Sequence[Operator]) -> np.ndarray:
-    """`Lifetimes.needs` of all operators."""
+    """`Lifetimes.needs` of each operator, int ``[operators]``."""
     reads = np.array(life.reads)
     out = np.maximum(reads, np.array(life.until))
     if life.early:

@@ -1,4 +1,4 @@
-"""The buffers of one step on one device, without those of its inputs."""
+"""The buffers of one step on one device, without the buffers of the step's inputs."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from autopar.steps.rounding import WIDER, is_narrow
 from autopar_passes.graph.operators import Operator
 from autopar_passes.graph.roles import Role
 
-# Mesh axes, computation and element type: such sums share a message.
+# Mesh axes, computation and element type of a sum. Equal keys: sums share a message.
 _Alike = tuple[tuple[int, ...], int, str]
 
 
 def buffers(
     assignment: Assignment, life: Lifetimes, only: Sequence[int] | None = None
 ) -> list[Buffer]:
-    """Lists the buffers of one step, without those of the inputs.
+    """Lists the buffers of one step, without the buffers of its inputs.
 
     Args:
       assignment: strategies as layouts.
-      life: when values are made and last needed.
-      only: the operators that count, as makers and as readers; None: all of them.
+      life: the lifetimes of values.
+      only: the operators whose operands and results are listed; None: all operators.
     """
     graph = assignment.graph
     among = graph.operators if only is None else [graph.operators[k] for k in only]
@@ -41,16 +41,16 @@ def buffers(
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Homes:
-    """The buffers of results, before and after their reduction.
+    """The buffers of results, before and after their sum over devices.
 
     Attributes:
       assignment: strategies as layouts.
-      life: when values are made and last needed.
-      ends: when each value is last read.
-      sent: when the message runs that carries a sum (`sending_times`).
-      replaced: results that take the place of inputs.
-      kept: results of the step.
-      known: bytes of results, by class and what else decides them.
+      life: the lifetimes of values.
+      ends: the time at which each value is last read.
+      sent: for each joined sum, the time of its message (`sending_times`).
+      replaced: results of the step that take the place of inputs.
+      kept: all results of the step.
+      known: a cache of `_sizes`, by all that decides a result's bytes.
     """
 
     assignment: Assignment
@@ -71,7 +71,7 @@ class _Homes:
         object.__setattr__(self, "kept", frozenset(graph.outputs))
 
     def of(self, among: Sequence[Operator]) -> Iterator[Buffer]:
-        """The buffers of what operators make."""
+        """Yields the buffers of the results of operators."""
         written = self.life.written - self.replaced
         for op in among:
             yield from self._exchange_buffers(op)
@@ -94,10 +94,11 @@ class _Homes:
             yield Buffer(value, before, start, start, "collective buffers")
 
     def _exchange_buffers(self, op: Operator) -> Iterator[Buffer]:
-        """What shards of an operator hold of each other while it runs.
+        """Yields the buffer for exchanges among an operator's shards while it runs.
 
-        What goes around is there twice: its own, and the one that comes. What is dealt
-        to an operator is a copy. Its first result is a sum over turns in float32.
+        An array that goes around a ring needs two buffers: one to read and one to
+        receive. An operand that shards exchange once is a copy. The operator's first
+        result is accumulated in float32 over the rounds of the ring.
         """
         assignment, time = self.assignment, self.life.time[op.index]
         total = 0.0
@@ -115,7 +116,10 @@ class _Homes:
             yield Buffer(value, total + wide * nbytes, time, time, "collective buffers")
 
     def _sizes(self, op: Operator, slot: int) -> tuple[float, float | None]:
-        """Bytes of a result, and before its reduction or move if it has one."""
+        """Bytes of a result in its final layout, and in the layout before it.
+
+        The second number is None if the result is neither summed nor resharded.
+        """
         value, life = op.outputs[slot], self.life
         home = self.assignment.contraction.homes.get(value)
         wide = value in life.widened.held
@@ -132,7 +136,7 @@ class _Homes:
         value, assignment = op.outputs[slot], self.assignment
         held = assignment.partial_layout(value)
         if held is not None:
-            # Its sum is taken later, and sums are not rounded before.
+            # The value stays partial and is summed later, so it is not rounded here.
             return self._bytes(value, held[1]), None
         home = assignment.home_layout(value)
         nbytes = part * self._bytes(value, home)
@@ -147,19 +151,19 @@ class _Homes:
         return nbytes, (1.0 if partial else part) * self._bytes(value, own)
 
     def _end(self, op: Operator, value: int) -> int:
-        """When a result is last needed where and as it was made."""
+        """The last time at which a result is needed in its own layout and type."""
         last = len(self.assignment.graph.operators) - 1
         start = self.life.time[op.index]
         end = last if value in self.kept else max(start, self.ends.get(value, start))
         if value in self.life.widened.operands:
-            # It is widened after it is made.
+            # The widened copy is made one time after the value itself.
             end = max(end, min(start + 1, last))
         return max(end, held_until(op, self.life))
 
     def _waiting(self, op: Operator, slot: int, end: int) -> Iterator[Buffer]:
-        """A gradient that waits for the message of its sum, and the sum.
+        """Yields the buffers of a gradient that waits for its message, and of its sum.
 
-        The message brings all of the sum to every device, where it is to be split, too.
+        The message brings the unsharded sum to every device, even if a slice follows.
         """
         value = op.outputs[slot]
         sent = self.sent[value]
@@ -172,18 +176,18 @@ class _Homes:
         yield Buffer(value, nbytes, sent, max(sent, end), "gradients")
 
     def _accumulator(self, value: int, end: int) -> Buffer:
-        """What the microbatches of a step add to, from the first of them on."""
+        """The buffer to which microbatches add, live from the first microbatch on."""
         held = self.assignment.partial_layout(value)
         layout = self.assignment.home_layout(value) if held is None else held[1]
         return Buffer(value, self._bytes(value, layout), 0, end, "gradients")
 
     def _bytes(self, value: int, layout: tuple[tuple[int, ...], ...]) -> float:
-        """Bytes of a result on one device, in the type that it lies in."""
+        """Bytes of a result on one device, in the type in which memory holds it."""
         nbytes = local_bytes(self.assignment, value, layout, tiled=self.life.tiled)
         return WIDER * nbytes if value in self.life.widened.held else nbytes
 
     def _kind(self, op: Operator, value: int, end: int) -> str:
-        """What a result is for that lives until some time."""
+        """The kind of buffer (`BUFFER_KINDS`) of a result that lives until ``end``."""
         if value in self.kept:
             return "results"
         summing = self.assignment.independent.summing
@@ -196,25 +200,27 @@ class _Homes:
 
 
 def held_until(op: Operator, life: Lifetimes) -> int:
-    """The end of the region whose carry or stacked result an operator makes."""
+    """The end of the region for which an operator makes a carry or stacked result."""
     return -1 if op.kind == "slice_step" else life.until[op.index]
 
 
 def sending_times(
     assignment: Assignment, life: Lifetimes, among: Sequence[Operator]
 ) -> Mapping[int, int]:
-    """When the message runs that carries the sum of a gradient, by the gradient.
+    """The time of the message that carries each gradient's sum, by gradient.
 
-    A combiner makes one message of the sums over the same devices, of one element type
-    and in one computation (`autopar.cost.combining`). It is sent when the last of them
-    is there. The others wait, whole as their makers left them; then the results wait
-    for their updates, which run one after the other. So at the message all of it is
-    there twice. Compilers that hide messages limit their size; XLA's for CPUs does not.
+    A combiner joins sums over the same devices, of one element type and in one
+    computation, into one message (`autopar.cost.combining`). The message is sent when
+    its last summand is complete. Until then the other summands wait, in the layouts in
+    which their operators made them. Afterwards the sums wait for their updates, which
+    run one after the other. Therefore memory holds both the summands and the sums while
+    the message is sent. Compilers that hide messages limit the size of a message. XLA's
+    compiler for CPUs does not.
 
     Args:
       assignment: strategies as layouts.
-      life: when values are made; says how many sums travel together.
-      among: the operators that count.
+      life: the lifetimes of values, and the number of sums in a message.
+      among: the operators whose results are considered.
     """
     if not life.joined_sums:
         return {}
@@ -236,7 +242,10 @@ def sending_times(
 def _sums_for_update(
     assignment: Assignment, op: Operator
 ) -> Iterator[tuple[int, tuple[int, ...]]]:
-    """The results of an operator that only the update reads and devices sum up."""
+    """Yields an operator's results that are all-reduced and read only by the update.
+
+    Each result comes with the mesh axes of its sum.
+    """
     if op.kind == "return" or op.class_index not in assignment.independent.summing:
         return
     if op.class_index not in assignment.contraction.node_of:

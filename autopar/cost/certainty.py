@@ -1,10 +1,10 @@
-"""How sure a predicted time is, from the terms that it is made of.
+"""The uncertainty of a predicted step time, from the uncertainty of its terms.
 
-Each term of a `CostBreakdown` has a relative error: nine in ten of the cases that were
-measured, and that no constant was chosen on, lay within it. Terms are taken for
-independent of each other, and what is added up within a term for equally wrong, so the
-squares of their errors add. Communication that is predicted to be hidden may lie bare
-in part, which makes a step longer and never shorter.
+Each term of a `CostBreakdown` has a relative error. Of the measured cases that no
+constant was chosen on, 90 % lay within this error. Errors of different terms are
+assumed to be independent, so their squares add. The error within a term is assumed to
+be the same for all that the term adds up. Communication that is predicted to be hidden
+may be partly exposed, which makes a step longer but never shorter.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from autopar.cost.breakdown import CostBreakdown, step_s
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Certainty:
-    """Relative errors of terms, within which nine in ten cases lie.
+    """Relative errors of the terms of a step; 90 % of measured cases lie within them.
 
     Attributes:
-      matrix: of the time of matrix products.
-      vector: of the time of other operators.
-      kernel: of the time of starting kernels.
-      transfer: of the time of communication, without latency.
-      latency: of latencies.
-      codec: of the time of codecs.
-      step: of the whole step, for what no term knows: how the software around a
-        program orders it, waits between its parts, and feeds it.
-      bare: the part of hidden communication that may lie bare.
+      matrix: error of the time of matrix products.
+      vector: error of the time of other operators.
+      kernel: error of the time of kernel launches.
+      transfer: error of the time of communication, without latency.
+      latency: error of latencies.
+      codec: error of the time of codecs.
+      step: error of the whole step from causes outside of the terms: how the software
+        around a program schedules it, waits between its parts, and feeds data.
+      bare: the fraction of hidden communication that may be exposed.
     """
 
     matrix: float
@@ -43,15 +43,21 @@ class Certainty:
     bare: float
 
 
-# Held-out rows of XLA's tables (docs/record, "Rates against XLA's measurements"):
-# products 12 %, collectives from 1 MiB 29 %, smaller ones 30 %. In a step the rate of
-# products falls with the card's power: over the sources of published rows that part is
-# .61 to .68 of a card of 700 W, so 6 % besides. Other operators: compiled over
-# predicted work of kept-out models is .76 to 1.2. Where XLA fuses otherwise, as many
-# kernels start as half or twice those predicted. Codecs add a third to all of what they
-# take alone. Half to all of what a compiler may hide is hidden in published runs. What
-# runs one after the other takes 10 % longer on average than what overlaps (arXiv
-# 2507.03114), and the software decides which.
+# Sources of the errors.
+# Matrix and communication: held-out rows of XLA's tables (docs/record, "Rates against
+# XLA's measurements"). The error is 12 % for products, 29 % for collectives from 1 MiB
+# on and 30 % for smaller collectives. In a step, a card's power limit lowers the rate
+# of products. In published rows this factor is .61 to .68 on a card of 700 W, which
+# adds an error of 6 %.
+# Other operators: on held-out models, the compiled work is .76 to 1.2 times the
+# predicted work.
+# Kernels: where XLA's fusion differs from the prediction, the number of launches is
+# half to twice the predicted number.
+# Codecs: within a step a codec lengthens the step by a third to all of the seconds that
+# it takes by itself.
+# Overlap: in published runs, half to all of the hideable communication is hidden.
+# Step: a sequential execution takes 10 % longer on average than an overlapped one
+# (arXiv 2507.03114). The software around the program decides which of them runs.
 _TABLED = Certainty(
     matrix=math.hypot(0.12, 0.06),
     vector=0.24,
@@ -62,35 +68,36 @@ _TABLED = Certainty(
     step=0.10,
     bare=0.5,
 )
-# Assumption where there is no table: a fifth. Presets take .8 of a datasheet's peak,
-# one whole step on v5e kept .86 of it, and published steps on TPUs are within 3 %.
+# For devices without a table of rates, an error of 20 % for products is an assumption.
+# Presets assume .8 of a datasheet's peak. One measured step on v5e attained .86 of the
+# peak. Published steps on TPUs lie within 3 % of the prediction.
 _DATASHEET = dataclasses.replace(_TABLED, matrix=0.20)
-# Simulated devices and hosts share cores: measured steps of the examples were .42 to
-# 1.5 of those predicted, collectives of 256 KiB up to 70 % from a measured profile's
-# (docs/record).
+# Simulated devices and hosts share CPU cores. Measured steps of the examples took .42
+# to 1.5 times the predicted seconds. Collectives of 256 KiB differed from a measured
+# profile by up to 70 % (docs/record).
 _SHARED_CORES = dataclasses.replace(
     _TABLED, matrix=0.35, vector=0.5, transfer=0.5, latency=0.7
 )
 
 
-# How much more memory XLA's compilers take than predicted, at the most: of the programs
-# of docs/data/memory.json, on GPUs of plans for little memory, and on CPUs of those of
-# docs/record.
+# The largest excess of compiled memory over predicted memory, as a fraction, by kind of
+# device. It is taken over the programs of docs/data/memory.json; on GPUs also over
+# plans for little memory, and on CPUs over the programs of docs/record.
 MEMORY_MORE: Final = {"gpu": 0.28, "tpu": 1.31, "cpu": 0.08}
-# A plan that needs more than this part of the memory is near the limit, and may not
+# A plan that needs more than this fraction of the memory is near the limit, and may not
 # fit.
 NEAR_LIMIT: Final = 0.75
 
 
 def certainty_of(device: DeviceSpec) -> Certainty:
-    """How sure predictions for a device are."""
+    """The relative errors of predictions for a device."""
     if device.kind == "cpu":
         return _SHARED_CORES
     return _TABLED if device.rates else _DATASHEET
 
 
 def interval_s(cost: CostBreakdown, device: DeviceSpec) -> tuple[float, float]:
-    """Seconds between which nine in ten steps should lie.
+    """The interval of seconds in which 90 % of steps should lie.
 
     >>> from autopar.cluster import Cluster
     >>> device = Cluster.parse("8:v5e").device
@@ -98,11 +105,11 @@ def interval_s(cost: CostBreakdown, device: DeviceSpec) -> tuple[float, float]:
     (0.776..., 1.223...)
 
     Args:
-      cost: of a step.
-      device: that it runs on.
+      cost: the predicted cost of a step.
+      device: the device that runs the step.
 
     Returns:
-      The shortest and the longest, around `step_s` of the cost.
+      The shortest and the longest seconds, around `step_s` of the cost.
     """
     sure, hideable_s = certainty_of(device), cost.hideable_total_s
     bare = max(0.0, 1.0 - cost.cover_s / hideable_s) if hideable_s else 0.0

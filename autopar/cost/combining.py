@@ -1,10 +1,10 @@
-"""The compiler's combiners: they join collectives into one message.
+"""The compiler's combiners, which join several collectives into one message.
 
 XLA joins collectives of one kind over the same groups of devices, of one element
 type and in one computation, where none needs the result of another
 (``xla/service/collective_combiner_utils.h``, ``all_reduce_combiner.cc``,
-``all_gather_combiner.cc`` and ``reduce_scatter_combiner.cc`` in openxla/xla). Then a
-message pays the latency of its link once, however many arrays it carries.
+``all_gather_combiner.cc`` and ``reduce_scatter_combiner.cc`` in openxla/xla). A message
+has the latency of its link once, for any number of arrays.
 
 `autopar.steps.independence` finds the collectives that need no other's result.
 """
@@ -21,17 +21,18 @@ SUMS = frozenset({"all_reduce", "reduce_scatter"})
 GATHERS = frozenset({"all_gather"})
 ALONE = frozenset[str]()
 
-# Kind and mesh axes: collectives of one group may share a message.
+# Kind and mesh axes of a collective. Collectives of one group may share a message.
 Group = tuple[str, tuple[int, ...]]
-# Computation (the last operator of the innermost loop or branch), the barrier that it
-# is behind (its equation; `FREE`: none; `NORMS`; or
-# `UPDATED`), and element type.
+# The place of a collective: its computation (as the last operator of the innermost loop
+# or branch), its barrier, and its element type. Only collectives with the same place
+# may share a message. The barrier is the equation of the optimization barrier that the
+# collective follows, or one of the values `FREE`, `NORMS` and `UPDATED`.
 Place = tuple[int, int, str]
-# Behind no barrier.
+# The collective follows no barrier.
 FREE = -1
-# Sums of the update, made of scattered sums of gradients.
+# The collective sums a norm in the update, which needs scattered sums of gradients.
 NORMS = -2
-# Gathers of what the update makes, which need the gathers of the passes.
+# The collective gathers a result of the update. It needs the gathers of both passes.
 UPDATED = -3
 
 
@@ -40,9 +41,10 @@ class Combiner:
     """The collectives that one compiler joins, and the limits of a message.
 
     Attributes:
-      kinds: of collectives.
-      most_bytes: of the results of one message; a larger array travels alone.
-      most_arrays: in one message.
+      kinds: the kinds of collectives that the compiler joins.
+      most_bytes: the most bytes of results in one message. A larger array has a message
+        of its own.
+      most_arrays: the most arrays in one message.
     """
 
     kinds: frozenset[str]
@@ -52,8 +54,9 @@ class Combiner:
     def bytes_of_messages(self, sizes: Iterable[float]) -> list[float]:
         """The bytes of the message that each array travels in.
 
-        Arrays are taken in order; one that would make a message too large begins
-        the next (``CombineInstructionsByKey`` in the first of the files above).
+        Arrays are taken in order. An array that would make a message too large begins
+        the next message (``CombineInstructionsByKey`` in
+        ``xla/service/collective_combiner_utils.h``).
 
         >>> from autopar.cluster.specs import CALIBRATIONS
         >>> combiner = combiner_of(CALIBRATIONS["gpu"])
@@ -69,7 +72,7 @@ class Combiner:
         return out
 
     def messages(self, sizes: Sequence[float]) -> list[list[int]]:
-        """The places of the arrays that travel together; see `bytes_of_messages`."""
+        """The indices of the arrays in each message; see `bytes_of_messages`."""
         together: list[list[int]] = [[]]
         alone: list[list[int]] = []
         total = 0.0
@@ -85,13 +88,13 @@ class Combiner:
         return [m for m in (*together, *alone) if m]
 
 
-# Joins nothing: every collective travels alone.
+# A combiner that joins nothing: every collective is a message of its own.
 NO_COMBINER = Combiner(frozenset(), 0.0, 1)
 
 
 @functools.lru_cache(maxsize=64)
 def combiner_of(calibration: Calibration) -> Combiner:
-    """The combiner of a kind of device."""
+    """The combiner of a device's compiler."""
     return Combiner(
         frozenset(calibration.combined_kinds),
         calibration.combined_bytes,

@@ -1,12 +1,12 @@
-"""Time of the work of operators on one device: one roofline model for all.
+"""Time of the work of operators on one device, by a roofline model.
 
 S. Williams, A. Waterman, D. Patterson, "Roofline: an insightful visual performance
 model", CACM 52(4), 2009.
 
-Matrix products on devices with a table of rates follow that
-(`autopar.cluster.rates.ProductRates`): the start of a kernel, then the
-largest of the depth of one tile, the arithmetic and the memory traffic, and knots of
-what is left between that and XLA's measurements.
+On devices with a table of rates, the time of matrix products follows the table
+(`autopar.cluster.rates.ProductRates`). This time is the launch of a kernel plus a
+smooth maximum of three times: the depth of one tile, the arithmetic and the memory
+traffic. An interpolated factor corrects the result to XLA's measurements.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from autopar_passes.rules.factor_rule import FactorRule, KernelWork
 
 Array = npt.NDArray[np.float64]
 
-# A tile's least depth: matrix units take 16 to 32 elements along K at once.
+# The least depth of a tile: matrix units process 16 to 32 elements along K at once.
 _LEAST_DEPTH = 32.0
 
 
 def rates_of(device: DeviceSpec, itemsize: float) -> ProductRates | None:
-    """The table of a device, or None: it has none, or its own calibration counts.
+    """The table of a device; None without a table or with a calibration of its own.
 
     Args:
       device: the device.
@@ -40,7 +40,8 @@ def rates_of(device: DeviceSpec, itemsize: float) -> ProductRates | None:
     usual = CALIBRATIONS[device.kind].half_rate_side
     if not device.rates or device.corrections.half_rate_side != usual:
         return None
-    # Elements of less than a byte run as those of one, longer ones as those of four.
+    # Types narrower than one byte run as fast as types of one byte. Types wider than
+    # four bytes run as fast as types of four bytes.
     return product_rates(device.rates, max(1, int(itemsize)))
 
 
@@ -52,15 +53,15 @@ def products_s(
     batch: Array,
     sides: Array,
 ) -> Array:
-    """Seconds of products, without the gap to the next kernel.
+    """Seconds of batched matrix products, without the gap to the next kernel.
 
     Args:
       rates: the table.
       dtype: NumPy or ml_dtypes name of the operands' dtype.
-      itemsize: bytes of an element of it.
+      itemsize: bytes of an element of that dtype.
       device: the device.
-      batch: how many products, ``[points]``.
-      sides: M, N and K of each, ``[points, 3]``.
+      batch: number of products in each batch, ``[points]``.
+      sides: M, N and K of each product, ``[points, 3]``.
     """
     tile = (rates.tile, rates.tile, _LEAST_DEPTH)
     m, n, k = np.maximum(sides, tile).T
@@ -96,7 +97,7 @@ def _log_residual(
 
 
 Weights = tuple[npt.NDArray[np.int64], Array]
-"""The knot below each point, and the part of the way to the next."""
+"""The knot below each point, and the fraction of the distance to the next knot."""
 
 
 def _weights(values: Array, knots: Sequence[float]) -> Weights:
@@ -109,7 +110,7 @@ def _weights(values: Array, knots: Sequence[float]) -> Weights:
 def _interpolate(
     along: Weights, table: Sequence[Sequence[float]], deep: Weights
 ) -> Array:
-    """Bilinear interpolation; the ends hold beyond the knots."""
+    """Bilinear interpolation; beyond the knots the values at the ends hold."""
     (i, u), (j, v), of = along, deep, np.array(table)
     low = (1 - v) * of[i, j] + v * of[i, j + 1]
     high = (1 - v) * of[i + 1, j] + v * of[i + 1, j + 1]
@@ -126,7 +127,7 @@ def product_s(
     n: float,
     k: float,
 ) -> float:
-    """`products_s` of one shape.
+    """Seconds of a batch of products of one shape (`products_s`).
 
     Raises:
       InputError: the device has no table.
@@ -140,7 +141,7 @@ def product_s(
 
 @functools.lru_cache(maxsize=1024)
 def attained_flops_per_s(dtype: str, device: DeviceSpec, is_matrix: bool) -> float:
-    """FLOP/s of large operators: of the matrix units, or of the vector units."""
+    """FLOP/s that large operators attain on the matrix units or the vector units."""
     if is_matrix:
         return device.peak(dtype) * device.matmul_efficiency * device.kept_rate
     return device.vector_peak
@@ -158,15 +159,16 @@ def roofline_s(
     """Seconds of an operator on one device's shard, without the start of its kernel.
 
     ``max(flops / (rate * efficiency), nbytes / memory bandwidth)``: arithmetic and
-    memory traffic overlap. Operators that are no matrix products take
+    memory traffic overlap. Operators other than matrix products take
     `Calibration.vector_slowdown` times as long. The arrays broadcast.
 
     Args:
-      flops: floating point operations of the shard; a multiply-add counts two.
+      flops: floating point operations of the shard; a multiply-add counts as two.
       nbytes: bytes of the shard's operands and results that are in memory.
       dtype: NumPy or ml_dtypes name of the operands' dtype.
       device: the device.
-      is_matrix: whether the matrix units do it (dot products, convolutions).
+      is_matrix: whether the operator runs on the matrix units (dot products,
+        convolutions).
       efficiency: part of the rate that a product of this shape reaches, 0 to 1.
     """
     compute_s = flops / (attained_flops_per_s(dtype, device, is_matrix) * efficiency)
@@ -179,8 +181,8 @@ def work_s(work: OperatorWork, parts: np.ndarray, device: DeviceSpec) -> np.ndar
     """Seconds of one operator under each strategy, without the start of its kernel.
 
     Args:
-      work: what it does.
-      parts: ``[strategies, factors]``, into how many parts each factor is split.
+      work: the operator's work.
+      parts: ``[strategies, factors]``, number of parts into which each factor is split.
       device: the device.
     """
     in_memory = np.delete(parts, list(work.looked_up), axis=1).prod(axis=1)
@@ -197,10 +199,10 @@ def shard_s(
     sides: np.ndarray,
     device: DeviceSpec,
 ) -> np.ndarray:
-    """Seconds of operators of one kind on a device's shard, without starting a kernel.
+    """Seconds of similar operators on a device's shard, without kernel launches.
 
     Args:
-      work: what one of them does: its type, its kernel, whether it is a product.
+      work: the work of one of these operators: dtype, kernel, whether it is a product.
       flops: ``[points]``, FLOPs of the shard.
       nbytes: ``[points]``, bytes of the shard's memory traffic.
       sides: ``[points, 3]``, M, N and K of a product's shard.
@@ -234,17 +236,17 @@ def in_table_s(
     nbytes: np.ndarray | float,
     device: DeviceSpec,
 ) -> np.ndarray:
-    """Seconds of products within a step, by the device's table of them.
+    """Seconds of products within a step, by the device's table of rates.
 
-    The vector units do what leaves most of a tile empty, such as a convolution of
-    each channel alone, where that is faster.
+    A product that leaves most of a tile empty, such as a depthwise convolution, runs on
+    the vector units where they are faster.
 
     Args:
       dtype: NumPy or ml_dtypes name of the operands' dtype.
-      itemsize: bytes of an element of it.
-      batch: how many products, ``[points]``.
-      sides: M, N and K of each, ``[points, 3]``.
-      nbytes: bytes of the arrays that are in memory.
+      itemsize: bytes of an element of that dtype.
+      batch: number of products in each batch, ``[points]``.
+      sides: M, N and K of each product, ``[points, 3]``.
+      nbytes: bytes of operands and results that are in memory.
       device: the device; `rates_of` finds its table.
     """
     rates = rates_of(device, itemsize)
@@ -261,7 +263,8 @@ def in_table_s(
 def kernel_flops_per_s(kernel: KernelWork, device: DeviceSpec) -> float:
     """FLOP/s of a hand-written kernel that works on the matrix units.
 
-    Its efficiency is a part of the peak, whatever XLA's own products attain of it.
+    The kernel's efficiency is a fraction of the device's peak. It does not depend on
+    the fraction that XLA's own products attain.
     """
     return device.peak(kernel.dtype) * kernel.efficiency * device.kept_rate
 
@@ -276,9 +279,9 @@ def matrix_sides(rule: FactorRule, parts: np.ndarray) -> np.ndarray:
 
 
 def matrix_efficiency(sides: np.ndarray, half_rate_side: float) -> np.ndarray:
-    """Part of the attained rate that a product with these sides reaches.
+    """The fraction of the rate of large products that products of these sides attain.
 
-    The product over the sides of ``side / (side + half_rate_side)``.
+    This is the product of ``side / (side + half_rate_side)`` over M, N and K.
 
     >>> float(matrix_efficiency(np.array([[8.0, 24.0, 8.0]]), 8.0)[0])
     0.1875

@@ -1,7 +1,7 @@
-"""Times as functions of a size: straight between bends, and continuous.
+"""Times as piecewise linear functions of a size.
 
-`lowest`, `highest` and `total` combine such curves into one, so that a query is one
-look-up however many algorithms and links there are.
+`lowest`, `highest` and `total` combine several curves into one. Therefore a query is
+one look-up, for any number of algorithms and links.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ import numpy as np
 Line = tuple[float, float]
 """(latency_s, s_per_byte)."""
 Piece = tuple[float, float, float]
-"""(from this size on, latency_s, s_per_byte)."""
+"""(the size at which the piece starts, latency_s, s_per_byte)."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TimeCurve:
-    """Seconds by size in bytes, in straight pieces.
+    """Seconds as a piecewise linear function of a size in bytes.
 
     Attributes:
-      starts: the size from which each piece holds, in order; the first is 0.
+      starts: the size at which each piece starts, in ascending order; the first is 0.
       lines: latency and slope of each piece.
     """
 
@@ -37,26 +37,26 @@ class TimeCurve:
         return latency + slope * nbytes
 
     def seconds_at(self, nbytes: np.ndarray) -> np.ndarray:
-        """The times at some sizes, of the same shape."""
+        """The times at an array of sizes, as an array of the same shape."""
         latency, slope = np.array(self.lines).T
         at = np.searchsorted(self.starts, nbytes, side="right") - 1
         return latency[at] + slope[at] * nbytes
 
     @property
     def s_per_byte(self) -> float:
-        """The least time of a byte at any size."""
+        """The least seconds per byte, over all sizes."""
         bends = [self.seconds(start) / start for start in self.starts if start > 0]
         return min([self.lines[-1][1], *bends])
 
     def least_s_per_byte(self, low: float, high: float) -> float:
-        """The least time of a byte at sizes from ``low`` to ``high``.
+        """The least seconds per byte, over sizes from ``low`` to ``high``.
 
         >>> through([10.0, 20.0], [1.0, 1.0]).least_s_per_byte(5.0, 15.0)
         0.06666666666666667
 
         Args:
           low: a size in bytes, above 0.
-          high: a size, no less; it may be infinite.
+          high: a size in bytes, at least ``low``; it may be infinite.
         """
         sizes = [low, *(s for s in self.starts if low < s < high)]
         found = [self.seconds(s) / s for s in sizes]
@@ -64,7 +64,7 @@ class TimeCurve:
         return min(last, *found)
 
     def seeing(self, part: float) -> TimeCurve:
-        """The curve of a phase that handles this part of the bytes.
+        """The curve of a phase that handles a fraction ``part`` of the bytes.
 
         >>> line(1.0, 2.0).seeing(0.25).seconds(8.0)
         5.0
@@ -81,15 +81,15 @@ def line(latency_s: float, s_per_byte: float) -> TimeCurve:
 
 
 def through(sizes: Sequence[float], seconds: Sequence[float]) -> TimeCurve:
-    """The curve through knots: constant before the first, straight after the last.
+    """The curve through knots: constant before the first knot, linear after the last.
 
     >>> curve = through([10.0, 20.0, 40.0], [1.0, 1.0, 3.0])
     >>> [curve.seconds(size) for size in (1.0, 20.0, 30.0, 50.0)]
     [1.0, 1.0, 2.0, 4.0]
 
     Args:
-      sizes: of the knots, in bytes, rising; two or more.
-      seconds: at the knots.
+      sizes: sizes of the knots in bytes, ascending; at least two.
+      seconds: seconds at the knots.
     """
     starts: list[float] = [0.0]
     lines: list[Line] = [(seconds[0], 0.0)]
@@ -101,17 +101,17 @@ def through(sizes: Sequence[float], seconds: Sequence[float]) -> TimeCurve:
 
 
 def lowest(curves: Sequence[TimeCurve]) -> TimeCurve:
-    """The least of some curves at every size: the fastest of several ways."""
+    """The minimum of curves at every size: the fastest of several algorithms."""
     return _combine_curves(curves, _lowest)
 
 
 def highest(curves: Sequence[TimeCurve]) -> TimeCurve:
-    """The largest of some curves at every size: what goes on at the same time."""
+    """The maximum of curves at every size: the time of phases that overlap."""
     return _combine_curves(curves, _highest)
 
 
 def total(curves: Sequence[TimeCurve]) -> TimeCurve:
-    """The sum of some curves: one phase after the other."""
+    """The sum of curves at every size: the time of phases in sequence."""
     return _combine_curves(curves, _sum)
 
 
@@ -148,10 +148,10 @@ def _highest(lines: Sequence[Line], start: float, end: float) -> list[Piece]:
 
 
 def _lowest(lines: Sequence[Line], start: float, end: float) -> list[Piece]:
-    """The least of straight lines between two sizes.
+    """The minimum of lines between two sizes, as pieces.
 
-    Lines that cross where a piece begins cross there but for rounding: a flatter line
-    takes over although its crossing seems to lie a little before.
+    Where two lines cross at the start of a piece, rounding may place their crossing
+    slightly before the start. The flatter line is used nevertheless.
     """
     best = min(lines, key=lambda line: (line[0] + line[1] * start, line[1]))
     out: list[Piece] = [(start, *best)]

@@ -150,8 +150,8 @@ class Live:
       workspace_bytes: bytes of workspace for matrix products.
       on_chip_bytes: bytes of the chip's memory for arrays that are not held.
       rest_part: fraction of the held bytes that is subtracted from ``room_bytes``.
-      gaps: int ``[gaps, 3]``, an array and the two times between which the compiler may
-        free it (and recompute it later) if memory is short.
+      gaps: int ``[gaps, 3]``, an array and the two times between which the array is not
+        live if memory is short (`autopar.steps.lifetimes.gaps`).
       room_bytes: limit of the bytes of arrays that are not held, before the subtraction
         of ``rest_part``. Above this limit memory is short.
       placed: whether bytes lost between arrays count (`lost_bytes`).

@@ -1,4 +1,4 @@
-"""Bytes of one array on one device, and for how long they are there."""
+"""Bytes and lifetime of one array on one device."""
 
 from __future__ import annotations
 
@@ -14,27 +14,28 @@ from autopar.steps.analysis import Analysis
 BUFFER_KINDS: tuple[str, ...] = (
     "activations",  # of the forward pass, for the backward pass
     "gradients",
-    "gathered copies",  # arrays in another layout than their own
-    "collective buffers",  # what a collective sends or receives
-    "results",  # that take no input's place
+    "gathered copies",  # arrays in a layout other than their own
+    "collective buffers",  # send and receive buffers of collectives
+    "results",  # results of the step that do not take the place of an input
     "temporaries",
 )
 
 # A TPU's vector registers are 8 rows of 128 lanes, and so are the tiles of its arrays
-# (https://openxla.org/xla/tiled_layout). A tile that is not full takes its whole room.
+# (https://openxla.org/xla/tiled_layout). A partly filled tile takes as much memory as a
+# full tile.
 _ROWS, _LANES = 8, 128
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Buffer:
-    """Bytes of one device that are live in ``[start, end]`` (operator times).
+    """A buffer on one device that is live in ``[start, end]`` (operator times).
 
     Attributes:
       value: the array.
       nbytes: bytes on one device.
-      start: the first time at which it is live.
-      end: the last.
-      kind: what it is for, one of `BUFFER_KINDS`.
+      start: the first time at which the buffer is live.
+      end: the last time at which the buffer is live.
+      kind: the purpose of the buffer, one of `BUFFER_KINDS`.
     """
 
     value: int
@@ -47,14 +48,15 @@ class Buffer:
 def local_bytes(
     assignment: Assignment, value: int, layout: Layout, *, tiled: bool
 ) -> float:
-    """Bytes of an array's part on one device, in the layout given.
+    """Bytes of an array's shard on one device, in a given layout.
 
     Args:
-      assignment: of the program.
+      assignment: the program's assignment.
       value: the array.
-      layout: of it.
-      tiled: whether arrays lie in tiles. What hand-written kernels read and write is
-        row-major then (the layouts of ``jax/_src/tpu_custom_call.py``, jax 0.10.2).
+      layout: the layout of the array.
+      tiled: whether memory holds arrays in tiles. Then operands and results of
+        hand-written kernels are row-major (the layouts of
+        ``jax/_src/tpu_custom_call.py``, jax 0.10.2).
     """
     known, sizes = assignment.graph.values[value], assignment.sizes
     if not tiled:
@@ -67,12 +69,12 @@ def local_bytes(
 
 
 def sent_bytes(analysis: Analysis, value: int, *, rounds: bool) -> float:
-    """Bytes of a whole array on its way to its readers.
+    """Bytes of an unsharded array in the dtype in which it is sent to its readers.
 
     Args:
-      analysis: of the program.
+      analysis: the program's analysis.
       value: the array.
-      rounds: whether what products alone read is sent in bfloat16
+      rounds: whether values that only products read are sent in bfloat16
         (`autopar.cluster.DeviceSpec.rounds_operands`).
     """
     part = analysis.rounded_values.brought_part(value) if rounds else 1.0
@@ -82,17 +84,18 @@ def sent_bytes(analysis: Analysis, value: int, *, rounds: bool) -> float:
 def tiled_bytes(
     shape: Sequence[int], item_bytes: float, *, row_major: bool = False
 ) -> float:
-    """Bytes of an array in tiles.
+    """Bytes of an array that memory holds in tiles.
 
-    The compiler orders the dimensions so that least is lost: it chooses one for the
-    lanes, which is filled up to 128, and one for the rows, which is filled up to 8 or,
-    below, to a power of two.
+    The compiler chooses one dimension for the lanes of tiles and one for the rows, such
+    that padding is least. The dimension of the lanes is padded to a multiple of 128.
+    The dimension of the rows is padded to a multiple of 8, or to a power of two if it
+    is smaller than 8.
 
     Args:
-      shape: of the array.
-      item_bytes: of one element.
-      row_major: whether the last dimension lies along the lanes and the one before
-        along the rows, whatever is lost.
+      shape: shape of the array.
+      item_bytes: bytes of one element.
+      row_major: whether the last dimension lies along the lanes and the second last
+        along the rows, regardless of padding.
 
     >>> tiled_bytes((64, 16, 64), 4.0) / (64 * 16 * 64 * 4)
     2.0

@@ -1,4 +1,4 @@
-"""Messages of a step, as the compiler's combiner makes them."""
+"""The number of messages of a step after the compiler's combiner."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from autopar.cost.traffic import Collective
 from autopar.layouts.assignment import Assignment
 from autopar_passes.graph.operators import Operator
 
-# Sums that may travel together as far as none needs another: kind and axes,
-# computation, element type, how they combine, and how often they run.
+# The key of a sum: kind and axes, computation, element type, reduction, and number of
+# runs. Sums with equal keys may share a message if none needs another sum's result.
 _Alike = tuple[Group, int, str, str, float]
 
 
@@ -20,25 +20,30 @@ def messages(
     collectives: Sequence[Collective],
     assignment: Assignment | None = None,
 ) -> dict[str, float]:
-    """Messages of one step by kind of collective, as the compiler makes them.
+    """Number of messages in one step by kind of collective, as the compiler sends them.
 
-    Norms are priced alone: the problem would prove less if it let them share. They
-    travel with the sums of gradients over the same axes, or with each other. Where the
-    scattered sums that they are made of run as all-reduces, too, a combiner that takes
-    all-reduces in program order stops at each norm.
+    Norms of gradients are priced as messages of their own, because the planner's
+    optimisation problem would have weaker bounds if norms could share messages. The
+    compiler, however, joins norms with sums of gradients over the same axes, or with
+    other norms. There is one exception. A norm needs the scattered sums of gradients.
+    If these also run as all-reduces, a combiner that takes all-reduces in program order
+    cannot join a norm with them.
 
-    So it is with sums of activations, which are counted where the program is given:
-    a message takes sums in program order up to the first that needs one of them.
+    The same holds for sums of activations, which are joined only if ``assignment`` is
+    given: a message takes sums in program order, up to the first sum that needs another
+    sum of the message.
 
     Args:
       pricer: the mesh and cluster.
-      collectives: of one step, after `autopar.cost.traffic.join_messages`.
-      assignment: the plan that they are of; None: sums of activations go alone.
+      collectives: the collectives of one step, after
+        `autopar.cost.traffic.join_messages`.
+      assignment: the plan of the step; None: each sum of activations is a message of
+        its own.
     """
     out: dict[str, float] = {}
     norms: set[tuple[Group, Place, float]] = set()
     others: set[tuple[Group, Place, float]] = set()
-    # On an axis of one device nothing is sent.
+    # Collectives over one device send nothing.
     left = [c for c in collectives if pricer.group(c.step.axes) > 1]
     if assignment is not None:
         out, left = _in_order(pricer, left, assignment)
@@ -64,7 +69,7 @@ def messages(
 def _in_order(
     pricer: Pricer, collectives: Sequence[Collective], assignment: Assignment
 ) -> tuple[dict[str, float], list[Collective]]:
-    """Messages that hold sums of activations by kind, and the collectives left over."""
+    """Number of messages with sums of activations by kind, and other collectives."""
     known, graph = assignment.independent, assignment.graph
     alike: dict[_Alike, list[Collective]] = {}
     left: list[Collective] = []
@@ -95,16 +100,16 @@ def rounds(
     sums: Iterable[tuple[int, int, float]],
     combiner: Combiner,
 ) -> int:
-    """Messages that carry some sums, none in one message with a sum that it needs.
+    """Number of messages for sums of one kind, where some sums need other sums.
 
-    A message takes sums in program order until one needs a sum of it, or would make
-    it too large; the next begins with the first that is left
+    A message takes sums in program order. A sum starts the next message if it needs a
+    sum of the current message, or if it would make that message too large
     (``CombineInstructionsByKey``, ``xla/service/collective_combiner_utils.h``).
 
     Args:
-      operators: of the program.
-      sums: of one kind over the same devices, in program order: the operator that
-        makes what is summed, the value, and its bytes.
+      operators: the operators of the program.
+      sums: the sums of one kind over the same devices, in program order, each as (the
+        operator that makes the summand, the value, bytes).
       combiner: limits of a message.
     """
     needing: set[int] = set()

@@ -1,37 +1,41 @@
-"""Communication that runs beside work.
+"""Overlap of communication with work.
 
-A compiler with a latency-hiding scheduler sends what nothing waits for while the
-device computes: gathers of parameters ahead of their readers, sums of gradients
-behind the operators that complete them. `autopar.cost.overlap` says what the messages
-of a plan leave exposed.
+A compiler with a latency-hiding scheduler overlaps two kinds of communication with
+work: gathers of parameters, before the operators that read them, and sums of gradients,
+after the operators that complete them. Communication that work does not hide is
+exposed.
 
-What follows here bounds that from below, in terms that a problem can hold. Each
-collective has a window of its own: from the start of its pass to its reader, or from
-its maker to the end of the update. Communication is one stream, work another. What
-must lie within a stretch and exceeds the work there is exposed, and no more than that,
-if transfers can be cut (the interval bound of preemptive scheduling on one machine,
-Horn 1974):
+*A lower bound* (`Stretch`, `Timeline.least_s`) on exposed communication, simple enough
+for the planner's optimisation problem. Each collective has a window. The window of a
+gather reaches from the start of the pass to the gather's reader. The window of a sum
+reaches from the operator that completes it to the end of the update. Communication is
+one stream, work is another stream. A stretch is an interval of the pass. All
+communication whose window lies within a stretch must run in it:
 
     exposed >= max over stretches (communication within - share x work within, 0)
 
-All gathers of a pass start with it and all sums end with it, so stretches from the
-start, stretches to the end and the whole pass are all that matter.
+``share`` is the fraction of work that communication may overlap with. The bound is
+exact if transfers can be interrupted (the interval bound of preemptive scheduling on
+one machine, Horn 1974). The windows of all gathers begin with the pass, and the windows
+of all sums end with it. Therefore three kinds of stretches suffice: from the start,
+to the end, and the whole pass.
 
-What is hidden slows the work beside it by the device's ``contention``.
+Hidden communication slows the overlapping work by the device's ``contention``.
 
-What one stream of messages leaves exposed of a part of a step.
+*The messages of a plan* (`Part`). A part of a step is a pass, or the body of a loop
+that communicates. A message that starts in a part ends in the same part. One message
+is sent at a time.
 
-A part is a pass of the step, or the body of a loop that communicates: messages cross
-no border of such a loop. One message is on its way at a time.
+A message of gathers must arrive before the first of its arrays is read. The compiler
+waits for the message at that operator, and only then starts the next message. For each
+message,
 
-A message of gathers must be there where the first of its arrays is read. The compiler
-waits for it there and starts the next one only then, so that of each
+    exposed = max(message - share x work since the previous wait, 0)
 
-    exposed = max(message - share x work since the last one was waited for, 0)
-
-A message of sums can leave when the last array that it holds is complete. The update
-of what was summed goes on while later sums are sent. So a stretch in which sums are
-sent may end within the update, at the first operator that needs a certain one:
+A message of sums can start when its last array is complete. The update of parameters
+whose gradients are summed continues while later sums are sent. Therefore a stretch with
+messages of sums may end within the update, at the first operator that needs a given
+message:
 
     exposed = max over stretches (sums within - share x work within, 0)
 """
@@ -51,15 +55,15 @@ Key = tuple[Role, int]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PartCut:
-    """A stretch of a part, as ranges of positions of operators, their ends excluded.
+    """A stretch of a part, as half-open ranges of positions of operators.
 
     Attributes:
-      gathers: whether messages of gathers count; else those of sums, and positions are
-        ranks (`Analysis.ranks`).
-      moved: messages within these positions count.
-      work: work within these positions covers them.
-      needs: work of the update that needs sums of ranks below covers them, too; -1:
-        none of it.
+      gathers: whether the messages are gathers. Otherwise they are sums, and positions
+        are ranks (`Analysis.ranks`).
+      moved: the positions of the messages in the stretch.
+      work: the positions of the operators whose work hides these messages.
+      needs: operators of the update that need only sums of ranks below this one also
+        hide the messages; -1: no operator of the update does.
     """
 
     gathers: bool
@@ -73,14 +77,16 @@ class Part:
     """Seconds of a part of a step by position of operators.
 
     Attributes:
-      key: its pass, and the last operator of its loop.
+      key: the part's pass, and the last operator of its loop.
       work: seconds of each operator of the part.
-      late_work: the same by rank (`Analysis.ranks`): products of gradients come last.
-      gathers: of each operator, seconds of the messages that must end before it.
-      sums: of each rank, seconds of the messages that can start after its operator.
-      update: seconds of each operator of the update, if it follows the part.
-      needs: of each operator of the update, the last rank of a message that it
-        needs, -1: none; the number of operators for operators elsewhere.
+      late_work: seconds of the operator at each rank (`Analysis.ranks`): the order in
+        which products that make gradients come last.
+      gathers: for each operator, seconds of the messages that must end before it.
+      sums: for each rank, seconds of the messages that can start after its operator.
+      update: seconds of each operator of the update, if the update follows the part.
+      needs: for each operator of the update, the last rank of a message that the
+        operator needs, or -1 if it needs none. For operators outside of the update, the
+        number of operators.
     """
 
     key: Key
@@ -98,7 +104,8 @@ class Part:
         return sum(max(0.0, self.excess_s(cut, share)) for cut in cuts)
 
     def excess_s(self, cut: PartCut, share: float) -> float:
-        """Seconds of messages in a stretch beyond the work that covers them."""
+        """Seconds of messages in a stretch, less ``share`` of the work that hides them.
+        """
         messages = self.gathers if cut.gathers else self.sums
         work = self.work if cut.gathers else self.late_work
         done = work[slice(*cut.work)].sum()
@@ -116,31 +123,31 @@ class Part:
         return found
 
     def last_sums(self, share: float) -> PartCut | None:
-        """The stretch whose sums expose most; None: the part has none.
+        """The stretch with the most exposed sums; None: the part has no sums.
 
         Args:
-          share: part of the work that communication may run beside.
+          share: fraction of the work that communication may overlap with.
         """
         if not self.sums.any():
             return None
         done, summed = _running(self.late_work), _running(self.sums)
-        # Up to the sum at each position: less the update that can run meanwhile.
+        # Seconds of sums up to each position, less the update that can overlap.
         ends = summed[1:] - share * self._update_seconds_below()
-        # Since the sum at each position: with the work behind it.
+        # Seconds of sums before each position, plus the work after the position.
         starts = summed[:-1] + share * (done[-1] - done[1:])
         last = int(np.argmax(ends - np.minimum.accumulate(starts)))
         first = int(np.argmin(starts[: last + 1]))
         return PartCut(False, (first, last + 1), (first + 1, len(done) - 1), last)
 
     def _update_seconds_below(self) -> np.ndarray:
-        """Of each position, seconds of the update that need sums below it alone."""
+        """For each rank, seconds of the update that needs only sums of lower ranks."""
         count = len(self.work)
         by_need = np.bincount(self.needs + 1, self.update, minlength=count + 2)
         return np.cumsum(by_need)[:count]
 
 
 def _running(values: np.ndarray) -> np.ndarray:
-    """Sums up to each position, and 0 before the first."""
+    """Running totals: 0, then the sum up to each position."""
     return np.concatenate(([0.0], np.cumsum(values)))
 
 
@@ -151,7 +158,8 @@ class Stretch:
     Attributes:
       role: the pass.
       first: position of the first operator; -1 is the start of the pass.
-      last: position of the last; the number of operators is the end of the pass.
+      last: position of the last operator; the number of operators is the end of the
+        pass.
     """
 
     role: Role
@@ -159,9 +167,10 @@ class Stretch:
     last: int
 
     def slices(self, count: int) -> tuple[slice, slice, slice]:
-        """The positions whose work, gathers and sums lie within.
+        """The positions whose work, gathers and sums lie within the stretch.
 
-        A gather is outside of the work of its own reader, a sum of its maker's.
+        A gather does not overlap with its own reader. A sum does not overlap with the
+        operator that completes it.
 
         Args:
           count: number of operators.
@@ -181,11 +190,11 @@ class Timeline:
     Attributes:
       role: the pass.
       work: seconds of each operator.
-      gathers: of each operator, seconds of the gathers that must end before it.
-      sums: of each operator, seconds of the sums that can start after it.
-      after_s: seconds of work that follows the pass, beside which sums may run.
-      parts: the messages that really are sent; () where each array travels alone and
-        nothing follows the pass.
+      gathers: for each operator, seconds of the gathers that must end before it.
+      sums: for each operator, seconds of the sums that can start after it.
+      after_s: seconds of work after the pass that sums may overlap with.
+      parts: the messages of the plan, by part; () where each array has a message of its
+        own and no work follows the pass.
     """
 
     role: Role
@@ -197,12 +206,12 @@ class Timeline:
 
     @property
     def communication_s(self) -> float:
-        """Seconds of all communication of the pass that may be hidden."""
+        """Seconds of all hideable communication of the pass."""
         return float(self.gathers.sum() + self.sums.sum())
 
     @functools.cached_property
     def _running(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Work, gathers and sums up to each position, and 0 before the first."""
+        """Running totals of work, gathers and sums, each with a leading 0."""
         w, g, s = (
             np.concatenate(([0.0], np.cumsum(x)))
             for x in (self.work, self.gathers, self.sums)
@@ -210,7 +219,7 @@ class Timeline:
         return w, g, s
 
     def within(self, stretch: Stretch) -> tuple[float, float]:
-        """Seconds of communication that must lie in a stretch, and of work there."""
+        """Seconds of communication and of work that must lie in a stretch."""
         work, gathers, sums = self._running
         done, early, late = stretch.slices(len(self.work))
         moved = gathers[early.stop] + sums[-1] - sums[late.start]
@@ -218,10 +227,10 @@ class Timeline:
         return float(moved), float(work[done.stop] - work[done.start]) + after_s
 
     def tightest(self, share: float) -> Stretch:
-        """The stretch that exposes most.
+        """The stretch with the most exposed communication.
 
         Args:
-          share: part of the work that communication may run beside.
+          share: fraction of the work that communication may overlap with.
         """
         count = len(self.work)
         whole = Stretch(self.role, -1, count)
@@ -238,19 +247,20 @@ class Timeline:
         return max(found, key=lambda s: self.excess_s(s, share))
 
     def excess_s(self, stretch: Stretch, share: float) -> float:
-        """Seconds of communication in a stretch beyond the work that covers it."""
+        """Seconds of communication in a stretch, less ``share`` of the work in it."""
         moved, done = self.within(stretch)
         return moved - share * done
 
     def exposed_s(self, share: float) -> float:
         """Seconds of the pass in which only communication runs.
 
-        Never less than `excess_s` of any stretch: messages have shorter windows than
-        their arrays.
+        The result is at least `excess_s` of every stretch, because the window of a
+        message is no longer than the windows of its arrays.
         """
         parts_s = sum(part.exposed_s(share) for part in self.parts)
         return max(self.least_s(share), parts_s)
 
     def least_s(self, share: float) -> float:
-        """Seconds exposed if arrays were sent alone, whatever loops they are in."""
+        """Seconds exposed if each array had its own message and could leave its loop.
+        """
         return max(0.0, self.excess_s(self.tightest(share), share))

@@ -30,14 +30,15 @@ from autopar.layouts.layout import Axes, Layout, ReshardStep, reshard_steps, sha
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Pricer:
-    """Prices on one mesh of one cluster.
+    """Prices reshardings on one mesh of one cluster.
 
     Attributes:
       cluster: the devices and links.
       mesh: the mesh.
       combining: whether collectives may share messages.
-      joined_bytes: bytes of all sums, and of all gathers, that may share messages.
-      messages: bytes of the largest message of each group, of a plan; None: messages
+      joined_bytes: total bytes of the sums that may share messages, and total bytes of
+        such gathers.
+      messages: for each group, bytes of its largest message in a plan; None: messages
         may be as large as ``joined_bytes``.
     """
 
@@ -55,10 +56,11 @@ class Pricer:
     def skew(self, axes: Sequence[MeshAxis]) -> float:
         """The factor by which waiting for other devices lengthens a collective.
 
-        1 between hosts: only devices of one host share what they compute with.
+        The factor is 1 if the collective runs only between hosts, because only devices
+        of one host share hardware.
 
         Args:
-          axes: those over which the collective runs.
+          axes: the mesh axes over which the collective runs.
         """
         innermost = len(self.cluster.levels) - 1
         shared = any(axis.level == innermost and axis.size > 1 for axis in axes)
@@ -82,7 +84,7 @@ class Pricer:
 
     @property
     def reassociates(self) -> bool:
-        """Whether the compiler takes the sum of two sums over devices as one."""
+        """Whether the compiler merges two all-reduces whose results are added."""
         return self.cluster.device.corrections.reassociates
 
     def collective_s(
@@ -90,7 +92,8 @@ class Pricer:
     ) -> float:
         """Seconds of one elementary collective on an array of ``nbytes``.
 
-        In a message of ``message_bytes`` it takes its part of the message's time.
+        In a message of ``message_bytes``, the collective takes a share of the message's
+        time in proportion to its bytes.
         """
         kind = self.runs_as(step.kind)
         if kind == "slice":
@@ -103,38 +106,40 @@ class Pricer:
         return waiting * part * wire + self.move_s(step, size)
 
     def apart(self, step: ReshardStep) -> bool:
-        """Whether arrays of one message are sent one by one, each with its latency."""
+        """Whether the arrays of a message are sent separately, each with a latency."""
         innermost = len(self.cluster.levels) - 1
         return self.cluster.device.corrections.arrays_apart and any(
             axis.level < innermost and axis.size > 1 for axis in self._axes(step.axes)
         )
 
     def whole(self, step: ReshardStep, size: float, message_bytes: float) -> float:
-        """Bytes that share one latency with an array of ``size`` bytes, its own too.
+        """Bytes that share one latency with an array, including the array's own bytes.
 
         Args:
           step: the collective.
-          size: of the array, in the convention of `autopar.cost.collectives`.
-          message_bytes: of the message that it travels in; 0: it is alone.
+          size: the collective's size in bytes (`autopar.cluster.specs.Kind`).
+          message_bytes: bytes of the message that carries the array; 0: the array is
+            not joined with others.
         """
         return size if self.apart(step) else message_bytes or size
 
     def group_of(self, step: ReshardStep) -> Group:
-        """The key of a collective: those that share a message have the same."""
+        """The kind and axes of a collective; only equal groups may share a message."""
         return self.runs_as(step.kind), tuple(sorted(step.axes))
 
     def bytes_s(self, step: ReshardStep, nbytes: float) -> float:
-        """Seconds that a collective takes of the largest messages, at least."""
+        """Seconds of a collective at the least time per byte of any message size."""
         axes = self._axes(step.axes)
         size = step.fraction * nbytes
         wire = collective_s_per_byte(self.runs_as(step.kind), axes) * size
         return self.skew(axes) * wire + self.move_s(step, size)
 
     def least_s(self, step: ReshardStep, nbytes: float) -> float:
-        """Seconds that a collective takes in whatever message it travels, at least.
+        """A lower bound on a collective's seconds, over all messages it may travel in.
 
-        A message holds the array itself, no more than the compiler joins, and no more
-        than all that may be joined. A larger array travels alone, and takes this.
+        The message holds the array itself. It is at most as large as the compiler
+        allows, and at most as large as all arrays that may be joined. An array above
+        these limits travels in a message of its own, and the bound is exact.
         """
         size = step.fraction * nbytes
         if not size or step.kind == "slice":
@@ -154,11 +159,11 @@ class Pricer:
     def price_s(
         self, step: ReshardStep, nbytes: float, together: frozenset[str]
     ) -> float:
-        """Seconds that are sure, whatever else travels in the same message.
+        """Seconds of a collective, or a lower bound if it may share a message.
 
         Args:
           step: the collective.
-          nbytes: of the whole array.
+          nbytes: bytes of the unsharded array.
           together: kinds of collectives that the compiler may join.
         """
         group = self.group_of(step)
@@ -167,12 +172,13 @@ class Pricer:
         return self.least_s(step, nbytes)
 
     def move_s(self, step: ReshardStep, size: float) -> float:
-        """Seconds to bring a collective's pieces into their places on one device.
+        """Seconds to copy the pieces of a collective on one device.
 
-        The pieces of an all-gather arrive one after the other and are copied into
-        the array; an all-to-all packs them before, too; a scattered sum is cut out
-        of the whole. Each copy reads and writes. Compilers that choose the order of
-        dimensions by what is sent need none.
+        The pieces of an all-gather arrive one after the other and are copied into the
+        array. An all-to-all also packs the pieces before it sends them. A
+        reduce-scatter copies its piece out of the sum. Each copy reads and writes the
+        bytes once. Compilers that adapt the order of dimensions to collectives make no
+        copies.
         """
         if not self.cluster.device.corrections.copies_pieces:
             return 0.0
@@ -182,15 +188,15 @@ class Pricer:
         return 2.0 * copies * size / self.cluster.device.memory_bandwidth_bytes_per_s
 
     def runs_as(self, kind: str) -> str:
-        """The collective that the compiler emits for one on this kind of device.
+        """The kind of collective that this device's compiler emits for a planned kind.
 
-        Where it forms no reduce-scatter it runs an all-reduce and keeps a slice.
+        A compiler that forms no reduce-scatter emits an all-reduce and a slice.
         """
         forms = self.cluster.device.corrections.forms_reduce_scatter
         return kind if forms or kind != "reduce_scatter" else "all_reduce"
 
     def sent_bytes(self, step: ReshardStep, nbytes: float) -> float:
-        """Bytes that one device sends in one elementary collective."""
+        """Bytes that one device sends in one run of a collective."""
         if step.kind == "slice":
             return 0.0
         return collective_bytes(
@@ -207,9 +213,9 @@ class Pricer:
         together: frozenset[str] = ALONE,
         share: float = 1.0,
     ) -> float:
-        """Seconds to bring an array from one layout to another; see `price_s`.
+        """Seconds to reshard an array from one layout to another; see `price_s`.
 
-        Where only sums are on the way, it is a ``share`` of them.
+        If all steps are sums or slices, the seconds are multiplied by ``share``.
         """
         steps = reshard_steps(start, target, partial, reduction, self.sizes)
         part = share if all(s.kind in (*SUMS, "slice") for s in steps) else 1.0
@@ -224,9 +230,11 @@ class Pricer:
         together: frozenset[str] = ALONE,
         share: float = 1.0,
     ) -> np.ndarray:
-        """Seconds for every pair of a start (with partial axes) and a target.
+        """Seconds to reshard from every start to every target, ``[starts, targets]``.
 
-        Where only sums are on the way, it is a ``share`` of them.
+        A start is a layout and the mesh axes over which the array is partial.
+        For pairs whose steps are only sums or slices, the seconds are multiplied by
+        ``share``.
         """
         start_ids, unique_starts = _unique(starts)
         target_ids, unique_targets = _unique(targets)
@@ -242,7 +250,7 @@ class Pricer:
             kinds, index, _ = _step_table(
                 tuple(unique_starts), tuple(unique_targets), reduction, self.sizes
             )
-            # The last is that of no step.
+            # Index -1, the last entry, means no step.
             summing = np.array([*(kind in SUMS for kind, _ in kinds), True])
             table = np.where(summing[index].all(axis=-1), share * table, table)
         return table[np.ix_(start_ids, target_ids)]
@@ -250,18 +258,19 @@ class Pricer:
 
 @functools.lru_cache(maxsize=1 << 6)
 def _alone(pricer: Pricer) -> Pricer:
-    """A pricer with the same prices of arrays that share no message."""
+    """A pricer with the same prices for collectives in messages of their own."""
     return dataclasses.replace(pricer, joined_bytes=(math.inf, math.inf), messages=None)
 
 
-# Sizes: of a GPT of 2 layers on 2x4x4, planned with compression="auto". It has 300
-# different collectives; an entry takes about 380 bytes: 6 MB in all.
+# The cache sizes below fit a GPT of 2 layers on 2x4x4, planned with compression="auto".
+# This GPT has 300 different collectives. An entry takes about 380 bytes, so a full
+# cache takes 6 MB.
 @functools.lru_cache(maxsize=1 << 14)
 def _collective_s(kind: str, nbytes: float, axes: Axes, mesh: MeshShape) -> float:
     return collective_s(kind, nbytes, tuple(mesh.axes[a] for a in axes))
 
 
-# 600 different tables, of 25 kB: 25 MB in all.
+# The GPT has 600 different tables of 25 kB. A full cache takes 25 MB.
 @functools.lru_cache(maxsize=1 << 10)
 def _reshard_table(
     pricer: Pricer,
@@ -283,7 +292,7 @@ def _reshard_table(
     return out
 
 
-# 59 different tables, of 28 kB: 7 MB in all.
+# The GPT has 59 different tables of 28 kB. A full cache takes 7 MB.
 @functools.lru_cache(maxsize=1 << 8)
 def _step_table(
     starts: tuple[tuple[Layout, Axes], ...],
@@ -291,13 +300,16 @@ def _step_table(
     reduction: str,
     sizes: tuple[int, ...],
 ) -> tuple[list[tuple[str, Axes]], np.ndarray, np.ndarray]:
-    """The steps of every pair, independent of the size of the array.
+    """The resharding steps of every pair, independent of the size of the array.
 
-    Dimensions that stay as they are have no part in the steps: they only divide the
-    bytes. So pairs whose other dimensions are the same are worked out once.
+    A dimension with the same sharding in the start and the target does not affect the
+    steps. It only divides the bytes. Therefore the steps are computed once for all
+    pairs that agree in the other dimensions.
 
-    Returns the distinct (kind, axes), and for each pair and position in its
-    sequence of steps the number of its (kind, axes), -1 for none, and its fraction.
+    Returns:
+      The distinct pairs (kind, axes) of steps. For each pair of layouts and each
+      position in its sequence of steps: the index of the step's (kind, axes), or -1 for
+      no step. The fraction of each step.
     """
     codes: dict[Axes, int] = {}
     numbers: dict[tuple[str, Axes], int] = {}
@@ -343,12 +355,12 @@ def _step_table(
     return list(numbers), index[pair].reshape(shape), every
 
 
-# A GPT of 12 layers on 2x4x4 has some thousand different moves, in 65 tables.
+# A GPT of 12 layers on 2x4x4 has some thousand different reshardings in 65 tables.
 @functools.lru_cache(maxsize=1 << 14)
 def _sent_steps(
     start: Layout, target: Layout, partial: Axes, reduction: str, sizes: tuple[int, ...]
 ) -> tuple[tuple[tuple[str, Axes], float], ...]:
-    """The kind, axes and fraction of each step of a move that sends something."""
+    """The kind, axes and fraction of each resharding step that communicates."""
     steps = reshard_steps(start, target, partial, reduction, sizes)
     return tuple(((s.kind, s.axes), s.fraction) for s in steps if s.kind != "slice")
 

@@ -1,4 +1,4 @@
-"""Sums of activations that the compiler takes in one, where they are added up."""
+"""All-reduces that the compiler merges because their results are added."""
 
 from __future__ import annotations
 
@@ -19,14 +19,15 @@ def compiled_traffic(
     *,
     rounds: bool | None = None,
 ) -> list[Collective]:
-    """Lists the collectives of one step that the compiler keeps, in program order.
+    """Lists the collectives of one step after the compiler's merges, in program order.
 
     Args:
       assignment: strategies as layouts.
       pricer: the mesh and cluster.
-      only: the operators that count, in program order; None: all of them.
-      rounds: whether what only products read is sent in bfloat16; None: as the
-        device does it.
+      only: the operators whose collectives are listed, in program order; None: all
+        operators.
+      rounds: whether values that only products read are sent in bfloat16; None: as the
+        device's compiler does.
     """
     if rounds is None:
         rounds = pricer.cluster.device.rounds_operands
@@ -37,15 +38,15 @@ def compiled_traffic(
 def reassociate_sums(
     assignment: Assignment, collectives: Iterable[Collective]
 ) -> list[Collective]:
-    """Takes sums that are added up once, after the addition, where they are alike.
+    """Merges equal all-reduces whose results are added into one after the addition.
 
-    See `autopar_passes.sums.reassociated`. Nothing may be moved between the sums and
-    the addition, for the compiler only joins what it finds next to each other. Of sums
-    that are taken in several collectives, the last ones may be alike and joined.
+    See `autopar_passes.sums.reassociated`. No resharding may lie between the sums and
+    the addition, because the compiler merges only adjacent collectives. If sums consist
+    of several collectives each, the last collectives may be equal and merged.
 
     Args:
       assignment: strategies as layouts.
-      collectives: of one step of it.
+      collectives: the collectives of one step of the assignment.
     """
     sums: dict[int, list[Collective]] = {}
     out: list[Collective] = []
@@ -68,9 +69,9 @@ def reassociate_sums(
 
 
 def _alike(one: Sequence[Collective], other: Sequence[Collective]) -> int:
-    """How many of the last collectives are sums over the same devices of as many bytes.
+    """Number of trailing collectives that are equal sums: same devices, same bytes.
 
-    0 where either holds anything but sums.
+    The number is 0 if either sequence has a collective other than a sum.
     """
     if any(c.step.kind not in SUMS for c in (*one, *other)):
         return 0
@@ -84,9 +85,10 @@ def _alike(one: Sequence[Collective], other: Sequence[Collective]) -> int:
 
 
 def _stays(assignment: Assignment, found: Reassociation) -> bool:
-    """Whether values come to an addition, and to all before it, where they are.
+    """Whether no resharding lies between the sums and their addition.
 
-    A slice is part of the sum that it is taken of (`autopar.cost.traffic.scatter_sum`).
+    Slices are allowed, because a slice becomes part of its sum
+    (`autopar.cost.traffic.scatter_sum`).
     """
     if not assignment.stackings.keys().isdisjoint(found.between):
         return False

@@ -1,4 +1,4 @@
-"""The arithmetic and memory traffic of operators, after fusion."""
+"""Seconds of the operators of a node under each of its strategies, after fusion."""
 
 from __future__ import annotations
 
@@ -21,14 +21,15 @@ from autopar_passes.graph.operators import Operator
 
 
 def share_of(analysis: Analysis, pricer: Pricer, class_index: int) -> float:
-    """The part of a sum that each operator of a class pays.
+    """The fraction of its sum over devices that an operator of a class is charged.
 
-    Sums that the compiler may take as one are charged a part of that one each.
+    If the compiler may merge several all-reduces into one, each of them is charged a
+    fraction of the one.
 
     Args:
       analysis: the step.
       pricer: the mesh and cluster.
-      class_index: of the operators.
+      class_index: the class of the operators.
     """
     return analysis.shares.get(class_index, 1.0) if pricer.reassociates else 1.0
 
@@ -38,20 +39,20 @@ def node_seconds(
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Returns seconds of a node under each of its strategies.
 
-    Work is divided by the axes given to an operator's factors: an axis that an
-    operator does not use repeats its whole work on every device of that axis.
+    The work of an operator is divided among the devices of the mesh axes that split its
+    factors. Devices along any other mesh axis repeat the same work.
 
     Args:
       analysis: the step.
       node: the node.
-      space: its strategies.
+      space: the node's strategies.
       pricer: the mesh and cluster.
 
     Returns:
-      Seconds of work in each segment of both passes and in the update, float64
-      ``[2 * SEGMENTS + 1, strategies]``; of sums that nothing waits for, by the segment
-      in which they are complete, ``[SEGMENTS, strategies]``; and of all else,
-      ``[strategies]``.
+      Three float64 arrays. Seconds of work in each segment of both passes and in the
+      update, ``[2 * SEGMENTS + 1, strategies]``. Seconds of sums that no operator waits
+      for, by the segment that completes them, ``[SEGMENTS, strategies]``. All other
+      seconds, ``[strategies]``.
     """
     device = pricer.cluster.device
     works = analysis.works(streamed=device.streams)
@@ -74,7 +75,7 @@ def node_seconds(
         parts = places.work_parts[member]
         covering += np.outer(parts, seconds)
         waited += (1.0 - parts.sum()) * seconds
-        # That of a contraction is on the edge to its result.
+        # The sum of a contraction is priced on the edge to its result.
         if node.kind != "contraction":
             own = analysis.sums[op.class_index]
             final = op.class_index in analysis.independent.summing
@@ -94,12 +95,12 @@ def node_seconds(
 def _split(
     strategies: Sequence[Strategy], pricer: Pricer, without: Axes = ()
 ) -> np.ndarray:
-    """Into how many parts each strategy splits each factor of a node.
+    """The number of parts into which each strategy splits each factor of a node.
 
     Args:
-      strategies: of the node.
+      strategies: the node's strategies.
       pricer: the mesh.
-      without: axes that split nothing.
+      without: mesh axes that are ignored.
 
     Returns:
       float64 ``[strategies, factors]``.
@@ -112,7 +113,7 @@ def _split(
 
 
 def _parts(split: np.ndarray, mapping: Sequence[int]) -> np.ndarray:
-    """`_split`, of the factors of a member's rule."""
+    """`_split` for the factors of one operator's rule, ``[strategies, factors]``."""
     parts = np.ones((len(split), len(mapping)))
     for factor, own in enumerate(mapping):
         if own >= 0:
@@ -121,7 +122,7 @@ def _parts(split: np.ndarray, mapping: Sequence[int]) -> np.ndarray:
 
 
 def partial_runs(analysis: Analysis, pricer: Pricer) -> PartialRuns:
-    """`Analysis.partial_runs`, of operators that have a choice and take time."""
+    """`Analysis.partial_runs` of operators that have strategies and take time."""
     works = analysis.works(streamed=pricer.cluster.device.streams)
     known = analysis.contraction.node_of
     return {
@@ -138,16 +139,17 @@ def partial_work_s(
     partials: Sequence[Axes],
     pricer: Pricer,
 ) -> np.ndarray:
-    """Seconds that an operator takes longer where it works on partial values, a run.
+    """Extra seconds per run of an operator that works on partial values.
 
-    `node_seconds` charges it as its node's strategy splits it. What is partial over
-    some axes is not split by them: each device works on its own part of the sum, whole.
+    `node_seconds` divides the operator's work by all mesh axes of the node's strategy.
+    Mesh axes over which a value is partial do not split the value: each device works on
+    an unsharded summand.
 
     Args:
       analysis: the step.
       member: the operator's class.
-      strategies: of its node.
-      partials: axes over which the values may be partial.
+      strategies: the strategies of the operator's node.
+      partials: mesh axes over which the values may be partial.
       pricer: the mesh and cluster.
 
     Returns:
@@ -173,15 +175,15 @@ def _exchange_s(
     pricer: Pricer,
     work_seconds: np.ndarray,
 ) -> np.ndarray:
-    """Seconds that an operator waits for what its shards send each other, a run.
+    """Seconds per run that an operator waits for exchanges among its shards.
 
     Args:
       analysis: the step.
       op: the operator.
-      node: its node.
+      node: the operator's node.
       space: the node's strategies.
       pricer: the mesh and cluster.
-      work_seconds: ``[strategies]``, of a run of the operator.
+      work_seconds: ``[strategies]``, seconds of work of one run of the operator.
     """
     total = np.zeros(len(space.strategies))
     for i, strategy in enumerate(space.strategies):
@@ -205,10 +207,10 @@ def _exchange_s(
 
 
 def beside_ring_s(work_seconds: float, pricer: Pricer, axes: Axes) -> float:
-    """Seconds of an operator's run beside which arrays go around a ring, at the most.
+    """The most seconds of communication around a ring that an operator's run can hide.
 
-    In the first of n turns a device waits for nothing; whatever comes in the others is
-    sent beside the turn before.
+    On n devices the operator works in n rounds. The first round needs no message. The
+    message of each later round is sent during the round before it.
     """
     turns = pricer.group(axes)
     share = pricer.cluster.device.corrections.overlap
@@ -218,7 +220,7 @@ def beside_ring_s(work_seconds: float, pricer: Pricer, axes: Axes) -> float:
 def _inner_sums_s(
     analysis: Analysis, op: Operator, node: Node, space: Space, pricer: Pricer
 ) -> np.ndarray:
-    """Seconds of the all-reduces that an operator itself does, each time it runs."""
+    """Seconds per run of the all-reduces inside an operator, ``[strategies]``."""
     total = np.zeros(len(space.strategies))
     for slot, factors in enumerate(node.summed_factors(op)):
         if not factors:
@@ -241,14 +243,14 @@ def _reduction_s(
     sums: Sequence[tuple[int, float]],
     together: frozenset[str],
 ) -> np.ndarray:
-    """Seconds of the all-reduces of a small reduction that follows its operand.
+    """Seconds of the all-reduces of a small reduction in the node of its operand.
 
     Args:
       op: the reduction.
-      node: the node that it follows.
+      node: the node of its operand.
       space: the node's strategies.
       pricer: the mesh and cluster.
-      sums: bytes of the sums over devices, and how often each is taken.
+      sums: the bytes and the number of runs in a step of each sum over devices.
       together: kinds of collectives that may share a message.
     """
     total = np.zeros(len(space.strategies))
