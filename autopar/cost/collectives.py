@@ -259,8 +259,7 @@ _PAIR_PART = {
 
 
 def _protocols(link: LinkSpec) -> tuple[_Protocol, ...]:
-    """NCCL's protocols on a link: LL128 needs atomic stores of 128 bytes, unlike PCIe.
-    """
+    """NCCL's protocols on a link; PCIe lacks the 128-byte stores that LL128 needs."""
     return (_LL, _SIMPLE) if link.rates == "pcie" else (_LL, _LL128, _SIMPLE)
 
 
@@ -319,8 +318,7 @@ def _curve_as_measured(kind: str, size: int, knots: CollectiveKnots) -> TimeCurv
 
 
 def _at(kind: str, size: int, knots: CollectiveKnots, group: int) -> list[float]:
-    """Times of a measured group, for the bytes that `size` devices send at each knot.
-    """
+    """Times of a measured group, at the bytes that `size` devices send at each knot."""
     of, measured = through(knots.nbytes, knots.seconds[group]), knots.group_sizes[group]
     more = sent_ratio(kind, size) / sent_ratio(kind, measured)
     if size < measured == knots.group_sizes[0]:
@@ -358,8 +356,7 @@ def _over_network(
     groups: Sequence[tuple[int, LinkSpec]],
     of: str,
 ) -> TimeCurve:
-    """The time on the network, with `size` devices in each host on links of kind `of`.
-    """
+    """The time on the network, with `size` devices per host on links of kind `of`."""
     links = [link for _, link in groups]
     per_byte = 1 / min(link.bandwidth_bytes_per_s for link in links)
     slower = max(link.latency_s for link in links) / _NETWORK_LATENCY_S

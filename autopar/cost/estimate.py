@@ -265,8 +265,7 @@ class Work:
 
     @functools.cached_property
     def planned_s(self) -> np.ndarray:
-        """Seconds of all runs of each row in a step at the planned batch, ``[rows]``.
-        """
+        """Seconds of each row in a step at the planned batch, ``[rows]``."""
         return self.seconds(np.ones(1))[:, 0]
 
     def seconds(self, scales: np.ndarray) -> np.ndarray:
@@ -365,8 +364,7 @@ class Messages:
 
     @functools.cached_property
     def planned_s(self) -> np.ndarray:
-        """Seconds of all runs of each row in a step at the planned batch, ``[rows]``.
-        """
+        """Seconds of each row in a step at the planned batch, ``[rows]``."""
         return self.seconds(np.ones(1))[:, 0]
 
     def seconds(self, scales: np.ndarray) -> np.ndarray:

@@ -104,8 +104,7 @@ class Part:
         return sum(max(0.0, self.excess_s(cut, share)) for cut in cuts)
 
     def excess_s(self, cut: PartCut, share: float) -> float:
-        """Seconds of messages in a stretch, less ``share`` of the work that hides them.
-        """
+        """Seconds of messages in a stretch, less ``share`` of the work there."""
         messages = self.gathers if cut.gathers else self.sums
         work = self.work if cut.gathers else self.late_work
         done = work[slice(*cut.work)].sum()
@@ -261,6 +260,5 @@ class Timeline:
         return max(self.least_s(share), parts_s)
 
     def least_s(self, share: float) -> float:
-        """Seconds exposed if each array had its own message and could leave its loop.
-        """
+        """Seconds exposed if each array had its own message, regardless of loops."""
         return max(0.0, self.excess_s(self.tightest(share), share))

@@ -53,8 +53,7 @@ class Collective:
 
     @property
     def size(self) -> float:
-        """The collective's size in bytes, as defined at `autopar.cluster.specs.Kind`.
-        """
+        """The collective's size in bytes (`autopar.cluster.specs.Kind`)."""
         return self.step.fraction * self.nbytes
 
     def sent_in(self, message_bytes: float, message: int) -> Collective:
@@ -279,8 +278,7 @@ def _gather_place(
     reader: Operator,
     step: ReshardStep,
 ) -> Place | None:
-    """The place of a parameter's gather; None: the gather is not joined with others.
-    """
+    """The place of a parameter's gather; None: the gather is not joined with others."""
     known = assignment.independent
     maker = assignment.contraction.producer[source]
     if step.kind not in GATHERS or maker.class_index not in known.gathered:
@@ -386,7 +384,9 @@ def exchanged_array(op: Operator, exchange: Exchange) -> tuple[Dims, int]:
 
 
 def _is_reduced(assignment: Assignment, op: Operator) -> bool:
-    """Whether an operator's results need a collective or slice to reach their layouts.
+    """Whether an operator's results need a collective or a slice to be at home.
+
+    A result is at home in the layout that the assignment gives to its value.
     """
     if op.kind == "return" or op.class_index not in assignment.contraction.node_of:
         return False

@@ -1,1 +1,1 @@
-"""Which jobs get which devices: policies, and a simulator that runs them."""
+"""Scheduling of jobs on a cluster: policies, and a simulator of policies."""

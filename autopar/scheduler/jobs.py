@@ -1,10 +1,9 @@
-"""Jobs as they are handed in, and what a policy may see of them.
+"""Submitted jobs, the view of a job that a policy gets, and the times of decisions.
 
-When decisions are made: in every interval, and where something happens at once.
-
-The simulator and the scheduler of a real cluster ask the same object. A look at the
-jobs and nodes is cheap, a decision is not: a look is followed by a decision where the
-interval is over, or where something differs from what the last decision left.
+The simulator and the scheduler of a real cluster share one object for the times of
+decisions (`Rounds`). To look at the jobs and nodes is cheap. A decision is expensive.
+Therefore a decision follows a look only in two cases: an interval is over, or the jobs
+or nodes have changed since the last decision.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ import numpy as np
 from autopar.errors import ScheduleError
 
 LARGEST_WEIGHT = 1000.0
-"""The largest priority of a job and share of a user; 1 over it is the least."""
+"""The largest priority of a job and share of a user; the smallest is its inverse."""
 
 Allocation = tuple[int, ...]
 """The node of each device of a job; devices of one node stand next to each other."""
@@ -27,20 +26,20 @@ Allocation = tuple[int, ...]
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """A job as it is handed in.
+    """A submitted job.
 
     Attributes:
-      name: unique in a trace.
-      application: which program it trains.
-      submitted_s: when it is handed in, in seconds from the beginning of the trace.
-      devices: how many devices its owner asks for.
-      batch: the batch its owner asks for; None where the program's own is kept.
-      plan: the plan its owner asks for; '' where there is one only.
-      steps: how many steps it runs; 0 where it ends at a quality instead.
-      duration_s: its run time on what it asks for; 0 where it is not known.
-      guaranteed: whether it is promised to be as fast as on what it asks for.
-      user: whose it is; '' where nobody says.
-      priority: its weight beside other jobs of its user.
+      name: the job's name, unique in a trace.
+      application: name of the program that the job trains.
+      submitted_s: time of submission, in seconds from the beginning of the trace.
+      devices: number of devices that the owner asks for.
+      batch: the batch that the owner asks for; None to keep the program's own batch.
+      plan: the plan that the owner asks for; '' if the program has only one plan.
+      steps: number of steps; 0 if the job ends at a quality instead.
+      duration_s: run time on the requested devices; 0 if it is not known.
+      guaranteed: whether the job is guaranteed its speed on the requested devices.
+      user: the owner; '' if the trace names none.
+      priority: the job's weight relative to other jobs of the same user.
     """
 
     name: str
@@ -56,7 +55,7 @@ class Job:
     priority: float = 1.0
 
     def __post_init__(self) -> None:
-        """Refuses numbers that no job can have.
+        """Checks the numbers of the job.
 
         Raises:
           ScheduleError: a number is negative, zero or not finite.
@@ -81,7 +80,7 @@ class Job:
 
 
 def wrong_priority(priority: float) -> str:
-    """What is wrong with a priority; '' if nothing is."""
+    """An error message for a priority; '' if the priority is valid."""
     if 1 / LARGEST_WEIGHT <= priority <= LARGEST_WEIGHT:
         return ""
     return (
@@ -94,26 +93,26 @@ class Curve(Protocol):
     """Progress per second of one job on each configuration."""
 
     def goodput(self, nodes: np.ndarray, devices: np.ndarray) -> np.ndarray:
-        """Progress per second on so many nodes and devices; 0 where it cannot run."""
+        """Progress per second by nodes and devices; 0 where the job cannot run."""
         ...
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Linear:
-    """The curve of a job that nothing is known of: each device helps as much."""
+    """A linear curve, for a job without measurements."""
 
     def goodput(self, nodes: np.ndarray, devices: np.ndarray) -> np.ndarray:
-        """As many units of progress per second as there are devices."""
+        """One unit of progress per second and device."""
         return np.broadcast_to(devices, np.broadcast(nodes, devices).shape) * 1.0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Oracle:
-    """What only a policy that is named an oracle may see.
+    """True properties of a job, which only oracle policies may see.
 
     Attributes:
-      remaining: steps that are left at the batch asked for.
-      step_s: seconds of a step by number of devices, from 1.
+      remaining: remaining steps at the requested batch.
+      step_s: seconds of a step on 1, 2, ... devices.
     """
 
     remaining: float
@@ -121,7 +120,7 @@ class Oracle:
 
 
 Shape = tuple[int, int]
-"""How many nodes and how many devices a job has."""
+"""The number of nodes and the number of devices of a job."""
 
 MoveSeconds = Callable[[Shape, Shape], float]
 """Seconds of a move from one shape to another."""
@@ -129,33 +128,33 @@ MoveSeconds = Callable[[Shape, Shape], float]
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class JobView:
-    """What a policy sees of a job that waits or runs.
+    """The view that a policy gets of a waiting or running job.
 
     Attributes:
-      name: of the job.
-      application: which program it trains.
-      submitted_s: when it was handed in.
-      age_s: seconds since then.
-      served_device_s: device-seconds it has had, restarts included.
-      progress: what it has done, in the units of its curve times seconds.
-      restarts: how often it has moved; 0 for a first start.
-      asked: the devices its owner asks for.
-      most: no more devices are of use.
-      tried: the most devices that it ran on.
-      curve: its progress per second by configuration.
-      measured: whether its curve comes from steps that were measured.
-      restart_s: seconds that a move takes.
-      guaranteed: whether it is promised to be as fast as on what it asks for.
-      floor: the progress per second that this means; 0: what its curve says of it.
-      oracle: only for a policy that is named an oracle.
-      by_kind: its curve on kinds of devices; `curve` on those that are missing.
-      moves: seconds of a move by what it moves from and to; `restart_s` where None.
-      user: whose it is.
-      priority: its weight beside other jobs of its user.
-      share: the weight of its user beside other users.
-      least: it cannot use fewer devices.
-      cap: the most devices that its user's quota leaves it; 0: it may not run now, and
-        None: there is no quota.
+      name: the job's name.
+      application: name of the program that the job trains.
+      submitted_s: time of submission.
+      age_s: seconds since submission.
+      served_device_s: device-seconds that the job has received, including restarts.
+      progress: work done so far, in units of ``curve`` times seconds.
+      restarts: number of moves; the first start does not count.
+      asked: number of devices that the owner asks for.
+      most: the most devices that the job can use.
+      tried: the most devices that the job has run on.
+      curve: progress per second by configuration.
+      measured: whether the curve comes from measured steps.
+      restart_s: seconds of a move.
+      guaranteed: whether the job is guaranteed its speed on the requested devices.
+      floor: the guaranteed progress per second; 0: the policy takes it from the curve.
+      oracle: true properties of the job, only for oracle policies.
+      by_kind: curves by kind of devices; `curve` for kinds that are missing.
+      moves: seconds of a move by old and new shape; None: `restart_s`.
+      user: the owner.
+      priority: the job's weight relative to other jobs of the same user.
+      share: the user's weight relative to other users.
+      least: the fewest devices that the job can use.
+      cap: the most devices that the job may get under its user's quota; 0: the job may
+        not run now; None: the user has no quota.
     """
 
     name: str
@@ -183,25 +182,27 @@ class JobView:
     cap: int | None = None
 
     def on(self, kind: str) -> Curve:
-        """Its curve on devices of a kind."""
+        """The job's curve on devices of a kind."""
         return self.by_kind.get(kind, self.curve)
 
     def move_s(self, old: Shape, new: Shape) -> float:
-        """Seconds of a move from a shape, (0, 0) for none, to another."""
+        """Seconds of a move between two shapes; an ``old`` of (0, 0) is a start."""
         if self.moves is None or old == (0, 0):
             return self.restart_s
         return self.moves(old, new)
 
 
 Views = Mapping[str, JobView]
-"""The jobs that wait or run, by name, in the order they were handed in."""
+"""The waiting and running jobs by name, in order of submission."""
 
 
 def entitlements(jobs: Views) -> dict[str, float]:
-    """What each job is entitled to beside the mean of all; 1 where all are alike.
+    """The entitlement of each job, relative to the mean of all jobs.
 
-    A user's share over those of all users, times a job's priority over those of the
-    user's jobs, times the number of jobs. A job that may not run counts for nobody.
+    The entitlement is the product of three numbers: the user's share divided by the
+    shares of all users, the job's priority divided by the priorities of all jobs of the
+    user, and the number of jobs. It is 1 if all jobs are equal. Jobs that may not run
+    are left out.
     """
     run = {name: view for name, view in jobs.items() if view.cap != 0}
     shares = {view.user: view.share for view in run.values()}
@@ -216,7 +217,7 @@ def entitlements(jobs: Views) -> dict[str, float]:
 
 
 def placement_of(allocation: Allocation) -> tuple[int, ...]:
-    """How many devices an allocation has on each of its nodes, in order.
+    """The number of devices that an allocation has on each of its nodes, in order.
 
     >>> placement_of((5, 5, 5, 2))
     (3, 1)
@@ -234,16 +235,16 @@ def placement_of(allocation: Allocation) -> tuple[int, ...]:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Reason:
-    """Why a job got what it got.
+    """The reason for a change of a job's devices.
 
     Attributes:
-      job: its name.
-      devices: what it gets.
-      kept: what it had.
-      compared: what else was looked at, in words.
-      gain: predicted progress with the choice over that without, less 1; nan where a
-        policy predicts nothing.
-      cost_s: seconds the move takes.
+      job: the job's name.
+      devices: number of devices after the decision.
+      kept: number of devices before the decision.
+      compared: the alternatives that the policy compared, in words.
+      gain: predicted relative gain of progress by the change; nan if the policy
+        predicts nothing.
+      cost_s: seconds of the move.
     """
 
     job: str
@@ -255,7 +256,7 @@ class Reason:
 
     @property
     def text(self) -> str:
-        """One line for people."""
+        """The reason as one line of text."""
         gain = "" if self.gain != self.gain else f", gain {self.gain:+.1%}"
         return (
             f"{self.job}: {self.kept} -> {self.devices} devices{gain}, "
@@ -268,12 +269,11 @@ class Decisions:
     """The allocation of every job.
 
     Attributes:
-      allocations: the nodes of each job's devices; a job that is missing waits.
-      plans: the plan of each job that has plans to choose from.
-      reasons: of the jobs whose allocation changes.
-      gap: how far the allocation may be from the best, relative; nan where a policy
-        proves nothing.
-      waits: why jobs may not run now, by name, where their users' quotas are used up.
+      allocations: the nodes of each job's devices; a job without an entry waits.
+      plans: the plan of each job that has several plans.
+      reasons: reasons for the changes of allocations.
+      gap: relative optimality gap of the allocations; nan if the policy proves none.
+      waits: reasons, by job, why jobs may not run now because of their users' quotas.
     """
 
     allocations: Mapping[str, Allocation]
@@ -284,18 +284,18 @@ class Decisions:
 
 
 class Rounds:
-    """The times of looks, and which of them call for a decision."""
+    """The times of looks at jobs and nodes, and which looks call for a decision."""
 
     def __init__(
         self, interval_s: float, react_s: float | None, first_s: float
     ) -> None:
-        """Nothing was decided.
+        """Starts without a decision.
 
         Args:
-          interval_s: seconds between two decisions that nothing calls for; they are
-            made at multiples of it.
-          react_s: seconds between two looks; None: looks are at decisions alone.
-          first_s: when the first decision is due.
+          interval_s: seconds between two regular decisions, which are made at multiples
+            of the interval.
+          react_s: seconds between two looks; None: looks only at regular decisions.
+          first_s: time of the first decision.
 
         Raises:
           ScheduleError: an interval is not above 0.
@@ -306,7 +306,7 @@ class Rounds:
         self._left: Hashable = None
 
     def until_look_s(self, now_s: float) -> float:
-        """Seconds until the next look; 0 where it is late."""
+        """Seconds until the next look; 0 if the look is overdue."""
         left_s = max(self._due_s - now_s, 0.0)
         return left_s if self._react_s is None else min(self._react_s, left_s)
 
@@ -314,27 +314,27 @@ class Rounds:
         """Whether a look calls for a decision.
 
         Args:
-          now_s: when it is.
-          found: the jobs and nodes that are there.
+          now_s: the present time.
+          found: the present jobs and nodes.
         """
         due = now_s >= self._due_s
         if due:
-            # A number that rises, so that no rounding makes the same time due twice.
+            # The number always rises, so that rounding makes no time due twice.
             passed = math.floor(now_s / self._interval_s)
             self._number = max(self._number, passed) + 1
             self._due_s = self._number * self._interval_s
         return due or (self._react_s is not None and found != self._left)
 
     def settle(self, left: Hashable) -> None:
-        """Takes what a decision left: what differs from it calls for the next one."""
+        """Stores the jobs and nodes after a decision, for comparison by `calls`."""
         self._left = left
 
 
 def check_times(interval_s: float, react_s: float | None) -> None:
-    """Refuses times between decisions that cannot be.
+    """Checks the times between decisions.
 
     Raises:
-      ScheduleError: one of them is not above 0, or not finite.
+      ScheduleError: a time is not above 0, or not finite.
     """
     if not (math.isfinite(interval_s) and interval_s > 0):
         raise ScheduleError(

@@ -1,14 +1,15 @@
 """Users who share a cluster: quotas that no policy exceeds, shares and priorities.
 
-A quota is the most devices that the jobs of a user hold together. It is divided among
-the user's jobs before a policy decides: each job has a cap, and the caps of a user add
-up to no more than the quota. So no policy has to know of quotas, and nothing that it
-decides has to be taken back. Jobs that run come first, then those that have waited
-longest, by their priority. A job with a cap of 0 waits, with the reason.
+A quota is the most devices that the jobs of a user hold together. The quota is divided
+among the user's jobs before a policy decides: each job has a cap, and the caps of a
+user add up to no more than the quota. Therefore policies need not know quotas, and no
+decision has to be revised afterwards. Running jobs get caps first. Waiting jobs follow,
+in descending order of priority times age. A job with a cap of 0 waits, with a reason.
 
-What a job is entitled to counts in the policies `fair` and `goodput`: a user's share
-over those of all users whose jobs are there, times the job's priority over those of the
-user's jobs. So many jobs of a user are entitled to as much as one job of another.
+The policies `fair` and `goodput` use entitlements. A job's entitlement is the user's
+share divided by the shares of all users with jobs, times the job's priority divided by
+the priorities of all jobs of the user. Therefore all jobs of a user together are
+entitled to as much as a single job of another user with the same share.
 """
 
 from __future__ import annotations
@@ -33,11 +34,11 @@ from autopar.scheduler.policies.base import SchedulingPolicy
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class UserLimits:
-    """What a user may have of a cluster.
+    """The limits of a user on a cluster.
 
     Attributes:
-      devices: the most that the user's jobs hold together; None: as many as there are.
-      share: the user's weight beside other users.
+      devices: the most devices that the user's jobs hold together; None: no limit.
+      share: the user's weight relative to other users.
 
     Raises:
       ScheduleError: a number is out of its range.
@@ -60,7 +61,8 @@ class UserLimits:
 
 
 Users = Mapping[str, UserLimits]
-"""What is said of users, by name; others have no quota, and a share of 1."""
+"""The limits of users by name; users without an entry have no quota, and a share of 1.
+"""
 
 
 def parse_users(
@@ -69,9 +71,9 @@ def parse_users(
     """Reads texts such as ``anna=8``.
 
     Args:
-      quotas: the most devices of users.
-      shares: their weights.
-      known: what was said of users before, which these change.
+      quotas: quotas of users, as texts.
+      shares: shares of users, as texts.
+      known: earlier limits, which the texts change.
 
     Raises:
       ScheduleError: a text is wrong.
@@ -112,15 +114,15 @@ def decide_for_users(
     current: Mapping[str, Allocation],
     users: Users,
 ) -> Decisions:
-    """What a policy decides within the quotas; `Decisions.waits` says whom they stop.
+    """Decides within quotas; `Decisions.waits` names the jobs that quotas stop.
 
     Args:
       policy: the policy.
-      now_s: seconds since the beginning.
-      jobs: those that wait or run.
+      now_s: seconds since the beginning of the trace.
+      jobs: the waiting and running jobs.
       nodes: the cluster.
-      current: allocations of jobs that run.
-      users: their quotas and shares.
+      current: allocations of running jobs.
+      users: quotas and shares of users.
     """
     if not users:
         return policy.decide(now_s, jobs, nodes, current)
@@ -137,7 +139,7 @@ def decide_for_users(
         told = {name: view for name, view in told.items() if view.cap != 0}
     kept = {name: held for name, held in current.items() if caps.get(name) != 0}
     decided = policy.decide(now_s, told, nodes, kept)
-    # A policy of one's own may not know of caps.
+    # A user's own policy may not respect caps.
     chosen = {
         name: given[: caps.get(name)] for name, given in decided.allocations.items()
     }
@@ -153,11 +155,11 @@ def decide_for_users(
 
 
 def new_waits(decided: Decisions, before: Mapping[str, str]) -> tuple[Reason, ...]:
-    """The reasons of jobs that may not have devices, where they are new.
+    """New reasons why jobs may not have devices.
 
     Args:
-      decided: what was decided.
-      before: why jobs waited before.
+      decided: the decision.
+      before: the reasons of the previous decision, by job.
     """
     moved = {reason.job for reason in decided.reasons}
     return tuple(
@@ -168,10 +170,10 @@ def new_waits(decided: Decisions, before: Mapping[str, str]) -> tuple[Reason, ..
 
 
 def _capped(view: JobView, cap: int | None, adapts: bool) -> JobView:
-    """A view that no policy gives more than its cap."""
+    """The view of a job with a cap, limited to the cap."""
     if cap is None:
         return view
-    if not adapts:  # it gets what it asks for, or nothing
+    if not adapts:  # the job gets the devices that it asks for, or none
         return dataclasses.replace(view, cap=cap)
     asked = max(min(view.asked, cap), 1)
     return dataclasses.replace(view, cap=cap, most=min(view.most, cap), asked=asked)
@@ -185,7 +187,7 @@ def _caps_of(
     *,
     adapts: bool,
 ) -> tuple[dict[str, int], dict[str, str]]:
-    """The caps of jobs whose users have quotas, and why some of them wait."""
+    """The caps of jobs whose users have quotas, and reasons for jobs that must wait."""
     caps: dict[str, int] = {}
     waits: dict[str, str] = {}
     of: dict[str, list[str]] = collections.defaultdict(list)
@@ -215,11 +217,11 @@ def _admit(
     current: Mapping[str, Allocation],
     users: Users,
 ) -> tuple[list[str], dict[str, str]]:
-    """The jobs of a user that may run, and why the others may not.
+    """The jobs of a user that may run, and reasons for the jobs that must wait.
 
-    The first that does not fit has all behind it wait, so that small jobs do not keep
-    a large one from running for ever. The longer a job waits the further in front it
-    stands, whatever its priority.
+    All jobs behind the first job that does not fit must wait. Otherwise small jobs could
+    keep a large job waiting for ever. Waiting moves a job forward in the order, at any
+    priority.
     """
     quota = users[user].devices
     assert quota is not None
@@ -260,10 +262,11 @@ def _grow(
     current: Mapping[str, Allocation],
     left: int,
 ) -> None:
-    """Doubles the smallest cap beside its priority while the quota lasts.
+    """Repeatedly doubles the cap with the smallest ratio to its job's priority.
 
-    What is left then is given in the same order. Sizes are powers of two, so that caps
-    change seldom; of jobs that are alike the one that has more stays in front.
+    The doubling ends when the quota is used up. Remaining devices are given out in the
+    same order. Caps are powers of two, so that they change seldom. Among equal jobs, the
+    job with more devices comes first.
     """
     open_ = [name for name in caps if caps[name] < jobs[name].most]
     while open_ and left > 0:

@@ -1,1 +1,1 @@
-"""Models of the seconds of a step, and of the progress that it makes."""
+"""Models of the seconds of a step on given nodes, devices and batches."""

@@ -184,8 +184,7 @@ def _errors(
     alone: np.ndarray,
     mean: np.ndarray,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Weighted errors of logarithms and of priors, and their derivatives by constant.
-    """
+    """Weighted errors of logarithms and priors, and their derivatives by constant."""
     n = len(samples.local)
     first, second = np.exp(theta[0]), np.exp(theta[1]) * samples.local
     grad = first + second

@@ -1,10 +1,10 @@
 """Pollux's model of a step's seconds, and the goodput it predicts.
 
 Qiao et al., "Pollux: Co-adaptive cluster scheduling for goodput-optimized deep
-learning", OSDI 2021. A microbatch of m samples takes ``a_c + b_c m``. A
-synchronisation over K devices takes ``a + b max(K - 2, 0)``, with one pair of
-constants inside a node and one between nodes. The two overlap:
-``(T_grad^g + T_sync^g)^(1/g)``.
+learning", OSDI 2021. A microbatch of m samples takes ``T_grad = a_c + b_c m`` seconds.
+A synchronisation over K devices takes ``T_sync = a + b max(K - 2, 0)`` seconds. The
+constants a and b are (a_r, b_r) inside a node and (a_n, b_n) between nodes. Work and
+synchronisation overlap: a step takes ``(T_grad^g + T_sync^g)^(1/g)`` seconds.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ _START = np.array([1e-1, 1e-2] * 3 + [1.0 + 1e-3])
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StepSamples:
-    """Measured steps; arrays of one length.
+    """Measured steps, as arrays of equal length.
 
     Attributes:
-      nodes: nodes of each.
-      devices: devices of each.
-      local: samples of a device in a microbatch.
+      nodes: number of nodes of each step.
+      devices: number of devices of each step.
+      local: samples per device in a microbatch.
       grad_s: seconds of a microbatch without synchronisation.
       step_s: seconds of the microbatch that synchronises.
     """
@@ -40,7 +40,16 @@ class StepSamples:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PolluxTimes:
-    """The seven constants ``(a_c, b_c, a_n, b_n, a_r, b_r, g)``, in seconds."""
+    """Pollux's model of the seconds of a step.
+
+    A microbatch of m samples takes ``T_grad = a_c + b_c m``. A synchronisation over K
+    devices takes ``T_sync = a + b max(K - 2, 0)``, with (a_r, b_r) inside a node and
+    (a_n, b_n) between nodes. A step takes ``(T_grad^g + T_sync^g)^(1/g)``.
+
+    Attributes:
+      constants: ``(a_c, b_c, a_n, b_n, a_r, b_r, g)``; g has no unit, all others are
+        seconds.
+    """
 
     constants: tuple[float, ...]
 
@@ -58,7 +67,10 @@ class PolluxTimes:
 
 
 def fit(samples: StepSamples) -> PolluxTimes:
-    """The constants that fit measured steps, optimistic about what was not seen."""
+    """Fits the constants to measured steps.
+
+    Constants that no measured step constrains get small, optimistic values.
+    """
     low, high, start = _box(samples)
     bounds: Any = Bounds
     bounds = bounds(low, high, keep_feasible=True)  # its stubs know no arrays
@@ -71,7 +83,10 @@ def fit(samples: StepSamples) -> PolluxTimes:
 
 
 def _box(samples: StepSamples) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Lower bounds, upper bounds and start; what was not seen is held at the least."""
+    """Lower bounds, upper bounds and start values of the constants.
+
+    A constant that no sample constrains is fixed at its lower bound.
+    """
     low = np.array([_TINY] * 6 + [1.0])
     high = np.array([np.inf] * 6 + [10.0])
     start = _START.copy()
@@ -96,7 +111,7 @@ def _sync(c: np.ndarray, nodes: np.ndarray, devices: np.ndarray) -> np.ndarray:
 
 
 def _loss(c: np.ndarray, samples: StepSamples) -> tuple[float, np.ndarray]:
-    """Root mean squared errors of logarithms plus penalties, and their gradient."""
+    """Root mean square errors of logarithms plus penalties, and their gradient."""
     g = c[6]
     grad = c[0] + c[1] * samples.local
     sync = _sync(c, samples.nodes, samples.devices)
@@ -105,7 +120,7 @@ def _loss(c: np.ndarray, samples: StepSamples) -> tuple[float, np.ndarray]:
     log_sum = g * top + np.log(
         np.exp(g * (log_grad - top)) + np.exp(g * (log_sync - top))
     )
-    share = np.exp(g * log_grad - log_sum)  # of the gradient in the sum of powers
+    share = np.exp(g * log_grad - log_sum)  # T_grad^g / (T_grad^g + T_sync^g)
     error1 = log_grad - np.log(samples.grad_s)
     error2 = log_sum / g - np.log(samples.step_s)
     rms1, rms2 = _rms(error1), _rms(error2)

@@ -1,1 +1,1 @@
-"""Policies: each gives devices to jobs, round by round."""
+"""Scheduling policies: each assigns devices to jobs, round by round."""

@@ -1,21 +1,26 @@
-"""Our policy: the most goodput, weighted by what is left, less what moves cost.
+"""Our policy: it maximises goodput, weighted by remaining work, less the cost of moves.
 
-Each job has a curve: its progress per second on every configuration, best batch or plan
-inside. A configuration's utility is concave in its speed-up over one device, so that no
-job starves, times a weight that falls with the work that is left. What is left is never
-seen. It is predicted from jobs of the same program that have ended, by Gittins' index;
-before one has, a job is taken to have as much left as it has done. A move shortens the
-time over which its gain counts. The allocation problem is solved to a stated gap.
+Each job has a curve: its progress per second on every configuration, with the best
+batch or plan of the configuration. The utility of a configuration is a concave function
+of its speed-up over one device, so that no job starves. A weight multiplies the
+utility. The weight falls with the job's remaining work. The policy cannot see the
+remaining work and predicts it by Gittins' index, from completed jobs of the same
+program. As long as no job of the program has completed, the prediction is that a job
+has as much work left as it has done. The cost of a move is lost time: the gain of a
+move counts over a shorter time. The allocation problem is solved up to a stated gap.
 
-A guarantee is a floor under a job's speed, counted from its submission: that of what
-its owner asks for. It has a price and is no constraint. Speed up to the floor is worth
-more, the more the later the job is, and the more the fewer jobs have a guarantee.
+A guarantee is a floor under a job's mean speed since its submission. The floor is the
+job's speed on the devices that its owner asks for. The floor is not a constraint:
+speed up to the floor has an extra value, called the price. The price falls if the job
+is ahead of its floor. The price is higher if fewer jobs have guarantees.
 
-*What is left.* Gittins' index is the best rate of ends by work: the largest share of
-jobs that end in the next so much work, over the work that they take until then or until
-their end. Serving jobs by this index makes the mean completion time least where only
-the distribution of their work is known (Gittins, 1979). Here its inverse stands for the
-work that is left. A job that has outlived the short ones has more left than a new one.
+*Remaining work.* Take completed jobs that needed more work than the job has done.
+Suppose each of them receives up to x more units of work. Gittins' index is the largest
+ratio, over x, of the number of these jobs that complete to the total work that they
+receive. Serving jobs in the order of this index minimises the mean completion time if
+only the distribution of work is known (Gittins, 1979). The policy uses the inverse of
+the index as the remaining work. A job that has run longer than short jobs has more
+remaining work than a new job.
 """
 
 from __future__ import annotations
@@ -44,14 +49,15 @@ from autopar_solver import Allocated, AllocationProblem, solve_allocation
 
 
 def sureness(wholes: Sequence[float]) -> float:
-    """How much a prediction from jobs that ended says of another, 0 to 1.
+    """How well completed jobs predict the work of another job, from 0 to 1.
 
-    ``1 / (1 + v)`` with ``v`` the squared coefficient of variation of their work: the
-    share that the mean has in the mean square. It is 1 where all have the same work.
+    ``1 / (1 + v)``, where ``v`` is the squared coefficient of variation of the jobs'
+    work. This equals the squared mean over the mean square. The result is 1 if all jobs
+    have the same work.
 
     Args:
-      wholes: the whole work of jobs that ended; fewer than two say nothing of it, for
-        which 1 is returned.
+      wholes: the total work of each completed job. For fewer than two jobs the
+        variation is unknown, and the result is 1.
 
     >>> sureness([10.0, 10.0, 10.0])
     1.0
@@ -64,12 +70,12 @@ def sureness(wholes: Sequence[float]) -> float:
 
 
 def gittins_left(wholes: Sequence[float], done: float) -> float:
-    """The inverse of Gittins' index, in units of work.
+    """Predicts a job's remaining work: the inverse of Gittins' index, in units of work.
 
     Args:
-      wholes: the whole work of jobs that ended, at least one.
-      done: the work that a job has done. One that has done more than all of them has
-        as much left as it has done.
+      wholes: the total work of each completed job, at least one.
+      done: the work that the job has done. If no completed job needed more work, the
+        result is ``done``.
 
     >>> gittins_left([10.0, 1000.0], 0.0)
     20.0
@@ -81,17 +87,19 @@ def gittins_left(wholes: Sequence[float], done: float) -> float:
     if not len(longer):
         return done
     ended = np.arange(1, len(longer) + 1)
-    # Until the k-th ends, k jobs worked to their ends and the others as long as it.
+    # When the k-th job completes, k jobs have done all their work. Each of the other
+    # jobs has done as much work as the k-th job.
     worked = np.cumsum(longer) + longer * (len(longer) - ended)
     return float((worked / ended).min())
 
 
 def mean_left(wholes: Sequence[float], done: float) -> float:
-    """The mean of what is left, in units of work.
+    """Predicts a job's remaining work by the mean of longer jobs, in units of work.
 
     Args:
-      wholes: as for `gittins_left`, with the same answer for one that has done more.
-      done: the work that a job has done.
+      wholes: the total work of each completed job.
+      done: the work that the job has done. If no completed job needed more work, the
+        result is ``done``.
 
     >>> mean_left([10.0, 1000.0], 0.0)
     505.0
@@ -103,12 +111,12 @@ def mean_left(wholes: Sequence[float], done: float) -> float:
 _Curves = list[tuple[int, np.ndarray, np.ndarray]]
 
 _NEW_S = 900.0
-"""Seconds on one device that a job of an unknown program has left, at first."""
+"""Remaining seconds on one device of a new job of an unknown program."""
 
 _ENOUGH = 3
-"""So many jobs of a program must have ended to say how long another lasts. Two that are
-alike say little: on one of Rubick's workloads the first two of a program were, and no
-two after them."""
+"""The number of completed jobs of a program from which `Goodput` predicts the duration
+of another job. Two jobs are too few: on one of Rubick's workloads, the first two jobs of
+a program lasted equally long, and no two later jobs did."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,25 +125,31 @@ class Settings:
 
     Attributes:
       concavity: exponent of the speed-up in the utility, below 1.
-      least: a speed-up that counts as none.
-      shortness: exponent of the work that is left in the weight; 0 ignores it.
-      known_s: seconds on one device that are added to what is left.
-      events_s: seconds between events that make a job move. Its gain counts over the
-        geometric mean of these and of the seconds of a move (as in Young's interval of
-        checkpoints).
-      growth: how often more devices than it ran on a job may get at once.
-      first: the most devices of a job that was not measured.
-      price: of guarantees, in extra counts of the speed up to the floor, for each job
-        without a guarantee that there is to one with it.
-      had_s: promised seconds after which the price of a job is half of what it was.
-      size: exponent of the floor in the price, so that jobs which need many devices
-        at once are not always last.
-      ahead_s: the price of a job falls with how far it is ahead of its floor, to none
-        where it is so many seconds ahead.
-      least_sureness: of a prediction by which a job counts as nearly done (`sureness`).
-      learns: whether jobs that ended tell what is left of others of their program.
-      gap: of the allocation, relative.
-      reserved: devices of each kind that are left free.
+      least: a speed-up of at most this value has a utility of 0.
+      shortness: the weight is the remaining work to the power of minus this value; 0
+        ignores remaining work.
+      known_s: seconds on one device that are added to the remaining work.
+      events_s: seconds between events that make a job move. The gain of a move counts
+        over the geometric mean of these seconds and the seconds of the move (as in
+        Young's interval of checkpoints).
+      growth: largest ratio of a job's new number of devices to the most devices that
+        the job has run on.
+      first: the most devices of a job without measurements.
+      price: the extra value of guaranteed speed, as a multiple of the utility up to the
+        floor. It is multiplied by the ratio of jobs without a guarantee to jobs with
+        one.
+      had_s: after this many seconds of progress at the guaranteed speed, the price of a
+        job has halved.
+      size: exponent of the floor in the price. It prevents jobs that need many devices
+        from always being last.
+      ahead_s: the price of a job falls linearly with the seconds that the job is ahead
+        of its floor. It is 0 at this many seconds.
+      least_sureness: the least `sureness` of a prediction for a job to count as nearly
+        done.
+      learns: whether completed jobs predict the remaining work of other jobs of their
+        program.
+      gap: relative optimality gap of the allocation.
+      reserved: number of devices of each kind that stay free.
     """
 
     concavity: float = 0.2
@@ -160,13 +174,14 @@ class _Option:
     """A configuration of a job.
 
     Attributes:
-      kind: of devices.
-      count: how many.
+      kind: index of the kind of devices.
+      count: number of devices.
       speed: progress per second.
-      worth: with what the move there costs.
-      move_s: seconds of that move; 0 where the job stays.
-      place_worth: what a job that stays would lose in another place, beyond what it
-        would if it lasted.
+      worth: weighted utility, less the cost of a move to this configuration.
+      move_s: seconds of that move; 0 if the job stays.
+      place_worth: extra loss of a job that keeps its number of devices but moves to
+        other nodes, because the job may end soon. It is the utility of the move without
+        this end less the utility with it.
     """
 
     kind: int
@@ -179,11 +194,11 @@ class _Option:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Promise:
-    """What a job was promised.
+    """The guarantee of a job.
 
     Attributes:
       speedup: the floor, as a speed-up over one device.
-      price: how often speed up to the floor counts more.
+      price: extra value of speed up to the floor, as a multiple of its utility.
     """
 
     speedup: float
@@ -200,19 +215,21 @@ class Goodput:
     adapts: Adapts = "batch"
     oracle = False
     pools = True
-    """What a job measures is known of all jobs of its program."""
+    """All jobs of a program share their measurements."""
     remembers = True
-    """It is told of jobs that may not run, too: they have not ended."""
+    """The policy also receives jobs that may not run, to know that they have not
+    completed."""
 
     def __init__(self, settings: Settings | None = None) -> None:
-        """No job has ended."""
+        """Starts without completed jobs."""
         self._settings = settings or Settings()
         self._ended: dict[str, list[float]] = {}
-        # The jobs that were seen, and whether each is guaranteed.
+        # Whether each job that the policy has seen has a guarantee.
         self._seen: dict[str, bool] = {}
         self._paces: dict[str, float] = {}
         self._last: dict[str, tuple[str, float]] = {}
-        # By job, kind of devices, devices of a node and of all of the kind.
+        # Cached curves by job, kind of devices, devices per node and all devices of the
+        # kind: the curve, numbers of devices and goodputs.
         self._speeds: dict[
             tuple[str, str, int, int], tuple[Curve, np.ndarray, np.ndarray]
         ] = {}
@@ -259,10 +276,10 @@ class Goodput:
         )
 
     def _learn(self, jobs: Views) -> None:
-        """Remembers the whole work of jobs that ended since the last round."""
+        """Remembers the total work of jobs that completed since the last round."""
         for name, (application, progress) in list(self._last.items()):
             if name not in jobs:
-                # One that ended before it was seen at work says nothing.
+                # A job that was never seen at work gives no information.
                 if progress > 0:
                     self._ended.setdefault(application, []).append(progress)
                 del self._last[name]
@@ -272,7 +289,7 @@ class Goodput:
         self._speeds = {k: v for k, v in self._speeds.items() if k[0] in jobs}
 
     def _left_s(self, view: JobView, single: float) -> float:
-        """Predicted seconds on one device until a job ends."""
+        """Predicted seconds on one device until a job completes, by Gittins' index."""
         whole = self._finished_work(view)
         if whole:
             if not view.measured:
@@ -285,14 +302,14 @@ class Goodput:
         return view.progress / single if begun else _NEW_S
 
     def _finished_work(self, view: JobView) -> list[float]:
-        """The whole work of jobs of a program that ended."""
+        """The total work of each completed job of the same program."""
         ended = self._ended.get(view.application, [])
         return ended if self._settings.learns else []
 
     def _lasts_s(self, view: JobView, single: float) -> float:
-        """Predicted seconds on one device until a job ends, in the mean.
+        """Predicted mean seconds on one device until a job completes.
 
-        Infinite where the jobs that ended say too little of others.
+        The result is infinite if completed jobs do not predict this time well.
         """
         whole = self._finished_work(view)
         known = view.measured and single > 0 and len(whole) >= _ENOUGH
@@ -303,8 +320,8 @@ class Goodput:
     def _curve(
         self, view: JobView, kind: str, per_node: int, total: int
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Sizes, and the goodput of each, of one job on one kind."""
-        # A node that joins makes more sizes than were asked for.
+        """Numbers of devices of one kind, and the goodput of a job on each number."""
+        # When a node joins, more numbers of devices become possible.
         curve, key = view.on(kind), (view.name, kind, per_node, total)
         known = self._speeds.get(key)
         if known is None or known[0] is not curve:
@@ -319,14 +336,15 @@ class Goodput:
         return known[1], known[2]
 
     def _weights(self, jobs: Views, singles: Mapping[str, float]) -> dict[str, float]:
-        """The weight of each job that runs at all: short ones count more.
+        """The weight of each job that can run; it falls with the job's remaining work.
 
-        What is left counts as far as its prediction is sure (`sureness`); for the rest
-        a job counts as the geometric mean of all. Weights that follow predictions which
-        say little move jobs back and forth.
+        A job's remaining work is blended with the geometric mean over all jobs. The
+        more certain the prediction (`sureness`), the less of the mean is used. Weights
+        from uncertain predictions would move jobs back and forth.
 
-        What a job is entitled to counts with the power 1 - concavity: on curves on
-        which each device helps as much, devices are then in proportion to it.
+        The weight also has the factor ``entitlement ** (1 - concavity)``. With this
+        exponent, jobs with linear curves get devices in proportion to their
+        entitlements.
         """
         set_ = self._settings
         left, sure = dict[str, float](), dict[str, float]()
@@ -350,7 +368,7 @@ class Goodput:
         kinds: list[str],
         allowed: list[list[int]],
     ) -> _Curves:
-        """By kind of devices: its number, sizes, and the goodput of each."""
+        """For each kind of devices: its index, numbers of devices, their goodputs."""
         found: _Curves = []
         for kind, of in enumerate(allowed):
             per = max(nodes.devices[i] for i in of)
@@ -382,7 +400,7 @@ class Goodput:
                 shape = -(-count // per), count
                 stays = there and count == len(held)
                 speedup, move_s = speed / single, _move_s(view, old, shape)
-                # A job that waits gains by a start however little it has left.
+                # A waiting job gains by a start, even if little work remains.
                 late_s = lasts_s / speedup if held else math.inf
                 worth = weight * self._utility(speedup, promise, move_s, late_s)
                 place = 0.0
@@ -393,7 +411,7 @@ class Goodput:
         return found
 
     def _promise(self, view: JobView, curves: _Curves, single: float) -> _Promise:
-        """What was promised to a job, and what that is worth now."""
+        """The guarantee of a job, with its present price."""
         floor = _floor(view, curves)
         if not floor:
             return _NOTHING
@@ -402,7 +420,7 @@ class Goodput:
         owed = max(1 - ahead_s / set_.ahead_s, 0.0)
         others = (len(self._seen) - guaranteed) / guaranteed
         size = (floor / single) ** set_.size
-        # Nobody knows how long a job lasts: those that had little so far come first.
+        # The duration of a job is unknown, so jobs with little progress come first.
         had = 1 + view.progress / floor / set_.had_s
         return _Promise(floor / single, set_.price * others * owed * size / had)
 
@@ -428,21 +446,21 @@ class Goodput:
     def _solve(
         self, jobs: Views, options: Mapping[str, list[_Option]], budgets: list[int]
     ) -> tuple[dict[str, _Option], Allocated]:
-        """The best options that fit."""
+        """The best combination of options that fits the devices."""
         rows = [[(o.worth, o.kind, o.count) for o in options[name]] for name in jobs]
         problem = AllocationProblem.of(rows, budgets)
         solution = solve_allocation(problem, gap=self._settings.gap)
-        # The numbers of choices are those of the rows that were handed over.
+        # `choices` are indices into the concatenated rows.
         flat = [option for name in jobs for option in options[name]]
         chosen = zip(jobs, solution.choices, strict=True)
         return {name: flat[k] for name, k in chosen if k >= 0}, solution
 
 
 def _single(curves: _Curves) -> float:
-    """Goodput on one device, as an average over the devices of all kinds that run it.
+    """A job's goodput on one device, averaged over all devices that can run the job.
 
-    Where one device of a kind cannot run the job: the goodput of the fewest devices
-    that can, divided by their number.
+    If one device of a kind cannot run the job, the smallest number of devices that can
+    run it is used. Their goodput is divided by their number.
     """
     found: list[float] = []
     weights: list[int] = []
@@ -455,19 +473,21 @@ def _single(curves: _Curves) -> float:
 
 
 def _move_s(view: JobView, old: Shape, new: Shape) -> float:
-    """Seconds that a move counts: of a job that runs, no fewer than of a restart.
+    """The seconds that a move is charged: at least the seconds of a restart.
 
-    What is left of jobs is predicted, and each decision sees it anew: about half of the
-    moves that cost next to nothing are undone within five minutes. Counted as a
-    restart, a move must promise a gain that outlives that; dearer moves count in full.
+    Predictions of remaining work change from decision to decision. About half of the
+    moves that cost almost nothing are undone within five minutes. The charge of a
+    restart requires a gain that lasts longer. Moves longer than a restart are charged
+    their full time.
     """
     return max(view.move_s(old, new), view.restart_s)
 
 
 def _floor(view: JobView, curves: _Curves) -> float:
-    """The progress per second that a job was promised; 0 for none.
+    """The guaranteed progress per second of a job; 0 without a guarantee.
 
-    That of what its owner asks for, on the slowest kind of devices that runs it.
+    This is the job's progress on the devices that its owner asks for, on the slowest
+    kind of devices that can run the job.
     """
     if not view.guaranteed or view.floor:
         return view.floor if view.guaranteed else 0.0
@@ -479,7 +499,7 @@ def _floor(view: JobView, curves: _Curves) -> float:
 
 
 def _plans(jobs: Views, chosen: Mapping[str, Allocation]) -> dict[str, str]:
-    """The plan of each job whose curve has plans."""
+    """The plan of each allocated job whose curve has plans."""
     found: dict[str, str] = {}
     for name, places in chosen.items():
         plan = getattr(jobs[name].curve, "plan", None)

@@ -1,1 +1,1 @@
-"""Runs policies over traces: rounds, jobs with measured tables, and what comes out."""
+"""A simulator of scheduling policies on traces of jobs, with measured step times."""
