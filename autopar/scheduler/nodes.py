@@ -1,9 +1,10 @@
-"""The nodes of a cluster that jobs share: how many devices each has, of which kind.
+"""The nodes of a shared cluster, and the placement of jobs on nodes.
 
-Puts jobs of given sizes on nodes, moving as few as it can.
+`pack` places jobs of given sizes on nodes and moves as few running jobs as possible.
 
-Sizes are powers of two inside a node, or whole nodes: what is small enough for what is
-free can then always be placed, if small jobs may be put together.
+A job's size is a power of two of devices inside a node, or a number of whole nodes.
+With these sizes, a job that is no larger than the number of free devices can always be
+placed, if small jobs may be moved together.
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ _PART = re.compile(r"(\d{1,7})x(\d{1,7})(?::([\w.-]+))?")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Nodes:
-    """Nodes in order.
+    """The nodes of a cluster, numbered from 0.
 
     Attributes:
-      devices: of each node; 0 for a node that is away.
-      kinds: the kind of each node's devices; '' where there is one kind only.
+      devices: number of devices of each node; 0 for a node that is away.
+      kinds: the kind of each node's devices; '' if the cluster has only one kind.
     """
 
     devices: tuple[int, ...]
@@ -37,7 +38,7 @@ class Nodes:
         """Reads ``16x4`` (nodes x devices) or ``6x4:t4+3x8:rtx``.
 
         Raises:
-          ScheduleError: the text is none of these.
+          ScheduleError: the text has neither form.
         """
         devices: list[int] = []
         kinds: list[str] = []
@@ -60,16 +61,16 @@ class Nodes:
 
     @property
     def total(self) -> int:
-        """All devices."""
+        """The number of devices of all nodes."""
         return sum(self.devices)
 
     @property
     def widest(self) -> int:
-        """Devices of the largest node."""
+        """The number of devices of the largest node."""
         return max(self.devices)
 
     def of_kind(self, kind: str) -> tuple[int, ...]:
-        """The nodes whose devices are of a kind."""
+        """The numbers of the nodes that have devices of a kind."""
         return tuple(i for i, other in enumerate(self.kinds) if other == kind)
 
     def kinds_of(self, allocation: Allocation) -> tuple[str, ...]:
@@ -77,7 +78,7 @@ class Nodes:
         return tuple(dict.fromkeys(self.kinds[node] for node in allocation))
 
     def without(self, away: Iterable[int]) -> Nodes:
-        """The same nodes, some of them away: they keep their numbers."""
+        """The same nodes with some of them away; all nodes keep their numbers."""
         gone = set(away)
         kept = (0 if i in gone else n for i, n in enumerate(self.devices))
         return Nodes(tuple(kept), self.kinds)
@@ -86,7 +87,7 @@ class Nodes:
         """Devices of each node that no allocation uses.
 
         Raises:
-          ScheduleError: a node is given out more than once.
+          ScheduleError: allocations use more devices of a node than it has.
         """
         used = collections.Counter(node for a in allocations.values() for node in a)
         left = [n - used[i] for i, n in enumerate(self.devices)]
@@ -100,7 +101,7 @@ class Nodes:
 
 
 def spread_nodes(count: int, per_node: int) -> tuple[int, ...]:
-    """The placement with as few nodes as possible.
+    """The placement of ``count`` devices on as few nodes as possible.
 
     >>> spread_nodes(10, 4)
     (4, 4, 2)
@@ -110,7 +111,7 @@ def spread_nodes(count: int, per_node: int) -> tuple[int, ...]:
 
 
 def sizes_of(per_node: int, total: int) -> list[int]:
-    """Powers of two inside a node, then whole nodes.
+    """The possible sizes of a job: powers of two inside a node, then whole nodes.
 
     >>> sizes_of(8, 24)
     [1, 2, 4, 8, 16, 24]
@@ -127,18 +128,19 @@ def pack(
     nodes: Nodes,
     costs: Mapping[str, float] | None = None,
 ) -> dict[str, Allocation]:
-    """An allocation of each job.
+    """Places jobs on nodes.
 
     Args:
-      wanted: how many devices each job gets, and of which nodes.
-      current: what jobs have; one that has what it wants stays, unless a job on whole
-        nodes needs its place.
+      wanted: for each job, its number of devices and the nodes that it may use.
+      current: the present allocations. A job whose allocation already has the wanted
+        size and nodes stays, unless a job on whole nodes needs its place.
       nodes: the cluster.
-      costs: what it costs to move each of the jobs that stay otherwise; none where it
-        is not said. Nodes are cleared where that costs least, then the emptiest.
+      costs: the cost to move each job that could stay; 0 for jobs without an entry.
+        Where nodes must be cleared, those with the least cost are cleared first, and
+        among equal costs the emptiest.
 
     Returns:
-      The allocations; a job for which there is no place is left out.
+      The allocations, without the jobs for which no place was found.
     """
     chosen = {
         name: places
@@ -191,7 +193,7 @@ def _in_the_way(
     nodes: Nodes,
     costs: Mapping[str, float] | None,
 ) -> list[str]:
-    """Smaller jobs on the nodes that are cleared for least, as many as a job needs."""
+    """The smaller jobs on the nodes that a job needs and that cost least to clear."""
     per_node = max((nodes.devices[i] for i in allowed), default=1)
     users: dict[int, list[str]] = {i: [] for i in allowed}
     for name, places in chosen.items():

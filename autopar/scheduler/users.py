@@ -61,8 +61,7 @@ class UserLimits:
 
 
 Users = Mapping[str, UserLimits]
-"""The limits of users by name; users without an entry have no quota, and a share of 1.
-"""
+"""The limits of users by name; other users have no quota, and a share of 1."""
 
 
 def parse_users(
@@ -219,9 +218,9 @@ def _admit(
 ) -> tuple[list[str], dict[str, str]]:
     """The jobs of a user that may run, and reasons for the jobs that must wait.
 
-    All jobs behind the first job that does not fit must wait. Otherwise small jobs could
-    keep a large job waiting for ever. Waiting moves a job forward in the order, at any
-    priority.
+    All jobs behind the first job that does not fit must wait. Otherwise small jobs
+    could keep a large job waiting for ever. Waiting moves a job forward in the order,
+    at any priority.
     """
     quota = users[user].devices
     assert quota is not None
@@ -264,9 +263,9 @@ def _grow(
 ) -> None:
     """Repeatedly doubles the cap with the smallest ratio to its job's priority.
 
-    The doubling ends when the quota is used up. Remaining devices are given out in the
-    same order. Caps are powers of two, so that they change seldom. Among equal jobs, the
-    job with more devices comes first.
+    The doubling ends when no cap can be doubled within the quota. Remaining devices are
+    given out in the same order. Caps are doubled so that they change seldom. Among
+    equal jobs, the job with more devices comes first.
     """
     open_ = [name for name in caps if caps[name] < jobs[name].most]
     while open_ and left > 0:

@@ -264,9 +264,11 @@ class Format:
         """Whether each block's scale follows its own codes, instead of all scales
         following all codes.
 
-        XLA for CPUs fails to vectorise in two cases: packing of codes into bytes that
-        is fused with a reshape to rows, and whole bytes that are not adjacent. After a
-        concatenation of blocks the reshape costs nothing.
+        Scales are interleaved only with codes of fewer than 8 bits. XLA for CPUs does
+        not vectorise the packing of such codes into bytes if it fuses the packing with
+        a reshape to rows. Interleaving concatenates codes and scales, which separates
+        the packing from the reshape. Codes of 8 bits need no packing. XLA for CPUs
+        vectorises their copies only if all codes are adjacent, without scales between.
         """
         return self.bits < 8
 

@@ -1,4 +1,4 @@
-"""What a policy is."""
+"""The interface of scheduling policies."""
 
 from __future__ import annotations
 
@@ -9,29 +9,29 @@ from autopar.scheduler.jobs import Allocation, Decisions, Reason, Views
 from autopar.scheduler.nodes import Nodes
 
 Adapts = Literal["nothing", "devices", "batch"]
-"""What a policy may change of what an owner asks for; ``batch`` includes devices."""
+"""The part of an owner's request that a policy may change; ``batch``: devices too."""
 
 
 class SchedulingPolicy(Protocol):
     """Gives devices to jobs, round by round.
 
-    A policy remembers what it needs between rounds, and draws from its own generator:
-    the same rounds get the same decisions.
+    A policy may keep state between rounds. It draws random numbers from its own
+    generator. Therefore equal sequences of rounds get equal decisions.
     """
 
     @property
     def name(self) -> str:
-        """As it is asked for."""
+        """The name by which a user selects the policy."""
         ...
 
     @property
     def adapts(self) -> Adapts:
-        """What it changes."""
+        """The part of an owner's request that the policy changes."""
         ...
 
     @property
     def oracle(self) -> bool:
-        """Whether it sees what is left of a job."""
+        """Whether the policy sees the remaining work of jobs."""
         ...
 
     def decide(
@@ -45,9 +45,9 @@ class SchedulingPolicy(Protocol):
 
         Args:
           now_s: seconds since the beginning of the trace.
-          jobs: those that wait or run.
+          jobs: the waiting and running jobs.
           nodes: the cluster.
-          current: allocations of jobs that run.
+          current: allocations of running jobs.
         """
         ...
 
@@ -58,7 +58,7 @@ def changes(
     chosen: Mapping[str, Allocation],
     compared: str,
 ) -> tuple[Reason, ...]:
-    """The reasons of a policy that predicts nothing, for jobs whose devices change."""
+    """Reasons for changes of devices, for a policy that predicts nothing."""
     found: list[Reason] = []
     for name, view in jobs.items():
         old, new = current.get(name, ()), chosen.get(name, ())
@@ -81,12 +81,12 @@ def with_counts(
     current: Mapping[str, Allocation],
     nodes: Nodes,
 ) -> dict[str, Allocation]:
-    """Gives jobs so many devices; those whose number stays are not moved.
+    """Places jobs with given numbers of devices; a job whose number stays is not moved.
 
     Args:
-      counts: job -> how many devices.
+      counts: number of devices by job.
       order: the jobs, in the order in which they are placed.
-      current: allocations of jobs that run.
+      current: allocations of running jobs.
       nodes: the cluster.
     """
     chosen = {k: v for k, v in current.items() if len(v) == counts.get(k)}
@@ -98,11 +98,11 @@ def with_counts(
 
 
 def take_fullest(free: list[int], count: int) -> Allocation:
-    """Takes devices from the node with most of them free, then from the next.
+    """Takes devices from the node with the most free devices, then from the next.
 
     Args:
-      free: devices that are free, by node; what is taken is subtracted.
-      count: how many; they must be there.
+      free: number of free devices by node; the taken devices are subtracted from it.
+      count: number of devices to take, at most all free devices.
     """
     taken: list[int] = []
     while len(taken) < count:

@@ -1,21 +1,20 @@
-"""Scheduling policies of papers, and the names of all that are known.
+"""Scheduling policies of papers, and the names of all policies.
 
-Optimus: devices one by one to the job whose remaining time shrinks most.
+Optimus gives devices one by one, each to the job whose remaining time it shortens most
+(Peng et al., "Optimus: An efficient dynamic resource scheduler for deep learning
+clusters", EuroSys 2018). Here Optimus is an oracle: it sees the true number of
+remaining steps and the true seconds of a step.
 
-Peng et al., "Optimus: An efficient dynamic resource scheduler for deep learning
-clusters", EuroSys 2018, as an oracle: it sees the true steps that are left and the
-true seconds of a step.
+Tiresias runs the jobs with the least attained service first, in two queues (Gu et al.,
+"Tiresias: A GPU cluster manager for distributed deep learning", NSDI 2019). The two
+queues and their threshold are those of the simulator that was published with Pollux.
 
-Tiresias: the jobs with the least attained service run first, in two queues.
-
-Gu et al., "Tiresias: A GPU cluster manager for distributed deep learning", NSDI 2019,
-with the two queues and the threshold of the simulator that was published with Pollux.
-
-Sia: goodput by kind and number of devices, one integer program a round.
-
-Jayaram Subramanya et al., "Sia: Heterogeneity-aware, goodput-optimized ML-cluster
-scheduling", SOSP 2023: a job's row of goodputs is divided by its least one, a move
-scales it by its age, and the sum of powers (p = -0.5) is minimised.
+Sia chooses the kind and number of devices of all jobs by one integer program per round
+(Jayaram Subramanya et al., "Sia: Heterogeneity-aware, goodput-optimized ML-cluster
+scheduling", SOSP 2023). Each job's goodputs are divided by the job's least goodput per
+device. A factor that depends on the job's age and restarts reduces the goodputs of
+configurations that need a move. The program minimises the sum of powers (p = -0.5) of
+these values.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ from autopar_solver import AllocationProblem, solve_allocation
 
 
 class Fifo:
-    """Jobs run in the order they came, on what they ask for; none is stopped."""
+    """First in, first out: jobs run on the devices they ask for, without preemption."""
 
     name = "fifo"
     adapts: Adapts = "nothing"
@@ -54,7 +53,7 @@ class Fifo:
         nodes: Nodes,
         current: Mapping[str, Allocation],
     ) -> Decisions:
-        """Starts jobs until the first that does not fit."""
+        """Starts waiting jobs in order, up to the first job that does not fit."""
         del now_s
         chosen = dict(current)
         free = nodes.free(chosen)
@@ -70,10 +69,11 @@ class Fifo:
 
 
 class FairShare:
-    """Every job gets as many devices as every other, one at least while there are.
+    """All jobs get equal numbers of devices, at least one as long as devices last.
 
-    Users get devices by their shares first, and no more than their jobs can use; a
-    user's jobs get those by their priorities.
+    Devices are first divided among users in proportion to their shares, up to the
+    number that a user's jobs can use. Each user's devices are then divided among the
+    user's jobs in proportion to priorities.
     """
 
     name = "fair"
@@ -87,7 +87,7 @@ class FairShare:
         nodes: Nodes,
         current: Mapping[str, Allocation],
     ) -> Decisions:
-        """Deals devices out in turn; jobs whose number stays are not moved."""
+        """Divides the devices; a job whose number of devices stays is not moved."""
         del now_s
         counts = _fair_shares(jobs, nodes.total)
         order = sorted(counts, key=lambda name: -counts[name])
@@ -98,7 +98,10 @@ class FairShare:
 
 
 def _fair_shares(jobs: Views, total: int) -> dict[str, int]:
-    """Numbers by share and priority, cut to powers of two: they change seldom."""
+    """Numbers of devices by share and priority.
+
+    Numbers are rounded down to powers of two, so that they change seldom.
+    """
     of: dict[str, list[str]] = {}
     for name, view in jobs.items():
         of.setdefault(view.user, []).append(name)
@@ -115,9 +118,9 @@ def _fair_shares(jobs: Views, total: int) -> dict[str, int]:
 
 
 def _budgets(jobs: Views, of: Mapping[str, list[str]], total: int) -> dict[str, int]:
-    """Devices of each user: by their shares, as far as they can be used.
+    """The devices of each user, in proportion to shares, up to what a user can use.
 
-    Devices that nobody can use are in all budgets.
+    Devices that no user can use are added to all budgets.
     """
     if len(of) == 1:
         return dict.fromkeys(of, total)
@@ -134,11 +137,11 @@ def _budgets(jobs: Views, of: Mapping[str, list[str]], total: int) -> dict[str, 
 
 
 class Gavel:
-    """Least attained service, normalised: rounds of who was served least.
+    """Gavel with max-min fairness: in each round, the least served jobs run first.
 
     Narayanan et al., "Heterogeneity-aware cluster scheduling policies for deep learning
-    workloads", OSDI 2020, with max-min fairness: jobs get what they ask for, and the
-    one with the least share of time on the devices it asks for runs first.
+    workloads", OSDI 2020. Jobs get the number of devices that they ask for. Jobs run in
+    ascending order of the fraction of their age for which they had these devices.
     """
 
     name = "gavel"
@@ -157,7 +160,7 @@ class Gavel:
         nodes: Nodes,
         current: Mapping[str, Allocation],
     ) -> Decisions:
-        """At the end of a round, the least served first; between, who fits."""
+        """Reorders all jobs at the end of a round; in between, starts jobs that fit."""
         chosen = dict(current)
         if now_s >= self._next_s:
             self._next_s = now_s + self._round_s
@@ -178,13 +181,13 @@ class Gavel:
 
 
 def _share(jobs: Views, name: str) -> float:
-    """The share of its life that a job was served."""
+    """The fraction of its age for which a job had the devices it asks for."""
     view = jobs[name]
     return view.served_device_s / (view.asked * max(view.age_s, 1.0))
 
 
 class Optimus:
-    """Every job gets one device, then the largest gain in seconds the next one."""
+    """Gives each job one device, then each next device to the job that gains most."""
 
     name = "optimus"
     adapts: Adapts = "devices"
@@ -197,7 +200,7 @@ class Optimus:
         nodes: Nodes,
         current: Mapping[str, Allocation],
     ) -> Decisions:
-        """Gives devices out greedily; jobs whose number stays are not moved."""
+        """Gives devices out greedily; a job whose number stays is not moved."""
         del now_s
         counts = _counts(jobs, nodes.total)
         order = sorted(jobs, key=counts.__getitem__)
@@ -218,15 +221,16 @@ def _counts(jobs: Views, left: int) -> dict[str, int]:
     while left > 0 and max(gains.values()) > 0:
         name = max(gains, key=gains.__getitem__)
         counts[name] += 1
-        # The artifact asks before it takes the device off: the last one may be
-        # compared with one more that is not there. It makes no difference.
+        # As in the published artifact, the gain is computed before the device is
+        # subtracted. The gain may thus assume one device more than exist. This does not
+        # change the result.
         gains[name] = _gain(jobs[name], counts[name])
         left -= 1
     return counts
 
 
 def _gain(view: JobView, devices: int) -> float:
-    """Seconds that one more device saves of what is left."""
+    """Seconds by which one more device shortens a job's remaining time."""
     oracle = view.oracle
     assert oracle is not None
     if devices + 1 > view.most or devices + 1 > len(oracle.step_s):
@@ -239,16 +243,19 @@ QUEUE_DEVICE_S = 16 * 3600.0
 
 
 class Tiresias:
-    """Two queues; inside a queue, who came first; jobs get what they ask for."""
+    """Tiresias with two queues; a queue runs its jobs in order of arrival.
+
+    Jobs get the number of devices that they ask for.
+    """
 
     name = "tiresias"
     adapts: Adapts = "nothing"
     oracle = False
     remembers = True
-    """It is told of jobs that may not run, too: they keep their place in its queues."""
+    """The policy also receives jobs that may not run, which keep their queue places."""
 
     def __init__(self, queue_device_s: float = QUEUE_DEVICE_S) -> None:
-        """Nothing has run."""
+        """Starts with empty queues."""
         self._limit = queue_device_s
         self._first: list[str] = []
         self._second: list[str] = []
@@ -298,7 +305,10 @@ class Tiresias:
                 del kept[name]
 
     def _demote(self, name: str, now_s: float, devices: int) -> None:
-        """Counts the time since the last look, and moves the job if it had enough."""
+        """Adds the time since the last decision to a job's service.
+
+        A job with enough service moves to the second queue.
+        """
         if self._running[name]:
             spent = now_s - self._looked_s.get(name, 0.0)
             self._executed_s[name] = self._executed_s.get(name, 0.0) + spent
@@ -309,7 +319,7 @@ class Tiresias:
 
 
 _POWER = -0.5
-_WAIT = 1.1  # what a job that waits adds
+_WAIT = 1.1  # the term of a waiting job in the sum that Sia minimises
 
 
 class Sia:
@@ -326,7 +336,7 @@ class Sia:
         nodes: Nodes,
         current: Mapping[str, Allocation],
     ) -> Decisions:
-        """The solution of the program, put on nodes."""
+        """Solves the integer program and places the jobs on nodes."""
         del now_s
         kinds = sorted(
             {k for k, n in zip(nodes.kinds, nodes.devices, strict=True) if n}
@@ -360,7 +370,10 @@ def _row(
     kinds: list[str],
     allowed: list[list[int]],
 ) -> list[tuple[float, int, int]]:
-    """Value, kind and count of each configuration; doubling at most in a round."""
+    """Value, kind and number of devices of each configuration.
+
+    A job gets at most twice the most devices that it has run on.
+    """
     found: list[tuple[float, int, int]] = []
     limit = min(max(2 * view.tried, 1), view.most)
     moved = max(view.age_s - view.restarts * view.restart_s, 0.0)
@@ -396,10 +409,10 @@ POLICIES: dict[str, Callable[[], SchedulingPolicy]] = {
 
 
 def policy_of(name: str) -> SchedulingPolicy:
-    """A new policy of a name.
+    """A new instance of the policy with a name.
 
     Raises:
-      ScheduleError: there is none.
+      ScheduleError: no policy has this name.
     """
     if name not in POLICIES:
         raise ScheduleError(

@@ -115,8 +115,8 @@ _NEW_S = 900.0
 
 _ENOUGH = 3
 """The number of completed jobs of a program from which `Goodput` predicts the duration
-of another job. Two jobs are too few: on one of Rubick's workloads, the first two jobs of
-a program lasted equally long, and no two later jobs did."""
+of another job. Two jobs are too few: on one of Rubick's workloads, the first two jobs
+of a program lasted equally long, and no two later jobs did."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

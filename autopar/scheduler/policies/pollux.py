@@ -1,7 +1,9 @@
 """Pollux: a genetic search for the allocation with the highest mean speed-up.
 
-Qiao et al., OSDI 2021: the power mean with exponent -1 over jobs of the speed-up over
-a fair share, times a factor for moves, searched by crossover, mutation and repair.
+Qiao et al., "Pollux: Co-adaptive cluster scheduling for goodput-optimized deep
+learning", OSDI 2021. The speed-up of a job is relative to a fair share of the devices,
+times a factor below 1 if the job moves. The fitness of an allocation is the power mean
+of the jobs' speed-ups with exponent -1. The search uses crossover, mutation and repair.
 """
 
 from __future__ import annotations
@@ -20,14 +22,14 @@ _SMALL = 1e-3
 
 
 class Pollux:
-    """Searches anew each round, from the states of the round before."""
+    """Searches in each round, starting from the population of the previous round."""
 
     name = "pollux"
     adapts: Adapts = "batch"
     oracle = False
 
     def __init__(self, seed: int = 0, generations: int = _GENERATIONS) -> None:
-        """No states yet."""
+        """Starts without a population."""
         self._random = np.random.default_rng(seed)
         self._generations = generations
         self._states = np.zeros((0, 0, 0), np.int64)
@@ -41,7 +43,7 @@ class Pollux:
         nodes: Nodes,
         current: Mapping[str, Allocation],
     ) -> Decisions:
-        """The fittest state that the search found."""
+        """The fittest allocation that the search found."""
         del now_s
         order = sorted(jobs.values(), key=lambda v: (v.served_device_s, v.submitted_s))
         base = np.zeros((len(order), len(nodes.devices)), np.int64)
@@ -62,7 +64,7 @@ class Pollux:
         )
 
     def _carry_over(self, order: list[JobView], base: np.ndarray) -> np.ndarray:
-        """The last population with the rows of the jobs that are there now."""
+        """The previous population, restricted to the rows of the present jobs."""
         if self._states.shape[2] != base.shape[1]:
             return base[None]
         states = np.zeros((len(self._states), *base.shape), np.int64)
@@ -91,7 +93,7 @@ class Pollux:
 
 
 def _most_devices(view: JobView) -> int:
-    """Twice what it ran on: beyond that its curve is a guess."""
+    """Twice the most devices a job ran on; beyond that its curve is a guess."""
     return min(max(2 * view.tried, 1), view.most)
 
 
@@ -126,7 +128,7 @@ def _reasons(
 
 
 class _Search:
-    """States are arrays (population, jobs, nodes) of devices."""
+    """A genetic search; states are numbers of devices, (population, jobs, nodes)."""
 
     def __init__(
         self,
@@ -145,7 +147,7 @@ class _Search:
         self._factor = np.maximum(age - moves * delay, 0.0) / (age + delay)
 
     def run(self, states: np.ndarray, generations: int) -> np.ndarray:
-        """Breeds; the states, fittest first, without twins."""
+        """Runs generations; returns the states, fittest first, without duplicates."""
         states = self._repair(states)
         values = self.fitness(states)
         for _ in range(generations):
@@ -153,20 +155,23 @@ class _Search:
             states = np.concatenate([states, children])
             values = np.concatenate([values, self.fitness(children)])
             order = np.argsort(-values, kind="stable")
-            # States of one fitness are mostly twins: keep one of each.
+            # States of equal fitness are mostly duplicates. Only one of them is kept.
             fresh = np.diff(values[order], prepend=np.inf) != 0
             kept = order[fresh][:_POPULATION]
             states, values = states[kept], values[kept]
         return states
 
     def speedups(self, states: np.ndarray) -> np.ndarray:
-        """By state and job."""
+        """Speed-ups by state and job, shape (population, jobs)."""
         rows = np.arange(states.shape[1])
         wide = np.count_nonzero(states, axis=2)
         return self._table[rows, wide, states.sum(axis=2)]
 
     def fitness(self, states: np.ndarray) -> np.ndarray:
-        """The power mean of each state; a move counts less the more there were."""
+        """The power mean of each state's speed-ups, reduced for jobs that move.
+
+        The reduction is larger for jobs that have moved often.
+        """
         moved = np.any(states != self._base, axis=2)
         scaled = self.speedups(states) * np.where(moved, self._factor, 1.0)
         return states.shape[1] / np.sum(1.0 / (scaled + _SMALL), axis=1)
@@ -199,7 +204,11 @@ class _Search:
         return np.where(hit, random.integers(states, high + 1), states)
 
     def _repair(self, states: np.ndarray) -> np.ndarray:
-        """One wide job a node, no more devices than allowed, none given out twice."""
+        """Makes states feasible.
+
+        A node has at most one job that uses several nodes. No job has more devices than
+        it may use. No device is given out twice.
+        """
         wide = np.count_nonzero(states, axis=2) > 1
         users = ((states > 0) & wide[..., None]).cumsum(axis=1)
         crowded = (states > 0) & wide[..., None] & (users > 1)

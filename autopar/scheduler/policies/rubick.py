@@ -1,15 +1,15 @@
-"""Rubick: devices and plans by the slopes of the jobs' curves.
+"""Rubick: it chooses devices and plans by the slopes of the jobs' curves.
 
 Zhang et al., "Rubick: Exploiting job reconfigurability for deep learning cluster
-scheduling", MLSys 2025, as its published simulator decides: jobs with flat curves
-first, each taking what is free on one node; large models take one of a list of
-placements over several nodes, and grow to a larger one where it fits. Guaranteed jobs
-come before all others, and start only where they nearly reach what they were promised.
+scheduling", MLSys 2025. The policy decides as in Rubick's published simulator. Jobs are
+handled in ascending order of their curves' slopes. Each job takes the free devices of
+one node. Large models take one of a list of placements over several nodes, and change
+to a larger placement if it fits. Guaranteed jobs come first. A guaranteed job starts
+only where it nearly attains its guaranteed speed.
 
-Its model of a step under data-parallel plans (`step_ms`): a backward pass takes
-``k_bwd`` forward passes and overlaps with the exchange of gradients; offloading adds
-traffic to the host. The constants are those of the published artifact, for 8 A800 a
-node.
+`step_ms` models a step under data-parallel plans. A backward pass takes ``k_bwd``
+forward passes and overlaps with the exchange of gradients. Offloading adds traffic to
+the host. The constants come from the published artifact, for nodes of 8 A800.
 """
 
 from __future__ import annotations
@@ -33,19 +33,20 @@ _MIB = 1024.0 * 1024.0
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ModelledProgram:
-    """What the model knows of a program.
+    """The model's constants of a program.
 
     Attributes:
-      batch: samples of a step.
+      batch: samples per step.
       forward_ms: milliseconds of a forward pass on one device.
-      parameters: millions (2**20) of parameters.
-      asked: samples per second of the configuration that slopes are measured in.
+      parameters: number of parameters, in units of 2**20.
+      asked: samples per second of the requested configuration; slopes are divided by
+        this number.
       pcie: megabytes per millisecond to the host.
-      link: of the links between devices of a node.
-      k: (bwd, sync, opt, opt_off, const, off, swap).
-      scaled: by how much a forward pass is faster on 2, 4 and 8 devices; () for
-        as many times.
-      most: samples of a device that fit: with offloading, with sharded state, plain.
+      link: megabytes per millisecond between devices of a node.
+      k: fitted constants (bwd, sync, opt, opt_off, const, off, swap).
+      scaled: speed-up of a forward pass on 2, 4 and 8 devices; () for linear speed-up.
+      most: the most samples per device that fit in memory: with offloading, with
+        sharded optimizer state, and without both.
     """
 
     batch: int
@@ -61,12 +62,12 @@ class ModelledProgram:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class BestPlan:
-    """The best plan on at most so many devices of one node.
+    """The best plan on at most a given number of devices of one node.
 
     Attributes:
-      speed: samples per second; -1 where nothing is known.
-      plan: its name.
-      devices: how many it uses.
+      speed: samples per second; -1 if no plan is known.
+      plan: the plan's name.
+      devices: number of devices that the plan uses.
     """
 
     speed: float
@@ -178,17 +179,17 @@ PROGRAMS = {
 
 PER_NODE = 8
 _PLANS = ("zero-offload", "zero-dp", "ga")
-_SAME = 1.01  # one device more must be worth one per cent
+_SAME = 1.01  # one device more must make a job at least 1 % faster
 
 
 def step_ms(program: ModelledProgram, devices: int, plan: str, again: bool) -> float:
     """Milliseconds of a step on devices of one node.
 
     Args:
-      program: its constants.
-      devices: how many.
+      program: the constants of the program.
+      devices: number of devices.
       plan: ``zero-offload``, ``zero-dp`` or ``ga``.
-      again: whether activations are computed again.
+      again: whether activations are recomputed.
     """
     bwd, sync, opt, opt_off, const, off, swap = program.k
     shares = (2, 4, 8)
@@ -211,11 +212,11 @@ def step_ms(program: ModelledProgram, devices: int, plan: str, again: bool) -> f
 
 
 def curve_plans(curve: Curve, most: int) -> tuple[BestPlan, ...]:
-    """The best number of devices among 0 to so many of a node, for any program.
+    """The best number of devices out of at most 0, 1, ..., ``most`` devices of a node.
 
     Args:
       curve: progress per second of the program.
-      most: devices of a node.
+      most: number of devices of a node.
     """
     devices = np.arange(1, most + 1)
     found = [BestPlan(-1.0, "", 0)]
@@ -230,7 +231,7 @@ def curve_plans(curve: Curve, most: int) -> tuple[BestPlan, ...]:
 
 @functools.cache
 def best_plans(application: str) -> tuple[BestPlan, ...]:
-    """The best plan on 0 to 8 devices of a node; the program is among `PROGRAMS`."""
+    """The best plan on at most 0, 1, ..., 8 devices of a node, by `PROGRAMS`."""
     program = PROGRAMS[application]
     found = [BestPlan(-1.0, "", 0)]
     for devices in range(1, PER_NODE + 1):
@@ -251,12 +252,14 @@ def best_plans(application: str) -> tuple[BestPlan, ...]:
 _OLD_S = 200_000.0
 _FEW_MOVES = 7
 _WIDE = 32
-# A guaranteed job starts where it would be slower than promised by no more than this.
+# A guaranteed job starts only if its guaranteed speed is at most this factor times the
+# speed that it would attain.
 _NEARLY = 1.5
-# With more guaranteed jobs large models are placed anew however often they moved.
+# If there are more guaranteed jobs than this, large models may be placed anew after any
+# number of moves.
 _MANY = 12
-# Per large model its placements, in order of preference, by number of devices. From the
-# published artifact.
+# The placements of each large model by number of devices, in order of preference, from
+# the published artifact. A digit is the number of devices on one node.
 _LARGE: dict[str, dict[int, tuple[int, ...]]] = {
     "llama7": {
         16: (88, 4444, 22222222),
@@ -272,14 +275,14 @@ _LARGE: dict[str, dict[int, tuple[int, ...]]] = {
 
 
 class Rubick:
-    """Slopes first; the batch never changes."""
+    """Chooses devices and plans by slopes of curves; batches never change."""
 
     name = "rubick"
     adapts: Adapts = "devices"
     oracle = False
 
     def __init__(self) -> None:
-        """Nothing has been placed."""
+        """Starts with an empty queue."""
         self._queue: list[str] = []
 
     def decide(
@@ -289,7 +292,7 @@ class Rubick:
         nodes: Nodes,
         current: Mapping[str, Allocation],
     ) -> Decisions:
-        """One pass over the jobs, one over the nodes, one over the large models."""
+        """Passes over the jobs, then over the nodes, then over the large models."""
         del now_s
         self._queue = [name for name in self._queue if name in jobs]
         known = set(self._queue)
@@ -316,7 +319,7 @@ class Rubick:
 
 
 class _Round:
-    """The state of one decision: who has which nodes, under which plan."""
+    """The state of one decision: nodes and plan of each job."""
 
     def __init__(
         self,
@@ -328,20 +331,20 @@ class _Round:
         self.jobs, self.nodes = jobs, nodes
         self.places = {name: list(current.get(name, ())) for name in jobs}
         self.plans: dict[str, str] = {}
-        # Slopes are those of before the round, all through it.
+        # Slopes use the numbers of devices before the round, during the whole round.
         self._before = {name: len(places) for name, places in self.places.items()}
         self._known = known
         self._widest = max(PER_NODE, nodes.widest)
         self._curves: dict[str, tuple[BestPlan, ...]] = {}
 
     def free(self) -> dict[int, int]:
-        """Devices that are free, of nodes that have any."""
+        """The number of free devices, for each node with free devices."""
         used = collections.Counter(node for a in self.places.values() for node in a)
         left = {i: n - used[i] for i, n in enumerate(self.nodes.devices)}
         return {i: n for i, n in left.items() if n > 0}
 
     def _best(self, name: str, devices: int) -> BestPlan:
-        """By the published tables, or by the job's curve where they lack it."""
+        """The best plan by the published tables, or by the curve of other programs."""
         view = self.jobs[name]
         if view.application in PROGRAMS:
             plans = best_plans(view.application)
@@ -351,19 +354,19 @@ class _Round:
         return self._curves[name][min(devices, self._widest)]
 
     def _limit(self, name: str) -> int:
-        """The most devices of a job on a node."""
+        """The most devices that a job may have on one node."""
         cap = self.jobs[name].cap
         return self._widest if cap is None else min(self._widest, cap)
 
     def _asked_speed(self, name: str) -> float:
-        """Progress per second of the configuration that slopes are measured in."""
+        """Progress per second of the requested configuration, the unit of slopes."""
         view = self.jobs[name]
         if view.application in PROGRAMS:
             return PROGRAMS[view.application].asked
         return max(self._best(name, view.asked).speed, math.ulp(0.0))
 
     def slope(self, name: str, delta: int) -> float:
-        """Change of samples per second by device, beside what was asked for."""
+        """Change of samples per second per added device, relative to `_asked_speed`."""
         view = self.jobs[name]
         if view.age_s > _OLD_S:
             return 1e9
@@ -376,7 +379,10 @@ class _Round:
         return abs(gained) / self._asked_speed(name) / delta
 
     def release_wide(self, order: list[str]) -> None:
-        """Large models on many devices are placed anew while they moved rarely."""
+        """Releases the devices of large models on many devices that moved rarely.
+
+        These models then get new placements.
+        """
         many = sum(view.guaranteed for view in self.jobs.values()) > _MANY
         for name in order:
             view = self.jobs[name]
@@ -386,7 +392,7 @@ class _Round:
                 self.places[name] = []
 
     def schedule(self, name: str, free: dict[int, int]) -> None:
-        """Gives a job what is free on one node, its own if it has one."""
+        """Gives a job the free devices of one node; its own node if it has one."""
         if self.jobs[name].application in _LARGE:
             self.place_large(name, grow=False)
             return
@@ -402,7 +408,7 @@ class _Round:
                 return
 
     def _nearly(self, name: str, best: BestPlan) -> bool:
-        """Whether a plan is about as fast as a guaranteed job was promised."""
+        """Whether a plan nearly attains the guaranteed speed of a job."""
         view = self.jobs[name]
         known = PROGRAMS.get(view.application)
         promised = view.floor * (known.batch if known else 1)
@@ -415,7 +421,7 @@ class _Round:
             self.plans[name] = plan
 
     def grow_on(self, node: int, left: int) -> None:
-        """Gives what was free on a node to the job with the steepest curve there."""
+        """Gives the free devices of a node to the job with the steepest curve on it."""
         there = [name for name, places in self.places.items() if node in places]
         grown: dict[str, int] = {}
         ends = not there
@@ -457,18 +463,23 @@ class _Round:
 
 
 def _large_plan(placement: int) -> str:
-    """Returns a name in the table: offload on one node; over several nodes ``3d``, for
-    which the table has the mean of all plans.
+    """The name of a large model's plan in the table.
+
+    On one node the plan offloads. On several nodes the plan is ``3d``, for which the
+    table has the mean of all plans.
     """
     return "zero-offload" if placement < 10 else "3d"
 
 
 def _fit_nodes(parts: list[int], free: dict[int, int]) -> list[int] | None:
-    """A node for each part of a placement; nodes in the order of a heap's array."""
+    """The nodes of a placement's parts; None if a part does not fit.
+
+    Nodes are tried in the order in which the published code pops them.
+    """
     waiting = [(number, node) for node, number in free.items()]
     left, places = sorted(parts, reverse=True), list[int]()
     while left and waiting:
-        # The published code pops from a list that it never made a heap.
+        # Like the published code, this pops from a list that was never made a heap.
         number, node = heapq.heappop(waiting)
         part = next((part for part in left if part <= number), None)
         if part is not None:

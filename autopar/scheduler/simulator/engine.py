@@ -1,4 +1,4 @@
-"""The simulation: rounds of a policy over jobs, until all are done."""
+"""The simulation: rounds of a policy over jobs, until all jobs are done."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ class RunningJob(Protocol):
     """A job in the simulator.
 
     Attributes:
-      job: as it was handed in.
-      completed_s: when it ended; None before.
-      placement: devices on each of its nodes; () while it waits.
-      plan: the plan it runs; '' where there is one only.
-      restarts: how often it moved after its start; -1 before.
-      failed: why it died; '' where it did not.
+      job: the submitted job.
+      completed_s: time of completion; None before.
+      placement: number of devices on each node of the job; () while the job waits.
+      plan: the plan that the job runs; '' if the program has only one plan.
+      restarts: number of moves after the start; -1 before the start.
+      failed: the reason why the job failed; '' if it did not fail.
     """
 
     job: Job
@@ -43,26 +43,27 @@ class RunningJob(Protocol):
     failed: str
 
     def advance(self, now_s: float, seconds: float, slowdown: float) -> None:
-        """Runs from ``now_s`` for some seconds, slower by a share of its speed."""
+        """Runs from ``now_s`` for ``seconds``, slowed by a fraction ``slowdown``."""
         ...
 
     def reallocate(
         self, placement: tuple[int, ...], plan: str, kinds: tuple[str, ...] = ()
     ) -> None:
-        """Moves to a placement on devices of some kinds; () stops it."""
+        """Moves to a placement on devices of some kinds; () stops the job."""
         ...
 
     def view(self, now_s: float, oracle: bool) -> JobView:
-        """What a policy may see."""
+        """The view of the job for a policy."""
         ...
 
     @property
     def batch(self) -> int:
-        """The batch it runs; 0 while it waits."""
+        """The job's present batch; 0 while the job waits."""
         ...
 
 
-# So often in a row a policy may give nothing of an idle cluster to jobs that wait.
+# A simulation ends after this number of successive rounds in which jobs wait and the
+# policy leaves the whole cluster idle.
 _IDLE_ROUNDS = 1000
 
 
@@ -71,9 +72,9 @@ class NodeEvent:
     """A node that leaves or comes back.
 
     Attributes:
-      at_s: when, in seconds from the beginning of the trace.
-      node: its number.
-      away: whether it leaves.
+      at_s: time in seconds from the beginning of the trace.
+      node: number of the node.
+      away: whether the node leaves.
     """
 
     at_s: float
@@ -83,17 +84,17 @@ class NodeEvent:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """How a simulation runs.
+    """Options of a simulation.
 
     Attributes:
-      interval_s: seconds between two decisions that nothing calls for.
-      react_s: seconds between two looks at the jobs and nodes. A look that finds that a
-        job came or ended, or a node, is followed by a decision at once. None: decisions
-        are made in every interval alone.
-      interference: share of its speed that a job on several nodes loses on a node
-        that it shares with another such job.
+      interval_s: seconds between two regular decisions.
+      react_s: seconds between two looks at the jobs and nodes. If a look finds that
+        jobs or nodes have come or gone, a decision follows at once. None: only regular
+        decisions.
+      interference: fraction of its speed that a job on several nodes loses if it shares
+        a node with another job on several nodes.
       events: nodes that leave or come back.
-      most_s: a simulation that lasts longer is stopped with an error.
+      most_s: simulated seconds after which jobs that are not done fail.
       users: quotas and shares by user.
     """
 
@@ -105,10 +106,10 @@ class Options:
     users: Users = dataclasses.field(default_factory=dict[str, UserLimits])
 
     def __post_init__(self) -> None:
-        """Refuses times or a slowdown that cannot be.
+        """Checks the ranges of times and of the interference.
 
         Raises:
-          ScheduleError: one of them is out of its range.
+          ScheduleError: a number is out of its range.
         """
         check_times(self.interval_s, self.react_s)
         if not 0 <= self.interference < 1:
@@ -119,15 +120,15 @@ class Options:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Span:
-    """A stretch of time in which a job had the same devices.
+    """A period of time in which a job had the same devices.
 
     Attributes:
-      job: its name.
-      start_s: when it begins.
-      end_s: when it ends.
+      job: the job's name.
+      start_s: start of the period.
+      end_s: end of the period.
       allocation: the node of each device.
-      plan: the plan it ran.
-      batch: its batch when it began.
+      plan: the plan that the job ran.
+      batch: the job's batch at the start of the period.
     """
 
     job: str
@@ -143,12 +144,12 @@ class Round:
     """One decision.
 
     Attributes:
-      at_s: when it was made.
-      active: how many jobs waited or ran.
-      used: devices given out.
-      available: devices that were there.
-      reasons: of the jobs whose devices change.
-      gap: how far the allocation may be from the best.
+      at_s: time of the decision.
+      active: number of waiting and running jobs.
+      used: number of devices given out.
+      available: number of devices of the present nodes.
+      reasons: reasons for changes of jobs' devices.
+      gap: relative optimality gap of the allocation.
     """
 
     at_s: float
@@ -161,14 +162,14 @@ class Round:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class History:
-    """All that happened.
+    """The result of a simulation.
 
     Attributes:
-      policy: its name.
+      policy: name of the policy.
       nodes: the cluster.
-      jobs: when each job was done, how often it moved, and why it died.
-      rounds: every decision.
-      spans: who had which devices when.
+      jobs: the jobs, with times of completion, numbers of moves and reasons of failure.
+      rounds: all decisions.
+      spans: the periods in which jobs had the same devices.
     """
 
     policy: str
@@ -184,10 +185,11 @@ def simulate(
     policy: SchedulingPolicy,
     options: Options | None = None,
 ) -> History:
-    """Runs jobs under a policy until all are done, or cannot run.
+    """Runs jobs under a policy until every job is done or has failed.
 
     Raises:
-      ScheduleError: two jobs have one name, or a policy gives out what is not there.
+      ScheduleError: two jobs have the same name, or a policy gives out devices that do
+        not exist.
     """
     simulation = _Simulation(jobs, nodes, policy, options or Options())
     return simulation.run()
@@ -232,7 +234,7 @@ class _Simulation:
         self._times = Rounds(options.interval_s, options.react_s, first_s)
 
     def run(self) -> History:
-        """Steps to the end."""
+        """Runs the simulation to its end."""
         while self._active() or self._coming:
             if self._now_s > self._options.most_s:
                 self._give_up(f"it is not done after {self._now_s:g} s")
@@ -251,10 +253,10 @@ class _Simulation:
         return [*self._active(), *self._coming]
 
     def _active(self) -> list[RunningJob]:
-        """Jobs that wait or run, in the order of the trace.
+        """The waiting and running jobs, in the order of the trace.
 
-        Those that ended, and those that come later, are not looked at each time: a
-        trace may have a hundred thousand.
+        A trace may have a hundred thousand jobs. Therefore a call does not pass over
+        completed jobs and jobs that are submitted later.
         """
         count = len(self._there)
         while self._coming and self._coming[0].job.submitted_s <= self._now_s:
@@ -267,7 +269,7 @@ class _Simulation:
         return self._there
 
     def _step(self) -> None:
-        """Runs to the next look, and decides if something calls for it."""
+        """Runs to the next look, and decides if the look calls for a decision."""
         seconds = self._times.until_look_s(self._now_s)
         slowed = self._interfering()
         for job in self._active():
@@ -285,7 +287,7 @@ class _Simulation:
             self._times.settle(found)
 
     def _decide(self) -> None:
-        """Asks the policy, and gives out what it decides."""
+        """Asks the policy for a decision and applies it."""
         if views := self._views():
             nodes = self._nodes.without(self._away)
             decided = decide_for_users(
@@ -300,7 +302,7 @@ class _Simulation:
         self._end_idleness()
 
     def _end_idleness(self) -> None:
-        """Gives up on jobs that wait while nobody runs and nothing is still to come."""
+        """Fails waiting jobs if for many rounds no job runs and no event is to come."""
         comes = bool(self._coming or self._events)
         idle = bool(self._active()) and not (self._current or comes)
         self._idle = self._idle + 1 if idle else 0
@@ -323,12 +325,12 @@ class _Simulation:
         try:
             job.advance(self._now_s, seconds, slowdown)
         except ScheduleError as error:
-            # One job that cannot run ends alone; the others go on.
+            # A job that cannot run fails. The other jobs continue.
             job.failed = str(error)
             job.reallocate((), "")
 
     def _interfering(self) -> set[str]:
-        """Jobs on several nodes that share one of them with another such job."""
+        """Jobs on several nodes that share a node with another job on several nodes."""
         if not self._options.interference:
             return set()
         wide = {k: set(v) for k, v in self._current.items() if len(set(v)) > 1}
@@ -345,7 +347,7 @@ class _Simulation:
                 self._lose(name, event.node)
 
     def _lose(self, name: str, node: int) -> None:
-        """Takes a node from a job; one that can goes on with the rest."""
+        """Takes a node from a job; an elastic job continues on its other nodes."""
         job, held = self._jobs[name], self._current.pop(name)
         rest = tuple(other for other in held if other != node)
         goes_on = getattr(job, "goes_on", False) and self._policy.adapts != "nothing"

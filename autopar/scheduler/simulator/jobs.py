@@ -1,9 +1,9 @@
 """The kinds of jobs that a simulation runs.
 
-A job that trains by its curve, and moves as an elastic run of this project does.
-
-It is what a real scheduler runs: a start takes a while, a change of devices a short
-pause. While the processes of new devices start, the job trains on those it has.
+`EpochJob` follows tables of epochs and batches. `StepJob` follows tables of plans.
+`CurveJob` follows a curve and moves like an elastic run of this project, as under a
+real scheduler: a start takes long, and a change of devices takes a short pause. While
+the processes of new devices start, the job trains on its old devices.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class StepModel(Protocol):
     """Predicts seconds of microbatches."""
 
     def grad_s(self, local: np.ndarray) -> np.ndarray:
-        """Seconds of a microbatch of so many samples a device."""
+        """Seconds of a microbatch with ``local`` samples per device."""
         ...
 
     def step_s(
@@ -51,13 +51,14 @@ class StepModel(Protocol):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Limits:
-    """What batches a program allows.
+    """The batches that a program allows.
 
     Attributes:
-      base: the batch it was written for; progress counts in its samples.
-      largest: no larger batch.
-      least_local: samples of a device in a microbatch, at least.
-      most_local: at most.
+      base: the batch for which the program was written; progress is counted in samples
+        of this batch.
+      largest: the largest batch.
+      least_local: the fewest samples per device in a microbatch.
+      most_local: the most samples per device in a microbatch.
     """
 
     base: int
@@ -68,12 +69,12 @@ class Limits:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Best:
-    """The best batch of each configuration; arrays of one shape.
+    """The best batch of each configuration, as arrays of equal shape.
 
     Attributes:
-      goodput: samples of the base batch per second; 0 where nothing fits.
-      local: samples of a device in a microbatch.
-      more: microbatches before the last.
+      goodput: samples of the base batch per second; 0 where no batch fits.
+      local: samples per device in a microbatch.
+      more: number of microbatches before the last microbatch.
     """
 
     goodput: np.ndarray
@@ -83,13 +84,13 @@ class Best:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class GoodputCurve:
-    """The goodput of one job, best batch inside, by nodes and devices.
+    """The goodput of one job by nodes and devices, each with the best batch.
 
     Attributes:
-      times: seconds of its steps.
-      sqr: squared norm of its gradient.
-      var: variance of the gradient of the base batch.
-      limits: the batches it allows.
+      times: predicts the seconds of the job's steps.
+      sqr: squared norm of the job's gradient.
+      var: variance of the gradient at the base batch.
+      limits: the batches that the job allows.
     """
 
     times: StepModel
@@ -102,9 +103,10 @@ class GoodputCurve:
         return self.best(nodes, devices).goodput
 
     def efficiency(self, batch: np.ndarray) -> np.ndarray:
-        """What a sample is worth beside one of the base batch.
+        """Progress per sample, relative to a sample of the base batch.
 
-        With noise scale phi = base x var / sqr it is (phi + base) / (phi + batch).
+        This is (phi + base) / (phi + batch), with the noise scale
+        phi = base x var / sqr.
         """
         scale = batch / self.limits.base
         below = self.var / scale + self.sqr
@@ -112,11 +114,11 @@ class GoodputCurve:
         return gain / scale
 
     def best(self, nodes: np.ndarray, devices: np.ndarray) -> Best:
-        """Tries 50 batches for each configuration and takes the best.
+        """Tries 50 batches for each configuration and returns the best.
 
         Args:
-          nodes: of each configuration, shape (n,).
-          devices: of each configuration, shape (n,).
+          nodes: number of nodes of each configuration, shape (n,).
+          devices: number of devices of each configuration, shape (n,).
         """
         limits = self.limits
         nodes, devices = np.atleast_1d(nodes), np.atleast_1d(devices)
@@ -131,13 +133,17 @@ class GoodputCurve:
         return Best(value[chosen], local[chosen], more[chosen])
 
     def _splits(self, devices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Microbatches of each candidate batch (rows) on each configuration."""
+        """Splits candidate batches (rows) on each configuration (columns).
+
+        Returns the samples per device in a microbatch, and the number of microbatches
+        before the last.
+        """
         limits = self.limits
         least = np.maximum(limits.base, limits.least_local * devices)
         batches = np.geomspace(
             least, np.maximum(limits.largest, least), num=_CANDIDATES
         )
-        # Where even the least is too large, no candidate is left.
+        # If even the smallest batch is too large, no candidate remains.
         batches = np.where(least <= limits.largest, batches, 0.0)
         share = batches / devices
         more = np.ceil(share / limits.most_local - 1e-8) - 1
@@ -148,17 +154,17 @@ class GoodputCurve:
 
 
 Fit = Callable[[StepSamples], StepModel]
-"""Makes a model of a step's seconds from measured steps."""
+"""Fits a model of a step's seconds to measured steps."""
 
 
 class MeasuredSteps:
-    """Measured steps, the model that is fitted to them, and the gradients' noise."""
+    """Measured steps, a model fitted to these steps, and the noise of gradients."""
 
     def __init__(self, fit: Fit) -> None:
-        """Nothing was measured.
+        """Starts without measurements.
 
         Args:
-          fit: makes a model of a step's seconds.
+          fit: fits a model of a step's seconds.
         """
         self._fit = fit
         self._steps: dict[tuple[int, int, int], tuple[float, float]] = {}
@@ -167,7 +173,7 @@ class MeasuredSteps:
 
     @property
     def has_begun(self) -> bool:
-        """Whether a step was measured."""
+        """Whether at least one step was measured."""
         return bool(self._steps)
 
     @property
@@ -177,9 +183,9 @@ class MeasuredSteps:
 
     @property
     def first_noise(self) -> tuple[float, float]:
-        """The noise of the earliest epoch that was measured (`see_noise`).
+        """The noise of the earliest measured epoch (`see_noise`).
 
-        A job that has not begun is taken to be as noisy.
+        A job that has not begun is assumed to have the same noise.
         """
         return self._noise[min(self._noise)]
 
@@ -189,11 +195,11 @@ class MeasuredSteps:
         """Keeps the first measurement of each configuration.
 
         Args:
-          nodes: that it ran on.
-          devices: on all of them.
-          local: samples of a device in a microbatch.
-          step_s: seconds of a microbatch that synchronises.
-          sync_s: seconds of those in which it does.
+          nodes: number of nodes.
+          devices: number of devices on all nodes.
+          local: samples per device in a microbatch.
+          step_s: seconds of the microbatch that synchronises.
+          sync_s: seconds of its synchronisation.
         """
         if (key := (nodes, devices, local)) not in self._steps:
             self._steps[key] = step_s, sync_s
@@ -203,14 +209,14 @@ class MeasuredSteps:
         """Keeps the first measurement of each epoch.
 
         Args:
-          epoch: from 0.
+          epoch: number of the epoch, from 0.
           sqr: squared norm of the gradient.
-          var: variance of the gradient of the base batch.
+          var: variance of the gradient at the base batch.
         """
         self._noise.setdefault(epoch, (sqr, var))
 
     def model(self) -> StepModel:
-        """The model of all that was measured; the same one until there is more."""
+        """The model fitted to all measurements; it is fitted again after new ones."""
         if self._model is None:
             nodes, devices, local = np.array(list(self._steps), float).T
             step_s, sync_s = np.array(list(self._steps.values())).T
@@ -223,10 +229,10 @@ _MOST_DEVICES = 64  # the published tables end there
 
 
 class EpochJob:
-    """One job over the tables of its program.
+    """A job that follows the tables of epochs of its program.
 
-    It measures each configuration it runs on. What was measured is all that its curve
-    knows: by it alone, or by all jobs that have the same `Measured`.
+    The job measures each configuration that it runs on. Its curve comes only from
+    measurements: its own, or those of all jobs that share one `MeasuredSteps`.
     """
 
     def __init__(
@@ -238,16 +244,16 @@ class EpochJob:
         nodes: Nodes,
         measured: MeasuredSteps | None = None,
     ) -> None:
-        """Nothing has run.
+        """Starts as a waiting job.
 
         Args:
-          job: as it was handed in.
-          application: its program.
-          adapts: what may be changed of it.
+          job: the submitted job.
+          application: the job's program.
+          adapts: the part of the job's request that a policy may change.
           restart_s: seconds of a move.
           nodes: the cluster.
-          measured: what is known of the program's steps; None: nothing yet, and only
-            the job itself adds to it.
+          measured: measurements of the program's steps, which jobs may share; None: the
+            job collects its own.
         """
         self._measured = measured or MeasuredSteps(pollux_form.fit)
         self.job, self.application = job, application
@@ -267,11 +273,11 @@ class EpochJob:
 
     @property
     def batch(self) -> int:
-        """Samples of a step; 0 while it waits."""
+        """Samples per step; 0 while the job waits."""
         return sum(self.placement) * self._local * (self._more + 1)
 
     def advance(self, now_s: float, seconds: float, slowdown: float) -> None:
-        """Runs for some seconds; an epoch ends on a whole second."""
+        """Runs for ``seconds``; an epoch ends on a whole second."""
         if not self.placement or self.completed_s is not None:
             return
         devices = sum(self.placement)
@@ -296,7 +302,7 @@ class EpochJob:
             self._choose_batch()
 
     def _speed(self) -> float:
-        """True progress per second; what is measured on the way is kept."""
+        """True progress per second; also records this step's measurements."""
         nodes, devices = len(self.placement), sum(self.placement)
         step_s, sync_s = self.application.times.seconds(self.placement, self._local)
         sqr, var = self.application.grad_stats(self.batch, self._epoch)
@@ -312,8 +318,8 @@ class EpochJob:
     def reallocate(
         self, placement: tuple[int, ...], plan: str, kinds: tuple[str, ...] = ()
     ) -> None:
-        """Moves to a placement, which takes the restart's seconds; () stops it."""
-        del plan, kinds  # the tables are of one kind
+        """Moves to a placement, which takes a restart; () stops the job."""
+        del plan, kinds  # the tables are for one kind of devices
         self.placement = placement
         if placement:
             self._choose_batch()
@@ -355,7 +361,7 @@ class EpochJob:
         return self._curve_now
 
     def view(self, now_s: float, oracle: bool) -> JobView:
-        """What a policy may see."""
+        """The view of the job for a policy."""
         adaptive = self._adapts == "batch"
         return JobView(
             name=self.job.name,
@@ -376,7 +382,7 @@ class EpochJob:
         )
 
     def _most(self) -> int:
-        """More devices are of no use."""
+        """The most devices that the job can use."""
         app = self.application
         if self._adapts == "nothing":
             return self.job.devices
@@ -403,7 +409,7 @@ class EpochJob:
 def _epoch_step_seconds(
     app: Application, batch: int, nodes: Nodes
 ) -> tuple[float, ...]:
-    """True seconds of a step at a batch, from one device to as many as are of use."""
+    """True seconds of a step at a batch on 1, 2, ... devices, as far as they help."""
     found: list[float] = []
     most = 1 if app.single else max(1, batch // app.least_local)
     for devices in range(1, min(most, _MOST_DEVICES, nodes.total) + 1):
@@ -428,7 +434,7 @@ class StepTimes(Protocol):
 
     @property
     def most(self) -> int:
-        """The most devices that are of use."""
+        """The most devices that the program can use."""
         ...
 
     def seconds(self, plan: str, placement: tuple[int, ...]) -> float:
@@ -436,12 +442,12 @@ class StepTimes(Protocol):
         ...
 
     def asked_s(self, job: Job) -> float:
-        """Seconds of a step on what a job's owner asks for."""
+        """Seconds of a step on the devices and the plan that a job's owner asks for."""
         ...
 
 
 class StepJob:
-    """One job over the plan tables of its program."""
+    """A job that follows the tables of plans of its program."""
 
     def __init__(
         self,
@@ -453,16 +459,16 @@ class StepJob:
         one_more: bool = True,
         by_kind: Mapping[str, StepTimes] | None = None,
     ) -> None:
-        """Nothing has run.
+        """Starts as a waiting job.
 
         Args:
-          job: it runs ``steps`` steps.
-          times: seconds of its steps.
-          restart_s: seconds that a move takes.
-          ghosts: repeat a slip of the published simulator, in which a job that loses
-            its devices runs on where it was.
-          one_more: whether it makes one step more, as the published simulator has it.
-          by_kind: seconds of its steps on kinds of devices; ``times`` on others.
+          job: the submitted job, which runs ``steps`` steps.
+          times: seconds of the job's steps.
+          restart_s: seconds of a move.
+          ghosts: whether to repeat an error of the published simulator, in which a job
+            that loses its devices continues to run on them.
+          one_more: whether the job runs one step more, as in the published simulator.
+          by_kind: seconds of steps by kind of devices; ``times`` for other kinds.
         """
         self.job, self.times = job, times
         self.completed_s: float | None = None
@@ -482,7 +488,7 @@ class StepJob:
         return self.job.batch or 0
 
     def advance(self, now_s: float, seconds: float, slowdown: float) -> None:
-        """Runs for some seconds."""
+        """Runs for ``seconds``."""
         if not self.placement or self.completed_s is not None:
             return
         delay = min(self._waiting_s, seconds)
@@ -491,7 +497,7 @@ class StepJob:
         now_s, seconds = now_s + delay, seconds - delay
         if seconds <= 0:
             return
-        # On several kinds a step waits for the slowest.
+        # On several kinds of devices, a step waits for the slowest kind.
         step_s = max(
             self._by_kind.get(kind, self.times).seconds(self.plan, self.placement)
             for kind in self._kinds
@@ -510,10 +516,10 @@ class StepJob:
     def reallocate(
         self, placement: tuple[int, ...], plan: str, kinds: tuple[str, ...] = ()
     ) -> None:
-        """Moves to a placement, which takes the restart's seconds; () stops it.
+        """Moves to a placement, which takes a restart; () stops the job.
 
-        The same placement on other nodes with the same plan costs nothing in the
-        published simulator; here it does, unless ``ghosts`` is set.
+        In the published simulator, a move to the same placement on other nodes with the
+        same plan takes no time. Here it takes a restart, unless ``ghosts`` is set.
         """
         if not placement:
             if not self._ghosts:
@@ -526,7 +532,7 @@ class StepJob:
         self.restarts += 1
 
     def view(self, now_s: float, oracle: bool) -> JobView:
-        """What a policy may see."""
+        """The view of the job for a policy."""
         left = None
         if oracle:
             seconds = _step_seconds(self.times.curve, self.times.most)
@@ -553,9 +559,9 @@ class StepJob:
 
 
 def _step_seconds(curve: Curve, most: int) -> tuple[float, ...]:
-    """Seconds of a step on one to so many devices, on the best number of nodes.
+    """Seconds of a step on 1 to ``most`` devices, each on the best number of nodes.
 
-    Up to the first number of devices on which a step cannot run.
+    The result ends before the first number of devices on which no step can run.
     """
     found: list[float] = []
     for devices in range(1, most + 1):
@@ -571,20 +577,21 @@ class StepCurve(Curve, Protocol):
     """A curve that knows the seconds of steps."""
 
     def step_s(self, nodes: int, devices: int) -> float:
-        """Seconds of a step; infinite where nothing runs."""
+        """Seconds of a step; infinite where the job cannot run."""
         ...
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Moves:
-    """What moves take, in seconds.
+    """Seconds of moves.
 
     Attributes:
-      start_s: from a start to the first step.
-      join_s: until the processes of more devices are there; the job trains meanwhile.
-      change_s: the pause of a job whose devices change.
-      by_pair: the pause by what it changes from and to; `change_s` where None.
-      told_s: what a policy is told that any change takes; the truth where None.
+      start_s: seconds from a start to the first step.
+      join_s: seconds until the processes of added devices are ready. The job trains
+        meanwhile.
+      change_s: seconds for which a job pauses when its devices change.
+      by_pair: seconds of the pause by old and new shape; None: `change_s`.
+      told_s: seconds of any change that a policy sees; None: the true seconds.
     """
 
     start_s: float
@@ -594,22 +601,22 @@ class Moves:
     told_s: float | None = None
 
     def move_s(self, old: Shape, new: Shape) -> float:
-        """What a move takes; from (0, 0) for a start."""
+        """Seconds of a move between two shapes; an ``old`` of (0, 0) is a start."""
         if old == (0, 0):
             return self.start_s
         return self.change_s if self.by_pair is None else self.by_pair(old, new)
 
     def seconds_told(self, old: Shape, new: Shape) -> float:
-        """What a policy is told that a move takes."""
+        """Seconds of a move that a policy sees."""
         if old == (0, 0) or self.told_s is None:
             return self.move_s(old, new)
         return self.told_s
 
 
 class CurveJob:
-    """One job over its curve."""
+    """A job that follows a curve and moves like an elastic run."""
 
-    goes_on = True  # where it loses some of its nodes
+    goes_on = True  # the job continues if it loses some of its nodes
 
     def __init__(
         self,
@@ -619,14 +626,14 @@ class CurveJob:
         moves: Moves,
         by_kind: Mapping[str, StepCurve] | None = None,
     ) -> None:
-        """Nothing has run.
+        """Starts as a waiting job.
 
         Args:
-          job: it runs ``steps`` steps of ``batch`` samples.
-          curve: its steps and goodput by configuration.
-          most: no more devices are of use.
-          moves: what moves take.
-          by_kind: its curve on kinds of devices; ``curve`` on those that are missing.
+          job: the submitted job, which runs ``steps`` steps of ``batch`` samples.
+          curve: the job's step times and goodput by configuration.
+          most: the most devices that the job can use.
+          moves: seconds of moves.
+          by_kind: curves by kind of devices; ``curve`` for kinds that are missing.
         """
         self.job, self._curve, self._most, self._moves = job, curve, most, moves
         self._by_kind = dict(by_kind or {})
@@ -636,7 +643,8 @@ class CurveJob:
         self.placement: tuple[int, ...] = ()
         self.plan = self.failed = ""
         self.restarts = -1
-        self._trains: tuple[int, ...] = ()  # on these, until the others have joined
+        # The placement on which the job trains until new devices have joined.
+        self._trains: tuple[int, ...] = ()
         self._joins_s = self._waits_s = self._served = self._steps = 0.0
 
     @property
@@ -645,7 +653,7 @@ class CurveJob:
         return self.job.batch or 0
 
     def advance(self, now_s: float, seconds: float, slowdown: float) -> None:
-        """Runs for some seconds."""
+        """Runs for ``seconds``."""
         end_s = now_s + seconds
         while now_s < end_s and self.completed_s is None and self.placement:
             part = self._next_part(end_s - now_s)
@@ -658,14 +666,14 @@ class CurveJob:
             now_s += part
 
     def _next_part(self, left_s: float) -> float:
-        """Seconds until something changes."""
+        """Seconds until a wait or a join ends, at most ``left_s``."""
         if self._waits_s > 0:
             return min(left_s, self._waits_s)
         return min(left_s, self._joins_s) if self._joins_s > 0 else left_s
 
     def _train(self, now_s: float, seconds: float, slowdown: float) -> float:
-        """Does steps; returns the seconds until the last one, if it is among them."""
-        # On several kinds a step waits for the slowest.
+        """Trains; returns the seconds spent, fewer if the job completes."""
+        # On several kinds of devices, a step waits for the slowest kind.
         step_s = max(
             self._by_kind.get(kind, self._curve).step_s(*_shape(self._trains))
             for kind in self._kinds or ("",)
@@ -692,7 +700,7 @@ class CurveJob:
     def reallocate(
         self, placement: tuple[int, ...], plan: str, kinds: tuple[str, ...] = ()
     ) -> None:
-        """Moves to a placement; () stops it, its state saved."""
+        """Moves to a placement; () stops the job and saves its state."""
         del plan
         larger = bool(self._trains) and sum(placement) > sum(self._trains)
         grows = larger and kinds == self._kinds and self._moves.join_s > 0
@@ -708,7 +716,7 @@ class CurveJob:
         self.placement = placement
 
     def view(self, now_s: float, oracle: bool) -> JobView:
-        """What a policy may see."""
+        """The view of the job for a policy."""
         left = Oracle(self.job.steps - self._steps, ()) if oracle else None
         return JobView(
             name=self.job.name,

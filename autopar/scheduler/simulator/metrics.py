@@ -1,10 +1,10 @@
-"""What a simulation comes to: completion times, fairness, utilisation.
+"""Metrics of a simulation: completion times, fairness and utilisation.
 
-Finish-time fairness: how much later jobs end than on a fair share of the cluster.
-
-As in Themis (NSDI 2020) and Sia: a job's completion time over the time that it would
-take alone on its share, the devices over the mean number of jobs while it was there.
-More than 1 means that sharing made it later than the share would have.
+Finish-time fairness compares a job's completion time with a fair share of the cluster,
+as in Themis (NSDI 2020) and Sia. A job's fair share is the number of devices divided by
+the mean number of jobs between the job's submission and completion. The ratio is the
+job's completion time over the time that the job would take on its fair share only. A
+ratio above 1 means that the job ended later than it would on its fair share.
 """
 
 from __future__ import annotations
@@ -24,22 +24,24 @@ from autopar.scheduler.simulator.engine import History, RunningJob, Span
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Metrics:
-    """Figures of a simulation; seconds, and shares of 1.
+    """Metrics of a simulation, in seconds or as fractions.
 
     Attributes:
-      policy: its name.
-      submitted: how many jobs there were.
-      jobs: how many of them were done.
-      failed: why the others were not, by name.
-      average_s: mean completion time of those done, from handing in to the end.
-      guaranteed: how many of those done had a guarantee.
-      guaranteed_s: the mean completion time of these; None where there are none.
-      median_s: the median of them.
-      p99_s: 99 of 100 jobs took no longer.
-      makespan_s: the end of the last job.
-      slowest_share: the most that a job waited, as completion time over service time.
-      utilisation: device-seconds given out over those there were until the end.
-      restarts: moves of all jobs.
+      policy: name of the policy.
+      submitted: number of submitted jobs.
+      jobs: number of completed jobs.
+      failed: reasons of failure by name of the job.
+      average_s: mean completion time of completed jobs, from submission to the end.
+      guaranteed: number of completed jobs with a guarantee.
+      guaranteed_s: mean completion time of these jobs; None if there are none.
+      median_s: median completion time of completed jobs.
+      p99_s: 99th percentile of the completion times of completed jobs.
+      makespan_s: the time at which the last job completes.
+      slowest_share: the largest ratio of a job's completion time to the time for which
+        it had devices.
+      utilisation: device-seconds given out over all device-seconds until the last
+        completion.
+      restarts: number of moves of all jobs.
     """
 
     policy: str
@@ -58,12 +60,12 @@ class Metrics:
 
     @property
     def data(self) -> dict[str, Any]:
-        """As one JSON object."""
+        """The metrics as one JSON object."""
         return dataclasses.asdict(self)
 
 
 def metrics(history: History) -> Metrics:
-    """The figures of a history; nan where no job was done."""
+    """The metrics of a history; nan if no job completed."""
     done = [job for job in history.jobs if job.completed_s is not None]
     ends = np.array([job.completed_s for job in done], float)
     begins = np.array([job.job.submitted_s for job in done], float)
@@ -104,7 +106,7 @@ _MOST_REASONS = 400
 
 
 def timeline_page(history: History, figures: Metrics) -> str:
-    """The page: figures, a row for each device, and the reasons of moves."""
+    """An HTML page with metrics, a timeline of each device and reasons of moves."""
     rows = "".join(
         f"<tr><th>{html.escape(name)}</th><td>{html.escape(_show(value))}</td></tr>"
         for name, value in figures.data.items()
@@ -156,7 +158,7 @@ def _rows(
     used: list[list[tuple[float, float]]],
     span: Span,
 ) -> list[int]:
-    """A row of its node for each device, one that nobody had at the time."""
+    """For each device of a span, a row of the device's node that is free then."""
     rows: list[int] = []
     for node in allocation:
         for row in range(firsts[node], firsts[node] + devices[node]):
@@ -190,11 +192,11 @@ _LONG_S = 1e9
 def finish_time_ratios(
     history: History, fresh: Sequence[RunningJob]
 ) -> dict[str, float]:
-    """The ratio of each job that was done, by name.
+    """The finish-time ratio of each completed job, by name.
 
     Args:
-      history: what happened; the devices are of one kind.
-      fresh: the same jobs, before they run; they are run here.
+      history: the simulation, with devices of one kind.
+      fresh: the same jobs before they run; this function runs them.
     """
     new = {job.job.name: job for job in fresh}
     found: dict[str, float] = {}
@@ -209,10 +211,10 @@ def finish_time_ratios(
 
 
 def _mean_active(history: History, begin_s: float, end_s: float) -> float:
-    """The mean number of jobs over some time; 1 at least.
+    """The mean number of waiting and running jobs in a period, at least 1.
 
-    Decisions are not equally far apart: each counts for the time until the next. A job
-    that came and went between two decisions shared with nobody.
+    The number of jobs at each decision is weighted by the time until the next decision.
+    A job that came and ended between two decisions counts as if it ran without others.
     """
     at_s = np.array([item.at_s for item in history.rounds])
     active = np.array([item.active for item in history.rounds], float)
@@ -224,18 +226,18 @@ def _mean_active(history: History, begin_s: float, end_s: float) -> float:
 
 
 def share_s(job: RunningJob, share: float, nodes: Nodes) -> float:
-    """Seconds of a job, alone on a share of the devices.
+    """Seconds of a job that has only its fair share of the devices.
 
-    Where the share is smaller than anything that it runs on, it has more devices for a
-    part of the time.
+    If the share is too small for the job, the job gets more devices for a fraction of
+    the time.
 
     Args:
-      job: before it runs; it is run here.
-      share: devices, not necessarily a whole number.
+      job: the job before it runs; this function runs it.
+      share: number of devices, possibly fractional.
       nodes: the cluster.
 
     Raises:
-      ScheduleError: it runs on no size of this cluster.
+      ScheduleError: the job runs on no number of devices of this cluster.
     """
     view = job.view(job.job.submitted_s, oracle=False)
     counts = np.array(sizes_of(nodes.widest, nodes.total))

@@ -16,21 +16,21 @@ from autopar.scheduler.simulator.tables import linear_between, read_rows
 Placement = tuple[int, ...]
 COLUMNS = ("exec_plan", "placement", "iter_time")
 PLAIN = "ga"
-"""The plan whose seconds stand for those of a plan that was not measured."""
+"""The plan whose seconds are used for a plan that was not measured."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class MeasuredPlanCurve:
-    """Steps per second with the best plan that was measured, by configuration.
+    """Steps per second with the best measured plan, by configuration.
 
     Attributes:
-      best: plan and seconds of a step by (nodes, devices).
+      best: the best plan and its seconds per step, by (nodes, devices).
     """
 
     best: dict[tuple[int, int], tuple[str, float]]
 
     def goodput(self, nodes: np.ndarray, devices: np.ndarray) -> np.ndarray:
-        """Steps per second; 0 where nothing was measured."""
+        """Steps per second; 0 where no plan was measured."""
         pairs = np.broadcast(nodes, devices)
         found = [
             1 / self.best[int(n), int(d)][1] if (int(n), int(d)) in self.best else 0.0
@@ -39,7 +39,7 @@ class MeasuredPlanCurve:
         return np.array(found).reshape(pairs.shape)
 
     def plan(self, nodes: int, devices: int) -> str:
-        """The best plan of a configuration; '' where none was measured."""
+        """The best plan of a configuration; '' where no plan was measured."""
         return self.best.get((nodes, devices), ("", 0.0))[0]
 
 
@@ -64,10 +64,13 @@ class PlanTimes:
         self.most = max(devices for _, devices in self.curve.best)
 
     def seconds(self, plan: str, placement: Placement) -> float:
-        """Seconds of a step; a plan that was not measured there counts as the mean.
+        """Seconds of a step.
+
+        A plan that was not measured on a placement has the seconds of the plan `PLAIN`.
+        If that was not measured either, it has the mean seconds of all plans.
 
         Raises:
-          ScheduleError: nothing near was measured.
+          ScheduleError: no placement near this one was measured.
         """
         placement = min(placement[i:] + placement[:i] for i in range(len(placement)))
         for name in (plan, PLAIN):
@@ -88,10 +91,13 @@ class PlanTimes:
         return found
 
     def asked_s(self, job: Job) -> float:
-        """Seconds of a step on what a job's owner asks for: the fastest placement.
+        """Seconds of a step of the requested plan on the fastest requested placement.
+
+        A placement is requested if it has the number of devices that the job asks for.
 
         Raises:
-          ScheduleError: nothing near was measured, and its run time is not known.
+          ScheduleError: no placement near was measured, and the job's run time is not
+            known.
         """
         asked = [
             seconds

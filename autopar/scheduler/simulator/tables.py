@@ -1,10 +1,10 @@
-"""Tables with named columns, read from CSV files with errors that name the row.
+"""CSV tables, and the tables of programs that were published with Pollux.
 
-A program that was measured at several batches: its step times and its progress.
+`read_rows` reads CSV files and reports errors with the file and row.
 
-The tables are those published with Pollux: for each batch, after each epoch, how many
-steps of the base batch were made (progress), how many steps, the metric, and the
-squared norm and the variance of the gradient.
+`Application` is a program that was measured at several batches. Its tables hold step
+times and, for each batch and epoch: the progress (in steps of the base batch), the
+number of steps, the metric, and the squared norm and the variance of the gradient.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from scipy.spatial import QhullError
 from autopar.errors import ScheduleError
 
 ENCODING = "utf-8-sig"
-"""UTF-8, behind the mark that spreadsheets write or without it."""
+"""UTF-8, with or without the byte order mark that spreadsheets write."""
 
 _LONGEST = 1000
-_LARGEST = 1e30  # of any unit: products of such numbers are finite
-_LARGEST_WHOLE = 2**53  # larger ones are not all numbers of floating point
+_LARGEST = 1e30  # products of several numbers up to this one are finite
+_LARGEST_WHOLE = 2**53  # not all larger integers are floating-point numbers
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class Row:
     """One row of a file.
 
     Attributes:
-      where: file and line, for errors.
+      where: file and line, for error messages.
       cells: the text of each column.
     """
 
@@ -48,7 +48,7 @@ class Row:
         """The text of a column.
 
         Raises:
-          ScheduleError: it is too long for what is read from it.
+          ScheduleError: the text is too long.
         """
         found = self.cells[column].strip()
         if len(found) > _LONGEST:
@@ -59,10 +59,10 @@ class Row:
         return found
 
     def owner(self) -> dict[str, Any]:
-        """The user and the priority of a job, in a table that has such columns.
+        """The user and the priority of a job, if the table has these columns.
 
         Raises:
-          ScheduleError: the priority is no number.
+          ScheduleError: the priority is not a number.
         """
         found: dict[str, Any] = {}
         if "user" in self.cells:
@@ -75,7 +75,8 @@ class Row:
         """The number in a column.
 
         Raises:
-          ScheduleError: it is no finite number, too large, or less than ``least``.
+          ScheduleError: the cell is not a finite number, or is too large, or is less
+            than ``least``.
         """
         text = self.text(column)
         try:
@@ -94,7 +95,8 @@ class Row:
         """The whole number in a column.
 
         Raises:
-          ScheduleError: it is none, less than ``least``, or too large to be exact.
+          ScheduleError: the cell is not a whole number, or is less than ``least``, or
+            is too large to be exact.
         """
         value = self.number(column, least)
         if value != int(value) or abs(value) > _LARGEST_WHOLE:
@@ -105,10 +107,10 @@ class Row:
         return int(value)
 
     def placement(self, column: str) -> tuple[int, ...]:
-        """The devices on each node, from a row of digits such as ``422``.
+        """The number of devices on each node, from a row of digits such as ``422``.
 
         Raises:
-          ScheduleError: it is none.
+          ScheduleError: the cell is not a row of digits from 1 to 9.
         """
         text = self.text(column)
         if not re.fullmatch("[1-9]+", text):
@@ -119,14 +121,16 @@ class Row:
 
 
 def column_names(columns: Iterable[str]) -> str:
-    """The names of columns, for an error: the first of them where they are long."""
+    """The names of columns for an error message, cut off if they are long."""
     return f"{', '.join(columns) or 'none':.{_LONGEST}}"
 
 
 def read_rows(
     path: pathlib.Path, columns: Sequence[str], *, delimiter: str = ","
 ) -> Iterator[Row]:
-    """The rows of a CSV file with a head line; only commas stand beside quotes.
+    """The rows of a CSV file with a head line.
+
+    Cells may be quoted only if the delimiter is a comma.
 
     Raises:
       ScheduleError: the file cannot be read, lacks a column, or a row lacks a cell.
@@ -161,24 +165,26 @@ _MOST_NODES = 16  # the published tables end there
 
 
 def linear_between(points: np.ndarray, values: np.ndarray) -> Callable[..., Any]:
-    """Interpolates linearly; nan outside, and everywhere if the points lie in a plane.
+    """A linear interpolator, which returns nan outside of the points' convex hull.
+
+    If the points do not span the space, the interpolator returns nan everywhere.
 
     Args:
-      points: (points, coordinates).
-      values: of each point.
+      points: array of shape (points, coordinates).
+      values: the values at the points.
     """
     try:
         return LinearNDInterpolator(points, values)
-    except QhullError:  # too few points, or all in a plane: nothing lies between them
+    except QhullError:  # too few points, or all points in a plane
         return lambda _: np.full((1, *values.shape[1:]), np.nan)
 
 
 class PlacementTimes:
     """Seconds of a step and of its synchronisation, by placement and local batch.
 
-    A measured placement is interpolated between its local batches; any other between
-    nodes, devices and local batch of all that was measured. Placements that are
-    rotations of each other count as the same.
+    For a measured placement, seconds are interpolated between its local batches. For
+    any other placement, seconds are interpolated over nodes, devices and local batch,
+    between all measurements. Rotations of a placement count as the same placement.
     """
 
     def __init__(self, folder: pathlib.Path) -> None:
@@ -192,7 +198,7 @@ class PlacementTimes:
         self.least_local, self.most_local = int(sizes.min()), int(sizes.max())
 
     def rows(self) -> list[tuple[Placement, int, float, float]]:
-        """All that was measured: placement, local batch, step and sync seconds."""
+        """All measurements as (placement, local batch, step s, synchronisation s)."""
         return [
             (placement, int(local), step, sync)
             for placement, table in self._measured.items()
@@ -200,10 +206,10 @@ class PlacementTimes:
         ]
 
     def seconds(self, placement: Placement, local: int) -> tuple[float, float]:
-        """Seconds of a step and of the part of it that synchronises.
+        """Seconds of a step, and of its synchronisation.
 
         Raises:
-          ScheduleError: nothing near was measured.
+          ScheduleError: no configuration near this one was measured.
         """
         key = min(placement[i:] + placement[:i] for i in range(len(placement))), local
         if key not in self._found:
@@ -245,10 +251,10 @@ class PlacementTimes:
 
 
 def _step_seconds(row: Row) -> tuple[float, float]:
-    """Seconds of a step, and of the part of it that synchronises.
+    """Seconds of a step, and of its synchronisation.
 
     Raises:
-      ScheduleError: the part is larger than the whole.
+      ScheduleError: the synchronisation takes longer than the step.
     """
     step, sync = row.number("step_time", 1e-9), row.number("sync_time", 0.0)
     if sync > step:
@@ -259,7 +265,7 @@ def _step_seconds(row: Row) -> tuple[float, float]:
 
 
 def _placements(path: pathlib.Path) -> dict[Placement, np.ndarray]:
-    """Per placement rows of (local batch, step s, sync s), by rising local batch."""
+    """For each placement, rows of (local batch, step s, synchronisation s), sorted."""
     found: dict[Placement, list[tuple[float, float, float]]] = {}
     columns = ("placement", "local_bsz", "step_time", "sync_time")
     for row in read_rows(path, columns):
@@ -271,7 +277,7 @@ def _placements(path: pathlib.Path) -> dict[Placement, np.ndarray]:
     return {key: np.array(sorted(rows)) for key, rows in found.items()}
 
 
-# The columns, and the least that can stand there: what is divided by is above zero.
+# The columns and their least values. The variance is a divisor, so it is above zero.
 _COLUMNS = {
     "progress": 0.0,
     "iteration": 0.0,
@@ -285,14 +291,15 @@ class Application:
     """A program with its tables.
 
     Attributes:
-      name: of the program.
-      base_batch: the smallest batch that was measured.
-      largest_batch: the largest one.
-      least_local: samples of a device in a microbatch, at least.
-      most_local: at most; more need accumulation.
-      epochs: how many there are.
-      fixed_batch: the batch under policies that adapt batches too; None for any.
-      single: whether it is no use on several devices.
+      name: the program's name.
+      base_batch: the smallest measured batch.
+      largest_batch: the largest measured batch.
+      least_local: the fewest samples per device in a microbatch.
+      most_local: the most samples per device in a microbatch; larger batches need
+        gradient accumulation.
+      epochs: number of epochs.
+      fixed_batch: the batch under policies that adapt batches; None: any batch.
+      single: whether the program can use only one device.
     """
 
     def __init__(
@@ -320,31 +327,35 @@ class Application:
 
     @property
     def most_devices(self) -> int:
-        """More devices would have less than the least local batch."""
+        """The most devices; with more, the local batch would be below its minimum."""
         return 1 if self.single else self.largest_batch // self.least_local
 
     def progress_after(self, epochs: int) -> float:
-        """Progress after so many epochs, the least over all batches."""
+        """Progress after a number of epochs, as the minimum over all batches."""
         if epochs == 0:
             return 0.0
         tables = self._tables.values()
         return float(min(table[epochs - 1, 0] for table in tables))
 
     def grad_stats(self, batch: int, epoch: int) -> tuple[float, float]:
-        """Squared norm and variance of the gradient of the base batch in an epoch."""
+        """Squared norm and variance of the base batch's gradient in an epoch."""
         return self._between(batch, 3, epoch), self._between(batch, 4, epoch)
 
     def steps_after(self, batch: int, epoch: int) -> float:
-        """Steps made at a batch when an epoch ends."""
+        """The number of steps at a batch until the end of an epoch."""
         return self._between(batch, 1, epoch)
 
     def completion_epoch(self, batch: int) -> int:
-        """The epoch behind which a job is done."""
+        """The last epoch of a job."""
         self._around(batch)
         return self.epochs - 1
 
     def split(self, batch: int, devices: int) -> tuple[int, int]:
-        """Samples a device in a microbatch, and microbatches before the last."""
+        """Splits a batch into microbatches.
+
+        Returns the samples per device in a microbatch, and the number of microbatches
+        before the last.
+        """
         local = math.ceil(batch / devices - 1e-8)
         more = max(math.ceil(local / self.most_local - 1e-8), 1) - 1
         if devices == 1 and batch > self.base_batch:

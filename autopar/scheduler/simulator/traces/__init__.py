@@ -1,1 +1,1 @@
-"""Readers of published traces, one file each."""
+"""Readers of published traces, with one module per format."""

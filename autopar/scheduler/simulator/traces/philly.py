@@ -1,7 +1,7 @@
-"""Tables of jobs: when, how many devices, how long.
+"""Traces that list only the submission time, number of devices and duration of jobs.
 
-Such a trace has no measured tables. A job's work is its duration on the devices it asks
-for; on other numbers it runs by a power of them.
+Such a trace has no measured step times. A job's work is its duration on the devices
+that it asks for. The job's speed is a power of the number of devices.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from autopar.scheduler.simulator.tables import read_rows
 COLUMNS = ("name", "submitted_s", "devices", "duration_s")
 RESTART_S = 60.0
 SCALING = 0.8
-"""Exponent of the speed in the number of devices."""
+"""Exponent of the speed as a power of the number of devices."""
 
 _MOST_DEVICES = 64
 _LEAST_S = 1e-6
@@ -27,12 +27,12 @@ _LEAST_S = 1e-6
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PowerScaling:
-    """Steps by a power of the devices.
+    """Step times by a power of the number of devices.
 
     Attributes:
-      asked: how many devices the owner asks for.
-      step_s: seconds of a step on them.
-      there: how many devices the cluster has.
+      asked: number of devices that the owner asks for.
+      step_s: seconds of a step on these devices.
+      there: number of devices of the cluster.
     """
 
     asked: int
@@ -41,12 +41,12 @@ class PowerScaling:
 
     @property
     def most(self) -> int:
-        """No job gets more than this, or than it asks for and there are."""
+        """The most devices of a job: 64, or its request, limited to the cluster."""
         return max(_MOST_DEVICES, min(self.asked, self.there))
 
     @property
     def curve(self) -> PowerScaling:
-        """It is its own curve."""
+        """The object itself, which is also a curve."""
         return self
 
     def seconds(self, plan: str, placement: tuple[int, ...]) -> float:
@@ -55,7 +55,7 @@ class PowerScaling:
         return float(self.step_s * (self.asked / sum(placement)) ** SCALING)
 
     def asked_s(self, job: Job) -> float:
-        """Seconds of a step on what a job's owner asks for."""
+        """Seconds of a step on the devices that the job's owner asks for."""
         return self.seconds(job.plan, (job.devices,))
 
     def goodput(self, nodes: np.ndarray, devices: np.ndarray) -> np.ndarray:
@@ -69,7 +69,7 @@ def read_jobs(path: pathlib.Path) -> list[tuple[str, Job]]:
     """The jobs of a table, each with its file and line.
 
     Raises:
-      ScheduleError: a row is wrong; it is named.
+      ScheduleError: a row is invalid; the message names the row.
     """
     return [
         (
@@ -95,9 +95,9 @@ def timed_job(
     user: str = "",
     priority: float = 1.0,
 ) -> Job:
-    """A job of which nothing is known but its run time on what it asks for.
+    """A job of which only the run time on the requested devices is known.
 
-    It makes a step each second; all are equally long, and end with the run time.
+    The run time is divided into equal steps of at most one second.
     """
     return Job(
         name=name,
@@ -114,7 +114,7 @@ def timed_job(
 def running(
     jobs: list[tuple[str, Job]], devices: int, restart_s: float = RESTART_S
 ) -> list[StepJob]:
-    """The jobs, ready to be simulated on a cluster with so many devices."""
+    """The jobs, ready to be simulated on a cluster with ``devices`` devices."""
     return [
         StepJob(
             job,

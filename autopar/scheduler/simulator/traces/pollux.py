@@ -17,8 +17,9 @@ COLUMNS = ("name", "time", "application", "num_replicas", "batch_size")
 RESTART_S = 30.0
 """Seconds of a restart in the published simulator."""
 
-# From the published simulator: epochs of each program, the largest microbatch of
-# yolov3, and ncf, which runs on one device at its largest batch where batches adapt.
+# From the published simulator: epochs of each program, the largest local microbatch of
+# yolov3, and the batch of ncf. Under policies that adapt batches, ncf runs on one
+# device with this batch, its largest.
 _EPOCHS = {
     "bert": 2,
     "cifar10": 100,
@@ -32,10 +33,10 @@ _FIXED_BATCH = {"ncf": 32768}
 
 
 def read_applications(folder: pathlib.Path) -> dict[str, Application]:
-    """The programs of a folder with one folder each.
+    """The programs of a folder that has one folder per program.
 
     Raises:
-      ScheduleError: there is none, or a table is wrong.
+      ScheduleError: the folder has no program, or a table is invalid.
     """
     found = {
         path.name: Application(
@@ -60,7 +61,7 @@ def read_jobs(path: pathlib.Path) -> list[tuple[str, Job]]:
     """The jobs of a workload, each with its file and line.
 
     Raises:
-      ScheduleError: a row is wrong; it is named.
+      ScheduleError: a row is invalid; the message names the row.
     """
     found: list[tuple[str, Job]] = []
     for row in read_rows(path, COLUMNS):
@@ -89,13 +90,13 @@ def running(
     """The jobs, ready to be simulated.
 
     Args:
-      jobs: of `read_jobs`.
+      jobs: the result of `read_jobs`.
       applications: the programs by name.
       nodes: the cluster.
-      adapts: what may be changed of a job.
+      adapts: the part of a job's request that a policy may change.
       restart_s: seconds of a move.
-      fit: makes a model of a step's seconds.
-      pools: whether what a job measures is known of all jobs of its program.
+      fit: fits a model of a step's seconds.
+      pools: whether all jobs of a program share their measurements.
 
     Raises:
       ScheduleError: an application is not in the tables, or a batch was not measured.

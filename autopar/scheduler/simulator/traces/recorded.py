@@ -1,7 +1,7 @@
-"""Reads what clusters recorded of their jobs: Philly's log and table, Slurm's sacct.
+"""Reads records of jobs on real clusters: Philly's log and table, and Slurm's sacct.
 
-Such a record has no measured tables: a job's work is its run time on what it had. What
-never had a GPU is left out, and counted.
+Such a record has no measured step times. A job's work is its run time on the devices
+that it had. Jobs that never had a GPU are left out and counted.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ _GPU_DIGITS = 9
 _GPU = re.compile(r"gres/gpu(?::([^=,]+))?=(\d+)")
 
 Rows = list[tuple[str, Job]]
-"""Jobs, each with where it stands in its file."""
+"""Jobs, each with its position in its file."""
 
 Left = collections.Counter[str]
-"""How many jobs were left out, by the reason."""
+"""The number of jobs that were left out, by reason."""
 
 
 def read_philly_table(path: pathlib.Path) -> tuple[Rows, Left]:
-    """The jobs of ``philly.csv``, as Pollux and Sia have it: it has no names.
+    """The jobs of ``philly.csv``, as used by Pollux and Sia; jobs have no names there.
 
     Raises:
-      ScheduleError: a row is wrong; it is named.
+      ScheduleError: a row is invalid; the message names the row.
     """
     found = [
         _Recorded(
@@ -63,11 +63,11 @@ def read_philly_table(path: pathlib.Path) -> tuple[Rows, Left]:
 def read_sacct(path: pathlib.Path) -> tuple[Rows, Left]:
     """The jobs of ``sacct -P`` with JobID, Submit, Elapsed and AllocTRES or ReqTRES.
 
-    A job that began again has a row for each time (``--duplicates``): it has run for
-    the sum of them.
+    A job that was restarted has one row per start (``--duplicates``). Its run time is
+    the sum over these rows.
 
     Raises:
-      ScheduleError: a row is wrong; it is named.
+      ScheduleError: a row is invalid; the message names the row.
     """
     found: dict[str, _Recorded] = {}
     for row in read_rows(path, SACCT, delimiter="|"):
@@ -100,10 +100,11 @@ def read_sacct(path: pathlib.Path) -> tuple[Rows, Left]:
 def read_philly_log(path: pathlib.Path) -> tuple[Rows, Left]:
     """The jobs of Microsoft's ``cluster_job_log``, a JSON list.
 
-    A job has run for the sum of its attempts, on the most GPUs that one of them had.
+    A job's run time is the sum over its attempts. Its number of GPUs is the largest
+    number of an attempt.
 
     Raises:
-      ScheduleError: the file or a job in it is wrong; it is named.
+      ScheduleError: the file or a job in it is invalid; the message names it.
     """
     try:
         data = json.loads(path.read_bytes())
@@ -134,7 +135,10 @@ class _Recorded:
 
 
 def _jobs(recorded: Iterable[_Recorded]) -> tuple[Rows, Left]:
-    """The jobs that ran on GPUs, in seconds from the first of them, in order."""
+    """The jobs that ran on GPUs, in order of submission, and the jobs left out.
+
+    Submission times are seconds since the first submission.
+    """
     ran: list[tuple[datetime.datetime, _Recorded]] = []
     left: Left = collections.Counter()
     for job in recorded:
@@ -183,7 +187,7 @@ def _read_logged(path: pathlib.Path, number: int, job: Any) -> _Recorded:
             _date(where, key, attempt.get(key)) for key in ("start_time", "end_time")
         )
         if begin is None or end is None:
-            continue  # it did not start, or was lost
+            continue  # the attempt did not start, or its record was lost
         if end < begin:
             raise ScheduleError(f"{where}: an attempt ends before it starts.")
         seconds += (end - begin).total_seconds()
@@ -199,7 +203,7 @@ def _read_logged(path: pathlib.Path, number: int, job: Any) -> _Recorded:
 
 
 def _logged_gpus(where: str, detail: Any) -> Iterator[int]:
-    """GPUs of each node of an attempt."""
+    """Yields the number of GPUs on each node of an attempt."""
     nodes = [] if detail is None else detail
     if not isinstance(nodes, list):
         raise ScheduleError(f"{where}: detail is {detail!r:.80}; give a list of nodes.")
@@ -213,13 +217,13 @@ def _logged_gpus(where: str, detail: Any) -> Iterator[int]:
 
 
 def _date(where: str, key: str, text: Any) -> datetime.datetime | None:
-    """A time as these files write it; None where there is none."""
+    """Parses a time of these files; None if the text has no time."""
     if text is None or text in ("", "None", "Unknown", "N/A"):
         return None
     cut = re.sub(r" [A-Z]{3,4}$", "", str(text))  # Philly's times may end with PST
     try:
         found = datetime.datetime.fromisoformat(cut)
-        # Some rows of a file may name a zone and others not.
+        # Some rows of a file may have a time zone and others not.
         if found.utcoffset() is not None:
             found = found.astimezone(datetime.UTC)
         return found.replace(tzinfo=None)
@@ -230,7 +234,7 @@ def _date(where: str, key: str, text: Any) -> datetime.datetime | None:
 
 
 def _elapsed_s(row: Row) -> float:
-    """Seconds of ``[DD-]HH:MM:SS``; 0 where there are none."""
+    """Seconds of ``[DD-]HH:MM:SS``; 0 if the text has no time."""
     text = row.text("Elapsed")
     if text in ("", "INVALID", "Unknown"):
         return 0.0
@@ -247,7 +251,7 @@ def _elapsed_s(row: Row) -> float:
 
 
 def _gpus(row: Row) -> int:
-    """GPUs by what a job had, or else asked for."""
+    """The number of GPUs that a job had, or else the number that it asked for."""
     for column in ("AllocTRES", "ReqTRES"):
         text = row.cells.get(column, "")
         found = _GPU.findall(text)
@@ -270,12 +274,13 @@ _RECORDS = {
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Trace:
-    """The jobs of a file, and what it does not say of them.
+    """The jobs of a file, and the limits of the file.
 
     Attributes:
-      jobs: ready to be simulated.
-      left_out: how many jobs of the file are not among them, by the reason.
-      alike: kinds of devices that count as one, because no table distinguishes them.
+      jobs: the jobs, ready to be simulated.
+      left_out: number of jobs of the file that were left out, by reason.
+      alike: kinds of devices that are treated as one kind, because no table
+        distinguishes them.
     """
 
     jobs: Sequence[RunningJob]
@@ -290,7 +295,7 @@ def jobs_of(
     policy: SchedulingPolicy,
     restart_s: float | None = None,
 ) -> Sequence[RunningJob]:
-    """The jobs of `read_trace`, with the tables of one folder or none."""
+    """The jobs of `read_trace`, with the tables of at most one folder."""
     given = {} if tables is None else {"": tables}
     return read_trace(trace, given, nodes, policy, restart_s).jobs
 
@@ -302,18 +307,19 @@ def read_trace(
     policy: SchedulingPolicy,
     restart_s: float | None = None,
 ) -> Trace:
-    """The jobs of a trace; its head line tells what it is.
+    """The jobs of a trace, whose format is recognised by its head line.
 
     Args:
       trace: a CSV file, the output of ``sacct -P``, or Philly's log in JSON.
-      tables: folders with measured tables by kind of devices, or one under '' for all;
-        ``../traces`` beside the trace's folder where there is none.
+      tables: folders with measured tables by kind of devices, or one folder under ''
+        for all kinds. Empty: the folder ``../traces``, relative to the trace's folder.
       nodes: the cluster.
-      policy: what it adapts decides what a job may change.
-      restart_s: seconds of a move; those of the published simulator where None.
+      policy: the policy; `SchedulingPolicy.adapts` says which part of a job's request
+        may change.
+      restart_s: seconds of a move; None: the seconds of the published simulator.
 
     Raises:
-      ScheduleError: the file is none that is known, or a row is wrong.
+      ScheduleError: the file has no known format, or a row is invalid.
     """
     head = _head(trace)
     kinds = tuple(dict.fromkeys(nodes.kinds))
@@ -339,7 +345,7 @@ def read_trace(
                 rows,
                 rubick.read_plan_times(folder, names),
                 seconds,
-                # Only the published policy is repeated with the published slip.
+                # The published error is repeated only for the published policy.
                 ghosts=policy.name == "rubick",
                 by_kind={
                     kind: rubick.read_plan_times(of, names)
@@ -368,10 +374,10 @@ def read_trace(
 def _by_kind(
     tables: Mapping[str, pathlib.Path], kinds: tuple[str, ...]
 ) -> dict[str, pathlib.Path]:
-    """The folders by kind; none where one is for all.
+    """The folders by kind of devices; empty if one folder is for all kinds.
 
     Raises:
-      ScheduleError: a kind has tables and no node, or nodes and no tables.
+      ScheduleError: a kind has tables but no nodes, or nodes but no tables.
     """
     if not tables or "" in tables:
         return {}
@@ -398,7 +404,7 @@ def _refuse_kinds(by_kind: Mapping[str, pathlib.Path], trace: pathlib.Path) -> N
 
 
 def _record(trace: pathlib.Path, head: set[str]) -> str:
-    """Which of `_RECORDS` a file is; '' for none."""
+    """The format of a file, as a key of `_RECORDS`; '' if it has none of them."""
     if any(name.startswith(("[", "{")) for name in head):
         return "Philly's JSON"
     if set(PHILLY) <= head:

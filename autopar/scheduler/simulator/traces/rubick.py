@@ -26,12 +26,13 @@ RESTART_S = 260.0
 
 
 def read_plan_times(folder: pathlib.Path, names: Iterable[str]) -> dict[str, PlanTimes]:
-    """The tables of some programs, from a folder with one folder each.
+    """The tables of some programs, from a folder that has one folder per program.
 
-    A program without a folder is left out: `running` names the job that needs it.
+    A program without a folder is left out. `running` then names the job that needs the
+    program.
 
     Raises:
-      ScheduleError: a table is wrong.
+      ScheduleError: a table is invalid.
     """
     there = {path.parent.name for path in folder.glob("*/placements.csv")}
     return {name: PlanTimes(folder / name) for name in sorted({*names} & there)}
@@ -41,7 +42,7 @@ def read_jobs(path: pathlib.Path) -> list[tuple[str, Job]]:
     """The jobs of a workload, each with its file and line.
 
     Raises:
-      ScheduleError: a row is wrong; it is named.
+      ScheduleError: a row is invalid; the message names the row.
     """
     found: list[tuple[str, Job]] = []
     for row in read_rows(path, COLUMNS):
@@ -71,11 +72,11 @@ def running(
     """The jobs, ready to be simulated.
 
     Args:
-      jobs: of `read_jobs`.
-      times: seconds of steps of each program.
+      jobs: the result of `read_jobs`.
+      times: seconds of steps by program.
       restart_s: seconds of a move.
-      ghosts: repeat a slip of the published simulator (`StepJob`).
-      by_kind: by kind of devices, seconds of steps of each program.
+      ghosts: whether to repeat an error of the published simulator (`StepJob`).
+      by_kind: seconds of steps by kind of devices and by program.
 
     Raises:
       ScheduleError: an application is not in the tables.

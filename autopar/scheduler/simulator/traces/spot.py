@@ -1,4 +1,4 @@
-"""Reads spot traces: when nodes leave and come back."""
+"""Reads traces of spot instances: the times at which nodes leave and come back."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ COLUMNS = ("at_s", "node", "event")
 
 
 def read_events(path: pathlib.Path, nodes: Nodes) -> tuple[NodeEvent, ...]:
-    """The events of a file with the columns at_s, node, and event: leave or join.
+    """The events of a file with the columns at_s, node and event (leave or join).
 
     Raises:
-      ScheduleError: a row is wrong; it is named.
+      ScheduleError: a row is invalid; the message names the row.
     """
     found: list[NodeEvent] = []
     for row in read_rows(path, COLUMNS):
