@@ -1,4 +1,4 @@
-"""Goodput of one job: how noisy gradients are, and what a batch is worth.
+"""Goodput of one job: the noise of its gradients, and the progress per batch.
 
 >>> from autopar.goodput import NoiseOptions, efficiency, scaled
 """

@@ -1,13 +1,9 @@
-"""The best plan, batch and accumulation of a step on configurations of devices.
+"""The best plan, batch and gradient accumulation of a step on configurations of devices.
 
-A step is planned at the batch that it was written for, and asked for other batches by
-arithmetic. It is planned at the largest batch too, and where the best batch is far from
-the planned one, again at that batch.
-
-A step and its plan at batches other than the one that it was written for.
-
-Other batches and accumulations are arithmetic, as long as the layouts of a plan stay
-(`StepEstimate`).
+A step is planned at the batch that it was written for. With the layouts of that plan,
+formulas give the seconds at other batches and numbers of microbatches (`StepEstimate`).
+The step is also planned at the largest batch. If the best batch is far from the planned
+batches, the step is planned again at the best batch.
 """
 
 from __future__ import annotations
@@ -41,20 +37,21 @@ from autopar.steps.analysis import Analysis, analyse_call
 from autopar.steps.batch import fails_with, rows_axes, samples
 from autopar.steps.microbatches import in_microbatches
 
-# Batches between the base and the largest: so many for each doubling.
+# Number of batches per doubling between the base batch and the largest batch.
 _PER_DOUBLING = 4
-# Most microbatches, as powers of two.
+# The most microbatches; numbers of microbatches are powers of two.
 _MOST_MICROBATCHES = 2**10
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Batches:
-    """Which batches may be chosen.
+    """The batches that may be chosen.
 
     Attributes:
       base: rows of the batch that the program was written for.
       most: rows of the largest batch.
-      noise_scale: of the gradients, in rows; None: not known, and the batch is kept.
+      noise_scale: noise scale of the gradients, in rows; None: it is not known, and
+        only the base batch is used.
 
     Raises:
       ScheduleError: a number is out of its range.
@@ -80,13 +77,14 @@ class Batches:
             )
 
     def sizes(self, parts: int, devices: int) -> list[int]:
-        """Batches to look at, from the base to the largest.
+        """The batches to try, from the base batch to the largest batch.
 
-        All but the base are multiples of the devices, so that any plan can split them.
+        All batches except for the base batch are multiples of the number of devices, so
+        that every plan can split them.
 
         Args:
-          parts: into how many parts the rows must be split.
-          devices: of the configuration.
+          parts: number of parts into which the plan splits rows.
+          devices: number of devices of the configuration.
         """
         base = [self.base] if self.base % parts == 0 else []
         if self.noise_scale is None:
@@ -98,7 +96,7 @@ class Batches:
         return sorted({*base, *(n for n in near if self.base <= n <= self.most)})
 
     def efficiency(self, rows: int, error: CodecError) -> float:
-        """Progress of a row in a batch, as a part of that in the base batch."""
+        """Progress per row in a batch, relative to the base batch."""
         if self.noise_scale is None:
             return 1.0
         return efficiency(self.noise_scale, rows, self.base, error)
@@ -108,7 +106,7 @@ class ProgramAtBatches:
     """A step that can be analysed at any batch."""
 
     def __init__(self, analysis: Analysis) -> None:
-        """Takes the analysis at the batch that the step was written for.
+        """Stores the analysis at the batch that the step was written for.
 
         Raises:
           PlanError: the step has no batch.
@@ -123,14 +121,14 @@ class ProgramAtBatches:
 
     @property
     def fingerprint(self) -> str:
-        """Of the step at the batch that it was written for."""
+        """Fingerprint of the step at the batch that it was written for."""
         return self._known[self.rows].fingerprint
 
     def at(self, rows: int) -> Analysis:
-        """The step with a batch of so many rows.
+        """The analysis of the step with a batch of ``rows`` rows.
 
         Raises:
-          PlanError: the batch cannot have so many rows, or the step fails on them.
+          PlanError: the batch cannot have this number of rows, or the step fails on it.
         """
         if rows not in self._known:
             self._known[rows] = _with_rows(self._known[self.rows], self.rows, rows)
@@ -166,20 +164,21 @@ def _with_rows(analysis: Analysis, before: int, rows: int) -> Analysis:
     except PlanError:
         raise
     except Exception as error:
-        # The step's own code ran on its own batch, and may raise anything here.
+        # The step's code is known to run only on its own batch. On another batch it may
+        # raise any exception.
         raise PlanError(fails_with(f"{rows} rows", error)) from error
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PlanAtBatches:
-    """A plan at one batch, and what it takes at others.
+    """A plan for one batch, with its seconds and memory at other batches.
 
     Attributes:
       plan: the plan.
-      rows: of the batch that it was made for.
-      estimate: what a step does, at other batches as well.
-      parts: into how many parts the rows of a microbatch are split.
-      error: of its codecs.
+      rows: rows of the batch that the plan was made for.
+      estimate: the estimate of a step, which can be evaluated at other batches.
+      parts: number of parts into which the rows of a microbatch are split.
+      error: the error of the plan's codecs.
     """
 
     plan: Plan
@@ -189,23 +188,23 @@ class PlanAtBatches:
     error: CodecError
 
     def step_s(self, rows: int, accumulation: int) -> float:
-        """Seconds of a step; codecs save what they do at the planned batch."""
+        """Seconds of a step; codecs save as many seconds as at the planned batch."""
         coded_s = self.plan.predicted.step_s - self.estimate.seconds()
         scaled_s = self.estimate.seconds(rows / self.rows, accumulation)
         return max(scaled_s + coded_s, 1e-12)
 
     def peak_bytes(self, factor: float, accumulation: int) -> float:
-        """Most bytes live at once on a device; codecs hold what they do as planned.
+        """Peak memory of a device; codecs hold as many bytes as at the planned batch.
 
         Args:
-          factor: the batch over the planned one.
+          factor: ratio of the batch to the planned batch.
           accumulation: number of microbatches.
         """
         held = self.plan.predicted.peak_memory_bytes - self.estimate.live.peak_bytes()
         return self.estimate.live.peak_bytes(factor, accumulation) + held
 
     def splits(self, rows: int) -> Iterator[int]:
-        """Numbers of microbatches whose rows the layouts can split."""
+        """Yields the numbers of microbatches with which the layouts can split rows."""
         count = 1
         while count <= _MOST_MICROBATCHES and rows % (count * self.parts) == 0:
             yield count
@@ -215,7 +214,7 @@ class PlanAtBatches:
 def prepare_batches(
     program: ProgramAtBatches, rows: int, cluster: Cluster, plan: Plan
 ) -> PlanAtBatches:
-    """A plan of a program at a batch, ready to be asked for other batches."""
+    """A plan of a program, prepared for evaluation at other batches."""
     analysis = program.at(rows)
     assignment = restore(analysis, plan)
     pricer = Pricer(cluster, plan_mesh(cluster, plan.axis_names, plan.axis_sizes))
@@ -236,8 +235,8 @@ def prepare_batches(
 def error_of(plan: Plan) -> CodecError:
     """The expected error of a plan's unbiased codecs.
 
-    Codecs that are biased feed their error back, and have no formula: they count as
-    exact here (`autopar.goodput.following` measures them).
+    Biased codecs use error feedback, and no formula gives their progress. They count as
+    exact here (`autopar.goodput.following` measures their progress).
     """
     own = shared = 0.0
     workers = 1
@@ -246,34 +245,36 @@ def error_of(plan: Plan) -> CodecError:
             continue
         codec, squared = parse_codec(gradient.codec), gradient.error**2
         workers = max(workers, gradient.workers)
-        # Stochastic rounding errs on each worker by itself; elements that are drawn
-        # are the same on all.
+        # The errors of stochastic rounding are independent on each worker. Codecs that
+        # draw elements draw the same elements on all workers.
         if getattr(codec, "rounding", "") == "stochastic":
             own = max(own, squared)
         elif getattr(codec, "unbiased", False):
-            # A draw that is scaled up errs by more than what it leaves out.
+            # Drawn elements are scaled up to be unbiased. This makes the error larger
+            # than the elements that were left out.
             scaled = squared / (1 - squared) if squared < 1 else math.inf
             shared = max(shared, scaled)
     return CodecError(own=own, shared=shared, workers=workers)
 
 
-# A step is planned again where the best microbatch is so many times the planned one.
+# A step is planned again if the best and the planned microbatch differ by this factor.
 _FAR = 2.0
-# Halvings of a batch that does not fit.
+# The most halvings of a batch that does not fit.
 _HALVINGS = 20
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class WantedCurve:
-    """What a curve is made of.
+    """The inputs of a curve.
 
     Attributes:
       program: the step.
-      batches: that may be chosen.
-      options: of the planner.
-      cache: keeps plans; None: nothing does.
-      anew: whether each configuration is planned from nothing, which proves how good
-        its plan is, and not from the plan of the one before.
+      batches: the batches that may be chosen.
+      options: options of the planner.
+      cache: a cache of plans; None: no cache.
+      anew: whether each configuration is planned by a full search, which proves a bound
+        on the quality of its plan. Otherwise the search starts from the plan of the
+        previous configuration.
     """
 
     program: ProgramAtBatches
@@ -285,17 +286,17 @@ class WantedCurve:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class FoundPoint:
-    """A configuration's point, and its plan, if there is one."""
+    """The point of a configuration, and its plan; None if it cannot run."""
 
     point: CurvePoint
     plan: Plan | None = None
 
 
 def chain(wanted: WantedCurve, clusters: list[Cluster]) -> Iterator[FoundPoint]:
-    """Plans configurations, each from the plan of the one before.
+    """Plans configurations, each starting from the plan of the previous one.
 
     Yields:
-      One for each cluster, in order; what cannot run says why.
+      A point for each cluster, in order; `CurvePoint.reason` says why it cannot run.
     """
     running: Plan | None = None
     for cluster in clusters:
@@ -307,12 +308,12 @@ def chain(wanted: WantedCurve, clusters: list[Cluster]) -> Iterator[FoundPoint]:
 def configuration(
     wanted: WantedCurve, cluster: Cluster, running: Plan | None
 ) -> FoundPoint:
-    """The best of one configuration.
+    """The best plan and batch on one configuration.
 
     Args:
-      wanted: the step, and what may be chosen.
-      cluster: equal devices.
-      running: a plan to begin the search with.
+      wanted: the step, batches and options.
+      cluster: a cluster with one kind of devices.
+      running: a plan from which the search starts.
     """
     blank = CurvePoint(
         cluster=str(cluster),
@@ -335,14 +336,14 @@ def _best_found(
         )
     first = _first(wanted, cluster, running)
     found = [(_best_batch(wanted, first, cluster, blank), first)]
-    # A small batch may have a plan that no larger one should have.
+    # The best plan for a small batch may be a bad plan for a large batch.
     largest = wanted.batches.most // cluster.num_devices * cluster.num_devices
     for rows in (largest, 0):
         point, plan = max(found, key=lambda each: each[0].goodput)
         rows = rows or point.batch // point.accumulation
         if max(rows / plan.rows, plan.rows / max(rows, 1)) < _FAR or not rows:
             continue
-        # A plan that runs is there already.
+        # If this fails, the first plan is still valid.
         with contextlib.suppress(AutoparError):
             again = _planned_at(wanted, cluster, rows, plan.plan)
             found.append((_best_batch(wanted, again, cluster, blank), again))
@@ -353,14 +354,15 @@ def _best_found(
 def _first(
     wanted: WantedCurve, cluster: Cluster, running: Plan | None
 ) -> PlanAtBatches:
-    """A plan at the program's batch, or as near to it as one can be made.
+    """A plan at the program's batch, or at a batch near it.
 
-    A batch that does not fit is halved: it is cut into microbatches. One that the
-    devices do not divide is made larger, if it may be.
+    A batch that does not fit into memory is halved, because it can run as microbatches.
+    A batch that the number of devices does not divide is made larger, if a larger batch
+    is allowed.
 
     Raises:
-      InfeasibleError: no batch fits; that of the program's own.
-      PlanError: no batch can be split; likewise.
+      InfeasibleError: no batch fits; the error is that of the program's own batch.
+      PlanError: no batch can be split; the error is that of the program's own batch.
     """
     rows, devices = wanted.program.rows, cluster.num_devices
     first: PlanError | None = None
@@ -395,7 +397,7 @@ def _planned_at(
     def make() -> Plan:
         with (
             without_warnings()
-        ):  # the point says which codecs are used; on one device none is
+        ):  # the point names the codecs in use; on one device there are none
             return search()
 
     def search() -> Plan:
@@ -405,7 +407,7 @@ def _planned_at(
 
     if wanted.cache is None:
         return prepare_batches(wanted.program, rows, cluster, make())
-    # A plan that was searched for in full is as good for a curve.
+    # A cached plan from a full search is at least as good for a curve.
     kept = wanted.cache.find(analysis, cluster, options)
     if kept is None:
         cache = PlanCache(wanted.cache.folder / "warm") if warm else wanted.cache
@@ -416,11 +418,11 @@ def _planned_at(
 def _best_batch(
     wanted: WantedCurve, made: PlanAtBatches, cluster: Cluster, blank: CurvePoint
 ) -> CurvePoint:
-    """The batch and accumulation with the most goodput of those that fit.
+    """The batch and accumulation with the most goodput, of those that fit.
 
     Raises:
-      InfeasibleError: none fits.
-      PlanError: none can be split.
+      InfeasibleError: no batch fits.
+      PlanError: no batch can be split.
     """
     batches = wanted.batches
     splittable = functools.cache(lambda: _may_accumulate(wanted, made.rows))
@@ -466,7 +468,7 @@ def _best_batch(
 
 
 def _may_accumulate(wanted: WantedCurve, rows: int) -> bool:
-    """Whether the batch may be cut into microbatches."""
+    """Whether the batch may be split into microbatches."""
     count = next((n for n in range(2, rows + 1) if rows % n == 0), 1)
     couple = wanted.options.coupled == "microbatch"
     try:
@@ -477,7 +479,7 @@ def _may_accumulate(wanted: WantedCurve, rows: int) -> bool:
 
 
 def _error_fields(error: CodecError) -> dict[str, Any]:
-    """The error of codecs as a point has it; one without end makes no goodput."""
+    """The fields of a point for an error of codecs; none if the error is infinite."""
     own, shared, workers = dataclasses.astuple(error)
     if not math.isfinite(own + shared):
         return {}
@@ -485,7 +487,7 @@ def _error_fields(error: CodecError) -> dict[str, Any]:
 
 
 def codecs_of_plan(plan: Plan) -> tuple[str, ...]:
-    """The names of the codecs by which a plan sends gradients; none: as they are."""
+    """The codecs with which a plan sends gradients; () if it uses none."""
     if len(plan.stages) > 1:
         return ()
     return tuple(sorted({g.codec for g in plan.gradients} - {"", "dense"}))

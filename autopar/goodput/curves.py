@@ -1,7 +1,8 @@
-"""Goodput curves: what a program makes of each configuration of devices.
+"""Goodput curves: the goodput of a program on each configuration of devices.
 
-A curve is a table: the best plan, batch and codecs for so many nodes and devices of a
-kind, and the goodput with them. Schedulers read it, and nothing in it needs JAX.
+A curve is a table. For each kind of devices and number of nodes and devices, it has the
+best plan, batch and codecs, and the goodput with them. Schedulers read curves without
+JAX.
 """
 
 from __future__ import annotations
@@ -22,33 +23,33 @@ from autopar.errors import ScheduleError
 from autopar.goodput.efficiency import CodecError, efficiency
 from autopar.whole_files import export_whole
 
-# Raised by one whenever a field changes its meaning.
+# Increased by one whenever the meaning of a field changes.
 SCHEMA = 1
 
 
 class CurvePoint(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One configuration, and the best that a program makes of it.
+    """One configuration of devices, and a program's best plan and batch on it.
 
     Attributes:
-      cluster: its text, such as ``2x8:h100``.
-      kind: name of its devices.
+      cluster: the cluster as text, such as ``2x8:h100``.
+      kind: name of the devices.
       nodes: number of hosts.
       devices: number of devices.
-      batch: rows of a step; 0 where nothing runs.
-      accumulation: into how many microbatches the batch is cut.
+      batch: rows of a step; 0 if the program cannot run.
+      accumulation: number of microbatches into which the batch is split.
       step_s: seconds of a step.
-      efficiency: progress of a row, as a part of that in the base batch.
-      goodput: rows of the base batch per second; 0 where nothing runs.
-      peak_memory_bytes: most bytes live at once on a device.
-      plan: digits that change with the plan; '' without one.
-      scheme: what the plan's layouts resemble.
-      codecs: how its gradients are sent; none: as they are.
-      own_error: of its unbiased codecs, that each worker makes by itself
+      efficiency: progress per row, relative to the base batch.
+      goodput: rows of the base batch per second; 0 if the program cannot run.
+      peak_memory_bytes: peak memory of a device.
+      plan: a digest of the plan; '' without a plan.
+      scheme: the known parallelism scheme that the plan's layouts resemble.
+      codecs: codecs of gradients; empty: gradients are sent without codecs.
+      own_error: error of unbiased codecs that is independent on each worker
         (`autopar.goodput.CodecError`).
-      shared_error: that all workers make together.
-      workers: number of workers that send.
-      measured: steps whose seconds replaced the predicted ones.
-      reason: why nothing runs; '' where something does.
+      shared_error: error of unbiased codecs that all workers share.
+      workers: number of workers that send gradients.
+      measured: number of measured steps whose seconds replaced the prediction.
+      reason: why the program cannot run; '' if it can.
     """
 
     cluster: str
@@ -71,7 +72,7 @@ class CurvePoint(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     reason: str = ""
 
     def __post_init__(self) -> None:
-        """Refuses numbers that no configuration can have.
+        """Checks the numbers of the configuration.
 
         Raises:
           ScheduleError: a number is out of its range.
@@ -96,56 +97,56 @@ class CurvePoint(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     @property
     def error(self) -> CodecError:
-        """The error of its codecs."""
+        """The error of the configuration's codecs."""
         return CodecError(
             own=self.own_error, shared=self.shared_error, workers=self.workers
         )
 
     @property
     def shape(self) -> tuple[str, int, int]:
-        """Kind of devices, number of nodes and of devices."""
+        """Kind of devices, number of nodes and number of devices."""
         return self.kind, self.nodes, self.devices
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class KindCurve:
-    """The curve on one kind of devices, as policies ask for it.
+    """The curve on one kind of devices, as scheduling policies use it.
 
-    A job need not use all that it is given. So its goodput on so many nodes and
-    devices is the best of the table's configurations that are no larger: what a policy
-    sees never falls with more devices, also where the table does.
+    A job need not use all of its devices. Therefore its goodput on some nodes and
+    devices is the best goodput of the table's configurations that are no larger. This
+    goodput never falls with more devices, even if the table's does.
 
     Attributes:
-      points: the configurations that run.
+      points: the configurations on which the program runs.
     """
 
     points: tuple[CurvePoint, ...]
 
     def point_of(self, nodes: int, devices: int) -> CurvePoint | None:
-        """The configuration that is used on so many nodes and devices; None: none."""
+        """The best configuration within some nodes and devices; None if none fits."""
         fit = [p for p in self.points if p.nodes <= nodes and p.devices <= devices]
         return max(fit, key=lambda p: (p.goodput, -p.devices), default=None)
 
     def goodput(self, nodes: np.ndarray, devices: np.ndarray) -> np.ndarray:
-        """Rows of the base batch per second; 0 where nothing runs."""
+        """Rows of the base batch per second; 0 where the program cannot run."""
         pairs = np.broadcast(nodes, devices)
         found = [self.point_of(int(n), int(d)) for n, d in pairs]
         values = [0.0 if point is None else point.goodput for point in found]
         return np.array(values).reshape(pairs.shape)
 
     def step_s(self, nodes: int, devices: int) -> float:
-        """Seconds of a step; infinite where nothing runs."""
+        """Seconds of a step; infinite where the program cannot run."""
         point = self.point_of(nodes, devices)
         return math.inf if point is None else point.step_s
 
     def plan(self, nodes: int, devices: int) -> str:
-        """The digits of the plan that is used; '' where nothing runs."""
+        """The digest of the plan; '' where the program cannot run."""
         point = self.point_of(nodes, devices)
         return "" if point is None else point.plan
 
     @property
     def most(self) -> int:
-        """No more devices are of use."""
+        """The most devices that the program can use."""
         best = max(self.points, key=lambda p: (p.goodput, -p.devices), default=None)
         return 0 if best is None else best.devices
 
@@ -154,17 +155,18 @@ class CurveTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """The goodput of a program on several configurations.
 
     Attributes:
-      points: one for each configuration.
-      program: fingerprint of the step that was planned.
-      target: where the step comes from, as text.
+      points: one point for each configuration.
+      program: fingerprint of the planned step.
+      target: the source of the step, as text.
       options: the arguments of the target, as text.
       base_batch: rows of the batch that the program was written for.
-      max_batch: no larger batch was looked at.
-      noise_scale: of the gradients, in rows; None: not known, and the batch is kept.
+      max_batch: rows of the largest batch that was considered.
+      noise_scale: noise scale of the gradients, in rows; None: it is not known, and all
+        points have the base batch.
       schema: version of this format.
 
     Raises:
-      ScheduleError: a configuration stands in it twice.
+      ScheduleError: the table has a configuration twice.
     """
 
     points: tuple[CurvePoint, ...]
@@ -177,7 +179,7 @@ class CurveTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     schema: int = SCHEMA
 
     def __post_init__(self) -> None:
-        """Checks that each configuration is there once."""
+        """Checks that each configuration occurs once."""
         counted = collections.Counter(point.shape for point in self.points)
         for (kind, nodes, devices), times in counted.items():
             if times > 1:
@@ -192,13 +194,13 @@ class CurveTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         return tuple(dict.fromkeys(point.kind for point in self.points))
 
     def on(self, kind: str) -> KindCurve:
-        """The curve on a kind of devices; where nothing runs if it is not there."""
+        """The curve on a kind of devices; a curve without points if it is missing."""
         own = (p for p in self.points if p.kind == kind and p.goodput > 0)
         return KindCurve(tuple(own))
 
     @property
     def by_kind(self) -> dict[str, KindCurve]:
-        """The curve on each kind."""
+        """The curve on each kind of devices."""
         return {kind: self.on(kind) for kind in self.kinds}
 
     def goodput(self, nodes: np.ndarray, devices: np.ndarray) -> np.ndarray:
@@ -207,7 +209,7 @@ class CurveTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     @property
     def dips(self) -> tuple[str, ...]:
-        """Where more devices do less, a sentence each."""
+        """Configurations with less goodput than a smaller one, each as a sentence."""
         found: list[str] = []
         for curve in self.by_kind.values():
             for point in curve.points:
@@ -225,15 +227,15 @@ class CurveTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> CurveTable:
-        """Reads what `save` wrote.
+        """Reads a table that `save` wrote.
 
         Raises:
-          ScheduleError: the file cannot be read, or is no curve of this schema.
+          ScheduleError: the file cannot be read, or is not a curve of this schema.
         """
         name = os.fspath(path)
         try:
             data = Path(path).read_bytes()
-        except (OSError, ValueError) as error:  # a name may hold what no name can
+        except (OSError, ValueError) as error:  # the file name may be invalid
             reason = getattr(error, "strerror", None) or error
             raise ScheduleError(f"{name}: {reason}.") from error
         try:
@@ -257,26 +259,28 @@ def corrected(
     lines: Iterable[Mapping[str, Any]],
     noise_scale: float | None = None,
 ) -> CurveTable:
-    """The table with what was measured in the place of what was predicted.
+    """The table with measurements in place of predictions.
 
-    A configuration that was measured has the batch, the seconds and the codecs of its
-    steps; of several batches, those with the most goodput. The others of its kind
-    follow: their rows a second and their batch are scaled by the geometric means of
-    measured over predicted of those that were measured, and no batch leaves the range
-    of the table. The efficiency of all is that at the noise scale that was measured.
+    A measured configuration gets the batch, seconds and codecs of its measured steps. If
+    several batches were measured, the batch with the most goodput is used. Other
+    configurations of the same kind of devices are scaled: their rows per second and
+    their batch are multiplied by the geometric mean of measured over predicted values.
+    Batches stay within the range of the table. All efficiencies are computed anew from
+    the measured noise scale.
 
     Args:
       table: the table.
-      lines: of ledgers: what runs of several processes tell of their progress, and
-        the steps that others measured after a re-plan. A line without ``device`` is of
-        the only kind of the table, and counts for none where there are several. Where
-        no noise scale is known, nobody can say what another batch is worth: only lines
-        with the batch of the table count.
-      noise_scale: of the gradients, in rows; infinite where noise hides the mean
-        gradient. None: the last that a line tells, or else that of the table.
+      lines: lines of ledgers. Two kinds of lines count: progress of runs with several
+        processes, and steps that were measured after a re-plan. A line without
+        ``device`` belongs to the table's only kind of devices, and is ignored if the
+        table has several kinds. Without a known noise scale the efficiency of another
+        batch is unknown, so only lines with the table's batch count.
+      noise_scale: noise scale of the gradients, in rows; infinite where noise hides the
+        mean gradient. None: the noise scale of the last line that has one, or else that
+        of the table.
 
     Raises:
-      PlanError: the noise scale is negative or no number.
+      PlanError: the noise scale is negative or not a number.
     """
     lines = tuple(lines)
     judge = _Judge(
@@ -298,9 +302,9 @@ def corrected(
 
 
 def noise_scale_of(line: Mapping[str, Any]) -> float | None:
-    """The noise scale that a line of progress tells, in rows; None: it tells none.
+    """The noise scale in a ledger line of progress, in rows; None if it has none.
 
-    JSON has no infinity, so a line has the text ``inf``.
+    JSON has no infinity, so a line has the text ``inf`` instead.
 
     >>> noise_scale_of({"noise_scale": "inf"}), noise_scale_of({"step": 3})
     (inf, None)
@@ -319,9 +323,9 @@ def _last_noise(table: CurveTable, lines: Sequence[Mapping[str, Any]]) -> float 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _Steps:
-    """Steps that were measured: what is '' or 0 of a configuration is not known.
+    """Measured steps of a configuration; a field that is '' or 0 is not known.
 
-    ``codecs`` and ``error`` are None where the line says that they are as planned.
+    ``codecs`` and ``error`` are None if they are those of the plan.
     """
 
     step_s: float
@@ -336,7 +340,12 @@ class _Steps:
     error: CodecError | None = None
 
     def are_of(self, point: CurvePoint, only: str) -> bool:
-        """Whether they are of a configuration; ``only``: the kind of all, or ''."""
+        """Whether the steps belong to a configuration.
+
+        Args:
+          point: the configuration.
+          only: the table's only kind of devices; '' if it has several.
+        """
         if self.cluster:
             return self.cluster == point.cluster
         return (self.device or only, self.devices) == (point.kind, point.devices)
@@ -344,11 +353,11 @@ class _Steps:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Scale:
-    """How far what is measured of a kind is from what was predicted.
+    """Ratios of measurements to predictions on a kind of devices.
 
     Attributes:
-      rows: batch over that of the table.
-      pace: rows a second over those of the table.
+      rows: ratio of the batches.
+      pace: ratio of the rows per second.
     """
 
     rows: float
@@ -356,7 +365,7 @@ class _Scale:
 
 
 class _Judge:
-    """Says what a batch is worth at the noise scale that is known now."""
+    """Computes efficiencies at the noise scale that is known now."""
 
     def __init__(self, table: CurveTable, noise_scale: float | None) -> None:
         self._before, self._base = table.noise_scale, table.base_batch
@@ -367,9 +376,9 @@ class _Judge:
     def efficiency(
         self, point: CurvePoint, batch: float, error: CodecError | None = None
     ) -> float:
-        """Progress of a row in a batch, as the table counts it.
+        """Progress per row in a batch, relative to the base batch.
 
-        A table's own figure is scaled, so that what it knows of its codecs stays.
+        The table's own efficiency is scaled, so that its effect of codecs remains.
         """
         phi = self.noise_scale
         if phi is None or not self.knows:
@@ -381,7 +390,7 @@ class _Judge:
         return point.efficiency * (now / before) if before > 0 else point.efficiency
 
     def change(self, point: CurvePoint, steps: _Steps) -> CurvePoint:
-        """A configuration with what was measured of it."""
+        """A configuration with its measurements."""
         fields: dict[str, Any] = {"measured": steps.steps}
         if steps.codecs is not None:
             fields["codecs"] = steps.codecs
@@ -395,7 +404,7 @@ class _Judge:
         return self._with(point, steps.batch, steps.step_s, steps.error, fields)
 
     def follow(self, point: CurvePoint, scale: _Scale | None) -> CurvePoint:
-        """A configuration that was not measured, beside those that were."""
+        """A configuration without measurements, scaled like the measured ones."""
         if point.goodput <= 0:
             return point
         batch = self._batch(point, 1.0 if scale is None else scale.rows)
@@ -404,7 +413,7 @@ class _Judge:
         return self._with(point, batch, step_s, None, {})
 
     def _batch(self, point: CurvePoint, rows: float) -> int:
-        """A batch in proportion that all devices share, in the range of the table."""
+        """The scaled batch: a multiple of the devices, within the table's range."""
         if math.isclose(rows, 1.0) or not self.knows:
             return point.batch
         found = point.devices * max(round(point.batch * rows / point.devices), 1)
@@ -434,7 +443,7 @@ class _Judge:
 
 
 def _steps_of(lines: Sequence[Mapping[str, Any]]) -> Iterator[_Steps]:
-    """The measured steps that lines of a ledger tell of."""
+    """Yields the measured steps in lines of a ledger."""
     replans = {x.get("number"): x for x in lines if x.get("kind") == "replan"}
     for line in lines:
         replan = replans.get(line.get("number"), {})
@@ -454,7 +463,7 @@ def _steps_of(lines: Sequence[Mapping[str, Any]]) -> Iterator[_Steps]:
 
 
 def _way_of(line: Mapping[str, Any]) -> dict[str, Any]:
-    """What a line says of its plan; lines of earlier releases say nothing."""
+    """The fields of a line about its plan; lines of earlier releases have none."""
     found: dict[str, Any] = {
         "accumulation": line.get("microbatches", 1),
         "scheme": line.get("scheme", ""),
@@ -469,7 +478,7 @@ def _way_of(line: Mapping[str, Any]) -> dict[str, Any]:
 def _measured_at(
     point: CurvePoint, found: Sequence[_Steps], only: str, judge: _Judge
 ) -> _Steps | None:
-    """What was measured of a configuration; None: nothing was."""
+    """The measured steps of a configuration; None if there are none."""
     if point.goodput <= 0:
         return None
     groups: dict[Any, list[_Steps]] = collections.defaultdict(list)
@@ -492,7 +501,7 @@ def _measured_at(
 def _scales_of(
     points: Sequence[CurvePoint], measured: Sequence[_Steps | None]
 ) -> dict[str, _Scale]:
-    """How far each kind of devices is from what was predicted of it."""
+    """The ratios of measurements to predictions for each kind of devices."""
     rows: dict[str, list[float]] = collections.defaultdict(list)
     pace: dict[str, list[float]] = collections.defaultdict(list)
     for point, steps in zip(points, measured, strict=True):

@@ -1,6 +1,7 @@
-"""Lets the batch, the microbatches, the plan and the codecs of a loop follow its noise.
+"""Adapts batch, microbatches, plan and codecs of a training loop to gradient noise.
 
-`Loop` is the piece for loops of one's own; `autopar.train` has one inside.
+`Loop` is for loops that a user writes. `autopar.train` uses one, too. A *way* is one
+choice of batch size, number of microbatches and codecs (`autopar.goodput.choice.Way`).
 """
 
 from __future__ import annotations
@@ -39,11 +40,11 @@ from autopar.runtime.noise.averages import NoiseOptions, NoiseScale
 from autopar.runtime.parallel_step import ParallelStep
 from autopar.runtime.world import World, in_lane
 
-# What a loop whose batch follows writes into a ledger.
+# The lines that a loop with an adaptive batch writes into a ledger.
 
 
 def way_data(made: PlannedWay) -> dict[str, Any]:
-    """A way as a line of a ledger has it."""
+    """A way as data for a line of a ledger."""
     return {
         **dataclasses.asdict(made.key),
         "cluster": made.plan.cluster.text,
@@ -55,11 +56,11 @@ def way_data(made: PlannedWay) -> dict[str, Any]:
 def stay_line(
     made: PlannedWay, decision: Decision, phi: PhiRange | None
 ) -> dict[str, Any] | None:
-    """Why a way stays; None: there is no other.
+    """The reason to keep a way, as a ledger line; None if there is no other way.
 
     Args:
-      made: the way that runs.
-      decision: that compared it with others.
+      made: the running way.
+      decision: the comparison of the running way with other ways.
       phi: the noise scale.
     """
     others = [x for x in decision.compared if x is not decision.current]
@@ -83,14 +84,14 @@ def change_line(
     decision: Decision,
     pause_s: float,
 ) -> dict[str, Any]:
-    """How a way was changed, and why.
+    """A change of way and its reason, as a ledger line.
 
     Args:
-      old: the way before.
-      new: the way now.
+      old: the way before the change.
+      new: the way after the change.
       phi: the noise scale; None: it was not known.
-      decision: that chose it.
-      pause_s: seconds in which no step ran.
+      decision: the comparison that chose the new way.
+      pause_s: seconds during which no step ran.
     """
     return {
         "old": way_data(old),
@@ -109,14 +110,14 @@ def change_line(
 def cap_line(
     step: int, loss: float, before: LossGuard, now: LossGuard, gain: float
 ) -> dict[str, Any]:
-    """How a loss capped the gain of steps, which is logged, too.
+    """The cap of the gain after a loss rose, as a ledger line; also logs a warning.
 
     Args:
-      step: its number.
-      loss: that rose.
-      before: the guard before it.
-      now: the guard after it.
-      gain: of the step.
+      step: number of the step.
+      loss: the loss that rose.
+      before: the guard before the step.
+      now: the guard after the step.
+      gain: gain of the step.
     """
     LOGGER.warning(
         "step %d: the loss rose to %.4g, so steps count at most %.3g of the base "
@@ -139,12 +140,13 @@ def numbers(phi: PhiRange) -> dict[str, float | None]:
 
 # Chooses the codecs of a run's first step, before its program is compiled.
 #
-# Nothing was measured yet. Seconds of steps are those of plans, within what they may
-# err, and the noise scale may be anything: other codecs are taken where they finish
-# more under every noise scale. With no noise an unbiased codec of error w on K workers
-# is worth 1 / (1 + w / K) of a row, with noise alone 1 / (1 + w)
-# (`autopar.goodput.efficiency`). So codecs that err little are taken at once where
-# links are slow, and others only once the noise is known.
+# At this time nothing is measured. Step times are the plans' predictions with their
+# uncertainty, and the noise scale is unknown. Other codecs are chosen only if they
+# finish more work for every noise scale. With an unbiased codec of squared error w on K
+# workers, the efficiency of a row is multiplied by 1 / (1 + w / K) without noise, and
+# by 1 / (1 + w) if there is only noise (`autopar.goodput.efficiency`). Therefore codecs
+# with small errors are chosen at once where links are slow. Other codecs are chosen
+# only when the noise is known.
 
 
 def choose_first(
@@ -156,17 +158,18 @@ def choose_first(
     horizon_s: float,
     rest_s: float,
 ) -> Said:
-    """The codecs to begin with, if choosing them pays; the same on all processes.
+    """The codecs to begin with, if their choice pays off; equal on all processes.
 
     Args:
-      world: the processes, which all call this.
-      ways: the ways to go on.
+      world: the processes, which all call this function.
+      ways: the ways to continue.
       now: the way that would run, and its arguments.
-      following: how the batch follows.
-      horizon_s: seconds until something changes.
-      rest_s: seconds that the job takes without other codecs.
+      following: the settings of the loop.
+      horizon_s: seconds until the next expected change.
+      rest_s: seconds of the job without other codecs.
     """
-    # To choose one, or to look for its layouts, takes no longer than the first plan.
+    # The choice of a codec, or the search for its layouts, takes at most as long as the
+    # first plan.
     each_s, terms = now.made.plan.seconds.total, now.made.curve.terms()
     part = 0.0 if terms is None else Throughput().sync_part(terms)
     spare_s = min(horizon_s, rest_s)
@@ -185,11 +188,11 @@ def first_decision(
     """Compares the codecs for the base batch.
 
     Args:
-      ways: the ways to go on, which have studied the layouts.
+      ways: the ways to continue, after `Ways.study`.
       now: the way that would run, and its arguments.
-      following: how the batch follows.
-      horizon_s: seconds until something changes.
-      rest_s: seconds that the job takes without other codecs.
+      following: the settings of the loop.
+      horizon_s: seconds until the next expected change.
+      rest_s: seconds of the job without other codecs.
     """
     own, base = now.made.key, following.base_batch
     found = ways.others(now.made, now.held, own.microbatches)
@@ -210,25 +213,26 @@ def first_decision(
     )
 
 
-# How sure the noise scale is: what its averages hold, and how far steps scatter.
+# The uncertainty of the noise scale.
 #
-# Each step gives an estimate of the squared norm of the mean gradient and of the
-# variance of a row's gradient. The averages of `autopar.runtime.noise` hold many of
-# them. How far single steps scatter, over the root of how many are averaged, is how far
-# off an average may be.
+# Each step gives an estimate of the squared norm of the mean gradient and an estimate
+# of the variance of a row's gradient. `autopar.runtime.noise` averages the estimates of
+# many steps. The standard error of an average is the standard deviation of single
+# estimates over the square root of the number of averaged steps.
 
-# The scatter is that of so many of the last steps, and is given from so many steps on.
+# The standard deviation is taken over at most `_KEPT` of the last steps. It is known
+# from `_FEWEST` steps on.
 _KEPT, _FEWEST = 64, 5
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PhiTrack:
-    """The latest single estimates; `with_step` returns another one.
+    """The latest estimates of single steps; `with_step` returns a new track.
 
     Attributes:
-      sqr: squared norms of the mean gradient that steps found.
-      var: variances of one row's gradient that steps found.
-      last: the averages as they were read last; None: none yet.
+      sqr: each step's estimate of the squared norm of the mean gradient.
+      var: each step's estimate of the variance of one row's gradient.
+      last: the averages after the last step; None before the first step.
     """
 
     sqr: tuple[float, ...] = ()
@@ -236,7 +240,7 @@ class PhiTrack:
     last: NoiseScale | None = None
 
     def with_step(self, scale: NoiseScale) -> PhiTrack:
-        """Takes the averages after a step, if it has measured finite gradients."""
+        """Adds the estimates of a step, if the step measured finite gradients."""
         numbers = (scale.local, scale.total, scale.sqr, scale.var)
         seen = self.last is not None and scale.steps == self.last.steps
         if seen or scale.steps < 1 or not all(map(math.isfinite, numbers)):
@@ -248,19 +252,19 @@ class PhiTrack:
         return PhiTrack((*self.sqr, sqr)[-_KEPT:], (*self.var, var)[-_KEPT:], scale)
 
     def range(self, decay: float, base_batch: float, sigmas: float) -> PhiRange | None:
-        """Within what the noise scale lies; None: too few steps have run.
+        """The range of the noise scale; None: too few steps have run.
 
         Args:
-          decay: of the averages, in a step with the base batch.
+          decay: decay of the averages in a step with the base batch.
           base_batch: rows of the base batch.
-          sigmas: standard deviations.
+          sigmas: width of the range in standard deviations.
         """
         scale = self.last
         if scale is None or len(self.sqr) < _FEWEST or math.isnan(scale.phi):
             return None
         keep = decay ** (scale.rows / base_batch)
         held = min(float(scale.steps), (1 + keep) / max(1 - keep, 1e-9))
-        # A gradient in one group is compared with the step before, which is biased.
+        # A gradient in one group is compared with the previous step, which is biased.
         wide = sigmas * (2.0 if scale.biased else 1.0) / math.sqrt(held)
         sqr = wide * statistics.stdev(self.sqr)
         var = wide * statistics.stdev(self.var)
@@ -276,7 +280,7 @@ class PhiTrack:
 
     @classmethod
     def from_data(cls, data: Mapping[str, Any]) -> PhiTrack:
-        """What `to_data` returned."""
+        """The track from the result of `to_data`."""
         found: dict[str, Any] | None = data.get("last")
         last: NoiseScale | None = None
         if found is not None:
@@ -287,14 +291,15 @@ class PhiTrack:
         return cls(tuple(data["sqr"]), tuple(data["var"]), last)
 
 
-# Steps after a change that are not timed, and those before the next decision.
+# The number of steps after a change that are not timed, and the number of steps after a
+# change without a decision.
 _UNTIMED, _SETTLED = 2, 8
-# Ways that are planned for one decision, at most.
+# The most ways that are planned for one decision.
 _EXPLORED = 3
-# Seconds until something changes, where nobody knows.
+# Seconds until the next change, if they are not known.
 HORIZON_S = 600.0
 
-# Numbers of the loops of this process, which are the same in all.
+# Numbers the loops of a process; the numbers are equal in all processes.
 _LANES = itertools.count()
 
 Record = Callable[..., None]
@@ -302,7 +307,7 @@ Work = Callable[[], None]
 
 
 class Loop:
-    """Says which batch a step runs with, and changes it where that pays.
+    """Chooses the batch of each step, and changes it where a change pays off.
 
     >>> # loop = Loop(train, following)
     >>> # batch = source(position, loop.batch_size)
@@ -311,9 +316,9 @@ class Loop:
 
     Attributes:
       step: the step.
-      following: how the batch follows.
+      following: the settings of the loop.
       batch_size: rows of the next batch.
-      changes: how often the way has changed.
+      changes: number of changes of the way so far.
     """
 
     def __init__(
@@ -329,14 +334,16 @@ class Loop:
         """Begins with the base batch.
 
         Args:
-          step: the step; where it does not measure the noise of its gradients and has
-            not run yet, it will.
-          following: how the batch follows.
+          step: the step. If it does not measure the noise of its gradients, the loop
+            turns the measurement on, which is possible only before the first step.
+          following: the settings of the loop.
           record: takes the kind and the fields of a line of a ledger.
-          background: does some work beside the loop; None: the loop waits for it.
-          horizon_s: says in how many seconds something else changes.
-          rest_s: says how many seconds the rest of the job takes as it goes on now;
-            None: it has no end.
+          background: runs work concurrently with the loop; None: the loop waits for the
+            work.
+          horizon_s: returns the seconds until the next expected change, such as a
+            change of devices.
+          rest_s: returns the seconds that the rest of the job takes with the running
+            way; None: the job has no end.
 
         Raises:
           PlanError: the step has run without measuring noise.
@@ -373,17 +380,19 @@ class Loop:
         self._kept = 0
 
     def begin(self, state: Any, *rest: Any, **named: Any) -> Any:
-        """The state before the first step, told the batch; `observe` does it else.
+        """Writes the batch into the state before the first step.
+
+        Without this call, `observe` does so after the first step.
 
         Args:
           state: the state.
-          rest: what the first step takes after it, arrays or structs. Where it is
-            given, the codecs of that step are chosen before its program is compiled;
-            the step must have its plan (`ParallelStep.init`).
-          named: what the first step takes by name.
+          rest: arguments of the first step after the state, arrays or structs. If they
+            are given, the codecs of the first step are chosen before its program is
+            compiled; the step must have a plan (`ParallelStep.init`).
+          named: keyword arguments of the first step.
 
         Raises:
-          PlanError: its optimizer does not follow the batch.
+          PlanError: the state's optimizer does not follow the batch.
         """
         check_rule(state, self.following.base_batch)
         self._named = True
@@ -412,16 +421,16 @@ class Loop:
 
     @property
     def steps(self) -> int:
-        """How many steps were observed, before it was gone on with, too."""
+        """Number of observed steps, including steps before a restart (`go_on`)."""
         return self._steps
 
     @property
     def busy(self) -> bool:
-        """Whether another way is being prepared beside the steps."""
+        """Whether another way is being prepared concurrently with the steps."""
         return self._busy.is_set()
 
     def to_data(self) -> dict[str, Any]:
-        """Where the loop stands, as JSON can hold it."""
+        """The state of the loop, as JSON can hold it."""
         key = self._key or Key(self.batch_size, 1, "none")
         return {
             "way": dataclasses.asdict(key),
@@ -436,10 +445,10 @@ class Loop:
         }
 
     def go_on(self, data: Mapping[str, Any]) -> None:
-        """Goes on where `to_data` was taken, with its batch.
+        """Restores the state of the loop from the result of `to_data`.
 
         Raises:
-          PlanError: it was taken of a loop with another base batch, or of none.
+          PlanError: the data come from a loop with another base batch, or from no loop.
         """
         check_data(data, self.following)
         self._key = Key(**data["way"])
@@ -456,19 +465,20 @@ class Loop:
     def observe(
         self, state: Any, *rest: Any, seconds: float, loss: Any = None, **named: Any
     ) -> Any:
-        """Takes a step that has run; returns the state for the next one.
+        """Records a step that has run; returns the state for the next step.
 
-        The state is told the batch and its gain, and moved where the plan changes.
-        After this, `batch_size` says how many rows the next batch must have.
+        The batch and its gain are written into the state. If the plan changes, the
+        state is moved to the new plan. Afterwards `batch_size` is the number of rows of
+        the next batch.
 
         Args:
-          state: that the step returned.
-          rest: what the step took after the state: the batch and all else.
-          seconds: that the step took, with nothing but the step in it.
-          loss: of the step, or all that it returned besides the state; where it is
-            not finite, nothing is learned of the noise. Where it rises far, the gain
-            of steps is capped (`autopar.goodput.guard`).
-          named: what the step took by name.
+          state: the state that the step returned.
+          rest: the arguments of the step after the state: the batch and all others.
+          seconds: seconds of the step alone.
+          loss: the loss of the step, or all results of the step besides the state. If
+            the loss is not finite, the step's estimate of the noise is ignored. If the
+            loss rises far, the gain of steps is capped (`autopar.goodput.guard`).
+          named: keyword arguments of the step.
 
         Raises:
           PlanError: the state's optimizer does not follow the batch.
@@ -491,7 +501,7 @@ class Loop:
         return self._tell(state) if risen or self._tells() else state
 
     def _watch(self, result: Any) -> bool:
-        """Whether the loss has risen so that the gain of steps is capped anew."""
+        """Whether the loss has risen so far that the gain of steps is capped again."""
         loss = loss_in(result, alone=self.step.world.process_count == 1)
         if loss is None:
             return False
@@ -503,14 +513,18 @@ class Loop:
         return True
 
     def _tells(self) -> bool:
-        """Whether the gain is written into the state: not each step, as it waits."""
+        """Whether the gain is written into the state, which has to wait for the step.
+
+        Therefore the gain is not written after every step.
+        """
         return self._since <= 1 or self._steps % self.following.every == 0
 
     def _at(self) -> PlannedWay:
-        """The way that runs; where it was changed from outside, all begins anew."""
+        """The running way; drops all planned ways if other code changed the plan."""
         planned, before = self.step.running.planned, self._running
         if before is not planned:
-            # A world that forms anew may have the same plan on other devices.
+            # After a restart of its processes, a world may run the same plan on other
+            # devices.
             same = before is None or before.plan is planned.plan
             if not same or self._world is not self.step.world:
                 self._since = 0
@@ -531,24 +545,24 @@ class Loop:
 
     @property
     def way(self) -> Key:
-        """The way that runs."""
+        """The running way."""
         return self._ways.running(self.batch_size).key
 
     @property
     def error(self) -> CodecError:
-        """How much the codecs of the way that runs err."""
+        """The error of the running way's codecs."""
         made = self._ways.running(self.batch_size)
         return self._ways.way(made, runs=True).error
 
     def phi(self) -> PhiRange | None:
-        """Within what the noise scale lies; None: it is not known yet."""
+        """The range of the noise scale; None: it is not known yet."""
         options = changing_batches.measures_noise(self.step)
         decay = 0.999 if options is None else options.decay
         base = self.following.base_batch
         return self._track.range(decay, base, self.following.sigmas)
 
     def _tell(self, state: Any) -> Any:
-        """The state with the batch and its gain."""
+        """Writes the batch and its gain into the state."""
         way = self._ways.way(self._ways.running(self.batch_size), runs=True)
         phi, most = self._sure_phi(), self._guard.most
         state = told(
@@ -558,10 +572,10 @@ class Loop:
         return state
 
     def _sure_phi(self) -> float | None:
-        """The noise scale that steps follow; None: it is not known yet.
+        """The noise scale from which gains are computed; None: it is not known yet.
 
-        It is the lower end of what is likely. Where the noise is not well known, a gain
-        that is too large makes a training diverge, and one that is too small delays it.
+        This is the lower end of the noise scale's range. A gain that is too large may
+        make a training diverge. A gain that is too small only delays the training.
         """
         phi = self.phi()
         return None if phi is None else phi.low
@@ -573,11 +587,11 @@ class Loop:
         named: Mapping[str, Any],
         made: PlannedWay,
     ) -> Any:
-        """Decides, prepares, and changes the way where that pays."""
+        """Decides on a way, prepares it, and changes to it where that pays off."""
         if not self.step.world.process_index:
             self._times = self._times.fit()
         now = self._now(made, state, rest, named)
-        # Processes meet in the pipelines of their plan alone.
+        # Processes that share a pipeline must not prepare ways concurrently.
         alone = self.step.world.process_count == 1
         beside = self._background is not None and (alone or len(made.plan.stages) < 2)
         if not beside:
@@ -602,9 +616,9 @@ class Loop:
         return self._change(state, made, found, with_key(decision, said.key))
 
     def _explore(self, now: Now) -> None:
-        """Prepares the way that seems best, until it is the one with its own plan.
+        """Prepares the best way, until the best way has a plan of its own.
 
-        The plan of a way may say otherwise than what it was judged by.
+        A way's own plan may predict other seconds than the estimate before it.
         """
         said = self._say(now, asked=False)
         if said.studies:
@@ -619,7 +633,7 @@ class Loop:
             said = self._say(now, asked=False)
 
     def _prepare(self, key: Key, now: Now) -> PlannedWay | None:
-        """Plans and compiles a way; None where it cannot be, which is written down."""
+        """Plans and compiles a way; None if this fails, which the ledger records."""
         made = self._ways.make(key, now.call_of(key.rows), now.made)
         if made is None:
             reason = self._ways.why_not(key)
@@ -627,11 +641,11 @@ class Loop:
         return made
 
     def _say(self, now: Now, *, asked: bool = True) -> Said:
-        """How to go on; one process says so for all.
+        """How to continue; the first process decides for all processes.
 
         Args:
-          now: what is decided on.
-          asked: by the steps, and not by what is prepared beside them.
+          now: the facts to decide on.
+          asked: whether the steps ask, rather than the concurrent preparation.
         """
         world = self.step.world
         if asked and self._busy.is_set():
@@ -649,7 +663,7 @@ class Loop:
         )
 
     def _explore_beside(self, now: Now) -> None:
-        """The same beside the loop, one at a time."""
+        """Runs `_explore` concurrently with the loop, at most once at a time."""
         if self._background is None or self._busy.is_set():
             return
         self._busy.set()
@@ -658,7 +672,7 @@ class Loop:
             try:
                 with in_lane(self._lane):
                     self._explore(now)
-            except Exception as error:  # the loop goes on without it, and says so
+            except Exception as error:  # logged; the loop goes on without another way
                 LOGGER.warning("no other way is prepared: %s", error)
                 self._record("batch refused", way=None, reason=str(error))
             finally:
@@ -667,7 +681,7 @@ class Loop:
         self._background(explore)
 
     def _compare(self, now: Now) -> Decision | None:
-        """Compares the ways; None: the noise is not known yet."""
+        """Compares the ways; None: the noise scale is not known yet."""
         phi, made = self.phi(), now.made
         if phi is None:
             return None
@@ -693,7 +707,7 @@ class Loop:
         return dataclasses.replace(decision, chosen=best)
 
     def _rows_by_rule(self, made: PlannedWay, ways: Sequence[Way]) -> int | None:
-        """The rows that Accordion's rule wants; None: there is no such rule."""
+        """The number of rows by Accordion's rule; None if the loop does not use it."""
         if self._rule is None:
             return None
         if self._rule.critical:

@@ -1,26 +1,29 @@
-"""Seconds of a step: what a plan predicts, corrected by what was measured.
+"""Seconds of a step: a plan's prediction, corrected by measurements.
 
-A plan predicts seconds of work that grows with the rows, of work that each microbatch
-pays whatever its rows, and of synchronisation. A step is taken to last::
+A plan predicts three terms: seconds of work that grows with the rows, seconds of work
+that each microbatch takes with any number of rows, and seconds of synchronisation. The
+model of a step's seconds is (`Throughput`)::
 
     (sum over terms of exp(b_t) * predicted_t) * product over axes of (x_a / seen_a)^c_a
 
-with a constant of each step as a fourth term, and with the axes devices, hosts, rows of
-a microbatch and microbatches. The b of the predicted terms share a part, as a plan that
-is wrong is often wrong everywhere. The constants lie around 0 before anything is
-measured, by Student's distribution: far from 0 where measurements clearly say so. They
-are fitted to the logarithms of measured seconds by the steps of Gauss and Newton, with
-weights that outliers lose; the configuration that runs now loses none. The posterior
-gives intervals: they widen with the distance from what was seen, and on an axis along
-which nothing was seen the prior alone decides.
+Here b_t corrects term t. A fourth term is a constant per step. The axes a are devices,
+hosts, rows of a microbatch and microbatches; x_a is the value of a step on axis a,
+seen_a the mean of measured steps, and c_a an exponent. The b_t of the predicted terms
+share a summand, because the errors of a plan's terms often have a common cause. The
+prior of all b_t and c_a is Student's distribution around 0, which allows large values
+if measurements require them. Gauss-Newton steps fit the constants to the logarithms of
+measured seconds. Outliers get a lower weight, except for the running configuration. The
+posterior gives intervals, which widen with the distance from measured configurations.
+On an axis along which no measurements differ, the prior determines the exponent.
 
-A configuration counts by the median of its steps. How far steps scatter says how exact
-the median is, down to a floor: what else runs on a shared machine stays for many steps.
+A configuration is represented by the median of its step times. The scatter of step
+times gives the standard error of the median. This error has a lower bound, because
+other load on a shared machine persists for many steps.
 
-The terms of a plan's predicted step, at its batch and at others.
-
-Where the layouts stay, `autopar.cost.estimate` says what another batch takes. A plan of
-several stages, or one that cannot be scaled, is scaled by its rows.
+`PlanCurve` predicts the three terms of a plan at its batch and at other batches. For
+unchanged layouts, `autopar.cost.estimate` predicts the seconds at another batch. The
+seconds of a plan of several stages, or of one that has no such estimate, are scaled in
+proportion to the rows.
 """
 
 from __future__ import annotations
@@ -45,34 +48,35 @@ from autopar.plans import Plan
 from autopar.plans.files import digest_of
 from autopar.steps.analysis import Analysis
 
-# A constant of each step, in seconds: calls, and waiting for the result.
+# Constant seconds per step, for the call and the wait for its result.
 _CALL_S = 3e-4
-# Widths of the priors: of what all terms share, of what each has besides, of the
-# constant, and of the exponents of devices, hosts, rows of a microbatch, microbatches.
+# Widths of the priors of: the shared summand of the predicted terms, each term's own
+# summand (work, fixed, synchronisation), the constant term, and the exponents of
+# devices, hosts, rows of a microbatch and microbatches.
 _WIDTHS = np.array([1.0, 0.4, 0.7, 0.6, 1.5, 0.15, 0.25, 0.08, 0.08])
 _COUNT = len(_WIDTHS)
-# Relative error of a median at least, and degrees of freedom of errors.
+# The least relative error of a median, and the degrees of freedom of errors.
 _FLOOR, _FREEDOM = 0.04, 4.0
 _STEPS = 30
-# Steps of one configuration that are kept, and how many independent ones they count
-# for at most: a machine is slow for many steps at a time.
+# The most steps of a configuration that are kept, and the most independent steps that
+# they count as. Successive steps are not independent: a machine is slow for many steps.
 KEPT, _INDEPENDENT = 32, 8
-# Most configurations that are kept.
+# The most configurations that are kept.
 MOST = 64
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Terms:
-    """What a plan predicts of a step.
+    """The terms of a step that a plan predicts.
 
     Attributes:
-      devices: number of them.
-      hosts: number of them.
+      devices: number of devices.
+      hosts: number of hosts.
       rows: rows of the batch.
-      microbatches: into how many it is split.
-      work_s: seconds of work that grows with the rows, of all microbatches.
-      fixed_s: seconds that microbatches take whatever their rows, of all of them.
-      sync_s: seconds of the update and of the communication that nothing hides.
+      microbatches: number of microbatches into which the batch is split.
+      work_s: seconds of work that grows with the rows, over all microbatches.
+      fixed_s: seconds that do not depend on the rows, over all microbatches.
+      sync_s: seconds of the update and of exposed communication.
     """
 
     devices: int
@@ -95,7 +99,7 @@ class Terms:
 
     @property
     def predicted_s(self) -> float:
-        """Seconds of the step as the plan predicts them."""
+        """Seconds of the step by the plan's prediction."""
         return self.work_s + self.fixed_s + self.sync_s
 
     def axes(self) -> np.ndarray:
@@ -106,29 +110,29 @@ class Terms:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Interval:
-    """Seconds of a step, and how sure they are.
+    """Seconds of a step with their uncertainty.
 
     Attributes:
-      seconds: the most likely.
-      spread: standard deviation of their logarithm.
+      seconds: the most likely seconds.
+      spread: standard deviation of the logarithm of the seconds.
     """
 
     seconds: float
     spread: float
 
     def bounds(self, sigmas: float) -> tuple[float, float]:
-        """Seconds so many standard deviations below and above."""
+        """Seconds that lie ``sigmas`` standard deviations below and above."""
         wide = math.exp(min(sigmas * self.spread, 700.0))
         return self.seconds / wide, self.seconds * wide
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Measured:
-    """Steps of one configuration.
+    """Measured steps of one configuration.
 
     Attributes:
-      terms: what its plan predicts.
-      seconds: of the latest steps.
+      terms: the terms that its plan predicts.
+      seconds: seconds of the latest steps.
     """
 
     terms: Terms
@@ -139,8 +143,9 @@ class Measured:
         middle = statistics.median(self.seconds)
         far = [abs(s - middle) for s in self.seconds]
         count = min(len(self.seconds), _INDEPENDENT)
-        # Of a normal distribution: 1.4826 times the median distance is its deviation,
-        # and a median errs 1.2533 times as much as a mean.
+        # For a normal distribution, the standard deviation is 1.4826 times the median
+        # absolute deviation, and the standard error of a median is 1.2533 times that of
+        # a mean.
         alone = 1.4826 * 1.2533 * statistics.median(far) / middle
         few = _FLOOR * _INDEPENDENT / count
         return middle, math.hypot(alone / math.sqrt(count), few)
@@ -148,14 +153,14 @@ class Measured:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Throughput:
-    """Predicts the seconds of steps; `with_step` and `fitted` return others of it.
+    """Predicts the seconds of steps; `with_step` and `fit` return new objects.
 
     Attributes:
-      seen: what was measured, the latest configuration last.
-      mean: of the constants, (9,): what terms share, each of the three, the constant of
-        a step, four axes.
-      covariance: of them, (9, 9).
-      middle: what the axes are measured from, (4,).
+      seen: measured steps by configuration; the latest configuration is last.
+      mean: posterior mean of the constants, (9,): the shared summand, a summand for
+        each of the three predicted terms, the constant term, and four exponents.
+      covariance: posterior covariance of the constants, (9, 9).
+      middle: the reference point of the axes, as logarithms, (4,).
     """
 
     seen: tuple[Measured, ...] = ()
@@ -164,9 +169,9 @@ class Throughput:
     middle: tuple[float, ...] = ()
 
     def with_step(self, terms: Terms, seconds: float) -> Throughput:
-        """Takes the seconds of a step; constants stay until `fitted`.
+        """Adds the seconds of a step; the constants change only by `fit`.
 
-        A step whose seconds are no positive number is left out.
+        A step whose seconds are not positive and finite is left out.
         """
         if not 0 < seconds < math.inf:
             return self
@@ -176,7 +181,7 @@ class Throughput:
         return dataclasses.replace(self, seen=(*others, now)[-MOST:])
 
     def fit(self) -> Throughput:
-        """The constants of highest posterior probability, and how sure they are."""
+        """Fits the constants: highest posterior probability, and their covariance."""
         if not self.seen:
             return Throughput()
         medians = [m.median() for m in self.seen]
@@ -200,18 +205,18 @@ class Throughput:
         return Interval(math.exp(logs[0]), self._spreads(slopes)[0])
 
     def ratio(self, one: Terms, other: Terms) -> Interval:
-        """Seconds of one step over those of another.
+        """The ratio of the seconds of two steps.
 
-        What is uncertain of both alike does not count.
+        Errors that both steps have in common do not widen the interval.
         """
         return self.ratios([one], other)[0]
 
     def ratios(self, ones: Sequence[Terms], other: Terms) -> list[Interval]:
-        """The same for many steps, in the time of a few.
+        """The ratios of the seconds of many steps to those of one step.
 
         Args:
-          ones: the steps.
-          other: by whose seconds they are divided.
+          ones: the steps of the numerators.
+          other: the step of the denominator.
         """
         mean, middle = np.array(self.mean), self._middle(other)
         logs, slopes = _predict([*ones, other], mean, middle)
@@ -220,16 +225,16 @@ class Throughput:
         return [Interval(math.exp(log), spread) for log, spread in each]
 
     def sync_part(self, terms: Terms) -> float:
-        """The part of a step's seconds that its synchronisation takes."""
+        """The fraction of a step's seconds that its synchronisation takes."""
         bare = dataclasses.replace(terms, sync_s=0.0)
         return max(0.0, 1.0 - self.ratio(bare, terms).seconds)
 
     def _middle(self, terms: Terms) -> np.ndarray:
-        """What axes are measured from: before any step, from where is asked."""
+        """The reference point of the axes; before any measurement, the step's own."""
         return np.array(self.middle) if self.middle else terms.axes()
 
     def _spreads(self, slopes: np.ndarray) -> list[float]:
-        """Standard deviations of logarithms, from their slopes, (n, 9)."""
+        """Standard deviations of logarithms, from their derivatives, (n, 9)."""
         covariance = np.diag(_WIDTHS**2)
         if self.covariance:
             covariance = np.array(self.covariance)
@@ -237,7 +242,7 @@ class Throughput:
         return np.sqrt(np.maximum(squares, 0.0)).tolist()
 
     def to_data(self) -> list[dict[str, Any]]:
-        """What was measured, as JSON can hold it."""
+        """The measurements, as JSON can hold them."""
         return [
             {"terms": dataclasses.asdict(m.terms), "seconds": list(m.seconds)}
             for m in self.seen
@@ -245,10 +250,10 @@ class Throughput:
 
     @classmethod
     def from_data(cls, data: Sequence[Mapping[str, Any]]) -> Throughput:
-        """What `to_data` returned, fitted again.
+        """Fits the measurements from the result of `to_data`.
 
         Raises:
-          PlanError: it is something else.
+          PlanError: the data are not a result of `to_data`.
         """
         try:
             seen = tuple(
@@ -264,13 +269,13 @@ class Throughput:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Table:
-    """What is fitted, of n configurations.
+    """The data of a fit, for n configurations.
 
     Attributes:
-      parts: seconds of three terms and of the constant, (n, 4).
-      far: logarithms of the axes less those they are measured from, (n, 4).
+      parts: seconds of the three predicted terms and of the constant term, (n, 4).
+      far: logarithms of the axes, less the reference point, (n, 4).
       logs: logarithms of measured seconds, (n,).
-      noise: their standard deviations, (n,).
+      noise: standard deviations of these logarithms, (n,).
     """
 
     parts: np.ndarray
@@ -279,7 +284,7 @@ class _Table:
     noise: np.ndarray
 
     def predict(self, mean: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Logarithms of seconds (n,), and their slopes by each constant, (n, 9)."""
+        """Logarithms of seconds, (n,), and their derivatives by constant, (n, 9)."""
         factors = np.exp([*(mean[0] + mean[1:4]), mean[4]])
         parts = self.parts * factors
         total = parts.sum(axis=1)
@@ -302,19 +307,19 @@ def _far(error: np.ndarray) -> np.ndarray:
 
 
 def _weight(error: np.ndarray) -> np.ndarray:
-    """What an error counts for, beside one of a normal distribution."""
+    """The weight of an error under Student's distribution (normal distribution: 1)."""
     return (_FREEDOM + 1) / (_FREEDOM + error**2)
 
 
 def _parts(terms: Sequence[Terms]) -> np.ndarray:
-    """Seconds of three terms and of the constant, (n, 4)."""
+    """Seconds of the three predicted terms and of the constant term, (n, 4)."""
     return np.array([[t.work_s, t.fixed_s, t.sync_s, _CALL_S] for t in terms])
 
 
 def _predict(
     terms: Sequence[Terms], mean: np.ndarray, middle: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Logarithms of steps' seconds, (n,), and their slopes by each constant, (n, 9)."""
+    """Logarithms of steps' seconds, (n,), and their derivatives by constant, (n, 9)."""
     nothing = np.zeros(len(terms))
     far = np.array([t.axes() for t in terms]) - middle
     return _Table(_parts(terms), far, nothing, nothing).predict(mean)
@@ -323,10 +328,11 @@ def _predict(
 def _posterior(table: _Table) -> tuple[np.ndarray, np.ndarray]:
     """Mean and covariance of the constants.
 
-    Errors are taken for those of Student's distribution: one that is far out counts
-    less, and by the more the farther it is. The latest configuration, which runs now,
-    counts in any case. There may be several explanations, such as a constant or work
-    that was underestimated: each is a start, and the most likely end is taken.
+    Errors are assumed to have Student's distribution. Therefore the weight of an
+    outlier falls with its distance. The latest configuration, which is the running one,
+    always has full weight. The measurements may have several explanations, such as an
+    underestimated constant term or underestimated work. The fit starts from each of
+    them and takes the result with the highest density.
     """
     starts = [np.zeros(_COUNT)]
     typical = np.log(np.maximum(np.median(table.parts, axis=0), 1e-12))
@@ -339,7 +345,7 @@ def _posterior(table: _Table) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _climb(mean: np.ndarray, table: _Table) -> np.ndarray:
-    """The nearest constants of highest density: Gauss and Newton's steps, damped."""
+    """The nearest local maximum of the density, by damped Gauss-Newton steps."""
     loss, damping = table.loss(mean), 1e-3
     for _ in range(_STEPS):
         normal, pull = _normal(mean, table)
@@ -368,22 +374,23 @@ def _normal(mean: np.ndarray, table: _Table) -> tuple[np.ndarray, np.ndarray]:
     return normal, slopes.T @ (each * error * table.noise) - prior * mean
 
 
-# A batch, over the planned one, that is next to nothing.
+# The ratio of an almost empty batch to the planned batch.
 _NOTHING = 1e-9
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PlanCurve:
-    """The terms of a plan by the rows of its batch.
+    """The terms of a plan as a function of the rows of its batch.
 
     Attributes:
       plan: the plan.
-      rows: rows that it was made for.
+      rows: rows of the batch that the plan was made for.
       devices: number of devices.
       hosts: number of hosts.
-      estimate: what a step does in its layouts; None: its stages have several.
-      layouts: digits that tell what the plan decides besides the batch and the codecs.
-      analysis: of the step that the plan is for.
+      estimate: the estimate of a step in the plan's layouts; None if the plan has several
+        stages or cannot be estimated.
+      layouts: a digest of all decisions of the plan except the batch and the codecs.
+      analysis: the analysis of the planned step.
     """
 
     plan: Plan
@@ -393,14 +400,14 @@ class PlanCurve:
     estimate: StepEstimate | None
     layouts: str
     analysis: Analysis = dataclasses.field(repr=False, compare=False)
-    # What was asked for before: each decision of a loop asks for all of it again.
+    # A cache of `terms`: each decision of a loop asks for the same terms again.
     _known: dict[tuple[int, int], Terms | None] = dataclasses.field(
         init=False, repr=False, compare=False, default_factory=dict
     )
 
     @functools.cached_property
     def alone(self) -> StepEstimate | None:
-        """What one device does that does everything; None likewise."""
+        """The estimate of the whole step on one device; None if `estimate` is None."""
         if self.estimate is None:
             return None
         pricer = self.estimate.pricer
@@ -410,12 +417,12 @@ class PlanCurve:
     def terms(
         self, rows: int | None = None, microbatches: int | None = None
     ) -> Terms | None:
-        """What the plan predicts of a step; None: it says nothing of such a step.
+        """The terms that the plan predicts; None if it cannot predict them.
 
         Args:
-          rows: of the batch; None: those that it was made for.
-          microbatches: into how many they are split; None: as in the plan. Others are
-            known where they are a multiple of the plan's.
+          rows: rows of the batch; None: the rows that the plan was made for.
+          microbatches: number of microbatches; None: as in the plan. Another number
+            must be a multiple of the plan's.
         """
         rows = self.rows if rows is None else rows
         parts = self.plan.microbatches if microbatches is None else microbatches
@@ -424,14 +431,15 @@ class PlanCurve:
         return self._known[rows, parts]
 
     def lost_part(self, rows: int) -> float:
-        """The part of a step's seconds that other layouts may save.
+        """The fraction of a step's seconds that other layouts may save.
 
-        It is what devices take, besides the update and the sums behind it, for more
-        than an equal share of what one device would do: for work that several do, and
-        for waiting.
+        This fraction contains the work that several devices repeat, and the waits for
+        communication. It is the time of a device's microbatches beyond an equal share of
+        the time that a single device would take for the whole step. The update and sums
+        of gradients are not included.
 
         Args:
-          rows: of the batch.
+          rows: rows of the batch.
         """
         terms = self.terms(rows)
         if terms is None or self.alone is None or not terms.predicted_s > 0:
@@ -459,17 +467,17 @@ class PlanCurve:
         )
 
     def _seconds(self, ratio: float, times: int) -> tuple[float, float, float]:
-        """Seconds of work, of what is fixed and of synchronisation.
+        """Seconds of work, fixed seconds, and seconds of synchronisation.
 
         Args:
-          ratio: of the batch to the planned one.
-          times: into how many parts each microbatch is split once more.
+          ratio: ratio of the batch to the planned batch.
+          times: number of parts into which each microbatch is split further.
         """
         predicted, found = self.plan.predicted, self.estimate
         if found is None:
             sync = predicted.step_s - predicted.compute_s
             return predicted.compute_s * ratio, 0.0, sync
-        # What codecs, which the estimate does not hold, change of a synchronisation.
+        # The change of the seconds by codecs, which the estimate does not include.
         coded = predicted.step_s - found.seconds()
         fixed = times * found.microbatch_s(_NOTHING)
         work = times * found.microbatch_s(ratio / times) - fixed
@@ -479,7 +487,7 @@ class PlanCurve:
 
 
 def layouts_of(plan: Plan) -> str:
-    """Digits that tell what a plan decides besides the batch and the codecs.
+    """A digest of all decisions of a plan except the batch and the codecs.
 
     Args:
       plan: the plan.
@@ -492,12 +500,12 @@ def layouts_of(plan: Plan) -> str:
 
 
 def plan_curve(analysis: Analysis, plan: Plan, rows: int) -> PlanCurve:
-    """The terms of a plan.
+    """The terms of a plan as a function of its batch.
 
     Args:
-      analysis: of the step that it is for.
+      analysis: the analysis of the planned step.
       plan: the plan.
-      rows: of that step's batch.
+      rows: rows of that step's batch.
     """
     cluster = plan.cluster.read()
     found: StepEstimate | None = None

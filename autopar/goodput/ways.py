@@ -1,10 +1,12 @@
-"""The ways in which a step can go on where it runs: planned once, kept by shape.
+"""The ways in which a step can continue on its devices: batch, microbatches, codecs.
 
-The running plan says what its layouts cost with other batches and numbers of
-microbatches (`autopar.goodput.throughput`), and with other codecs once these have been
-chosen for it. So all ways are compared without tracing the step again. The way that
-seems best is planned with its own shapes: with the layouts that run, and anew from
-them. The faster plan is compiled and kept.
+A *way* is one choice of batch size, number of microbatches and codecs
+(`autopar.goodput.choice.Way`). The seconds of a way with the running layouts are
+estimated from the running plan, for any batch and number of microbatches
+(`autopar.goodput.throughput`). For other codecs this needs a choice of codecs per
+gradient. Therefore all ways are compared without tracing the step again. The best way
+is then planned at its own shapes, once with the running layouts and once with a search
+that starts from them. The faster plan is compiled and cached.
 """
 
 from __future__ import annotations
@@ -32,20 +34,19 @@ from autopar.runtime.recent import Recent
 from autopar.runtime.state_mover import move_of, slowest_bytes_per_s
 from autopar_passes.program.calls import StepCall
 
-# The plans by which ways are judged before they are planned themselves.
+# Anchors: the plans from which the seconds of ways are estimated.
 #
-# The layouts that run say what they take with other batches, and with other codecs once
-# these have been chosen for them. They may be the best for one batch and one codec
-# alone: what is exchanged, or computed on all devices, to avoid sums of gradients is
-# dear with larger batches, and with codecs that make sums cheap. So layouts are
-# searched for with each codec, too: for the largest batch, or for the one that runs
-# where it stays.
+# The running plan is the first anchor. Its layouts may be the best for only one batch
+# and one codec. To avoid sums of gradients, layouts may exchange activations, or
+# compute the same on all devices. This is expensive with larger batches, and
+# unnecessary with codecs that make sums cheap. Therefore layouts are also searched with
+# each codec: for the largest batch, or for the running batch if it does not change.
 
-# What is kept: layouts times codecs.
+# The most pairs of layouts and codecs that are cached.
 _STUDIED = 16
-# Other layouts must be so much faster than those that run: part of a step.
+# Other layouts must be faster than the running layouts by this fraction of a step.
 _FASTER = 0.01
-# How often the largest batch is halved where it does not fit.
+# How many batches are tried, each half of the previous, if the largest does not fit.
 _HALVINGS = 3
 
 CallOf = Callable[[int], StepCall]
@@ -53,27 +54,27 @@ T = TypeVar("T")
 
 
 class Anchors:
-    """What was studied from the layouts that run."""
+    """The anchors: plans with other codecs or layouts than the running plan."""
 
     def __init__(self, step: ParallelStep[..., object], codecs: Iterable[str]) -> None:
-        """Has studied nothing yet.
+        """Starts without plans.
 
         Args:
           step: the step.
-          codecs: what gradients may be sent by, as ``compression=`` says it.
+          codecs: allowed codecs, as texts of the option ``compression=``.
         """
         self.step, self.codecs = step, tuple(codecs)
-        # By layouts and codecs; none where they are not possible.
+        # Plans by layouts and codecs; () if no plan is possible.
         self._known: Recent[tuple[str, str], tuple[PlanCurve, ...]] = Recent(_STUDIED)
         self._searched: Recent[str, bool] = Recent(_STUDIED)
 
     def of(self, running: PlanCurve, own: str, codecs: str) -> tuple[PlanCurve, ...]:
-        """The plans with some codecs, those with the layouts that run first.
+        """The plans with given codecs; those with the running layouts come first.
 
         Args:
-          running: the plan that runs.
-          own: its codecs.
-          codecs: the codecs.
+          running: the running plan.
+          own: the running plan's codecs.
+          codecs: the given codecs.
         """
         found = self._known.get((running.layouts, codecs))
         if found is None:
@@ -81,12 +82,12 @@ class Anchors:
         return (running, *found[1:]) if codecs == own else found
 
     def count_unstudied(self, running: PlanCurve, own: str) -> int:
-        """For how many codecs `study` is not done with the layouts that run."""
+        """The number of codecs that `study` has not tried with the running layouts."""
         others = (c for c in self.codecs if c != own)
         return sum(self._known.get((running.layouts, c)) is None for c in others)
 
     def searches(self, running: PlanCurve) -> int:
-        """How many searches `study` makes to find other layouts; 0: none any more."""
+        """The number of searches for other layouts that `study` has yet to make."""
         stays = len(running.plan.stages) > 1
         if stays or changing_batches.fixed_layouts(self.step):
             return 0
@@ -100,15 +101,15 @@ class Anchors:
         layouts: bool = False,
         largest: tuple[int, CallOf] | None = None,
     ) -> None:
-        """Chooses the codecs that may be used from where the run is.
+        """Makes plans with each of the allowed codecs, starting from the running plan.
 
         Args:
-          running: the plan that runs.
-          own: its codecs.
-          layouts: whether to look for other layouts, too.
-          largest: rows of the largest batch, which other layouts are looked for with,
-            and the arguments of the step with a number of rows; None: they are looked
-            for with the batch that runs.
+          running: the running plan.
+          own: the running plan's codecs.
+          layouts: whether to search for other layouts, too.
+          largest: rows of the largest batch, and a function that gives the step's
+            arguments for a number of rows; layouts are searched for this batch. None:
+            layouts are searched for the running batch.
         """
         searches = layouts and self.searches(running) > 0
         grows = largest is not None and largest[0] > running.rows
@@ -129,7 +130,7 @@ class Anchors:
     def _study(
         self, running: PlanCurve, codecs: str, *, layouts: bool
     ) -> tuple[PlanCurve, ...]:
-        """The plans with other codecs and the batch that runs; none is possible: ()."""
+        """The plans with other codecs and the running batch; () if none is possible."""
         analysed = self.step.running.analysed
         shape_of = functools.partial(
             changing_batches.shape_of, self.step, analysed, codecs=codecs
@@ -147,7 +148,7 @@ class Anchors:
     def _larger(
         self, running: PlanCurve, codecs: str, most: int, call_of: CallOf
     ) -> tuple[PlanCurve, ...]:
-        """A plan for the largest batch, or for the largest that fits."""
+        """A plan for the largest batch, halved until it fits; () if none fits."""
         parts = running.plan.microbatches
         for rows in (most >> k for k in range(_HALVINGS)):
             if rows <= running.rows:
@@ -161,7 +162,7 @@ class Anchors:
         return ()
 
     def split(self, plan: Plan) -> int:
-        """Into how many parts a plan splits the rows of a batch."""
+        """The number of parts into which a plan splits the rows of a batch."""
         found = 1
         for given in self.step.running.analysed.analysis.graph.inputs:
             spec = plan.home_spec(given.path)
@@ -172,17 +173,17 @@ class Anchors:
         return found
 
     def forget(self) -> None:
-        """Drops what was studied, as the devices have changed."""
+        """Drops all plans, because the devices have changed."""
         self._known.discard(lambda _: True)
         self._searched.discard(lambda _: True)
 
 
 def plan_for_all(step: ParallelStep[..., object], shape: CallShape) -> Plan:
-    """A plan, the same on all processes.
+    """A plan that is equal on all processes.
 
     Args:
       step: the step.
-      shape: what it is for.
+      shape: the shapes and settings to plan for.
     """
     setting, planner = shape.setting, step.preparation.planner
     cluster = setting.cluster or step.cluster
@@ -193,30 +194,30 @@ def plan_for_all(step: ParallelStep[..., object], shape: CallShape) -> Plan:
 
 
 def fastest(found: Sequence[T], seconds: Callable[[T], float]) -> T:
-    """The fastest; the first, where none is faster by what counts.
+    """The fastest candidate; the first unless another is faster by `_FASTER`.
 
     Args:
-      found: what is compared, at least one.
-      seconds: what one takes.
+      found: the candidates, at least one.
+      seconds: returns the seconds of a candidate.
     """
     best = min(found, key=seconds)
     return best if seconds(best) <= (1 - _FASTER) * seconds(found[0]) else found[0]
 
 
-# Plans that are kept.
+# The most plans that are cached.
 _PLANS = 16
-# How often microbatches are doubled where a batch does not fit.
+# The most numbers of microbatches that are tried for a batch, each twice the previous.
 _DOUBLINGS = 6
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Key:
-    """What a way decides.
+    """The choices that define a way.
 
     Attributes:
-      rows: of a batch.
-      microbatches: into how many it is split.
-      codecs: how gradients are sent, as ``compression=`` says it.
+      rows: rows of a batch.
+      microbatches: number of microbatches into which a batch is split.
+      codecs: the codecs of gradients, as a text of the option ``compression=``.
     """
 
     rows: int
@@ -226,13 +227,13 @@ class Key:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PlannedWay:
-    """A way that is planned.
+    """A way with its plan.
 
     Attributes:
-      key: the way.
-      plan: its plan.
-      curve: the terms of the plan.
-      shape: what it was planned for.
+      key: the choices that define the way.
+      plan: the plan.
+      curve: predicts the plan's step times at other batches.
+      shape: the shapes and settings of the plan.
     """
 
     key: Key
@@ -242,13 +243,13 @@ class PlannedWay:
 
 
 class Ways:
-    """Lists the ways to go on, and plans them.
+    """Lists the ways to continue, and plans them.
 
     Attributes:
       step: the step.
       most: rows of the largest batch.
-      anchors: what ways are judged by before they are planned.
-      refused: the ways that cannot be planned, and why.
+      anchors: plans from which the seconds of unplanned ways are estimated.
+      refused: the ways that cannot be planned, with reasons.
     """
 
     def __init__(
@@ -259,14 +260,14 @@ class Ways:
         max_batch: int,
         codecs: Mapping[str, Ratio | None],
     ) -> None:
-        """Has planned nothing yet.
+        """Starts without plans.
 
         Args:
           step: the step.
           base_batch: rows of the base batch.
-          max_batch: rows of the largest.
-          codecs: what gradients may be sent by, as ``compression=`` says it, with what
-            was measured of a row's worth where they are biased.
+          max_batch: rows of the largest batch.
+          codecs: allowed codecs, as texts of the option ``compression=``; for biased
+            codecs with their measured progress ratio.
         """
         self.step = step
         self._base, self.most, self._codecs = base_batch, max_batch, codecs
@@ -275,7 +276,7 @@ class Ways:
         self.refused: dict[Hashable, str] = {}
 
     def running(self, rows: int) -> PlannedWay:
-        """The way that runs, with a batch of so many rows."""
+        """The running way, with a batch of ``rows`` rows."""
         running, setting = self.step.running, self.step.setting
         plan = running.planned.plan
         asked = setting.codecs or self.step.preparation.planner.options
@@ -292,7 +293,7 @@ class Ways:
         return self._made.put(self._place(key), PlannedWay(key, plan, curve, shape))
 
     def find(self, key: Key) -> PlannedWay | None:
-        """A way that is planned and compiled, or None."""
+        """The way, if it is planned and compiled; otherwise None."""
         return self._made.get(self._place(key))
 
     def _place(self, key: Key) -> Hashable:
@@ -305,24 +306,25 @@ class Ways:
         layouts: bool = False,
         call_of: CallOf | None = None,
     ) -> None:
-        """Chooses the codecs that may be used from where the run is.
+        """Makes plans with each of the allowed codecs (`Anchors.study`).
 
         Args:
-          running: the way that runs.
-          layouts: whether to look for other layouts, too.
-          call_of: the arguments of the step with a number of rows, structs; other
-            layouts are looked for with the largest batch. None: with the one that runs.
+          running: the running way.
+          layouts: whether to search for other layouts, too.
+          call_of: gives the step's arguments for a number of rows, as structs; layouts
+            are searched for the largest batch. None: layouts are searched for the
+            running batch.
         """
         largest = None if call_of is None else (self.most, call_of)
         key = running.key
         self.anchors.study(running.curve, key.codecs, layouts=layouts, largest=largest)
 
     def count_unstudied(self, running: PlannedWay) -> int:
-        """For how many codecs `study` is not done with the layouts that run."""
+        """The number of codecs that `study` has not tried with the running layouts."""
         return self.anchors.count_unstudied(running.curve, running.key.codecs)
 
     def searches(self, running: PlannedWay) -> int:
-        """How many searches `study` makes to find other layouts; 0: none any more."""
+        """The number of searches for other layouts that `study` has yet to make."""
         return self.anchors.searches(running.curve)
 
     def others(
@@ -333,15 +335,16 @@ class Ways:
         *,
         alone: bool = False,
     ) -> dict[Key, Way]:
-        """The ways to go on besides the running one.
+        """The ways to continue, without the running way.
 
-        Each batch is split into as few microbatches as are not known to be too few.
+        Each batch has the smallest number of microbatches that has not failed.
 
         Args:
-          running: the way that runs.
-          held: structs of the state's arrays, with where they lie.
-          parts: the number of microbatches, if it is given.
-          alone: whether gradients are seen in one group; two microbatches are two.
+          running: the running way.
+          held: structs of the state's arrays, with their shardings.
+          parts: the number of microbatches, if the user fixes it.
+          alone: whether the noise is measured with one group of gradients. Then ways
+            have at least two microbatches, which give two groups.
         """
         found: dict[Key, Way] = {}
         own = running.key.microbatches
@@ -384,10 +387,14 @@ class Ways:
         curves: Sequence[PlanCurve],
         moves: Mapping[str, float],
     ) -> Way | None:
-        """A way with what is known of it; None: it cannot be.
+        """A way with its estimated seconds and cost; None: no plan is known for it.
 
-        The curves are what was studied of the way's codecs, and ``moves`` what it takes
-        to move to other layouts.
+        Args:
+          key: the choices that define the way.
+          running: the running way.
+          held: structs of the state's arrays, with their shardings.
+          curves: the plans with the way's codecs.
+          moves: seconds to move the state, by layouts.
         """
         made = self.find(key)
         if made is not None:
@@ -404,14 +411,15 @@ class Ways:
     def _anchor(
         self, key: Key, running: PlanCurve, curves: Sequence[PlanCurve]
     ) -> tuple[PlanCurve, Terms] | None:
-        """The plan that a way is judged by, and what it takes; None: there is none."""
+        """The plan from which a way is estimated, and the estimate; None: no plan."""
         found: list[tuple[PlanCurve, Terms]] = []
         for curve in curves:
             terms = curve.terms(key.rows, key.microbatches)
             if terms is None:
                 continue
             if curve.layouts == running.layouts:
-                # Codecs may have been chosen with another batch: the work is what runs.
+                # The codecs may have been chosen with another batch. The work is that
+                # of the running plan.
                 own = running.terms(key.rows, key.microbatches)
                 if own is None:
                     continue
@@ -422,12 +430,12 @@ class Ways:
         return fastest(found, lambda x: x[1].predicted_s) if found else None
 
     def way(self, made: PlannedWay, cost_s: float = 0.0, *, runs: bool = False) -> Way:
-        """A planned way.
+        """A planned way as a `Way`.
 
         Args:
-          made: the way.
+          made: the planned way.
           cost_s: seconds before its first step.
-          runs: whether it is the one that runs; errors of its codecs are measured.
+          runs: whether the way is running. Then the errors of its codecs are measured.
         """
         terms = made.curve.terms()
         assert terms is not None
@@ -452,7 +460,7 @@ class Ways:
         )
 
     def _measured_error(self, plan: Plan) -> CodecError | None:
-        """The error of unbiased codecs in use; None: it is not known."""
+        """The measured error of the running unbiased codecs; None: it is not known."""
         sent = [g for g in plan.gradients if g.codec not in ("", "dense")]
         if not sent or any(g.feedback for g in sent):
             return None
@@ -465,7 +473,7 @@ class Ways:
     def _move_s(
         self, plan: Plan, setting: Setting, running: PlannedWay, held: Sequence[Any]
     ) -> float:
-        """Seconds of moving the state to a plan."""
+        """Seconds to move the state to the layouts of a plan."""
         if len(plan.stages) > 1 and plan.stages == running.plan.stages:
             return 0.0
         devices = self.step.preparation.devices(setting)
@@ -473,12 +481,12 @@ class Ways:
         return move.most_bytes / slowest_bytes_per_s(plan.cluster.read())
 
     def make(self, key: Key, call: StepCall, running: PlannedWay) -> PlannedWay | None:
-        """Plans and compiles a way; None where it cannot be, which is noted.
+        """Plans and compiles a way; None if this fails, which `refused` then records.
 
         Args:
-          key: the way.
-          call: the arguments of the step in it, structs.
-          running: the way that runs.
+          key: the choices that define the way.
+          call: the step's arguments in this way, as structs.
+          running: the running way.
         """
         known = self.find(key)
         if known is not None:
@@ -491,13 +499,14 @@ class Ways:
         return self._made.put(self._place(key), made)
 
     def why_not(self, key: Key) -> str:
-        """Why a way cannot be; '' where it can, or was not tried."""
+        """Why a way cannot be planned; '' if it can, or was not tried."""
         return self.refused.get(self._place(key), "")
 
     def _best(self, key: Key, call: StepCall, running: PlannedWay) -> PlannedWay:
-        """The fastest of the layouts that run, of those studied and of new ones.
+        """Plans a way and compiles the fastest plan.
 
-        It is compiled.
+        The candidates are the running layouts, the layouts of the way's anchor and the
+        result of a new search.
         """
         step = self.step
         shape_of = functools.partial(
@@ -533,10 +542,11 @@ class Ways:
         return PlannedWay(key, plan, curve, shape)
 
     def _known_layouts(self, key: Key, running: PlannedWay) -> tuple[list[Plan], bool]:
-        """Plans that have layouts for a way, and whether others must be searched for.
+        """Plans with layouts for a way, and whether a full search is needed.
 
-        They are the plan that runs, and the one that the way was judged by. That one
-        may have layouts that a short search from those that run misses.
+        The plans are the running plan, and the plan from which the way's seconds were
+        estimated. A short search from the running layouts may miss the layouts of the
+        latter.
         """
         own = running.curve
         curves = self.anchors.of(own, running.key.codecs, key.codecs)
@@ -554,19 +564,19 @@ class Ways:
             return preparation.warm(shape.analysed, shape.setting, plan)
 
     def forget(self) -> None:
-        """Drops what was planned, as the devices have changed."""
+        """Drops all plans, because the devices have changed."""
         self._made.discard(lambda _: True)
         self.anchors.forget()
         self.refused = {}
 
 
 def expected_error(plan: Plan) -> CodecError:
-    """The error of a plan's codecs as they are expected to err.
+    """The expected error of a plan's codecs.
 
-    A codec with error feedback is biased. Of what it leaves out, e of the norm, most is
-    sent later; until its progress has been measured it counts like an unbiased codec
-    that keeps as much: e^2 / (1 - e^2). Where all workers draw the same elements, they
-    err together.
+    A codec with error feedback is biased. It leaves out a part with relative norm e,
+    and sends most of this part later. As long as its progress has not been measured,
+    its squared error counts as e^2 / (1 - e^2), like that of an unbiased codec that
+    keeps as much. If all workers draw the same elements, their error is shared.
     """
     sent = [g for g in plan.gradients if g.codec not in ("", "dense")]
     if not sent:
