@@ -1,12 +1,13 @@
-"""Chooses how a training goes on: its batch, microbatches and codecs.
+"""Chooses how a training continues: its batch, microbatches and codecs.
 
-A way to go on is worth its goodput: rows a second, times what a row is worth. Both are
-uncertain, so ways are judged by the quotient of goodputs of which it is nearly sure
-that it is reached. A way whose program must be compiled, or whose state must move,
-first costs seconds in which nothing is trained. It is taken only where, until the next
-change is expected, it still finishes more than the way that runs; of ways that finish
-the rest of a job, the one is best that does so first. So a choice does not swing: gains
-within what is uncertain are none.
+A way is one choice of batch, microbatches and codecs. The value of a way is its
+goodput: rows per second times the efficiency of a row. Both factors are uncertain.
+Therefore a way is judged by a lower bound on the ratio of its goodput to that of the
+running way, which holds almost surely. A way may have a cost: seconds without training,
+because its program must be compiled or its state must move. A way is chosen only if it
+finishes more work than the running way, cost included, until the next expected change.
+If the job ends before that change, the way that finishes the job first is best. Gains
+within the uncertainty do not count, so that the choice does not oscillate.
 """
 
 from __future__ import annotations
@@ -21,18 +22,18 @@ from autopar.errors import PlanError
 from autopar.goodput.efficiency import EXACT, CodecError, efficiency
 from autopar.goodput.throughput import Interval, Terms, Throughput
 
-# Batches that come into question: this many for each doubling.
+# The number of candidate batches per doubling.
 _EACH_DOUBLING = 2
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PhiRange:
-    """A noise scale, and within what it lies.
+    """A noise scale with its range.
 
     Attributes:
-      phi: in rows.
-      low: nearly sure that it is no lower.
-      high: nor higher; infinite where noise may hide the mean gradient.
+      phi: the most likely noise scale, in rows.
+      low: almost sure lower bound.
+      high: almost sure upper bound; infinite if noise may hide the mean gradient.
     """
 
     phi: float
@@ -50,12 +51,12 @@ class PhiRange:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Ratio:
-    """What a row with biased codecs is worth, beside one without: measured.
+    """Measured progress per row with biased codecs, relative to a row without codecs.
 
     Attributes:
-      value: the most likely.
-      low: nearly sure that it is no lower.
-      high: nor higher.
+      value: the most likely ratio.
+      low: almost sure lower bound.
+      high: almost sure upper bound.
     """
 
     value: float = 1.0
@@ -65,15 +66,15 @@ class Ratio:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Way:
-    """A way to go on.
+    """A way to continue: a batch, a number of microbatches and codecs.
 
     Attributes:
-      rows: of a batch.
-      microbatches: into how many it is split.
-      codecs: how gradients are sent, as ``compression=`` says it.
-      terms: seconds that a plan predicts.
-      error: of unbiased codecs.
-      ratio: of biased ones.
+      rows: rows of a batch.
+      microbatches: number of microbatches into which a batch is split.
+      codecs: the codecs of gradients, as a text of the option ``compression=``.
+      terms: seconds of a step that a plan predicts.
+      error: the error of unbiased codecs.
+      ratio: the progress ratio of biased codecs.
       cost_s: seconds before the first step.
     """
 
@@ -94,16 +95,17 @@ class Way:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Judged:
-    """A way and what it is worth.
+    """A way with its value.
 
     Attributes:
       way: the way.
       step_s: seconds of a step.
-      efficiency: progress of a row beside one of the base batch.
-      goodput: rows of the base batch that a second's rows are worth.
-      least: of its goodput over that of the way that runs, what is nearly sure.
-      pays: work until the next change, or pace of the rest of the job, over that of
-        the way that runs, nearly sure.
+      efficiency: progress per row, relative to the base batch.
+      goodput: progress per second, in rows of the base batch.
+      least: almost sure lower bound on the ratio of goodputs to the running way.
+      pays: the lower bound with the cost of the change included: the smaller of the
+        ratio of work until the next change and the ratio of speeds for the rest of the
+        job, both to the running way.
     """
 
     way: Way
@@ -114,7 +116,7 @@ class Judged:
     pays: float
 
     def to_data(self) -> dict[str, Any]:
-        """The way as a line of a ledger has it."""
+        """The way and its value as data for a line of a ledger."""
         numbers = ("step_s", "efficiency", "goodput", "least", "pays")
         return {
             "rows": self.way.rows,
@@ -127,13 +129,13 @@ class Judged:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Decision:
-    """What a comparison found.
+    """The result of a comparison of ways.
 
     Attributes:
-      chosen: the best; that of the running way if nothing pays.
-      current: the way that runs.
+      chosen: the best way; the running way if no change pays off.
+      current: the running way.
       compared: all ways.
-      horizon_s: seconds until the next change is expected.
+      horizon_s: seconds until the next expected change.
     """
 
     chosen: Judged
@@ -148,21 +150,21 @@ class Decision:
 
 
 def batches(base: int, most: int, split: int) -> tuple[int, ...]:
-    """The batches that come into question, from the base batch to the largest.
+    """The candidate batches, from the base batch to the largest.
 
-    They are two for each doubling, each divisible by ``split``; the base batch is one
-    in any case.
+    There are two candidates per doubling. All candidates except for the base batch are
+    divisible by ``split``.
 
     >>> batches(32, 128, 8)
     (32, 48, 64, 88, 128)
 
     Args:
       base: rows of the base batch.
-      most: rows of the largest.
-      split: into how many parts a plan splits them.
+      most: rows of the largest batch.
+      split: number of parts into which a plan splits the rows.
 
     Raises:
-      PlanError: the largest is smaller than the base batch.
+      PlanError: the largest batch is smaller than the base batch.
     """
     if most < base or base < 1 or split < 1:
         raise PlanError(
@@ -174,7 +176,7 @@ def batches(base: int, most: int, split: int) -> tuple[int, ...]:
         rows = base * 2 ** (k / _EACH_DOUBLING)
         found.add(int(rows / split + 0.5) * split)
     sizes = sorted(rows for rows in found if base <= rows <= most)
-    # Two may have been rounded to one, which leaves a doubling without a middle.
+    # Rounding may have made two candidates equal. Then a candidate between is added.
     middles = [
         max((a + b) // 2 // split * split, a // split * split + split)
         for a, b in itertools.pairwise(sizes)
@@ -195,18 +197,18 @@ def decide(
     rest_s: float = math.inf,
     most_gain: float = math.inf,
 ) -> Decision:
-    """Compares ways to go on with the one that runs.
+    """Compares ways to continue with the running way.
 
     Args:
-      current: the way that runs, with a cost of 0.
-      others: the others.
+      current: the running way, with a cost of 0.
+      others: the other ways.
       times: predicts seconds of steps.
       phi: the noise scale.
       base_batch: rows of the base batch.
-      horizon_s: seconds until the next change is expected.
-      sigmas: standard deviations of step times within which a gain is none.
-      rest_s: seconds that the rest of the job takes the way that runs.
-      most_gain: no step is worth more steps with the base batch.
+      horizon_s: seconds until the next expected change.
+      sigmas: width of intervals of step times, in standard deviations.
+      rest_s: seconds that the rest of the job takes with the running way.
+      most_gain: the largest gain of a step.
     """
 
     current_s = times.step_s(current.terms).seconds
@@ -245,9 +247,9 @@ def _least(
     base_batch: int,
     most_gain: float,
 ) -> float:
-    """The quotient of goodputs that is nearly sure.
+    """The almost sure lower bound on the ratio of goodputs to the running way.
 
-    A step of the way takes at most ``slowest`` times as long, nearly surely.
+    ``slowest`` is the almost sure upper bound on the ratio of step times.
     """
     rows = min(
         _efficiency(way, x, base_batch, most_gain)
@@ -261,7 +263,7 @@ def _least(
 
 
 def _efficiency(way: Way, phi: float, base_batch: int, most_gain: float) -> float:
-    """At least a trace, so that quotients stay numbers."""
+    """The efficiency of a way, with a tiny positive minimum that allows divisions."""
     error = way.error
     if math.isinf(error.own + error.shared):
         return 1e-12
@@ -269,5 +271,5 @@ def _efficiency(way: Way, phi: float, base_batch: int, most_gain: float) -> floa
 
 
 def json_number(number: float) -> float | None:
-    """A number that JSON can hold; None: it is not finite."""
+    """The number if it is finite, which JSON requires; otherwise None."""
     return number if math.isfinite(number) else None

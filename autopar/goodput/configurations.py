@@ -1,4 +1,4 @@
-"""The best plan, batch and gradient accumulation of a step on configurations of devices.
+"""The best plan, batch and gradient accumulation on each configuration of devices.
 
 A step is planned at the batch that it was written for. With the layouts of that plan,
 formulas give the seconds at other batches and numbers of microbatches (`StepEstimate`).

@@ -261,8 +261,8 @@ def corrected(
 ) -> CurveTable:
     """The table with measurements in place of predictions.
 
-    A measured configuration gets the batch, seconds and codecs of its measured steps. If
-    several batches were measured, the batch with the most goodput is used. Other
+    A measured configuration gets the batch, seconds and codecs of its measured steps.
+    If several batches were measured, the batch with the most goodput is used. Other
     configurations of the same kind of devices are scaled: their rows per second and
     their batch are multiplied by the geometric mean of measured over predicted values.
     Batches stay within the range of the table. All efficiencies are computed anew from

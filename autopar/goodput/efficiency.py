@@ -1,19 +1,21 @@
-"""Statistical efficiency: the progress of a row in a batch, against the base batch.
+"""Statistical efficiency: the progress per row of a batch, relative to the base batch.
 
-With noise scale phi, a step on a batch of M rows moves the loss as far as a batch of M0
-rows does in ``gain`` steps (Pollux, Qiao et al., OSDI 2021)::
+Let phi be the noise scale in rows. A step on a batch of M rows makes as much progress
+as ``gain`` steps on the base batch of M0 rows (Pollux, Qiao et al., OSDI 2021)::
 
     gain = (1 + phi / M0) / (1 + noise / signal)        efficiency = gain * M0 / M
 
-``noise / signal`` is that of the gradient which the step applies. Without codecs it is
-phi / M. A codec adds the squared error of the sum that it makes. Let it be unbiased,
-``E |C(g) - g|^2 = w |g|^2``, and let K workers send g_i of M / K rows each. Then
-``E |g_i|^2 = sqr (1 + K phi / M)``, and the error of their mean is
+``noise / signal`` is the noise-to-signal ratio of the gradient that the step applies.
+Without codecs this ratio is phi / M. A codec adds the squared error of its sum. Let the
+codec C be unbiased with ``E |C(g) - g|^2 = w |g|^2``. Let each of K workers send the
+gradient g_i of M / K rows, and let ``sqr`` be the squared norm of the mean gradient.
+Then ``E |g_i|^2 = sqr (1 + K phi / M)``. The squared error of the mean of the workers'
+gradients, relative to ``sqr``, is
 
-* ``w / K + w phi / M`` of ``sqr``, if each worker errs by itself, as in stochastic
-  rounding: ``own``. The efficiency is (phi + M0) / ((1 + w) phi + (1 + w / K) M);
-* ``w + w phi / M`` of ``sqr``, if all make the same choice, as where the same elements
-  are drawn: ``shared``. The efficiency is (phi + M0) / ((1 + w) (phi + M)).
+* ``w / K + w phi / M``, if the errors of workers are independent, as with stochastic
+  rounding (``own``). The efficiency is (phi + M0) / ((1 + w) phi + (1 + w / K) M);
+* ``w + w phi / M``, if all workers make the same choice, such as the same random
+  elements (``shared``). The efficiency is (phi + M0) / ((1 + w) (phi + M)).
 """
 
 from __future__ import annotations
@@ -29,11 +31,11 @@ from autopar.runtime.noise.averages import NoiseScale
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class CodecError:
-    """How much unbiased codecs err, as parts of the squared norm of what they send.
+    """The squared error of unbiased codecs, relative to the squared norm they encode.
 
     Attributes:
-      own: error that each worker makes by itself, w.
-      shared: error that all workers make together.
+      own: w of errors that are independent on each worker.
+      shared: w of errors that all workers share.
       workers: number of workers, K.
     """
 
@@ -50,7 +52,7 @@ class CodecError:
             )
 
     def of_sqr(self, phi_over_batch: float) -> float:
-        """The squared error of the applied gradient, as a part of ``sqr``.
+        """The squared error of the applied gradient, relative to ``sqr``.
 
         Args:
           phi_over_batch: phi / M.
@@ -69,15 +71,15 @@ def gain(
     error: CodecError = EXACT,
     most: float = math.inf,
 ) -> float:
-    """Steps with the base batch that one step is worth.
+    """The number of steps with the base batch that make as much progress as one step.
 
     Args:
-      phi: the noise scale in rows, of uncompressed gradients; infinite where noise
+      phi: the noise scale of uncompressed gradients, in rows; infinite where noise
         hides the mean gradient.
       batch: rows of the batch, M.
       base_batch: rows of the base batch, M0.
-      error: of the codecs.
-      most: no larger gain is returned.
+      error: the error of the codecs.
+      most: the largest gain that is returned.
 
     >>> gain(100.0, 400, 100)
     1.6
@@ -100,14 +102,14 @@ def efficiency(
     error: CodecError = EXACT,
     most: float = math.inf,
 ) -> float:
-    """Progress of a row in a batch, as a part of its progress in the base batch.
+    """Progress per row in a batch, relative to the base batch.
 
     Args:
-      phi: as for `gain`.
+      phi: the noise scale, as for `gain`.
       batch: rows of the batch, M.
       base_batch: rows of the base batch, M0.
-      error: of the codecs.
-      most: no gain counts for more.
+      error: the error of the codecs.
+      most: the largest gain.
 
     >>> efficiency(100.0, 400, 100)
     0.4
@@ -125,14 +127,14 @@ def goodput(
     base_batch: float,
     error: CodecError = EXACT,
 ) -> float:
-    """Rows of the base batch that a second's rows are worth.
+    """Progress per second, in rows of the base batch.
 
     Args:
-      rows_per_s: rows that are processed in a second.
-      phi: as for `gain`.
+      rows_per_s: rows processed per second.
+      phi: the noise scale, as for `gain`.
       batch: rows of the batch, M.
       base_batch: rows of the base batch, M0.
-      error: of the codecs.
+      error: the error of the codecs.
     """
     return rows_per_s * efficiency(phi, batch, base_batch, error)
 
@@ -140,18 +142,18 @@ def goodput(
 def codec_error(
     scale: NoiseScale, reports: Mapping[str, GradientReport], workers: int
 ) -> CodecError:
-    """The error of unbiased codecs, from what was measured while training.
+    """The error of unbiased codecs, from measurements during training.
 
-    What each worker loses is in the telemetry. What the sum loses beyond that is
-    shared: elements drawn alike on all workers, or a sum that is rounded once more.
+    The telemetry has the independent error of each worker. The remaining error of the
+    sum is shared: all workers draw the same elements, or the sum is rounded once more.
 
     Args:
       scale: `ParallelStep.noise_scale`.
-      reports: `ParallelStep.telemetry`; gradients that are not in it are exact.
-      workers: number of workers that send, K.
+      reports: `ParallelStep.telemetry`; gradients without a report are exact.
+      workers: number of workers that send gradients, K.
 
     Raises:
-      PlanError: nothing was measured yet, or a gradient is not finite.
+      PlanError: no step was measured yet, or a gradient is not finite.
     """
     squares = [(r.relative_error * r.norm) ** 2 for r in reports.values()]
     norms = [r.norm**2 for r in reports.values()]

@@ -1,22 +1,21 @@
-"""What is said of a loop whose batch follows, and what its state must be like.
+"""Settings of a loop with an adaptive batch, and checks of its state.
 
-Accordion's rule for the batch: small in critical regimes of training, else large.
-
-Agarwal et al., "Accordion: Adaptive gradient communication via critical learning regime
-identification", MLSys 2021 (arXiv 2010.16248), section 4. With ``norm`` that of the
-gradient over a window of steps, a regime is critical where
+`CriticalRegimes` is Accordion's rule for the batch (Agarwal et al., "Accordion:
+Adaptive gradient communication via critical learning regime identification", MLSys 2021
+(arXiv 2010.16248), section 4). The batch is small in critical regimes of training, and
+large otherwise. Let ``norm`` be the norm of the gradient over a window of steps, and
+``previous`` the norm over the previous window. A regime is critical where
 
     |previous - norm| / previous >= eta
 
-and the first window is critical. The squared norm of the mean gradient is estimated
-without the noise of its batch, so that it means the same at every batch.
+The first window is critical, too. The squared norm of the mean gradient is estimated
+without the noise of the batch. Therefore the norms of different batches are comparable.
 
-The progress of biased codecs with error feedback, measured by losses.
-
-A codec that is biased has no formula: what it leaves out is sent later, and how much
-that costs depends on the loss. So it is measured. Two trainings see the same rows in
-the same order, one with the codec and one without. Where both reach the same loss, the
-quotient of their rows is the progress ratio.
+`progress_ratio` measures the progress of biased codecs with error feedback. No formula
+gives this progress: such a codec sends later what it leaves out, and the cost of this
+delay depends on the loss function. Two trainings, one with the codec and one without,
+see the same rows in the same order. The progress ratio is the number of rows without
+the codec over the number of rows with the codec, both until the same loss.
 """
 
 from __future__ import annotations
@@ -37,17 +36,17 @@ from autopar_errors import check_type
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class CriticalRegimes:
-    """Accordion's rule; `with_step` returns it after a step.
+    """Accordion's rule; `with_step` returns the rule after a step.
 
     Attributes:
-      eta: relative change of the norm from which on a regime is critical.
-      window: samples of the base batch, in batches of it, whose norms are put together.
-      only_grows: whether the batch stays large once it is, as in the paper.
-      critical: whether the regime is.
-      previous: norm of the last window; None: there was none.
-      squares: sum of the squared norms of this window.
-      steps: number of them.
-      worth: base batches that its rows are.
+      eta: the least relative change of the norm in a critical regime.
+      window: length of a window, in base batches.
+      only_grows: whether a large batch always stays large, as in the paper.
+      critical: whether the present regime is critical.
+      previous: norm over the previous window; None in the first window.
+      squares: sum of the squared norms of this window's steps.
+      steps: number of this window's steps.
+      worth: number of rows of this window so far, in base batches.
     """
 
     eta: float = 0.5
@@ -68,12 +67,12 @@ class CriticalRegimes:
             )
 
     def with_step(self, sqr: float, worth: float) -> CriticalRegimes:
-        """Takes a step.
+        """Adds a step.
 
         Args:
-          sqr: its estimate of the squared norm of the mean gradient; one that is not
-            finite is left out.
-          worth: rows of the batch over those of the base batch.
+          sqr: the step's estimate of the squared norm of the mean gradient; the step is
+            left out if it is not finite.
+          worth: ratio of the batch's rows to those of the base batch.
         """
         if not math.isfinite(sqr):
             return self
@@ -100,22 +99,22 @@ class CriticalRegimes:
         return dataclasses.asdict(self)
 
     def gone_on(self, data: Mapping[str, Any]) -> CriticalRegimes:
-        """The rule with what an earlier run has seen."""
+        """The rule with the state of an earlier run."""
         seen = ("critical", "previous", "squares", "steps", "worth")
         return dataclasses.replace(self, **{k: data[k] for k in seen if k in data})
 
 
-# Loss levels at which two trainings are compared.
+# The number of loss levels at which two trainings are compared.
 _LEVELS = 16
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ProgressRatio:
-    """Progress of a row with a codec, as a part of that without.
+    """Progress per row with a codec, relative to progress per row without.
 
     Attributes:
       value: the mean over pairs of trainings.
-      stderr: its standard error; infinite for one pair, which says nothing of it.
+      stderr: standard error of the mean; infinite for one pair, where it is unknown.
       pairs: number of pairs.
     """
 
@@ -142,7 +141,7 @@ def progress_ratio(
 
     Args:
       dense: losses of the steps of each training without the codec.
-      coded: of each training with it, with the same batches.
+      coded: losses of the steps of each training with the codec, on the same batches.
 
     Raises:
       PlanError: the numbers of trainings differ, a loss is not finite, or two trainings
@@ -161,7 +160,7 @@ def progress_ratio(
 
 
 def _progress_ratio(dense: Sequence[float], coded: Sequence[float]) -> float:
-    """The mean over loss levels that both reach."""
+    """The mean ratio of steps over loss levels that both trainings reach."""
     one, other = _lowest(dense), _lowest(coded)
     high, low = min(one[0], other[0]), max(one[-1], other[-1])
     if not low < high:
@@ -170,7 +169,7 @@ def _progress_ratio(dense: Sequence[float], coded: Sequence[float]) -> float:
             f"{one[0]:.4g} to {one[-1]:.4g}, the other from {other[0]:.4g} to "
             f"{other[-1]:.4g}. Train longer."
         )
-    # Not the first levels, which one step may cross.
+    # The first levels are left out, because a single step may cross several of them.
     levels = np.linspace(high, low, _LEVELS + 1)[_LEVELS // 4 :]
     quotients = [steps_to(one, level) / steps_to(other, level) for level in levels]
     return float(np.mean(quotients))
@@ -184,11 +183,12 @@ def _lowest(losses: Sequence[float]) -> np.ndarray:
 
 
 def steps_to(losses: Sequence[float] | np.ndarray, level: float) -> float:
-    """Steps until losses that never rise reach a level, between steps linearly.
+    """The number of steps until losses reach a level, linear between steps.
 
     Args:
-      losses: of steps, none above the one before.
-      level: at most the first loss; infinity is returned for one below the last.
+      losses: losses of steps, which never rise.
+      level: the loss level, at most the first loss. For a level below the last loss the
+        result is infinite.
     """
     values = np.asarray(losses, float)
     below = np.flatnonzero(values <= level)
@@ -203,16 +203,16 @@ def steps_to(losses: Sequence[float] | np.ndarray, level: float) -> float:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Following:
-    """How a loop's batch follows.
+    """Settings of a loop with an adaptive batch.
 
     Attributes:
-      base_batch: rows that the learning rate was chosen for, M0.
-      max_batch: most rows.
-      codecs: what gradients may be sent by, as ``compression=`` says it, with what was
-        measured of a row's worth where they are biased (`progress_ratio`).
-      rule: ``goodput``, or Accordion's rule (`CriticalRegimes`).
+      base_batch: rows of the batch for which the learning rate was chosen, M0.
+      max_batch: rows of the largest batch.
+      codecs: allowed codecs, as texts of the option ``compression=``; for biased codecs
+        with their measured progress ratio (`progress_ratio`).
+      rule: Accordion's rule (`CriticalRegimes`); None: the batch with the most goodput.
       every: steps between two decisions.
-      sigmas: standard deviations within which a gain counts for none.
+      sigmas: a gain counts only if it exceeds this many standard deviations.
     """
 
     base_batch: int
@@ -228,7 +228,7 @@ class Following:
         """Checks ranges and codecs.
 
         Raises:
-          PlanError: a number is out of its range, or there is no such codec.
+          PlanError: a number is out of its range, or a codec does not exist.
         """
         for name in ("base_batch", "max_batch", "every"):
             given = getattr(self, name)
@@ -252,12 +252,12 @@ class Following:
 def codecs_of(
     given: Sequence[str] | Mapping[str, ProgressRatio | float | None], own: str
 ) -> dict[str, Ratio | None]:
-    """The codecs that may be used, with what is known of biased ones.
+    """The allowed codecs, with the progress ratios of biased codecs.
 
     Args:
-      given: texts as of ``compression=``; or with each the ratio of rows that
-        `progress_ratio` has measured, or None.
-      own: what the step was made with, which may be used in any case.
+      given: codecs as texts of the option ``compression=``; or a mapping from each text
+        to the ratio that `progress_ratio` has measured, or None.
+      own: the codecs that the step was made with, which are always allowed.
     """
     check_type("codecs=", given, Iterable, "texts of codecs, such as ['int8']")
     asked = dict(given) if isinstance(given, Mapping) else dict.fromkeys(given)
@@ -277,10 +277,10 @@ def _ratio(given: ProgressRatio | float | None) -> Ratio | None:
 
 
 def check_data(data: Any, following: Following) -> None:
-    """Checks what a loop is to go on with.
+    """Checks the saved data with which a loop is to continue.
 
     Raises:
-      PlanError: it is of a loop with another base batch, or of none.
+      PlanError: the data come from a loop with another base batch, or from no loop.
     """
     try:
         base, rows = int(data["base_batch"]), int(data["way"]["rows"])
@@ -296,15 +296,15 @@ def check_data(data: Any, following: Following) -> None:
 
 
 def check_rule(state: Any, base_batch: int, rule: Rule | None = None) -> None:
-    """Checks that a state's optimizer follows the batch as is said.
+    """Checks that a state's optimizer scales with the batch by the given settings.
 
     Args:
       state: the train state.
       base_batch: rows of the base batch.
-      rule: of the learning rate; None: any.
+      rule: the rule of the learning rate; None: any rule.
 
     Raises:
-      PlanError: it does not.
+      PlanError: the optimizer has other settings, or does not scale with the batch.
     """
     found, base = rule_of(state)
     if base != base_batch:

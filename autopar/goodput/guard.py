@@ -1,9 +1,9 @@
-"""Caps the gain of steps where it makes the loss rise.
+"""Caps the gain of steps where a gain above 1 makes the loss rise.
 
-A gain says how many steps with the base batch a larger step is worth. It knows the
-noise of gradients and not the curvature of the loss: steps that are too large for that
-make the loss rise, and within some steps past all bounds. So losses are watched while
-the gain is over 1.
+The gain of a step is the number of steps with the base batch that make as much
+progress. The formula of the gain uses the noise of gradients, but not the curvature of
+the loss. Steps that are too large for the curvature make the loss rise, and may make
+the training diverge. Therefore the guard watches losses while the gain is above 1.
 """
 
 from __future__ import annotations
@@ -17,30 +17,32 @@ from typing import Any
 import jax
 import numpy as np
 
-# Losses that are kept, and the fewest that say what is usual.
+# The most losses that are kept, and the fewest losses that define a limit.
 _KEPT, _FEWEST = 16, 8
-# A loss is far off that is so many standard deviations above the usual; so many in a
-# row are an alarm. One in a thousand normal numbers is beyond 3.
+# A loss is an outlier if it lies `_FAR` standard deviations above the median.
+# `_IN_A_ROW` successive outliers are an alarm. (One in a thousand normal numbers lies
+# more than 3 standard deviations above the mean.)
 _FAR, _IN_A_ROW = 6.0, 2
-# Of a normal distribution the standard deviation over the median deviation.
+# The standard deviation of a normal distribution over its median absolute deviation.
 _SIGMA = 1.4826
-# Steps in which a smaller gain may show before it is judged.
+# After an alarm, losses are not judged for this number of steps.
 _REST = 10
-# Steps after which a cap is doubled, after the first alarm; 4 times as many after each.
+# The cap is doubled after this number of steps without an alarm. The number is 4 times
+# as large after each further alarm.
 _CALM, _LONGER = 256, 4
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LossGuard:
-    """The losses of late, and the cap; `with_step` returns another one.
+    """Recent losses and the cap of the gain; `with_step` returns a new guard.
 
     Attributes:
-      most: no larger gain is allowed.
-      alarms: how often the loss rose.
-      losses: the usual ones of late.
-      far: how many of the last steps in a row were far off.
-      rest: steps for which nothing is judged.
-      calm: steps since the last alarm, or since the cap was doubled.
+      most: the largest allowed gain.
+      alarms: number of alarms so far.
+      losses: recent losses, without outliers.
+      far: number of successive outliers up to the last step.
+      rest: number of following steps that are not judged.
+      calm: steps since the last alarm or the last doubling of the cap.
     """
 
     most: float = math.inf
@@ -52,20 +54,20 @@ class LossGuard:
 
     @property
     def limit(self) -> float:
-        """A loss above it is far off."""
+        """The limit above which a loss is an outlier."""
         if len(self.losses) < _FEWEST:
             return math.inf
         usual = statistics.median(self.losses)
         spread = statistics.median(abs(x - usual) for x in self.losses)
-        # Losses that are all alike have no spread; rounding is none of a gain's doing.
+        # Equal losses have no spread. The second term ignores rounding errors.
         return usual + max(_FAR * _SIGMA * spread, 1e-3 * abs(usual))
 
     def with_step(self, loss: float, gain: float) -> LossGuard:
-        """Takes a step.
+        """Adds a step.
 
         Args:
-          loss: of the step; one that is not finite is far off.
-          gain: that the step had; at 1 or below, the loss is none of its doing.
+          loss: the loss of the step; a loss that is not finite is an outlier.
+          gain: the gain of the step; a gain of at most 1 never causes an alarm.
         """
         if self.rest:
             return dataclasses.replace(self, rest=self.rest - 1)
@@ -94,7 +96,7 @@ class LossGuard:
 
     @classmethod
     def from_data(cls, data: Mapping[str, Any]) -> LossGuard:
-        """What `to_data` returned."""
+        """The guard from the result of `to_data`."""
         return cls(
             most=math.inf if data["most"] is None else float(data["most"]),
             alarms=int(data["alarms"]),
@@ -106,14 +108,16 @@ class LossGuard:
 
 
 def loss_in(result: Any, *, alone: bool = True) -> float | None:
-    """The loss among what a step returned; None: it is not known which it is.
+    """The loss among the results of a step; None if it cannot be identified.
 
-    It is the only real number, or the only one whose name holds "loss".
+    The loss is the only floating-point scalar, or the only one whose name contains
+    "loss".
 
     Args:
-      result: any tree.
-      alone: whether this process trains alone. Otherwise only an array counts that is
-        the same on all devices of all processes, for all must see the same.
+      result: the results of a step, any tree.
+      alone: whether this is the only process. Otherwise the loss must be an array that
+        is replicated on all devices of all processes, because all processes must see
+        the same loss.
     """
     leaves, _ = jax.tree_util.tree_flatten_with_path(result)
     found = {
@@ -134,7 +138,7 @@ def loss_in(result: Any, *, alone: bool = True) -> float | None:
 
 
 def finite(result: Any) -> bool:
-    """Whether all real numbers of what a step returned are finite."""
+    """Whether all floating-point results of a step are finite."""
     found = [np.asarray(x) for x in jax.tree.leaves(result)]
     kinds = [x for x in found if np.issubdtype(x.dtype, np.floating)]
     return all(bool(np.isfinite(x).all()) for x in kinds)

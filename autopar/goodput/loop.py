@@ -715,7 +715,7 @@ class Loop:
         return max([made.key.rows, *(way.rows for way in ways)])
 
     def _tell_kept(self, made: PlannedWay, decision: Decision | None) -> None:
-        """Writes down why the way stays: at decisions 1, 2, 4, 8 and so on."""
+        """Records why the way stays, at such decisions 1, 2, 4, 8 and so on."""
         line = None if decision is None else stay_line(made, decision, self.phi())
         if line is not None:
             self._kept += 1
@@ -725,7 +725,7 @@ class Loop:
     def _change(
         self, state: Any, old: PlannedWay, new: PlannedWay, decision: Decision
     ) -> Any:
-        """Goes on by another way."""
+        """Changes the step and the state to another way."""
         begin = time.perf_counter()
         state = changing_batches.go_on(self.step, new.shape, new.plan, state)
         jax.block_until_ready(jax.tree.leaves(state))
@@ -740,7 +740,7 @@ class Loop:
         return state
 
     def _settle(self) -> None:
-        """Writes down, some steps after a change, what a step takes now."""
+        """Records the measured step time, some steps after a change."""
         if self._before is None or self._since < _SETTLED:
             return
         number, step_s, goodput = self._before
@@ -757,7 +757,7 @@ class Loop:
         )
 
     def _judged_now(self, seconds: float) -> float | None:
-        """The goodput by measured seconds of a step."""
+        """The goodput from the measured seconds of a step."""
         phi = self.phi()
         if phi is None:
             return None

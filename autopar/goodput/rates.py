@@ -1,20 +1,22 @@
-"""How the learning rate follows the batch, and how progress is counted.
+"""Scaling of the learning rate with the batch, and the count of progress.
 
-Rules multiply the step that an optimizer tuned for M0 rows takes with M = s M0 rows:
+An optimizer was tuned for a base batch of M0 rows. For a batch of M = s M0 rows, a rule
+multiplies the optimizer's update by a factor:
 
 * ``adascale``: the gain of the step (Johnson et al., AdaScale SGD, ICML 2020), for
-  optimizers whose step grows with the gradient.
-* ``adascale-root``: its root, for Adam's family.
-* ``sqrt``: the root of s (Krizhevsky, arXiv 1404.5997).
+  optimizers whose update is proportional to the gradient.
+* ``adascale-root``: the square root of the gain, for Adam and similar optimizers.
+* ``sqrt``: the square root of s (Krizhevsky, arXiv 1404.5997).
 * ``linear``: s (Goyal et al., arXiv 1706.02677).
-* ``legw``: the root of s, reached over s times the warm-up (You et al., arXiv
-  1901.08256).
+* ``legw``: the square root of s, with a linear warm-up over s times the base batch's
+  warm-up steps (You et al., arXiv 1901.08256).
 * ``none``: 1.
 
-`scaled` wraps an `optax` optimizer. Its state holds the batch, the gain of a step and
-the progress in rows of the base batch; `told` writes the first two before a step. Each
-step adds gain * M0 rows. Schedules of the optimizer read progress / M0 as their count,
-so one that was written for M0 keeps its meaning while the batch changes.
+`scaled` wraps an `optax` optimizer. The state of the wrapper holds the batch, the gain
+of a step, and the progress in rows of the base batch. `told` writes the batch and the
+gain before a step. Each step adds gain * M0 rows to the progress. Schedules of the
+optimizer get progress / M0 as their step count. Therefore a schedule that was written
+for M0 keeps its meaning while the batch changes.
 """
 
 from __future__ import annotations
@@ -43,12 +45,13 @@ class ScaledState(NamedTuple):
     Attributes:
       base_batch: rows of the base batch, M0, a float32 scalar.
       batch: rows of the batch, M, float32.
-      gain: steps with the base batch that a step is worth, float32.
-      rule: number of the rule among those of `Rule`, int32.
+      gain: number of steps with the base batch that make as much progress as one step,
+        float32.
+      rule: index of the rule in `Rule`, int32.
       progress: rows of the base batch so far, float32.
-      rest: what float32 could not add to it.
+      rest: rounding error of ``progress``, float32.
       steps: number of steps, int32.
-      inner: state of the optimizer.
+      inner: state of the wrapped optimizer.
     """
 
     base_batch: Any
@@ -68,7 +71,7 @@ class _Scaling:
     warmup: float
 
     def factor(self, state: ScaledState) -> Any:
-        """What a step is multiplied by."""
+        """The factor by which the optimizer's update is multiplied."""
         scale = state.batch / self.base_batch
         match self.rule:
             case "adascale":
@@ -93,21 +96,21 @@ def scaled(
     base_batch: int,
     warmup_steps: float = 0,
 ) -> optax.GradientTransformationExtraArgs:
-    """Wraps an optimizer so that its steps follow the batch.
+    """Wraps an optimizer so that its updates are scaled with the batch.
 
     Args:
-      optimizer: tuned for the base batch, with its schedules.
-      rule: how steps grow with the batch.
-      base_batch: rows of the batch that it was tuned for, M0.
-      warmup_steps: for ``legw``, the steps of its warm-up with the base batch. The
+      optimizer: the optimizer and its schedules, tuned for the base batch.
+      rule: the rule by which updates are scaled.
+      base_batch: rows of the base batch, M0.
+      warmup_steps: for ``legw``, the number of warm-up steps with the base batch. The
         optimizer itself then needs no warm-up.
 
     Returns:
-      An optimizer whose state is a `ScaledState`. Before `told` it takes the batch for
+      An optimizer whose state is a `ScaledState`. Until `told` is called, it assumes
       the base batch.
 
     Raises:
-      PlanError: there is no such rule, or a number is out of its range.
+      PlanError: the rule does not exist, or a number is out of its range.
     """
     _check(rule, base_batch, warmup_steps)
     scaling = _Scaling(rule, base_batch, warmup_steps)
@@ -144,30 +147,32 @@ def scaled(
 
 
 def _add(total: Any, more: Any) -> tuple[Any, Any]:
-    """A float32 sum and what it lost (Kahan, 1965)."""
+    """A float32 sum and its rounding error (Kahan, 1965)."""
     found = total + more
     return found, more - (found - total)
 
 
 @functools.cache
 def _schedule_states() -> tuple[type, ...]:
-    """The states of `optax` whose count is the argument of a schedule.
+    """The state classes of `optax` whose count is the argument of a schedule.
 
-    That of a schedule in a chain, and that of one in `optax.inject_hyperparams`, whose
-    class has no public name; making one makes an array, which importing must not.
+    These are the state of a schedule in a chain, and the state of a schedule in
+    `optax.inject_hyperparams`. The latter class has no public name. This function finds
+    the class from an instance. The instance holds an array, which must not be made when
+    this module is imported.
     """
     wrapped = optax.schedules.WrappedSchedule(optax.constant_schedule(1.0))
     return optax.ScaleByScheduleState, type(wrapped.init())
 
 
 def with_schedule_count(state: Any, count: jax.Array) -> Any:
-    """An optimizer's state whose schedules read another count.
+    """Replaces the step count of all schedules in an optimizer's state.
 
-    Counts of other kinds, such as those that correct Adam's moments, stay.
+    Other counts, such as the count of Adam's bias correction, do not change.
 
     Args:
-      state: of any `optax` optimizer.
-      count: int32 scalar.
+      state: the state of any `optax` optimizer.
+      count: the new step count, an int32 scalar.
     """
     scheduled = _schedule_states()
 
@@ -185,15 +190,15 @@ def told(
     error: CodecError = EXACT,
     most_gain: float = math.inf,
 ) -> Any:
-    """The train state with the batch, and the gain, of the steps to come.
+    """Writes the batch and the gain of the next steps into a train state.
 
     Args:
       state: any tree that holds a `ScaledState`, such as Flax's ``TrainState``.
       batch: rows of the batch, M.
-      phi: the noise scale (`ParallelStep.noise_scale`); None, or not a number: it is
-        not known yet, and a step is worth one with the base batch.
-      error: of the codecs.
-      most_gain: no larger gain is told (`autopar.goodput.guard.LossGuard`).
+      phi: the noise scale (`ParallelStep.noise_scale`); None or nan: it is not known
+        yet, and the gain is 1.
+      error: the error of the codecs.
+      most_gain: the largest gain (`autopar.goodput.guard.LossGuard`).
 
     Raises:
       PlanError: the tree holds no `ScaledState`, or a number is out of its range.
@@ -229,23 +234,23 @@ def gain_told(state: Any) -> float:
     """The gain that `told` has written into a train state.
 
     Args:
-      state: any tree that holds a `ScaledState`; of several the first counts.
+      state: any tree that holds a `ScaledState`; the first one is read.
 
     Raises:
-      PlanError: the tree holds none.
+      PlanError: the tree holds no `ScaledState`.
     """
     number = _first("gain_told", state).gain
     return float(number.get_value() if _is_variable(number) else number)
 
 
 def progress(state: Any) -> float:
-    """Rows of the base batch that a train state's steps were worth.
+    """The progress of a train state's steps, in rows of the base batch.
 
     Args:
-      state: any tree that holds a `ScaledState`; of several the first counts.
+      state: any tree that holds a `ScaledState`; the first one is read.
 
     Raises:
-      PlanError: the tree holds none.
+      PlanError: the tree holds no `ScaledState`.
     """
     return float(_first("progress", state).progress)
 
@@ -264,7 +269,7 @@ def rule_of(state: Any) -> tuple[Rule, int]:
       state: any tree that holds a `ScaledState`.
 
     Raises:
-      PlanError: the tree holds none, or several that differ.
+      PlanError: the tree holds no `ScaledState`, or several that differ.
     """
     found = {(int(x.rule), round(float(x.base_batch))) for x in scaled_states(state)}
     if not found:
@@ -283,7 +288,7 @@ def rule_of(state: Any) -> tuple[Rule, int]:
 
 
 def scaled_states(state: Any) -> list[ScaledState]:
-    """All `ScaledState` of a tree."""
+    """All `ScaledState` instances in a tree."""
     leaves = jax.tree.leaves(state, is_leaf=_is_scaled)
     return [x for x in leaves if isinstance(x, ScaledState)]
 
@@ -298,7 +303,7 @@ def _is_variable(leaf: Any) -> bool:
 
 
 def _like(old: Any, number: float) -> Any:
-    """A number where an array lies."""
+    """A float32 scalar with the sharding of another array."""
     where = getattr(old, "sharding", None)
     if isinstance(where, NamedSharding):
         return placement.place(np.float32(number), where)

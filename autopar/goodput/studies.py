@@ -1,9 +1,9 @@
-"""Whether it pays to find out what other codecs, and layouts with them, would save.
+"""Whether a study of other codecs, and of layouts for these codecs, pays off.
 
-Layouts that are the fastest with dense gradients and a small batch may be chosen to
-avoid sums of gradients: activations are exchanged, or all devices do the same. With
-codecs, or with a larger batch, layouts that sum gradients may be faster. Other codecs
-for the layouts that run are chosen in little time, other layouts take a search.
+With dense gradients and a small batch, the fastest layouts may avoid sums of gradients:
+devices exchange activations, or all devices compute the same. With codecs, or with a
+larger batch, layouts that sum gradients may be faster. Planning other codecs for the
+running layouts takes little time. Other layouts need a search.
 """
 
 from __future__ import annotations
@@ -28,16 +28,17 @@ from autopar_passes.program.calls import StepCall
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Said:
-    """How a loop is to go on.
+    """How a loop is to continue.
 
     Attributes:
       busy: whether another way is still being prepared.
-      studies: whether other codecs are to be chosen first, as they may save more than
-        that takes.
-      layouts: whether other layouts are looked for with them, for the same reason.
-      key: the way to go on by; None: as it is.
-      decision: what this process has compared; None: nothing, or the noise is not known
-        yet.
+      studies: whether plans with other codecs are to be made first, because they may
+        save more time than the planning takes.
+      layouts: whether layouts are to be searched with these codecs, for the same
+        reason.
+      key: the way to continue with; None: the running way.
+      decision: the comparison by this process; None: it has not compared, or the noise
+        scale is not known yet.
     """
 
     busy: bool = False
@@ -48,13 +49,14 @@ class Said:
 
 
 def agree_on_first(world: World, own: Said) -> Said:
-    """What the first process says; it is busy as long as any is.
+    """The answer of the first process; it is busy as long as any process is busy.
 
-    Measured seconds differ between processes, so only one can decide.
+    Measured seconds differ between processes. Therefore the first process decides for
+    all processes.
 
     Args:
-      world: the processes, which all call this.
-      own: what this process would say.
+      world: the processes, which all call this function.
+      own: the answer of this process.
     """
     if world.process_count == 1:
         return own
@@ -69,12 +71,12 @@ def agree_on_first(world: World, own: Said) -> Said:
 
 
 def key_of(decision: Decision) -> Key | None:
-    """The way that was chosen; None: the one that runs."""
+    """The chosen way; None if it is the running way."""
     return _key(decision.chosen) if decision.changes else None
 
 
 def with_key(decision: Decision, key: Key) -> Decision:
-    """The comparison with the way that the first process has chosen."""
+    """The comparison, with the first process's choice as the chosen way."""
     found = next((x for x in decision.compared if _key(x) == key), decision.chosen)
     return dataclasses.replace(decision, chosen=found)
 
@@ -93,18 +95,19 @@ def worth_now(
     rest_s: float,
     horizon_s: float,
 ) -> Said:
-    """Whether other codecs may save more than choosing and compiling them takes.
+    """Whether other codecs may save more time than their planning takes.
 
-    With codecs the others are always compared.
+    Planning includes the compilation of a program.
+    If the running way uses codecs, all allowed codecs are studied in any case.
 
     Args:
-      ways: the ways to go on.
-      made: the way that runs.
-      times: what was measured of steps.
-      decision: what was compared; None: the noise is not known yet.
-      rest_s: seconds that the job takes as it goes on now. Its end comes sooner by what
-        is known to be better.
-      horizon_s: seconds until something changes.
+      ways: the ways to continue.
+      made: the running way.
+      times: the model of step times.
+      decision: the comparison of ways; None: the noise scale is not known yet.
+      rest_s: seconds that the rest of the job takes with the running way. A better way
+        in ``decision`` shortens this time.
+      horizon_s: seconds until the next expected change.
     """
     found = Said()
     if decision is not None:
@@ -131,17 +134,17 @@ def worth_studying(
     each_s: float,
     once_s: float = 0.0,
 ) -> Said:
-    """Whether codecs, and layouts with them, may save more than finding them takes.
+    """Whether codecs, and layouts for them, may save more time than their study takes.
 
-    In the layouts that run, codecs save at most the synchronisation.
+    With the running layouts, codecs save at most the seconds of synchronisation.
 
     Args:
-      ways: the ways to go on.
-      made: the way that runs.
-      sync_part: the part of a step's seconds that its synchronisation takes.
-      spare_s: seconds until something changes or the run ends.
-      each_s: seconds that a codec takes to be studied.
-      once_s: seconds that are paid besides.
+      ways: the ways to continue.
+      made: the running way.
+      sync_part: the fraction of a step's seconds that its synchronisation takes.
+      spare_s: seconds until the next expected change or the end of the run.
+      each_s: seconds to study a codec.
+      once_s: additional seconds, independent of the number of codecs.
     """
     unknown, searches = ways.count_unstudied(made), ways.searches(made)
     cost_s = unknown * each_s + once_s
@@ -156,16 +159,17 @@ def worth_studying(
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Now:
-    """What a decision is made on; a thread may read it while steps go on.
+    """The facts for a decision; a thread may read them while steps run.
 
-    What a step measures may not be read then: its arrays are handed on to the next one.
+    A thread must not read a step's measurements meanwhile, because the step donates
+    their arrays to the next step.
 
     Attributes:
-      made: the way that runs.
-      way: the same with what its codecs were measured to err.
-      held: structs of the state's arrays, with where they lie.
-      call: the arguments of the step, structs.
-      batch: position of the batch among them.
+      made: the running way, with its plan.
+      way: the running way, with the measured error of its codecs.
+      held: structs of the state's arrays, with their shardings.
+      call: the arguments of the step, as structs.
+      batch: position of the batch among the arguments.
     """
 
     made: PlannedWay
@@ -175,7 +179,7 @@ class Now:
     batch: int
 
     def call_of(self, rows: int) -> StepCall:
-        """The arguments with another number of rows."""
+        """The arguments of the step with another number of rows."""
         owners = self.call.form.argument_of(self.call.arrays)
         arrays = [
             with_rows(x, self.made.key.rows, rows) if owner == self.batch else x
@@ -192,15 +196,15 @@ def now_of(
     rest: Sequence[Any],
     named: Mapping[str, Any],
 ) -> Now:
-    """What a decision is made on after a step.
+    """The facts for a decision after a step.
 
     Args:
       step: the step.
-      made: the way that runs.
-      way: what is known of it.
-      state: that the step returned.
-      rest: what it took after the state.
-      named: what it took by name.
+      made: the running way, with its plan.
+      way: the running way, with the measured error of its codecs.
+      state: the state that the step returned.
+      rest: arguments of the step after the state.
+      named: keyword arguments of the step.
     """
     arguments = state if type(state) is tuple else (state,)
     call = changing_batches.call_of(step, (*arguments, *rest), named)
@@ -212,11 +216,11 @@ def now_of(
 
 
 def with_rows(struct: Any, rows: int, wanted: int) -> Any:
-    """The struct of an array of a batch with another number of rows.
+    """The struct of a batch's array with another number of rows.
 
     Args:
-      struct: of an array; one that has no rows stays.
-      rows: of the batch.
+      struct: the struct of the array; it is returned unchanged if it has no rows.
+      rows: rows of the batch.
       wanted: rows of the result.
     """
     if not struct.shape or struct.shape[0] != rows:

@@ -387,8 +387,8 @@ class PlanCurve:
       rows: rows of the batch that the plan was made for.
       devices: number of devices.
       hosts: number of hosts.
-      estimate: the estimate of a step in the plan's layouts; None if the plan has several
-        stages or cannot be estimated.
+      estimate: the estimate of a step in the plan's layouts; None if the plan has
+        several stages or cannot be estimated.
       layouts: a digest of all decisions of the plan except the batch and the codecs.
       analysis: the analysis of the planned step.
     """
@@ -434,9 +434,9 @@ class PlanCurve:
         """The fraction of a step's seconds that other layouts may save.
 
         This fraction contains the work that several devices repeat, and the waits for
-        communication. It is the time of a device's microbatches beyond an equal share of
-        the time that a single device would take for the whole step. The update and sums
-        of gradients are not included.
+        communication. It is the time of a device's microbatches beyond an equal share
+        of the time that a single device would take for the whole step. The update and
+        sums of gradients are not included.
 
         Args:
           rows: rows of the batch.

@@ -1,6 +1,7 @@
-"""What people read of a plan: tables, pages and explanations.
+"""Texts about a plan for people: tables, pages and explanations.
 
-Importing it gives plans their texts: ``str``, ``repr`` and the cell of a notebook.
+An import of this package registers the texts of plans: ``str``, ``repr`` and the cell
+of a notebook.
 """
 
 from autopar.reports import notebook

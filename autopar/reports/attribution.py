@@ -1,4 +1,4 @@
-"""The whole step by what its seconds are spent on; the parts add up to the step."""
+"""The seconds of a step by cause; the parts add up to the whole step."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ WAYS = (OPERATOR, LAYER)
 OUTSIDE = "(no module)"
 COMPUTE, AGAIN = "compute", "compute again"
 HIDDEN, SLOWED, CODECS = "hidden beside work", "work slowed meanwhile", "codecs"
-# What `jax.checkpoint` adds to the path of a module.
+# Words that `jax.checkpoint` adds to the path of a module.
 _REMAT = frozenset({"checkpoint", "rematted_computation"})
 HEADING = ("what", "of", "in", "takes", "of the step")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class AttributedTime:
-    """Seconds of a step with one reason.
+    """Seconds of a step with one cause.
 
     Attributes:
-      what: ``compute``, ``compute again`` where rematerialisation repeats work, the
-        kind of a collective, or what belongs to the whole step.
-      names: of the operators, arrays or layers.
+      what: the cause: ``compute``, ``compute again`` (work that rematerialisation
+        repeats), the kind of a collective, or a cause of the whole step.
+      names: names of the operators, arrays or layers.
       phase: forward, backward or update; '' for the whole step.
-      seconds: below zero for what is saved because it runs beside something else.
+      seconds: the seconds; negative for time saved by overlap.
     """
 
     what: str
@@ -46,14 +46,14 @@ class AttributedTime:
 
     @property
     def whole(self) -> bool:
-        """Whether it belongs to the whole step, not to a layer."""
+        """Whether the part belongs to the whole step rather than to a layer."""
         return not self.phase
 
 
 def attribute(bound: BoundPlan, by: str) -> list[AttributedTime]:
-    """The parts of a step, those that take longest first, those of the whole last.
+    """The parts of a step, the longest first; parts of the whole step come last.
 
-    Repeated layers share a part. Their sum is the predicted time of the step.
+    Repeated layers share a part. The parts add up to the predicted seconds of the step.
 
     Args:
       bound: the plan.
@@ -82,9 +82,10 @@ def attribute(bound: BoundPlan, by: str) -> list[AttributedTime]:
 def _work_parts(
     bound: BoundPlan, found: StepEstimate, by: str
 ) -> Iterator[tuple[str, str, str, float]]:
-    """The work of each operator: what, phase, name and seconds.
+    """Yields the work of each operator: cause, phase, name and seconds.
 
-    The work of a class is that of its operators, each by how often it runs.
+    The work of a class of equivalent operators is divided among its operators in
+    proportion to their numbers of runs.
     """
     analysis, work = bound.analysis, found.work
     members: dict[int, list[Operator]] = defaultdict(list)
@@ -101,7 +102,7 @@ def _work_parts(
 def _message_parts(
     bound: BoundPlan, found: StepEstimate, by: str
 ) -> Iterator[tuple[str, str, str, float]]:
-    """The seconds of each collective: what, phase, name and seconds."""
+    """Yields the time of each collective: kind, phase, name and seconds."""
     sent = found.messages
     priced = zip(sent.collectives, sent.planned_s.tolist(), strict=True)
     crossing = ((c, c.seconds(bound.pricer)) for c in bound.crossing)
@@ -114,8 +115,8 @@ def _message_parts(
 def layer_of(op: Operator) -> str:
     """The path of the module that an operator belongs to.
 
-    Without what JAX adds to it: rematerialisation, which names the outermost module
-    twice, and the formulas of einsums.
+    Words that JAX adds to the path are removed: those of rematerialisation, which also
+    names the outermost module twice, and the formulas of einsums.
     """
     words = [word for word in op.module.split("/") if word and word not in _REMAT]
     words = [word for word in words if "->" not in word]
@@ -125,7 +126,7 @@ def layer_of(op: Operator) -> str:
 
 
 def _of_the_whole(bound: BoundPlan, cost: CostBreakdown) -> Iterator[AttributedTime]:
-    """What belongs to no layer: what is hidden and what that costs, and codecs."""
+    """The parts that belong to no layer: codecs, hidden communication, its slowdown."""
     if cost.contention_s:
         yield AttributedTime(SLOWED, (), "", cost.contention_s)
     if any(gradient.codec for gradient in bound.plan.gradients):
@@ -147,11 +148,11 @@ def part_lines(parts: Sequence[AttributedTime], top: int) -> list[str]:
 
 
 def part_cells(parts: Sequence[AttributedTime], top: int) -> list[tuple[str, ...]]:
-    """The texts under `HEADING`: the longest, the rest, what is hidden, the step.
+    """The rows under `HEADING`: longest parts, the rest, whole-step parts, the step.
 
     Args:
-      parts: all.
-      top: most rows of layers or operators.
+      parts: all parts of the step.
+      top: the most rows of layers or operators.
     """
     step = step_of(parts)
     own = [part for part in parts if not part.whole]

@@ -1,7 +1,7 @@
-"""Audits: the communication that a plan predicts beside what the compiler does.
+"""Audits: a plan's predicted communication compared with that of compiled programs.
 
-Each stage has programs of its own, and stages send each other values. A plan of one
-stage is one program.
+Each pipeline stage has programs of its own, and stages send values to each other. A
+plan of one stage is one program.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ from autopar_passes.audit.partitioned import AuditedCollective
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TargetAudit:
-    """A planned step as the compiler of a target makes it.
+    """A planned step compiled for a target, compared with the plan's predictions.
 
     Attributes:
-      target: the device.
-      memory: of one device, by the compiler.
-      predicted_memory_bytes: the plan's peak.
+      target: the kind of device.
+      memory: memory of one device, by the compiler.
+      predicted_memory_bytes: peak memory that the plan predicts.
       bytes_by_kind: bytes that one device sends in a step, by kind of collective.
-      messages: messages of a step, by kind of collective.
-      predicted_messages: messages that the cost model counts on.
-      timeline: the schedule, priced; on a TPU its cycles alone mean anything.
-      predicted_compute_s: seconds of work on arrays that the plan counts on.
-      predicted_exposed_s: seconds of communication that the plan leaves exposed.
+      messages: number of messages in a step, by kind of collective.
+      predicted_messages: number of messages that the cost model predicts, by kind.
+      timeline: the compiled schedule with seconds; on a TPU only its cycles are valid.
+      predicted_compute_s: seconds of computation that the plan predicts.
+      predicted_exposed_s: seconds of exposed communication that the plan predicts.
     """
 
     target: Target
@@ -62,7 +62,7 @@ class TargetAudit:
 
     @property
     def compute_s(self) -> float:
-        """Seconds of kernels: by the compiler's cycles where it gives any."""
+        """Seconds of kernels, from the compiler's cycle counts if it gives any."""
         if self.target.clock_hz:
             return self.timeline.cycles / self.target.clock_hz
         return self.timeline.kernel_s
@@ -91,7 +91,7 @@ class TargetAudit:
         return out
 
     def lines(self) -> list[str]:
-        """Messages, memory and time, predicted and compiled, as tables."""
+        """Tables that compare predicted and compiled messages, memory and time."""
         kinds = sorted({*self.messages, *self.predicted_messages})
         rows = [("messages of a step", "predicted", self.target.name)]
         rows += [
@@ -138,7 +138,7 @@ class TargetAudit:
 def target_audit(
     bound: BoundPlan, target: Target, compiled: CompiledProgram
 ) -> TargetAudit:
-    """Reads a compiled program and puts the predictions of its plan beside it."""
+    """Compares a compiled program with the predictions of its plan."""
     axes = tuple(bound.plan.mesh["axes"].items())
     found = device_events(compiled.text, axes)
     sent: dict[str, float] = defaultdict(float)
@@ -159,7 +159,7 @@ def target_audit(
 
 
 def predicted_messages(bound: BoundPlan) -> dict[str, float]:
-    """Messages of a step that the cost model counts on, by kind of collective."""
+    """Number of messages in a step that the cost model predicts, by collective."""
     out = defaultdict(
         float, messages(bound.pricer, bound.collectives, bound.assignment)
     )
@@ -193,25 +193,25 @@ BytesByKind = Mapping[str, float]
 
 ACTIVATIONS, COTANGENTS = "activations", "cotangents"
 BATCH, ONCE = "batch", "once a step"
-# What a plan predicts of the traffic between stages.
+# The traffic between stages that a plan predicts.
 PREDICTED = (ACTIVATIONS, COTANGENTS)
 
-# Stage, other stage and what goes there -> bytes that one device sends in a step.
+# (source stage, target stage, kind of values) -> bytes that one device sends in a step.
 BytesBetween = Mapping[tuple[int, int, str], float]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StageAudit:
-    """Communication of a stage: predicted, as Shardy partitions it, as XLA compiles it.
+    """Communication of a stage: predicted, in the partitioned and in compiled programs.
 
     Attributes:
       plan: the stage as a plan.
-      predicted: bytes that one device sends in a step, by kind of collective.
-      shardy: the same, of the program as the compiler's partitioner rewrites it.
-      compiled: communication and memory of the compiled programs of a step, memory of
-        the one that needs most; None if they were not compiled.
-      target: the step as the compiler of an accelerator makes it; None if that was
-        not asked for.
+      predicted: predicted bytes that one device sends in a step, by kind of collective.
+      shardy: bytes that one device sends in the program as partitioned by Shardy, by
+        kind of collective.
+      compiled: communication of all compiled programs of a step, and memory of the
+        program that needs the most; None if the programs were not compiled.
+      target: the step compiled for an accelerator; None if no target was given.
     """
 
     plan: Plan
@@ -231,7 +231,7 @@ class StageAudit:
 
     @property
     def bytes_by_audit(self) -> dict[str, BytesByKind]:
-        """Name of an audit -> bytes by kind."""
+        """For each audit, by name, the bytes by kind of collective."""
         out: dict[str, BytesByKind] = {"shardy": self.shardy}
         if self.compiled is not None:
             out["xla"] = bytes_by_kind(self.compiled.collectives)
@@ -259,16 +259,18 @@ class StageAudit:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Transfer:
-    """What one device of a stage sends to another stage in a step.
+    """The bytes that one device of a stage sends to another stage in a step.
 
     Attributes:
-      source: the stage.
-      target: the other stage.
-      what: ``activations`` and ``cotangents`` of all microbatches; ``batch``: the rows
-        of all microbatches that a later stage reads; ``once a step``: shared
-        parameters, their gradients, and numbers of several stages.
-      predicted_bytes: as the plan predicts, which counts the first two.
-      sent_bytes: as the runtime copies them.
+      source: the sending stage.
+      target: the receiving stage.
+      what: the kind of values. ``activations`` and ``cotangents`` are those of all
+        microbatches. ``batch``: the rows of all microbatches that a later stage reads.
+        ``once a step``: shared parameters, their gradients, and scalars of several
+        stages.
+      predicted_bytes: bytes by the plan, which predicts only activations and
+        cotangents.
+      sent_bytes: bytes that the runtime copies.
     """
 
     source: int
@@ -280,12 +282,12 @@ class Transfer:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Audit:
-    """The communication of a plan, predicted and as it runs.
+    """The predicted and the actual communication of a plan.
 
     Attributes:
       plan: the plan.
-      stages: of each stage, what its programs communicate in a step.
-      transfers: what goes between stages.
+      stages: for each stage, the communication of its programs in a step.
+      transfers: the communication between stages.
     """
 
     plan: Plan
@@ -294,7 +296,7 @@ class Audit:
 
     @property
     def agrees(self) -> bool:
-        """Whether all audits find the bytes that the plan predicts."""
+        """Whether all stages and transfers have the bytes that the plan predicts."""
         own = all(stage.agrees for stage in self.stages)
         return own and all(
             equal_bytes(t.predicted_bytes, t.sent_bytes)
@@ -304,25 +306,25 @@ class Audit:
 
     @property
     def first_predicted(self) -> BytesByKind:
-        """`StageAudit.predicted` of a plan of one stage; of several, of the first."""
+        """`StageAudit.predicted` of the first stage."""
         return self.stages[0].predicted
 
     @property
     def shardy(self) -> BytesByKind:
-        """`StageAudit.shardy`, likewise."""
+        """`StageAudit.shardy` of the first stage."""
         return self.stages[0].shardy
 
     @property
     def first_compiled(self) -> CompiledAudit | None:
-        """`StageAudit.compiled`, likewise."""
+        """`StageAudit.compiled` of the first stage."""
         return self.stages[0].compiled
 
     @property
     def target(self) -> TargetAudit | None:
-        """`StageAudit.target`, likewise."""
+        """`StageAudit.target` of the first stage."""
         return self.stages[0].target
 
-    # The old names, for one release.
+    # Deprecated names, kept for one release.
     predicted = first_predicted
     compiled = first_compiled
 
@@ -336,7 +338,7 @@ class Audit:
         }
 
     def __str__(self) -> str:
-        """The comparison as tables, and a verdict on each."""
+        """The comparison as tables, each with a verdict."""
         if len(self.stages) == 1:
             return "\n".join(_whole_lines(self.stages[0]))
         lines = [f"plan     {self.plan.cluster}, {len(self.stages)} stages"]
@@ -350,9 +352,10 @@ class Audit:
 
 
 def without_rounding(bound: BoundPlan) -> BoundPlan:
-    """A plan for devices that send values in the types that the program gives them.
+    """The plan with messages in the program's own dtypes, without rounding.
 
-    Partitioning keeps these types; a TPU's compiler rounds operands of products later.
+    The partitioned program keeps these dtypes. A TPU's compiler rounds the operands of
+    products only later.
     """
     if not bound.pricer.cluster.device.rounds_operands:
         return bound
@@ -361,7 +364,7 @@ def without_rounding(bound: BoundPlan) -> BoundPlan:
 
 
 def predicted_by_kind(bound: BoundPlan) -> BytesByKind:
-    """The bytes that the cost model expects, by kind of collective."""
+    """The bytes that one device sends in a step by the cost model, by collective."""
     out: dict[str, float] = defaultdict(float)
     for collective in bound.collectives:
         out[collective.step.kind] += collective.sent_bytes(bound.pricer)
@@ -372,7 +375,7 @@ def predicted_by_kind(bound: BoundPlan) -> BytesByKind:
 
 
 def bytes_by_kind(collectives: Iterable[AuditedCollective]) -> BytesByKind:
-    """Sums what one device sends, by kind of collective."""
+    """Total bytes that one device sends in a step, by kind of collective."""
     out: dict[str, float] = defaultdict(float)
     for collective in collectives:
         out[collective.kind] += collective.sent_bytes
@@ -418,7 +421,7 @@ def equal_bytes(predicted: float, total: float) -> bool:
 
 
 def verdicts(audit: StageAudit) -> list[str]:
-    """Says of each way to look whether it agrees with the prediction."""
+    """For each audit, a sentence whether it agrees with the prediction."""
     predicted, out = sum(audit.predicted.values()), list[str]()
     for name, found in audit.bytes_by_audit.items():
         total = sum(found.values())
@@ -436,12 +439,12 @@ def verdicts(audit: StageAudit) -> list[str]:
 def transfers_of(
     links: Iterable[StageLink], sent: BytesBetween, microbatches: int
 ) -> tuple[Transfer, ...]:
-    """What is predicted and sent between stages, by stage.
+    """The transfers between stages, with predicted and sent bytes.
 
     Args:
-      links: what the plan predicts.
-      sent: what the runtime sends.
-      microbatches: of a step.
+      links: the plan's predictions for a microbatch.
+      sent: bytes that the runtime sends.
+      microbatches: number of microbatches in a step.
     """
     predicted: dict[tuple[int, int, str], float] = defaultdict(float)
     for link in links:
@@ -454,7 +457,7 @@ def transfers_of(
 
 
 def transfer_lines(transfers: Sequence[Transfer]) -> list[str]:
-    """What goes between stages as a table, and a verdict."""
+    """The transfers between stages as a table with a verdict."""
     rows = [
         (
             f"stage {t.source}",

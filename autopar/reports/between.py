@@ -1,16 +1,17 @@
-"""The bytes that processes send each other in a step, as a plan predicts them.
+"""The predicted bytes that processes send to each other in a step of a plan.
 
-They are those of the messages that the step is priced by. Each device of a collective
-sends what `autopar.cost.collectives.collective_bytes` says: in an all-to-all as much to
-each other one, else round a ring. Sums go to the device before and gathers to the one
-behind, as in gloo (``gloo/allreduce.cc``, ``gloo/allgather.cc``), which XLA uses
-between CPUs. Between stages go the values of
-`autopar.planner.stages.stage_costs.stage_messages`, cut into pieces
-(`autopar.layouts.pieces`). What stays in a process is not counted.
+The bytes are those of the messages that the cost model prices. Each device of a
+collective sends the bytes given by `autopar.cost.collectives.collective_bytes`. In an
+all-to-all, a device sends equal parts to all other devices. In all other collectives,
+it sends around a ring. All-reduces send to the previous device of the ring, and other
+collectives to the next device, as in gloo (``gloo/allreduce.cc``,
+``gloo/allgather.cc``), which XLA uses between CPUs. Stages send each other the values
+of `autopar.planner.stages.stage_costs.stage_messages`, cut into pieces
+(`autopar.layouts.pieces`). Bytes that stay inside a process do not count.
 
-Not counted either, as they do not grow with the model: headers, the words of the
-coordination service, numbers that are measured beside the step (noise, telemetry of
-codecs between stages), results that are told to all processes.
+Some messages are left out because their size does not grow with the model: headers, the
+messages of the coordination service, measurements (noise, and telemetry of codecs
+between stages), and results of a step that all processes receive.
 """
 
 from __future__ import annotations
@@ -35,20 +36,20 @@ from autopar.steps.analysis import Analysis
 from autopar_passes.program.equations import walk
 from autopar_passes.stages.cut import Phase
 
-# (sender, receiver) -> bytes of a step.
+# (sending process, receiving process) -> bytes in a step.
 BytesBetween = Mapping[tuple[int, int], float]
 
 
 def bytes_between(
     analysis: Analysis, plan: Plan, cluster: Cluster, process_of: Sequence[int]
 ) -> BytesBetween:
-    """The bytes that each process sends to each other one in a step.
+    """The bytes that each process sends to each other process in a step.
 
     Args:
       analysis: the step on the whole batch.
       plan: the plan.
       cluster: all devices.
-      process_of: of each device, by its position in the cluster, the number of its
+      process_of: for each device, by position in the cluster, the number of its
         process. Bytes between hosts are sums over pairs of their processes.
 
     Raises:
@@ -83,7 +84,8 @@ def _within_stage(bound: BoundPlan) -> Iterator[tuple[int, int, float]]:
     pricer, devices = bound.pricer, bound.plan.stage.devices
     for c in bound.collectives:
         kind = pricer.runs_as(c.step.kind)
-        ratio = 2.0 if kind != c.step.kind else 1.0  # a sum of which a part is kept
+        # An all-reduce in place of a reduce-scatter sends twice as many bytes.
+        ratio = 2.0 if kind != c.step.kind else 1.0
         nbytes = ratio * c.sent_bytes(pricer)
         yield from _collective(kind, c.step.axes, nbytes, pricer.sizes, devices)
     names = pricer.mesh.names
@@ -99,7 +101,7 @@ def _collective(
     sizes: Sequence[int],
     devices: Sequence[int],
 ) -> Iterator[tuple[int, int, float]]:
-    """Yields the messages of a collective in which each device sends so many bytes."""
+    """Yields the messages of a collective in which each device sends ``nbytes``."""
     if not nbytes:
         return
     grid = np.asarray(devices).reshape(sizes)
@@ -122,7 +124,10 @@ def _collective(
 def _between_stages(
     bound: BoundStages, process_of: Sequence[int]
 ) -> Iterator[tuple[int, int, float]]:
-    """Yields what stages and the rows of the batch send: sender, receiver, bytes."""
+    """Yields messages between stages, and of rows of the batch.
+
+    Each message is (sending device, receiving device, bytes).
+    """
     cut, values = bound.cut, bound.cut.analysis.graph.values
     places = _Places(bound, process_of)
     for m in stage_messages(cut):
@@ -142,10 +147,10 @@ def _between_stages(
 
 
 class _Places:
-    """Where values lie, in blocks on devices by their positions in the cluster."""
+    """The placement of values: blocks on devices, by positions in the cluster."""
 
     def __init__(self, bound: BoundStages, process_of: Sequence[int]) -> None:
-        """Knows the stages and the processes."""
+        """Stores the stages, and the process of each device."""
         self.bound = bound
         self.process_of = process_of
         self.graph = bound.cut.analysis.graph
@@ -156,20 +161,20 @@ class _Places:
         return blocks_of(layout, shape, own.pricer.sizes, own.plan.stage.devices)
 
     def wire(self, value: int, stage: int, other: int) -> Blocks:
-        """A value on a stage as it goes to another one, or comes from it."""
+        """The blocks of a value on a stage, for a message to or from another stage."""
         layouts = [own.assignment for own in self.bound.stages]
         layout = wire_of(layouts, value, stage, other)
         return self.blocks(stage, layout, self.graph.values[value].shape)
 
     def home(self, value: int, stage: int) -> Blocks:
-        """A value on a stage, where it lies between steps."""
+        """The blocks of a value on a stage between steps."""
         layout = self.bound.stages[stage].assignment.home_layout(value)
         return self.blocks(stage, layout, self.graph.values[value].shape)
 
     def moved(
         self, have: Blocks, need: Blocks, nbytes: float
     ) -> Iterator[tuple[int, int, float]]:
-        """Yields what is sent of an array of so many bytes."""
+        """Yields the messages that move an array of ``nbytes`` between placements."""
         size = math.prod(max(end for _, end in dim) for dim in zip(*have, strict=True))
         process: Callable[[Any], int] = self.process_of.__getitem__
         for landing in landings(have, need, process):
@@ -179,7 +184,7 @@ class _Places:
 
 
 def _results(bound: BoundStages, places: _Places) -> Iterator[tuple[int, int, float]]:
-    """Yields state that another stage computes than the one that keeps it."""
+    """Yields messages of state that one stage computes and another stage keeps."""
     cut, graph = bound.cut.cut, bound.cut.analysis.graph
     given = {v: k for k, v in cut.parts.flow.carried_values.items()}
     for key, task in cut.tasks.items():
@@ -194,10 +199,11 @@ def _results(bound: BoundStages, places: _Places) -> Iterator[tuple[int, int, fl
 
 
 def _rows(bound: BoundStages, places: _Places) -> Iterator[tuple[int, int, float]]:
-    """Yields the rows of the batch, of which each process has an equal part.
+    """Yields messages of the rows of the batch.
 
-    They go to the stages that own them. Those that are read ahead of the microbatches
-    go from there to all processes.
+    At first each process has an equal part of the rows. Rows are sent to the stages
+    that own them. Rows that the step reads before the loop over microbatches are then
+    sent to all processes.
     """
     cut, found = bound.cut, bound.cut.found
     whole = cut.analysis.whole or cut.analysis
@@ -229,7 +235,7 @@ def _rows(bound: BoundStages, places: _Places) -> Iterator[tuple[int, int, float
 
 
 def _read_ahead(program: Any) -> frozenset[int]:
-    """The flat arguments that are read ahead of the microbatches."""
+    """The flat arguments that the step reads before the loop over microbatches."""
     if program is None:
         return frozenset()
     atoms = [a for eqn in walk(program.body) for a in eqn.inputs]

@@ -1,4 +1,4 @@
-"""Why a plan is as it is: what a layout costs, and what another would."""
+"""Explanations of a plan: the cost of a layout, and the costs of alternatives."""
 
 from __future__ import annotations
 
@@ -40,16 +40,16 @@ Say = Callable[[str], None]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class BoundPlan:
-    """A plan with the step that it is for, and its communication.
+    """A plan with its step and its communication.
 
     Attributes:
       analysis: the step.
       plan: the plan.
-      assignment: its layouts.
-      pricer: its mesh and cluster.
-      collectives: all that its devices send each other.
-      crossing: those of them that bring to a stage's layouts what other stages send,
-        and from them what they get.
+      assignment: the plan's layouts.
+      pricer: the plan's mesh and cluster.
+      collectives: all collectives of the plan.
+      crossing: the collectives that reshard values received from other stages, or
+        values to be sent to other stages.
     """
 
     analysis: Analysis
@@ -62,17 +62,17 @@ class BoundPlan:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LayoutDecision:
-    """The layout of one input, or of all that share the decision.
+    """The layout of one input, or of several inputs that share the decision.
 
     Attributes:
-      node: the node of the contracted graph, None where there is no choice.
-      inputs: the inputs that were asked about.
-      shared: how many inputs share the decision.
+      node: the node of the contracted graph; None if there is no choice.
+      inputs: the inputs that the user asked about.
+      shared: number of inputs that share the decision.
       spec: the layout.
-      nbytes: bytes of one of the arrays.
-      shard_bytes: bytes of its part on one device.
-      collectives: the communication of all inputs that share the decision, and
-        of what is computed for them.
+      nbytes: bytes of one of the unsharded arrays.
+      shard_bytes: bytes of an array's shard on one device.
+      collectives: the communication of all inputs that share the decision, and of their
+        gradients and updates.
     """
 
     node: int | None
@@ -86,14 +86,14 @@ class LayoutDecision:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Alternative:
-    """Another layout of an input, everything else planned again.
+    """Another layout of an input, with all other decisions planned again.
 
     Attributes:
       spec: the layout.
-      step_s: predicted seconds of one step; infinite where nothing fits.
-      shard_bytes: bytes of one array's part on one device.
-      peak_memory_bytes: most bytes live at once on one device.
-      proved: whether no plan with this layout is faster.
+      step_s: predicted seconds of one step; infinite if no plan fits.
+      shard_bytes: bytes of an array's shard on one device.
+      peak_memory_bytes: peak memory of one device.
+      proved: whether the solver proved that no plan with this layout is faster.
     """
 
     spec: Spec
@@ -104,7 +104,9 @@ class Alternative:
 
 
 def bind_plan(analysis: Analysis, plan: Plan, cluster: Cluster) -> BoundPlan:
-    """Puts a plan and its step together; of a plan with replicas, the last to end.
+    """Combines a plan with its step.
+
+    For a plan with replicas, the result describes the slowest replica.
 
     Raises:
       PlanError: the plan is for another step or cluster.
@@ -132,7 +134,7 @@ def mesh_of(plan: Plan, cluster: Cluster) -> MeshShape:
 def group_collectives(
     bound: BoundPlan, collectives: Sequence[Collective]
 ) -> tuple[CollectiveRow, ...]:
-    """Joins the collectives that are alike, those that take longest first."""
+    """Groups equal collectives of repeated layers; the longest come first."""
     groups: dict[tuple[str, ...], list[tuple[str, Collective]]] = defaultdict(list)
     names = bound.plan.axis_names
     for collective in collectives:
@@ -157,7 +159,7 @@ def group_collectives(
 
 
 def input_decisions(bound: BoundPlan, pattern: str) -> list[LayoutDecision]:
-    """The layouts of the inputs that a pattern matches, one for each decision.
+    """The layouts of the inputs that a pattern matches, grouped by decision.
 
     Raises:
       PlanError: the pattern matches no input.
@@ -198,7 +200,7 @@ def _decision(
 
 
 def _touching(bound: BoundPlan, node: int) -> list[Collective]:
-    """The collectives of values that live in a node, and of what updates them."""
+    """The collectives of a node's values, and of the updates of its inputs."""
     analysis = bound.analysis
     homes = analysis.contraction.homes
     values = {value for value, home in homes.items() if home.node == node}
@@ -209,9 +211,10 @@ def _touching(bound: BoundPlan, node: int) -> list[Collective]:
 
 
 def _updates(analysis: Analysis, given: GraphInput) -> set[int]:
-    """The values of an input's size that its next value is made of, from its gradient.
+    """The values of an input's size from its gradient to its updated value.
 
-    The gradient is where the way back meets an operator that reduces.
+    The search starts at the updated value and goes back to operands. It ends at the
+    first operator that reduces, whose result is the gradient.
     """
     graph = analysis.graph
     start = graph.outputs[given.output] if given.output >= 0 else None
@@ -233,13 +236,13 @@ def alternatives(
 ) -> list[Alternative]:
     """Plans again with each of the most promising other layouts of an input.
 
-    Promising is what costs least while all other decisions stay as they are.
+    A layout is promising if it costs little while all other decisions stay the same.
 
     Args:
       bound: the plan.
-      decision: of the input.
-      limit: how many layouts to try.
-      seconds: time limit of the solver, for each.
+      decision: the decision on the input's layout.
+      limit: number of layouts to try.
+      seconds: time limit of the solver for each layout.
       say: shows progress.
     """
     if decision.node is None:
@@ -283,7 +286,7 @@ def _promising(
 
 
 def _best(*candidates: Candidate | None) -> Candidate | None:
-    """The fastest one there is, the first of equals."""
+    """The fastest candidate; None if all are None."""
     return min((c for c in candidates if c), key=lambda c: c.step_s, default=None)
 
 
@@ -297,7 +300,7 @@ def _alternative(spec: Spec, shard_bytes: float, best: Candidate | None) -> Alte
 def _solve(
     bound: BoundPlan, restriction: Restriction, seconds: float
 ) -> Candidate | None:
-    """The best plan under a restriction, None where none fits or is found."""
+    """The best plan under a restriction; None if no plan fits or is found."""
     try:
         return solve_mesh(bound.analysis, bound.pricer, restriction, seconds)
     except PlanError:
@@ -307,7 +310,7 @@ def _solve(
 def _evaluate(
     bound: BoundPlan, formulation: Formulation, choices: tuple[int, ...]
 ) -> Candidate | None:
-    """Prices the plan with one choice changed; None where that is impossible."""
+    """Prices the plan with one changed choice; None if it is infeasible."""
     cost = _cost(formulation, choices)
     if not math.isfinite(cost):
         return None
@@ -320,7 +323,7 @@ def _evaluate(
 
 
 def _cost(formulation: Formulation, choices: Sequence[int]) -> float:
-    """The objective of the problem."""
+    """The objective value of choices."""
     problem = formulation.problem
     nodes = (costs[choices[i]] for i, costs in enumerate(problem.node_costs))
     edges = zip(problem.edges, problem.edge_costs, strict=True)
@@ -330,7 +333,7 @@ def _cost(formulation: Formulation, choices: Sequence[int]) -> float:
 def _costs_alone(
     formulation: Formulation, chosen: Sequence[int], node: int
 ) -> list[float]:
-    """The cost of each strategy of a node, its neighbours as they are."""
+    """The cost of each strategy of a node, with unchanged choices of its neighbours."""
     problem = formulation.problem
     total = problem.node_costs[node].astype(float)
     for (i, j), costs in zip(problem.edges, problem.edge_costs, strict=True):
@@ -344,7 +347,7 @@ def _costs_alone(
 
 
 def plan_choices(bound: BoundPlan, formulation: Formulation) -> tuple[int, ...]:
-    """The plan as positions in the strategies of a problem.
+    """The plan's choices as indices into the strategies of a problem.
 
     Raises:
       PlanError: the plan holds a layout that the planner does not consider.
@@ -371,9 +374,9 @@ _HEADING: tuple[str, ...] = (
 
 
 def proposal_lines(proposals: Sequence[Proposal], plan: Plan) -> list[str]:
-    """The proposals in the order in which they were made; that of the plan has a star.
+    """The proposals in the order in which they were made; a star marks the plan's.
 
-    Others may be faster, where the compiler needs more memory for them.
+    Other proposals may be faster but may need too much memory by the compiler.
     """
     step_s = plan.predicted.step_s
     judged = (p for p in proposals if p.step_s is not None)

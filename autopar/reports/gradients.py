@@ -1,7 +1,7 @@
-"""The messages that a plan's codecs send, and what other codecs would cost.
+"""The messages that a plan's codecs send, and the costs of other codecs.
 
-Messages that travel together are one collective (`autopar.layouts.summation`). It takes
-the time of all their bytes, as when the codecs were chosen.
+Messages that travel together are one collective (`autopar.layouts.summation`). The
+collective takes the time of their total bytes, as in the planner's choice of codecs.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ _PHASE, _TELEMETRY = "update", "telemetry"
 def codec_rows(
     gradients: Sequence[GradientDecision], pricer: Pricer
 ) -> tuple[CollectiveRow, ...]:
-    """The collectives of gradients with codecs, and their work on each device.
+    """The collectives of gradients with codecs, and the work of codecs on each device.
 
-    Averages of residuals count as if every step took them, as all branches of a
-    condition are counted. What a fallback sends (`autopar.compression.fallback`) does
-    not count.
+    Averages of residuals are counted in every step, because all branches of a
+    conditional are counted. Messages of a fallback (`autopar.compression.fallback`) are
+    not counted.
     """
     coded = [g for g in gradients if g.codec]
     if not coded:
@@ -74,7 +74,7 @@ def codec_rows(
 
 
 def _rounds(gradient: GradientDecision, route: GradientRoute) -> tuple[Message, ...]:
-    """The codec's collectives, and the average of the residuals if there is one."""
+    """The codec's messages, and the message that averages residuals, if any."""
     found = route.rounds(codec_of(gradient))
     if not gradient.average_every:
         return found
@@ -88,7 +88,7 @@ def _message_row(
     shared: BucketCollective[str],
     members: Sequence[tuple[str, Message]],
 ) -> CollectiveRow:
-    """One collective of a bucket: all messages of a round."""
+    """The row of one collective of a bucket, with all messages of a round."""
     axes = tuple(axis for axis in pricer.mesh.axes if axis.name in shared.axes)
     whole = sum(m.nbytes for _, m in members)
     return CollectiveRow(
@@ -103,7 +103,7 @@ def _message_row(
 
 
 def _work_row(pricer: Pricer, coded: Sequence[GradientDecision]) -> CollectiveRow:
-    """Encoding and decoding, which sends nothing."""
+    """The row of encoding and decoding, which send nothing."""
     device = pricer.cluster.device
     seconds = sum(local_s(parse_codec(g.codec), g.local_shape, device) for g in coded)
     names = tuple(g.name for g in coded)
@@ -119,14 +119,14 @@ def _work_row(pricer: Pricer, coded: Sequence[GradientDecision]) -> CollectiveRo
 
 
 def _telemetry_row(pricer: Pricer, count: int, often: int) -> CollectiveRow:
-    """The sums of norms and errors over all devices, small but there.
+    """The row of the sums of norms and errors over all devices, which are small.
 
-    The bytes are those of a step that is measured; the seconds a mean over steps.
+    The bytes are those of a step that is measured. The seconds are a mean over steps.
 
     Args:
       pricer: the mesh and cluster.
       count: number of gradients with codecs.
-      often: of how many the sums are taken in every step.
+      often: number of gradients with sums in every step.
     """
     axes = pricer.mesh.axes
     devices = math.prod(axis.size for axis in axes)
@@ -146,12 +146,12 @@ def _telemetry_row(pricer: Pricer, count: int, often: int) -> CollectiveRow:
 
 
 def codec_options(gradient: GradientDecision, pricer: Pricer) -> list[CodecPrice]:
-    """The costs of a gradient by each codec that ``auto`` knows, the fastest first.
+    """The costs of a gradient with each codec that ``auto`` may choose, fastest first.
 
-    The codec that the plan has is among them, and '' is what the compiler does.
+    The list includes the plan's codec, and '' for the compiler's sum without a codec.
 
     Args:
-      gradient: how the plan sends it.
+      gradient: the plan's decision on the gradient.
       pricer: the plan's mesh and cluster.
     """
     route = planned_route(gradient, pricer.mesh.axes)

@@ -1,4 +1,4 @@
-"""A plan as one web page that needs nothing else."""
+"""A plan as one self-contained web page."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from autopar.reports.table import (
 )
 from autopar.reports.worth import has_codecs, idle_texts, rates, speed_up_text
 
-# A phone shows a page in its own width.
+# Phones show the page at the width of their screen.
 VIEWPORT = '<meta name="viewport" content="width=device-width, initial-scale=1">'
 
 STYLE = """
@@ -83,7 +83,7 @@ input[type=search] { font: inherit; width: 100%; max-width: 24rem; margin: .5rem
   border: 1px solid var(--line); border-radius: 6px; box-sizing: border-box; }
 """
 
-# Shows the rows of the tables in the same fold that hold what is typed.
+# A search field hides all table rows of its fold that do not contain the typed text.
 SEARCH = """
 for (const field of document.querySelectorAll("input[type=search]"))
   field.addEventListener("input", () => {
@@ -94,7 +94,7 @@ for (const field of document.querySelectorAll("input[type=search]"))
 """
 
 
-# Inputs that are shown without unfolding them; layers with bars.
+# The most inputs that are shown unfolded, and the most layers that are shown.
 _MOST_SHOWN, _MOST_LAYERS = 12, 12
 _PHASES = ("forward", "backward", "update")
 
@@ -108,8 +108,8 @@ def render_html(
 
     Args:
       plan: the plan.
-      collectives: its communication, the longest first.
-      parts: the whole step by layer, the longest first; none where that is unknown.
+      collectives: the plan's communication, the longest first.
+      parts: the whole step by layer, the longest first; empty if it is not known.
     """
     title = f"Plan for {plan.cluster}"
     sections = [
@@ -151,7 +151,7 @@ def _description(plan: Plan) -> str:
 
 
 def _verdict(plan: Plan) -> list[str]:
-    """What the plan makes of its cluster, in sentences."""
+    """Sentences on the plan's speed-up and its unused mesh axes."""
     worth = plan.worth
     if worth is None:
         return []
@@ -164,7 +164,7 @@ def _verdict(plan: Plan) -> list[str]:
 
 
 def _schedule(plan: Plan) -> list[str]:
-    """The stages of a pipeline, and when their tasks run."""
+    """The stages of a pipeline, and the timeline of their tasks."""
     if plan.pipeline is None:
         return []
     rows = "".join(
@@ -245,7 +245,7 @@ def _pictures(plan: Plan) -> list[str]:
 
 
 def _communication(collectives: Sequence[CollectiveRow]) -> list[str]:
-    """Communication by mesh axis and pass, and then one by one."""
+    """Communication by mesh axis and pass, and then each collective."""
     if not collectives:
         return ["<h2>Communication</h2>", "<p>None.</p>"]
     seconds: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
@@ -295,7 +295,7 @@ def _inputs(plan: Plan) -> list[str]:
 
 
 def _fold(rows: Sequence[Sequence[str]]) -> str:
-    """A table of inputs that can be searched; many are folded away at first."""
+    """A searchable table of inputs; a long table is folded at first."""
     state = " open" if len(rows) <= _MOST_SHOWN else ""
     field = '<input type="search" placeholder="search" aria-label="search inputs"/>'
     table = _table(INPUT_HEADING, rows)
@@ -305,7 +305,7 @@ def _fold(rows: Sequence[Sequence[str]]) -> str:
 
 
 def _gradients(plan: Plan) -> list[str]:
-    """The gradients' codecs, and the reason for them."""
+    """The gradients' codecs, and the reason for their choice."""
     if not has_codecs(plan):
         return []
     rows = gradient_rows(plan)

@@ -27,19 +27,19 @@ from autopar.reports.worth import unused_text, worth_facts
 
 # A picture of a mesh, and of arrays split over it, as SVG.
 #
-# Each device of a mesh has a colour: its index along the first axis chooses the hue,
-# its index along the second one the lightness. A part of an array has the colour of the
-# devices that hold it, so an array that is split like the mesh looks like the mesh. A
-# part that all devices hold is grey.
+# Each device of a mesh has a colour. The device's index along the first mesh axis
+# determines the hue, and its index along the second axis the lightness. A shard of an
+# array has the colour of the devices that hold it. Therefore an array that is split
+# like the mesh looks like the mesh. A shard that all devices hold is grey.
 
-# Most parts of an array, and devices of a mesh, that are drawn along a side; more would
-# be too small to see.
+# The most shards of an array, and the most devices of a mesh, that are drawn along a
+# side. More of them would be too small to see.
 MOST_PARTS, MOST_DEVICES = 8, 64
 _SIDE, _GAP, _LABELS = 96, 56, 34
 
 
 def picture(axes: Mapping[str, int], arrays: Sequence[tuple[str, Spec]]) -> str:
-    """Draws the mesh, and the arrays beside it.
+    """Draws the mesh, and to the right of it the arrays, as SVG.
 
     Args:
       axes: size of each mesh axis, outermost first.
@@ -64,7 +64,7 @@ def picture(axes: Mapping[str, int], arrays: Sequence[tuple[str, Spec]]) -> str:
 
 
 def two_dims(spec: Spec) -> Spec:
-    """The first two dimensions that are split, filled up with whole ones."""
+    """The first two sharded dimensions, filled up with unsharded dimensions."""
     split = [names for names in spec if names][:2]
     if len(split) == 1:
         whole = spec[0] != split[0]
@@ -75,9 +75,9 @@ def two_dims(spec: Spec) -> Spec:
 def _drawing(
     axes: Mapping[str, int], name: str, label: str, spec: Spec, is_mesh: bool
 ) -> str:
-    """Parts in rows and columns, with the name and the label below.
+    """Draws shards in rows and columns, with the name and the label below.
 
-    An array is a square. A device of a mesh is one, so that a mesh is to scale.
+    An array is drawn as a square. Each device of a mesh is drawn as a square.
     """
     most = MOST_DEVICES if is_mesh else MOST_PARTS
     sides = [_drawn_indices(axes, names, most) for names in (*spec, (), ())[:2]]
@@ -107,7 +107,7 @@ def _cells(
     sides: Sequence[Sequence[Mapping[str, int]]],
     size: Sequence[float],
 ) -> Iterator[tuple[float, float, float, float, str]]:
-    """The left, the top, the width, the height and the colour of each part."""
+    """Yields the left, top, width, height and colour of each shard."""
     down, along = sides
     height, width = size[0] / len(down), size[1] / len(along)
     for (i, row), (j, column) in itertools.product(enumerate(down), enumerate(along)):
@@ -118,7 +118,7 @@ def _cells(
 def _drawn_indices(
     axes: Mapping[str, int], names: Sequence[str], most: int
 ) -> list[dict[str, int]]:
-    """The mesh indices of the parts along one side, or of some of them."""
+    """The mesh indices of the shards along one side; of at most ``most`` shards."""
     sizes = [axes[name] for name in names]
     parts = math.prod(sizes)
     count = min(parts, most)
@@ -133,7 +133,7 @@ def _drawn_indices(
 
 
 def _colour(axes: Mapping[str, int], indices: Mapping[str, int]) -> str:
-    """The colour of devices with these mesh indices, along the axes that are named."""
+    """The colour of devices with given mesh indices; grey without any index."""
     names = list(axes)[:2]
     known = [name in indices for name in names]
     if not any(known):
@@ -146,17 +146,17 @@ def _colour(axes: Mapping[str, int], indices: Mapping[str, int]) -> str:
     return f"hsl({hue},{saturation}%,{lightness}%)"
 
 
-# Role of an input -> most rows of the table; most arrays in the picture.
+# The most rows of the table by role of an input, and the most arrays in the picture.
 _SHOWN = {"parameter": 8, "batch": 2}
 MOST_DRAWN = 4
 
 
 @set_renderer("line")
 def line(plan: Plan) -> str:
-    """Returns the plan in one line: where, on which mesh, and what a step should cost.
+    """Returns the plan in one line: cluster, mesh and predicted cost of a step.
 
-    Such as ``<Plan 8:cpu, mesh data=8, step 3.46 ms, 1.2 MB on each device, proved
-    optimal, no codecs>``.
+    An example is ``<Plan 8:cpu, mesh data=8, step 3.46 ms, 1.2 MB on each device,
+    proved optimal, no codecs>``.
     """
     expected = plan.predicted
     unused = unused_text(plan.worth)
@@ -169,7 +169,7 @@ def line(plan: Plan) -> str:
 
 
 def codecs_text(plan: Plan) -> str:
-    """The codecs, the most used first, such as ``codecs int4 x12, dense x3``."""
+    """The codecs with their numbers of gradients, ``codecs int4 x12, dense x3``."""
     counts = Counter(
         gradient.codec.partition(":")[0]
         for stage in plan.stages
@@ -184,7 +184,7 @@ def codecs_text(plan: Plan) -> str:
 
 @set_renderer("cell")
 def cell(plan: Plan) -> str:
-    """Returns the plan as HTML for a notebook; it needs no other file."""
+    """Returns the plan as self-contained HTML for a notebook."""
     parts = [_table(facts(plan))]
     for number, stage in enumerate(plan.stages):
         if len(plan.stages) > 1:
@@ -199,7 +199,7 @@ def cell(plan: Plan) -> str:
 
 
 def facts(plan: Plan) -> list[tuple[str, str]]:
-    """The rows of the first table: a name, and what the plan says."""
+    """The rows of the first table, as pairs of a name and a text."""
     expected = plan.predicted
     meshes = ", ".join(mesh_text(stage) for stage in plan.stages)
     return [
@@ -220,10 +220,10 @@ def facts(plan: Plan) -> list[tuple[str, str]]:
 
 
 def largest_inputs(plan: Plan, stage: StagePlan) -> StagePlan:
-    """The stage with its largest parameters and arrays of the batch alone.
+    """The stage with only its largest parameters and largest arrays of the batch.
 
-    Layers that repeat count once. The optimizer's state usually lies as its
-    parameters do, and is left out.
+    Repeated layers count once. The optimizer's state is left out, because it usually
+    has the layouts of its parameters.
     """
     kept: set[str] = set()
     for role, most in _SHOWN.items():
@@ -242,7 +242,7 @@ def largest_inputs(plan: Plan, stage: StagePlan) -> StagePlan:
 
 
 def plan_picture(plan: Plan, stage: StagePlan) -> str:
-    """The mesh, and the largest array of each layout, the largest first."""
+    """A picture of the mesh and of the largest array of each layout."""
     sizes = {path: math.prod(plan.shapes.get(path, ())) for path in stage.inputs}
     drawn: dict[str, str] = {}
     for path in sorted(sizes, key=lambda path: -sizes[path]):
@@ -252,7 +252,7 @@ def plan_picture(plan: Plan, stage: StagePlan) -> str:
 
 
 def _table(rows: Sequence[Sequence[str]], *, head: bool = False) -> str:
-    """Rows as a table; ``head`` makes the first one its heading."""
+    """Rows as an HTML table; with ``head`` the first row is the heading."""
     lines = [
         "".join(
             f'<{tag} style="text-align:left">{html.escape(text)}</{tag}>'

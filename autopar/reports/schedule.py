@@ -1,4 +1,4 @@
-"""The schedule of a pipeline for people: stages, a drawing, a timeline, a trace."""
+"""The schedule of a pipeline as a table, a drawing in text, a picture and a trace."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from autopar_solver import (
     play,
 )
 
-# Columns of a drawing in text.
+# Number of columns of a drawing in text.
 _WIDTH = 72
 _IDLE, _ONCE = ".", "*"
 _LEGEND = (
@@ -44,10 +44,10 @@ _NAMES = {
 
 
 def play_plan(plan: Plan) -> tuple[ScheduleTable, TaskSeconds, TaskTimes]:
-    """The schedule of a plan of several stages, its seconds, and when each task runs.
+    """The schedule of a plan of several stages, its seconds, and the times of tasks.
 
     Args:
-      plan: one with ``pipeline``.
+      plan: a plan with ``pipeline``.
     """
     data = plan.pipeline
     assert data is not None
@@ -85,9 +85,9 @@ STAGE_HEADING: StageRow = (
 
 
 def stage_rows(plan: Plan) -> list[StageRow]:
-    """A row for each stage: where it runs, what it runs and what that takes.
+    """A row for each stage: its devices, layers, seconds, memory and waits.
 
-    Seconds of the passes are those of one microbatch.
+    The seconds of passes are those of one microbatch.
     """
     data = plan.pipeline
     assert data is not None
@@ -123,7 +123,7 @@ def _span(first: int, end: int) -> str:
 
 
 def bubble(plan: Plan) -> float:
-    """The share of the step in which a stage waits, on average."""
+    """The fraction of the step for which a stage waits, averaged over stages."""
     return float(np.mean(play_plan(plan)[2].bubble))
 
 
@@ -154,7 +154,7 @@ def drawing(plan: Plan, width: int = _WIDTH) -> list[str]:
 
 
 def _cover(column: np.ndarray, begin: float, end: float) -> None:
-    """Adds to each cell the part of it that a span covers."""
+    """Adds to each cell the fraction of the cell that a span covers."""
     cells = np.arange(len(column))
     column += np.clip(np.minimum(end, cells + 1) - np.maximum(begin, cells), 0, None)
 
@@ -165,7 +165,10 @@ _Task = tuple[TaskKind, int, int] | None
 def _tasks(
     table: ScheduleTable, timeline: TaskTimes, stage: int, seconds: TaskSeconds
 ) -> Iterator[tuple[_Task, float, float]]:
-    """The tasks of a stage with when they begin and end; None is what runs once."""
+    """Yields the tasks of a stage with their starts and ends.
+
+    None stands for the work that runs once per step.
+    """
     starts, ends = timeline.starts_s[stage], timeline.ends_s[stage]
     for task, begin, end in zip(table.tasks(stage), starts, ends, strict=True):
         yield (task.kind, task.microbatch, task.chunk), float(begin), float(end)
@@ -185,9 +188,9 @@ def _mark(task: _Task) -> str:
 
 
 def trace_events(plan: Plan) -> dict[str, Any]:
-    """The predicted schedule as a trace of Chrome's format, which Perfetto reads.
+    """The predicted schedule as a trace in Chrome's format, which Perfetto reads.
 
-    One row a stage. Times are in microseconds, as the format wants them.
+    The trace has one row per stage. Times are in microseconds, as the format requires.
     """
     table, seconds, timeline = play_plan(plan)
     events: list[dict[str, Any]] = []

@@ -1,4 +1,4 @@
-"""Why a plan of several stages takes its time: each stage's step, and what is sent."""
+"""The time of a plan of several stages, by stage, and the messages between stages."""
 
 from __future__ import annotations
 
@@ -31,13 +31,14 @@ _HEADING = (
 
 @dataclasses.dataclass(frozen=True)
 class BoundStages:
-    """A plan of several stages with the step that it is for.
+    """A plan of several stages with its step.
 
     Attributes:
       plan: the plan.
-      cut: the step as its stages.
-      stages: each stage as a plan of its own; its predicted step is what the stage
-        computes and communicates of all microbatches, without what it waits for.
+      cut: the step, cut into stages.
+      stages: each stage as a plan of its own. The predicted step of a stage contains
+        the work and communication of all microbatches, but not the waits for other
+        stages.
     """
 
     plan: Plan
@@ -47,16 +48,17 @@ class BoundStages:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StageLink:
-    """What goes between a part of a pipeline and the next one.
+    """The messages between a part of a pipeline and the next part.
 
     Attributes:
       source: the stage of the part.
       target: the stage of the next part.
-      activation_bytes: that one device sends of a microbatch.
-      cotangent_bytes: that one device of ``target`` sends back.
+      activation_bytes: bytes of activations that one device sends per microbatch.
+      cotangent_bytes: bytes of cotangents that one device of ``target`` sends back per
+        microbatch.
       activation_s: seconds of one microbatch's activations, with latency.
       cotangent_s: seconds of one microbatch's cotangents, with latency.
-      microbatches: how often each goes in a step.
+      microbatches: number of microbatches in a step.
     """
 
     source: int
@@ -69,12 +71,12 @@ class StageLink:
 
     @property
     def step_s(self) -> float:
-        """Seconds that the link is used in a step."""
+        """Seconds for which the link is used in a step."""
         return self.microbatches * (self.activation_s + self.cotangent_s)
 
 
 def bind_stages(analysis: Analysis, plan: Plan, cluster: Cluster) -> BoundStages:
-    """Puts a plan of several stages and its step together.
+    """Combines a plan of several stages with its step.
 
     Args:
       analysis: the step on the whole batch.
@@ -103,7 +105,7 @@ def bind_stages(analysis: Analysis, plan: Plan, cluster: Cluster) -> BoundStages
 
 
 def _alone(plan: Plan, number: int, seconds: float) -> Plan:
-    """A stage as a plan, with what is predicted of it alone."""
+    """A stage as a plan of its own, with the predictions for this stage."""
     own = one_stage(plan, number)
     assert plan.pipeline is not None
     held = plan.pipeline.memory_bytes[number]
@@ -114,7 +116,7 @@ def _alone(plan: Plan, number: int, seconds: float) -> Plan:
 
 
 def busy_s(plan: Plan) -> list[float]:
-    """By stage, the seconds of a step in which it runs tasks."""
+    """For each stage, the seconds of a step during which the stage runs tasks."""
     table, seconds, _ = play_plan(plan)
     tasks_s = seconds.task_s.sum(axis=1) * plan.microbatches
     return [
@@ -124,7 +126,7 @@ def busy_s(plan: Plan) -> list[float]:
 
 
 def staged_parts(bound: BoundStages, by: str) -> list[list[AttributedTime]]:
-    """By stage, the parts of the step; they add up to the predicted step.
+    """For each stage, the parts of the step, which add up to the predicted step.
 
     Args:
       bound: the plan.
@@ -139,7 +141,7 @@ def staged_parts(bound: BoundStages, by: str) -> list[list[AttributedTime]]:
 
 
 def links(bound: BoundStages) -> list[StageLink]:
-    """What goes between parts on different stages, in order."""
+    """The links between successive parts on different stages, in order."""
     data, stages = bound.plan.pipeline, bound.cut.cut.stage_of
     assert data is not None
     layouts = [stage.assignment for stage in bound.stages]
@@ -164,7 +166,7 @@ def links(bound: BoundStages) -> list[StageLink]:
 
 
 def link_lines(found: Sequence[StageLink]) -> list[str]:
-    """What goes between stages as a table."""
+    """The links between stages as a table."""
     rows = [
         (
             f"stage {link.source}",

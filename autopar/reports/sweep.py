@@ -1,4 +1,4 @@
-"""Plans of many points side by side: batches, models and numbers of devices."""
+"""Comparison of the plans of a sweep over batches, models and numbers of devices."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ class Point:
 
     Attributes:
       options: the options of the target that vary, as text.
-      cluster: as text.
-      device: name of its devices.
-      devices: number of them.
-      plan: the plan; None where there is none.
-      reason: why not.
-      fits: whether a plan fits the memory; None where something else is in the way.
+      cluster: the cluster as text.
+      device: name of the devices.
+      devices: number of devices.
+      plan: the plan; None if planning failed.
+      reason: why planning failed.
+      fits: whether a plan fits into memory; None if planning failed for another reason.
     """
 
     options: dict[str, str]
@@ -38,17 +38,17 @@ class Point:
 
     @property
     def predictions(self) -> Predicted | None:
-        """The predictions of its plan."""
+        """The predictions of the point's plan."""
         return self.plan and self.plan.predicted
 
     @property
     def worth(self) -> Worth | None:
-        """What its plan makes of the cluster."""
+        """Speed-up and utilisation of the point's plan."""
         return self.plan and self.plan.worth
 
     @property
     def efficiency(self) -> float | None:
-        """The speed-up over one device, over the number of devices."""
+        """The speed-up over one device, divided by the number of devices."""
         return self.worth and self.worth.efficiency
 
     @property
@@ -74,13 +74,15 @@ class Point:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class WorthIt:
-    """How many devices are worth it for one model and batch.
+    """The largest number of devices with enough efficiency for one model and batch.
 
     Attributes:
       options: the options that vary.
       device: name of the devices.
-      best: the most devices whose efficiency is high enough; None: no number is.
-      beyond: the next larger number; None: there is none, or no plan.
+      best: the point with the most devices whose efficiency is high enough; None if no
+        point has enough.
+      beyond: the point with the next larger number of devices; None if no such point
+        has a plan.
     """
 
     options: dict[str, str]
@@ -100,10 +102,10 @@ class WorthIt:
 
 
 def worth_it(points: Sequence[Point], share: float) -> list[WorthIt]:
-    """Says for each model and batch how many devices are worth it.
+    """For each model and batch, the largest number of devices with enough efficiency.
 
     Args:
-      points: all; only those with a plan count.
+      points: all points; points without a plan are ignored.
       share: the least efficiency, 0 to 1.
     """
     groups: dict[tuple[object, ...], list[Point]] = {}
@@ -125,11 +127,13 @@ def worth_it(points: Sequence[Point], share: float) -> list[WorthIt]:
 
 
 def largest(points: Iterable[Point], name: str) -> list[Point]:
-    """Of points that differ in one option alone, the largest that fits.
+    """The points with the largest value of an option that fits.
+
+    One point is returned for each combination of the other options and the cluster.
 
     Args:
-      points: all.
-      name: the option; its values are numbers.
+      points: all points.
+      name: the option, which has numbers as values.
     """
     best: dict[tuple[object, ...], Point] = {}
     for point in points:
@@ -172,12 +176,12 @@ def _figures(point: Point) -> tuple[str, ...]:
 def conclusion_lines(
     points: Sequence[Point], share: float, sized: str | None
 ) -> list[str]:
-    """What follows from the points, a sentence each.
+    """Conclusions from the points, each as a sentence.
 
     Args:
-      points: all.
-      share: the least efficiency of devices that are worth it.
-      sized: the option whose largest value is wanted; None: there is none.
+      points: all points.
+      share: the least efficiency for a number of devices to be worth it.
+      sized: the option whose largest value is wanted; None: no option.
     """
     lines = [_worth_line(found, share) for found in worth_it(points, share)]
     if sized is not None:

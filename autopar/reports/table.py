@@ -1,7 +1,8 @@
-"""A plan as text: what was decided and what it should cost, nothing that varies.
+"""A plan as text: its decisions and its predicted cost.
 
-The text of a plan depends on the plan's decisions and predictions alone, so it can
-be kept and compared. Where the planning time went is in `planning_times`.
+The text depends only on the plan's decisions and predictions, not on planning times.
+Therefore texts of plans can be stored and compared. `planning_times` has the time of
+each part of planning.
 """
 
 from __future__ import annotations
@@ -34,16 +35,16 @@ from autopar.units import (
 )
 from autopar_passes.remat.copies import DOTS, names_of
 
-# Seconds of planning that are told of what is neither traced nor solved.
+# `planning_times` shows the time to load the step from this number of seconds on.
 _TOLD_S = 0.1
 _MOMENTS = "optimizer state"
-# A word that stands for several, such as {mu,nu}; numbers alone are a range.
+# The start of several joined words, such as {mu,nu}. (Braces with numbers are a range.)
 _JOINED = re.compile(r"\{[^}0-9.,]")
 _NUMBER = re.compile(r"\d+")
 
 
 def mesh_text(plan: Plan | StagePlan) -> str:
-    """The mesh of a stage, such as ``data=2 tensor=4``; of a plan: of its only one."""
+    """The mesh of a stage, or of a plan of one stage, such as ``data=2 tensor=4``."""
     return " ".join(f"{name}={size}" for name, size in plan.mesh["axes"].items())
 
 
@@ -87,16 +88,17 @@ def summary_lines(plan: Plan) -> list[str]:
     ]
 
 
-# What installs the compiler of a kind of device, which need not be there.
+# The extra of this package that installs the compiler for a kind of device. Compiling
+# needs no such device.
 _COMPILERS = {"gpu": "gpu-compiler", "tpu": "tpu-compiler"}
 
 
 def compiled_text(plan: Plan) -> str:
-    """What is known beside the prediction of the memory of a plan near the limit."""
+    """The compiled memory, or a warning for a plan near the limit of memory."""
     if plan.compiled_memory_bytes:
         return f" (compiled: {bytes_text(plan.compiled_memory_bytes)})"
     cluster = plan.cluster.read()
-    if cluster.groups:  # each has a limit of its own
+    if cluster.groups:  # each group of devices has a limit of its own
         return ""
     if plan.predicted.peak_memory_bytes <= NEAR_LIMIT * cluster.memory_bytes:
         return ""
@@ -110,20 +112,20 @@ def compiled_text(plan: Plan) -> str:
 
 
 def range_lines(expected: Predicted) -> list[str]:
-    """Between what times a step should be, where that is known."""
+    """The range of step times as a line, if it is known."""
     if not expected.high_s:
         return []
     return [f"range    {range_text(expected)}, nine times in ten"]
 
 
 def _remat_lines(plan: Plan) -> list[str]:
-    """What the plan computes again beside what the step does."""
+    """The plan's rematerialisation as a line, if there is any."""
     text = remat_text(plan)
     return [f"remat    {text}"] if text else []
 
 
 def remat_text(plan: Plan) -> str:
-    """What the plan computes again beside what the step does; '' for nothing."""
+    """The activations that the plan recomputes, besides those of the step; or ''."""
     remat = plan.remat
     if not remat.checkpoints:
         return "nothing: the step's own jax.checkpoint is dropped"
@@ -136,12 +138,13 @@ def remat_text(plan: Plan) -> str:
     return f"{what}{kept}"
 
 
-# A plan that waits for messages for at least this part of a step says what may help.
+# If exposed communication takes at least this fraction of a step, the text of the plan
+# says what may help.
 _WAITS = 0.3
 
 
 def _wait_lines(plan: Plan) -> list[str]:
-    """What part of a step nothing is done but sending, and what may help."""
+    """The fraction of exposed communication and what may help, as a line."""
     expected = plan.predicted
     exposed_s = expected.communication_s - expected.hidden_s
     if plan.pipeline is not None or exposed_s <= _WAITS * expected.step_s:
@@ -154,14 +157,14 @@ def _wait_lines(plan: Plan) -> list[str]:
 
 
 def _bubble_lines(plan: Plan) -> list[str]:
-    """What part of a step stages wait for each other."""
+    """The pipeline bubble as a line: the fraction of a step for which stages wait."""
     if plan.pipeline is None:
         return []
     return [f"bubble   a stage waits {bubble(plan):.1%} of the step on average"]
 
 
 def _replica_lines(plan: Plan) -> list[str]:
-    """What each replica runs, and how long it takes."""
+    """A line for each replica: its microbatches, seconds, memory and devices."""
     return [
         f"replica  {k}: {r.microbatches} of {plan.microbatches} microbatches in "
         f"{seconds_text(r.step_s)}, {bytes_text(r.peak_memory_bytes)}, on {r.devices}"
@@ -170,7 +173,7 @@ def _replica_lines(plan: Plan) -> list[str]:
 
 
 def range_text(expected: Predicted) -> str:
-    """The shortest and the longest time of a step."""
+    """The range of step times as text."""
     return f"{seconds_text(expected.low_s)} to {seconds_text(expected.high_s)}"
 
 
@@ -182,7 +185,7 @@ def communication_text(expected: Predicted) -> str:
 
 
 def shape_of_plan(plan: Plan) -> str:
-    """The mesh of a plan of one stage; of others, how many stages and their order."""
+    """The mesh of a plan of one stage, or the stages and schedule of other plans."""
     if len(plan.stages) == 1:
         parts = plan.microbatches
         split = f", {parts} microbatches" if parts > 1 else ""
@@ -232,7 +235,7 @@ def input_lines(plan: Plan, stage: StagePlan) -> list[str]:
 
 
 def input_rows(plan: Plan, stage: StagePlan) -> list[InputRow]:
-    """A row for each input; repeated layers with the same layout share one."""
+    """A row for each input; repeated layers with the same layout share a row."""
     groups: dict[InputRow, list[str]] = {}
     for path, spec in stage.inputs.items():
         shape = shape_text(plan.shapes.get(path))
@@ -251,7 +254,7 @@ def input_rows(plan: Plan, stage: StagePlan) -> list[InputRow]:
 
 
 def _join_moments(rows: Sequence[InputRow], depth: int) -> list[InputRow]:
-    """Joins rows of the optimizer's state that differ in one word, as mu and nu do."""
+    """Joins rows of the optimizer's state that differ in one word, as mu and nu."""
     groups: dict[tuple[object, ...], list[InputRow]] = {}
     for row in rows:
         words: list[str | None] = [*row[0].split("/")]
@@ -272,7 +275,7 @@ def _join(alike: Sequence[InputRow], depth: int) -> InputRow:
 
 
 def shape_text(shape: Sequence[int] | None) -> str:
-    """Sizes joined by ``x``; a scalar is ``scalar``, an unknown shape empty."""
+    """Sizes joined by ``x``; ``scalar`` for a scalar, '' for an unknown shape."""
     if shape is None:
         return ""
     return "x".join(map(str, shape)) or "scalar"
@@ -283,12 +286,12 @@ def _notes(title: str, names: Sequence[str]) -> list[str]:
 
 
 def template(path: str) -> str:
-    """The path with its numbers masked: equal for repeated layers."""
+    """The path with its numbers masked, which is equal for repeated layers."""
     return _NUMBER.sub("#", path)
 
 
 def collapse(paths: Iterable[str]) -> list[str]:
-    """Writes paths that differ only in numbers as one, where that names just them.
+    """Joins paths that differ only in numbers, if the joined path names no others.
 
     >>> collapse(["block_0/up", "block_1/up", "block_2/up", "head/up"])
     ['block_{0..2}/up', 'head/up']
@@ -308,7 +311,7 @@ def collapse(paths: Iterable[str]) -> list[str]:
 
 
 def _products(tuples: list[tuple[int, ...]]) -> list[tuple[str, ...]]:
-    """Splits a set of tuples into products of sets, each written as text."""
+    """Splits a set of tuples into Cartesian products of sets, each as text."""
     sets = [sorted(set(column)) for column in zip(*tuples, strict=True)]
     if len(set(tuples)) == math.prod(map(len, sets)):
         return [tuple(map(_numbers, sets))]
@@ -321,7 +324,7 @@ def _products(tuples: list[tuple[int, ...]]) -> list[tuple[str, ...]]:
 
 
 def _numbers(values: Sequence[int]) -> str:
-    """One number as it is, a range as its ends, others one by one but for runs."""
+    """Numbers as text, such as ``3``, ``{0..5}``, ``{0,2,..8}`` or ``{1,4..6}``."""
     if len(values) == 1:
         return str(values[0])
     stride = values[1] - values[0]
@@ -336,7 +339,7 @@ def _numbers(values: Sequence[int]) -> str:
 
 
 GRADIENT_HEADING = ("gradient", "sent as", "over", "sends", "ratio", "error", "saves")
-# The columns of it that hold numbers.
+# The columns of the table of gradients that hold numbers.
 GRADIENT_NUMBERS = (3, 4, 5, 6)
 
 
@@ -345,7 +348,7 @@ def _gradients(plan: Plan) -> list[GradientDecision]:
 
 
 def gradient_lines(plan: Plan) -> list[str]:
-    """The gradients' codecs and the reason; without codecs, the reason alone."""
+    """The gradients' codecs and the reason; without codecs, only the reason."""
     rows = gradient_rows(plan)
     table = columns([GRADIENT_HEADING, *rows], right=GRADIENT_NUMBERS)
     notes = [f"{name:9}{text}" for name, text in compression_notes(plan)]
@@ -353,10 +356,10 @@ def gradient_lines(plan: Plan) -> list[str]:
 
 
 def gradient_rows(plan: Plan) -> list[tuple[str, ...]]:
-    """The texts under `GRADIENT_HEADING`; repeated layers that are alike share a row.
+    """The rows under `GRADIENT_HEADING`; equal repeated layers share a row.
 
-    Bytes and seconds are those of all gradients of a row. Without any codec there is
-    nothing to tell.
+    Bytes and seconds are totals over all gradients of a row. A plan without codecs has
+    no rows.
     """
     if not sends_by_codecs(plan):
         return []
@@ -383,7 +386,7 @@ def _gradient_cells(alike: Sequence[GradientDecision]) -> tuple[str, ...]:
 
 
 def method_text(gradient: GradientDecision) -> str:
-    """The way to send a gradient, such as ``int4, feedback``."""
+    """The codec of a gradient and its options, such as ``int4, feedback``."""
     words = [gradient.codec or "as it is"]
     if gradient.limit:
         words.append(f"by inputs of {gradient.limit}")
@@ -395,16 +398,17 @@ def method_text(gradient: GradientDecision) -> str:
 
 
 def over_text(gradient: GradientDecision) -> str:
-    """The mesh axes that a gradient is sent along, and those it is summed over before.
+    """The mesh axes over which a gradient is sent, such as ``data``.
 
-    Such as ``data``, or ``data after tensor``.
+    ``data after tensor``: the gradient is first summed over the axis tensor without a
+    codec.
     """
     axes = ",".join(gradient.axes)
     return f"{axes} after {','.join(gradient.within)}" if gradient.within else axes
 
 
 def ratio_text(dense_bytes: float, wire_bytes: float) -> str:
-    """The ratio of dense to sent bytes; '' if there is nothing to send.
+    """The ratio of dense bytes to sent bytes; '' if no bytes are sent.
 
     >>> ratio_text(28672, 7224)
     '3.97 x'
@@ -415,7 +419,7 @@ def ratio_text(dense_bytes: float, wire_bytes: float) -> str:
 
 
 def compression_notes(plan: Plan) -> list[tuple[str, str]]:
-    """The outcome of compression, and its error, each with a title."""
+    """The codecs in use and their error, each with a title."""
     made = plan.compression
     reason = f": {made.reason}" if made.reason else ""
     notes = [("codecs", f"{made.mode}{reason}")]
@@ -429,16 +433,16 @@ def compression_notes(plan: Plan) -> list[tuple[str, str]]:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class CollectiveRow:
-    """Collectives of one step that are alike, in repeated layers.
+    """Equal collectives of one step, in repeated layers.
 
     Attributes:
-      kind: such as ``all_gather``.
-      axes: the mesh axes of its groups.
-      arrays: names of the arrays that are sent.
+      kind: the kind of collective, such as ``all_gather``.
+      axes: the mesh axes over which the collectives run.
+      arrays: names of the arrays.
       phase: forward, backward or update.
-      trips: how often it runs in a step, all arrays together.
-      sent_bytes: bytes that one device sends in a step.
-      seconds: their time in a step.
+      trips: number of runs in a step, over all arrays.
+      sent_bytes: bytes that one device sends in a step, over all arrays.
+      seconds: seconds in a step, over all arrays.
     """
 
     kind: str

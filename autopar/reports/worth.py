@@ -1,4 +1,4 @@
-"""What a plan makes of its cluster, in words."""
+"""The speed-up and utilisation of a plan on its cluster, in words."""
 
 from __future__ import annotations
 
@@ -15,14 +15,15 @@ from autopar.units import (
     three_digits,
 )
 
-# An axis along which at least this part of the work is repeated is named.
+# Mesh axes are named if all devices along the axis repeat at least this fraction of the
+# work.
 _TOLD = 0.1
-# A saving by a fused kernel of attention of at least this part of a step is named.
+# The saving of a fused attention kernel is named from this fraction of a step on.
 _TOLD_SAVED = 0.02
 
 
 def worth_lines(plan: Plan) -> list[str]:
-    """Lines of the table of a plan; none where nothing is known."""
+    """The lines about speed-up and utilisation in a plan's table, if they are known."""
     worth = plan.worth
     if worth is None:
         return []
@@ -37,12 +38,12 @@ def worth_lines(plan: Plan) -> list[str]:
 
 
 def worth_text(worth: Worth) -> str:
-    """Speed-up, utilisation and rate, in one line."""
+    """Speed-up, MFU and rows and tokens per second, in one line."""
     return ", ".join([speed_up_text(worth), *rates(worth)])
 
 
 def speed_up_text(worth: Worth) -> str:
-    """The speed-up over one device; says so where the step does not fit there."""
+    """The speed-up over one device, with a remark if the step does not fit there."""
     text = f"{three_digits(worth.speed_up)} x one device"
     alone = seconds_text(worth.one_device_s)
     if not worth.one_device_fits:
@@ -51,7 +52,7 @@ def speed_up_text(worth: Worth) -> str:
 
 
 def rates(worth: Worth) -> Iterator[str]:
-    """Model FLOPs utilisation, and rows and tokens a second where there are some."""
+    """Yields model FLOPs utilisation, rows and tokens per second, if known."""
     if worth.model_flops:
         yield f"MFU {mfu_text(worth)}"
     if worth.rows:
@@ -61,14 +62,14 @@ def rates(worth: Worth) -> Iterator[str]:
 
 
 def mfu_text(worth: Worth) -> str:
-    """Model FLOPs utilisation; beside it that of causal attention counted by half."""
+    """Model FLOPs utilisation, also with causal attention counted at half."""
     whole, half = share_text(worth.mfu), share_text(worth.causal_mfu)
     causal = 0.0 < worth.causal_mfu < worth.mfu and half != whole
     return f"{whole} ({half} with causal attention at half)" if causal else whole
 
 
 def fused_text(worth: Worth) -> str:
-    """What a fused kernel of attention would save; '' for next to nothing."""
+    """The saving of a fused attention kernel; '' if it is small."""
     step_s = worth.step_s
     if worth.fused_saves_s < _TOLD_SAVED * step_s or not step_s:
         return ""
@@ -85,12 +86,12 @@ def sends_by_codecs(plan: Plan) -> bool:
 
 
 def has_codecs(plan: Plan) -> bool:
-    """Whether codecs were asked for, or the plan has some."""
+    """Whether the user asked for codecs, or the plan has codecs."""
     return plan.compression.mode != "none" or sends_by_codecs(plan)
 
 
 def idle_texts(plan: Plan) -> Iterator[str]:
-    """A sentence for each group of axes that the plan makes little of."""
+    """Yields a sentence for each group of mesh axes that shorten the step little."""
     worth = plan.worth
     if worth is None:
         return
@@ -114,7 +115,7 @@ def idle_texts(plan: Plan) -> Iterator[str]:
 
 
 def _sums_text(plan: Plan, worth: Worth, axis: AxisUse) -> str:
-    """Why rows are not split over an unused axis, where its links are too slow."""
+    """Why rows are not split over an unused axis; '' unless its links are too slow."""
     if axis.sums_s <= (1.0 - 1.0 / axis.size) * worth.step_s:
         return ""
     return (
@@ -124,13 +125,13 @@ def _sums_text(plan: Plan, worth: Worth, axis: AxisUse) -> str:
 
 
 def faster_sending_text(plan: Plan) -> str:
-    """What may help where links are too slow for what a plan sends, or would send."""
+    """What may help if links are too slow for a plan's messages."""
     compression = "" if has_codecs(plan) else "compression, "
     return f"{compression}a larger batch or faster links may help"
 
 
 def scheme_text(plan: Plan) -> str:
-    """The scheme of a plan, and what lies idle, in a line; '' for one device."""
+    """The scheme of a plan and its unused axes, in a line; '' for one device."""
     if plan.worth is None:
         return number_of(len(plan.stages), "stage") if len(plan.stages) > 1 else ""
     if plan.worth.devices == 1:
@@ -145,7 +146,7 @@ def unused_text(worth: Worth | None) -> str:
 
 
 def worth_facts(plan: Plan) -> list[tuple[str, str]]:
-    """What `worth_lines` says, as names and texts, one row for each name."""
+    """The content of `worth_lines` as pairs of a name and a text."""
     worth = plan.worth
     if worth is None:
         return []
