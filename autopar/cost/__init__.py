@@ -1,1 +1,1 @@
-"""The cost model: seconds and bytes of what a plan does. See docs/cost-model.md."""
+"""The cost model: seconds and bytes of a plan's step. See docs/cost-model.md."""

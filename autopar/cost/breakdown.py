@@ -17,7 +17,7 @@ class CostBreakdown:
     Attributes:
       matrix_s: seconds of matrix products and convolutions.
       vector_s: seconds of all other operators.
-      kernel_s: seconds of starting kernels.
+      kernel_s: seconds of kernel launches.
       waiting_s: seconds of communication that an operator waits for, without latency.
       hideable_s: seconds of communication that work may hide, without latency: sums of
         gradients, which only the update needs, and gathers of parameters, which may
@@ -79,7 +79,7 @@ class CostBreakdown:
 
     @property
     def hideable_total_s(self) -> float:
-        """Seconds of communication that may be hidden, with its latency."""
+        """Seconds of hideable communication, including latency."""
         return self.hideable_s + self.hideable_latency_s
 
     @property
@@ -89,7 +89,7 @@ class CostBreakdown:
 
     @property
     def communication_bytes(self) -> float:
-        """Bytes that one device sends."""
+        """Bytes that one device sends in all collectives of a step."""
         return (
             self.all_reduce_bytes
             + self.all_gather_bytes

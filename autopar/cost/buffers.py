@@ -64,7 +64,7 @@ class _Homes:
     )
 
     def __post_init__(self) -> None:
-        """Looks at the outputs of the program."""
+        """Finds the results of the step, and those that take the place of inputs."""
         graph = self.assignment.graph
         places = (graph.outputs[i.output] for i in graph.inputs if i.output >= 0)
         object.__setattr__(self, "replaced", frozenset(places))

@@ -93,10 +93,10 @@ class GradientRoute:
 
 
 def route_of(summation: Summation, mesh: Sequence[MeshAxis]) -> GradientRoute:
-    """The route of one way to sum a gradient.
+    """The route of a gradient for one `Summation`.
 
     Args:
-      summation: how the devices share the work.
+      summation: the mesh axes and the shape with which devices sum the gradient.
       mesh: the axes of the mesh.
     """
     return GradientRoute(
@@ -328,7 +328,7 @@ def collectives_s(
 
     Args:
       pricer: the mesh and cluster.
-      taken: how the devices share the work of each gradient.
+      taken: the summation of each gradient.
       codecs: the codec of each gradient; '' where the compiler sums the gradient.
     """
     mesh = pricer.mesh.axes
@@ -389,7 +389,7 @@ def _collective_s(
 def _messages_of(
     summation: Summation, text: str, mesh: Sequence[MeshAxis]
 ) -> Iterator[tuple[BucketCollective[int], Message]]:
-    """The messages of one gradient."""
+    """Yields the messages of one gradient, each with the collective it belongs to."""
     route = route_of(summation, mesh)
     return bucket_messages(
         _bucket(summation), route.rounds(parse_codec(text)), route.within_messages
@@ -397,7 +397,7 @@ def _messages_of(
 
 
 def _telemetry(num_axes: int) -> BucketCollective[int]:
-    """The sums over all devices, which belong to no bucket of the plan."""
+    """The collective that sums telemetry over all devices, outside of all buckets."""
     return BucketCollective(Bucket(-1, tuple(range(num_axes)), ()), 0, "all_reduce")
 
 
@@ -444,7 +444,7 @@ def coded_matrix(
     targets: Sequence[Layout],
     shape: tuple[int, ...],
 ) -> np.ndarray:
-    """Seconds of the best codec for every pair of layouts; inf where none can be used.
+    """Seconds of the best codec for every pair of layouts; inf if no codec is usable.
 
     Args:
       pricer: the mesh and cluster.
@@ -496,7 +496,7 @@ def _waits(
 def _best(
     pricer: Pricer, prices: Prices, summation: Summation, shape: tuple[int, ...]
 ) -> float:
-    """Seconds of the best codec for one way to share the work."""
+    """Seconds of the best codec for one `Summation`, errors priced in."""
     route = route_of(summation, pricer.mesh.axes)
     best = np.inf
     for text in prices.codecs:

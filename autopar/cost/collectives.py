@@ -61,7 +61,7 @@ from autopar_passes.audit.partitioned import sent_ratio
 
 Array = npt.NDArray[np.float64]
 
-# Bytes that one channel takes at most: 32 chunks of 512 KiB (`maxPartSize`).
+# The most bytes that one channel carries: 32 chunks of 512 KiB (`maxPartSize`).
 LARGEST_PART = 2.0**24
 # Up to this number of bytes to one partner, NCCL uses the protocol of small messages.
 # The value follows from XLA's measurements, where 512 KiB take longer than 1 MiB. It is
@@ -322,7 +322,7 @@ def _at(kind: str, size: int, knots: CollectiveKnots, group: int) -> list[float]
     of, measured = through(knots.nbytes, knots.seconds[group]), knots.group_sizes[group]
     more = sent_ratio(kind, size) / sent_ratio(kind, measured)
     if size < measured == knots.group_sizes[0]:
-        # Fewer links are in use between two devices than among four.
+        # A group of two devices uses fewer links than a group of four.
         pair = _PAIR_PART.get(kind, 1.0)
         more = pair + (1 - pair) * (size - 2) / (measured - 2)
     return [of.seconds(nbytes * more) for nbytes in knots.nbytes]
@@ -441,7 +441,7 @@ def _switch_lines(kind: str, k: int, link: LinkSpec) -> list[Line]:
 
 
 def _ring_lines(kind: str, k: int, link: LinkSpec) -> list[Line]:
-    """The one line of a collective along a torus dimension of `k` devices.
+    """The time of a collective along a torus dimension of `k` devices, as one line.
 
     Half of the data goes round in each direction, so that floor(k/2) steps reach all
     devices. In an all_to_all each device sends 1/k of its data to each device, over
@@ -459,7 +459,7 @@ def _ring_lines(kind: str, k: int, link: LinkSpec) -> list[Line]:
 
 
 def _line_lines(kind: str, k: int, link: LinkSpec) -> list[Line]:
-    """The one line of a collective along `k` devices whose ends are not joined.
+    """The time of a collective along `k` devices without wrap-around, as one line.
 
     A device at an end has only one neighbour, which limits all devices. The bandwidth
     is that of one direction, half of the bandwidth of a ring, and k-1 steps reach all
@@ -596,7 +596,7 @@ def collective_s_at(
     return np.where(nbytes > 0, found, 0.0)
 
 
-@functools.lru_cache(maxsize=1 << 12)  # as many as `collective_curve` has
+@functools.lru_cache(maxsize=1 << 12)  # the size of the cache of `collective_curve`
 def collective_s_per_byte(kind: str, axes: tuple[MeshAxis, ...]) -> float:
     """The least seconds per byte of a collective, over all sizes.
 

@@ -85,7 +85,7 @@ def products_s(
 def _log_residual(
     rates: ProductRates, batch: Array, m: Array, n: Array, k: Array
 ) -> Array:
-    """Logarithm of measured over modelled time, interpolated."""
+    """Logarithm of measured over modelled time, interpolated between knots."""
     if not rates.areas:
         return np.zeros_like(batch)
     deep, area = _weights(k, rates.depths), _weights(batch * m * n, rates.areas)
@@ -169,7 +169,7 @@ def roofline_s(
       device: the device.
       is_matrix: whether the operator runs on the matrix units (dot products,
         convolutions).
-      efficiency: part of the rate that a product of this shape reaches, 0 to 1.
+      efficiency: fraction of the rate that a product of this shape attains, 0 to 1.
     """
     compute_s = flops / (attained_flops_per_s(dtype, device, is_matrix) * efficiency)
     memory_s = nbytes / device.memory_bandwidth_bytes_per_s

@@ -120,7 +120,7 @@ class MessagePlaces:
         ]
 
     def covering(self, key: Key, cut: PartCut) -> np.ndarray:
-        """Whether the work of each operator covers messages of a stretch of a part."""
+        """Whether each operator's work hides messages of a stretch, as 0 or 1."""
         analysis = self.assignment.analysis
         count = len(self.needs)
         at = np.arange(count) if cut.gathers else analysis.ranks
@@ -131,7 +131,7 @@ class MessagePlaces:
         return own.astype(float)
 
     def follows(self, key: Key) -> bool:
-        """Whether the update follows a part."""
+        """Whether the update follows the part directly."""
         return key == (Role.BACKWARD, len(self.assignment.graph.operators))
 
 
@@ -725,7 +725,7 @@ def _between(assignment: Assignment) -> Iterator[Collective]:
 
 
 def _layout(assignment: Assignment, op: Operator, value: int) -> Layout:
-    """The layout in which a result of the loop is added up over replicas."""
+    """The layout in which a result of the loop is summed over replicas."""
     partial = assignment.partial_layout(value)
     if partial is not None:
         due = assignment.due(value)

@@ -49,7 +49,7 @@ import numpy as np
 
 from autopar_passes.graph.roles import Role
 
-# A pass, and the last operator of the innermost loop that communicates.
+# The key of a part: its pass, and the last operator of its loop that communicates.
 Key = tuple[Role, int]
 
 
@@ -113,7 +113,7 @@ class Part:
         return float(messages[slice(*cut.moved)].sum() - share * done)
 
     def waits(self) -> list[PartCut]:
-        """The stretch of each message of gathers."""
+        """For each message of gathers, the stretch since the previous wait."""
         found: list[PartCut] = []
         last = 0
         for reader in np.flatnonzero(self.gathers).tolist():

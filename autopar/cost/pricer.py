@@ -70,7 +70,7 @@ class Pricer:
         return tuple(self.mesh.axes[a] for a in axes)
 
     def group(self, axes: Axes) -> int:
-        """Number of devices in a group over these axes."""
+        """Number of devices in a group over these mesh axes."""
         out = 1
         for a in axes:
             out *= self.mesh.axes[a].size

@@ -1,4 +1,4 @@
-"""The communication of an assignment, collective by collective."""
+"""The communication of an assignment, as a list of collectives."""
 
 from __future__ import annotations
 
@@ -314,7 +314,7 @@ def _sum_place(
 def _reductions(
     assignment: Assignment, forms: _Forms, among: Sequence[Operator]
 ) -> list[Collective]:
-    """The collectives that finish the partial results of operators."""
+    """The collectives that sum the partial results of operators."""
     out: list[Collective] = []
     reduced: dict[int, bool] = {}
     for op in among:

@@ -88,7 +88,7 @@ class Way:
 
     @property
     def name(self) -> str:
-        """The way in a few words."""
+        """A short name of the way, for logs."""
         parts = f" in {self.microbatches} parts" if self.microbatches > 1 else ""
         return f"{self.rows} rows{parts}, codecs {self.codecs}"
 
@@ -145,7 +145,7 @@ class Decision:
 
     @property
     def changes(self) -> bool:
-        """Whether another way than the running one was chosen."""
+        """Whether the chosen way is not the running way."""
         return self.chosen is not self.current
 
 

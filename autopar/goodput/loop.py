@@ -416,7 +416,7 @@ class Loop:
         if found is None or said.decision is None:
             return state
         state = self._change(state, made, found, said.decision)
-        self._before = None  # no step ran before it
+        self._before = None  # no step ran before this change
         return state
 
     @property
@@ -650,7 +650,7 @@ class Loop:
         world = self.step.world
         if asked and self._busy.is_set():
             return agree_on_first(world, Said(busy=True))
-        if world.process_index:  # the first one compares
+        if world.process_index:  # only the first process compares ways
             return agree_on_first(world, Said())
         decision = self._compare(now)
         key = None if decision is None else key_of(decision)

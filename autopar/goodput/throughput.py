@@ -363,7 +363,7 @@ def _climb(mean: np.ndarray, table: _Table) -> np.ndarray:
 
 
 def _normal(mean: np.ndarray, table: _Table) -> tuple[np.ndarray, np.ndarray]:
-    """The matrix and the right side of a step's normal equations."""
+    """The matrix and the right-hand side of a Gauss-Newton step's normal equations."""
     logs, slopes = table.predict(mean)
     error = (table.logs - logs) / table.noise
     weight = _weight(error)

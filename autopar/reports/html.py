@@ -239,7 +239,7 @@ def _layers(parts: Sequence[AttributedTime]) -> list[str]:
 def _pictures(plan: Plan) -> list[str]:
     """The mesh, and the largest arrays split over it."""
     found = [plan_picture(plan, largest_inputs(plan, stage)) for stage in plan.stages]
-    # Within a page SVG needs no namespace.
+    # SVG inside an HTML page needs no namespace.
     drawn = [svg.replace(' xmlns="http://www.w3.org/2000/svg"', "") for svg in found]
     return ["<h2>Mesh</h2>", *(f'<div class="picture">{svg}</div>' for svg in drawn)]
 

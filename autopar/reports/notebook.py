@@ -1,4 +1,4 @@
-"""A plan in a notebook: one line as text, and a short table with a picture as HTML."""
+"""The display of a plan in a notebook: one line of text, or HTML with a picture."""
 
 from __future__ import annotations
 

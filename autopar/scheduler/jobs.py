@@ -21,7 +21,7 @@ LARGEST_WEIGHT = 1000.0
 """The largest priority of a job and share of a user; the smallest is its inverse."""
 
 Allocation = tuple[int, ...]
-"""The node of each device of a job; devices of one node stand next to each other."""
+"""The node of each device of a job; devices of the same node are adjacent."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -84,7 +84,7 @@ class Nodes:
         return Nodes(tuple(kept), self.kinds)
 
     def free(self, allocations: Mapping[str, Allocation]) -> list[int]:
-        """Devices of each node that no allocation uses.
+        """The number of devices of each node that no allocation uses.
 
         Raises:
           ScheduleError: allocations use more devices of a node than it has.
@@ -173,7 +173,7 @@ def _has(places: Allocation, count: int, allowed: Sequence[int]) -> bool:
 def _place(
     count: int, allowed: Sequence[int], free: list[int], nodes: Nodes
 ) -> Allocation | None:
-    """Whole nodes, or the fullest node with room."""
+    """Nodes for a job: whole nodes, or the fullest node with enough free devices."""
     per_node = max((nodes.devices[i] for i in allowed), default=0)
     if not per_node:
         return None

@@ -75,7 +75,7 @@ def parse_users(
       known: earlier limits, which the texts change.
 
     Raises:
-      ScheduleError: a text is wrong.
+      ScheduleError: a text is invalid.
 
     >>> parse_users(["anna=8"], ["anna=2", "ben=0.5"])["anna"]
     UserLimits(devices=8, share=2.0)

@@ -1,4 +1,4 @@
-"""The power form of a step's seconds, corrected by what was measured nearby.
+"""A parametric model of a step's seconds, corrected by nearby measurements.
 
 The model is a parametric form (`PowerTimes`) times a correction. The errors of the form
 in the logarithm of measured seconds are modelled by a Gaussian process over the
@@ -67,7 +67,7 @@ def fit(samples: StepSamples) -> CorrectedTimes:
     """Fits the form, and a Gaussian process to the form's errors.
 
     Args:
-      samples: the measurements; one is enough.
+      samples: the measurements; one measurement is enough.
     """
     form = fit_power_form(samples)
     where = samples.nodes, samples.devices, samples.local

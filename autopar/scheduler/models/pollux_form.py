@@ -73,7 +73,7 @@ def fit(samples: StepSamples) -> PolluxTimes:
     """
     low, high, start = _box(samples)
     bounds: Any = Bounds
-    bounds = bounds(low, high, keep_feasible=True)  # its stubs know no arrays
+    bounds = bounds(low, high, keep_feasible=True)  # SciPy's stubs allow no arrays
     result = minimize(_loss, start, args=(samples,), jac=True, bounds=bounds)
     found = result.x
     if not np.any(samples.nodes > 1):

@@ -41,7 +41,7 @@ class SchedulingPolicy(Protocol):
         nodes: Nodes,
         current: Mapping[str, Allocation],
     ) -> Decisions:
-        """The allocations from now on.
+        """Decides the allocations until the next decision.
 
         Args:
           now_s: seconds since the beginning of the trace.

@@ -150,7 +150,7 @@ class Gavel:
     _round_s = 360.0
 
     def __init__(self) -> None:
-        """The first round begins at once."""
+        """Starts with a new round at the first decision."""
         self._next_s = 0.0
 
     def decide(
@@ -270,7 +270,7 @@ class Tiresias:
         nodes: Nodes,
         current: Mapping[str, Allocation],
     ) -> Decisions:
-        """Runs the queues' jobs in order while their devices fit."""
+        """Runs the jobs of both queues in order, as far as devices last."""
         self._forget(jobs)
         for name in jobs:
             if name not in self._running:
@@ -323,7 +323,7 @@ _WAIT = 1.1  # the term of a waiting job in the sum that Sia minimises
 
 
 class Sia:
-    """Minimises the sum of powers of normalised goodputs."""
+    """Sia: minimises the sum of powers of normalised goodputs."""
 
     name = "sia"
     adapts: Adapts = "batch"

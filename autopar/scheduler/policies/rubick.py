@@ -441,7 +441,7 @@ class _Round:
             self._put(name, node, devices)
 
     def place_large(self, name: str, *, grow: bool) -> None:
-        """Takes the first placement of a large model's list that fits."""
+        """Gives a large model the first placement of its list that fits."""
         sizes = _LARGE[self.jobs[name].application]
         old = self.places[name]
         for devices in sorted(sizes, reverse=True) if grow else sizes:

@@ -225,7 +225,7 @@ class MeasuredSteps:
         return self._model
 
 
-_MOST_DEVICES = 64  # the published tables end there
+_MOST_DEVICES = 64  # the largest number of devices in the published tables
 
 
 class EpochJob:

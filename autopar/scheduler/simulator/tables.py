@@ -161,7 +161,7 @@ def read_rows(
 
 Placement = tuple[int, ...]
 
-_MOST_NODES = 16  # the published tables end there
+_MOST_NODES = 16  # the largest number of nodes in the published tables
 
 
 def linear_between(points: np.ndarray, values: np.ndarray) -> Callable[..., Any]:
