@@ -573,10 +573,11 @@ class Ways:
 def expected_error(plan: Plan) -> CodecError:
     """The expected error of a plan's codecs.
 
-    A codec with error feedback is biased. It leaves out a part with relative norm e,
-    and sends most of this part later. As long as its progress has not been measured,
-    its squared error counts as e^2 / (1 - e^2), like that of an unbiased codec that
-    keeps as much. If all workers draw the same elements, their error is shared.
+    A codec with error feedback is biased. It leaves out a part of the gradient with
+    relative norm e, and sends most of this part later. Until a run has measured how
+    fast it trains with the codec, the codec's squared error counts as e^2 / (1 - e^2).
+    An unbiased codec that sends the same share of the squared norm has this error. If
+    all workers draw the same elements, their error is shared.
     """
     sent = [g for g in plan.gradients if g.codec not in ("", "dense")]
     if not sent:

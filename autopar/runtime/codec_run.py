@@ -206,8 +206,8 @@ class CodecRun:
     ) -> None:
         """Creates the state for a step, and probes the codecs that the policy asks for.
 
-        First it warns of earlier steps that were skipped. If warnings are errors, no
-        array has been consumed at that point.
+        First it warns of earlier steps that were skipped. The warning comes before any
+        array is consumed, so that a warning that is raised as an error loses no array.
         """
         self._reader.look()
         assert planned.sums is not None

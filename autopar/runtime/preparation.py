@@ -108,7 +108,11 @@ def with_codecs_of(options: PlanOptions, plan: Plan) -> PlanOptions:
 
 
 def sent_by_hand(plan: Plan) -> Plan | None:
-    """Returns the plan if its codecs were chosen gradient by gradient; else None."""
+    """Returns the plan if no mode of compression gave its gradients their codecs.
+
+    Either a user set the codecs of single gradients, or a plan without compression
+    leaves several codecs in use. In all other cases the result is None.
+    """
     several = plan.compression.mode == "none" and len(_dense_bytes(plan)) > 1
     return plan if several or (_by_hand(plan) and _dense_bytes(plan)) else None
 

@@ -6,8 +6,8 @@ The collectives of each of the following kinds are independent of each other:
   reports, such as the loss;
 * gathers of parameters: inputs of the step, with or without a cast, and the state that
   the step returns;
-* gathers of the update that follow no sum or product of arrays in the update. For
-  example, if Adam's moments are sharded and the parameters are not, Adam's steps are
+* gathers of the update that depend on no matrix product and no reduction in the
+  update. Elementwise operations before the gather do not matter. For example, if Adam's moments are sharded and the parameters are not, Adam's steps are
   gathered;
 * sums of the update that depend on no other sum of the update, such as the norms of
   gradients. The gradient is sharded over the axes of such a sum. The gradient itself

@@ -195,7 +195,12 @@ class _Rewriter:
         return self.position.get(self.flow.maker.get(value, -1), -1)
 
     def gates(self, users: Sequence[Equation], place: int) -> tuple[int, ...]:
-        """The gradients read by the first user that reads gradients made earlier."""
+        """The gradients that the first reader of earlier gradients reads.
+
+        Args:
+          users: equations of the backward pass that read a recomputed value, in order.
+          place: a position in the program; a gradient is early if it is made before.
+        """
         for eqn in users:
             found = [
                 v

@@ -95,7 +95,7 @@ WHOLE, UNKNOWN = -1, -2
 
 
 def dims_seen(params: dict[str, Any]) -> list[tuple[int, ...]] | None:
-    """Returns the part of each dimension that the points of a kernel's grid see.
+    """Returns how the points of a kernel's grid divide each dimension of its arrays.
 
     Args:
       params: parameters of the ``pallas_call``.
