@@ -7,8 +7,8 @@ The collectives of each of the following kinds are independent of each other:
 * gathers of parameters: inputs of the step, with or without a cast, and the state that
   the step returns;
 * gathers of the update that depend on no matrix product and no reduction in the
-  update. Elementwise operations before the gather do not matter. For example, if Adam's moments are sharded and the parameters are not, Adam's steps are
-  gathered;
+  update. Elementwise operations before the gather do not matter. For example, if
+  Adam's moments are sharded and the parameters are not, Adam's steps are gathered;
 * sums of the update that depend on no other sum of the update, such as the norms of
   gradients. The gradient is sharded over the axes of such a sum. The gradient itself
   therefore needs a reduce-scatter over these axes, which is a separate message.
