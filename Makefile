@@ -28,7 +28,7 @@ help:
 demo: $(INSTALLED)
 	$(BIN)/autopar demo
 
-## make test         run the test suite (WORKERS=2, PYTEST_ARGS=...; ALL=1: the slowest, too)
+## make test         run the test suite (WORKERS=2, PYTEST_ARGS=...; ALL=1: all cases of slow tests)
 test: $(INSTALLED)
 	$(if $(ALL),AUTOPAR_ALL_TESTS=1) $(PYTEST) -m "not cluster" $(PYTEST_ARGS)
 

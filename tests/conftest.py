@@ -99,7 +99,7 @@ def pytest_collection_finish() -> None:
 def pytest_collection_modifyitems(
     config: pytest.Config, items: list[pytest.Item]
 ) -> None:
-    """Leaves most of the slowest tests to CI, and to `make test ALL=1`."""
+    """Leaves most of the slowest tests to `make test ALL=1`."""
     if slow_tests.leaves_out(config.args, config.getini("testpaths")):
         kept = slow_tests.kept([item.nodeid for item in items])
         left = [item for item in items if item.nodeid not in kept]

@@ -147,7 +147,7 @@ PartitionName=p Nodes=ALL Default=YES MaxTime=INFINITE State=UP
             shown = self.do("scontrol", "show", "job", str(job)).split()
             return {"JobState=RUNNING", f"Restarts={restarts}"} <= set(shown)
 
-        wait_for(starts, f"job {job} does not start again")
+        wait_for(starts, f"job {job} does not start again", 2 * LIMIT_S)
 
     def processes(self, node: str) -> list[int]:
         """The processes of jobs on a node, their step daemons first."""

@@ -83,7 +83,9 @@ def supervise(listen: str, folder: pathlib.Path, processes: str) -> int:
         step += bool(agents)
     # Python takes its handlers back as it ends, and another signal would kill it then.
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
-    saved.write_text(str(step))
+    new = folder / "saved.new"
+    new.write_text(str(step))
+    new.rename(saved)
     note(f"{'suspended' if asked.is_set() else 'done'} at {step}")
     for end in list(agents.values()):
         end.sendall(b"end")

@@ -89,7 +89,9 @@ class Job:
 
     def last(self, step: int) -> None:
         """Ends the run behind a step."""
-        (self.folder / "most").write_text(str(step))
+        new = self.folder / "most.new"
+        new.write_text(str(step))
+        new.rename(self.folder / "most")  # the stand-in reads it all the time
 
     def events(self) -> list[str]:
         path = self.folder / "events"
