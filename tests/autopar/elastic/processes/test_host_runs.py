@@ -148,7 +148,7 @@ def test_two_worlds_never_train(start: Start) -> None:
 
     Another one waits for them, and has their state when they are back.
     """
-    run = start(400, 1, 0.05, "saves", processes=2, agents=2, silence=3, grace=6)
+    run = start(400, 1, 0.05, "saves", processes=2, agents=2, silence=6, grace=6)
     run.wait_for_size(2)
     run.link(-1, up=False)
     run.start_agent(2)
