@@ -129,7 +129,7 @@ def _between_stages(
     Each message is (sending device, receiving device, bytes).
     """
     cut, values = bound.cut, bound.cut.analysis.graph.values
-    places = _Places(bound, process_of)
+    places = _ProcessPlaces(bound, process_of)
     for m in stage_messages(cut):
         nbytes = m.times * values[m.value].nbytes
         yield from places.moved(
@@ -146,7 +146,7 @@ def _between_stages(
     yield from _rows(bound, places)
 
 
-class _Places:
+class _ProcessPlaces:
     """The placement of values: blocks on devices, by positions in the cluster."""
 
     def __init__(self, bound: BoundStages, process_of: Sequence[int]) -> None:
@@ -183,7 +183,9 @@ class _Places:
                 yield piece.device, landing.devices[0], part * nbytes
 
 
-def _results(bound: BoundStages, places: _Places) -> Iterator[tuple[int, int, float]]:
+def _results(
+    bound: BoundStages, places: _ProcessPlaces
+) -> Iterator[tuple[int, int, float]]:
     """Yields messages of state that one stage computes and another stage keeps."""
     cut, graph = bound.cut.cut, bound.cut.analysis.graph
     given = {v: k for k, v in cut.parts.flow.carried_values.items()}
@@ -198,7 +200,9 @@ def _results(bound: BoundStages, places: _Places) -> Iterator[tuple[int, int, fl
                 yield from places.moved(here, there, graph.values[value].nbytes)
 
 
-def _rows(bound: BoundStages, places: _Places) -> Iterator[tuple[int, int, float]]:
+def _rows(
+    bound: BoundStages, places: _ProcessPlaces
+) -> Iterator[tuple[int, int, float]]:
     """Yields messages of the rows of the batch.
 
     At first each process has an equal part of the rows. Rows are sent to the stages

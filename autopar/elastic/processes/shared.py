@@ -58,7 +58,7 @@ class SharedStates:
         """
         self._prefix = prefix
         self._own = f"{prefix}{worker}-{os.getpid()}."
-        self._slots: list[_File | None] = [None] * _SLOTS
+        self._slots: list[_StateFile | None] = [None] * _SLOTS
         self._versions: list[str] = [""] * _SLOTS
         self._turn = 0
         self._known: dict[str, str] = {}  # path -> version of the mapped state
@@ -79,7 +79,9 @@ class SharedStates:
             known = sum(f.size for f in self._slots if f is not None)
             self._check_room((_SLOTS + spare) * layout.size - known)
         if slot is None:
-            slot = self._slots[self._turn] = _File.create(f"{self._own}{self._turn}")
+            slot = self._slots[self._turn] = _StateFile.create(
+                f"{self._own}{self._turn}"
+            )
         self._versions[self._turn] = ""
         slot.write(holding, layout)
         self._versions[self._turn] = holding.version
@@ -102,7 +104,7 @@ class SharedStates:
             layout = _Layout.of(held)
             try:
                 self._check_room(layout.size)
-                _File.create(f"{self._own}last{number}").write(held, layout)
+                _StateFile.create(f"{self._own}last{number}").write(held, layout)
             except (PlanError, OSError) as error:
                 print(f"autopar: {error}", file=sys.stderr, flush=True)
 
@@ -214,7 +216,7 @@ class _Layout:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class _File:
+class _StateFile:
     """A file that this process writes.
 
     Attributes:
@@ -226,7 +228,7 @@ class _File:
     descriptor: int
 
     @classmethod
-    def create(cls, path: str) -> _File:
+    def create(cls, path: str) -> _StateFile:
         """Makes an empty file that only this user can read."""
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL
         with contextlib.suppress(FileNotFoundError):

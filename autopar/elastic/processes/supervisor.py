@@ -28,7 +28,7 @@ from autopar.elastic.processes.members import (
     side_by_side,
 )
 from autopar.elastic.processes.recovery import RESPAWNED
-from autopar.elastic.processes.watching import Watch
+from autopar.elastic.processes.watching import HangWatch
 from autopar.units import number_of
 
 # How long a world may take to save its state.
@@ -56,7 +56,7 @@ class Supervisor:
         """Has no workers yet (see `begin`); ``clock`` returns the time in seconds."""
         self.limits, self._do, self._clock = limits, actions, clock
         self.members: dict[int, WorkerMember] = {}
-        self.watch = Watch(limits)
+        self.watch = HangWatch(limits)
         self.generation = self.numbers = 0
         self.wanted = limits.processes
         self.world: tuple[int, ...] = ()

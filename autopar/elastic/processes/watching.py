@@ -127,7 +127,7 @@ class Seen:
 
 
 @dataclasses.dataclass(slots=True)
-class Finding:
+class HangFinding:
     """A worker that is named, and since when.
 
     Attributes:
@@ -145,7 +145,7 @@ class Finding:
     begun_s: float
 
 
-class Watch:
+class HangWatch:
     """Checks the workers of a world repeatedly.
 
     Attributes:
@@ -164,7 +164,7 @@ class Watch:
         """
         self._limits, self._state_of = limits, state_of
         self.seen: dict[int, Seen] = {}
-        self._open: dict[tuple[str, int | None], Finding] = {}
+        self._open: dict[tuple[str, int | None], HangFinding] = {}
         self._slow_since: dict[int, float] = {}
         self._slow_until: dict[int, float] = {}
         self._looked_s: float | None = None
@@ -247,7 +247,7 @@ class Watch:
 
     def _how_over(
         self,
-        finding: Finding,
+        finding: HangFinding,
         now: float,
         members: Mapping[int, WorkerMember],
     ) -> str:
@@ -273,7 +273,7 @@ class Watch:
         members: Mapping[int, WorkerMember],
         world: Sequence[int],
         leaves: bool,
-    ) -> list[Finding]:
+    ) -> list[HangFinding]:
         make = _Maker(now, members, world, self.seen)
         quiet = self._quiet(make)
         inside = [w for w in world if _is_inside(members.get(w)) and w in self.seen]
@@ -289,9 +289,9 @@ class Watch:
                 return self._slow(make, inside)
         return stuck
 
-    def _quiet(self, make: _Maker) -> list[Finding]:
+    def _quiet(self, make: _Maker) -> list[HangFinding]:
         """Findings for the workers that send no messages."""
-        found: list[Finding] = []
+        found: list[HangFinding] = []
         for worker, member in make.members.items():
             silent_s = make.now - member.heard_s
             if not member.connected or silent_s < _STOPPED_S:
@@ -310,9 +310,9 @@ class Watch:
                 found.append(make.finding("silent", worker, silent_s, state=state))
         return found
 
-    def _slow(self, make: _Maker, inside: Sequence[int]) -> list[Finding]:
+    def _slow(self, make: _Maker, inside: Sequence[int]) -> list[HangFinding]:
         """Findings for the workers whose own code takes most of each step."""
-        found: list[Finding] = []
+        found: list[HangFinding] = []
         own = {w: _own_s(self.seen[w].doing) for w in inside}
         for worker in inside:
             doing = self.seen[worker].doing
@@ -334,7 +334,7 @@ class Watch:
         return found
 
 
-def _hangs(finding: Finding) -> bool:
+def _hangs(finding: HangFinding) -> bool:
     return finding.kind not in ("slow", "all")
 
 
@@ -367,7 +367,7 @@ def _limit_s(make: _Maker, workers: Sequence[int], place: str) -> float:
 
 def _own_code(
     make: _Maker, inside: Sequence[int], outside: Mapping[int, float]
-) -> list[Finding]:
+) -> list[HangFinding]:
     """Findings for workers in their own code, while other workers wait for them.
 
     Args:
@@ -375,7 +375,7 @@ def _own_code(
       inside: the workers of the world that have not left it.
       outside: workers that have left the world -> seconds since they left.
     """
-    found: list[Finding] = []
+    found: list[HangFinding] = []
     for worker in inside:
         seen = make.seen[worker]
         if seen.doing["place"] not in _OWN and seen.place != "compile":
@@ -392,7 +392,7 @@ def _own_code(
     return found
 
 
-def _in_program(make: _Maker, inside: Sequence[int]) -> list[Finding]:
+def _in_program(make: _Maker, inside: Sequence[int]) -> list[HangFinding]:
     """A finding for the worker for whose part of a program the other workers wait."""
     seen = {w: make.seen[w] for w in inside}
     first = min(s.position for s in seen.values())
@@ -412,7 +412,7 @@ def _in_program(make: _Maker, inside: Sequence[int]) -> list[Finding]:
     return _issuing(make, inside, stalled_s)
 
 
-def _issuing(make: _Maker, inside: Sequence[int], for_s: float) -> list[Finding]:
+def _issuing(make: _Maker, inside: Sequence[int], for_s: float) -> list[HangFinding]:
     """A finding for the worker inside a task that the other workers have passed."""
     tasks = {w: task for w in inside if (task := make.seen[w].doing.get("task"))}
     called = [w for w, task in tasks.items() if task["inside"]]
@@ -426,7 +426,7 @@ def _issuing(make: _Maker, inside: Sequence[int], for_s: float) -> list[Finding]
     return [make.finding("task", worker, for_s, waits=waits, task=tasks[worker])]
 
 
-def _all_alike(make: _Maker, inside: Sequence[int]) -> list[Finding]:
+def _all_alike(make: _Maker, inside: Sequence[int]) -> list[HangFinding]:
     """A finding that all workers are at the same place of the same step."""
     seen = [make.seen[w] for w in inside]
     places = {(s.position, s.place) for s in seen}
@@ -460,7 +460,7 @@ class _Maker:
         *,
         waits: Sequence[int] | None = None,
         **more: Any,
-    ) -> Finding:
+    ) -> HangFinding:
         """A finding, with all data on the worker.
 
         Args:
@@ -492,7 +492,7 @@ class _Maker:
         }
         data["text"] = _text(data, seen, there)
         progress = {w: self.seen[w].progress for w in asked if w in self.seen}
-        return Finding(kind, worker, data, progress, self.now - for_s)
+        return HangFinding(kind, worker, data, progress, self.now - for_s)
 
     def _who(self, worker: int) -> dict[str, Any]:
         """The process, host and devices of a worker."""

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from supervised import Fake, running
 
-from autopar.elastic.processes.watching import Watch
+from autopar.elastic.processes.watching import HangWatch
 
 TICK_S = 0.5
 
@@ -18,7 +18,7 @@ class Clocks:
     def __init__(self, count: int = 3, **limits: Any) -> None:
         self.fake = running(count, **limits)
         self.state: dict[int, str] = {}
-        self.fake.supervisor.watch = Watch(
+        self.fake.supervisor.watch = HangWatch(
             self.fake.supervisor.limits,
             lambda found: "" if found is None else self.state.get(found.pid, ""),
         )
