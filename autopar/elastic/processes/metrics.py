@@ -15,7 +15,7 @@ from prometheus_client.core import (
 from prometheus_client.registry import Collector
 
 from autopar.elastic.processes.members import describe
-from autopar.elastic.processes.network import split_address
+from autopar.elastic.processes.network import join_address, split_address
 from autopar.elastic.processes.supervisor import Supervisor
 from autopar.errors import PlanError
 
@@ -132,8 +132,7 @@ class RunMetrics(Collector):
     def url(self) -> str:
         """The URL of the metrics."""
         host, port = self._server.server_address[:2]
-        text = f"[{host}]" if ":" in str(host) else str(host)
-        return f"http://{text}:{port}/metrics"
+        return f"http://{join_address(str(host), port)}/metrics"
 
     def close(self) -> None:
         """Stops serving."""
@@ -178,7 +177,7 @@ class RunMetrics(Collector):
         put("autopar_world_workers", len(world))
         members = describe(supervisor.members)
         for phase in _PHASES:
-            count = sum(m["phase"] == phase for m in members.values())
+            count = sum(m.phase == phase for m in supervisor.members.values())
             put("autopar_workers", count, phase)
         named = watch.named()
         for name, member in members.items():
