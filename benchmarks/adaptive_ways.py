@@ -16,7 +16,7 @@ import optax
 from goodput_samples import BASE, PINS, VOCAB, WORKERS, rows
 
 import autopar
-from autopar.goodput import CriticalRegimes, scaled
+from autopar.goodput import CriticalRegimes, scale_updates
 from autopar.goodput.choice import PhiRange
 from autopar.goodput.loop import Loop
 from autopar.goodput.ways import expected_error
@@ -59,7 +59,7 @@ def loss_of(w: Any, batch: Any) -> Any:
 
 def optimizer(rate: float) -> Any:
     """Gradient descent whose steps follow the batch."""
-    return scaled(optax.sgd(rate), "adascale", base_batch=BASE)
+    return scale_updates(optax.sgd(rate), "adascale", base_batch=BASE)
 
 
 def step_of(tx: Any) -> Any:

@@ -25,8 +25,8 @@ from autopar.goodput import (
     codec_error,
     following,
     gain,
-    scaled,
-    told,
+    scale_updates,
+    set_batch,
 )
 
 sys.path.insert(0, str(workloads.EXAMPLES_DIR))
@@ -118,7 +118,7 @@ class Trainer:
         """Plans for the data-parallel layouts that all trainings have."""
         rule = "adascale" if optimizer == "sgd" else "adascale-root"
         base = getattr(optax, optimizer)(rate or RATES[optimizer])
-        self.tx = scaled(base, rule, base_batch=BASE)
+        self.tx = scale_updates(base, rule, base_batch=BASE)
         self.adam, self.decay = optimizer != "sgd", decay
         self.evaluate = jax.jit(loss_of)
         self.held_out = rows(4096, 10**6, 0)
@@ -188,14 +188,14 @@ class Trainer:
         for k in range(most):
             if k % EVERY == 0 and k:
                 phi = run.noise_scale.phi
-                state = told(state, batch=batch, phi=phi, error=error)
+                state = set_batch(state, batch=batch, phi=phi, error=error)
                 curve[0].append(k)
                 curve[1].append(float(self.evaluate(_local(state[0]), self.held_out)))
                 curve[2].append(phi)
                 if curve[1][-1] <= level:
                     break
             elif k == 0:
-                state = told(state, batch=batch, phi=0.0, error=CodecError())
+                state = set_batch(state, batch=batch, phi=0.0, error=CodecError())
             state, loss = run(state, rows(batch, seed, k))
             jax.block_until_ready(loss)
         if run.noise_scale.groups != WORKERS:

@@ -140,7 +140,7 @@ def _plan(name: str, step: Any, shapes: Any, batch: Any) -> Any:
         return found
     every = tuple(range(len(found.pipeline.layers)))
     again = msgspec.structs.replace(found.pipeline, recomputed=every)
-    return msgspec.structs.replace(found, pipeline=again).stamped()
+    return msgspec.structs.replace(found, pipeline=again).with_checks()
 
 
 def _options(name: str) -> dict[str, Any]:

@@ -33,7 +33,13 @@ import optax
 import workloads
 
 import autopar
-from autopar.goodput import NoiseOptions, ScaledState, progress, progress_ratio, scaled
+from autopar.goodput import (
+    NoiseOptions,
+    ScaledState,
+    progress,
+    progress_ratio,
+    scale_updates,
+)
 from autopar.goodput.following import Following, codecs_of
 from autopar.goodput.loop import Loop
 from autopar.goodput.rates import scaled_states
@@ -221,7 +227,7 @@ def batch_table(
     """Prints a training whose batch and codecs follow the noise of its gradients."""
     run = workloads.training("recommendation", **options)
     base = run.batch["clicks"].shape[0]
-    tx = scaled(optax.adam(1e-2), "adascale-root", base_batch=base)
+    tx = scale_updates(optax.adam(1e-2), "adascale-root", base_batch=base)
     create = functools.partial(run.create_state, jax.random.key(0), optimizer=tx)
     worth = measured_ratio(run, codec) if biased else None
     print(

@@ -150,8 +150,8 @@ def subject(
     say(f"tracing {target}")
     analysis = workload.analyse_step()
     made_for = _cluster_of(plan, cluster)
-    if plan.edited:
-        say(f"carrying out what was edited: {', '.join(plan.edited)}")
+    if plan.changed_parts:
+        say(f"carrying out what was edited: {', '.join(plan.changed_parts)}")
         plan = carried_out(analysis, plan, made_for, seconds=limits.seconds)
     return Subject(plan, analysis, made_for)
 

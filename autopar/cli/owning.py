@@ -118,7 +118,7 @@ def take_jobs(
     state.mkdir(parents=True, exist_ok=True)
     store = Store(state / STATE_FILE)
     try:
-        known = store.submitted(submission) if submission else {}
+        known = store.jobs_of(submission) if submission else {}
         if known and known != {spec.name: spec for _, spec in specs}:
             raise ScheduleError(
                 f"submission {submission!r} was of {', '.join(known)}, as they were "
@@ -198,7 +198,7 @@ def show(state: pathlib.Path, name: str, *, as_json: bool) -> Result:
         "ended": _time(job.ended_s),
         "steps": str(job.step),
         "step takes": "" if job.step_s is None else seconds_text(job.step_s),
-        "predicted": _predicted(job),
+        "predicted": _predicted_text(job),
         "batch": str(job.batch or ""),
         "noise scale": f"{_noise(job)} rows" if _noise(job) else "",
         "plan": _plan(job),
@@ -376,7 +376,7 @@ def _row(job: JobRecord) -> tuple[str, ...]:
         _time(job.ended_s),
         str(job.step),
         "" if job.step_s is None else seconds_text(job.step_s),
-        _predicted(job),
+        _predicted_text(job),
         str(job.batch or ""),
         _noise(job),
         _plan(job),
@@ -393,7 +393,7 @@ def planned_point(job: JobRecord) -> CurvePoint | None:
     return max(found, key=lambda point: point.goodput, default=None)
 
 
-def _predicted(job: JobRecord) -> str:
+def _predicted_text(job: JobRecord) -> str:
     point = planned_point(job)
     if point is None or point.goodput <= 0:
         return ""

@@ -311,7 +311,7 @@ class Store:
             for job in jobs:
                 self._add(job, at_s, submission)
 
-    def submitted(self, submission: str) -> dict[str, JobSpec]:
+    def jobs_of(self, submission: str) -> dict[str, JobSpec]:
         """Returns the jobs of a submission by name; empty if it was not accepted."""
         return {
             name: job.handed.spec

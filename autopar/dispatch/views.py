@@ -13,7 +13,7 @@ import numpy as np
 
 from autopar.dispatch.backend import ClusterNode
 from autopar.dispatch.store import JobRecord, Store
-from autopar.goodput.curves import corrected
+from autopar.goodput.curves import correct_curve
 from autopar.scheduler.jobs import Allocation, Curve, JobView, Linear, Shape
 from autopar.scheduler.nodes import Nodes
 
@@ -117,7 +117,7 @@ def view_of(
       lines: lines of the job's progress.
     """
     handed, spec = job.handed, job.handed.spec
-    curve = handed.curve and corrected(handed.curve, lines, job.noise_scale)
+    curve = handed.curve and correct_curve(handed.curve, lines, job.noise_scale)
     most = max(handed.most(kinds, curve), 1)
     submitted_s = job.submitted_s
     shared: dict[str, Any] = {

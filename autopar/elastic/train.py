@@ -425,8 +425,8 @@ def train(
     """Starts a run whose batch size, plan and codecs follow the gradient noise.
 
     Iterate over the result: each iteration runs one step. Wrap the optimizer in the
-    state with `autopar.goodput.scaled`, so that its learning rate and schedules follow
-    the batch size.
+    state with `autopar.goodput.scale_updates`, so that its learning rate and schedules
+    follow the batch size.
 
     >>> for done in autopar.train(  # doctest: +SKIP
     ...     train_step, create_state, source, base_batch=32, max_batch=1024, steps=1000
@@ -477,7 +477,8 @@ def train(
       progress: whether a line of progress is shown; None: only on a terminal.
 
     Raises:
-      PlanError: an argument is wrong, or the optimizer was not wrapped with `scaled`.
+      PlanError: an argument is wrong, or the optimizer was not wrapped with
+        `scale_updates`.
       CheckpointError: there are checkpoints, but none of them can be used.
       TraceError: JAX cannot trace the step.
       InfeasibleError: no plan fits the memory of a device.
@@ -595,12 +596,12 @@ def _check_end(steps: Any, samples: Any, until: Any) -> None:
 def _check_state(
     create_state: Callable[..., Any], args: Sequence[Any], wrapped: str
 ) -> None:
-    """Checks before any work that the optimizer was wrapped with `scaled`.
+    """Checks before any work that the optimizer was wrapped with `scale_updates`.
 
     Args:
       create_state: makes the state.
       args: arguments of ``create_state``.
-      wrapped: further arguments of `scaled`, for the error message.
+      wrapped: further arguments of `scale_updates`, for the error message.
     """
     shapes = state_shapes(create_state, args)
     if not scaled_states(shapes.arguments()):
@@ -608,6 +609,6 @@ def _check_state(
             "train: the state that create_state makes holds no "
             "autopar.goodput.ScaledState, which counts progress and lets the learning "
             "rate follow the batch. Wrap its optimizer: "
-            f"autopar.goodput.scaled(optimizer, {wrapped}). The rule 'none' leaves the "
-            "rate as it is."
+            f"autopar.goodput.scale_updates(optimizer, {wrapped}). The rule 'none' "
+            "leaves the rate as it is."
         )

@@ -254,7 +254,7 @@ class _CurveHeader(msgspec.Struct):
     schema: int
 
 
-def corrected(
+def correct_curve(
     table: CurveTable,
     lines: Iterable[Mapping[str, Any]],
     noise_scale: float | None = None,

@@ -310,10 +310,10 @@ def check_rule(state: Any, base_batch: int, rule: Rule | None = None) -> None:
     if base != base_batch:
         raise PlanError(
             f"base_batch={base_batch}, but the state's optimizer was wrapped by "
-            f"scaled(..., base_batch={base}). Give both the same."
+            f"scale_updates(..., base_batch={base}). Give both the same."
         )
     if rule is not None and found != rule:
         raise PlanError(
             f"lr_rule={rule!r}, but the state's optimizer was wrapped by "
-            f"scaled(..., {found!r}). Give both the same."
+            f"scale_updates(..., {found!r}). Give both the same."
         )

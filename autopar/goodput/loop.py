@@ -21,7 +21,7 @@ from autopar.goodput.choice import Decision, PhiRange, Way, decide, json_number
 from autopar.goodput.efficiency import CodecError
 from autopar.goodput.following import Following, check_data, check_rule
 from autopar.goodput.guard import LossGuard, finite, loss_in
-from autopar.goodput.rates import gain_told, told
+from autopar.goodput.rates import gain_of, set_batch
 from autopar.goodput.studies import (
     Now,
     Said,
@@ -398,7 +398,7 @@ class Loop:
         self._named = True
         if (rest or named) and self._key is None:
             state = self._begin(state, rest, named)
-        return told(state, batch=self.batch_size, phi=self._sure_phi())
+        return set_batch(state, batch=self.batch_size, phi=self._sure_phi())
 
     def _now(self, made: PlannedWay, state: Any, rest: Any, named: Any) -> Now:
         way = self._ways.way(made, runs=True)
@@ -565,10 +565,10 @@ class Loop:
         """Writes the batch and its gain into the state."""
         way = self._ways.way(self._ways.running(self.batch_size), runs=True)
         phi, most = self._sure_phi(), self._guard.most
-        state = told(
+        state = set_batch(
             state, batch=self.batch_size, phi=phi, error=way.error, most_gain=most
         )
-        self._gain = gain_told(state)
+        self._gain = gain_of(state)
         return state
 
     def _sure_phi(self) -> float | None:

@@ -12,11 +12,11 @@ multiplies the optimizer's update by a factor:
   warm-up steps (You et al., arXiv 1901.08256).
 * ``none``: 1.
 
-`scaled` wraps an `optax` optimizer. The state of the wrapper holds the batch, the gain
-of a step, and the progress in rows of the base batch. `told` writes the batch and the
-gain before a step. Each step adds gain * M0 rows to the progress. Schedules of the
-optimizer get progress / M0 as their step count. Therefore a schedule that was written
-for M0 keeps its meaning while the batch changes.
+`scale_updates` wraps an `optax` optimizer. The state of the wrapper holds the batch,
+the gain of a step, and the progress in rows of the base batch. `set_batch` writes the
+batch and the gain before a step. Each step adds gain * M0 rows to the progress.
+Schedules of the optimizer get progress / M0 as their step count. Therefore a schedule
+that was written for M0 keeps its meaning while the batch changes.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ Rule = Literal["adascale", "adascale-root", "sqrt", "linear", "legw", "none"]
 
 
 class ScaledState(NamedTuple):
-    """The state of `scaled`.
+    """The state of `scale_updates`.
 
     Attributes:
       base_batch: rows of the base batch, M0, a float32 scalar.
@@ -89,7 +89,7 @@ class _Scaling:
                 return jnp.ones_like(scale)
 
 
-def scaled(
+def scale_updates(
     optimizer: optax.GradientTransformation,
     rule: Rule,
     *,
@@ -106,8 +106,8 @@ def scaled(
         optimizer itself then needs no warm-up.
 
     Returns:
-      An optimizer whose state is a `ScaledState`. Until `told` is called, it assumes
-      the base batch.
+      An optimizer whose state is a `ScaledState`. Until `set_batch` is called, it
+      assumes the base batch.
 
     Raises:
       PlanError: the rule does not exist, or a number is out of its range.
@@ -182,7 +182,7 @@ def with_schedule_count(state: Any, count: jax.Array) -> Any:
     return jax.tree.map(take_count, state, is_leaf=lambda x: isinstance(x, scheduled))
 
 
-def told(
+def set_batch(
     state: Any,
     *,
     batch: int,
@@ -206,8 +206,9 @@ def told(
     found = scaled_states(state)
     if not found:
         raise PlanError(
-            "told: the state holds no autopar.goodput.ScaledState. Wrap its optimizer "
-            "in autopar.goodput.scaled(optimizer, rule, base_batch=...)."
+            "set_batch: the state holds no autopar.goodput.ScaledState. Wrap its "
+            "optimizer in autopar.goodput.scale_updates(optimizer, rule, "
+            "base_batch=...)."
         )
     base = float(found[0].base_batch)
     known = phi is not None and not math.isnan(phi)
@@ -230,8 +231,8 @@ def told(
     return jax.tree.map(write, state, is_leaf=_is_scaled)
 
 
-def gain_told(state: Any) -> float:
-    """The gain that `told` has written into a train state.
+def gain_of(state: Any) -> float:
+    """The gain that `set_batch` has written into a train state.
 
     Args:
       state: any tree that holds a `ScaledState`; the first one is read.
@@ -239,7 +240,7 @@ def gain_told(state: Any) -> float:
     Raises:
       PlanError: the tree holds no `ScaledState`.
     """
-    number = _first("gain_told", state).gain
+    number = _first("gain_of", state).gain
     return float(number.get_value() if _is_variable(number) else number)
 
 
@@ -276,7 +277,7 @@ def rule_of(state: Any) -> tuple[Rule, int]:
         raise PlanError(
             "the state holds no autopar.goodput.ScaledState, so its learning rate "
             "would not follow the batch. Wrap its optimizer in "
-            "autopar.goodput.scaled(optimizer, rule, base_batch=...)."
+            "autopar.goodput.scale_updates(optimizer, rule, base_batch=...)."
         )
     if len(found) > 1:
         raise PlanError(
@@ -314,12 +315,13 @@ def _like(old: Any, number: float) -> Any:
 def _check(rule: Any, base_batch: Any, warmup: Any) -> None:
     if rule not in get_args(Rule):
         raise PlanError(
-            f"scaled: rule={rule!r}: expected one of {', '.join(get_args(Rule))}."
+            f"scale_updates: rule={rule!r}: expected one of "
+            f"{', '.join(get_args(Rule))}."
         )
     if not isinstance(base_batch, int) or base_batch < 1:
         raise PlanError(
-            f"scaled: base_batch={base_batch!r}: expected the rows of the batch that "
-            "the optimizer was tuned for."
+            f"scale_updates: base_batch={base_batch!r}: expected the rows of the batch "
+            "that the optimizer was tuned for."
         )
     if not warmup >= 0:
-        raise PlanError(f"scaled: warmup_steps={warmup!r}: expected at least 0.")
+        raise PlanError(f"scale_updates: warmup_steps={warmup!r}: expected at least 0.")

@@ -87,7 +87,7 @@ def carried_out(
     Raises:
       PlanError: the plan belongs to another step, or an edit cannot be carried out.
     """
-    parts = plan.edited
+    parts = plan.changed_parts
     if not parts:
         return plan
     if len(plan.stages) > 1:
@@ -325,7 +325,7 @@ def _with_codecs_of(
     if edited:
         return made
     compression = msgspec.structs.replace(plan.compression, error=best.sending.error)
-    return msgspec.structs.replace(made, compression=compression).stamped()
+    return msgspec.structs.replace(made, compression=compression).with_checks()
 
 
 def check_fits(best: Candidate) -> None:

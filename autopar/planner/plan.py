@@ -83,7 +83,7 @@ def rebatch_plan(analysis: Analysis, plan: Plan) -> Plan:
     if plan.structure != analysis.structure:
         raise another_step(analysis, plan)
     _check_copies(analysis, stage)
-    edited = plan.edited
+    edited = plan.changed_parts
     made = msgspec.structs.replace(
         plan.with_stage(nodes=_nodes(analysis, stage)),
         shapes=shapes,
@@ -447,7 +447,7 @@ def _with_layouts(
         spent_s = time.perf_counter() - started
         result = dataclasses.replace(result, best=best, seconds=spent_s)
     made = make_plan(analysis, result, asked)
-    return with_status(made, kept.solver.status) if layouts.edited else made
+    return with_status(made, kept.solver.status) if layouts.changed_parts else made
 
 
 def check_batch(

@@ -123,7 +123,7 @@ def make_plan(
             made.with_stage(gradients=record_decisions(best, codecs)),
             compression=_describe_compression(analysis, result, codecs),
         )
-    return made.stamped()
+    return made.with_checks()
 
 
 def _describe_compression(

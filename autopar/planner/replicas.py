@@ -528,4 +528,4 @@ def _write_plan(
         solver=solver,
         predicted=msgspec.structs.replace(made.predicted, peak_memory_bytes=most),
         worth=None,
-    ).stamped()
+    ).with_checks()

@@ -198,7 +198,7 @@ def axis_uses(
     )
     return tuple(
         msgspec.structs.replace(use, sums_s=_sums_s(assignment, axis, pricer))
-        if use.unused
+        if use.is_unused
         else use
         for axis, use in enumerate(uses)
     )

@@ -370,9 +370,11 @@ class AxisUse(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     sums_s: float = 0.0
 
     @property
-    def unused(self) -> bool:
+    def is_unused(self) -> bool:
         """Whether the axis splits no operator's work."""
         return self.size > 1 and self.repeated > 1.0 - LEAST_SPLIT
+
+    unused = is_unused  # deprecated name, kept for one release
 
     @property
     def shortens(self) -> float:
@@ -440,9 +442,11 @@ class Worth(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         return self.speed_up / self.devices
 
     @property
-    def unused(self) -> tuple[AxisUse, ...]:
+    def unused_axes(self) -> tuple[AxisUse, ...]:
         """The axes that split no operator's work."""
-        return tuple(axis for axis in self.axes if axis.unused)
+        return tuple(axis for axis in self.axes if axis.is_unused)
+
+    unused = unused_axes  # deprecated name, kept for one release
 
     @property
     def needed_devices(self) -> int:
@@ -451,7 +455,7 @@ class Worth(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         Axes that split nothing are left out. An axis that splits only stored arrays and
         no work is kept, because the plan may not fit without this axis.
         """
-        idle = (axis.size for axis in self.unused if not axis.holds)
+        idle = (axis.size for axis in self.unused_axes if not axis.holds)
         return self.devices // math.prod(idle)
 
     def faster(self, factor: float) -> Worth:

@@ -439,11 +439,13 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         return files.digest_of(still)
 
     @property
-    def edited(self) -> tuple[str, ...]:
+    def changed_parts(self) -> tuple[str, ...]:
         """Names of the parts that were changed since the plan was made."""
         return files.changed_parts(self.checks, files.checks_of(self, self.stages))
 
-    def stamped(self) -> Plan:
+    edited = changed_parts  # deprecated name, kept for one release
+
+    def with_checks(self) -> Plan:
         """The plan with new checksums: from now on, changes of a part count as edits.
 
         Numbers are converted to the types of their fields, as when a file is read,

@@ -132,7 +132,7 @@ def _between_stages(
     places = _ProcessPlaces(bound, process_of)
     for m in stage_messages(cut):
         nbytes = m.times * values[m.value].nbytes
-        yield from places.moved(
+        yield from places.messages(
             places.wire(m.value, m.source, m.target),
             places.wire(m.value, m.target, m.source),
             nbytes,
@@ -140,8 +140,8 @@ def _between_stages(
     for home, stage, value in moved_layers(cut):
         there, here = places.wire(value, stage, home), places.wire(value, home, stage)
         nbytes = values[value].nbytes
-        yield from places.moved(here, there, nbytes)
-        yield from places.moved(there, here, nbytes)
+        yield from places.messages(here, there, nbytes)
+        yield from places.messages(there, here, nbytes)
     yield from _results(bound, places)
     yield from _rows(bound, places)
 
@@ -171,7 +171,7 @@ class _ProcessPlaces:
         layout = self.bound.stages[stage].assignment.home_layout(value)
         return self.blocks(stage, layout, self.graph.values[value].shape)
 
-    def moved(
+    def messages(
         self, have: Blocks, need: Blocks, nbytes: float
     ) -> Iterator[tuple[int, int, float]]:
         """Yields the messages that move an array of ``nbytes`` between placements."""
@@ -197,7 +197,7 @@ def _results(
             if owner != key.stage:
                 here = places.home(value, key.stage)
                 there = places.home(given[value], owner)
-                yield from places.moved(here, there, graph.values[value].nbytes)
+                yield from places.messages(here, there, graph.values[value].nbytes)
 
 
 def _rows(
@@ -231,11 +231,11 @@ def _rows(
             for axes, n in zip(layout, shape, strict=True)
         )
         there = places.blocks(owner, lies, shape)
-        yield from places.moved(have, there, nbytes)
+        yield from places.messages(have, there, nbytes)
         if k in ahead:
             for lead in leads:
                 every = {tuple((0, n) for n in shape): (lead,)}
-                yield from places.moved(there, every, nbytes)
+                yield from places.messages(there, every, nbytes)
 
 
 def _read_ahead(program: Any) -> frozenset[int]:

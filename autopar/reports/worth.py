@@ -95,7 +95,7 @@ def idle_texts(plan: Plan) -> Iterator[str]:
     worth = plan.worth
     if worth is None:
         return
-    idle = [axis for axis in worth.unused if not axis.holds]
+    idle = [axis for axis in worth.unused_axes if not axis.holds]
     if idle:
         verb = "axis {} is" if len(idle) == 1 else "axes {} are"
         names = verb.format(" and ".join(map(_axis_text, idle)))
@@ -104,9 +104,9 @@ def idle_texts(plan: Plan) -> Iterator[str]:
         yield f"{names} unused: {fewer} would be as fast"
         yield from filter(None, (_sums_text(plan, worth, axis) for axis in idle))
     for axis in worth.axes:
-        if axis.unused and axis.holds:
+        if axis.is_unused and axis.holds:
             yield f"axis {_axis_text(axis)} splits what is held and no work"
-        elif axis.size > 1 and not axis.unused and axis.repeated >= _TOLD:
+        elif axis.size > 1 and not axis.is_unused and axis.repeated >= _TOLD:
             part, less = share_text(axis.repeated), share_text(axis.shortens)
             told = f"repeats {part} of the work, shortens it by {less}"
             yield f"axis {_axis_text(axis)} {told}"
@@ -141,7 +141,7 @@ def scheme_text(plan: Plan) -> str:
 
 def unused_text(worth: Worth | None) -> str:
     """The unused axes in a few words, such as ``data (8) unused``; '' for none."""
-    names = [_axis_text(axis) for axis in worth.unused] if worth else []
+    names = [_axis_text(axis) for axis in worth.unused_axes] if worth else []
     return f"{' and '.join(names)} unused" if names else ""
 
 

@@ -159,7 +159,7 @@ def _with_compiled(
     """Returns the plan for the given cluster, with the compiler's memory and times."""
     given = ClusterData.of(cluster)
     if found.cluster != given:
-        found = msgspec.structs.replace(found, cluster=given).stamped()
+        found = msgspec.structs.replace(found, cluster=given).with_checks()
     own = found.seconds
     seconds = msgspec.structs.replace(
         own,

@@ -118,7 +118,7 @@ def sent_by_hand(plan: Plan) -> Plan | None:
 
 
 def _by_hand(plan: Plan) -> bool:
-    return plan.compression.mode == EDITED or "gradients" in plan.edited
+    return plan.compression.mode == EDITED or "gradients" in plan.changed_parts
 
 
 def _dense_bytes(plan: Plan) -> dict[str, float]:
@@ -284,7 +284,7 @@ class Preparation:
                 ),
             )
         if given is not None:
-            if not given.edited:
+            if not given.changed_parts:
                 return given
             return agreement.agree(
                 self._world(),

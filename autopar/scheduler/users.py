@@ -133,7 +133,7 @@ def decide_for_users(
     }
     adapts = policy.adapts != "nothing"
     caps, waits = _caps_of(jobs, nodes, current, users, adapts=adapts)
-    told = {name: _capped(view, caps.get(name), adapts) for name, view in jobs.items()}
+    told = {name: _limit(view, caps.get(name), adapts) for name, view in jobs.items()}
     if not getattr(policy, "remembers", False):
         told = {name: view for name, view in told.items() if view.cap != 0}
     kept = {name: held for name, held in current.items() if caps.get(name) != 0}
@@ -168,7 +168,7 @@ def new_waits(decided: Decisions, before: Mapping[str, str]) -> tuple[Reason, ..
     )
 
 
-def _capped(view: JobView, cap: int | None, adapts: bool) -> JobView:
+def _limit(view: JobView, cap: int | None, adapts: bool) -> JobView:
     """The view of a job with a cap, limited to the cap."""
     if cap is None:
         return view

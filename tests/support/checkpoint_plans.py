@@ -93,7 +93,7 @@ def plan(name: str) -> Plan:
     assert found.pipeline is not None
     every = tuple(range(len(found.pipeline.layers)))
     again = msgspec.structs.replace(found.pipeline, recomputed=every)
-    return msgspec.structs.replace(found, pipeline=again).stamped()
+    return msgspec.structs.replace(found, pipeline=again).with_checks()
 
 
 def parallel(name: str) -> Any:

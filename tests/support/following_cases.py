@@ -11,14 +11,14 @@ import optax
 from jax.sharding import PartitionSpec
 
 import autopar
-from autopar.goodput import NoiseOptions, scaled
+from autopar.goodput import NoiseOptions, scale_updates
 
 BASE, WIDTH = 16, 32
 PINS = {"batch/*": PartitionSpec("data"), "state/*": PartitionSpec()}
 
 
 def optimizer(rule: Any = "adascale", base: int = BASE) -> Any:
-    return scaled(optax.sgd(0.01), rule, base_batch=base)
+    return scale_updates(optax.sgd(0.01), rule, base_batch=base)
 
 
 def loss_of(w: jax.Array, batch: Any) -> jax.Array:

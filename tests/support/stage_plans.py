@@ -92,4 +92,4 @@ def make_plan(*stages: StagePlan, **changes: Any) -> Plan:
         schedule="1f1b" if len(stages) > 1 else "none",
         shapes={path: (16, 16) for stage in stages for path in stage.inputs},
     )
-    return msgspec.structs.replace(plan, **changes).stamped()
+    return msgspec.structs.replace(plan, **changes).with_checks()

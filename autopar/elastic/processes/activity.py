@@ -115,7 +115,9 @@ class Activity:
             self._longest_before_s, self._longest_s = self._longest_s, 0.0
         self._longest_s = max(self._longest_s, seconds)
 
-    def done(self, step: int, position: int, batch: int, loss: float | None) -> None:
+    def note_done(
+        self, step: int, position: int, batch: int, loss: float | None
+    ) -> None:
         """Records the results of the last step.
 
         Args:

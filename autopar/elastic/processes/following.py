@@ -119,7 +119,7 @@ class TeamFollowing:
         """The loop's knowledge as data that JSON can hold."""
         return self.loop.to_data()
 
-    def measured(self) -> dict[str, Any]:
+    def measurements(self) -> dict[str, Any]:
         """The measured fields of a line of progress.
 
         Returns:

@@ -394,7 +394,7 @@ def starts_again(
     return member.respawns and member.phase == "in" and (gathers or unseen)
 
 
-def respawned(member: WorkerMember, now: float) -> WorkerMember:
+def respawn_member(member: WorkerMember, now: float) -> WorkerMember:
     """A new record for a worker whose process is started again.
 
     Args:

@@ -179,7 +179,7 @@ class RunMetrics(Collector):
         for phase in _PHASES:
             count = sum(m.phase == phase for m in supervisor.members.values())
             put("autopar_workers", count, phase)
-        named = watch.named()
+        named = watch.named_workers()
         for name, member in members.items():
             labels, worker = (name, member["host"] or ""), int(name)
             seen = watch.seen.get(worker)

@@ -98,7 +98,10 @@ class SharedStates:
             again.
         """
         for number, held in enumerate(sorted(holdings, key=_newest_first)):
-            whole = held.version in self._versions or held.version in self._mapped()
+            whole = (
+                held.version in self._versions
+                or held.version in self._versions_of_files()
+            )
             if whole and not _has_more(held, self._of(held.version)):
                 continue
             layout = _Layout.of(held)
@@ -133,7 +136,7 @@ class SharedStates:
                 with contextlib.suppress(OSError):
                     os.unlink(path)
 
-    def _mapped(self) -> set[str]:
+    def _versions_of_files(self) -> set[str]:
         return set(self._known.values())
 
     def _of(self, version: str) -> list[Holding]:

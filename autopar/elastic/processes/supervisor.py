@@ -329,7 +329,7 @@ class Supervisor:
             self._abort(f"worker {worker} has left")  # while no supervisor ran
         elif worker in self.world and code != RESPAWNED:
             self._do.fill(self.generation, [self.world.index(worker)])
-        self.members[worker] = members.respawned(member, now)
+        self.members[worker] = members.respawn_member(member, now)
         self._do.spawn(worker)
         return True
 

@@ -238,11 +238,11 @@ class TeamRun:
                 *at,
                 done.result,
                 plan=plan_fields(self.plan),
-                measured=None if self._follow is None else self._follow.measured,
+                measured=None if self._follow is None else self._follow.measurements,
                 last=last,
                 lost=self.nans.hopeless,
             )
-            self._activity.done(*at[:3], self._pace.loss)
+            self._activity.note_done(*at[:3], self._pace.loss)
 
     def _is_reached(self) -> bool:
         """Whether the run has reached its requested number of samples."""

@@ -226,7 +226,7 @@ class HangWatch:
         """The current findings, each as a sentence."""
         return [finding.data["text"] for finding in self._open.values()]
 
-    def named(self) -> frozenset[int]:
+    def named_workers(self) -> frozenset[int]:
         """The workers that are named now, except as slow."""
         found = self._open.values()
         return frozenset(f.worker for f in found if f.worker is not None and _hangs(f))
@@ -242,7 +242,7 @@ class HangWatch:
     def _count(self, now: float) -> None:
         passed = 0.0 if self._looked_s is None else now - self._looked_s
         self._looked_s = now
-        for worker in self.named():
+        for worker in self.named_workers():
             self.hang_s[worker] = self.hang_s.get(worker, 0.0) + passed
 
     def _how_over(

@@ -94,7 +94,7 @@ def _check(options: PlanOptions, kept: Plan) -> None:
             f"{wrong[0].partition('=')[0]} out."
         )
     # Edited codecs do not matter, because new codecs are chosen.
-    if edited := [name for name in kept.edited if name != "gradients"]:
+    if edited := [name for name in kept.changed_parts if name != "gradients"]:
         raise PlanError(
             f"layouts=: {', '.join(edited)} of the plan were edited, which is not "
             f"carried out for {len(kept.stages)} stages. Plan again with pins=."

@@ -249,7 +249,7 @@ def _with_codecs(cut: CutStep, plan: Plan, choice: StagedChoice) -> Plan:
     stages = tuple(msgspec.structs.replace(s, gradients=g) for s, g in pairs)
     return msgspec.structs.replace(
         plan, stages=stages, compression=choice.compression
-    ).stamped()
+    ).with_checks()
 
 
 def _over(wanted: WantedPipeline, memory: Sequence[float]) -> list[int]:
@@ -403,7 +403,7 @@ def _write_stages(
         pipeline=_pipeline(cut, wanted, costs, memory),
         worth=None,
         checks={},
-    ).stamped()
+    ).with_checks()
 
 
 def _name_stage(stage: StagePlan, number: int, site: StageSite) -> StagePlan:

@@ -344,7 +344,7 @@ class StagePipeline:
           ``left`` is the number of tasks that the stage has not issued yet. ``inside``
           is true if the call of the task has not returned.
         """
-        issued = [self._issued(*x) for x in list(self.issued.items())]
+        issued = [self._progress_of(*x) for x in list(self.issued.items())]
         inside = [x for x in issued if x["inside"]]
         return min(inside or issued, key=lambda x: x["number"], default={})
 
@@ -356,7 +356,7 @@ class StagePipeline:
             for k, i in enumerate(self.order, 1)
         }
 
-    def _issued(self, stage: int, issue: Issue) -> dict[str, Any]:
+    def _progress_of(self, stage: int, issue: Issue) -> dict[str, Any]:
         """The entries of `progress` for the task that a stage has issued last."""
         key, own, of = issue.key, self.by_stage[stage], len(self.order)
         found = {"task": f"stage {stage} {key.phase.value}", "number": of + 1}

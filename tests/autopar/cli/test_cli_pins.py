@@ -195,7 +195,7 @@ class TestEditedFiles:
         assert run("plan", TARGET, *SMALL, *words).code == 0
         plan = Plan.load(out)
         assert plan.inputs[KERNEL] == ((), ("tensor",))
-        assert plan.edited == ()
+        assert plan.changed_parts == ()
 
     def test_layouts_carry_to_another_batch(
         self, run: Run, edited: pathlib.Path

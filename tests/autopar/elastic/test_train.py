@@ -16,7 +16,7 @@ from following_cases import BASE
 
 import autopar
 from autopar import PlanError
-from autopar.goodput import progress, scaled
+from autopar.goodput import progress, scale_updates
 
 # Steps until a batch has grown: noise is read in five, and decided on each ten.
 GROWN = 41
@@ -147,7 +147,7 @@ def test_a_source_that_ends_keeps_the_state(tmp_path: Any) -> None:
 
 
 def test_a_state_of_objects_is_told_in_place() -> None:
-    tx = scaled(optax.sgd(1e-3), "linear", base_batch=step_forms.BATCH)
+    tx = scale_updates(optax.sgd(1e-3), "linear", base_batch=step_forms.BATCH)
 
     def create() -> Any:
         model = step_forms.NnxNet(nnx.Rngs(0))
@@ -183,7 +183,7 @@ class TestRefusals:
 
     def test_an_optimizer_that_does_not_follow(self) -> None:
         for given, named in (({}, "adascale"), ({"lr_rule": "none"}, "none")):
-            call = rf"autopar\.goodput\.scaled\(optimizer, '{named}', base_batch=16\)"
+            call = rf"scale_updates\(optimizer, '{named}', base_batch=16\)"
             with pytest.raises(PlanError, match=call):
                 started(tx=optax.sgd(0.1), **given)
 
@@ -204,7 +204,7 @@ class TestRefusals:
             started(**wrong)
 
     def test_a_batch_that_no_plan_can_split(self) -> None:
-        tx = scaled(optax.sgd(0.1), "adascale", base_batch=3)
+        tx = scale_updates(optax.sgd(0.1), "adascale", base_batch=3)
         with pytest.raises(PlanError, match="a dimension of 3 cannot be split 4 ways"):
             started(tx=tx, base_batch=3, max_batch=5)
 

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autopar.errors import ScheduleError
-from autopar.goodput.curves import CurvePoint, CurveTable, corrected
+from autopar.goodput.curves import CurvePoint, CurveTable, correct_curve
 from autopar.goodput.efficiency import efficiency
 from autopar.scheduler.jobs import JobView
 from autopar.scheduler.nodes import Nodes
@@ -115,13 +115,13 @@ def test_measured_seconds_take_the_place_of_predicted_ones() -> None:
     """One device was twice as slow, two three times; three scale by their mean."""
     made = table(32.0, 64.0, 96.0)
     lines = [line(1, 2.0), line(1, 2.0), line(1, 9.0), line(2, 1.5)]
-    found = corrected(made, [*lines, {"kind": "replan"}, line(3, 7.0, batch=8)])
+    found = correct_curve(made, [*lines, {"kind": "replan"}, line(3, 7.0, batch=8)])
     assert [p.step_s for p in found.points] == pytest.approx([2, 1.5, 6**0.5 / 3])
     assert [p.goodput for p in found.points] == pytest.approx(
         [32 / p.step_s for p in found.points]
     )
     assert [p.measured for p in found.points] == [15, 5, 0]
-    assert corrected(made, []) == made
+    assert correct_curve(made, []) == made
 
 
 @pytest.mark.parametrize("name", [n for n in POLICIES if n not in _CLOSED])
@@ -148,18 +148,18 @@ def test_the_ledger_of_a_re_plan_corrects_a_curve() -> None:
     replan = {"kind": "replan", "number": 1, "step": 10, "position": 320}
     after = {"kind": "measured", "number": 1, "step_after_s": 3.0}
     lines = [{**replan, "new": {"cluster": "2x1:cpu"}}, after]
-    found = corrected(made, lines)
+    found = correct_curve(made, lines)
     assert [p.step_s for p in found.points] == pytest.approx([3 / 0.5, 3.0])
-    assert corrected(made, [{**replan, "position": 80}, after]) == made
-    assert corrected(made, [{**after, "number": 2}]) == made
+    assert correct_curve(made, [{**replan, "position": 80}, after]) == made
+    assert correct_curve(made, [{**after, "number": 2}]) == made
 
 
 def test_a_line_of_no_kind_corrects_no_table_of_several() -> None:
     """What runs on one kind says nothing of another."""
     other = point(1, 1, 64.0, kind="h100")
     made = CurveTable(points=(point(1, 1, 32.0), other))
-    assert corrected(made, [line(1, 2.0)]) == made
-    found = corrected(made, [{**line(1, 2.0), "device": "cpu"}])
+    assert correct_curve(made, [line(1, 2.0)]) == made
+    found = correct_curve(made, [{**line(1, 2.0), "device": "cpu"}])
     assert [p.step_s for p in found.points] == [2.0, other.step_s]
 
 
@@ -187,7 +187,7 @@ def test_a_job_with_a_larger_batch_tells_what_its_curve_did_not_know(
     """It runs 768 rows in 160 ms, and was planned with 96 in 200 ms."""
     made = follows(480.0, 900.0, phi=planned)
     lines = [told(1, 768, 0.16, 2000.0) for _ in range(5)]
-    one, two = corrected(made, lines).points
+    one, two = correct_curve(made, lines).points
     assert (one.batch, one.step_s, one.measured) == (768, 0.16, 25)
     assert one.efficiency == pytest.approx(efficiency(2000.0, 768, 96))
     assert one.goodput == pytest.approx(768 / 0.16 * one.efficiency)
@@ -200,9 +200,9 @@ def test_a_job_with_a_larger_batch_tells_what_its_curve_did_not_know(
 
 def test_no_batch_in_proportion_leaves_the_range_of_the_table() -> None:
     made = msgspec.structs.replace(follows(480.0, 900.0, 1200.0), max_batch=1000)
-    batches = [p.batch for p in corrected(made, [told(1, 768, 0.16, 2e3)]).points]
+    batches = [p.batch for p in correct_curve(made, [told(1, 768, 0.16, 2e3)]).points]
     assert batches == [768, 1000, 1000]
-    least = corrected(made, [told(3, 96, 0.1, 2e3)]).points[0]
+    least = correct_curve(made, [told(3, 96, 0.1, 2e3)]).points[0]
     assert least.batch == 96
 
 
@@ -210,30 +210,30 @@ def test_of_several_batches_the_one_with_the_most_goodput_counts() -> None:
     """With little noise a large batch is worth nothing; with much it is."""
     made = follows(480.0)
     lines = [told(1, 96, 0.2, 0.0), told(1, 768, 0.4, 0.0)]
-    assert corrected(made, lines).points[0].batch == 96
-    assert corrected(made, lines, 1e4).points[0].batch == 768
-    assert corrected(made, lines, math.inf).points[0].batch == 768
+    assert correct_curve(made, lines).points[0].batch == 96
+    assert correct_curve(made, lines, 1e4).points[0].batch == 768
+    assert correct_curve(made, lines, math.inf).points[0].batch == 768
 
 
 def test_lines_of_an_earlier_release_are_read() -> None:
     """They tell no noise scale: with one planned, their batch counts by that."""
     made = follows(480.0)
-    assert corrected(made, [line(1, 0.1, 96)]).points[0].step_s == 0.1
-    assert corrected(made, [line(1, 0.1, 192)]).points[0].batch == 192
-    assert corrected(made, [line(1, 0.1, 192)]).noise_scale == 50.0
+    assert correct_curve(made, [line(1, 0.1, 96)]).points[0].step_s == 0.1
+    assert correct_curve(made, [line(1, 0.1, 192)]).points[0].batch == 192
+    assert correct_curve(made, [line(1, 0.1, 192)]).noise_scale == 50.0
     # Without one nobody knows what another batch is worth.
     blind = follows(480.0, phi=None)
-    assert corrected(blind, [line(1, 0.1, 192)]) == blind
+    assert correct_curve(blind, [line(1, 0.1, 192)]) == blind
 
 
 def test_the_codecs_of_a_job_are_those_that_it_runs_with() -> None:
     made = follows(480.0)
     error = {"own": 0.0, "shared": 1.0, "workers": 4}
     lines = [told(1, 96, 0.1, 500.0, codecs=["int8"], codec_error=error)]
-    (one,) = corrected(made, lines).points
+    (one,) = correct_curve(made, lines).points
     assert (one.codecs, one.shared_error) == (("int8",), 1.0)
     assert one.efficiency == pytest.approx(0.5)
-    again = corrected(corrected(made, lines), [told(1, 96, 0.1, 500.0)])
+    again = correct_curve(correct_curve(made, lines), [told(1, 96, 0.1, 500.0)])
     assert again.points[0].codecs == ()
 
 
@@ -254,7 +254,7 @@ told_lines = st.builds(
 def test_whatever_is_told_a_curve_stays_one(lines: list[Any], phi: float | None):
     """Numbers stay finite, and more devices or more noise never do less."""
     made = follows(480.0, 900.0, 1200.0, 1500.0)
-    found = corrected(made, lines, phi)
+    found = correct_curve(made, lines, phi)
     for each in found.points:
         assert math.isfinite(each.goodput)
         assert each.goodput > 0
@@ -264,7 +264,7 @@ def test_whatever_is_told_a_curve_stays_one(lines: list[Any], phi: float | None)
     seen = found.on("cpu").goodput(counts, counts)
     assert (np.diff(seen) >= 0).all()
     if phi is not None and not lines:
-        noisier = corrected(made, lines, 2 * phi + 1)
+        noisier = correct_curve(made, lines, 2 * phi + 1)
         pairs = zip(found.points, noisier.points, strict=True)
         assert all(b.goodput >= a.goodput * (1 - 1e-9) for a, b in pairs)
 
@@ -272,6 +272,6 @@ def test_whatever_is_told_a_curve_stays_one(lines: list[Any], phi: float | None)
 @given(st.floats(1e-3, 10.0), st.floats(1.01, 10.0))
 def test_a_slower_step_is_worth_less_on_all_configurations(step_s: float, by: float):
     made = follows(480.0, 900.0)
-    fast = corrected(made, [told(1, 768, step_s, 1e3)]).points
-    slow = corrected(made, [told(1, 768, step_s * by, 1e3)]).points
+    fast = correct_curve(made, [told(1, 768, step_s, 1e3)]).points
+    slow = correct_curve(made, [told(1, 768, step_s * by, 1e3)]).points
     assert all(a.goodput > b.goodput for a, b in zip(fast, slow, strict=True))

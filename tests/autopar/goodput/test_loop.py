@@ -25,7 +25,7 @@ from autopar.goodput import (
     Loop,
     NoiseOptions,
     progress,
-    scaled,
+    scale_updates,
 )
 from autopar.goodput.following import codecs_of
 from autopar.runtime.parallel_step import ParallelStep
@@ -325,7 +325,7 @@ class TestRefusals:
             loop.begin({"w": np.zeros(3)})
 
     def test_an_optimizer_for_another_batch(self) -> None:
-        other = scaled(optax.sgd(0.1), "sqrt", base_batch=7)
+        other = scale_updates(optax.sgd(0.1), "sqrt", base_batch=7)
         loop = Loop(cases.parallel(), following())
         with pytest.raises(PlanError, match=r"base_batch=16, but .* base_batch=7"):
             loop.begin({"opt": other.init(np.zeros(3))})

@@ -13,7 +13,7 @@ import pytest
 
 from autopar.errors import PlanError
 from autopar.goodput.efficiency import CodecError
-from autopar.goodput.rates import progress, scaled, told
+from autopar.goodput.rates import progress, scale_updates, set_batch
 
 BASE = 16
 PARAMS = {"w": jnp.ones(3)}
@@ -22,8 +22,8 @@ GRADIENTS = {"w": jnp.asarray([0.5, -1.0, 2.0])}
 
 def step_size(rule: Any, batch: int, phi: float | None, **options: Any) -> float:
     """What the first step is multiplied by."""
-    tx = scaled(optax.sgd(1.0), rule, base_batch=BASE, **options)
-    state = told(tx.init(PARAMS), batch=batch, phi=phi)
+    tx = scale_updates(optax.sgd(1.0), rule, base_batch=BASE, **options)
+    state = set_batch(tx.init(PARAMS), batch=batch, phi=phi)
     updates, _ = tx.update(GRADIENTS, state, PARAMS)
     found = np.asarray(updates["w"]) / -np.asarray(GRADIENTS["w"])
     assert np.ptp(found) < 1e-6
@@ -55,16 +55,16 @@ def test_adascale_between_its_ends() -> None:
 
 
 def test_errors_of_codecs_make_steps_shorter() -> None:
-    tx = scaled(optax.sgd(1.0), "adascale", base_batch=BASE)
+    tx = scale_updates(optax.sgd(1.0), "adascale", base_batch=BASE)
     error = CodecError(own=3.0, workers=4)
-    state = told(tx.init(PARAMS), batch=BASE, phi=48.0, error=error)
+    state = set_batch(tx.init(PARAMS), batch=BASE, phi=48.0, error=error)
 
     assert float(state.gain) == pytest.approx((48 + 16) / (4 * 48 + 1.75 * 16))
 
 
 def test_legw_warms_up_over_as_many_rows() -> None:
-    tx = scaled(optax.sgd(1.0), "legw", base_batch=BASE, warmup_steps=5)
-    state = told(tx.init(PARAMS), batch=4 * BASE)
+    tx = scale_updates(optax.sgd(1.0), "legw", base_batch=BASE, warmup_steps=5)
+    state = set_batch(tx.init(PARAMS), batch=4 * BASE)
     found = []
     for _ in range(24):
         updates, state = tx.update(GRADIENTS, state, PARAMS)
@@ -91,8 +91,8 @@ def test_schedules_follow_progress(name: str) -> None:
     schedule = optax.piecewise_constant_schedule(1.0, {8: 0.125})
     sizes = {}
     for batch in (BASE, 4 * BASE):
-        tx = scaled(OPTIMIZERS[name](schedule), "none", base_batch=BASE)
-        state = told(tx.init(PARAMS), batch=batch, phi=math.inf)
+        tx = scale_updates(OPTIMIZERS[name](schedule), "none", base_batch=BASE)
+        state = set_batch(tx.init(PARAMS), batch=batch, phi=math.inf)
         sizes[batch] = []
         for _ in range(16):
             updates, state = tx.update(GRADIENTS, state, PARAMS)
@@ -105,8 +105,8 @@ def test_schedules_follow_progress(name: str) -> None:
 
 
 def test_moments_of_adam_count_steps() -> None:
-    tx = scaled(optax.adam(1e-3), "adascale-root", base_batch=BASE)
-    state = told(tx.init(PARAMS), batch=4 * BASE, phi=math.inf)
+    tx = scale_updates(optax.adam(1e-3), "adascale-root", base_batch=BASE)
+    state = set_batch(tx.init(PARAMS), batch=4 * BASE, phi=math.inf)
     for _ in range(3):
         _, state = tx.update(GRADIENTS, state, PARAMS)
 
@@ -116,8 +116,8 @@ def test_moments_of_adam_count_steps() -> None:
 
 def test_progress_adds_up_gains_without_loss() -> None:
     """A million steps of a small gain: float32 alone would stop counting."""
-    tx = scaled(optax.sgd(0.1), "none", base_batch=1)
-    state = told(tx.init(PARAMS), batch=1, phi=0.0)
+    tx = scale_updates(optax.sgd(0.1), "none", base_batch=1)
+    state = set_batch(tx.init(PARAMS), batch=1, phi=0.0)
     state = state._replace(progress=jnp.asarray(2.0**24, jnp.float32))
 
     def many(state: Any) -> Any:
@@ -129,9 +129,9 @@ def test_progress_adds_up_gains_without_loss() -> None:
 
 
 def test_the_state_may_lie_anywhere_in_a_train_state() -> None:
-    tx = scaled(optax.sgd(0.1), "linear", base_batch=BASE)
+    tx = scale_updates(optax.sgd(0.1), "linear", base_batch=BASE)
     state = {"params": PARAMS, "tx": (tx.init(PARAMS), jnp.zeros(2))}
-    after = told(state, batch=32, phi=5.0)
+    after = set_batch(state, batch=32, phi=5.0)
 
     assert float(after["tx"][0].batch) == 32.0
     assert float(after["tx"][0].gain) == pytest.approx(2 * 21 / 37)
@@ -142,17 +142,17 @@ def test_the_state_may_lie_anywhere_in_a_train_state() -> None:
 def test_what_is_wrong_is_said() -> None:
     tx = optax.sgd(0.1)
     with pytest.raises(PlanError, match="rule='fast'"):
-        scaled(tx, "fast", base_batch=BASE)  # type: ignore[arg-type]
+        scale_updates(tx, "fast", base_batch=BASE)  # type: ignore[arg-type]
     with pytest.raises(PlanError, match="base_batch=0"):
-        scaled(tx, "sqrt", base_batch=0)
+        scale_updates(tx, "sqrt", base_batch=0)
     with pytest.raises(PlanError, match="warmup_steps"):
-        scaled(tx, "legw", base_batch=1, warmup_steps=-1)
+        scale_updates(tx, "legw", base_batch=1, warmup_steps=-1)
     with pytest.raises(PlanError, match="Wrap its optimizer"):
-        told(tx.init(PARAMS), batch=4)
+        set_batch(tx.init(PARAMS), batch=4)
     with pytest.raises(PlanError, match="progress"):
         progress(tx.init(PARAMS))
-    state = scaled(tx, "sqrt", base_batch=BASE).init(PARAMS)
+    state = scale_updates(tx, "sqrt", base_batch=BASE).init(PARAMS)
     with pytest.raises(PlanError, match="batch=0"):
-        told(state, batch=0)
+        set_batch(state, batch=0)
     with pytest.raises(PlanError, match=r"phi=-2\.0"):
-        told(state, batch=4, phi=-2.0)
+        set_batch(state, batch=4, phi=-2.0)

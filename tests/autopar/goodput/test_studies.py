@@ -12,7 +12,7 @@ import pytest
 from jax.sharding import PartitionSpec
 
 import autopar
-from autopar.goodput import Following, Loop, scaled
+from autopar.goodput import Following, Loop, scale_updates
 from autopar.goodput.following import codecs_of
 from autopar.goodput.studies import worth_studying
 from autopar.goodput.ways import Key, PlannedWay, Ways
@@ -28,7 +28,7 @@ def loss_of(weights: Any, batch: Any) -> jax.Array:
     return jnp.mean((hidden @ weights["down"] - batch["y"]) ** 2)
 
 
-OPTIMIZER = scaled(optax.sgd(0.1), "none", base_batch=768)
+OPTIMIZER = scale_updates(optax.sgd(0.1), "none", base_batch=768)
 
 
 def step_of(state: Any, batch: Any) -> Any:

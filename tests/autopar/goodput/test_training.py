@@ -12,10 +12,10 @@ import pytest
 from noise_cases import REPLICATED
 
 import autopar
-from autopar.goodput import codec_error, gain, progress, scaled, told
+from autopar.goodput import codec_error, gain, progress, scale_updates, set_batch
 
 BASE = 256
-TX = scaled(optax.sgd(0.1, momentum=0.5), "adascale", base_batch=BASE)
+TX = scale_updates(optax.sgd(0.1, momentum=0.5), "adascale", base_batch=BASE)
 
 
 def step(state: Any, batch: Any) -> Any:
@@ -46,7 +46,7 @@ def test_the_rate_follows_a_batch_that_grows() -> None:
     run, state, plain, worth = parallel(), fresh(), fresh(), 0.0
     for seed, rows in enumerate([BASE, BASE, 4 * BASE]):
         phi = run.noise_scale.phi if seed else None
-        state, plain = (told(s, batch=rows, phi=phi) for s in (state, plain))
+        state, plain = (set_batch(s, batch=rows, phi=phi) for s in (state, plain))
         state, loss = run(state, cases.batch(rows, seed))
         plain, expected = jax.jit(step)(plain, cases.batch(rows, seed))
         worth += BASE * (1.0 if phi is None else gain(phi, rows, BASE))

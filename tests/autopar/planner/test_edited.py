@@ -77,13 +77,13 @@ class TestInputs:
 
     def test_the_rest_follows(self) -> None:
         plan = self.edited(**{"params/up": [[], ["tensor"]]})
-        assert plan.edited == ("inputs",)
+        assert plan.changed_parts == ("inputs",)
         found = carried(plan)
         assert found.inputs == plan.inputs
         assert found.outputs != plan.outputs
         assert any("tensor" in axes for axes in found.outputs.values() for axes in axes)
         restore(analysed(), found)
-        assert found.edited == ()
+        assert found.changed_parts == ()
         assert found.solver.status.startswith(
             "edited: layouts of 1 input changed by hand; "
         )
@@ -311,7 +311,7 @@ class TestGradients:
         assert found.predicted != before.predicted
         assert found.compression.mode == "edited"
         assert found.compression.error > before.compression.error
-        assert found.edited == ()
+        assert found.changed_parts == ()
 
     def test_back_to_what_it_was_costs_what_it_did(self) -> None:
         there = carried(self.change(codec="int4"))
@@ -356,7 +356,7 @@ class TestGradients:
         found = carried(coded.edit({"params/bias": P("tensor")}))
         assert self.codecs(found) == self.codecs(coded)
         assert found.compression.reason == "codecs as they were given"
-        assert found.edited == ()
+        assert found.changed_parts == ()
 
 
 class TestNumbers:
@@ -366,7 +366,7 @@ class TestNumbers:
             data["predicted"]["peak_memory_bytes"] = 1.0
 
         plan = changed(planned(), change)
-        assert plan.edited == ("predicted",)
+        assert plan.changed_parts == ("predicted",)
         found = carried(plan)
         assert found.stages == planned().stages
         for name in found.predicted.__struct_fields__:

@@ -75,7 +75,7 @@ class TestCodecsOfAPlan:
         return msgspec.structs.replace(
             small_step.plan("4:cpu").with_stage(gradients=gradients),
             compression=Compression(**compression),
-        ).stamped()
+        ).with_checks()
 
     def test_as_the_plan_says(self) -> None:
         assert self.of(()) == PlanOptions(max_axes=1)

@@ -47,7 +47,7 @@ def test_layouts_stay_and_costs_do_not(rows: int) -> None:
     assert plan.shapes["batch/x"] == (rows, forms.WIDTH)
     assert plan.fingerprint == analysed(rows).fingerprint != before.fingerprint
     assert plan.structure == before.structure
-    assert plan.edited == ()
+    assert plan.changed_parts == ()
     assert plan.predicted.step_s > before.predicted.step_s
     assert plan.solver.status == "layouts as they were given"
 
@@ -105,7 +105,7 @@ def test_nothing_changes_at_the_same_batch() -> None:
 def test_edits_are_still_edits() -> None:
     edited = planned().edit({"params/up": P("tensor")})
     carried = rebatch_plan(analysed(32), edited)
-    assert carried.edited == ("inputs",)
+    assert carried.changed_parts == ("inputs",)
     plan = plan_analysis(analysed(32), CLUSTER, PlanOptions(layouts=edited))
     assert plan.inputs["params/up"] == (("tensor",), ())
     assert plan.solver.status.startswith("edited: layouts of 1 input")

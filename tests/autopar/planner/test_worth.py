@@ -107,7 +107,7 @@ def test_a_slow_link_is_said_to_be_why_an_axis_is_unused() -> None:
     plan = autopar.plan(step, *args, cluster="2x1:cpu,network=1Mb/s")
     worth = plan.worth
     assert worth
-    (axis,) = worth.unused
+    (axis,) = worth.unused_axes
     # A ring of two sends each byte once.
     nbytes = sum(leaf.nbytes for leaf in jax.tree.leaves(mlp_params(256, 256)))
     assert axis.sums_s == pytest.approx(8 * nbytes / 1e6, rel=0.05)
@@ -143,14 +143,14 @@ def test_an_axis_that_splits_nothing_is_unused(
     axis: int, idle: str, needed: int
 ) -> None:
     worth = batch_over(analysed(), axis, (2, 4))
-    assert [f"{a.name} ({a.size})" for a in worth.unused] == [idle]
+    assert [f"{a.name} ({a.size})" for a in worth.unused_axes] == [idle]
     assert worth.needed_devices == needed
     plan = plan_analysis(analysed(), Cluster.parse("4:cpu"))
     (first, *_) = idle_texts(msgspec.structs.replace(plan, worth=worth))
     assert first == f"axis {idle} is unused: {needed} devices would be as fast"
     assert unused_text(worth) == f"{idle} unused"
     other = worth.axes[axis]
-    assert not other.unused
+    assert not other.is_unused
     # The update is done by all devices alike.
     assert 0 < other.repeated < 1
     # Work that is repeated takes as long without the axis, the rest size times as long.
@@ -238,7 +238,7 @@ def test_plans_of_earlier_versions_know_nothing_and_are_not_edited() -> None:
     del data["worth"]
     old = Plan.from_json(json.dumps(data))
     assert old.worth is None
-    assert not old.edited
+    assert not old.changed_parts
     assert "worth" not in str(old)
     assert Plan.from_json(json.dumps(plan.to_json())) == plan
 

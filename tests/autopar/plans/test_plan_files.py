@@ -68,7 +68,7 @@ def test_saving_and_loading_loses_nothing(
     loaded = Plan.load(tmp_path / "plan.json")
     assert loaded == plan
     assert str(loaded) == str(plan)
-    assert (loaded.digest, loaded.edited) == (plan.digest, ())
+    assert (loaded.digest, loaded.changed_parts) == (plan.digest, ())
     loaded.save(str(tmp_path / "again.json"))
     assert (tmp_path / "again.json").read_bytes() == (
         tmp_path / "plan.json"

@@ -185,19 +185,21 @@ class TestEdited:
         ],
     )
     def test_parts(self, path: tuple[Any, ...], value: Any, part: str) -> None:
-        assert Plan.from_json(json.dumps(PLAN.to_json())).edited == ()
+        assert Plan.from_json(json.dumps(PLAN.to_json())).changed_parts == ()
         text = json.dumps(changed(PLAN.to_json(), path, value))
         plan = Plan.from_json(text)
-        assert plan.edited == (part,)
-        assert plan.stamped().edited == ()
+        assert plan.changed_parts == (part,)
+        assert plan.with_checks().changed_parts == ()
 
     def test_what_says_how_it_was_made_is_no_edit(self) -> None:
         solver = msgspec.structs.replace(PLAN.solver, status="by hand")
         plan = msgspec.structs.replace(PLAN, target="train.py:step", solver=solver)
-        assert plan.edited == ()
+        assert plan.changed_parts == ()
 
     def test_without_sums_nothing_is_known(self) -> None:
-        assert msgspec.structs.replace(PLAN, checks={}, fingerprint="").edited == ()
+        assert (
+            msgspec.structs.replace(PLAN, checks={}, fingerprint="").changed_parts == ()
+        )
 
 
 def schema_1(cluster: str = "8:cpu") -> dict[str, Any]:

@@ -49,7 +49,7 @@ def test_a_plan_near_the_limit_is_compiled_as_it_runs() -> None:
     assert found.compiled_memory_bytes == expected
     assert found.seconds.compile > 0
     assert "on each device at the peak (compiled: " in str(found)
-    assert not found.edited
+    assert not found.changed_parts
 
 
 @pytest.mark.parametrize(
@@ -97,7 +97,7 @@ def test_what_the_compiler_makes_too_large_is_dropped(
     parts = spent.trace, spent.graph, spent.solve, spent.compile
     assert spent.total == pytest.approx(sum(parts))
     assert str(found.cluster) == str(first.cluster)
-    assert not found.edited
+    assert not found.changed_parts
     # The second is compiled, too, if it is near the limit.
     assert found.compiled_memory_bytes in (0.0, int(0.9 * memory))
 
@@ -147,4 +147,4 @@ def test_a_plan_that_needs_room_is_kept_where_it_compiles(
 
     assert found.compiled_memory_bytes == held.argument_bytes
     assert found.cluster.read() == cluster
-    assert not found.edited
+    assert not found.changed_parts

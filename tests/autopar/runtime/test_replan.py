@@ -304,7 +304,7 @@ class TestCodecs:
         """One codec is asked for again, of several each gradient keeps its own."""
         plan = self.plan_of("int8")
         empty = type(plan.compression)()
-        silent = msgspec.structs.replace(plan, compression=empty).stamped()
+        silent = msgspec.structs.replace(plan, compression=empty).with_checks()
         step = self.given(silent)
         self.smaller(step)
         assert {g.codec for g in step.plan.gradients} == {"int8", "dense"}
@@ -324,7 +324,7 @@ class TestCodecs:
             "params/0/bias": ("dense", 2),
         }
         assert plan.compression.mode == "edited"
-        assert plan.edited == ()
+        assert plan.changed_parts == ()
 
     def test_codecs_that_were_given_by_hand_are_kept(self) -> None:
         """Also those of a plan that holds what was edited in another."""

@@ -64,7 +64,7 @@ def test_first_steps_of_a_world_count_for_no_time(clock: Clock) -> None:
 
 def test_what_the_loop_has_brought_to_the_host(clock: Clock) -> None:
     activity = Activity(clock)
-    activity.done(step=5, position=120, batch=24, loss=0.5)
+    activity.note_done(step=5, position=120, batch=24, loss=0.5)
     assert activity.data().items() >= {"position": 120, "loss": 0.5}.items()
 
 

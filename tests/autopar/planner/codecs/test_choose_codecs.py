@@ -306,7 +306,7 @@ class TestBudget:
     def test_a_saved_plan_is_not_taken_for_an_edited_one(self) -> None:
         plan = self.plan(DEFAULT_BUDGET)
         loaded = Plan.from_json(json.dumps(plan.to_json()))
-        assert (loaded.digest, loaded.edited) == (plan.digest, ())
+        assert (loaded.digest, loaded.changed_parts) == (plan.digest, ())
 
 
 def test_measured_errors_take_the_place_of_expected_ones() -> None:

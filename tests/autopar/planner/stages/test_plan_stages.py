@@ -234,7 +234,7 @@ def test_a_plan_says_how_near_it_is_to_the_best_pipeline() -> None:
     assert plan.solver.status == "proved optimal"
     # The bound is of layers, of which the plan differs a little.
     assert 0 <= plan.solver.gap < 0.2
-    assert plan.edited == ()
+    assert plan.changed_parts == ()
 
 
 def test_a_schedule_that_keeps_too_much_is_an_error_that_names_the_stage() -> None:

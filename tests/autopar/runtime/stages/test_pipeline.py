@@ -311,7 +311,7 @@ def test_activations_that_are_computed_again_are_the_same(one_device):
     plan = autopar.plan(made, state, example, **asked)
     every = tuple(range(len(plan.pipeline.layers)))
     again = msgspec.structs.replace(plan.pipeline, recomputed=every)
-    plan = msgspec.structs.replace(plan, pipeline=again).stamped()
+    plan = msgspec.structs.replace(plan, pipeline=again).with_checks()
     step = autopar.parallelize(made, plan=plan)
     state, losses = train(step, copied(state))
     np.testing.assert_allclose(losses, one_device("mean")[1], rtol=CLOSE)
