@@ -58,12 +58,12 @@ def pauses(folder: pathlib.Path) -> list[dict[str, Any]]:
 def prepared(folder: pathlib.Path, wanted: set[int], limit_s: float) -> None:
     """Waits until worlds of these sizes have been prepared."""
     end = time.time() + limit_s
+    done: set[int] = set()
     while time.time() < end:
-        done: set[int] = set()
-        path = folder / "ahead.jsonl"
+        path = folder / "log.jsonl"
         if path.exists():
             lines = [json.loads(x) for x in path.read_text().splitlines()]
-            done = {x["processes"] for x in lines}
+            done = {x["processes"] for x in lines if x["event"] == "prepared"}
         if wanted <= done:
             return
         time.sleep(0.2)
@@ -101,8 +101,6 @@ def measure(given: Any, *, ahead: bool) -> list[dict[str, Any]]:
                 command(folder, command="resize", processes=size)
                 wait(folder, size)
                 time.sleep(given.between_s)
-            if ahead:
-                print(f"prepared: {(folder / 'ahead.jsonl').read_text()}")
             command(folder, command="stop")
         finally:
             run.terminate()

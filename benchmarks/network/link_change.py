@@ -103,6 +103,14 @@ class Run:
                 break
         return statistics.median(b - a for a, b in itertools.pairwise(found))
 
+    def pause(self) -> dict[str, Any]:
+        """The seconds of the last pause, and of its parts."""
+        lines = (self.folder / "times.ledger").read_text().splitlines()
+        found = [x for x in map(json.loads, lines) if x["kind"] == "world"][-1]
+        names = ("pause_s", "plan_s", "compile_s", "place_s")
+        parts = {n: round(found["measured"][n], 2) for n in names}
+        return {**parts, "program": found["program"]}
+
     def scheme(self) -> str:
         """The plan of the last world, in a few words."""
         return str(self.worlds()[-1]["scheme"])
@@ -156,6 +164,7 @@ def measure(given: Any) -> list[dict[str, Any]]:
                         "from Mbit/s": old,
                         "to Mbit/s": new,
                         "seconds until replanned": formed and round(formed - at, 1),
+                        "pause": run.pause(),
                         "step ms": round(1e3 * step_s, 1),
                         "cold start's step ms": round(1e3 * begun[new]["step_s"], 1),
                         "over cold start's": round(step_s / begun[new]["step_s"], 3),

@@ -1,7 +1,8 @@
 """The training script of `link_change.py`: a GPT whose links are said beforehand.
 
 Usage: autopar run ... link_script.py OUT CLUSTER CODEC LAYERS
-The first process of a world appends to OUT when each step had ended.
+The first process of a world appends to OUT when each step had ended, and worlds to
+the ledger OUT.ledger.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ def main() -> None:
         batch=BATCH,
         steps=10**7,
         args=(jax.random.key(0),),
+        ledger=f"{OUT}.ledger",
     )
     with open(OUT, "a") as file:
         for _ in run:

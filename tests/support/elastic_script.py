@@ -4,7 +4,7 @@ Usage: autopar run ... elastic_script.py OUT STEPS SURVIVE PACE_S [CHECKPOINTS [
 [STAGES]]]
 
 Unless PACE_S is 0, the last steps take a second each until there is a file `go`
-beside OUT.
+beside OUT. Events are read from the file `events` beside OUT.
 """
 
 from __future__ import annotations
@@ -50,6 +50,7 @@ def main() -> None:
         survive=int(survive),
         checkpoint=folder,
         ledger=f"{out}.ledger",
+        events=[f"file:{go.with_name('events')}"],
     )
     with open(f"{out}.{os.getpid()}", "a") as file:
         for done in run:

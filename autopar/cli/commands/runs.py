@@ -189,13 +189,11 @@ def run(
             silent_s=silence,
             # Workers that lost their supervisor go on training for the grace period.
             fence_s=grace + silence if listen else 0.0,
+            prepares=ahead,
         ),
         folder=folder,
         devices=devices,
         grace_s=grace,
-        # Preparing a program ahead would run the script on this host, which has no
-        # workers.
-        ahead=ahead and not listen,
         collective_s=collective,
         network=reached,
         port=port,

@@ -26,8 +26,8 @@ _HELPER = """\
 import ctypes, os, sys
 ctypes.CDLL(None).prctl(1, 9)
 os.getppid() == int(sys.argv[1]) or sys.exit()
-os.nice(19)
-os.execvp(sys.argv[2], sys.argv[2:])
+os.nice(int(sys.argv[2]))
+os.execvp(sys.argv[3], sys.argv[3:])
 """
 
 
@@ -270,21 +270,28 @@ class LocalLauncher:
 
 
 def start_helper(
-    command: Sequence[str], environment: Mapping[str, str]
+    command: Sequence[str],
+    environment: Mapping[str, str],
+    *,
+    nice: int = 19,
+    descriptors: Sequence[int] = (),
 ) -> subprocess.Popen[bytes]:
-    """Starts a process of the lowest priority, which ends with the calling thread.
+    """Starts a process that ends with the calling thread.
 
     Args:
       command: command of the process.
       environment: all environment variables of the process.
+      nice: the process's nice value, 0 to 19 (the lowest priority).
+      descriptors: open files that the process inherits.
     """
     child = subprocess.Popen(
-        [sys.executable, "-c", _HELPER, str(os.getpid()), *command],
+        [sys.executable, "-c", _HELPER, str(os.getpid()), str(nice), *command],
         env=dict(environment),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
         start_new_session=True,
+        pass_fds=descriptors,
     )
     # If the scheduler shares the cores evenly between sessions, the priority of a
     # process counts only inside its session (Linux, sched(7), "The autogroup feature").
@@ -292,5 +299,5 @@ def start_helper(
         contextlib.suppress(OSError),
         open(f"/proc/{child.pid}/autogroup", "w") as file,
     ):
-        file.write("19")
+        file.write(str(nice))
     return child

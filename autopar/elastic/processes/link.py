@@ -35,7 +35,7 @@ FOLDER_VARIABLE = "AUTOPAR_RUN"
 # Directory and number of steps between saves for scripts that set neither; a scheduler
 # sets both variables.
 CHECKPOINT_VARIABLE, EVERY_VARIABLE = "AUTOPAR_CHECKPOINT", "AUTOPAR_EVERY"
-# Smallest and largest number of processes; set in the process that prepares programs.
+# Descriptor of the socket that brings orders to a process that prepares programs.
 AHEAD_VARIABLE = "AUTOPAR_AHEAD"
 
 _BEAT_S = 0.5
@@ -88,6 +88,7 @@ class Link:
 
     Attributes:
       activity: what the training loop does now.
+      prepare: takes the orders to prepare plans and programs of next worlds.
     """
 
     def __init__(
@@ -116,6 +117,7 @@ class Link:
         self.address, self._network = address, network
         self._broke, self._settled, self._holds = broke, settled, holds
         self.activity = Activity()
+        self.prepare: Callable[[Message], None] = lambda _: None
         self._changed = threading.Condition()
         self._orders: list[Message] = []
         self._generation = self._aborted = self._own = -1
@@ -372,6 +374,8 @@ class Link:
             self._settled(generation)
         if kind == "stacks":
             self.say("stacks", text=stacks_text())
+        if kind == "prepare":
+            self.prepare(message)
         if kind == "abort":
             threading.Thread(
                 target=self._break, args=(generation,), daemon=True

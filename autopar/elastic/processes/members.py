@@ -241,6 +241,9 @@ class MemberLimits:
       leave_s: longest time from an order to leave a world until the worker has left.
       stuck_s: longest time in which a whole world makes no progress.
       fence_s: how long an unreachable world may train on.
+      prepares: whether plans and programs of next worlds are prepared while a world
+        trains.
+      prepare_s: longest time that a changed cluster waits for its plan and program.
     """
 
     processes: int
@@ -252,6 +255,22 @@ class MemberLimits:
     leave_s: float = 60.0
     stuck_s: float = 1800.0
     fence_s: float = 0.0
+    prepares: bool = True
+    prepare_s: float = 120.0
+
+
+def likely_sizes(processes: int, limits: MemberLimits) -> list[int]:
+    """Numbers of processes that the next world may have, the most likely one first.
+
+    Args:
+      processes: number of processes of the current world.
+      limits: smallest and largest number of processes.
+
+    >>> likely_sizes(4, MemberLimits(processes=4, least=1, most=6))
+    [3, 5, 2]
+    """
+    sizes = dict.fromkeys([processes - 1, processes + 1, processes // 2, 2 * processes])
+    return [n for n in sizes if limits.least <= n <= limits.most and n != processes]
 
 
 @dataclasses.dataclass(slots=True)

@@ -16,7 +16,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
-from subprocess import Popen
 from typing import Any
 
 from autopar.elastic.events import Resolved
@@ -28,11 +27,9 @@ from autopar.elastic.processes.launching import (
     Launcher,
     LocalLauncher,
     Placing,
-    start_helper,
     threads_needed,
 )
 from autopar.elastic.processes.link import (
-    AHEAD_VARIABLE,
     FOLDER_VARIABLE,
     VARIABLE,
     Address,
@@ -131,6 +128,11 @@ class Console:
                 return [f"host {data['name']} joined, with room for {room}"]
             case "host":
                 return [f"host {data['name']} is gone"]
+            case "prepare":
+                return [
+                    "the links or devices have changed: the run trains on while it "
+                    "plans for them"
+                ]
             case "refused" if "reason" in data:
                 return [f"refused: {data['reason']}"]
             case "service gone":
@@ -214,7 +216,6 @@ class RunJob:
       folder: where the run keeps its state, log and programs.
       devices: number of devices of each process; None: the devices that JAX finds.
       grace_s: how long workers go on without a supervisor.
-      ahead: whether a process prepares programs of likely next worlds.
       collective_s: longest time that a process waits for another one in a collective.
       network: network on which workers reach the supervisor.
       port: port on which workers reach the supervisor; 0: any free port.
@@ -226,7 +227,6 @@ class RunJob:
     folder: pathlib.Path
     devices: int | None = None
     grace_s: float = 60.0
-    ahead: bool = True
     collective_s: int = 10
     network: Network = dataclasses.field(default_factory=Network)
     port: int = 0
@@ -284,7 +284,6 @@ class Runner:
         # The service of an earlier supervisor, which is needed until its worlds have
         # been left.
         self._service_before = ProcessId.from_data(known.get("service"))
-        self._ahead: Popen[bytes] | None = None
         self.supervisor = Supervisor(job.limits, self)
         if reached >= 0:
             numbers = before.get("generation", 0), before.get("numbers", 0)
@@ -455,12 +454,6 @@ class Runner:
             env["XLA_FLAGS"] = f"{flags} --{COLLECTIVE_FLAG}={self._job.collective_s}"
         return env
 
-    def _prepare(self) -> None:
-        """Starts the process that prepares programs, after a world has formed."""
-        limits = self._job.limits
-        env = {**self._environment(), AHEAD_VARIABLE: f"{limits.least}:{limits.most}"}
-        self._ahead = start_helper(self._job.command, env)
-
     def send(self, worker: int, kind: str, **data: Any) -> None:
         """See `Actions`."""
         if (connection := self._connections.get(worker)) is not None:
@@ -521,8 +514,6 @@ class Runner:
             self._metrics.note(event, data)
         if event in ("form", "start"):
             self._write()
-        if event == "formed" and self._job.ahead and self._ahead is None:
-            self._prepare()
 
     # Processes.
 
@@ -606,9 +597,6 @@ class Runner:
         self._service.stop()
         if self._service_before is not None:
             self._service_before.kill()
-        if (ahead := self._ahead) is not None:
-            ahead.kill()
-            ahead.wait()
         self._launcher.close()
         self._records.end()
         self._server.close()

@@ -69,6 +69,10 @@ class Supervisor:
         self.result: int | None = None
         self.reason = ""
         self._planned_for: Any = None
+        # The cluster for which the first worker prepares a plan, the number of this
+        # preparation, and until when the world trains on without the plan.
+        self._next: Any = None
+        self._preparation, self._prepare_by_s = 0, math.inf
         self._leaving: frozenset[int] = frozenset()
         self.lost = False
         # How the run ends after a step: "suspend", "stop", or '' while it shall go on.
@@ -112,6 +116,7 @@ class Supervisor:
         self.generation, self.numbers = known["generation"], known["numbers"]
         self.wanted, self.world = known["wanted"], tuple(known["world"])
         self.cluster = self._planned_for = known.get("cluster")
+        self._next, self._prepare_by_s = known.get("next"), -math.inf
         self._ever = bool(self.world)
         self.reached = known.get("reached", -1)
         formed = known.get("formed", True)
@@ -161,12 +166,52 @@ class Supervisor:
     def follow(self, processes: int, gone: Sequence[int], cluster: Any = None) -> None:
         """Asks for a number of processes, without the processes of some ranks.
 
-        A given cluster, as plain data, replaces the cluster that is planned for.
+        A given cluster, as plain data, replaces the cluster that is planned for. If
+        the processes stay, the world trains on while its first worker prepares the
+        plan.
         """
-        self.cluster = self.cluster if cluster is None else cluster
         leaving = frozenset(self.world[k] for k in gone if k < len(self.world))
+        if cluster is not None:
+            self._next, self._prepare_by_s = cluster, -math.inf
+            same = processes == self.wanted == len(self.world) and not leaving
+            trains = self.state == "run" and self._all_train()
+            if same and trains and self.limits.prepares:
+                self._prepare_next()
+                return
+            self._use_next()
         if wrong := self.place(processes, leaving):
             self._do.log("refused", reason=wrong)
+
+    def _prepare_next(self) -> None:
+        """Lets the first worker prepare a plan and a program for the next cluster."""
+        self._preparation += 1
+        self._prepare_by_s = self._clock() + self.limits.prepare_s
+        number, count = self._preparation, len(self.world)
+        self._do.log("prepare", processes=count)
+        self._order_preparation(number, count, self._next)
+
+    def _prepare_likely(self) -> None:
+        """Lets the first worker prepare worlds of other sizes."""
+        if self.limits.prepares and self._next is None:
+            for count in members.likely_sizes(len(self.world), self.limits):
+                self._order_preparation(0, count, self.cluster)
+
+    def _order_preparation(self, number: int, processes: int, cluster: Any) -> None:
+        order = {"number": number, "processes": processes, "cluster": cluster}
+        self._do.send(self.world[0], "prepare", generation=self.generation, **order)
+
+    def _take_prepared(
+        self, worker: int, member: WorkerMember, message: Message
+    ) -> None:
+        names = ("number", "processes", "plan_s", "compile_s", "compiled", "error")
+        self._do.log("prepared", **{k: message[k] for k in names if k in message})
+        if message["number"] == self._preparation and self._next is not None:
+            self._use_next()
+
+    def _use_next(self) -> None:
+        """Replaces the cluster that is planned for; a new world then forms."""
+        self.cluster = self.cluster if self._next is None else self._next
+        self._next, self._prepare_by_s = None, math.inf
 
     def remove(self, worker: int, *, spare: bool = False) -> str:
         """Asks a worker to leave; returns why this is impossible, or ''.
@@ -381,6 +426,9 @@ class Supervisor:
             self._abort("a worker's script has ended")
         if self.state == "run" and now - self._progress_s > self.limits.stuck_s:
             self._abort("no progress")
+        if now > self._prepare_by_s:
+            self._use_next()
+            self._advance()
         if self.state == "gather" and self.result is None:
             self._form_if_ready()
 
@@ -466,6 +514,7 @@ class Supervisor:
                 self._do.send(other, "settled", generation=self.generation)
             self._dismiss()
             self._do.formed_world(message)
+            self._prepare_likely()
 
     def _take_event(self, worker: int, member: WorkerMember, message: Message) -> None:
         self._do.heard(message["event"])
@@ -612,6 +661,7 @@ class Supervisor:
         if self.generation:
             self._do.close(self.generation - 1)
         self.generation += 1
+        self._use_next()
         self._causes += self._changes(workers)
         readies = {w: m.ready for w, m in self.members.items() if m.ready}
         workers = list(side_by_side(readies, workers))
@@ -728,7 +778,7 @@ class Supervisor:
         """The facts that a later supervisor needs (`adopt`), without the workers."""
         names = ("generation", "wanted", "numbers", "cluster", "reached", "world")
         formed = members.all_formed(self.members, self.world)
-        known = {name: getattr(self, name) for name in names}
+        known = {name: getattr(self, name) for name in names} | {"next": self._next}
         respawns = any(m.respawns for m in self.members.values())
         return {**known, "formed": formed, "respawns": respawns}
 

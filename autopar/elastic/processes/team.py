@@ -295,6 +295,14 @@ class Team:
         """What the training loop is doing now; the supervisor reads it."""
         return self._link.activity
 
+    def say(self, kind: str, **data: Any) -> None:
+        """Sends the supervisor a message of this worker."""
+        self._link.say(kind, **data)
+
+    def on_prepare(self, take: Callable[[Message], None]) -> None:
+        """Sets what takes the supervisor's orders to prepare next worlds."""
+        self._link.prepare = take
+
     def say_saving(self) -> None:
         """Tells the supervisor that this process saves the state and then ends."""
         self._link.say("saving")

@@ -26,6 +26,7 @@ from autopar.elastic.processes import beside, programs
 from autopar.elastic.processes.following import TeamFollowing
 from autopar.elastic.processes.holding import place
 from autopar.elastic.processes.members import SUSPENDED
+from autopar.elastic.processes.preparing import Preparer
 from autopar.elastic.processes.programs import StoredPrograms
 from autopar.elastic.processes.sizing import cluster_of
 from autopar.elastic.processes.team import Joined, Team, WorldBroken
@@ -98,6 +99,8 @@ class TeamRun:
         self._create, self._args = create_state, programs.on_host(tuple(args))
         self._team, self._donate, self.ledger = team, donate, ledger
         self._activity = team.activity
+        preparer = Preparer(team.say, lambda: self._samples.batch)
+        team.on_prepare(preparer.take)
         self._activity.program, self._activity.tasks = step.__name__, self._tasks
         self._base = step.setting.cluster
         self._folder = team.folder

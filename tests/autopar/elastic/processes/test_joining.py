@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from autopar.elastic.processes.joining import imitated_world
+from autopar.elastic.processes.preparing import imitated_world
 from autopar.elastic.processes.sizing import cluster_of
 
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import checkout
 import pytest
+import step_forms as forms
 from command_line import exit_code
 from elastic_processes import LIMIT_S, Run
 from process_losses import check_losses
@@ -50,6 +51,27 @@ def test_processes_join_and_leave(start: Start) -> None:
     assert "--min" in run.ask(command="resize", processes=0)["wrong"]
     assert run.wait() == 0, run.output()
     check_losses(run, 150)
+
+
+def test_a_changed_link_is_planned_for_while_steps_go_on(start: Start) -> None:
+    """The next world finds its plan and its program, whose link it knows."""
+    run = start(400, 0, 0.03, processes=2, ahead=None)
+    run.wait_for_world([0, 1])
+    level = forms.cheap("2:cpu").levels[0].name
+    event = {"kind": "link", "level": level, "bandwidth_bytes_per_s": 1e6}
+    written = run.folder / "event"
+    written.write_text(json.dumps(event))
+    written.rename(run.folder / "events")
+    run.wait_for(lambda: run.count("formed") == 2)
+    times = {x["event"]: x["time_s"] for x in run.log() if not x.get("error")}
+    assert times["prepare"] < times["prepared"] < times["formed"]
+    prepared = [x for x in run.log() if x["event"] == "prepared"]
+    assert [x["compiled"] for x in prepared if x["number"] > 0] == [True]
+    lines = (run.folder / "losses.ledger").read_text().splitlines()
+    worlds = [x for x in map(json.loads, lines) if x["kind"] == "world"]
+    assert [x["program"] for x in worlds] == ["compiled", "loaded"]
+    assert run.wait() == 0, run.output()
+    check_losses(run, 400)
 
 
 def test_processes_are_killed_and_stopped(start: Start) -> None:

@@ -175,9 +175,10 @@ class TestEvents:
 
     def test_another_cluster_is_planned_for(self) -> None:
         """With the same workers, which form a world anew."""
-        fake = running(2)
+        fake = running(2, prepares=False)
         fake.supervisor.follow(2, [], {"links": "slow"})
         assert len(fake.of("pause")) == 2
+        assert not fake.of("prepare")
         for worker in range(2):
             fake.tell(worker, "started", generation=1, step=4)
         fake.ready(0, 1)
@@ -640,6 +641,84 @@ class TestUnreached:
         assert fake.of("form")[-1][1]["state"]["step"] == 5
         fake.formed(0, 1, step=5)
         assert not fake.supervisor.may_return(0)
+
+
+class TestPreparation:
+    """A changed cluster is planned for while the world trains on."""
+
+    def changed(self, **limits: Any) -> Fake:
+        fake = running(2, **limits)
+        fake.supervisor.follow(2, [], {"links": "slow"})
+        return fake
+
+    def prepared(self, fake: Fake, **answer: Any) -> None:
+        order = fake.of("prepare")[-1][1]
+        known = {"generation": 1, "number": order["number"], "processes": 2}
+        fake.tell(0, "prepared", **known, **answer)
+
+    def reformed(self, fake: Fake) -> Any:
+        """The cluster of the world that forms of the same workers."""
+        for worker in range(2):
+            fake.tell(worker, "started", generation=1, step=3)
+        fake.ready(0, 1, holds=holding(3, 1, WHOLE))
+        return fake.of("form")[-1][1]["cluster"]
+
+    def test_the_world_trains_until_the_plan_is_prepared(self) -> None:
+        fake = self.changed()
+        worker, order = fake.of("prepare")[-1]
+        assert (worker, order["processes"]) == (0, 2)
+        assert order["cluster"] == {"links": "slow"}
+        fake.now = 100.0
+        fake.supervisor.tick()
+        assert not fake.of("pause")
+        self.prepared(fake, plan_s=1.0)
+        assert [w for w, _ in fake.of("pause")] == [0, 1]
+        assert self.reformed(fake) == {"links": "slow"}
+
+    def test_the_answer_to_an_earlier_order_does_not_count(self) -> None:
+        fake = self.changed()
+        known = {"generation": 1, "number": fake.of("prepare")[-1][1]["number"]}
+        fake.supervisor.follow(2, [], {"links": "slower"})
+        fake.tell(0, "prepared", **known, processes=2)
+        assert not fake.of("pause")
+        self.prepared(fake)
+        assert self.reformed(fake) == {"links": "slower"}
+
+    @pytest.mark.parametrize("late", [True, False], ids=["late", "impossible"])
+    def test_without_a_prepared_plan_the_next_world_plans(self, late: bool) -> None:
+        fake = self.changed(prepare_s=30.0)
+        if late:
+            fake.now = 30.5
+            fake.supervisor.tick()
+        else:
+            self.prepared(fake, error="not on this backend")
+        assert fake.of("pause")
+        assert self.reformed(fake) == {"links": "slow"}
+
+    def test_a_world_that_breaks_meanwhile_is_followed_by_the_changed_one(self) -> None:
+        fake = self.changed()
+        fake.supervisor.on_end(1, -9)
+        fake.ready(0, holds=holding(3, 1, WHOLE))
+        assert fake.of("form")[-1][1]["cluster"] == {"links": "slow"}
+
+    def test_a_later_supervisor_knows_what_was_being_prepared(self) -> None:
+        fake = self.changed()
+        after = Supervisor(MemberLimits(processes=2), fake, lambda: fake.now)
+        workers = {"0": None, "1": None}
+        after.adopt({**fake.supervisor.notes(), "workers": workers})
+        for worker in range(2):
+            hello = {"kind": "hello", "generation": 1, "phase": "step"}
+            after.take(worker, {**hello, "worker": worker})
+        fake.now = 1.0
+        after.tick()
+        assert [w for w, _ in fake.of("pause")] == [0, 1]
+
+    def test_likely_sizes_are_prepared_without_a_pause(self) -> None:
+        fake = running(2, most=3)
+        sizes = [x["processes"] for _, x in fake.of("prepare")]
+        assert sizes == [1, 3]
+        fake.tell(0, "prepared", generation=1, number=-1, processes=1, plan_s=1.0)
+        assert not fake.of("pause")
 
 
 def test_workers_that_ended_as_their_supervisor_was_away_are_no_failure() -> None:

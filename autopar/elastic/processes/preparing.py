@@ -1,0 +1,260 @@
+"""Prepares plans and programs of next worlds, in a process beside a world that trains.
+
+A world is a set of processes that train together. XLA cannot compile for processes that
+do not exist. So the preparing process imitates a world of any size. It registers as
+each process of that world, plans, and compiles the program of the first process. The
+plan and the program are stored in the folder of the run on the host of the first
+process, from which the other processes get them.
+
+The supervisor orders preparations from the first process of the world, which starts the
+preparing process and passes the orders on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import jax
+
+from autopar.cluster import Cluster
+from autopar.elastic.processes.beside import rest_structs
+from autopar.elastic.processes.launching import start_helper
+from autopar.elastic.processes.link import AHEAD_VARIABLE, VARIABLE
+from autopar.elastic.processes.members import Message
+from autopar.elastic.processes.programs import StoredPrograms
+from autopar.elastic.processes.recovery import SHARED_VARIABLE
+from autopar.elastic.processes.sizing import cluster_of
+from autopar.elastic.processes.team import local_devices, run_folder
+from autopar.elastic.samples import Samples
+from autopar.errors import AutoparError
+from autopar.planner.cache import PlanCache
+from autopar.runtime import changing_batches
+from autopar.runtime.creation import StateShapes
+from autopar.runtime.parallel_step import ParallelStep
+from autopar.runtime.world import LoneChannel, World
+from autopar_passes import jax_processes
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Echo:
+    """The channel of an imitated world: each process sends the same data.
+
+    Attributes:
+      count: number of processes.
+    """
+
+    count: int
+
+    def broadcast(self, data: bytes) -> bytes:
+        """See `Channel`."""
+        return data
+
+    def gather(self, data: bytes) -> list[bytes]:
+        """See `Channel`."""
+        return [data] * self.count
+
+    def exchange(self, data: bytes, what: str) -> dict[int, bytes]:
+        """See `Channel`."""
+        del what
+        return dict.fromkeys(range(self.count), data)
+
+    def tell(self, data: bytes) -> None:
+        """See `Channel`; there is no receiver."""
+
+
+def imitated_world(processes: int, local_devices: int) -> World:
+    """A world in which nothing runs; programs can be compiled for it."""
+    address, service = jax_processes.open_service(processes)
+    backend = jax_processes.imitated_backend(address, processes, local_devices)
+    service.shutdown()
+    channel = Echo(processes) if processes > 1 else LoneChannel()
+    return World(tuple(backend.devices()), 0, processes, channel)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class NextWorlds:
+    """What the preparing process needs to plan and compile for worlds.
+
+    Attributes:
+      step: the train step; this process does not run it.
+      shapes: shapes of the state.
+      samples: the training samples.
+      donate: whether steps consume (donate) the training state.
+    """
+
+    step: ParallelStep[..., Any]
+    shapes: StateShapes
+    samples: Samples
+    donate: bool
+
+    def serve(self) -> NoReturn:
+        """Carries out orders until the process that orders them has ended."""
+        base = self.step.setting.cluster
+        with socket.socket(fileno=int(os.environ[AHEAD_VARIABLE])) as orders:
+            for line in orders.makefile("rb"):
+                order = json.loads(line)
+                cluster = order["cluster"]
+                given = base if cluster is None else Cluster.from_data(cluster)
+                found: dict[str, Any] = {"number": order["number"]}
+                try:
+                    found |= self._prepare(order["processes"], given, order["rows"])
+                except AutoparError as error:  # for example, the batch cannot be split
+                    found["error"] = str(error)
+                orders.sendall(json.dumps(found).encode() + b"\n")
+        sys.exit(0)
+
+    def _prepare(
+        self, processes: int, base: Cluster | None, rows: int
+    ) -> dict[str, Any]:
+        """Plans and compiles for a world, and returns the times.
+
+        Args:
+          processes: number of processes.
+          base: cluster to plan for; None: the script names no cluster.
+          rows: rows of a batch.
+
+        Raises:
+          AutoparError: the step cannot be planned for the world.
+        """
+        begin = time.perf_counter()
+        devices = local_devices()
+        world = imitated_world(processes, devices)
+        cluster = cluster_of(base, processes, devices, found=world.devices)
+        cache = PlanCache(run_folder() / "plans")
+        changing_batches.enter_world(
+            self.step, world, cluster, donate=self.donate, cache=cache
+        )
+        samples = self.samples
+        if rows != samples.batch:
+            samples = samples.resize(0, rows)
+        rest = rest_structs(self.step, samples, self.shapes, 0)
+        self.step.prepare(*self.shapes.arguments(), *rest)
+        planned_s = time.perf_counter() - begin
+        programs = StoredPrograms(run_folder() / "programs")
+        made = programs.prepare(self.step.running.planned, donate=self.donate)
+        return {
+            "plan_s": round(planned_s, 3),
+            "compile_s": round(time.perf_counter() - begin - planned_s, 3),
+            "compiled": made,
+        }
+
+
+class PreparingProcess:
+    """A preparing process, and a thread that passes orders and answers on."""
+
+    def __init__(self, answer: Callable[..., Any], *, nice: int) -> None:
+        """Starts the process.
+
+        Args:
+          answer: sends an answer to the supervisor.
+          nice: the process's nice value, 0 to 19 (the lowest priority).
+        """
+        self._answer, self._nice = answer, nice
+        self._waiting: dict[int, Message] = {}
+        self._child: subprocess.Popen[bytes] | None = None
+        self._here, there = socket.socketpair()
+        # The preparing process ends with the thread that starts it.
+        threading.Thread(
+            target=self._work, args=(there,), daemon=True, name="preparing"
+        ).start()
+
+    def send(self, order: Message) -> None:
+        """Sends an order to the process."""
+        self._waiting[order["number"]] = order
+        with contextlib.suppress(OSError):  # the thread answers for a process that died
+            self._here.sendall(json.dumps(order).encode() + b"\n")
+
+    def close(self) -> None:
+        """Ends the process; its orders get no answer."""
+        self._waiting.clear()
+        with contextlib.suppress(OSError):
+            self._here.shutdown(socket.SHUT_RDWR)
+        if self._child is not None:
+            self._child.kill()
+
+    def _work(self, there: socket.socket) -> None:
+        gone = (VARIABLE, SHARED_VARIABLE)
+        env = {k: v for k, v in os.environ.items() if k not in gone}
+        env[AHEAD_VARIABLE] = str(there.fileno())
+        command = [sys.executable, *sys.orig_argv[1:]]
+        with there:
+            own = there.fileno()
+            child = start_helper(command, env, nice=self._nice, descriptors=[own])
+        self._child = child
+        with self._here, contextlib.suppress(OSError, ValueError):
+            for line in self._here.makefile("rb"):
+                answer = json.loads(line)
+                order = self._waiting.pop(answer["number"], None)
+                if order is not None:
+                    self._answer(order, answer)
+        child.kill()
+        child.wait()
+        error = "the process that prepares plans and programs has ended"
+        for order in list(self._waiting.values()):
+            self._answer(order, {"error": error})
+
+
+class Preparer:
+    """Carries out the supervisor's orders to prepare plans and programs.
+
+    Guesses of a next world are prepared at the lowest priority. A cluster for which the
+    supervisor waits is prepared at the priority of the run, in another process.
+    """
+
+    def __init__(self, say: Callable[..., Any], rows: Callable[[], int]) -> None:
+        """Starts no process yet.
+
+        Args:
+          say: sends a message to the supervisor.
+          rows: returns the rows of the current batch.
+        """
+        self._say, self._rows = say, rows
+        self._guesses = 0
+        self._process: PreparingProcess | None = None
+        self._is_urgent = False
+        self._done: set[str] = set()
+
+    def take(self, order: Message) -> None:
+        """Takes an order; number 0 marks a guess."""
+        made = {k: order[k] for k in ("number", "processes", "cluster")}
+        made["rows"] = self._rows()
+        if jax.default_backend() != "cpu":
+            error = "programs can be prepared for CPUs only, because XLA needs devices"
+            self._reply(made, {"error": error})
+            return
+        urgent = order["number"] > 0
+        if urgent:
+            self._end()
+        elif (
+            self._is_urgent or (text := json.dumps(made, sort_keys=True)) in self._done
+        ):
+            return
+        else:
+            self._done.add(text)
+            self._guesses -= 1
+            made["number"] = self._guesses
+        if self._process is None:
+            self._process = PreparingProcess(self._reply, nice=0 if urgent else 19)
+            self._is_urgent = urgent
+        self._process.send(made)
+
+    def _reply(self, order: Message, answer: Message) -> None:
+        own = {k: order[k] for k in ("number", "processes")}
+        self._say("prepared", **{**answer, **own})
+        if order["number"] > 0:
+            self._end()
+
+    def _end(self) -> None:
+        if self._process is not None:
+            self._process.close()
+        self._process, self._is_urgent = None, False
