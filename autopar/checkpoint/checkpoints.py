@@ -106,7 +106,7 @@ def _is_ours(path: pathlib.Path) -> bool:
 
 
 def _own() -> dict[str, Any]:
-    token = os.environ.get(_RUN_VARIABLE, "").split(":")[1:2]
+    _, *token = os.environ.get(_RUN_VARIABLE, "").rsplit(":", 3)[:2]
     run = hashlib.sha256(token[0].encode()).hexdigest()[:16] if token else ""
     return {"host": socket.gethostname(), "pid": os.getpid(), "run": run}
 
@@ -305,6 +305,28 @@ class Checkpoints:
             if world.process_index == 0:
                 claim(self.directory)
         agreement.exchange_data(world, "opening the checkpoints")
+
+    def wait_for_other_world(
+        self, train_step: ParallelStep[..., Any], patience_s: float
+    ) -> None:
+        """Waits while another world of this run saves its last state here.
+
+        Args:
+          train_step: the step; all of its processes must call this method.
+          patience_s: a save in which nothing has been written for so many seconds
+            counts as aborted.
+        """
+        world = train_step.world
+        with agreement.tell_errors(world, "waiting for a checkpoint"):
+            if world.process_index == 0:
+                last, since = None, time.monotonic()
+                while found := folders.progress_of_save(self.directory):
+                    if found != last:
+                        last, since = found, time.monotonic()
+                    elif time.monotonic() - since > patience_s:
+                        break
+                    time.sleep(0.1)
+        agreement.exchange_data(world, "waiting for a checkpoint")
 
     def release(self) -> None:
         """Releases the lock, so that other runs may save into the directory."""

@@ -71,6 +71,25 @@ def _folders(directory: pathlib.Path) -> list[pathlib.Path]:
     )
 
 
+def progress_of_save(directory: pathlib.Path) -> tuple[str, int, int] | None:
+    """How far a save after the last complete checkpoint has come.
+
+    Returns:
+      Name of the folder, bytes in it, and when a file in it was written last
+      (nanoseconds since 1970); None: there is no such folder.
+    """
+    folders = _folders(directory)
+    if not folders or (folders[-1] / MANIFEST).is_file():
+        return None
+    stats: list[os.stat_result] = []
+    for root, _, names in os.walk(folders[-1]):
+        for name in [".", *names]:
+            with contextlib.suppress(OSError):  # renamed or removed meanwhile
+                stats.append(os.stat(os.path.join(root, name)))
+    written = max((s.st_mtime_ns for s in stats), default=0)
+    return folders[-1].name, sum(s.st_size for s in stats), written
+
+
 def begin(folder: pathlib.Path) -> None:
     """Makes the folder of a checkpoint, without a manifest.
 

@@ -53,6 +53,8 @@ class Saves:
         create_state: Callable[..., Any],
         args: Sequence[Any],
         others: Sequence[Any] | Mapping[str, Any],
+        *,
+        patience_s: float = 0.0,
     ) -> Restored | None:
         """Restores the last checkpoint; returns None if there is no checkpoint.
 
@@ -60,6 +62,8 @@ class Saves:
           create_state: makes the state.
           args: arguments of ``create_state``.
           others: the arguments of the step after the state.
+          patience_s: how long to wait for the next sign of a save by another world of
+            this run; 0: there is no other world.
 
         Raises:
           CheckpointError: there are checkpoints, but none of them can be used; or
@@ -69,6 +73,8 @@ class Saves:
         if checkpoints is None:
             return None
         checkpoints.claim(self._step)
+        if patience_s:
+            checkpoints.wait_for_other_world(self._step, patience_s)
         if checkpoints.latest() is None:
             return None
         found = checkpoints.restore(self._step, create_state, *args, others=others)

@@ -281,6 +281,11 @@ class Team:
         return form is not None and form["generation"] == self._last_generation
 
     @property
+    def is_over_hosts(self) -> bool:
+        """Whether processes of other hosts may take part."""
+        return not self._network.is_local
+
+    @property
     def is_suspended(self) -> bool:
         """Whether the run saves its state at this step and ends, to resume later."""
         return self._link.is_suspended

@@ -46,6 +46,9 @@ from autopar.runtime.creation import (
 )
 from autopar.runtime.parallel_step import ParallelStep
 
+# How long a save of another world may write nothing and still count as alive.
+_SIGN_S = 15.0
+
 
 class TeamRun:
     """A run of a step over its samples; this process computes a part of each step.
@@ -472,7 +475,10 @@ class TeamRun:
         """Creates the state, or restores the checkpoint of an earlier run."""
         args = programs.from_host(self._args)
         rest = self._rest(0)
-        found = self._saves.restore(self._create, args, rest)
+        # A world that lost its supervisor may still be saving its last state.
+        lost = joined.lost_step is not None and self._team.is_over_hosts
+        patience_s = _SIGN_S if lost else 0.0
+        found = self._saves.restore(self._create, args, rest, patience_s=patience_s)
         if found is not None:
             self.state, self.step = found.state, found.step
             self._samples = self._samples.gone_on(found.step, found.position)

@@ -11,7 +11,9 @@ import pathlib
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
+from concurrent import futures
 from typing import Any
 
 import jax
@@ -20,6 +22,7 @@ import small_step
 
 import autopar
 from autopar import CheckpointError, Checkpoints
+from autopar.checkpoint import checkpoints, folders
 
 
 @functools.cache
@@ -107,6 +110,54 @@ class TestTwoRuns:
             assert (found["host"], found["pid"]) == (socket.gethostname(), os.getpid())
         with another_process(tmp_path) as said:
             assert said == "held\n"
+
+    def test_runs_on_the_same_port_differ(self, monkeypatch: Any) -> None:
+        """Processes of one run have the same token, whichever their supervisor."""
+        found: list[str] = []
+        for address in ("10.0.0.1:7000:aa:0:60", "10.0.0.2:7000:bb:0:60"):
+            monkeypatch.setenv("AUTOPAR_SUPERVISOR", address)
+            found.append(checkpoints._own()["run"])
+        monkeypatch.setenv("AUTOPAR_SUPERVISOR", "[::1]:7001:aa:3:60")
+        assert found[0] == checkpoints._own()["run"] != found[1]
+
+
+class TestAnotherWorld:
+    """A world that lost its supervisor saves while another one begins."""
+
+    def waited_s(self, directory: pathlib.Path, patience_s: float) -> float:
+        begin = time.monotonic()
+        Checkpoints(directory).wait_for_other_world(small(), patience_s)
+        return time.monotonic() - begin
+
+    def test_its_save_is_waited_for(self, tmp_path: pathlib.Path) -> None:
+        saved(tmp_path, 1)
+        folder = tmp_path / folders.folder_name(2, time.time_ns())
+        folder.mkdir()
+
+        def save() -> None:
+            for k in range(8):
+                (folder / f"part{k}").write_bytes(bytes(100))
+                time.sleep(0.1)
+            (folder / "manifest.json").write_text("{}")
+
+        with futures.ThreadPoolExecutor() as pool:
+            done = pool.submit(save)
+            self.waited_s(tmp_path, 5.0)
+            assert (folder / "manifest.json").exists()
+            done.result()
+
+    def test_an_aborted_save_is_given_up(self, tmp_path: pathlib.Path) -> None:
+        saved(tmp_path, 1)
+        (tmp_path / folders.folder_name(2, time.time_ns())).mkdir()
+        assert self.waited_s(tmp_path, 0.3) >= 0.3
+
+    def test_complete_checkpoints_are_not_waited_for(
+        self, tmp_path: pathlib.Path
+    ) -> None:
+        (tmp_path / folders.folder_name(0, 1)).mkdir()  # aborted before the others
+        saved(tmp_path, 1)
+        assert self.waited_s(tmp_path, 60.0) < 30.0
+        assert self.waited_s(tmp_path / "none", 60.0) < 30.0
 
 
 def with_manifest(directory: pathlib.Path, **fields: Any) -> None:
