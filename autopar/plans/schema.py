@@ -31,7 +31,7 @@ from autopar.plans.records import (
 from autopar.plans.specs import Entries, Spec, spec_of
 from autopar.whole_files import export_whole
 from autopar_errors import check_path
-from autopar_passes.layer_loops.operators import one_each, piece_paths
+from autopar_passes.layer_loops.operators import piece_holders, piece_paths
 from autopar_solver.status import Status
 
 # A smaller gap counts as no gap, because two decimal places would show 0.00%.
@@ -314,16 +314,17 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     def home(self, path: str) -> int:
         """The number of the stage that holds an input of the step between steps.
 
-        If every stage has an equal piece of an array, the array is on an extra mesh
-        that comes after the meshes of the stages (`home_axes`). An array in other
-        pieces is on the stage of its first piece.
+        If every stage has equal pieces of an array, the array is on an extra mesh that
+        comes after the meshes of the stages (`home_axes`). An array in other pieces is
+        on the stage of its first piece.
         """
         if self.pipeline is None:
             return 0
         if path in self.pipeline.pieces:
-            homes = [self.pipeline.homes[p] for p in self._pieces(path)]
-            even = one_each(self.pipeline.pieces[path], homes, len(self.stages))
-            return len(self.stages) if even else homes[0]
+            stages = [self.pipeline.homes[p] for p in self._pieces(path)]
+            sizes, count = self.pipeline.pieces[path], len(self.stages)
+            holders = piece_holders(sizes, stages, count)
+            return count if len(set(holders)) > 1 else holders[0]
         return self.pipeline.homes[path]
 
     def home_spec(self, path: str) -> Spec:

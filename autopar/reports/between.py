@@ -27,7 +27,7 @@ from autopar.cluster import Cluster
 from autopar.layouts.floating import kept_layout
 from autopar.layouts.layout import Layout
 from autopar.layouts.pieces import Blocks, blocks_of, landings
-from autopar.planner.stages.stage_costs import moved_layers, stage_messages, wire_of
+from autopar.planner.stages.stage_costs import copied_layers, stage_messages, wire_of
 from autopar.plans import Plan
 from autopar.reports.explain import BoundPlan, bind_plan
 from autopar.reports.gradients import codec_rows
@@ -137,9 +137,11 @@ def _between_stages(
             places.wire(m.value, m.target, m.source),
             nbytes,
         )
-    for home, stage, value in moved_layers(cut):
-        there, here = places.wire(value, stage, home), places.wire(value, home, stage)
-        nbytes = values[value].nbytes
+    for holder, stage, value in copied_layers(cut):
+        # A piece has the same layout on both stages.
+        layout = bound.stages[stage].assignment.home_layout(value)
+        shape, nbytes = values[value].shape, values[value].nbytes
+        here, there = (places.blocks(s, layout, shape) for s in (holder, stage))
         yield from places.messages(here, there, nbytes)
         yield from places.messages(there, here, nbytes)
     yield from _results(bound, places)

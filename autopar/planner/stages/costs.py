@@ -638,6 +638,37 @@ def stage_problem(
     )
 
 
+def with_copied_layers(
+    problem: StageProblem, layers: LayerMap, cluster: Cluster, found: Sequence[Priced]
+) -> StageProblem:
+    """The problem in which stages get the state of their layers from other stages.
+
+    A stage with several chunks runs layers that are not next to each other, and stacked
+    arrays lie in the order of the layers. So the layers are sent before the
+    microbatches and sent back after the update, and a stage holds two copies. Which
+    chunks lie on their own stage depends on the number of stages. The costs are those
+    of a stage of which all layers are sent.
+
+    Args:
+      problem: the problem, with the costs of stages whose layers stay in place.
+      layers: the layers.
+      cluster: the devices.
+      found: the submeshes with their prices.
+    """
+    state = layers.spread(np.stack([one.nbytes.state for one in found], 1))
+    links = [between(cluster, one.submesh, one.submesh) for one in found]
+    sent_s = 2 * state / np.array([link.bandwidth_bytes_per_s for link in links])
+    costs = tuple(
+        dataclasses.replace(
+            own,
+            step_s=own.step_s + sent_s,
+            resident_bytes=own.resident_bytes + state,
+        )
+        for own in problem.costs
+    )
+    return dataclasses.replace(problem, costs=costs)
+
+
 def _link_ends(found: Sequence[Priced]) -> list[int]:
     """A number for each submesh; equal for submeshes that send and receive the same
     bytes.

@@ -13,7 +13,7 @@ import numpy as np
 
 from autopar.cluster import Cluster
 from autopar.cluster.slices import shapes
-from autopar.errors import PlanError
+from autopar.errors import InfeasibleError, PlanError
 from autopar.planner.codecs.choose import CodecRequest, request_of
 from autopar.planner.options import PlanOptions
 from autopar.planner.record import another_step
@@ -57,24 +57,24 @@ from autopar_solver import Schedule, ScheduleKind
 
 
 def parts_at_loops(
-    whole: Analysis, layers: LayerMap, stages: int
+    whole: Analysis, layers: LayerMap, parts: int
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Cuts a step so that each stage has one piece of the loop with most work.
+    """Cuts a step so that each part has one piece of the loop with most work.
 
     Args:
-      whole: the step with each loop in as many pieces as there are stages.
+      whole: the step with each loop in as many pieces as there are parts.
       layers: the layers of the step.
-      stages: number of stages.
+      parts: number of parts.
 
     Returns:
       The forward equations at which layers begin, and the layers at which parts begin.
     """
-    loops = _heaviest(whole, stages)
+    loops = _heaviest(whole, parts)
     starts = tuple(sorted({*layers.starts, *loops[1:]}))
     return starts, (0, *(starts.index(loop) for loop in loops[1:]))
 
 
-def _heaviest(whole: Analysis, stages: int) -> list[int]:
+def _heaviest(whole: Analysis, parts: int) -> list[int]:
     """The forward equations of the loop with most work, in program order."""
     pieces = _piece_numbers(whole)
     graph = whole.graph
@@ -99,7 +99,7 @@ def _heaviest(whole: Analysis, stages: int) -> list[int]:
         }
         if len(read) == 1:
             found[read.pop()].append(index)
-    chains = list(zip(*(found[k] for k in range(stages)), strict=False))
+    chains = list(zip(*(found[k] for k in range(parts)), strict=False))
     return sorted(max(chains, key=lambda loops: sum(work[k] for k in loops)))
 
 
@@ -132,6 +132,8 @@ def plan_pipeline(
     options: PlanOptions,
     stages: int,
     codecs: CodecRequest | None = None,
+    *,
+    schedule: Schedule | None = None,
 ) -> Plan:
     """Plans a step in a given number of stages with equally many devices.
 
@@ -141,17 +143,23 @@ def plan_pipeline(
       options: hints and limits.
       stages: number of stages; 2 or more.
       codecs: the request about codecs; None: the request in the options.
+      schedule: the schedule; None: the schedule of the options, with two chunks of a
+        stage if it is interleaved.
 
     Raises:
       InfeasibleError: a stage does not fit the memory of its devices.
       PlanError: the step cannot be cut or split in this way.
     """
-    whole, wanted, count = even_pipeline(analysis, cluster, options, stages)
+    whole, wanted, count = even_pipeline(analysis, cluster, options, stages, schedule)
     return plan_wanted(whole, cluster, options, wanted, count, codecs)
 
 
 def even_pipeline(
-    analysis: Analysis, cluster: Cluster, options: PlanOptions, stages: int
+    analysis: Analysis,
+    cluster: Cluster,
+    options: PlanOptions,
+    stages: int,
+    schedule: Schedule | None = None,
 ) -> tuple[Analysis, WantedPipeline, int]:
     """A pipeline of equal slices of the cluster and about equal numbers of layers.
 
@@ -160,6 +168,7 @@ def even_pipeline(
       cluster: the devices to plan for.
       options: options, of which only the schedule and the microbatches are read.
       stages: number of stages; 2 or more.
+      schedule: as for `plan_pipeline`.
 
     Returns the step on the whole batch with its loops in pieces, the pipeline, and the
     number of microbatches.
@@ -168,15 +177,13 @@ def even_pipeline(
       PlanError: the step has too few layers, or the cluster has no such slices.
     """
     whole = analysis.whole or analysis
-    schedule = _schedule(options.schedule or ScheduleKind.ONE_F_ONE_B.value)
+    schedule = schedule or _schedule(options.schedule or ScheduleKind.ONE_F_ONE_B.value)
     count = _microbatches(whole, options, stages)
     parts = stages * schedule.chunks
-    whole = with_pieces(whole, even_pieces(whole, stages))
-    if whole.pieces:
-        _check_stacked(schedule, stages)
+    whole = with_pieces(whole, even_pieces(whole, parts))
     layers = layers_of(whole, cluster)
     if whole.pieces:
-        starts, cuts = parts_at_loops(whole, layers, stages)
+        starts, cuts = parts_at_loops(whole, layers, parts)
     elif parts > layers.count:
         raise PlanError(
             f"stages={stages}: the step has {layers.count} layers, and schedule "
@@ -236,13 +243,16 @@ def best_pipeline(
     most = _most_pieces(whole, _MOST_PIECES) if in_loops else None
     pieces = whole if most is None else with_pieces(whole, even_pieces(whole, most))
     asked = options.microbatches
+    schedules = (
+        SCHEDULES if options.schedule is None else (_schedule(options.schedule),)
+    )
 
     def choose_counts(counts: list[int] | None) -> PipelineChoice:
         return plan_stages(
             pieces,
             cluster,
             microbatches=counts,
-            schedules=_schedules(options, in_loops=in_loops),
+            schedules=schedules,
             stages=min(filter(None, (most, limits.stages)), default=None),
             most_microbatches=limits.microbatches,
             alone=limits.alone,
@@ -311,23 +321,56 @@ def _of_loops(
     choice: PipelineChoice,
     codecs: CodecRequest | None,
 ) -> Plan | None:
-    """Plans the chosen pipeline of a step that has loops over layers.
+    """Plans the chosen pipeline of a step that has loops over layers; None: no number
+    of stages fits its loops.
 
-    All stages have the same number of layers of each loop, because arrays of stacked
-    layers are split evenly over devices.
+    All parts have the same number of layers of each loop, because arrays of stacked
+    layers are split evenly over devices. If the schedule is interleaved and the user
+    did not ask for it, the plan without chunks is taken if it is faster, because the
+    search counts more copies of layers than a step makes.
     """
-    stages = _most_pieces(whole, len(choice.stages))
-    while stages > 1 and cluster.num_devices % stages:
-        stages = _most_pieces(whole, stages - 1)
-    if stages == 1:
-        return None
-    asked_for = dataclasses.replace(
-        options,
-        stages=stages,
-        microbatches=choice.microbatches,
-        schedule=choice.schedule.kind.value,
+    schedules = [choice.schedule]
+    if choice.schedule.chunks > 1 and options.schedule is None:
+        schedules.append(Schedule(ScheduleKind.ONE_F_ONE_B))
+    made: list[Plan] = []
+    errors: list[InfeasibleError] = []
+    for schedule in schedules:
+        stages = _even_stages(whole, cluster, len(choice.stages), schedule.chunks)
+        if stages == 1:
+            continue
+        asked_for = dataclasses.replace(
+            options,
+            stages=stages,
+            microbatches=choice.microbatches,
+            schedule=schedule.kind.value,
+        )
+        try:
+            made.append(
+                plan_pipeline(
+                    whole, cluster, asked_for, stages, codecs, schedule=schedule
+                )
+            )
+        except InfeasibleError as error:
+            errors.append(error)
+    if errors and not made:
+        raise errors[0]
+    return min(made, key=lambda plan: plan.predicted.step_s, default=None)
+
+
+def _even_stages(whole: Analysis, cluster: Cluster, most: int, chunks: int) -> int:
+    """The largest number of stages, up to a limit, that divides the devices, and whose
+    parts divide some stack of layers; 1 if there is none.
+    """
+    stacks = set(whole.stacked_inputs.values())
+    return max(
+        n
+        for n in range(1, most + 1)
+        if n == 1
+        or (
+            cluster.num_devices % n == 0
+            and any(layers % (n * chunks) == 0 for layers in stacks)
+        )
     )
-    return plan_pipeline(whole, cluster, asked_for, stages, codecs)
 
 
 def _most_pieces(whole: Analysis, most: int) -> int:
@@ -339,28 +382,6 @@ def _most_pieces(whole: Analysis, most: int) -> int:
     return max(
         n for n in range(1, most + 1) if n == 1 or any(s % n == 0 for s in stacks)
     )
-
-
-def _schedules(options: PlanOptions, *, in_loops: bool) -> tuple[Schedule, ...]:
-    """The schedules to try."""
-    if options.schedule is not None:
-        schedule = _schedule(options.schedule)
-        if in_loops:
-            _check_stacked(schedule, options.stages)
-        return (schedule,)
-    return tuple(s for s in SCHEDULES if s.chunks == 1 or not in_loops)
-
-
-def _check_stacked(schedule: Schedule, stages: object) -> None:
-    """Raises `PlanError` for an interleaved schedule, under which a stage has several
-    separate groups of layers.
-    """
-    if schedule.chunks > 1:
-        raise PlanError(
-            f"stages={stages}: schedule {schedule.name} deals layers to stages in "
-            "turn, which an array of stacked layers cannot be split by. Use "
-            "schedule='1f1b' or 'zero-bubble' with a loop over layers."
-        )
 
 
 def _loops_text(whole: Analysis) -> str:

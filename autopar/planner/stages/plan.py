@@ -11,7 +11,12 @@ import numpy as np
 
 from autopar.cluster import Cluster
 from autopar.errors import InfeasibleError, PlanError
-from autopar.planner.stages.costs import Priced, price_layers, stage_problem
+from autopar.planner.stages.costs import (
+    Priced,
+    price_layers,
+    stage_problem,
+    with_copied_layers,
+)
 from autopar.planner.stages.layer_map import LayerMap, batch_inputs, layer_map
 from autopar.planner.stages.submeshes import (
     Submesh,
@@ -188,7 +193,10 @@ def plan_stages(
         layers, cluster, prices, counts, schedules, stages, alone_again=alone_again
     )
     spent.on("costs")
-    solution = solve_stages(problem, seconds=seconds, gap=gap, below_s=below_s)
+    copied = None
+    if analysis.pieces:
+        copied = with_copied_layers(problem, layers, cluster, prices)
+    solved, solution = _solve(problem, copied, seconds, gap, below_s)
     if solution.pipeline is None and below_s < math.inf:
         raise NotFasterError(f"no pipeline was found below {seconds_text(below_s)}.")
     one_s = solution.step_s if alone else math.inf
@@ -196,7 +204,45 @@ def plan_stages(
         one = dataclasses.replace(problem, max_stages=1)
         one_s = solve_stages(one, seconds=seconds, gap=gap).step_s
     spent.on("stages")
-    return _choice(layers, cluster, prices, problem, solution, one_s, spent.seconds)
+    return _choice(layers, cluster, prices, solved, solution, one_s, spent.seconds)
+
+
+def _solve(
+    problem: StageProblem,
+    copied: StageProblem | None,
+    seconds: float | None,
+    gap: float,
+    below_s: float,
+) -> tuple[StageProblem, StageSolution]:
+    """The best pipeline, and the problem with its costs.
+
+    Args:
+      problem: the problem.
+      copied: the problem for schedules of several chunks; None: its costs are the same.
+      seconds: time limit of the solver.
+      gap: relative gap of the solver.
+      below_s: only pipelines with a shorter step are searched for.
+    """
+    several = [schedule for schedule in problem.schedules if schedule.chunks > 1]
+    if copied is None or not several:
+        return problem, solve_stages(problem, seconds=seconds, gap=gap, below_s=below_s)
+    rest = [schedule for schedule in problem.schedules if schedule.chunks == 1]
+    groups = [(problem, rest), (copied, several)]
+    best: tuple[StageProblem, StageSolution] | None = None
+    bound_s = math.inf
+    for each, schedules in groups:
+        if not schedules:
+            continue
+        own = dataclasses.replace(each, schedules=tuple(schedules))
+        most_s = below_s if best is None else min(below_s, best[1].step_s)
+        found = solve_stages(own, seconds=seconds, gap=gap, below_s=most_s)
+        bound_s = min(bound_s, found.bound_s)
+        if best is None or found.pipeline is not None:
+            best = own, found
+    assert best is not None
+    problem, found = best
+    bound_s = min(bound_s, found.step_s)
+    return problem, dataclasses.replace(found, bound_s=bound_s)
 
 
 class _Spent:

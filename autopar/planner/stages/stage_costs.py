@@ -19,7 +19,7 @@ from autopar.layouts.pieces import wire_layout
 from autopar.planner.candidate import Candidate
 from autopar.steps.stages import CutStep
 from autopar_passes.graph.roles import Role
-from autopar_passes.layer_loops.operators import one_each, piece_arguments
+from autopar_passes.layer_loops.operators import piece_arguments, piece_holders
 from autopar_passes.microbatches.facts import Combine
 from autopar_passes.program.equations import walk
 from autopar_passes.stages.cut import Phase, Task, TaskKey
@@ -88,37 +88,40 @@ def stage_costs(
                 step_s[stage] += c.seconds(pricer)
             else:
                 task_s[key.number, _KINDS[key.phase]] += c.seconds(pricer) / count
-    moved = [0.0] * len(found)
-    for home, stage, value in moved_layers(cut):
+    held, shared = [0.0] * len(found), [0.0] * len(found)
+    for holder, stage, value in copied_layers(cut):
         nbytes = _device_bytes(cut, [value], layouts[stage])
-        moved[home] += nbytes
-        link = link_between(cluster, devices[home], devices[stage])
-        # The layer is sent before the microbatches, and sent back after the update.
-        step_s[home] += 2 * (link.latency_s + nbytes / link.bandwidth_bytes_per_s)
-    shared = [0.0] * len(found)
+        held[holder] += nbytes
+        if holder == stage:
+            continue
+        link = link_between(cluster, devices[holder], devices[stage])
+        # The layers are sent before the microbatches, and sent back after the update.
+        for sender in (holder, stage):
+            shared[sender] += nbytes
+            step_s[sender] += link.latency_s + nbytes / link.bandwidth_bytes_per_s
     for source, target, value in _sent_once(cut):
         nbytes = _wire_bytes(cut, [value], layouts, source, target)
         shared[source] += nbytes
         link = link_between(cluster, devices[source], devices[target])
         step_s[source] += link.latency_s + nbytes / link.bandwidth_bytes_per_s
     links = [_link(cut, cluster, devices, found, k) for k in range(parts - 1)]
-    held = [_activation_bytes(cut, k, found) for k in range(parts)]
+    kept = [_activation_bytes(cut, k, found) for k in range(parts)]
     tasks = TaskSeconds(
         task_s=task_s,
         forward_link_s=np.array([link[0] for link in links]),
         backward_link_s=np.array([link[1] for link in links]),
         latency_s=np.array([link[2] for link in links]),
         step_s=step_s,
-        held_bytes=np.array(held),
-        pending_bytes=np.array(held),
+        held_bytes=np.array(kept),
+        pending_bytes=np.array(kept),
     )
     return StageCosts(
         tasks,
-        tuple(c.peak_memory_bytes + m for c, m in zip(found, moved, strict=True)),
-        tuple(held),
+        tuple(c.peak_memory_bytes + n for c, n in zip(found, held, strict=True)),
+        tuple(kept),
         tuple(
             c.communication_bytes + sum(more)
-            for c, *more in zip(found, moved, shared, within, strict=True)
+            for c, *more in zip(found, shared, within, strict=True)
         ),
     )
 
@@ -279,12 +282,15 @@ def _sent_once(cut: CutStep) -> set[tuple[int, int, int]]:
     }
 
 
-def moved_layers(cut: CutStep) -> Iterator[tuple[int, int, int]]:
-    """The layers whose stacked array another stage holds.
+def copied_layers(cut: CutStep) -> Iterator[tuple[int, int, int]]:
+    """The pieces of stacked arrays that a step copies.
 
-    Yields the stage that holds the array between steps, the stage of the layers, and
-    the value of the layers. The value is sent to the stage of the layers before the
-    microbatches, and sent back after the update.
+    Between steps a piece is a part of its array on the stage that holds it. A step
+    copies the piece, sends the copy to the stage that runs it, and sends the result
+    back. It copies no piece that is all that its stage holds of the array and that the
+    stage runs itself.
+
+    Yields the stage that holds the piece, the stage that runs it, and its value.
     """
     whole, owners = cut.analysis.whole or cut.analysis, cut.cut.owners
     arguments = cut.cut.program.body.inputs
@@ -293,11 +299,10 @@ def moved_layers(cut: CutStep) -> Iterator[tuple[int, int, int]]:
     for k, places in piece_arguments(written, whole.pieces).items():
         values = [arguments[place] for place in places]
         stages = [owners[v] for v in values]
-        if one_each(whole.pieces[k], stages, len(cut.stages)):
-            continue
-        for value, stage in zip(values, stages, strict=True):
-            if stage != stages[0]:
-                yield stages[0], stage, value
+        holders = piece_holders(whole.pieces[k], stages, len(cut.stages))
+        for holder, stage, value in zip(holders, stages, values, strict=True):
+            if holder != stage or holders.count(holder) > 1:
+                yield holder, stage, value
 
 
 def _task_seconds(

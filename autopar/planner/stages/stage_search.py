@@ -147,8 +147,8 @@ class StageSearch:
           number: number of the stage.
           room: bytes that a device may hold while one microbatch runs.
           pins: pins of the stage's inputs.
-          like: layouts of another stage that has pieces of the same arrays; these
-            pieces get the same layouts here.
+          like: layouts of a stage that has pieces of the same arrays; these pieces get
+            the same layouts here.
         """
         site, analysis = self.sites[number], self.cut.stages[number]
         meshes = self._meshes(analysis, site, pins)
@@ -160,6 +160,8 @@ class StageSearch:
         device = dataclasses.replace(site.cluster.device, memory_bytes=math.floor(room))
         limited = dataclasses.replace(site.cluster, device=device)
         best = self._search_stage(analysis, limited, meshes, restriction)
+        if like is None and not _has_equal_pieces(analysis, best):
+            return self.one(number, room, pins, best)
         check_pinned(pins, analysis, best.assignment, best.pricer.mesh)
         pricer = dataclasses.replace(best.pricer, cluster=site.cluster)
         return dataclasses.replace(best, pricer=pricer, sending=None)
@@ -269,6 +271,13 @@ def _like(analysis: Analysis, other: Candidate) -> dict[int, Layout]:
         for i in analysis.graph.inputs
         if (whole := whole_path(i.path)) in given
     }
+
+
+def _has_equal_pieces(analysis: Analysis, found: Candidate) -> bool:
+    """Whether the pieces of each array have the same layout."""
+    layouts = _like(analysis, found)
+    own = found.assignment.home_layout
+    return all(own(value) == layout for value, layout in layouts.items())
 
 
 def _alike(analysis: Analysis, other: Candidate) -> Candidate:

@@ -263,10 +263,10 @@ def regroup_gradients(
         before = old.get(parameter, [])
         if not before or set(before) == set(names):
             continue
-        total = _total({name: gradients[name]["residual"] for name in before})
-        if total is None:
-            continue
-        shares = _shares(names, {n: wanted[n]["residual"] for n in names}, total)
+        shares = _divide(
+            {name: gradients[name]["residual"] for name in before},
+            {name: wanted[name]["residual"] for name in names},
+        )
         out |= {name: {"residual": x, "codec": ()} for name, x in shares.items()}
     return out
 
@@ -287,44 +287,50 @@ def _layers(name: str) -> tuple[int, int]:
     return int(begin), int(end)
 
 
-def _total(residuals: Mapping[str, Any]) -> np.ndarray | None:
-    """The sum of residuals over workers, with all parts joined to one flat array.
-
-    Parts of the same layers are added, parts of different layers are concatenated.
-    None: no part has a residual.
-    """
-    pieces: dict[tuple[int, int], np.ndarray] = {}
-    for name, residual in residuals.items():
-        if isinstance(residual, tuple):
-            continue
-        whole = jnp.sum(jnp.asarray(residual, jnp.float32), axis=0)
-        flat, layers = np.asarray(whole).reshape(-1), _layers(name)
-        pieces[layers] = pieces[layers] + flat if layers in pieces else flat
-    found = [pieces[layers] for layers in sorted(pieces)]
-    return np.concatenate(found) if found else None
-
-
-def _shares(
-    names: Iterable[str], structs: Mapping[str, Any], total: np.ndarray
+def _divide(
+    residuals: Mapping[str, Any], structs: Mapping[str, Any]
 ) -> dict[str, np.ndarray]:
-    """Divides a flat residual among the parts of a new plan.
+    """Divides the sum of residuals over workers among other parts of a parameter.
 
-    If several parts have the same layers, the first part gets the residual and the
-    other parts get zeros.
+    Parts of the same layers are added. Layers of which no part has a residual count as
+    zeros. If several new parts have the same layers, the first part with feedback gets
+    the residual and the other parts get zeros. A part whose codec has no feedback gets
+    its share as rows of layers.
+
+    Args:
+      residuals: name of an old part -> its residual; a tuple if it has none.
+      structs: name of a new part -> the struct of its residual; a tuple if it has none.
     """
-    ordered = sorted(names, key=lambda name: (_layers(name), name))
-    count = max(end for _, end in map(_layers, ordered)) or 1
-    each, given = total.size // count, set[tuple[int, int]]()
+    old: dict[str, np.ndarray] = {}
+    for name, residual in residuals.items():
+        if not isinstance(residual, tuple):
+            whole = jnp.sum(jnp.asarray(residual, jnp.float32), axis=0)
+            old[name] = np.asarray(whole).reshape(-1)
+    if not old:
+        return {}
+    new = {
+        name: math.prod(struct.shape[1:])
+        for name, struct in structs.items()
+        if not isinstance(struct, tuple)
+    }
+    sizes = [*((name, x.size) for name, x in old.items()), *new.items()]
+    parts = [(*_layers(name), size) for name, size in sizes]
+    # Elements of a layer, and the number of layers; one layer if there are no pieces.
+    each = next((n // (end - begin) for begin, end, n in parts if end), parts[0][2])
+    count = max(end or n // each for _, end, n in parts)
+    total = np.zeros((count, each), np.float32)
+    for name, flat in old.items():
+        begin, end = _layers(name)
+        total[begin : end or count] += flat.reshape(-1, each)
     out: dict[str, np.ndarray] = {}
-    for name in ordered:
+    given = set[tuple[int, int]]()
+    for name in sorted(structs, key=lambda n: (n not in new, _layers(n), n)):
         struct, (begin, end) = structs[name], _layers(name)
-        if isinstance(struct, tuple):
-            continue
-        part = total[begin * each : end * each] if end else total
-        if (begin, end) in given:
-            part = np.zeros_like(part)
+        part = total[begin : end or count]
+        part = np.zeros_like(part) if (begin, end) in given else part
         given.add((begin, end))
-        out[name] = part.reshape(1, *struct.shape[1:])
+        shape = part.shape if isinstance(struct, tuple) else struct.shape[1:]
+        out[name] = part.reshape(1, *shape)
     return out
 
 

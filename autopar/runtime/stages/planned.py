@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
@@ -19,7 +18,6 @@ from autopar.planner.record import assignment_of
 from autopar.planner.stages.staged import schedule_of
 from autopar.planner.stages.submeshes import one_stage, stage_cluster
 from autopar.plans import Plan
-from autopar.runtime import placement
 from autopar.runtime.gradients.state_restorer import restored_state
 from autopar.runtime.gradients.sums import StagedSums, gradient_sums
 from autopar.runtime.noise.averages import NoiseOptions
@@ -30,7 +28,7 @@ from autopar.runtime.stages.codecs import StagedCodecs
 from autopar.runtime.stages.feed import Feed
 from autopar.runtime.stages.order import issue_order
 from autopar.runtime.stages.pipeline import Crossed, StagePipeline
-from autopar.runtime.stages.routes import Route
+from autopar.runtime.stages.stacked import StackedArray, WithStacked, stacked_array
 from autopar.runtime.stages.stage import Stage
 from autopar.runtime.stages.transport import Links
 from autopar.runtime.world import World
@@ -38,202 +36,10 @@ from autopar.steps.analysis import Analysis
 from autopar.steps.batch import batch_rows
 from autopar.steps.stages import CutStep
 from autopar_passes import jax_compat
-from autopar_passes.layer_loops.operators import layer_ranges, piece_arguments
+from autopar_passes.layer_loops.operators import piece_arguments
 from autopar_passes.microbatches.facts import Combine, Microbatched, join_microbatches
 from autopar_passes.stages.cut import TaskKey
 from autopar_solver import make_table
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class StackedArray:
-    """An array of stacked layers, whose pieces are arguments of a pipeline.
-
-    A piece holds the layers of one stage. If all stages have pieces of the same size,
-    the array is sharded over the stages, and its shards are the pieces, without a copy.
-    Otherwise one stage holds the whole array. Before a step this stage cuts the array
-    and sends the pieces to the other stages. After the step it gets the pieces back.
-
-    Attributes:
-      places: positions of the pieces among the flat arguments of the pipeline.
-      results: positions of the next values of the pieces among the flat results.
-      sizes: number of layers of each piece.
-      shape: shape of the array.
-      sharding: sharding of the array between steps.
-      pieces: sharding of each piece.
-    """
-
-    places: tuple[int, ...]
-    results: tuple[int, ...]
-    sizes: tuple[int, ...]
-    shape: tuple[int, ...]
-    sharding: NamedSharding
-    pieces: tuple[NamedSharding, ...]
-
-    @property
-    def spread(self) -> bool:
-        """Whether the array is sharded over the stages."""
-        return any(p.device_set < self.sharding.device_set for p in self.pieces)
-
-    @property
-    def cut_pieces(self) -> list[NamedSharding]:
-        """The sharding of each piece on the stage that holds the whole array."""
-        home = self.sharding
-        return [p if p.device_set == home.device_set else home for p in self.pieces]
-
-    def apart(self, array: Any, links: Links | None = None) -> list[Any]:
-        """Splits the array into its pieces.
-
-        Args:
-          array: the array, in its sharding between steps.
-          links: the connections to other processes; None: there is one process.
-        """
-        if self.spread:
-            shards = {
-                x.device: x.data for x in jax_compat.key_bits(array).addressable_shards
-            }
-            return [
-                self._make_array(array.dtype, (n, *self.shape[1:]), where, shards)
-                for n, where in zip(self.sizes, self.pieces, strict=True)
-            ]
-        here = bool(self.sharding.addressable_devices)
-        cut = list(self._cut(array)) if here else None
-        if links is None:
-            return jax.device_put(cut, list(self.pieces))
-        structs = [
-            jax.ShapeDtypeStruct((n, *self.shape[1:]), array.dtype) for n in self.sizes
-        ]
-        routes = self._routes(links, structs, self.cut_pieces, self.pieces)
-        return links.move_arrays(("apart", self.places), cut, routes)
-
-    def join_pieces(self, pieces: Sequence[Any], links: Links | None = None) -> Any:
-        """Joins the pieces to the array; ``links`` is as for `apart`."""
-        dtype = pieces[0].dtype
-        if self.spread:
-            shards = {
-                x.device: x.data
-                for piece in pieces
-                for x in jax_compat.key_bits(piece).addressable_shards
-            }
-            return self._make_array(dtype, self.shape, self.sharding, shards)
-        if links is None:
-            return self._put_together(*jax.device_put(list(pieces), self.cut_pieces))
-        routes = self._routes(links, pieces, self.pieces, self.cut_pieces)
-        moved = links.move_arrays(("joined", self.places), pieces, routes)
-        if self.sharding.addressable_devices:
-            return self._put_together(*moved)
-        return placement.absent(jax.ShapeDtypeStruct(self.shape, dtype), self.sharding)
-
-    @staticmethod
-    def _routes(
-        links: Links,
-        structs: Sequence[Any],
-        source: Sequence[NamedSharding],
-        target: Sequence[NamedSharding],
-    ) -> list[Route]:
-        """The route of each piece."""
-        return [
-            links.route(tuple(s.shape), s.dtype, a, b)
-            for s, a, b in zip(structs, source, target, strict=True)
-        ]
-
-    def _make_array(
-        self,
-        dtype: Any,
-        shape: tuple[int, ...],
-        sharding: NamedSharding,
-        shards: Mapping[Any, Any],
-    ) -> Any:
-        """Makes an array of the shards on devices of this process."""
-        struct, bits = jax_compat.bits_struct(shape, dtype)
-        devices = list(sharding.mesh.devices.flat)  # type: ignore[union-attr]
-        mine = [shards[d] for d in devices if d in shards]
-        if not mine:
-            return placement.absent(jax.ShapeDtypeStruct(shape, dtype), sharding)
-        made = jax.make_array_from_single_device_arrays(
-            struct, sharding, mine, dtype=bits
-        )
-        return jax_compat.with_dtype(made, dtype)
-
-    @functools.cached_property
-    def _cut(self) -> Any:
-        def cut(array: Any) -> list[Any]:
-            return [array[a:b] for a, b in layer_ranges(self.sizes)]
-
-        return jax.jit(cut, out_shardings=self.cut_pieces)
-
-    @functools.cached_property
-    def _put_together(self) -> Any:
-        def together(*pieces: Any) -> Any:
-            return jnp.concatenate(pieces)
-
-        return jax.jit(together, out_shardings=self.sharding)
-
-    def clear_cache(self) -> None:
-        """Frees compiled code."""
-        if not self.spread:
-            self._cut.clear_cache()
-            self._put_together.clear_cache()
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class WithStacked:
-    """A step that takes whole stacked arrays, made of a step that takes their pieces.
-
-    Attributes:
-      function: the step that takes pieces.
-      arrays: position of a flat argument -> its stacked array.
-      inputs: number of flat arguments of ``function``.
-      outputs: number of flat results of the step with whole arrays.
-      links: the connections to other processes; None: there is one process.
-    """
-
-    function: Any
-    arrays: Mapping[int, StackedArray]
-    inputs: int
-    outputs: int
-    links: Links | None = None
-
-    def __call__(self, *arguments: Any) -> Any:
-        """Runs a step.
-
-        Arguments after the step's own flat arguments (state of codecs and of noise) are
-        passed to ``function``. Its results after the step's own are returned.
-        """
-        given = self._apart(arguments)
-        behind = arguments[self._own :]
-        returned = self.function(*given, *behind)
-        made, *rest = returned if behind else (returned,)
-        out = list(made[: self.outputs])
-        for array in self.arrays.values():
-            pieces = [made[r] for r in array.results]
-            out[array.results[0]] = array.join_pieces(pieces, self.links)
-        return (out, *rest) if behind else out
-
-    def gradients(self, *arguments: Any) -> dict[str, Any]:
-        """The partial gradients of a step (`autopar.runtime.stages.feed.Feed`)."""
-        return self.function.gradients(*self._apart(arguments))
-
-    @property
-    def _own(self) -> int:
-        """Number of flat arguments with whole stacked arrays."""
-        more = sum(len(array.places) - 1 for array in self.arrays.values())
-        return self.inputs - more
-
-    def _apart(self, arguments: Sequence[Any]) -> list[Any]:
-        """The flat arguments, with stacked arrays split into pieces."""
-        own = self._own
-        given: list[Any] = [*arguments[:own], *([None] * (self.inputs - own))]
-        for k, array in self.arrays.items():
-            pieces = array.apart(arguments[k], self.links)
-            for place, piece in zip(array.places, pieces, strict=True):
-                given[place] = piece
-        return given
-
-    def clear_cache(self) -> None:
-        """Frees compiled code."""
-        self.function.clear_cache()
-        for array in self.arrays.values():
-            array.clear_cache()
 
 
 def check_world(world: World, plan: Plan, devices: Sequence[Any]) -> None:
@@ -427,14 +233,16 @@ def _as_written(
     for k, places in piece_arguments(len(inputs), whole.pieces).items():
         path = inputs[k].path
         spec = PartitionSpec(*(axes or None for axes in plan.home_spec(path)))
-        shardings[k] = NamedSharding(homes[plan.home(path)], spec)
-        arrays[k] = StackedArray(
-            places=tuple(places),
-            results=tuple(whole.carried_arguments[p] for p in places),
-            sizes=tuple(whole.pieces[k]),
-            shape=tuple(analysis.graph.values[inputs[k].value].shape),
+        home = plan.home(path)
+        shardings[k] = NamedSharding(homes[home], spec)
+        arrays[k] = stacked_array(
+            places=places,
+            results=[whole.carried_arguments[p] for p in places],
+            sizes=whole.pieces[k],
+            shape=analysis.graph.values[inputs[k].value].shape,
             sharding=shardings[k],
-            pieces=tuple(feed.in_shardings[p] for p in places),
+            pieces=[feed.in_shardings[p] for p in places],
+            holders=meshes if home == len(meshes) else meshes[home : home + 1],
         )
     made = WithStacked(
         feed,

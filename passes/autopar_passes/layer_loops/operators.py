@@ -50,17 +50,30 @@ def piece_arguments(
     return out
 
 
-def one_each(sizes: Sequence[int], stages: Sequence[int], count: int) -> bool:
-    """Whether every stage has one piece of an array, of equal sizes and in order.
+def piece_holders(
+    sizes: Sequence[int], stages: Sequence[int], count: int
+) -> tuple[int, ...]:
+    """For each piece of an array, the stage that holds it between steps.
 
-    The array can then be sharded over the stages.
+    If the pieces have equal sizes and each stage runs as many of them as any other, the
+    array is sharded over the stages: the first stage holds the first pieces, and so on.
+    Otherwise the stage of the first piece holds the whole array.
 
     Args:
       sizes: the sizes of the pieces.
-      stages: the stage of each piece.
+      stages: the stage that runs each piece.
       count: the number of stages.
+
+    >>> piece_holders([2, 2, 2, 2], [0, 1, 0, 1], 2)
+    (0, 0, 1, 1)
+    >>> piece_holders([2, 1], [0, 1], 2)
+    (0, 0)
     """
-    return len(set(sizes)) == 1 and list(stages) == list(range(count))
+    each = len(sizes) // count
+    even = all(list(stages).count(stage) == each for stage in range(count))
+    if len(set(sizes)) > 1 or not even:
+        return (stages[0],) * len(sizes)
+    return tuple(k // each for k in range(len(sizes)))
 
 
 def whole_path(path: str) -> str:

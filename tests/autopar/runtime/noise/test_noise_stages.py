@@ -40,7 +40,7 @@ def loss_of(params: Any, x: Any) -> Any:
     return jnp.mean((x - 1.0) ** 2)
 
 
-def step(params: Any, x: Any) -> Any:
+def step(params: Any, x: Any, loss_of: Any = loss_of) -> Any:
     loss, grads = jax.value_and_grad(loss_of)(params, x)
     norm = jnp.sqrt(sum(jnp.sum(g**2) for g in jax.tree.leaves(grads)))
     factor = 0.1 / jnp.maximum(1.0, norm)
@@ -58,23 +58,43 @@ def expected(params: Any, x: Any, groups: list[np.ndarray]) -> tuple[float, floa
     return np.square(each).sum(1).mean(), np.square(each.mean(0)).sum()
 
 
+def stacked(layers: Any) -> Any:
+    return jax.tree.map(lambda *xs: jnp.stack(xs), *layers)
+
+
+def in_loop(params: Any, x: Any) -> Any:
+    """`step` on stacked layers."""
+
+    def loss_of(params: Any, x: Any) -> Any:
+        def layer(x: Any, p: Any) -> Any:
+            return x + jnp.tanh(x @ p["w"] + p["b"]), None
+
+        return jnp.mean((jax.lax.scan(layer, x, params)[0] - 1.0) ** 2)
+
+    return step(params, x, loss_of)
+
+
 @pytest.mark.parametrize(
-    ("cluster", "replicas", "microbatches"), [("2:cpu", 1, 4), ("4:cpu", 2, 2)]
+    ("cluster", "replicas", "microbatches", "schedule"),
+    [("2:cpu", 1, 4, "1f1b"), ("4:cpu", 2, 2, "1f1b"), ("4:cpu", 2, 2, "interleaved")],
 )
 def test_norms_are_those_of_microbatches_and_replicas(
-    cluster: str, replicas: int, microbatches: int
+    cluster: str, replicas: int, microbatches: int, schedule: str
 ) -> None:
+    loop = schedule == "interleaved"
     run = autopar.parallelize(
-        step, cluster=cluster, stages=2, microbatches=microbatches,
-        noise_scale=True, seconds=None,
+        in_loop if loop else step, cluster=cluster, stages=2,
+        microbatches=microbatches, schedule=schedule, noise_scale=True, seconds=None,
     )  # fmt: skip
-    params = state()
+    params = stacked(state()) if loop else state()
     for seed in (1, 2):
         before = jax.tree.map(np.asarray, params)
         params, loss = run(params, batch(seed))
     found = run.noise_scale
     parts = np.arange(ROWS).reshape(replicas, -1)
     groups = [part[m::microbatches] for part in parts for m in range(microbatches)]
+    if loop:
+        before = [jax.tree.map(lambda p, k=k: p[k], before) for k in range(LAYERS)]
     local, total = expected(before, batch(2), groups)
 
     assert len(run.plan.stages) == 2

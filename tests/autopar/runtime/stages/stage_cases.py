@@ -181,8 +181,12 @@ class Asking:
         self.seen.append(seen)
 
 
+# Numbers of layers, of which two stages cannot share three evenly, and schedules.
+LOOPS = ((3, "1f1b"), (4, "interleaved"))
+
+
 def layer_loop(params: Any, batch: Any) -> Any:
-    """A step with a loop over three layers, which two stages cannot share evenly."""
+    """A step with a loop over layers."""
 
     def loss(params: Any) -> Any:
         def layer(x: Any, own: Any) -> Any:
@@ -195,8 +199,8 @@ def layer_loop(params: Any, batch: Any) -> Any:
     return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), value
 
 
-def looped_layers() -> Any:
-    return jax.tree.map(lambda *xs: jnp.stack(xs), *weights(layers=3))
+def looped_layers(count: int) -> Any:
+    return jax.tree.map(lambda *xs: jnp.stack(xs), *weights(layers=count))
 
 
 def all_beside_the_step(devices: Any, mine: Callable[[int], slice]) -> dict[str, Any]:
@@ -250,11 +254,15 @@ def all_beside_the_step(devices: Any, mine: Callable[[int], slice]) -> dict[str,
         params, loss = run(params, rows_of(5))
         reports = run.telemetry.values()
         moved += [float(loss), kept, sum(r.residual_norm for r in reports)]
-    loop = autopar.parallelize(layer_loop, cluster="4:cpu", **asked)
-    layers, looped = looped_layers(), list[float]()
-    for seed in range(3):
-        layers, loss = loop(layers, rows_of(seed, 16, WIDTH))
-        looped.append(float(loss))
+    looped = list[float]()
+    for count, schedule in LOOPS:
+        loop = autopar.parallelize(
+            layer_loop, cluster="4:cpu", schedule=schedule, **asked
+        )
+        layers = looped_layers(count)
+        for seed in range(3):
+            layers, loss = loop(layers, rows_of(seed, 16, WIDTH))
+            looped.append(float(loss))
     return {
         "losses": losses,
         "noise": [noise.sqr, noise.var, noise.groups],

@@ -11,7 +11,7 @@ from stage_cases import distance
 
 import autopar
 from autopar.errors import PlanError
-from autopar.runtime.gradients.codec_state import carry_over
+from autopar.runtime.gradients.codec_state import carry_over, regroup_gradients
 
 WIDTH, ROWS = 32, 512
 # Of float32 in sums of another order.
@@ -131,10 +131,18 @@ def test_stages_train_as_one_stage_with_the_codec(one_stage):
         )
 
 
-@pytest.mark.parametrize("schedule", ["interleaved", "zero-bubble"])
-def test_every_schedule_sends_the_same(schedule, one_stage):
+@pytest.mark.parametrize(
+    ("loss", "schedule"),
+    [
+        (chain_loss, "interleaved"),
+        (chain_loss, "zero-bubble"),
+        # The gradient of each chunk is that of one layer.
+        (loop_loss, "interleaved"),
+    ],
+)
+def test_every_schedule_sends_the_same(loss, schedule, one_stage):
     _, _, expected = one_stage
-    _, losses = train(*staged(schedule=schedule), range(3))
+    _, losses = train(*staged(loss, schedule=schedule), range(3))
     np.testing.assert_allclose(losses, expected, rtol=CLOSE)
 
 
@@ -151,13 +159,15 @@ def test_the_parts_of_a_tied_parameter_are_sent_each_by_its_stage():
     assert losses[2] < losses[0]
 
 
-def test_what_was_not_sent_is_kept_with_the_layers_of_a_loop():
-    """From pieces of two stages to one array, and to the pieces of four stages."""
-    step, state = staged(loop_loss)
+@pytest.mark.parametrize(("schedule", "each"), [("1f1b", 2), ("interleaved", 1)])
+def test_what_was_not_sent_is_kept_with_the_layers_of_a_loop(schedule, each):
+    """From pieces of two stages to one array."""
+    step, state = staged(loop_loss, schedule=schedule)
     state, _ = train(step, state, range(2))
     pieces = unsent(step)
-    assert [*pieces] == ["state/params/w@0:2", "state/params/w@2:4"]
-    before = np.concatenate([*pieces.values()])
+    names = [f"state/params/w@{k}:{k + each}" for k in range(0, 4, each)]
+    assert {*pieces} == {*names}
+    before = np.concatenate([pieces[name] for name in names])
     one, _ = whole(loop_loss)
     plan = one.compile(state, batch(0))
     state = step.replan("1x2:cpu", state, plan=plan)
@@ -172,6 +182,31 @@ def test_what_was_not_sent_is_kept_with_the_layers_of_a_loop():
     moved = carry_over(kept, step.running.planned.sums)
     total = np.asarray(moved["gradients"]["state/params/w"]["residual"]).sum(0)
     np.testing.assert_allclose(total, before, atol=1e-6)
+
+
+def test_layers_without_a_residual_count_as_zeros():
+    """Of pieces of which some were sent whole, and to pieces that are sent whole."""
+    struct = jax.ShapeDtypeStruct
+    rows = np.arange(8.0, dtype=np.float32).reshape(4, 2)
+    old = {"w@0:2": (), "w@2:4": 1.0 * rows[None, 2:]}
+    given = {name: {"residual": x, "codec": ()} for name, x in old.items()}
+    cases = {
+        "w": struct((2, 4, 2), np.float32),
+        "w@1:3": struct((1, 2, 2), np.float32),
+        "w@3:4": (),
+    }
+    wanted = [{"w": cases["w"]}, {name: cases[name] for name in ("w@1:3", "w@3:4")}]
+    found = {
+        name: x["residual"]
+        for own in wanted
+        for name, x in regroup_gradients(
+            given, {name: {"residual": s, "codec": ()} for name, s in own.items()}
+        ).items()
+    }
+    total = np.concatenate([np.zeros((2, 2)), rows[2:]])
+    np.testing.assert_array_equal(found["w"][0], total)
+    np.testing.assert_array_equal(found["w@1:3"][0], total[1:3])
+    np.testing.assert_array_equal(found["w@3:4"][0], total[3:])
 
 
 def test_a_step_with_a_gradient_that_is_not_finite_is_skipped_on_all_stages():

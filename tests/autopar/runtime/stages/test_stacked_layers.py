@@ -1,5 +1,8 @@
 """Loops over layers train in stages as on one device."""
 
+import dataclasses
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,22 +11,31 @@ import pytest
 from stage_cases import LAYERS, WIDTH, batch, copied, distance, train, weights
 
 import autopar
-from autopar.errors import PlanError
+from autopar import Checkpoints
+from autopar.cluster import Cluster
+from autopar.errors import PlanError, StageError
+from autopar.planner.options import PlanOptions
+from autopar.planner.stages.entry import cut_as, plan_pipeline
+from autopar.planner.stages.stage_costs import copied_layers
+from autopar.runtime.stages.stacked import WithStacked
+from autopar.steps.analysis import analyse
+from autopar_passes.stages.cut import Phase
+from autopar_solver import Schedule, ScheduleKind
 
 CLOSE = 2e-5
 
 
-def loop_loss(params, batch):
+def layer(x, own):
+    return x + jnp.tanh(x @ own["w"] + own["b"]), None
+
+
+def loop_loss(params, batch, layer=layer):
     """Layers one after the other, in a loop, and a head that is none of them."""
-
-    def layer(x, own):
-        return x + jnp.tanh(x @ own["w"] + own["b"]), None
-
     x, _ = jax.lax.scan(layer, batch["x"], params["layers"])
     return jnp.mean((x @ params["head"] - batch["y"]) ** 2)
 
 
-def case():
+def case(layers=LAYERS, loop_loss=loop_loss):
     optimizer = optax.chain(optax.clip_by_global_norm(0.5), optax.adam(1e-2))
 
     def step(state, batch):
@@ -33,7 +45,7 @@ def case():
         return {"params": params, "moments": moments}, value
 
     params = {
-        "layers": jax.tree.map(lambda *xs: jnp.stack(xs), *weights()),
+        "layers": jax.tree.map(lambda *xs: jnp.stack(xs), *weights(layers=layers)),
         "head": jnp.eye(WIDTH),
     }
     return step, {"params": params, "moments": optimizer.init(params)}
@@ -45,13 +57,26 @@ def staged(**options):
     return autopar.parallelize(step, **asked), copied(state)
 
 
-@pytest.fixture(scope="module")
-def one_device():
-    step, state = case()
+@functools.cache
+def trained(layers=LAYERS):
+    step, state = case(layers)
     return train(jax.jit(step), copied(state))
 
 
-@pytest.mark.parametrize("options", [{}, {"stages": 4, "schedule": "zero-bubble"}])
+@pytest.fixture(scope="module")
+def one_device():
+    return trained()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"schedule": "gpipe"},
+        {"schedule": "interleaved"},
+        {"stages": 4, "schedule": "zero-bubble"},
+    ],
+)
 def test_losses_and_state_are_those_of_one_device(one_device, options):
     step, state = staged(**options)
     state, losses = train(step, state)
@@ -65,8 +90,63 @@ def test_losses_and_state_are_those_of_one_device(one_device, options):
     assert own == {LAYERS // step.plan.home_axes[-1][0][1]}, "each stage has its layers"
 
 
-def test_a_saved_plan_runs_and_creates_the_state_in_its_places(one_device, tmp_path):
-    first, _ = staged()
+@pytest.mark.parametrize(("stages", "chunks"), [(2, 2), (2, 3), (4, 2)])
+def test_chunks_of_layers_train_as_on_one_device(stages, chunks):
+    layers, schedule = stages * chunks, Schedule(ScheduleKind.INTERLEAVED, chunks)
+    again = functools.partial(loop_loss, layer=jax.checkpoint(layer))
+    for loss in (loop_loss, again):
+        step, state = case(layers, loss)
+        plan = plan_pipeline(
+            analyse(step, (state, batch())),
+            Cluster.parse("8:cpu"),
+            PlanOptions(microbatches=4),
+            stages,
+            schedule=schedule,
+        )
+        found, losses = train(autopar.parallelize(step, plan=plan), copied(state))
+        expected, expected_losses = trained(layers)
+        np.testing.assert_allclose(losses, expected_losses, rtol=CLOSE)
+        assert distance(expected, found) < CLOSE
+        # Part k is on stage k % stages, and holds layer k.
+        homes = plan.pipeline.homes
+        for k in range(layers):
+            path = f"state/params/layers/w@{k}:{k + 1}"
+            assert homes[path] == k % stages
+
+
+def test_layers_that_go_to_another_stage_are_counted(monkeypatch):
+    """Of four layers in turn, the second and the third."""
+    step, state = staged(schedule="interleaved", cluster="2:cpu", donate=False)
+    step(state, batch())
+    sent, send = [0.0, 0.0], WithStacked._send
+
+    def counted(self, what, arrays):
+        before = list(arrays)
+        send(self, what, arrays)
+        for old, new in zip(before, arrays, strict=True):
+            if old is not None and old.devices() != new.devices():
+                sent[jax.devices().index(*old.devices())] += new.nbytes
+
+    monkeypatch.setattr(WithStacked, "_send", counted)
+    step(state, batch())
+    layer_bytes = 3 * 4 * (WIDTH * WIDTH + WIDTH)  # Adam has two moments
+    assert sent == [2 * layer_bytes] * 2
+    found = cut_as(analyse(case()[0], (state, batch())), step.plan)
+    predicted, held = [0.0, 0.0], [0.0, 0.0]
+    for holder, stage, value in copied_layers(found):
+        nbytes = found.analysis.graph.values[value].nbytes
+        held[holder] += nbytes
+        for sender in (holder, stage) if holder != stage else ():
+            predicted[sender] += nbytes
+    assert predicted == sent
+    assert held == [2 * layer_bytes] * 2, "a second copy of the layers that lie there"
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])
+def test_a_saved_plan_runs_and_creates_the_state_in_its_places(
+    one_device, tmp_path, schedule
+):
+    first, _ = staged(schedule=schedule)
     _, state = case()
     first.prepare(state, batch())
     first.plan.save(tmp_path / "plan.json")
@@ -78,8 +158,9 @@ def test_a_saved_plan_runs_and_creates_the_state_in_its_places(one_device, tmp_p
     np.testing.assert_allclose(losses, one_device[1], rtol=CLOSE)
 
 
-def test_the_state_moves_to_a_plan_of_one_stage_and_back(one_device):
-    step, state = staged()
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])
+def test_the_state_moves_to_a_plan_of_one_stage_and_back(one_device, schedule):
+    step, state = staged(schedule=schedule)
     state, loss = one(step, 0, state)
     pipeline = step.plan
     single = autopar.plan(case()[0], state, batch(), cluster="4:cpu")
@@ -98,10 +179,50 @@ def one(step, number, state):
     return state, float(loss)
 
 
-def test_layers_in_turn_are_refused():
+SCHEDULES = {"one": None, "1f1b": "1f1b", "chunks": "interleaved"}
+
+
+@pytest.mark.parametrize("other", ["one", "1f1b"])
+def test_checkpoints_are_restored_under_other_plans(one_device, tmp_path, other):
+    def made(name):
+        schedule = SCHEDULES[name]
+        if schedule is None:
+            return staged(stages=1, microbatches=1)
+        return staged(schedule=schedule)
+
+    for way in (("chunks", other), (other, "chunks")):
+        (first, state), (second, start) = map(made, way)
+        state, loss = one(first, 0, state)
+        saved = Checkpoints(tmp_path / way[0])
+        saved.save(first, state, step=1)
+        saved.wait()
+        second.prepare(start, batch())
+        restored = saved.restore(second, lambda: case()[1]).state
+        assert distance(state, restored) == 0
+        _, after = one(second, 1, restored)
+        np.testing.assert_allclose([loss, after], one_device[1][:2], rtol=CLOSE)
+
+
+def test_chunks_are_evaluated_and_survive_a_failure(one_device):
     step, state = staged(schedule="interleaved")
-    with pytest.raises(PlanError, match=r"stacked layers.*schedule='1f1b'"):
-        step(state, batch())
+    state, _ = one(step, 0, state)
+    evaluate = step.jit(lambda state, batch: loop_loss(state["params"], batch))
+    expected = float(loop_loss(jax.device_get(state)["params"], batch(seed=1)))
+    assert float(evaluate(state, batch(seed=1))) == pytest.approx(expected, rel=CLOSE)
+    pipeline = step.prepare(state, batch()).pipeline
+    key = next(k for k in pipeline.calls if k.phase is Phase.BACKWARD)
+    call = pipeline.calls[key]
+
+    def broken(*_):
+        raise ValueError("the device is gone")
+
+    code = dataclasses.replace(call.code, function=broken)
+    pipeline.calls[key] = dataclasses.replace(call, code=code)
+    with pytest.raises(StageError, match="device is gone"):
+        step(state, batch(seed=1))
+    pipeline.calls[key] = call
+    _, loss = one(step, 1, state)
+    assert loss == pytest.approx(one_device[1][1], rel=CLOSE)
 
 
 def test_more_stages_than_layers_are_refused():
@@ -136,5 +257,8 @@ def test_layers_that_stages_do_not_share_equally(stages, reverse):
     found, own = train(run, copied(layers))
     np.testing.assert_allclose(own, losses, rtol=CLOSE)
     assert distance(wanted, found) < CLOSE
-    (home,) = found["w"].sharding.device_set
-    assert home == jax.devices()[stages - 1 if reverse else 0], "the first layer's"
+    places = {s.device: s.data.shape[0] for s in found["w"].addressable_shards}
+    if reverse:
+        assert [*places.values()] == [LAYERS // 2] * 2, "each stage holds as many"
+    else:
+        assert [*places] == [jax.devices()[0]], "the first layer's"

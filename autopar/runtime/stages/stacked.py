@@ -1,0 +1,305 @@
+"""Arrays of stacked layers, whose pieces are arguments of a pipeline.
+
+Between steps a stacked array consists of blocks of consecutive pieces: one block on
+each stage, or a single block on one stage. A block of one piece that runs on its stage
+is used as it is, without a copy. Any other block is cut on its stage before a step, and
+its pieces are sent to the stages that run them. After the step the pieces are sent back
+and joined.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding
+
+from autopar.runtime import placement
+from autopar.runtime.stages.transport import Links
+from autopar_passes import jax_compat
+from autopar_passes.layer_loops.operators import layer_ranges
+
+Shape = tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+class LayerBlock:
+    """The pieces of a stacked array that one stage holds between steps.
+
+    Attributes:
+      places: positions of the pieces among the flat arguments of the pipeline.
+      results: positions of the next values of the pieces among the flat results.
+      shapes: shape of each piece.
+      sharding: sharding of the block, and of each piece where the block lies.
+      runs: sharding of each piece on the stage that runs it.
+    """
+
+    places: tuple[int, ...]
+    results: tuple[int, ...]
+    shapes: tuple[Shape, ...]
+    sharding: NamedSharding
+    runs: tuple[NamedSharding, ...]
+
+    @property
+    def shape(self) -> Shape:
+        """The shape of the block."""
+        return (sum(n for n, *_ in self.shapes), *self.shapes[0][1:])
+
+    @functools.cached_property
+    def held(self) -> tuple[NamedSharding, ...]:
+        """The sharding of each piece on the stage of the block."""
+        own = self.sharding.device_set
+        return tuple(s if s.device_set == own else self.sharding for s in self.runs)
+
+    @property
+    def is_piece(self) -> bool:
+        """Whether the block is one piece, in the sharding of the block."""
+        return self.held == (self.sharding,)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class StackedArray:
+    """An array of stacked layers.
+
+    Attributes:
+      shape: shape of the array.
+      sharding: sharding of the array between steps.
+      blocks: the parts of the array on each stage.
+    """
+
+    shape: Shape
+    sharding: NamedSharding
+    blocks: tuple[LayerBlock, ...]
+
+
+def stacked_array(
+    *,
+    places: Sequence[int],
+    results: Sequence[int],
+    sizes: Sequence[int],
+    shape: Sequence[int],
+    sharding: NamedSharding,
+    pieces: Sequence[NamedSharding],
+    holders: Sequence[Mesh],
+) -> StackedArray:
+    """Divides the pieces of an array among the stages that hold them between steps.
+
+    Args:
+      places: positions of the pieces among the flat arguments of the pipeline.
+      results: positions of the next values of the pieces among the flat results.
+      sizes: number of layers of each piece.
+      shape: shape of the array.
+      sharding: sharding of the array between steps.
+      pieces: sharding of each piece during a step; the same layout on every stage.
+      holders: the meshes that hold the array: of all stages, or of one.
+    """
+    each = len(places) // len(holders)
+
+    def block(number: int, mesh: Mesh) -> LayerBlock:
+        own = slice(number * each, (number + 1) * each)
+        here = (s for s in pieces if s.mesh == mesh)
+        return LayerBlock(
+            places=tuple(places[own]),
+            results=tuple(results[own]),
+            shapes=tuple((n, *shape[1:]) for n in sizes[own]),
+            sharding=next(here) if len(holders) > 1 else sharding,
+            runs=tuple(pieces[own]),
+        )
+
+    blocks = tuple(block(k, mesh) for k, mesh in enumerate(holders))
+    return StackedArray(tuple(shape), sharding, blocks)
+
+
+class _StageBlocks:
+    """Cuts all blocks on one stage into pieces, and joins the pieces."""
+
+    def __init__(self, blocks: Sequence[LayerBlock]) -> None:
+        """Takes the blocks, which lie on the same devices."""
+        self.blocks = tuple(blocks)
+        self.copied = [block for block in blocks if not block.is_piece]
+        self.here = bool(blocks[0].sharding.addressable_devices)
+
+    def cut(self, arrays: Sequence[Any]) -> list[list[Any]]:
+        """The pieces of each block."""
+        pairs = list(zip(self.blocks, arrays, strict=True))
+        if not self.here:
+            return [
+                [_absent(n, x.dtype, s) for n, s in zip(b.shapes, b.held, strict=True)]
+                for b, x in pairs
+            ]
+        copied = [x for b, x in pairs if not b.is_piece]
+        made = iter(self._cut(copied) if copied else ())
+        return [[x] if b.is_piece else next(made) for b, x in pairs]
+
+    def join(self, pieces: Sequence[Sequence[Any]]) -> list[Any]:
+        """The blocks of some pieces."""
+        pairs = list(zip(self.blocks, pieces, strict=True))
+        if not self.here:
+            return [_absent(b.shape, own[0].dtype, b.sharding) for b, own in pairs]
+        copied = [list(own) for b, own in pairs if not b.is_piece]
+        made = iter(self._join(copied) if copied else ())
+        return [own[0] if b.is_piece else next(made) for b, own in pairs]
+
+    @functools.cached_property
+    def _cut(self) -> Any:
+        def cut(arrays: list[Any]) -> list[list[Any]]:
+            return [
+                [x[begin:end] for begin, end in layer_ranges([n for n, *_ in b.shapes])]
+                for b, x in zip(self.copied, arrays, strict=True)
+            ]
+
+        return jax.jit(cut, out_shardings=[list(b.held) for b in self.copied])
+
+    @functools.cached_property
+    def _join(self) -> Any:
+        def join(pieces: list[list[Any]]) -> list[Any]:
+            return [jnp.concatenate(own) for own in pieces]
+
+        return jax.jit(join, out_shardings=[b.sharding for b in self.copied])
+
+    def clear_cache(self) -> None:
+        """Frees compiled code."""
+        self._cut.clear_cache()
+        self._join.clear_cache()
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class WithStacked:
+    """A step that takes whole stacked arrays, made of a step that takes their pieces.
+
+    Attributes:
+      function: the step that takes pieces.
+      arrays: position of a flat argument -> its stacked array.
+      inputs: number of flat arguments of ``function``.
+      outputs: number of flat results of the step with whole arrays.
+      links: the connections to other processes; None: there is one process.
+    """
+
+    function: Any
+    arrays: Mapping[int, StackedArray]
+    inputs: int
+    outputs: int
+    links: Links | None = None
+
+    def __call__(self, *arguments: Any) -> Any:
+        """Runs a step.
+
+        Arguments after the step's own flat arguments (state of codecs and of noise) are
+        passed to ``function``. Its results after the step's own are returned.
+        """
+        given = self._apart(arguments)
+        behind = arguments[self._own :]
+        returned = self.function(*given, *behind)
+        made, *rest = returned if behind else (returned,)
+        out = self._joined(made)
+        return (out, *rest) if behind else out
+
+    def gradients(self, *arguments: Any) -> dict[str, Any]:
+        """The partial gradients of a step (`autopar.runtime.stages.feed.Feed`)."""
+        return self.function.gradients(*self._apart(arguments))
+
+    @property
+    def _own(self) -> int:
+        """Number of flat arguments with whole stacked arrays."""
+        blocks = [block for array in self.arrays.values() for block in array.blocks]
+        pieces = sum(len(block.places) for block in blocks)
+        return self.inputs - pieces + len(self.arrays)
+
+    @functools.cached_property
+    def _stages(self) -> list[_StageBlocks]:
+        """The blocks on each stage, in the order of the arrays."""
+        found: dict[Mesh, list[LayerBlock]] = {}
+        for array in self.arrays.values():
+            for block in array.blocks:
+                found.setdefault(block.sharding.mesh, []).append(block)  # type: ignore[arg-type]
+        return [_StageBlocks(blocks) for blocks in found.values()]
+
+    def _apart(self, arguments: Sequence[Any]) -> list[Any]:
+        """The flat arguments, with stacked arrays split into pieces."""
+        own = self._own
+        given: list[Any] = [*arguments[:own], *([None] * (self.inputs - own))]
+        whole = {
+            block: _array_of([arguments[k]], block.shape, block.sharding)
+            for k, array in self.arrays.items()
+            for block in array.blocks
+        }
+        for stage in self._stages:
+            made = stage.cut([whole[block] for block in stage.blocks])
+            for block, pieces in zip(stage.blocks, made, strict=True):
+                for place, piece in zip(block.places, pieces, strict=True):
+                    given[place] = piece
+        self._send("apart", given)
+        return given
+
+    def _joined(self, made: Sequence[Any]) -> list[Any]:
+        """The flat results, with the pieces of stacked arrays joined."""
+        every = list(made)
+        self._send("joined", every)
+        whole: dict[LayerBlock, Any] = {}
+        for stage in self._stages:
+            pieces = [[every[r] for r in block.results] for block in stage.blocks]
+            whole.update(zip(stage.blocks, stage.join(pieces), strict=True))
+        for array in self.arrays.values():
+            blocks = [whole[block] for block in array.blocks]
+            first = array.blocks[0].results[0]
+            every[first] = _array_of(blocks, array.shape, array.sharding)
+        return every[: self.outputs]
+
+    def _send(self, what: str, arrays: list[Any]) -> None:
+        """Sends pieces between the stages that hold them and those that run them.
+
+        Args:
+          what: ``apart``: from the stages that hold the pieces; ``joined``: to them.
+          arrays: the flat arguments, or the flat results; changed in place.
+        """
+        ways: dict[int, tuple[NamedSharding, NamedSharding]] = {}
+        for array in self.arrays.values():
+            for block in array.blocks:
+                places = block.places if what == "apart" else block.results
+                for place, a, b in zip(places, block.held, block.runs, strict=True):
+                    if a.device_set != b.device_set:
+                        ways[place] = (a, b) if what == "apart" else (b, a)
+        if not ways:
+            return
+        moved = [arrays[k] for k in ways]
+        if self.links is None:
+            moved = jax.device_put(moved, [target for _, target in ways.values()])
+        else:
+            routes = [
+                self.links.route(arrays[k].shape, arrays[k].dtype, *way)
+                for k, way in ways.items()
+            ]
+            moved = self.links.move_arrays((what,), moved, routes)
+        for k, array in zip(ways, moved, strict=True):
+            arrays[k] = array
+
+    def clear_cache(self) -> None:
+        """Frees compiled code."""
+        self.function.clear_cache()
+        for stage in self._stages:
+            stage.clear_cache()
+
+
+def _array_of(arrays: Sequence[Any], shape: Shape, sharding: NamedSharding) -> Any:
+    """Makes an array of those shards of other arrays that lie on its devices."""
+    dtype = arrays[0].dtype
+    struct, bits = jax_compat.bits_struct(shape, dtype)
+    shards = {
+        x.device: x.data
+        for array in arrays
+        for x in jax_compat.key_bits(array).addressable_shards
+    }
+    devices = list(sharding.mesh.devices.flat)  # type: ignore[union-attr]
+    mine = [shards[d] for d in devices if d in shards]
+    if not mine:
+        return _absent(shape, dtype, sharding)
+    made = jax.make_array_from_single_device_arrays(struct, sharding, mine, dtype=bits)
+    return jax_compat.with_dtype(made, dtype)
+
+
+def _absent(shape: Shape, dtype: Any, sharding: NamedSharding) -> Any:
+    return placement.absent(jax.ShapeDtypeStruct(shape, dtype), sharding)
