@@ -1,13 +1,15 @@
 """Chooses how a training continues: its batch, microbatches and codecs.
 
-A way is one choice of batch, microbatches and codecs. The value of a way is its
-goodput: rows per second times the efficiency of a row. Both factors are uncertain.
-Therefore a way is judged by a lower bound on the ratio of its goodput to that of the
-running way, which holds almost surely. A way may have a cost: seconds without training,
-because its program must be compiled or its state must move. A way is chosen only if it
-finishes more work than the running way, cost included, until the next expected change.
-If the job ends before that change, the way that finishes the job first is best. Gains
-within the uncertainty do not count, so that the choice does not oscillate.
+A way (`Way`) is one choice of batch size, number of microbatches and codecs. The
+running way is the choice with which the job trains now. The value of a way is its
+goodput: rows per second times the efficiency of a row. Rows per second and efficiency
+are estimates with errors. Therefore `decide` compares a bound: a way's goodput divided
+by the running way's goodput is almost surely larger than this bound. A change to a way
+costs seconds without training, because a program must be compiled or the state must
+move. `decide` chooses a way only if it finishes more work than the running way until
+the next expected change of devices, with these seconds included. If the job ends before
+that change, the way that finishes the job first is best. A gain that is smaller than
+its uncertainty does not count, so that the choice does not oscillate.
 """
 
 from __future__ import annotations
@@ -28,12 +30,13 @@ _EACH_DOUBLING = 2
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PhiRange:
-    """A noise scale with its range.
+    """An estimate of the noise scale of gradients, with a lower and an upper bound.
 
     Attributes:
       phi: the most likely noise scale, in rows.
       low: almost sure lower bound.
-      high: almost sure upper bound; infinite if noise may hide the mean gradient.
+      high: almost sure upper bound; infinite if the noise may be so large that the mean
+        gradient cannot be told from zero.
     """
 
     phi: float
@@ -66,16 +69,16 @@ class Ratio:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Way:
-    """A way to continue: a batch, a number of microbatches and codecs.
+    """A choice of batch size, number of microbatches and codecs to train on with.
 
     Attributes:
       rows: rows of a batch.
       microbatches: number of microbatches into which a batch is split.
       codecs: the codecs of gradients, as a text of the option ``compression=``.
-      terms: seconds of a step that a plan predicts.
-      error: the error of unbiased codecs.
-      ratio: the progress ratio of biased codecs.
-      cost_s: seconds before the first step.
+      terms: seconds of a step, as a plan predicts them.
+      error: the squared error that unbiased codecs add to the gradient.
+      ratio: progress per row with biased codecs, relative to a row without codecs.
+      cost_s: seconds without training before the first step in this way.
     """
 
     rows: int
@@ -95,17 +98,17 @@ class Way:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Judged:
-    """A way with its value.
+    """A way with its step time, efficiency and goodput.
 
     Attributes:
       way: the way.
       step_s: seconds of a step.
       efficiency: progress per row, relative to the base batch.
       goodput: progress per second, in rows of the base batch.
-      least: almost sure lower bound on the ratio of goodputs to the running way.
-      pays: the lower bound with the cost of the change included: the smaller of the
-        ratio of work until the next change and the ratio of speeds for the rest of the
-        job, both to the running way.
+      least: almost sure lower bound on this goodput divided by the running way's.
+      pays: ``least`` with the cost of the change included. It is the smaller of two
+        ratios to the running way: of the work done until the next expected change, and
+        of the speed over the rest of the job. The change pays off above 1.
     """
 
     way: Way
@@ -134,8 +137,8 @@ class Decision:
     Attributes:
       chosen: the best way; the running way if no change pays off.
       current: the running way.
-      compared: all ways.
-      horizon_s: seconds until the next expected change.
+      compared: all compared ways, including the running way.
+      horizon_s: seconds until the next expected change of devices.
     """
 
     chosen: Judged
@@ -152,8 +155,8 @@ class Decision:
 def batches(base: int, most: int, split: int) -> tuple[int, ...]:
     """The candidate batches, from the base batch to the largest.
 
-    There are two candidates per doubling. All candidates except for the base batch are
-    divisible by ``split``.
+    There are two candidates per doubling of the batch. All candidates except the base
+    batch are divisible by ``split``.
 
     >>> batches(32, 128, 8)
     (32, 48, 64, 88, 128)
@@ -176,7 +179,8 @@ def batches(base: int, most: int, split: int) -> tuple[int, ...]:
         rows = base * 2 ** (k / _EACH_DOUBLING)
         found.add(int(rows / split + 0.5) * split)
     sizes = sorted(rows for rows in found if base <= rows <= most)
-    # Rounding may have made two candidates equal. Then a candidate between is added.
+    # Rounding to multiples of `split` may have made two candidates equal. The code
+    # below adds candidates between neighbours.
     middles = [
         max((a + b) // 2 // split * split, a // split * split + split)
         for a, b in itertools.pairwise(sizes)
@@ -197,7 +201,7 @@ def decide(
     rest_s: float = math.inf,
     most_gain: float = math.inf,
 ) -> Decision:
-    """Compares ways to continue with the running way.
+    """Compares the running way with other choices of batch, microbatches and codecs.
 
     Args:
       current: the running way, with a cost of 0.
@@ -205,10 +209,12 @@ def decide(
       times: predicts seconds of steps.
       phi: the noise scale.
       base_batch: rows of the base batch.
-      horizon_s: seconds until the next expected change.
-      sigmas: width of intervals of step times, in standard deviations.
+      horizon_s: seconds until the next expected change of devices.
+      sigmas: number of standard deviations on each side of a predicted step time that
+        its uncertainty interval covers.
       rest_s: seconds that the rest of the job takes with the running way.
-      most_gain: the largest gain of a step.
+      most_gain: upper limit of a step's gain: how many steps with the base batch make
+        as much progress as one step (`autopar.goodput.gain`).
     """
 
     current_s = times.step_s(current.terms).seconds
@@ -247,9 +253,10 @@ def _least(
     base_batch: int,
     most_gain: float,
 ) -> float:
-    """The almost sure lower bound on the ratio of goodputs to the running way.
+    """An almost sure lower bound on a way's goodput divided by the running way's.
 
-    ``slowest`` is the almost sure upper bound on the ratio of step times.
+    ``slowest`` is an almost sure upper bound on the way's step time divided by the
+    running way's step time.
     """
     rows = min(
         _efficiency(way, x, base_batch, most_gain)
@@ -263,7 +270,7 @@ def _least(
 
 
 def _efficiency(way: Way, phi: float, base_batch: int, most_gain: float) -> float:
-    """The efficiency of a way, with a tiny positive minimum that allows divisions."""
+    """The efficiency of a way; at least a tiny positive number, because it divides."""
     error = way.error
     if math.isinf(error.own + error.shared):
         return 1e-12
@@ -271,5 +278,5 @@ def _efficiency(way: Way, phi: float, base_batch: int, most_gain: float) -> floa
 
 
 def json_number(number: float) -> float | None:
-    """The number if it is finite, which JSON requires; otherwise None."""
+    """The number if it is finite, else None, because JSON has no infinity."""
     return number if math.isfinite(number) else None

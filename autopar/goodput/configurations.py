@@ -1,9 +1,10 @@
 """The best plan, batch and gradient accumulation on each configuration of devices.
 
-A step is planned at the batch that it was written for. With the layouts of that plan,
-formulas give the seconds at other batches and numbers of microbatches (`StepEstimate`).
-The step is also planned at the largest batch. If the best batch is far from the planned
-batches, the step is planned again at the best batch.
+The planner plans a step at the batch size that the step was written for. Formulas
+(`StepEstimate`) then give the seconds that the layouts of this plan need at other batch
+sizes and numbers of microbatches. The planner also plans the step at the largest batch.
+If the best batch size differs much from these two, the planner plans the step again at
+the best batch size.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ from autopar.steps.analysis import Analysis, analyse_call
 from autopar.steps.batch import fails_with, rows_axes, samples
 from autopar.steps.microbatches import in_microbatches
 
-# Number of batches per doubling between the base batch and the largest batch.
+# Number of batch sizes to try in each doubling from the base batch to the largest
+# batch.
 _PER_DOUBLING = 4
 # The most microbatches; numbers of microbatches are powers of two.
 _MOST_MICROBATCHES = 2**10
@@ -45,13 +47,13 @@ _MOST_MICROBATCHES = 2**10
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Batches:
-    """The batches that may be chosen.
+    """The batch sizes from which the best one is chosen.
 
     Attributes:
       base: rows of the batch that the program was written for.
-      most: rows of the largest batch.
-      noise_scale: noise scale of the gradients, in rows; None: it is not known, and
-        only the base batch is used.
+      most: rows of the largest allowed batch.
+      noise_scale: noise scale of the gradients, in rows. If it is None (not known),
+        only the base batch is considered.
 
     Raises:
       ScheduleError: a number is out of its range.
@@ -77,7 +79,7 @@ class Batches:
             )
 
     def sizes(self, parts: int, devices: int) -> list[int]:
-        """The batches to try, from the base batch to the largest batch.
+        """The batch sizes to try, in rows, from the base batch to the largest batch.
 
         All batches except for the base batch are multiples of the number of devices, so
         that every plan can split them.
@@ -96,7 +98,7 @@ class Batches:
         return sorted({*base, *(n for n in near if self.base <= n <= self.most)})
 
     def efficiency(self, rows: int, error: CodecError) -> float:
-        """Progress per row in a batch, relative to the base batch."""
+        """Progress per row with this batch size, relative to the base batch."""
         if self.noise_scale is None:
             return 1.0
         return efficiency(self.noise_scale, rows, self.base, error)
@@ -164,8 +166,8 @@ def _with_rows(analysis: Analysis, before: int, rows: int) -> Analysis:
     except PlanError:
         raise
     except Exception as error:
-        # The step's code is known to run only on its own batch. On another batch it may
-        # raise any exception.
+        # The user's step is known to run only with the batch size that it was written
+        # for. With another batch size it may raise any exception.
         raise PlanError(fails_with(f"{rows} rows", error)) from error
 
 
@@ -188,23 +190,23 @@ class PlanAtBatches:
     error: CodecError
 
     def step_s(self, rows: int, accumulation: int) -> float:
-        """Seconds of a step; codecs save as many seconds as at the planned batch."""
+        """Seconds of a step, if codecs save as many seconds as at the planned batch."""
         coded_s = self.plan.predicted.step_s - self.estimate.seconds()
         scaled_s = self.estimate.seconds(rows / self.rows, accumulation)
         return max(scaled_s + coded_s, 1e-12)
 
     def peak_bytes(self, factor: float, accumulation: int) -> float:
-        """Peak memory of a device; codecs hold as many bytes as at the planned batch.
+        """Peak bytes of a device, if codecs hold as many bytes as at the planned batch.
 
         Args:
-          factor: ratio of the batch to the planned batch.
+          factor: rows of the batch divided by rows of the planned batch.
           accumulation: number of microbatches.
         """
         held = self.plan.predicted.peak_memory_bytes - self.estimate.live.peak_bytes()
         return self.estimate.live.peak_bytes(factor, accumulation) + held
 
     def splits(self, rows: int) -> Iterator[int]:
-        """Yields the numbers of microbatches with which the layouts can split rows."""
+        """Yields the numbers of microbatches into which the plan can split a batch."""
         count = 1
         while count <= _MOST_MICROBATCHES and rows % (count * self.parts) == 0:
             yield count
@@ -235,8 +237,9 @@ def prepare_batches(
 def error_of(plan: Plan) -> CodecError:
     """The expected error of a plan's unbiased codecs.
 
-    Biased codecs use error feedback, and no formula gives their progress. They count as
-    exact here (`autopar.goodput.following` measures their progress).
+    Biased codecs use error feedback, and no formula tells how much they slow training
+    down. This function treats biased codecs as exact. `autopar.goodput.following`
+    measures the progress of training with them.
     """
     own = shared = 0.0
     workers = 1
@@ -245,21 +248,24 @@ def error_of(plan: Plan) -> CodecError:
             continue
         codec, squared = parse_codec(gradient.codec), gradient.error**2
         workers = max(workers, gradient.workers)
-        # The errors of stochastic rounding are independent on each worker. Codecs that
-        # draw elements draw the same elements on all workers.
+        # Stochastic rounding gives each worker an independent error. A codec that sends
+        # random elements draws the same elements on all workers, so its error is
+        # shared.
         if getattr(codec, "rounding", "") == "stochastic":
             own = max(own, squared)
         elif getattr(codec, "unbiased", False):
-            # Drawn elements are scaled up to be unbiased. This makes the error larger
-            # than the elements that were left out.
+            # Such a codec scales up the elements that it sends, to be unbiased.
+            # Therefore its squared error exceeds the squared norm of the elements that
+            # it does not send.
             scaled = squared / (1 - squared) if squared < 1 else math.inf
             shared = max(shared, scaled)
     return CodecError(own=own, shared=shared, workers=workers)
 
 
-# A step is planned again if the best and the planned microbatch differ by this factor.
+# A step is planned again if the rows of the best microbatch and of the planned
+# microbatch differ by at least this factor.
 _FAR = 2.0
-# The most halvings of a batch that does not fit.
+# How often a batch that does not fit into memory is halved at most.
 _HALVINGS = 20
 
 
@@ -272,9 +278,9 @@ class WantedCurve:
       batches: the batches that may be chosen.
       options: options of the planner.
       cache: a cache of plans; None: no cache.
-      anew: whether each configuration is planned by a full search, which proves a bound
-        on the quality of its plan. Otherwise the search starts from the plan of the
-        previous configuration.
+      anew: whether the planner makes a full search for each configuration, which proves
+        how far its plan may be from the best plan. If False, the search starts from the
+        plan of the previous configuration.
     """
 
     program: ProgramAtBatches
@@ -286,7 +292,7 @@ class WantedCurve:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class FoundPoint:
-    """The point of a configuration, and its plan; None if it cannot run."""
+    """A point of the curve, and its plan; None if the program cannot run there."""
 
     point: CurvePoint
     plan: Plan | None = None
@@ -296,7 +302,8 @@ def chain(wanted: WantedCurve, clusters: list[Cluster]) -> Iterator[FoundPoint]:
     """Plans configurations, each starting from the plan of the previous one.
 
     Yields:
-      A point for each cluster, in order; `CurvePoint.reason` says why it cannot run.
+      A point for each cluster, in order. If the program cannot run on the cluster,
+      `CurvePoint.reason` says why.
     """
     running: Plan | None = None
     for cluster in clusters:
@@ -308,10 +315,10 @@ def chain(wanted: WantedCurve, clusters: list[Cluster]) -> Iterator[FoundPoint]:
 def configuration(
     wanted: WantedCurve, cluster: Cluster, running: Plan | None
 ) -> FoundPoint:
-    """The best plan and batch on one configuration.
+    """The best plan and batch size on one configuration of devices.
 
     Args:
-      wanted: the step, batches and options.
+      wanted: the step, batch sizes and options of the planner.
       cluster: a cluster with one kind of devices.
       running: a plan from which the search starts.
     """
@@ -336,14 +343,15 @@ def _best_found(
         )
     first = _first(wanted, cluster, running)
     found = [(_best_batch(wanted, first, cluster, blank), first)]
-    # The best plan for a small batch may be a bad plan for a large batch.
+    # The best plan for a small batch may be slow for a large batch, so the planner also
+    # plans the largest batch.
     largest = wanted.batches.most // cluster.num_devices * cluster.num_devices
     for rows in (largest, 0):
         point, plan = max(found, key=lambda each: each[0].goodput)
         rows = rows or point.batch // point.accumulation
         if max(rows / plan.rows, plan.rows / max(rows, 1)) < _FAR or not rows:
             continue
-        # If this fails, the first plan is still valid.
+        # If planning another batch fails, the first plan is still valid.
         with contextlib.suppress(AutoparError):
             again = _planned_at(wanted, cluster, rows, plan.plan)
             found.append((_best_batch(wanted, again, cluster, blank), again))
@@ -395,9 +403,7 @@ def _planned_at(
     )
 
     def make() -> Plan:
-        with (
-            without_warnings()
-        ):  # the point names the codecs in use; on one device there are none
+        with without_warnings():  # the point names codecs in use; one device uses none
             return search()
 
     def search() -> Plan:
@@ -407,7 +413,8 @@ def _planned_at(
 
     if wanted.cache is None:
         return prepare_batches(wanted.program, rows, cluster, make())
-    # A cached plan from a full search is at least as good for a curve.
+    # A cached plan that a full search found is at least as good as the plan of a search
+    # from the previous configuration.
     kept = wanted.cache.find(analysis, cluster, options)
     if kept is None:
         cache = PlanCache(wanted.cache.folder / "warm") if warm else wanted.cache
@@ -418,7 +425,7 @@ def _planned_at(
 def _best_batch(
     wanted: WantedCurve, made: PlanAtBatches, cluster: Cluster, blank: CurvePoint
 ) -> CurvePoint:
-    """The batch and accumulation with the most goodput, of those that fit.
+    """The batch size and accumulation with the most goodput that fit into memory.
 
     Raises:
       InfeasibleError: no batch fits.
@@ -468,7 +475,7 @@ def _best_batch(
 
 
 def _may_accumulate(wanted: WantedCurve, rows: int) -> bool:
-    """Whether the batch may be split into microbatches."""
+    """Whether the options allow this batch to be split into microbatches."""
     count = next((n for n in range(2, rows + 1) if rows % n == 0), 1)
     couple = wanted.options.coupled == "microbatch"
     try:
@@ -479,7 +486,7 @@ def _may_accumulate(wanted: WantedCurve, rows: int) -> bool:
 
 
 def _error_fields(error: CodecError) -> dict[str, Any]:
-    """The fields of a point for an error of codecs; none if the error is infinite."""
+    """The error of codecs as fields of a point; no fields if the error is infinite."""
     own, shared, workers = dataclasses.astuple(error)
     if not math.isfinite(own + shared):
         return {}

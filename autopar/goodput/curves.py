@@ -1,8 +1,8 @@
 """Goodput curves: the goodput of a program on each configuration of devices.
 
-A curve is a table. For each kind of devices and number of nodes and devices, it has the
-best plan, batch and codecs, and the goodput with them. Schedulers read curves without
-JAX.
+A curve is a table. Each line is for one kind of devices, number of nodes and number of
+devices. It holds the best plan, batch size and codecs there, and their goodput. A
+scheduler can read curves without importing JAX.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from autopar.errors import ScheduleError
 from autopar.goodput.efficiency import CodecError, efficiency
 from autopar.whole_files import export_whole
 
-# Increased by one whenever the meaning of a field changes.
+# The version of the file format. It rises by one whenever the meaning of a field
+# changes.
 SCHEMA = 1
 
 
@@ -42,13 +43,15 @@ class CurvePoint(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
       goodput: rows of the base batch per second; 0 if the program cannot run.
       peak_memory_bytes: peak memory of a device.
       plan: a digest of the plan; '' without a plan.
-      scheme: the known parallelism scheme that the plan's layouts resemble.
+      scheme: the known parallelism scheme, such as data parallelism, that the plan's
+        layouts resemble.
       codecs: codecs of gradients; empty: gradients are sent without codecs.
-      own_error: error of unbiased codecs that is independent on each worker
+      own_error: squared error of unbiased codecs that is independent on each worker
         (`autopar.goodput.CodecError`).
-      shared_error: error of unbiased codecs that all workers share.
+      shared_error: squared error of unbiased codecs that is the same on all workers.
       workers: number of workers that send gradients.
-      measured: number of measured steps whose seconds replaced the prediction.
+      measured: number of measured steps whose seconds replaced the predicted
+        ``step_s``; 0: it is a prediction.
       reason: why the program cannot run; '' if it can.
     """
 
@@ -112,9 +115,10 @@ class CurvePoint(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 class KindCurve:
     """The curve on one kind of devices, as scheduling policies use it.
 
-    A job need not use all of its devices. Therefore its goodput on some nodes and
-    devices is the best goodput of the table's configurations that are no larger. This
-    goodput never falls with more devices, even if the table's does.
+    A job need not use all devices that it gets. Therefore its goodput with N nodes and
+    D devices is the largest goodput among the table's configurations with at most N
+    nodes and at most D devices. This value never falls as devices are added, even where
+    the goodput in the table falls.
 
     Attributes:
       points: the configurations on which the program runs.
@@ -123,7 +127,7 @@ class KindCurve:
     points: tuple[CurvePoint, ...]
 
     def point_of(self, nodes: int, devices: int) -> CurvePoint | None:
-        """The best configuration within some nodes and devices; None if none fits."""
+        """The best configuration with at most this many nodes and devices, or None."""
         fit = [p for p in self.points if p.nodes <= nodes and p.devices <= devices]
         return max(fit, key=lambda p: (p.goodput, -p.devices), default=None)
 
@@ -160,8 +164,8 @@ class CurveTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
       target: the source of the step, as text.
       options: the arguments of the target, as text.
       base_batch: rows of the batch that the program was written for.
-      max_batch: rows of the largest batch that was considered.
-      noise_scale: noise scale of the gradients, in rows; None: it is not known, and all
+      max_batch: rows of the largest batch that the search considered.
+      noise_scale: noise scale of the gradients, in rows. If it is None (not known), all
         points have the base batch.
       schema: version of this format.
 
@@ -194,7 +198,7 @@ class CurveTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         return tuple(dict.fromkeys(point.kind for point in self.points))
 
     def on(self, kind: str) -> KindCurve:
-        """The curve on a kind of devices; a curve without points if it is missing."""
+        """The curve on a kind of devices; it is empty if the table lacks the kind."""
         own = (p for p in self.points if p.kind == kind and p.goodput > 0)
         return KindCurve(tuple(own))
 
@@ -209,7 +213,7 @@ class CurveTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     @property
     def dips(self) -> tuple[str, ...]:
-        """Configurations with less goodput than a smaller one, each as a sentence."""
+        """A sentence for each configuration with less goodput than a smaller one."""
         found: list[str] = []
         for curve in self.by_kind.values():
             for point in curve.points:
@@ -259,25 +263,27 @@ def correct_curve(
     lines: Iterable[Mapping[str, Any]],
     noise_scale: float | None = None,
 ) -> CurveTable:
-    """The table with measurements in place of predictions.
+    """The table after measured step times have replaced predicted ones.
 
     A measured configuration gets the batch, seconds and codecs of its measured steps.
-    If several batches were measured, the batch with the most goodput is used. Other
-    configurations of the same kind of devices are scaled: their rows per second and
-    their batch are multiplied by the geometric mean of measured over predicted values.
-    Batches stay within the range of the table. All efficiencies are computed anew from
-    the measured noise scale.
+    If several batches were measured, the batch with the most goodput is used.
+    Configurations without measurements are scaled: their rows per second and their
+    batch size are multiplied by a factor. The factor is the geometric mean of measured
+    values divided by predicted values, over the measured configurations of the same
+    kind of devices. Batch sizes stay between the table's base batch and largest batch.
+    All efficiencies are computed anew from the measured noise scale.
 
     Args:
       table: the table.
-      lines: lines of ledgers. Two kinds of lines count: progress of runs with several
-        processes, and steps that were measured after a re-plan. A line without
-        ``device`` belongs to the table's only kind of devices, and is ignored if the
-        table has several kinds. Without a known noise scale the efficiency of another
-        batch is unknown, so only lines with the table's batch count.
-      noise_scale: noise scale of the gradients, in rows; infinite where noise hides the
-        mean gradient. None: the noise scale of the last line that has one, or else that
-        of the table.
+      lines: lines of ledgers (`autopar.elastic.ledger`). Two kinds of lines are used:
+        lines of progress from runs with several processes, and step times that were
+        measured after a re-plan. A line without ``device`` belongs to the table's only
+        kind of devices; if the table has several kinds, the line is ignored. If the
+        noise scale is not known, the efficiency of other batch sizes is unknown. Then
+        only lines with the batch size of the table's point are used.
+      noise_scale: noise scale of the gradients, in rows; infinite if the mean gradient
+        cannot be told from zero. If None, the last noise scale in the lines is used, or
+        else the noise scale of the table.
 
     Raises:
       PlanError: the noise scale is negative or not a number.
@@ -304,7 +310,7 @@ def correct_curve(
 def noise_scale_of(line: Mapping[str, Any]) -> float | None:
     """The noise scale in a ledger line of progress, in rows; None if it has none.
 
-    JSON has no infinity, so a line has the text ``inf`` instead.
+    JSON has no infinity, so a line holds the text ``inf`` for an infinite noise scale.
 
     >>> noise_scale_of({"noise_scale": "inf"}), noise_scale_of({"step": 3})
     (inf, None)
@@ -325,7 +331,7 @@ def _last_noise(table: CurveTable, lines: Sequence[Mapping[str, Any]]) -> float 
 class _Steps:
     """Measured steps of a configuration; a field that is '' or 0 is not known.
 
-    ``codecs`` and ``error`` are None if they are those of the plan.
+    ``codecs`` and ``error`` are None if the run used the plan's own codecs.
     """
 
     step_s: float
@@ -340,7 +346,7 @@ class _Steps:
     error: CodecError | None = None
 
     def are_of(self, point: CurvePoint, only: str) -> bool:
-        """Whether the steps belong to a configuration.
+        """Whether the steps ran on this configuration of devices.
 
         Args:
           point: the configuration.
@@ -356,8 +362,8 @@ class _Scale:
     """Ratios of measurements to predictions on a kind of devices.
 
     Attributes:
-      rows: ratio of the batches.
-      pace: ratio of the rows per second.
+      rows: measured rows of a batch divided by predicted rows.
+      pace: measured rows per second divided by predicted rows per second.
     """
 
     rows: float
@@ -365,7 +371,7 @@ class _Scale:
 
 
 class _Judge:
-    """Computes efficiencies at the noise scale that is known now."""
+    """Computes efficiencies with the latest known noise scale."""
 
     def __init__(self, table: CurveTable, noise_scale: float | None) -> None:
         self._before, self._base = table.noise_scale, table.base_batch
@@ -378,7 +384,8 @@ class _Judge:
     ) -> float:
         """Progress per row in a batch, relative to the base batch.
 
-        The table's own efficiency is scaled, so that its effect of codecs remains.
+        The efficiency in the table already includes the loss by codecs. Therefore it is
+        scaled by the change of the noise scale and the batch, and not replaced.
         """
         phi = self.noise_scale
         if phi is None or not self.knows:
@@ -390,7 +397,7 @@ class _Judge:
         return point.efficiency * (now / before) if before > 0 else point.efficiency
 
     def change(self, point: CurvePoint, steps: _Steps) -> CurvePoint:
-        """A configuration with its measurements."""
+        """The configuration with measured values in place of predicted values."""
         fields: dict[str, Any] = {"measured": steps.steps}
         if steps.codecs is not None:
             fields["codecs"] = steps.codecs
@@ -404,7 +411,7 @@ class _Judge:
         return self._with(point, steps.batch, steps.step_s, steps.error, fields)
 
     def follow(self, point: CurvePoint, scale: _Scale | None) -> CurvePoint:
-        """A configuration without measurements, scaled like the measured ones."""
+        """An unmeasured configuration, scaled by the ratios of the measured ones."""
         if point.goodput <= 0:
             return point
         batch = self._batch(point, 1.0 if scale is None else scale.rows)
@@ -463,7 +470,7 @@ def _steps_of(lines: Sequence[Mapping[str, Any]]) -> Iterator[_Steps]:
 
 
 def _way_of(line: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of a line about its plan; lines of earlier releases have none."""
+    """The fields of a line about the plan in use; empty for lines of old releases."""
     found: dict[str, Any] = {
         "accumulation": line.get("microbatches", 1),
         "scheme": line.get("scheme", ""),

@@ -1,12 +1,14 @@
 """Statistical efficiency: the progress per row of a batch, relative to the base batch.
 
-Let phi be the noise scale in rows. A step on a batch of M rows makes as much progress
-as ``gain`` steps on the base batch of M0 rows (Pollux, Qiao et al., OSDI 2021)::
+Let phi be the noise scale in rows. One step on a batch of M rows makes as much progress
+as ``gain`` steps on a base batch of M0 rows, for which the learning rate was tuned
+(Pollux, Qiao et al., OSDI 2021)::
 
     gain = (1 + phi / M0) / (1 + noise / signal)        efficiency = gain * M0 / M
 
 ``noise / signal`` is the noise-to-signal ratio of the gradient that the step applies.
-Without codecs this ratio is phi / M. A codec adds the squared error of its sum. Let the
+Without codecs this ratio is phi / M. A codec adds to it the squared error of the
+decoded sum of gradients, relative to the squared norm of the mean gradient. Let the
 codec C be unbiased with ``E |C(g) - g|^2 = w |g|^2``. Let each of K workers send the
 gradient g_i of M / K rows, and let ``sqr`` be the squared norm of the mean gradient.
 Then ``E |g_i|^2 = sqr (1 + K phi / M)``. The squared error of the mean of the workers'
@@ -31,11 +33,11 @@ from autopar.runtime.noise.averages import NoiseScale
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class CodecError:
-    """The squared error of unbiased codecs, relative to the squared norm they encode.
+    """Squared error of unbiased codecs, relative to the gradient's squared norm.
 
     Attributes:
-      own: w of errors that are independent on each worker.
-      shared: w of errors that all workers share.
+      own: w (module docstring) of codecs whose errors are independent on each worker.
+      shared: w of codecs whose error is the same on all workers.
       workers: number of workers, K.
     """
 
@@ -52,10 +54,11 @@ class CodecError:
             )
 
     def of_sqr(self, phi_over_batch: float) -> float:
-        """The squared error of the applied gradient, relative to ``sqr``.
+        """The squared error that codecs add to the mean gradient, relative to ``sqr``.
 
         Args:
-          phi_over_batch: phi / M.
+          phi_over_batch: noise scale in rows, divided by the rows of the batch, phi /
+            M.
         """
         own = self.own * (1 / self.workers + phi_over_batch)
         return own + self.shared * (1 + phi_over_batch)
@@ -71,15 +74,15 @@ def gain(
     error: CodecError = EXACT,
     most: float = math.inf,
 ) -> float:
-    """The number of steps with the base batch that make as much progress as one step.
+    """The number of base-batch steps that make as much progress as one step.
 
     Args:
-      phi: the noise scale of uncompressed gradients, in rows; infinite where noise
-        hides the mean gradient.
+      phi: the noise scale of uncompressed gradients, in rows; infinite if the mean
+        gradient cannot be told from zero.
       batch: rows of the batch, M.
       base_batch: rows of the base batch, M0.
       error: the error of the codecs.
-      most: the largest gain that is returned.
+      most: upper limit of the result.
 
     >>> gain(100.0, 400, 100)
     1.6
@@ -102,14 +105,14 @@ def efficiency(
     error: CodecError = EXACT,
     most: float = math.inf,
 ) -> float:
-    """Progress per row in a batch, relative to the base batch.
+    """Progress per row in a batch of M rows, relative to the base batch.
 
     Args:
       phi: the noise scale, as for `gain`.
       batch: rows of the batch, M.
       base_batch: rows of the base batch, M0.
       error: the error of the codecs.
-      most: the largest gain.
+      most: upper limit of the gain that is used.
 
     >>> efficiency(100.0, 400, 100)
     0.4
@@ -127,7 +130,7 @@ def goodput(
     base_batch: float,
     error: CodecError = EXACT,
 ) -> float:
-    """Progress per second, in rows of the base batch.
+    """Progress per second: rows of the base batch that would make the same progress.
 
     Args:
       rows_per_s: rows processed per second.
@@ -142,10 +145,11 @@ def goodput(
 def codec_error(
     scale: NoiseScale, reports: Mapping[str, GradientReport], workers: int
 ) -> CodecError:
-    """The error of unbiased codecs, from measurements during training.
+    """The squared error of unbiased codecs, measured during training.
 
-    The telemetry has the independent error of each worker. The remaining error of the
-    sum is shared: all workers draw the same elements, or the sum is rounded once more.
+    The telemetry holds each worker's independent error. The rest of the measured error
+    of the sum is shared by all workers: they draw the same elements, or the sum is
+    rounded once more.
 
     Args:
       scale: `ParallelStep.noise_scale`.

@@ -1,21 +1,24 @@
-"""Settings of a loop with an adaptive batch, and checks of its state.
+"""Settings of a training loop with an adaptive batch size, and checks of its state.
 
-`CriticalRegimes` is Accordion's rule for the batch (Agarwal et al., "Accordion:
+`CriticalRegimes` is Accordion's rule for the batch size (Agarwal et al., "Accordion:
 Adaptive gradient communication via critical learning regime identification", MLSys 2021
-(arXiv 2010.16248), section 4). The batch is small in critical regimes of training, and
-large otherwise. Let ``norm`` be the norm of the gradient over a window of steps, and
-``previous`` the norm over the previous window. A regime is critical where
+(arXiv 2010.16248), section 4). The rule uses the base batch in critical regimes of
+training, and a large batch otherwise. Let ``norm`` be the norm of the gradient over a
+window of steps, and ``previous`` the norm over the previous window. A regime is
+critical where
 
     |previous - norm| / previous >= eta
 
-The first window is critical, too. The squared norm of the mean gradient is estimated
-without the noise of the batch. Therefore the norms of different batches are comparable.
+The first window counts as critical, too. Autopar estimates the norm of the mean
+gradient with the noise of the batch subtracted. Therefore norms from batches of
+different sizes are comparable.
 
-`progress_ratio` measures the progress of biased codecs with error feedback. No formula
-gives this progress: such a codec sends later what it leaves out, and the cost of this
-delay depends on the loss function. Two trainings, one with the codec and one without,
-see the same rows in the same order. The progress ratio is the number of rows without
-the codec over the number of rows with the codec, both until the same loss.
+`progress_ratio` measures how fast training progresses with a biased codec with error
+feedback. No formula gives this: the codec sends some elements of the gradient later,
+and the cost of the delay depends on the loss function. Two trainings, one with the
+codec and one without, see the same rows in the same order. The progress ratio is the
+number of rows that the training without the codec needs to reach a loss, divided by the
+number of rows that the training with the codec needs to reach the same loss.
 """
 
 from __future__ import annotations
@@ -36,17 +39,19 @@ from autopar_errors import check_type
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class CriticalRegimes:
-    """Accordion's rule; `with_step` returns the rule after a step.
+    """State of Accordion's rule; `with_step` returns the state after a step.
 
     Attributes:
-      eta: the least relative change of the norm in a critical regime.
-      window: length of a window, in base batches.
-      only_grows: whether a large batch always stays large, as in the paper.
+      eta: a regime is critical if the norm changed by at least this fraction since the
+        previous window.
+      window: length of a window, in base batches of rows.
+      only_grows: whether the batch never returns to the base batch once it is large, as
+        in the paper.
       critical: whether the present regime is critical.
       previous: norm over the previous window; None in the first window.
       squares: sum of the squared norms of this window's steps.
-      steps: number of this window's steps.
-      worth: number of rows of this window so far, in base batches.
+      steps: number of steps so far in this window.
+      worth: rows so far in this window, divided by the rows of the base batch.
     """
 
     eta: float = 0.5
@@ -70,8 +75,8 @@ class CriticalRegimes:
         """Adds a step.
 
         Args:
-          sqr: the step's estimate of the squared norm of the mean gradient; the step is
-            left out if it is not finite.
+          sqr: the step's estimate of the squared norm of the mean gradient; if the
+            estimate is not finite, the step is ignored.
           worth: ratio of the batch's rows to those of the base batch.
         """
         if not math.isfinite(sqr):
@@ -95,11 +100,11 @@ class CriticalRegimes:
         )
 
     def to_data(self) -> dict[str, Any]:
-        """The rule as JSON can hold it."""
+        """The state as data that JSON can hold."""
         return dataclasses.asdict(self)
 
     def gone_on(self, data: Mapping[str, Any]) -> CriticalRegimes:
-        """The rule with the state of an earlier run."""
+        """The rule with the saved state of an earlier run."""
         seen = ("critical", "previous", "squares", "steps", "worth")
         return dataclasses.replace(self, **{k: data[k] for k in seen if k in data})
 
@@ -110,11 +115,12 @@ _LEVELS = 16
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ProgressRatio:
-    """Progress per row with a codec, relative to progress per row without.
+    """Progress per row with a codec, divided by progress per row without a codec.
 
     Attributes:
       value: the mean over pairs of trainings.
-      stderr: standard error of the mean; infinite for one pair, where it is unknown.
+      stderr: standard error of the mean; infinite if there is only one pair, because it
+        is then unknown.
       pairs: number of pairs.
     """
 
@@ -160,7 +166,7 @@ def progress_ratio(
 
 
 def _progress_ratio(dense: Sequence[float], coded: Sequence[float]) -> float:
-    """The mean ratio of steps over loss levels that both trainings reach."""
+    """Mean over loss levels: steps without the codec over steps with the codec."""
     one, other = _lowest(dense), _lowest(coded)
     high, low = min(one[0], other[0]), max(one[-1], other[-1])
     if not low < high:
@@ -169,7 +175,8 @@ def _progress_ratio(dense: Sequence[float], coded: Sequence[float]) -> float:
             f"{one[0]:.4g} to {one[-1]:.4g}, the other from {other[0]:.4g} to "
             f"{other[-1]:.4g}. Train longer."
         )
-    # The first levels are left out, because a single step may cross several of them.
+    # The highest loss levels are left out: early in training a single step may pass
+    # several levels.
     levels = np.linspace(high, low, _LEVELS + 1)[_LEVELS // 4 :]
     quotients = [steps_to(one, level) / steps_to(other, level) for level in levels]
     return float(np.mean(quotients))
@@ -183,12 +190,12 @@ def _lowest(losses: Sequence[float]) -> np.ndarray:
 
 
 def steps_to(losses: Sequence[float] | np.ndarray, level: float) -> float:
-    """The number of steps until losses reach a level, linear between steps.
+    """The number of steps until a loss is reached, interpolated linearly.
 
     Args:
-      losses: losses of steps, which never rise.
-      level: the loss level, at most the first loss. For a level below the last loss the
-        result is infinite.
+      losses: losses of successive steps, which must never rise.
+      level: the loss to reach, at most the first loss. If it is below the last loss,
+        the result is infinite.
     """
     values = np.asarray(losses, float)
     below = np.flatnonzero(values <= level)
@@ -208,11 +215,13 @@ class Following:
     Attributes:
       base_batch: rows of the batch for which the learning rate was chosen, M0.
       max_batch: rows of the largest batch.
-      codecs: allowed codecs, as texts of the option ``compression=``; for biased codecs
-        with their measured progress ratio (`progress_ratio`).
-      rule: Accordion's rule (`CriticalRegimes`); None: the batch with the most goodput.
-      every: steps between two decisions.
-      sigmas: a gain counts only if it exceeds this many standard deviations.
+      codecs: the codecs that the loop may use, as texts of the option ``compression=``.
+        Biased codecs need their measured progress ratio (`progress_ratio`).
+      rule: Accordion's rule (`CriticalRegimes`), which sets the batch size; None: the
+        loop uses the batch size with the most goodput.
+      every: number of steps between two decisions about batch size and codecs.
+      sigmas: the loop changes batch or codecs only if the predicted gain exceeds this
+        many standard deviations of the prediction.
     """
 
     base_batch: int
@@ -252,12 +261,12 @@ class Following:
 def codecs_of(
     given: Sequence[str] | Mapping[str, ProgressRatio | float | None], own: str
 ) -> dict[str, Ratio | None]:
-    """The allowed codecs, with the progress ratios of biased codecs.
+    """Each codec that the loop may use, with its progress ratio if it is biased.
 
     Args:
       given: codecs as texts of the option ``compression=``; or a mapping from each text
         to the ratio that `progress_ratio` has measured, or None.
-      own: the codecs that the step was made with, which are always allowed.
+      own: the codecs that the step was made with; the loop may always use them.
     """
     check_type("codecs=", given, Iterable, "texts of codecs, such as ['int8']")
     asked = dict(given) if isinstance(given, Mapping) else dict.fromkeys(given)
@@ -280,7 +289,7 @@ def check_data(data: Any, following: Following) -> None:
     """Checks the saved data with which a loop is to continue.
 
     Raises:
-      PlanError: the data come from a loop with another base batch, or from no loop.
+      PlanError: the data come from a loop with another base batch, or not from a loop.
     """
     try:
         base, rows = int(data["base_batch"]), int(data["way"]["rows"])
@@ -296,7 +305,7 @@ def check_data(data: Any, following: Following) -> None:
 
 
 def check_rule(state: Any, base_batch: int, rule: Rule | None = None) -> None:
-    """Checks that a state's optimizer scales with the batch by the given settings.
+    """Checks that a state's optimizer scales updates with the batch as given.
 
     Args:
       state: the train state.

@@ -1,9 +1,11 @@
-"""Caps the gain of steps where a gain above 1 makes the loss rise.
+"""Limits the learning rate's scaling (the gain) if large batches make the loss rise.
 
-The gain of a step is the number of steps with the base batch that make as much
-progress. The formula of the gain uses the noise of gradients, but not the curvature of
-the loss. Steps that are too large for the curvature make the loss rise, and may make
-the training diverge. Therefore the guard watches losses while the gain is above 1.
+The gain of a step is the number of steps with the base batch that make as much progress
+(`autopar.goodput.gain`). The learning rate is scaled by the gain. The
+formula of the gain uses the noise of gradients, but not the curvature of the loss. An
+update that is too large for the curvature makes the loss rise, and may make the
+training diverge. Therefore the guard watches the losses of steps while the gain is
+above 1. If they rise, the guard lowers an upper limit of the gain.
 """
 
 from __future__ import annotations
@@ -17,32 +19,34 @@ from typing import Any
 import jax
 import numpy as np
 
-# The most losses that are kept, and the fewest losses that define a limit.
+# The number of recent losses to keep, and the number of losses that are needed before a
+# loss can count as an outlier.
 _KEPT, _FEWEST = 16, 8
-# A loss is an outlier if it lies `_FAR` standard deviations above the median.
-# `_IN_A_ROW` successive outliers are an alarm. (One in a thousand normal numbers lies
-# more than 3 standard deviations above the mean.)
+# A loss is an outlier if it lies `_FAR` standard deviations above the median of the
+# recent losses. `_IN_A_ROW` successive outliers are an alarm, which lowers the limit of
+# the gain. (One in a thousand normal numbers lies more than 3 standard deviations above
+# the mean.)
 _FAR, _IN_A_ROW = 6.0, 2
-# The standard deviation of a normal distribution over its median absolute deviation.
+# For a normal distribution: standard deviation divided by median absolute deviation.
 _SIGMA = 1.4826
-# After an alarm, losses are not judged for this number of steps.
+# For this number of steps after an alarm, no loss counts as an outlier.
 _REST = 10
-# The cap is doubled after this number of steps without an alarm. The number is 4 times
-# as large after each further alarm.
+# The limit of the gain is doubled after `_CALM` steps without an alarm. Each further
+# alarm multiplies this number of steps by `_LONGER`.
 _CALM, _LONGER = 256, 4
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LossGuard:
-    """Recent losses and the cap of the gain; `with_step` returns a new guard.
+    """Recent losses and the limit of the gain; `with_step` returns a new guard.
 
     Attributes:
       most: the largest allowed gain.
       alarms: number of alarms so far.
       losses: recent losses, without outliers.
-      far: number of successive outliers up to the last step.
-      rest: number of following steps that are not judged.
-      calm: steps since the last alarm or the last doubling of the cap.
+      far: number of successive outliers at the end of the steps so far.
+      rest: for this number of next steps, no loss counts as an outlier.
+      calm: steps since the last alarm, or since the limit of the gain was last doubled.
     """
 
     most: float = math.inf
@@ -54,12 +58,13 @@ class LossGuard:
 
     @property
     def limit(self) -> float:
-        """The limit above which a loss is an outlier."""
+        """The loss above which a new loss is an outlier."""
         if len(self.losses) < _FEWEST:
             return math.inf
         usual = statistics.median(self.losses)
         spread = statistics.median(abs(x - usual) for x in self.losses)
-        # Equal losses have no spread. The second term ignores rounding errors.
+        # Equal losses have a spread of 0. The second operand of `max` then keeps
+        # rounding errors from counting as outliers.
         return usual + max(_FAR * _SIGMA * spread, 1e-3 * abs(usual))
 
     def with_step(self, loss: float, gain: float) -> LossGuard:
@@ -90,7 +95,7 @@ class LossGuard:
         return dataclasses.replace(self, losses=losses, far=0, calm=calm, most=most)
 
     def to_data(self) -> dict[str, Any]:
-        """The guard as JSON can hold it."""
+        """The guard as data that JSON can hold."""
         most = self.most if math.isfinite(self.most) else None
         return {**dataclasses.asdict(self), "most": most, "losses": list(self.losses)}
 
@@ -108,16 +113,16 @@ class LossGuard:
 
 
 def loss_in(result: Any, *, alone: bool = True) -> float | None:
-    """The loss among the results of a step; None if it cannot be identified.
+    """The loss among a step's results; None if no result is surely the loss.
 
-    The loss is the only floating-point scalar, or the only one whose name contains
-    "loss".
+    The loss is the only floating-point scalar, or else the only floating-point scalar
+    whose name contains "loss".
 
     Args:
       result: the results of a step, any tree.
-      alone: whether this is the only process. Otherwise the loss must be an array that
-        is replicated on all devices of all processes, because all processes must see
-        the same loss.
+      alone: whether this process is the only one. If not, the loss must be an array
+        that is replicated on all devices of all processes, because all processes must
+        see the same loss.
     """
     leaves, _ = jax.tree_util.tree_flatten_with_path(result)
     found = {

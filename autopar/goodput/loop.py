@@ -1,7 +1,8 @@
-"""Adapts batch, microbatches, plan and codecs of a training loop to gradient noise.
+"""Adapts a training loop's batch size, microbatches, plan and codecs to gradient noise.
 
-`Loop` is for loops that a user writes. `autopar.train` uses one, too. A *way* is one
-choice of batch size, number of microbatches and codecs (`autopar.goodput.choice.Way`).
+`Loop` is for training loops that a user writes. `autopar.train` uses a `Loop`, too. In
+this module a *way* is one choice of batch size, number of microbatches and codecs
+(`autopar.goodput.choice.Way`). The running way is the choice now in use.
 """
 
 from __future__ import annotations
@@ -40,11 +41,12 @@ from autopar.runtime.noise.averages import NoiseOptions, NoiseScale
 from autopar.runtime.parallel_step import ParallelStep
 from autopar.runtime.world import World, in_lane
 
-# The lines that a loop with an adaptive batch writes into a ledger.
+# The lines that a loop with an adaptive batch size writes into the ledger of its run
+# (`autopar.elastic.ledger`).
 
 
 def way_data(made: PlannedWay) -> dict[str, Any]:
-    """A way as data for a line of a ledger."""
+    """A planned way (batch, microbatches, codecs) as data for a line of a ledger."""
     return {
         **dataclasses.asdict(made.key),
         "cluster": made.plan.cluster.text,
@@ -56,12 +58,12 @@ def way_data(made: PlannedWay) -> dict[str, Any]:
 def stay_line(
     made: PlannedWay, decision: Decision, phi: PhiRange | None
 ) -> dict[str, Any] | None:
-    """The reason to keep a way, as a ledger line; None if there is no other way.
+    """A ledger line with the reason to keep the running way; None without others.
 
     Args:
       made: the running way.
       decision: the comparison of the running way with other ways.
-      phi: the noise scale.
+      phi: the estimated noise scale of gradients.
     """
     others = [x for x in decision.compared if x is not decision.current]
     if not others:
@@ -84,12 +86,12 @@ def change_line(
     decision: Decision,
     pause_s: float,
 ) -> dict[str, Any]:
-    """A change of way and its reason, as a ledger line.
+    """A ledger line that describes a change of way and its reason.
 
     Args:
       old: the way before the change.
       new: the way after the change.
-      phi: the noise scale; None: it was not known.
+      phi: the estimated noise scale of gradients; None: it was not known.
       decision: the comparison that chose the new way.
       pause_s: seconds during which no step ran.
     """
@@ -110,7 +112,7 @@ def change_line(
 def cap_line(
     step: int, loss: float, before: LossGuard, now: LossGuard, gain: float
 ) -> dict[str, Any]:
-    """The cap of the gain after a loss rose, as a ledger line; also logs a warning.
+    """A ledger line with the new limit of the gain, after a loss rose; also warns.
 
     Args:
       step: number of the step.
@@ -133,20 +135,21 @@ def cap_line(
 
 
 def numbers(phi: PhiRange) -> dict[str, float | None]:
-    """A noise scale and its range."""
+    """A noise scale and its bounds as numbers that JSON can hold."""
     found = {"phi": phi.phi, "low": phi.low, "high": phi.high}
     return {k: json_number(x) for k, x in found.items()}
 
 
 # Chooses the codecs of a run's first step, before its program is compiled.
 #
-# At this time nothing is measured. Step times are the plans' predictions with their
-# uncertainty, and the noise scale is unknown. Other codecs are chosen only if they
-# finish more work for every noise scale. With an unbiased codec of squared error w on K
-# workers, the efficiency of a row is multiplied by 1 / (1 + w / K) without noise, and
-# by 1 / (1 + w) if there is only noise (`autopar.goodput.efficiency`). Therefore codecs
-# with small errors are chosen at once where links are slow. Other codecs are chosen
-# only when the noise is known.
+# At this time no step has been measured. Step times are the plans' predictions with
+# their uncertainty, and the noise scale is unknown. Codecs other than the user's are
+# chosen only if they finish more work whatever the noise scale is. With an unbiased
+# codec of squared error w on K workers, the progress per row is multiplied by 1 / (1 +
+# w / K) if gradients have no noise, and by 1 / (1 + w) if they consist of noise only
+# (`autopar.goodput.efficiency`). Therefore codecs with a small w are chosen before the
+# first step if links are slow. Codecs with a larger w are chosen only after the noise
+# has been measured.
 
 
 def choose_first(
@@ -158,18 +161,18 @@ def choose_first(
     horizon_s: float,
     rest_s: float,
 ) -> Said:
-    """The codecs to begin with, if their choice pays off; equal on all processes.
+    """The codecs for the first step, if a change pays off; equal on all processes.
 
     Args:
       world: the processes, which all call this function.
-      ways: the ways to continue.
-      now: the way that would run, and its arguments.
+      ways: lists and plans the choices of batch, microbatches and codecs.
+      now: the way that runs if no other codecs are chosen, and the step's arguments.
       following: the settings of the loop.
-      horizon_s: seconds until the next expected change.
-      rest_s: seconds of the job without other codecs.
+      horizon_s: seconds until the next expected change of devices.
+      rest_s: seconds that the job takes if the codecs stay.
     """
-    # The choice of a codec, or the search for its layouts, takes at most as long as the
-    # first plan.
+    # To plan one codec, or to search layouts for it, takes at most as long as the first
+    # plan took.
     each_s, terms = now.made.plan.seconds.total, now.made.curve.terms()
     part = 0.0 if terms is None else Throughput().sync_part(terms)
     spare_s = min(horizon_s, rest_s)
@@ -185,14 +188,14 @@ def choose_first(
 def first_decision(
     ways: Ways, now: Now, following: Following, horizon_s: float, rest_s: float
 ) -> Decision:
-    """Compares the codecs for the base batch.
+    """Compares the allowed codecs at the base batch size.
 
     Args:
-      ways: the ways to continue, after `Ways.study`.
-      now: the way that would run, and its arguments.
+      ways: lists and plans the choices, after `Ways.study` has planned other codecs.
+      now: the way that runs if no other codecs are chosen, and the step's arguments.
       following: the settings of the loop.
-      horizon_s: seconds until the next expected change.
-      rest_s: seconds of the job without other codecs.
+      horizon_s: seconds until the next expected change of devices.
+      rest_s: seconds that the job takes if the codecs stay.
     """
     own, base = now.made.key, following.base_batch
     found = ways.others(now.made, now.held, own.microbatches)
@@ -218,16 +221,16 @@ def first_decision(
 # Each step gives an estimate of the squared norm of the mean gradient and an estimate
 # of the variance of a row's gradient. `autopar.runtime.noise` averages the estimates of
 # many steps. The standard error of an average is the standard deviation of single
-# estimates over the square root of the number of averaged steps.
+# steps' estimates, divided by the square root of the number of averaged steps.
 
-# The standard deviation is taken over at most `_KEPT` of the last steps. It is known
-# from `_FEWEST` steps on.
+# The standard deviation is computed from the last `_KEPT` steps at most, and not before
+# `_FEWEST` steps.
 _KEPT, _FEWEST = 64, 5
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PhiTrack:
-    """The latest estimates of single steps; `with_step` returns a new track.
+    """Noise estimates of the latest single steps; `with_step` returns a new track.
 
     Attributes:
       sqr: each step's estimate of the squared norm of the mean gradient.
@@ -240,7 +243,7 @@ class PhiTrack:
     last: NoiseScale | None = None
 
     def with_step(self, scale: NoiseScale) -> PhiTrack:
-        """Adds the estimates of a step, if the step measured finite gradients."""
+        """Adds the estimates of a step, unless its gradients are not finite."""
         numbers = (scale.local, scale.total, scale.sqr, scale.var)
         seen = self.last is not None and scale.steps == self.last.steps
         if seen or scale.steps < 1 or not all(map(math.isfinite, numbers)):
@@ -252,19 +255,21 @@ class PhiTrack:
         return PhiTrack((*self.sqr, sqr)[-_KEPT:], (*self.var, var)[-_KEPT:], scale)
 
     def range(self, decay: float, base_batch: float, sigmas: float) -> PhiRange | None:
-        """The range of the noise scale; None: too few steps have run.
+        """The noise scale with bounds; None: too few steps have run.
 
         Args:
-          decay: decay of the averages in a step with the base batch.
+          decay: factor by which older estimates lose weight in the running averages,
+            per step with the base batch.
           base_batch: rows of the base batch.
-          sigmas: width of the range in standard deviations.
+          sigmas: distance of the bounds from the estimate, in standard deviations.
         """
         scale = self.last
         if scale is None or len(self.sqr) < _FEWEST or math.isnan(scale.phi):
             return None
         keep = decay ** (scale.rows / base_batch)
         held = min(float(scale.steps), (1 + keep) / max(1 - keep, 1e-9))
-        # A gradient in one group is compared with the previous step, which is biased.
+        # If a step has only one group of gradients, its gradient is compared with the
+        # previous step's. This estimate is biased, so the range is doubled.
         wide = sigmas * (2.0 if scale.biased else 1.0) / math.sqrt(held)
         sqr = wide * statistics.stdev(self.sqr)
         var = wide * statistics.stdev(self.var)
@@ -274,7 +279,7 @@ class PhiTrack:
         return PhiRange(scale.phi, min(low, scale.phi), max(high, scale.phi))
 
     def to_data(self) -> dict[str, Any]:
-        """The track as JSON can hold it."""
+        """The track as data that JSON can hold."""
         last = None if self.last is None else dataclasses.asdict(self.last)
         return {"sqr": list(self.sqr), "var": list(self.var), "last": last}
 
@@ -291,12 +296,12 @@ class PhiTrack:
         return cls(tuple(data["sqr"]), tuple(data["var"]), last)
 
 
-# The number of steps after a change that are not timed, and the number of steps after a
-# change without a decision.
+# After a change of way, the first `_UNTIMED` steps are not timed, and no decision is
+# made for `_SETTLED` steps.
 _UNTIMED, _SETTLED = 2, 8
-# The most ways that are planned for one decision.
+# The largest number of ways that the loop plans for one decision.
 _EXPLORED = 3
-# Seconds until the next change, if they are not known.
+# Assumed seconds until the next change of devices, if they are not known.
 HORIZON_S = 600.0
 
 # Numbers the loops of a process; the numbers are equal in all processes.
@@ -307,7 +312,7 @@ Work = Callable[[], None]
 
 
 class Loop:
-    """Chooses the batch of each step, and changes it where a change pays off.
+    """Chooses the batch size of each step, and changes it if a change pays off.
 
     >>> # loop = Loop(train, following)
     >>> # batch = source(position, loop.batch_size)
@@ -318,7 +323,7 @@ class Loop:
       step: the step.
       following: the settings of the loop.
       batch_size: rows of the next batch.
-      changes: number of changes of the way so far.
+      changes: how often batch, microbatches or codecs have changed so far.
     """
 
     def __init__(
@@ -335,15 +340,15 @@ class Loop:
 
         Args:
           step: the step. If it does not measure the noise of its gradients, the loop
-            turns the measurement on, which is possible only before the first step.
+            turns the measurement on. This is possible only before the step has run.
           following: the settings of the loop.
-          record: takes the kind and the fields of a line of a ledger.
-          background: runs work concurrently with the loop; None: the loop waits for the
-            work.
+          record: called with the kind and the fields of each line for the ledger.
+          background: runs planning and compilation concurrently with the steps; None:
+            the loop waits for them.
           horizon_s: returns the seconds until the next expected change, such as a
             change of devices.
           rest_s: returns the seconds that the rest of the job takes with the running
-            way; None: the job has no end.
+            way; None: the job has no known end.
 
         Raises:
           PlanError: the step has run without measuring noise.
@@ -380,19 +385,21 @@ class Loop:
         self._kept = 0
 
     def begin(self, state: Any, *rest: Any, **named: Any) -> Any:
-        """Writes the batch into the state before the first step.
+        """Writes the batch size into the state before the first step.
 
-        Without this call, `observe` does so after the first step.
+        Without this call, `observe` writes it after the first step.
 
         Args:
           state: the state.
-          rest: arguments of the first step after the state, arrays or structs. If they
-            are given, the codecs of the first step are chosen before its program is
-            compiled; the step must have a plan (`ParallelStep.init`).
+          rest: arguments of the first step after the state, as arrays or
+            `jax.ShapeDtypeStruct`. If they are given, the loop chooses the codecs of
+            the first step before the step is compiled. The step must then have a plan
+            (`ParallelStep.init`).
           named: keyword arguments of the first step.
 
         Raises:
-          PlanError: the state's optimizer does not follow the batch.
+          PlanError: the state's optimizer does not scale with the batch
+            (`scale_updates`).
         """
         check_rule(state, self.following.base_batch)
         self._named = True
@@ -421,7 +428,7 @@ class Loop:
 
     @property
     def steps(self) -> int:
-        """Number of observed steps, including steps before a restart (`go_on`)."""
+        """Number of observed steps, including the steps before a restart (`go_on`)."""
         return self._steps
 
     @property
@@ -430,7 +437,7 @@ class Loop:
         return self._busy.is_set()
 
     def to_data(self) -> dict[str, Any]:
-        """The state of the loop, as JSON can hold it."""
+        """The state of the loop as data that JSON can hold."""
         key = self._key or Key(self.batch_size, 1, "none")
         return {
             "way": dataclasses.asdict(key),
@@ -448,7 +455,8 @@ class Loop:
         """Restores the state of the loop from the result of `to_data`.
 
         Raises:
-          PlanError: the data come from a loop with another base batch, or from no loop.
+          PlanError: the data come from a loop with another base batch, or not from a
+            loop.
         """
         check_data(data, self.following)
         self._key = Key(**data["way"])
@@ -467,21 +475,22 @@ class Loop:
     ) -> Any:
         """Records a step that has run; returns the state for the next step.
 
-        The batch and its gain are written into the state. If the plan changes, the
-        state is moved to the new plan. Afterwards `batch_size` is the number of rows of
-        the next batch.
+        This method writes the next batch size and its gain into the state. If the plan
+        changes, it also moves the state to the layouts of the new plan. Afterwards
+        `batch_size` holds the rows of the next batch.
 
         Args:
           state: the state that the step returned.
           rest: the arguments of the step after the state: the batch and all others.
-          seconds: seconds of the step alone.
+          seconds: seconds of the step, without the work between steps.
           loss: the loss of the step, or all results of the step besides the state. If
             the loss is not finite, the step's estimate of the noise is ignored. If the
-            loss rises far, the gain of steps is capped (`autopar.goodput.guard`).
+            loss rises far, the gain gets a lower upper limit (`autopar.goodput.guard`).
           named: keyword arguments of the step.
 
         Raises:
-          PlanError: the state's optimizer does not follow the batch.
+          PlanError: the state's optimizer does not scale with the batch
+            (`scale_updates`).
         """
         if not self._named:
             check_rule(state, self.following.base_batch)
@@ -501,7 +510,7 @@ class Loop:
         return self._tell(state) if risen or self._tells() else state
 
     def _watch(self, result: Any) -> bool:
-        """Whether the loss has risen so far that the gain of steps is capped again."""
+        """Whether the loss has risen so far that the limit of the gain was lowered."""
         loss = loss_in(result, alone=self.step.world.process_count == 1)
         if loss is None:
             return False
@@ -513,18 +522,18 @@ class Loop:
         return True
 
     def _tells(self) -> bool:
-        """Whether the gain is written into the state, which has to wait for the step.
+        """Whether to write the gain into the state now.
 
-        Therefore the gain is not written after every step.
+        To write the gain, the loop has to wait for the end of the step. Therefore it
+        does not write the gain after every step.
         """
         return self._since <= 1 or self._steps % self.following.every == 0
 
     def _at(self) -> PlannedWay:
-        """The running way; drops all planned ways if other code changed the plan."""
+        """The running way; forgets all planned ways if other code changed the plan."""
         planned, before = self.step.running.planned, self._running
         if before is not planned:
-            # After a restart of its processes, a world may run the same plan on other
-            # devices.
+            # After processes restart, the same plan may run on other devices.
             same = before is None or before.plan is planned.plan
             if not same or self._world is not self.step.world:
                 self._since = 0
@@ -536,7 +545,7 @@ class Loop:
         return found
 
     def _look(self) -> None:
-        """Reads the noise scale after a step that has measured it."""
+        """Reads the noise scale after a step that measured it."""
         before = self._track
         self._track = before.with_step(self.step.noise_scale)
         if self._rule is not None and self._track is not before and self._track.sqr:
@@ -550,19 +559,19 @@ class Loop:
 
     @property
     def error(self) -> CodecError:
-        """The error of the running way's codecs."""
+        """The squared error that the codecs in use add."""
         made = self._ways.running(self.batch_size)
         return self._ways.way(made, runs=True).error
 
     def phi(self) -> PhiRange | None:
-        """The range of the noise scale; None: it is not known yet."""
+        """The noise scale with bounds; None: it is not known yet."""
         options = changing_batches.measures_noise(self.step)
         decay = 0.999 if options is None else options.decay
         base = self.following.base_batch
         return self._track.range(decay, base, self.following.sigmas)
 
     def _tell(self, state: Any) -> Any:
-        """Writes the batch and its gain into the state."""
+        """Writes the batch size and its gain into the state."""
         way = self._ways.way(self._ways.running(self.batch_size), runs=True)
         phi, most = self._sure_phi(), self._guard.most
         state = set_batch(
@@ -574,8 +583,8 @@ class Loop:
     def _sure_phi(self) -> float | None:
         """The noise scale from which gains are computed; None: it is not known yet.
 
-        This is the lower end of the noise scale's range. A gain that is too large may
-        make a training diverge. A gain that is too small only delays the training.
+        The result is the lower bound of the noise scale. A gain that is too large may
+        make the training diverge; a gain that is too small only slows the training.
         """
         phi = self.phi()
         return None if phi is None else phi.low
@@ -587,7 +596,7 @@ class Loop:
         named: Mapping[str, Any],
         made: PlannedWay,
     ) -> Any:
-        """Decides on a way, prepares it, and changes to it where that pays off."""
+        """Decides on a way, prepares it, and changes to it if the change pays off."""
         if not self.step.world.process_index:
             self._times = self._times.fit()
         now = self._now(made, state, rest, named)
@@ -612,13 +621,14 @@ class Loop:
         if (decision := said.decision) is None:  # another process has compared
             self._times = self._times.fit()
             decision = self._compare(now)
-            assert decision is not None  # the noise is known to all
+            assert decision is not None  # every process knows the noise scale here
         return self._change(state, made, found, with_key(decision, said.key))
 
     def _explore(self, now: Now) -> None:
-        """Prepares the best way, until the best way has a plan of its own.
+        """Plans the best way; repeats this until the best way has its own plan.
 
-        A way's own plan may predict other seconds than the estimate before it.
+        A way's own plan may predict other seconds than the estimate that was made
+        before planning, so that another way becomes the best.
         """
         said = self._say(now, asked=False)
         if said.studies:
@@ -633,7 +643,7 @@ class Loop:
             said = self._say(now, asked=False)
 
     def _prepare(self, key: Key, now: Now) -> PlannedWay | None:
-        """Plans and compiles a way; None if this fails, which the ledger records."""
+        """Plans and compiles a way. If this fails, records it and returns None."""
         made = self._ways.make(key, now.call_of(key.rows), now.made)
         if made is None:
             reason = self._ways.why_not(key)
@@ -641,11 +651,12 @@ class Loop:
         return made
 
     def _say(self, now: Now, *, asked: bool = True) -> Said:
-        """How to continue; the first process decides for all processes.
+        """How the loop continues; the first process decides for all processes.
 
         Args:
-          now: the facts to decide on.
-          asked: whether the steps ask, rather than the concurrent preparation.
+          now: the running way and the step's arguments.
+          asked: True if the training loop asks between steps; False if the background
+            preparation asks.
         """
         world = self.step.world
         if asked and self._busy.is_set():
@@ -672,7 +683,9 @@ class Loop:
             try:
                 with in_lane(self._lane):
                     self._explore(now)
-            except Exception as error:  # logged; the loop goes on without another way
+            except (
+                Exception
+            ) as error:  # logged; the training goes on in the running way
                 LOGGER.warning("no other way is prepared: %s", error)
                 self._record("batch refused", way=None, reason=str(error))
             finally:
@@ -681,7 +694,7 @@ class Loop:
         self._background(explore)
 
     def _compare(self, now: Now) -> Decision | None:
-        """Compares the ways; None: the noise scale is not known yet."""
+        """Compares all ways; returns None while the noise scale is not known."""
         phi, made = self.phi(), now.made
         if phi is None:
             return None
@@ -715,7 +728,7 @@ class Loop:
         return max([made.key.rows, *(way.rows for way in ways)])
 
     def _tell_kept(self, made: PlannedWay, decision: Decision | None) -> None:
-        """Records why the way stays, at such decisions 1, 2, 4, 8 and so on."""
+        """Records why the way stays, at the first, 2nd, 4th, 8th ... such decision."""
         line = None if decision is None else stay_line(made, decision, self.phi())
         if line is not None:
             self._kept += 1
@@ -725,7 +738,7 @@ class Loop:
     def _change(
         self, state: Any, old: PlannedWay, new: PlannedWay, decision: Decision
     ) -> Any:
-        """Changes the step and the state to another way."""
+        """Switches the step and the state to another way."""
         begin = time.perf_counter()
         state = changing_batches.go_on(self.step, new.shape, new.plan, state)
         jax.block_until_ready(jax.tree.leaves(state))
@@ -740,7 +753,7 @@ class Loop:
         return state
 
     def _settle(self) -> None:
-        """Records the measured step time, some steps after a change."""
+        """Records the measured step time once some steps have run after a change."""
         if self._before is None or self._since < _SETTLED:
             return
         number, step_s, goodput = self._before
@@ -757,7 +770,7 @@ class Loop:
         )
 
     def _judged_now(self, seconds: float) -> float | None:
-        """The goodput from the measured seconds of a step."""
+        """The goodput, computed from the measured seconds of a step."""
         phi = self.phi()
         if phi is None:
             return None

@@ -1,22 +1,24 @@
-"""Scaling of the learning rate with the batch, and the count of progress.
+"""Scales the learning rate with the batch size, and counts training progress.
 
-An optimizer was tuned for a base batch of M0 rows. For a batch of M = s M0 rows, a rule
-multiplies the optimizer's update by a factor:
+An optimizer was tuned for a base batch of M0 rows. For a batch of M = s M0 rows, one of
+these rules multiplies the optimizer's update by a factor:
 
-* ``adascale``: the gain of the step (Johnson et al., AdaScale SGD, ICML 2020), for
-  optimizers whose update is proportional to the gradient.
+* ``adascale``: the gain of the step, which is the number of steps with the base batch
+  that make as much progress (Johnson et al., AdaScale SGD, ICML 2020), for optimizers
+  whose update is proportional to the gradient.
 * ``adascale-root``: the square root of the gain, for Adam and similar optimizers.
 * ``sqrt``: the square root of s (Krizhevsky, arXiv 1404.5997).
-* ``linear``: s (Goyal et al., arXiv 1706.02677).
+* ``linear``: s itself (Goyal et al., arXiv 1706.02677).
 * ``legw``: the square root of s, with a linear warm-up over s times the base batch's
   warm-up steps (You et al., arXiv 1901.08256).
-* ``none``: 1.
+* ``none``: the factor 1.
 
 `scale_updates` wraps an `optax` optimizer. The state of the wrapper holds the batch,
 the gain of a step, and the progress in rows of the base batch. `set_batch` writes the
-batch and the gain before a step. Each step adds gain * M0 rows to the progress.
-Schedules of the optimizer get progress / M0 as their step count. Therefore a schedule
-that was written for M0 keeps its meaning while the batch changes.
+batch size and the gain before a step. Each step adds gain * M0 rows to the progress.
+Learning-rate schedules in the optimizer get progress / M0 as their step count.
+Therefore a schedule that was written for batches of M0 rows stays correct while the
+batch size changes.
 """
 
 from __future__ import annotations
@@ -48,8 +50,8 @@ class ScaledState(NamedTuple):
       gain: number of steps with the base batch that make as much progress as one step,
         float32.
       rule: index of the rule in `Rule`, int32.
-      progress: rows of the base batch so far, float32.
-      rest: rounding error of ``progress``, float32.
+      progress: progress so far, in rows of the base batch, float32.
+      rest: accumulated rounding error of ``progress`` (Kahan summation), float32.
       steps: number of steps, int32.
       inner: state of the wrapped optimizer.
     """
@@ -103,7 +105,7 @@ def scale_updates(
       rule: the rule by which updates are scaled.
       base_batch: rows of the base batch, M0.
       warmup_steps: for ``legw``, the number of warm-up steps with the base batch. The
-        optimizer itself then needs no warm-up.
+        wrapped optimizer then needs no warm-up of its own.
 
     Returns:
       An optimizer whose state is a `ScaledState`. Until `set_batch` is called, it
@@ -147,19 +149,19 @@ def scale_updates(
 
 
 def _add(total: Any, more: Any) -> tuple[Any, Any]:
-    """A float32 sum and its rounding error (Kahan, 1965)."""
+    """Adds a number to a float32 sum; also returns the rounding error (Kahan, 1965)."""
     found = total + more
     return found, more - (found - total)
 
 
 @functools.cache
 def _schedule_states() -> tuple[type, ...]:
-    """The state classes of `optax` whose count is the argument of a schedule.
+    """The state classes of `optax` that hold the step count of a schedule.
 
-    These are the state of a schedule in a chain, and the state of a schedule in
-    `optax.inject_hyperparams`. The latter class has no public name. This function finds
-    the class from an instance. The instance holds an array, which must not be made when
-    this module is imported.
+    One class is the state of a schedule in a chain. The other is the state of a
+    schedule in `optax.inject_hyperparams`; it has no public name, so this function
+    makes an instance and takes its class. An instance holds a JAX array, and importing
+    this module must not create arrays. Therefore the classes are found in a function.
     """
     wrapped = optax.schedules.WrappedSchedule(optax.constant_schedule(1.0))
     return optax.ScaleByScheduleState, type(wrapped.init())
@@ -168,7 +170,7 @@ def _schedule_states() -> tuple[type, ...]:
 def with_schedule_count(state: Any, count: jax.Array) -> Any:
     """Replaces the step count of all schedules in an optimizer's state.
 
-    Other counts, such as the count of Adam's bias correction, do not change.
+    Other step counts, such as the count for Adam's bias correction, do not change.
 
     Args:
       state: the state of any `optax` optimizer.
@@ -190,15 +192,15 @@ def set_batch(
     error: CodecError = EXACT,
     most_gain: float = math.inf,
 ) -> Any:
-    """Writes the batch and the gain of the next steps into a train state.
+    """Writes the batch size and the gain of the next steps into a train state.
 
     Args:
       state: any tree that holds a `ScaledState`, such as Flax's ``TrainState``.
       batch: rows of the batch, M.
-      phi: the noise scale (`ParallelStep.noise_scale`); None or nan: it is not known
-        yet, and the gain is 1.
-      error: the error of the codecs.
-      most_gain: the largest gain (`autopar.goodput.guard.LossGuard`).
+      phi: the noise scale (`ParallelStep.noise_scale`); if it is None or nan (not known
+        yet), the gain is 1.
+      error: the squared error that the gradient codecs add.
+      most_gain: upper limit of the gain (`autopar.goodput.guard.LossGuard`).
 
     Raises:
       PlanError: the tree holds no `ScaledState`, or a number is out of its range.
@@ -215,7 +217,7 @@ def set_batch(
     sure = 0.0 if phi is None or not known else phi
     worth = gain(sure, batch, base, error, most_gain)
     worth = worth if known else 1.0
-    if any(_is_variable(x.batch) for x in found):  # NNX objects are updated in place
+    if any(_is_variable(x.batch) for x in found):  # Flax NNX: update in place
         for node in found:
             node.batch.set_value(_like(node.batch.get_value(), batch))
             node.gain.set_value(_like(node.gain.get_value(), worth))
@@ -264,7 +266,7 @@ def _first(asker: str, state: Any) -> ScaledState:
 
 
 def rule_of(state: Any) -> tuple[Rule, int]:
-    """The rule and the base batch of a train state's optimizer.
+    """The scaling rule and the base batch of a train state's optimizer.
 
     Args:
       state: any tree that holds a `ScaledState`.
@@ -299,7 +301,7 @@ def _is_scaled(node: Any) -> bool:
 
 
 def _is_variable(leaf: Any) -> bool:
-    """Whether a leaf is a variable of an NNX object, which holds its array."""
+    """Whether a leaf is a Flax NNX variable, a wrapper around an array."""
     return hasattr(leaf, "set_value") and hasattr(leaf, "get_value")
 
 

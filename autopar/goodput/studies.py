@@ -1,9 +1,11 @@
-"""Whether a study of other codecs, and of layouts for these codecs, pays off.
+"""Decides whether planning with other codecs, and other layouts, pays off.
 
-With dense gradients and a small batch, the fastest layouts may avoid sums of gradients:
-devices exchange activations, or all devices compute the same. With codecs, or with a
-larger batch, layouts that sum gradients may be faster. Planning other codecs for the
-running layouts takes little time. Other layouts need a search.
+If gradients are sent without codecs and the batch is small, the fastest layouts may
+avoid sums of gradients: devices exchange activations, or all devices compute the same.
+With codecs, or with a larger batch, layouts that sum gradients may be faster. It takes
+little time to plan other codecs for the layouts in use. It takes longer to search for
+other layouts. A way is one choice of batch size, number of microbatches and codecs
+(`autopar.goodput.choice.Way`); the running way is the choice in use.
 """
 
 from __future__ import annotations
@@ -28,17 +30,17 @@ from autopar_passes.program.calls import StepCall
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Said:
-    """How a loop is to continue.
+    """What a training loop does next.
 
     Attributes:
-      busy: whether another way is still being prepared.
-      studies: whether plans with other codecs are to be made first, because they may
+      busy: whether another way is still being planned or compiled.
+      studies: whether the loop first makes plans with other codecs, because they may
         save more time than the planning takes.
-      layouts: whether layouts are to be searched with these codecs, for the same
-        reason.
-      key: the way to continue with; None: the running way.
-      decision: the comparison by this process; None: it has not compared, or the noise
-        scale is not known yet.
+      layouts: whether the loop also searches other layouts for these codecs, for the
+        same reason.
+      key: the way to change to; None: the running way stays.
+      decision: how this process compared the ways; None: it has not compared them, or
+        the noise scale is not known yet.
     """
 
     busy: bool = False
@@ -49,14 +51,14 @@ class Said:
 
 
 def agree_on_first(world: World, own: Said) -> Said:
-    """The answer of the first process; it is busy as long as any process is busy.
+    """What the first process decided; busy while any process is busy.
 
-    Measured seconds differ between processes. Therefore the first process decides for
-    all processes.
+    Processes measure different step times. Therefore the first process decides for all
+    processes.
 
     Args:
       world: the processes, which all call this function.
-      own: the answer of this process.
+      own: what this process would do.
     """
     if world.process_count == 1:
         return own
@@ -76,7 +78,7 @@ def key_of(decision: Decision) -> Key | None:
 
 
 def with_key(decision: Decision, key: Key) -> Decision:
-    """The comparison, with the first process's choice as the chosen way."""
+    """The decision, with the choice of the first process as the chosen way."""
     found = next((x for x in decision.compared if _key(x) == key), decision.chosen)
     return dataclasses.replace(decision, chosen=found)
 
@@ -95,19 +97,19 @@ def worth_now(
     rest_s: float,
     horizon_s: float,
 ) -> Said:
-    """Whether other codecs may save more time than their planning takes.
+    """Whether other codecs may save more time than it takes to plan them.
 
-    Planning includes the compilation of a program.
-    If the running way uses codecs, all allowed codecs are studied in any case.
+    The time to plan includes the compilation of a program. If the running way uses
+    codecs, plans with all other allowed codecs are made in any case.
 
     Args:
-      ways: the ways to continue.
+      ways: lists and plans the choices of batch, microbatches and codecs.
       made: the running way.
-      times: the model of step times.
-      decision: the comparison of ways; None: the noise scale is not known yet.
-      rest_s: seconds that the rest of the job takes with the running way. A better way
-        in ``decision`` shortens this time.
-      horizon_s: seconds until the next expected change.
+      times: predicts step times.
+      decision: how the ways compare; None: the noise scale is not known yet.
+      rest_s: seconds that the rest of the job takes with the running way. If
+        ``decision`` chose a faster way, less time is assumed.
+      horizon_s: seconds until the next expected change of devices.
     """
     found = Said()
     if decision is not None:
@@ -134,17 +136,20 @@ def worth_studying(
     each_s: float,
     once_s: float = 0.0,
 ) -> Said:
-    """Whether codecs, and layouts for them, may save more time than their study takes.
+    """Whether other codecs and layouts may save more time than it takes to plan them.
 
-    With the running layouts, codecs save at most the seconds of synchronisation.
+    If layouts stay, codecs save at most the seconds in which devices exchange
+    gradients.
 
     Args:
-      ways: the ways to continue.
+      ways: lists and plans the choices of batch, microbatches and codecs.
       made: the running way.
-      sync_part: the fraction of a step's seconds that its synchronisation takes.
-      spare_s: seconds until the next expected change or the end of the run.
-      each_s: seconds to study a codec.
-      once_s: additional seconds, independent of the number of codecs.
+      sync_part: the fraction of a step's seconds in which devices wait for the exchange
+        of gradients.
+      spare_s: seconds until the next expected change of devices or the end of the run;
+        a saving counts only in this time.
+      each_s: seconds to plan with one codec.
+      once_s: further seconds, whatever the number of codecs.
     """
     unknown, searches = ways.count_unstudied(made), ways.searches(made)
     cost_s = unknown * each_s + once_s
@@ -159,16 +164,16 @@ def worth_studying(
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Now:
-    """The facts for a decision; a thread may read them while steps run.
+    """What a decision depends on; another thread may read it while steps run.
 
-    A thread must not read a step's measurements meanwhile, because the step donates
-    their arrays to the next step.
+    Another thread must not read the arrays of a step's measurements, because the
+    training loop donates them to the next step.
 
     Attributes:
       made: the running way, with its plan.
       way: the running way, with the measured error of its codecs.
-      held: structs of the state's arrays, with their shardings.
-      call: the arguments of the step, as structs.
+      held: a `jax.ShapeDtypeStruct` of each array of the state, with its sharding.
+      call: the arguments of the step, as `jax.ShapeDtypeStruct`.
       batch: position of the batch among the arguments.
     """
 
@@ -179,7 +184,7 @@ class Now:
     batch: int
 
     def call_of(self, rows: int) -> StepCall:
-        """The arguments of the step with another number of rows."""
+        """The arguments of the step for a batch with this number of rows."""
         owners = self.call.form.argument_of(self.call.arrays)
         arrays = [
             with_rows(x, self.made.key.rows, rows) if owner == self.batch else x
@@ -196,7 +201,7 @@ def now_of(
     rest: Sequence[Any],
     named: Mapping[str, Any],
 ) -> Now:
-    """The facts for a decision after a step.
+    """Collects what a decision after a step depends on.
 
     Args:
       step: the step.
@@ -219,7 +224,8 @@ def with_rows(struct: Any, rows: int, wanted: int) -> Any:
     """The struct of a batch's array with another number of rows.
 
     Args:
-      struct: the struct of the array; it is returned unchanged if it has no rows.
+      struct: shape and dtype of the array. It is returned unchanged if its first
+        dimension does not have ``rows`` elements.
       rows: rows of the batch.
       wanted: rows of the result.
     """

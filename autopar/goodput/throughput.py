@@ -1,29 +1,34 @@
 """Seconds of a step: a plan's prediction, corrected by measurements.
 
-A plan predicts three terms: seconds of work that grows with the rows, seconds of work
-that each microbatch takes with any number of rows, and seconds of synchronisation. The
-model of a step's seconds is (`Throughput`)::
+A plan predicts three terms: seconds of work that grows with the rows, seconds that each
+microbatch takes whatever its number of rows, and seconds of synchronisation (the update
+and the exposed exchange of gradients). The model of a step's seconds is
+(`Throughput`)::
 
     (sum over terms of exp(b_t) * predicted_t) * product over axes of (x_a / seen_a)^c_a
 
-Here b_t corrects term t. A fourth term is a constant per step. The axes a are devices,
-hosts, rows of a microbatch and microbatches; x_a is the value of a step on axis a,
-seen_a the mean of measured steps, and c_a an exponent. The b_t of the predicted terms
-share a summand, because the errors of a plan's terms often have a common cause. The
-prior of all b_t and c_a is Student's distribution around 0, which allows large values
-if measurements require them. Gauss-Newton steps fit the constants to the logarithms of
-measured seconds. Outliers get a lower weight, except for the running configuration. The
-posterior gives intervals, which widen with the distance from measured configurations.
-On an axis along which no measurements differ, the prior determines the exponent.
+Here the constant b_t corrects term t. A fourth term is a constant number of seconds per
+step. The index a runs over four quantities, called axes: devices, hosts, rows of a
+microbatch, and microbatches. x_a is the value of quantity a for the step, seen_a is the
+mean of that quantity over the measured steps, and c_a is an exponent to fit. The b_t of
+the three predicted terms have a common summand, because the errors of a plan's terms
+often have a common cause. The prior of all b_t and c_a is Student's distribution around
+0, which allows large corrections if measurements require them. Gauss-Newton steps fit
+these constants to the logarithms of measured seconds. Outliers get a lower weight,
+except for the configuration in use. The posterior gives intervals for predictions. They
+are wider for configurations that differ more from the measured ones. If all
+measurements have the same value of a quantity, its exponent is given by the prior
+alone.
 
-A configuration is represented by the median of its step times. The scatter of step
-times gives the standard error of the median. This error has a lower bound, because
-other load on a shared machine persists for many steps.
+The median of a configuration's step times represents the configuration in the fit. The
+spread of these times gives the standard error of the median. The fit never assumes a
+smaller relative error than `_FLOOR`, because other load on a shared machine lasts for
+many steps.
 
-`PlanCurve` predicts the three terms of a plan at its batch and at other batches. For
-unchanged layouts, `autopar.cost.estimate` predicts the seconds at another batch. The
-seconds of a plan of several stages, or of one that has no such estimate, are scaled in
-proportion to the rows.
+`PlanCurve` predicts the three terms of a plan at its own batch size and at others. For
+other batch sizes with the same layouts, it evaluates the step's estimate
+(`autopar.cost.estimate`). If the plan has several pipeline stages, or no such estimate,
+it scales the seconds in proportion to the rows.
 """
 
 from __future__ import annotations
@@ -48,26 +53,29 @@ from autopar.plans import Plan
 from autopar.plans.files import digest_of
 from autopar.steps.analysis import Analysis
 
-# Constant seconds per step, for the call and the wait for its result.
+# Assumed constant seconds per step, for the Python call and the wait for its result.
 _CALL_S = 3e-4
-# Widths of the priors of: the shared summand of the predicted terms, each term's own
-# summand (work, fixed, synchronisation), the constant term, and the exponents of
-# devices, hosts, rows of a microbatch and microbatches.
+# Widths of the prior distributions, in the order of the constants: the common summand
+# of the predicted terms, each term's own summand (work, fixed, synchronisation), the
+# constant term, and the exponents of devices, hosts, rows of a microbatch and
+# microbatches.
 _WIDTHS = np.array([1.0, 0.4, 0.7, 0.6, 1.5, 0.15, 0.25, 0.08, 0.08])
 _COUNT = len(_WIDTHS)
-# The least relative error of a median, and the degrees of freedom of errors.
+# The smallest assumed relative error of a median, and the degrees of freedom of the
+# errors' Student distribution.
 _FLOOR, _FREEDOM = 0.04, 4.0
 _STEPS = 30
-# The most steps of a configuration that are kept, and the most independent steps that
-# they count as. Successive steps are not independent: a machine is slow for many steps.
+# The last `KEPT` steps of a configuration are kept. They count as at most
+# `_INDEPENDENT` independent steps, because a slow machine is slow for many successive
+# steps.
 KEPT, _INDEPENDENT = 32, 8
-# The most configurations that are kept.
+# The number of latest configurations whose measurements are kept.
 MOST = 64
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Terms:
-    """The terms of a step that a plan predicts.
+    """The seconds of a step as a plan predicts them, split into three terms.
 
     Attributes:
       devices: number of devices.
@@ -75,8 +83,9 @@ class Terms:
       rows: rows of the batch.
       microbatches: number of microbatches into which the batch is split.
       work_s: seconds of work that grows with the rows, over all microbatches.
-      fixed_s: seconds that do not depend on the rows, over all microbatches.
-      sync_s: seconds of the update and of exposed communication.
+      fixed_s: seconds of work that do not depend on the rows, over all microbatches.
+      sync_s: seconds of the optimizer's update and of communication that does not
+        overlap with work.
     """
 
     devices: int
@@ -103,7 +112,7 @@ class Terms:
         return self.work_s + self.fixed_s + self.sync_s
 
     def axes(self) -> np.ndarray:
-        """Logarithms of devices, hosts, rows of a microbatch and microbatches, (4,)."""
+        """Logarithms of the four axes (module docstring), shape (4,)."""
         each = self.rows / self.microbatches
         return np.log([self.devices, self.hosts, each, self.microbatches])
 
@@ -121,7 +130,7 @@ class Interval:
     spread: float
 
     def bounds(self, sigmas: float) -> tuple[float, float]:
-        """Seconds that lie ``sigmas`` standard deviations below and above."""
+        """The seconds ``sigmas`` standard deviations below and above ``seconds``."""
         wide = math.exp(min(sigmas * self.spread, 700.0))
         return self.seconds / wide, self.seconds * wide
 
@@ -131,7 +140,7 @@ class Measured:
     """Measured steps of one configuration.
 
     Attributes:
-      terms: the terms that its plan predicts.
+      terms: the seconds that the plan predicts, as three terms.
       seconds: seconds of the latest steps.
     """
 
@@ -139,7 +148,7 @@ class Measured:
     seconds: tuple[float, ...]
 
     def median(self) -> tuple[float, float]:
-        """The median, and the standard deviation of its logarithm."""
+        """The median of the seconds, and the standard deviation of its logarithm."""
         middle = statistics.median(self.seconds)
         far = [abs(s - middle) for s in self.seconds]
         count = min(len(self.seconds), _INDEPENDENT)
@@ -153,14 +162,15 @@ class Measured:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Throughput:
-    """Predicts the seconds of steps; `with_step` and `fit` return new objects.
+    """Predicts seconds of a step; `with_step` and `fit` return new objects.
 
     Attributes:
       seen: measured steps by configuration; the latest configuration is last.
-      mean: posterior mean of the constants, (9,): the shared summand, a summand for
-        each of the three predicted terms, the constant term, and four exponents.
+      mean: posterior mean of the constants, (9,): the common summand, a summand for
+        each of the three predicted terms, the correction of the constant term, and the
+        exponents of the four axes.
       covariance: posterior covariance of the constants, (9, 9).
-      middle: the reference point of the axes, as logarithms, (4,).
+      middle: logarithms of the mean values of the four axes over measured steps, (4,).
     """
 
     seen: tuple[Measured, ...] = ()
@@ -169,9 +179,9 @@ class Throughput:
     middle: tuple[float, ...] = ()
 
     def with_step(self, terms: Terms, seconds: float) -> Throughput:
-        """Adds the seconds of a step; the constants change only by `fit`.
+        """Adds the measured seconds of a step; `fit` must follow to use them.
 
-        A step whose seconds are not positive and finite is left out.
+        Seconds that are not positive and finite are ignored.
         """
         if not 0 < seconds < math.inf:
             return self
@@ -181,7 +191,7 @@ class Throughput:
         return dataclasses.replace(self, seen=(*others, now)[-MOST:])
 
     def fit(self) -> Throughput:
-        """Fits the constants: highest posterior probability, and their covariance."""
+        """Fits the constants by maximum posterior density, with their covariance."""
         if not self.seen:
             return Throughput()
         medians = [m.median() for m in self.seen]
@@ -200,19 +210,20 @@ class Throughput:
         )
 
     def step_s(self, terms: Terms) -> Interval:
-        """Seconds of a step under a plan."""
+        """Predicted seconds of a step, with their uncertainty."""
         logs, slopes = _predict([terms], np.array(self.mean), self._middle(terms))
         return Interval(math.exp(logs[0]), self._spreads(slopes)[0])
 
     def ratio(self, one: Terms, other: Terms) -> Interval:
-        """The ratio of the seconds of two steps.
+        """Predicted seconds of one step divided by those of another step.
 
-        Errors that both steps have in common do not widen the interval.
+        An error that changes the seconds of both steps by the same factor does not
+        widen the interval.
         """
         return self.ratios([one], other)[0]
 
     def ratios(self, ones: Sequence[Terms], other: Terms) -> list[Interval]:
-        """The ratios of the seconds of many steps to those of one step.
+        """The seconds of several steps, each divided by the seconds of another step.
 
         Args:
           ones: the steps of the numerators.
@@ -225,16 +236,16 @@ class Throughput:
         return [Interval(math.exp(log), spread) for log, spread in each]
 
     def sync_part(self, terms: Terms) -> float:
-        """The fraction of a step's seconds that its synchronisation takes."""
+        """The fraction of a step's predicted seconds that synchronisation takes."""
         bare = dataclasses.replace(terms, sync_s=0.0)
         return max(0.0, 1.0 - self.ratio(bare, terms).seconds)
 
     def _middle(self, terms: Terms) -> np.ndarray:
-        """The reference point of the axes; before any measurement, the step's own."""
+        """The mean logarithms of the axes; this step's own before any measurement."""
         return np.array(self.middle) if self.middle else terms.axes()
 
     def _spreads(self, slopes: np.ndarray) -> list[float]:
-        """Standard deviations of logarithms, from their derivatives, (n, 9)."""
+        """Standard deviations of n predicted logarithms, from derivatives (n, 9)."""
         covariance = np.diag(_WIDTHS**2)
         if self.covariance:
             covariance = np.array(self.covariance)
@@ -242,7 +253,7 @@ class Throughput:
         return np.sqrt(np.maximum(squares, 0.0)).tolist()
 
     def to_data(self) -> list[dict[str, Any]]:
-        """The measurements, as JSON can hold them."""
+        """The measurements as data that JSON can hold."""
         return [
             {"terms": dataclasses.asdict(m.terms), "seconds": list(m.seconds)}
             for m in self.seen
@@ -250,7 +261,7 @@ class Throughput:
 
     @classmethod
     def from_data(cls, data: Sequence[Mapping[str, Any]]) -> Throughput:
-        """Fits the measurements from the result of `to_data`.
+        """Reads the measurements in a result of `to_data`, and fits them.
 
         Raises:
           PlanError: the data are not a result of `to_data`.
@@ -273,9 +284,9 @@ class _Table:
 
     Attributes:
       parts: seconds of the three predicted terms and of the constant term, (n, 4).
-      far: logarithms of the axes, less the reference point, (n, 4).
+      far: logarithms of the axes, minus their means (`Throughput.middle`), (n, 4).
       logs: logarithms of measured seconds, (n,).
-      noise: standard deviations of these logarithms, (n,).
+      noise: standard deviations of the logarithms in ``logs``, (n,).
     """
 
     parts: np.ndarray
@@ -302,12 +313,12 @@ class _Table:
 
 
 def _far(error: np.ndarray) -> np.ndarray:
-    """Twice the negative logarithm of Student's density."""
+    """Twice the negative logarithm of the density of Student's distribution."""
     return (_FREEDOM + 1) * np.log1p(error**2 / _FREEDOM)
 
 
 def _weight(error: np.ndarray) -> np.ndarray:
-    """The weight of an error under Student's distribution (normal distribution: 1)."""
+    """The weight of an error in the fit; 1 if errors were normally distributed."""
     return (_FREEDOM + 1) / (_FREEDOM + error**2)
 
 
@@ -319,7 +330,7 @@ def _parts(terms: Sequence[Terms]) -> np.ndarray:
 def _predict(
     terms: Sequence[Terms], mean: np.ndarray, middle: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Logarithms of steps' seconds, (n,), and their derivatives by constant, (n, 9)."""
+    """Logarithms of predicted seconds, (n,), and derivatives by constants, (n, 9)."""
     nothing = np.zeros(len(terms))
     far = np.array([t.axes() for t in terms]) - middle
     return _Table(_parts(terms), far, nothing, nothing).predict(mean)
@@ -328,11 +339,12 @@ def _predict(
 def _posterior(table: _Table) -> tuple[np.ndarray, np.ndarray]:
     """Mean and covariance of the constants.
 
-    Errors are assumed to have Student's distribution. Therefore the weight of an
-    outlier falls with its distance. The latest configuration, which is the running one,
-    always has full weight. The measurements may have several explanations, such as an
-    underestimated constant term or underestimated work. The fit starts from each of
-    them and takes the result with the highest density.
+    Errors are assumed to follow Student's distribution. Therefore an outlier gets less
+    weight the farther it lies from the prediction. The latest configuration is the one
+    in use, and always has full weight. Different constants may explain the
+    measurements, such as a constant term or work that the plan underestimates. The fit
+    starts once from each such explanation and takes the result with the highest
+    density.
     """
     starts = [np.zeros(_COUNT)]
     typical = np.log(np.maximum(np.median(table.parts, axis=0), 1e-12))
@@ -345,7 +357,7 @@ def _posterior(table: _Table) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _climb(mean: np.ndarray, table: _Table) -> np.ndarray:
-    """The nearest local maximum of the density, by damped Gauss-Newton steps."""
+    """The nearest local maximum of the posterior density, by damped Gauss-Newton."""
     loss, damping = table.loss(mean), 1e-3
     for _ in range(_STEPS):
         normal, pull = _normal(mean, table)
@@ -374,7 +386,8 @@ def _normal(mean: np.ndarray, table: _Table) -> tuple[np.ndarray, np.ndarray]:
     return normal, slopes.T @ (each * error * table.noise) - prior * mean
 
 
-# The ratio of an almost empty batch to the planned batch.
+# Rows of an almost empty batch divided by rows of the planned batch. At this ratio,
+# only the seconds that do not depend on the rows remain.
 _NOTHING = 1e-9
 
 
@@ -389,7 +402,7 @@ class PlanCurve:
       hosts: number of hosts.
       estimate: the estimate of a step in the plan's layouts; None if the plan has
         several stages or cannot be estimated.
-      layouts: a digest of all decisions of the plan except the batch and the codecs.
+      layouts: a digest of all decisions of the plan except batch size and codecs.
       analysis: the analysis of the planned step.
     """
 
@@ -400,7 +413,8 @@ class PlanCurve:
     estimate: StepEstimate | None
     layouts: str
     analysis: Analysis = dataclasses.field(repr=False, compare=False)
-    # A cache of `terms`: each decision of a loop asks for the same terms again.
+    # A cache of the results of `terms`, because each decision of a training loop needs
+    # the same results again.
     _known: dict[tuple[int, int], Terms | None] = dataclasses.field(
         init=False, repr=False, compare=False, default_factory=dict
     )
@@ -417,7 +431,7 @@ class PlanCurve:
     def terms(
         self, rows: int | None = None, microbatches: int | None = None
     ) -> Terms | None:
-        """The terms that the plan predicts; None if it cannot predict them.
+        """The predicted seconds at a batch size; None if there is no prediction.
 
         Args:
           rows: rows of the batch; None: the rows that the plan was made for.
@@ -431,12 +445,12 @@ class PlanCurve:
         return self._known[rows, parts]
 
     def lost_part(self, rows: int) -> float:
-        """The fraction of a step's seconds that other layouts may save.
+        """The largest fraction of a step's seconds that other layouts may save.
 
-        This fraction contains the work that several devices repeat, and the waits for
-        communication. It is the time of a device's microbatches beyond an equal share
-        of the time that a single device would take for the whole step. The update and
-        sums of gradients are not included.
+        Other layouts may save work that several devices repeat, and waits for
+        communication. The result is the time of a device's microbatches, minus the time
+        of the whole step on a single device divided by the number of devices. The
+        optimizer's update and the sums of gradients are not included.
 
         Args:
           rows: rows of the batch.
@@ -467,17 +481,17 @@ class PlanCurve:
         )
 
     def _seconds(self, ratio: float, times: int) -> tuple[float, float, float]:
-        """Seconds of work, fixed seconds, and seconds of synchronisation.
+        """Seconds of work, seconds that do not depend on rows, and synchronisation.
 
         Args:
-          ratio: ratio of the batch to the planned batch.
+          ratio: rows of the batch divided by rows of the planned batch.
           times: number of parts into which each microbatch is split further.
         """
         predicted, found = self.plan.predicted, self.estimate
         if found is None:
             sync = predicted.step_s - predicted.compute_s
             return predicted.compute_s * ratio, 0.0, sync
-        # The change of the seconds by codecs, which the estimate does not include.
+        # The seconds that codecs add to the step or save; the estimate lacks them.
         coded = predicted.step_s - found.seconds()
         fixed = times * found.microbatch_s(_NOTHING)
         work = times * found.microbatch_s(ratio / times) - fixed
@@ -487,7 +501,7 @@ class PlanCurve:
 
 
 def layouts_of(plan: Plan) -> str:
-    """A digest of all decisions of a plan except the batch and the codecs.
+    """A digest of all decisions of a plan except batch size and codecs.
 
     Args:
       plan: the plan.
@@ -500,12 +514,12 @@ def layouts_of(plan: Plan) -> str:
 
 
 def plan_curve(analysis: Analysis, plan: Plan, rows: int) -> PlanCurve:
-    """The terms of a plan as a function of its batch.
+    """Prepares the prediction of a plan's seconds at any batch size.
 
     Args:
       analysis: the analysis of the planned step.
       plan: the plan.
-      rows: rows of that step's batch.
+      rows: rows of the analysed step's batch.
     """
     cluster = plan.cluster.read()
     found: StepEstimate | None = None

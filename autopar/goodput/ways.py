@@ -1,12 +1,13 @@
-"""The ways in which a step can continue on its devices: batch, microbatches, codecs.
+"""Lists and plans the batch sizes, microbatches and codecs that a step can change to.
 
 A *way* is one choice of batch size, number of microbatches and codecs
-(`autopar.goodput.choice.Way`). The seconds of a way with the running layouts are
-estimated from the running plan, for any batch and number of microbatches
-(`autopar.goodput.throughput`). For other codecs this needs a choice of codecs per
-gradient. Therefore all ways are compared without tracing the step again. The best way
-is then planned at its own shapes, once with the running layouts and once with a search
-that starts from them. The faster plan is compiled and cached.
+(`autopar.goodput.choice.Way`). The running way is the choice in use, with the running
+plan. If layouts stay, the running plan gives an estimate of the seconds of a step for
+any batch size and number of microbatches (`autopar.goodput.throughput`). For other
+codecs, a codec is first chosen for each gradient. Therefore all ways can be compared
+without tracing the step again. Only the best way is then planned at its own shapes:
+once with the running layouts, and once with a search that starts from these layouts.
+The faster of the two plans is compiled and cached.
 """
 
 from __future__ import annotations
@@ -34,19 +35,20 @@ from autopar.runtime.recent import Recent
 from autopar.runtime.state_mover import move_of, slowest_bytes_per_s
 from autopar_passes.program.calls import StepCall
 
-# Anchors: the plans from which the seconds of ways are estimated.
+# Anchors are the plans from which the seconds of ways are estimated.
 #
-# The running plan is the first anchor. Its layouts may be the best for only one batch
-# and one codec. To avoid sums of gradients, layouts may exchange activations, or
+# The running plan is the first anchor. Its layouts may be the best ones only for its
+# batch size and codecs. To avoid sums of gradients, a plan may exchange activations, or
 # compute the same on all devices. This is expensive with larger batches, and
-# unnecessary with codecs that make sums cheap. Therefore layouts are also searched with
-# each codec: for the largest batch, or for the running batch if it does not change.
+# unnecessary if codecs make sums cheap. Therefore layouts are also searched with each
+# codec: for the largest batch, or for the present batch if the batch size is fixed.
 
-# The most pairs of layouts and codecs that are cached.
+# The number of pairs of layouts and codecs whose plans are cached.
 _STUDIED = 16
-# Other layouts must be faster than the running layouts by this fraction of a step.
+# Other layouts are preferred to the running layouts only if their step is shorter by at
+# least this fraction.
 _FASTER = 0.01
-# How many batches are tried, each half of the previous, if the largest does not fit.
+# If the largest batch does not fit into memory, it is halved this many times at most.
 _HALVINGS = 3
 
 CallOf = Callable[[int], StepCall]
@@ -54,27 +56,27 @@ T = TypeVar("T")
 
 
 class Anchors:
-    """The anchors: plans with other codecs or layouts than the running plan."""
+    """Plans with other codecs or layouts than the running plan (the anchors)."""
 
     def __init__(self, step: ParallelStep[..., object], codecs: Iterable[str]) -> None:
         """Starts without plans.
 
         Args:
           step: the step.
-          codecs: allowed codecs, as texts of the option ``compression=``.
+          codecs: codecs that may be used, as texts of the option ``compression=``.
         """
         self.step, self.codecs = step, tuple(codecs)
-        # Plans by layouts and codecs; () if no plan is possible.
+        # (digest of layouts, codecs) -> plans; () if no plan is possible.
         self._known: Recent[tuple[str, str], tuple[PlanCurve, ...]] = Recent(_STUDIED)
         self._searched: Recent[str, bool] = Recent(_STUDIED)
 
     def of(self, running: PlanCurve, own: str, codecs: str) -> tuple[PlanCurve, ...]:
-        """The plans with given codecs; those with the running layouts come first.
+        """The plans with these codecs; plans with the running layouts come first.
 
         Args:
           running: the running plan.
-          own: the running plan's codecs.
-          codecs: the given codecs.
+          own: codecs of the running plan.
+          codecs: codecs that the plans must use.
         """
         found = self._known.get((running.layouts, codecs))
         if found is None:
@@ -82,12 +84,12 @@ class Anchors:
         return (running, *found[1:]) if codecs == own else found
 
     def count_unstudied(self, running: PlanCurve, own: str) -> int:
-        """The number of codecs that `study` has not tried with the running layouts."""
+        """The number of codecs with which `study` has not yet planned these layouts."""
         others = (c for c in self.codecs if c != own)
         return sum(self._known.get((running.layouts, c)) is None for c in others)
 
     def searches(self, running: PlanCurve) -> int:
-        """The number of searches for other layouts that `study` has yet to make."""
+        """The number of searches for other layouts that `study` still has to make."""
         stays = len(running.plan.stages) > 1
         if stays or changing_batches.fixed_layouts(self.step):
             return 0
@@ -105,7 +107,7 @@ class Anchors:
 
         Args:
           running: the running plan.
-          own: the running plan's codecs.
+          own: codecs of the running plan.
           layouts: whether to search for other layouts, too.
           largest: rows of the largest batch, and a function that gives the step's
             arguments for a number of rows; layouts are searched for this batch. None:
@@ -130,7 +132,7 @@ class Anchors:
     def _study(
         self, running: PlanCurve, codecs: str, *, layouts: bool
     ) -> tuple[PlanCurve, ...]:
-        """The plans with other codecs and the running batch; () if none is possible."""
+        """Plans with other codecs at the present batch size; () if none is possible."""
         analysed = self.step.running.analysed
         shape_of = functools.partial(
             changing_batches.shape_of, self.step, analysed, codecs=codecs
@@ -148,7 +150,7 @@ class Anchors:
     def _larger(
         self, running: PlanCurve, codecs: str, most: int, call_of: CallOf
     ) -> tuple[PlanCurve, ...]:
-        """A plan for the largest batch, halved until it fits; () if none fits."""
+        """A plan for the largest batch, halved until the plan fits; () if none fits."""
         parts = running.plan.microbatches
         for rows in (most >> k for k in range(_HALVINGS)):
             if rows <= running.rows:
@@ -173,13 +175,13 @@ class Anchors:
         return found
 
     def forget(self) -> None:
-        """Drops all plans, because the devices have changed."""
+        """Forgets all plans, because the devices have changed."""
         self._known.discard(lambda _: True)
         self._searched.discard(lambda _: True)
 
 
 def plan_for_all(step: ParallelStep[..., object], shape: CallShape) -> Plan:
-    """A plan that is equal on all processes.
+    """Plans a step such that all processes get the same plan.
 
     Args:
       step: the step.
@@ -194,7 +196,7 @@ def plan_for_all(step: ParallelStep[..., object], shape: CallShape) -> Plan:
 
 
 def fastest(found: Sequence[T], seconds: Callable[[T], float]) -> T:
-    """The fastest candidate; the first unless another is faster by `_FASTER`.
+    """The first candidate, or the fastest if it saves the fraction `_FASTER`.
 
     Args:
       found: the candidates, at least one.
@@ -204,9 +206,10 @@ def fastest(found: Sequence[T], seconds: Callable[[T], float]) -> T:
     return best if seconds(best) <= (1 - _FASTER) * seconds(found[0]) else found[0]
 
 
-# The most plans that are cached.
+# The number of planned and compiled ways that are cached.
 _PLANS = 16
-# The most numbers of microbatches that are tried for a batch, each twice the previous.
+# For each batch size, this many numbers of microbatches are tried at most. Each is
+# twice the previous one.
 _DOUBLINGS = 6
 
 
@@ -232,7 +235,7 @@ class PlannedWay:
     Attributes:
       key: the choices that define the way.
       plan: the plan.
-      curve: predicts the plan's step times at other batches.
+      curve: predicts the plan's step times at other batch sizes.
       shape: the shapes and settings of the plan.
     """
 
@@ -243,13 +246,13 @@ class PlannedWay:
 
 
 class Ways:
-    """Lists the ways to continue, and plans them.
+    """Lists and plans the ways: choices of batch size, microbatches and codecs.
 
     Attributes:
       step: the step.
       most: rows of the largest batch.
       anchors: plans from which the seconds of unplanned ways are estimated.
-      refused: the ways that cannot be planned, with reasons.
+      refused: the ways that could not be planned or compiled, with reasons.
     """
 
     def __init__(
@@ -266,8 +269,8 @@ class Ways:
           step: the step.
           base_batch: rows of the base batch.
           max_batch: rows of the largest batch.
-          codecs: allowed codecs, as texts of the option ``compression=``; for biased
-            codecs with their measured progress ratio.
+          codecs: allowed codecs, as texts of the option ``compression=``; biased codecs
+            need their measured progress ratio.
         """
         self.step = step
         self._base, self.most, self._codecs = base_batch, max_batch, codecs
@@ -276,7 +279,7 @@ class Ways:
         self.refused: dict[Hashable, str] = {}
 
     def running(self, rows: int) -> PlannedWay:
-        """The running way, with a batch of ``rows`` rows."""
+        """The choice now in use, with a batch of ``rows`` rows."""
         running, setting = self.step.running, self.step.setting
         plan = running.planned.plan
         asked = setting.codecs or self.step.preparation.planner.options
@@ -293,7 +296,7 @@ class Ways:
         return self._made.put(self._place(key), PlannedWay(key, plan, curve, shape))
 
     def find(self, key: Key) -> PlannedWay | None:
-        """The way, if it is planned and compiled; otherwise None."""
+        """The way if it is already planned and compiled; otherwise None."""
         return self._made.get(self._place(key))
 
     def _place(self, key: Key) -> Hashable:
@@ -311,20 +314,20 @@ class Ways:
         Args:
           running: the running way.
           layouts: whether to search for other layouts, too.
-          call_of: gives the step's arguments for a number of rows, as structs; layouts
-            are searched for the largest batch. None: layouts are searched for the
-            running batch.
+          call_of: gives the step's arguments for a number of rows, as
+            `jax.ShapeDtypeStruct`; layouts are then searched for the largest batch. If
+            None, layouts are searched for the present batch size.
         """
         largest = None if call_of is None else (self.most, call_of)
         key = running.key
         self.anchors.study(running.curve, key.codecs, layouts=layouts, largest=largest)
 
     def count_unstudied(self, running: PlannedWay) -> int:
-        """The number of codecs that `study` has not tried with the running layouts."""
+        """The number of codecs with which `study` has not yet planned these layouts."""
         return self.anchors.count_unstudied(running.curve, running.key.codecs)
 
     def searches(self, running: PlannedWay) -> int:
-        """The number of searches for other layouts that `study` has yet to make."""
+        """The number of searches for other layouts that `study` still has to make."""
         return self.anchors.searches(running.curve)
 
     def others(
@@ -335,16 +338,17 @@ class Ways:
         *,
         alone: bool = False,
     ) -> dict[Key, Way]:
-        """The ways to continue, without the running way.
+        """All ways that can be changed to, without the running way.
 
-        Each batch has the smallest number of microbatches that has not failed.
+        Each batch size is listed with the smallest number of microbatches that could be
+        planned so far.
 
         Args:
           running: the running way.
-          held: structs of the state's arrays, with their shardings.
+          held: a `jax.ShapeDtypeStruct` of each array of the state, with its sharding.
           parts: the number of microbatches, if the user fixes it.
-          alone: whether the noise is measured with one group of gradients. Then ways
-            have at least two microbatches, which give two groups.
+          alone: whether a step has only one group of gradients. To measure their noise,
+            it takes two groups. Then all ways have at least two microbatches.
         """
         found: dict[Key, Way] = {}
         own = running.key.microbatches
@@ -387,14 +391,14 @@ class Ways:
         curves: Sequence[PlanCurve],
         moves: Mapping[str, float],
     ) -> Way | None:
-        """A way with its estimated seconds and cost; None: no plan is known for it.
+        """A way with its estimated seconds and cost; None if no plan tells them.
 
         Args:
           key: the choices that define the way.
           running: the running way.
-          held: structs of the state's arrays, with their shardings.
-          curves: the plans with the way's codecs.
-          moves: seconds to move the state, by layouts.
+          held: a `jax.ShapeDtypeStruct` of each array of the state, with its sharding.
+          curves: known plans with the way's codecs.
+          moves: digest of layouts -> seconds to move the state to these layouts.
         """
         made = self.find(key)
         if made is not None:
@@ -411,15 +415,15 @@ class Ways:
     def _anchor(
         self, key: Key, running: PlanCurve, curves: Sequence[PlanCurve]
     ) -> tuple[PlanCurve, Terms] | None:
-        """The plan from which a way is estimated, and the estimate; None: no plan."""
+        """The plan for estimating a way, and the estimated seconds; None: no plan."""
         found: list[tuple[PlanCurve, Terms]] = []
         for curve in curves:
             terms = curve.terms(key.rows, key.microbatches)
             if terms is None:
                 continue
             if curve.layouts == running.layouts:
-                # The codecs may have been chosen with another batch. The work is that
-                # of the running plan.
+                # The anchor's codecs may have been chosen at another batch size. The
+                # work is taken from the running plan.
                 own = running.terms(key.rows, key.microbatches)
                 if own is None:
                     continue
@@ -434,8 +438,9 @@ class Ways:
 
         Args:
           made: the planned way.
-          cost_s: seconds before its first step.
-          runs: whether the way is running. Then the errors of its codecs are measured.
+          cost_s: seconds without training before the first step in this way.
+          runs: whether the way is in use. If so, the measured errors of its codecs are
+            used.
         """
         terms = made.curve.terms()
         assert terms is not None
@@ -460,7 +465,7 @@ class Ways:
         )
 
     def _measured_error(self, plan: Plan) -> CodecError | None:
-        """The measured error of the running unbiased codecs; None: it is not known."""
+        """The measured error of the unbiased codecs in use; None: it is not known."""
         sent = [g for g in plan.gradients if g.codec not in ("", "dense")]
         if not sent or any(g.feedback for g in sent):
             return None
@@ -481,11 +486,11 @@ class Ways:
         return move.most_bytes / slowest_bytes_per_s(plan.cluster.read())
 
     def make(self, key: Key, call: StepCall, running: PlannedWay) -> PlannedWay | None:
-        """Plans and compiles a way; None if this fails, which `refused` then records.
+        """Plans and compiles a way. If this fails, records it in `refused`: None.
 
         Args:
           key: the choices that define the way.
-          call: the step's arguments in this way, as structs.
+          call: the step's arguments in this way, as `jax.ShapeDtypeStruct`.
           running: the running way.
         """
         known = self.find(key)
@@ -499,14 +504,14 @@ class Ways:
         return self._made.put(self._place(key), made)
 
     def why_not(self, key: Key) -> str:
-        """Why a way cannot be planned; '' if it can, or was not tried."""
+        """Why a way could not be planned; '' if it could, or was not tried."""
         return self.refused.get(self._place(key), "")
 
     def _best(self, key: Key, call: StepCall, running: PlannedWay) -> PlannedWay:
         """Plans a way and compiles the fastest plan.
 
-        The candidates are the running layouts, the layouts of the way's anchor and the
-        result of a new search.
+        The candidates are the running layouts, the layouts of the plan from which the
+        way was estimated, and the result of a new search.
         """
         step = self.step
         shape_of = functools.partial(
@@ -545,8 +550,9 @@ class Ways:
         """Plans with layouts for a way, and whether a full search is needed.
 
         The plans are the running plan, and the plan from which the way's seconds were
-        estimated. A short search from the running layouts may miss the layouts of the
-        latter.
+        estimated. The result leaves out a plan with another number of microbatches than
+        the way has. If this is a plan with other layouts, a full search is needed,
+        because a short search from the running layouts may miss its layouts.
         """
         own = running.curve
         curves = self.anchors.of(own, running.key.codecs, key.codecs)
@@ -564,7 +570,7 @@ class Ways:
             return preparation.warm(shape.analysed, shape.setting, plan)
 
     def forget(self) -> None:
-        """Drops all plans, because the devices have changed."""
+        """Forgets all plans, because the devices have changed."""
         self._made.discard(lambda _: True)
         self.anchors.forget()
         self.refused = {}
@@ -573,11 +579,12 @@ class Ways:
 def expected_error(plan: Plan) -> CodecError:
     """The expected error of a plan's codecs.
 
-    A codec with error feedback is biased. It leaves out a part of the gradient with
-    relative norm e, and sends most of this part later. Until a run has measured how
-    fast it trains with the codec, the codec's squared error counts as e^2 / (1 - e^2).
-    An unbiased codec that sends the same share of the squared norm has this error. If
-    all workers draw the same elements, their error is shared.
+    A codec with error feedback is biased. It leaves out a part of the gradient, whose
+    norm is e times the gradient's norm, and sends most of this part later. Until a run
+    has measured how fast it trains with the codec, this function assumes a squared
+    error of e^2 / (1 - e^2). This is the error of an unbiased codec that sends the same
+    fraction of the squared norm. If all workers draw the same elements, the error
+    counts as shared.
     """
     sent = [g for g in plan.gradients if g.codec not in ("", "dense")]
     if not sent:
