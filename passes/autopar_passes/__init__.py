@@ -5,7 +5,7 @@ Each subpackage may import only those above it in this list:
 * ``program``: traces a step and inlines its calls into a flat program;
 * ``layer_loops``: cuts loops over layers, and their state, into pieces;
 * ``rules``: sharding rules and FLOPs of single equations;
-* ``graph``: the operator graph, with its roles, classes and invariants;
+* ``graph``: the operator graph: roles of operators, repeated layers, checks;
 * ``sums``: sums of partial results that may be deferred;
 * ``replay``: runs a program with the layouts of a plan stated in it;
 * ``audit``: reads the communication of a program from the compiler.

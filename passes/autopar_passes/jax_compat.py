@@ -107,7 +107,7 @@ def is_of_random(eqn: Any) -> bool:
 
 
 def thread_options() -> list[Any]:
-    """Returns contexts of the options of JAX that this thread has set for itself."""
+    """Returns contexts that set this thread's own JAX options in another thread."""
     own = [x for x in vars(_config).values() if isinstance(x, _config.State)]
     unset = _config.config_ext.unset
     found = [(x, x.get_local()) for x in own if x.get_local() is not unset]
@@ -179,10 +179,10 @@ def copier(
 ) -> Callable[[list[Any]], list[Any]]:
     """Returns a function that copies arrays to devices with the same partitioning.
 
-    For such arrays `jax.device_put` calls the same internal function, after 40 us of
-    Python for each array (0.10.2). The internal function does not check its arguments:
-    it would crash on consumed arrays. Consumed arrays and arrays with another sharding
-    therefore go to ``device_put``.
+    If an array keeps its partitioning, `jax.device_put` calls the same internal
+    function, but runs 40 us of Python for each array before (0.10.2). The internal
+    function does not check its arguments: it would crash on consumed arrays. Consumed
+    arrays and arrays with another sharding therefore go to ``device_put``.
     """
     devices = [sharding._internal_device_list for sharding in target]
     how = [_xc.ArrayCopySemantics.REUSE_INPUT] * len(devices)
@@ -201,8 +201,8 @@ def copier(
 def put(array: np.ndarray, sharding: Any) -> jax.Array:
     """Puts a NumPy array on the devices of a sharding, all of which are local.
 
-    ``jax.jit`` does the same with a NumPy argument. `jax.device_put` does the same
-    after 40 us of Python (0.10.2).
+    ``jax.jit`` does the same with a NumPy argument. `jax.device_put` does the same too,
+    but runs 40 us of Python before (0.10.2).
     """
     (made,) = _pxla.shard_args([sharding], [None], [None], [array])
     return made
@@ -305,7 +305,7 @@ def key_bits(keys: Any) -> Any:
 
 
 def bits_struct(shape: tuple[int, ...], dtype: Any) -> tuple[tuple[int, ...], Any]:
-    """The shape and dtype of `key_bits` of an array.
+    """The shape and dtype of the array that `key_bits` returns for an array.
 
     The components of a key dtype are private (0.10.2).
     """
@@ -350,11 +350,12 @@ def subjaxprs(eqn: Any) -> Iterator[Any]:
 
 
 def without_refs(jaxpr: Any) -> Any:
-    """Returns the body of a Pallas kernel as a pure function, closed.
+    """Returns the body of a Pallas kernel as a closed jaxpr without refs.
 
-    The inputs of the function are the initial contents of the kernel's refs, then the
-    program ids and grid sizes that the kernel asks for. The results are the final
-    contents of the refs. ``state.discharge.discharge_state`` is private (0.10.2).
+    The refs are the kernel's mutable memory. The inputs of the jaxpr are the initial
+    contents of the kernel's refs, then the program ids and grid sizes that the kernel
+    asks for. The results are the final contents of the refs.
+    ``state.discharge.discharge_state`` is private (0.10.2).
     """
     asked = ("program_id", "num_programs")
     numbers = [e for e in jaxpr.eqns if e.primitive.name in asked]
@@ -371,7 +372,7 @@ _CUDNN_VERSION = 91200
 
 
 class _Devices(threading.local):
-    """Whether this thread traces for devices that the host does not have."""
+    """Stores whether this thread traces for devices that the host does not have."""
 
     absent = False
 
@@ -386,7 +387,7 @@ _CHECKS = (
 
 
 def _answers() -> bool:
-    """Whether this thread gets answers for an assumed device, not the host's."""
+    """Whether the checks answer this thread for an assumed GPU, not for the host."""
     if not _devices.absent:
         return False
     if _cuda_versions is None:

@@ -1,8 +1,9 @@
 """Host callbacks that run in the order of the program.
 
 JAX orders callbacks by tokens, but only in programs for one device. Here a data
-dependency orders them: each callback takes a number that the callback before has
-returned. JAX's functions for this are private (0.10.2).
+dependency orders the callbacks on several devices: each callback takes a number that
+the callback before has returned. JAX's functions that bind and lower callbacks are
+private (0.10.2).
 """
 
 # pyright: reportPrivateUsage=false
@@ -40,12 +41,12 @@ def bind_unordered(eqn: Any, *args: Any) -> list[Any]:
 
 
 def bind_in_turn(eqn: Any, args: Any, turn: Any) -> tuple[list[Any], Any]:
-    """Runs a callback after the callback that returned a number.
+    """Runs a callback after the callback that returned the number ``turn``.
 
     Args:
       eqn: the callback.
       args: the operands of the callback.
-      turn: the number.
+      turn: the number that the callback before has returned, or `FIRST`.
 
     Returns:
       The results, and the number for the next callback.

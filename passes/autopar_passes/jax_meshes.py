@@ -2,7 +2,7 @@
 
 With explicit axes, every array's type includes the array's layout on the user's mesh. A
 plan chooses new layouts. A step is therefore traced under the user's mesh and run
-without it. JAX's functions for this are private (0.10.2).
+without it. JAX's functions that read, set and remove a mesh are private (0.10.2).
 """
 
 from __future__ import annotations
@@ -116,7 +116,8 @@ def on_mesh(struct: Any, mesh: UserMesh | None) -> Any:
     If the array is on another mesh, its sharding has no meaning under this mesh and is
     removed. If no mesh is set, JAX would require a result sharding for every operation,
     so the sharding is removed too. A mesh axis that does not divide its dimension is
-    removed from the sharding. An example is the dimension of a microbatch's rows.
+    removed from the sharding. For example, a mesh axis of 8 devices does not divide the
+    4 rows of a microbatch.
     """
     sharding = explicit_sharding(struct)
     if sharding is None:
@@ -225,7 +226,7 @@ def _aval(value: Any) -> Any:
 
 
 def _without_mesh(context: Any) -> Any:
-    """Returns the context of an equation as created without a mesh."""
+    """Returns an equation's context as if the equation had been made without a mesh."""
     if context.cur_abstract_mesh.empty:
         return context
     with context.manager, _set(_mesh.empty_abstract_mesh, _config.config_ext.unset):

@@ -38,7 +38,7 @@ _forked: list[bool] = []
 
 
 def was_forked() -> bool:
-    """Whether JAX cannot run here, because it ran before this process was forked."""
+    """Whether JAX cannot run here: it had started before this process was forked."""
     return bool(_forked)
 
 
@@ -55,8 +55,8 @@ os.register_at_fork(after_in_child=_after_fork)
 def open_service(count: int) -> tuple[str, Any]:
     """Starts a coordination service at a free port; returns address and service.
 
-    The service tells no process when another process dies, and no process waits for
-    others at its end.
+    The service tells no process when another process dies, and a process that ends does
+    not wait for the others.
 
     Args:
       count: number of processes of the service's world.
@@ -101,7 +101,9 @@ def coordination_client(address: str, index: int, connect_s: int) -> Any:
 
 
 def fill_place(address: str, index: int, connect_s: int) -> None:
-    """Connects in place of a process that has died. Call it in a thread: it may wait.
+    """Connects in place of a process that has died.
+
+    Call this function in a thread, because it may wait for other processes.
 
     Args:
       address: address of the service, which waits for all processes of its world.
@@ -173,7 +175,7 @@ def leave_world() -> Any:
 def local_device_count() -> int:
     """The number of CPU devices that this process will have in any world.
 
-    The number comes from the settings, if no backend has been started.
+    If no backend has been started, the number comes from JAX's settings.
     """
     asked = getattr(jax.config, "jax_num_cpu_devices", -1)
     if asked >= 0:
@@ -287,7 +289,7 @@ CompileBytes = Callable[[bytes, bytes, tuple[int, ...]], bytes]
 
 
 def compile_by(lowered: Any, compile_bytes: CompileBytes) -> bool:
-    """Compiles a lowered program with a function, for example in another process.
+    """Compiles a lowered program with a given function, for example in another process.
 
     JAX treats the result like one of ``lowered.compile()``: later calls of the jitted
     function use it. With public functions, JAX can only load a program into an object

@@ -1,14 +1,15 @@
 """Finds the batch among the inputs of a step: its arrays, and their row dimensions.
 
-Sharding rules of operators tell which dimensions are the same. A set of equal
-dimensions that occurs in no parameter may be the rows. The rows are the set that occurs
-in the most products of data without occurring twice in one product. A sequence
-dimension, by contrast, occurs twice in attention, and a time dimension occurs in the
-loop of a recurrent network. Among equal sets, the chosen set is the one that is
-reduced, shifted, compared or indexed by constants least. An array that is combined with
-rows, but has no row dimension, is the same for all rows: it is frozen, as a teacher's
-weights are. An exception is an array with as many rows whose rows are selected by row
-numbers, as in ``x[argsort(n)]``. Such an array belongs to the batch.
+The sharding rules of operators tell which dimensions of arrays are the same dimension.
+Such dimensions form a set. A set that occurs in no parameter may be the rows. The rows
+are the set that occurs in the most FLOPs of matrix products, without occurring twice in
+one product. A sequence dimension, by contrast, occurs twice in attention, and a time
+dimension occurs in the loop of a recurrent network. Among sets with equal FLOPs, the
+rows are the set that is reduced, shifted, compared or indexed by constants least. An
+input that is combined with arrays of rows, but has no row dimension, is the same for
+all rows: it is frozen, as a teacher's weights are. There is one exception: an input
+whose first dimension has as many entries as there are rows, and whose entries are
+selected by row numbers, as in ``x[argsort(n)]``. This input belongs to the batch.
 """
 
 from __future__ import annotations
@@ -107,7 +108,7 @@ def _with_role(given: GraphInput, meets: _Meetings, named: NamedRoles) -> GraphI
 
 
 def _by_itself(value: Value, *, frozen: bool) -> InputRole:
-    """The role of an input by its type or the user's names; else the batch."""
+    """The role that follows from an input's type or the user's names; else batch."""
     raw = str(value.dtype) == "uint32" and tuple(value.shape) in _RAW_KEYS
     if jax_compat.is_extended(value.dtype) or raw or not value.shape:
         return InputRole.OTHER
@@ -131,7 +132,7 @@ def _rows(
     parameters: Sequence[int],
     named: NamedRoles,
 ) -> int:
-    """The set of dimensions that is the rows; -1 if no input has rows."""
+    """Finds the set of dimensions that is the rows; -1 if no input has rows."""
     dims = apart.dims
     trained = {c for v in parameters for dim in dims.of(v) for c in dim}
     scores: dict[int, list[float]] = {}
@@ -144,7 +145,7 @@ def _rows(
                 score[1] = float(found not in trained)
                 score[2] = apart.products.get(found, 0.0)
                 score[3] = -float(found in apart.in_turns)
-                if score[2]:  # without products, the cost of sums tells nothing
+                if score[2]:  # only compared between sets that occur in products
                     score[4] = -apart.mixed.get(found, 0.0)
                 score[5] += dims.nbytes(i.value) / (1 + k)
     return max(scores, key=lambda c: (*scores[c], -c), default=-1)
@@ -153,8 +154,8 @@ def _rows(
 class _Dimensions:
     """The sets of dimensions that are equal by the rules of a forward pass.
 
-    A dimension consists of one or several sets, major to minor. Merging two dimensions
-    keeps the sets of both.
+    A dimension consists of one or several sets, major to minor. A reshape that merges
+    two dimensions makes a dimension with the sets of the first and of the second.
     """
 
     def __init__(self, forward: Sequence[Operator], values: Sequence[Value]) -> None:
@@ -281,13 +282,14 @@ class _Apart:
 
     Attributes:
       dims: the sets.
-      products: by set, FLOPs of the products of data that keep the set without reducing
-        it. A product in which the set only occurs twice counts half. A loop without
-        carries keeps the dimension that it slices.
-      mixed: by set, FLOPs of all other operators that reduce the set, or that index it
-        by constants.
+      products: for each set, FLOPs of the matrix products of batch data that keep the
+        set without reducing it. A product in which the set only occurs twice counts
+        half. A loop without carries keeps the dimension that it slices.
+      mixed: for each set, FLOPs of all other operators that reduce the set, or that
+        index it by constants.
       sequential: equations of the loops that carry values from iteration to iteration.
-      in_turns: sets that are sliced by a loop with backward passes inside.
+      in_turns: sets that a loop slices which contains backward passes, as a loop over
+        microbatches does.
     """
 
     def __init__(
@@ -353,7 +355,7 @@ class _Meetings:
       dims: the sets of dimensions.
       rows: the set that is the rows; -1 if there is none.
       size: the number of rows.
-      single: the row dimension of a batch with one row.
+      single: the position of the row dimension, used if the batch has one row.
     """
 
     def __init__(
@@ -369,7 +371,9 @@ class _Meetings:
         self._numbers = self._numbers_of_rows(forward)
 
     def _size(self, given: Sequence[int]) -> tuple[int, int]:
-        """The number of rows of the largest input, and the dimension of a single row.
+        """The number of rows, and the row dimension of a batch with only one row.
+
+        The largest input tells both.
 
         No rule names a dimension of size one. If a batch has one row, the row dimension
         is the first dimension, or the dimension after the time dimension of a loop.
@@ -388,7 +392,7 @@ class _Meetings:
         return (1 if first and dim and shape[0] == 1 else shape[dim]), 0
 
     def rows_of(self, value: int) -> int:
-        """The dimension of carried state with an entry for each row, or -1."""
+        """The dimension of carried state with one entry per row; -1 if none."""
         shape, dim = self.dims.values[value].shape, self.dims.position(value, self.rows)
         return -1 if dim is None or shape[dim] != self.size else dim
 
@@ -431,7 +435,7 @@ class _Meetings:
         return self.dims.position(value, self.rows) is not None
 
     def turns(self, value: int, dim: int) -> int:
-        """The number of batches, or parts of one, in the dimensions before the rows."""
+        """The number of batches or microbatches in the dimensions before the rows."""
         count = 1
         for _ in range(dim):
             loop = self._loop(value)
@@ -442,7 +446,7 @@ class _Meetings:
         return count
 
     def _loop(self, value: int) -> Operator | None:
-        """The only reader of a value: a loop that reads one slice per iteration."""
+        """The loop that slices a value, if nothing else reads the value."""
         found = [op for op, _ in self.readers.get(value, ())]
         sliced = bool(found) and all(op.kind == "slice_step" for op in found)
         return found[0] if sliced else None

@@ -2,9 +2,10 @@
 
 A model that applies the same block L times has the same sequence of equations L times
 in the forward pass, and again in the backward pass. Its parameters give the optimizer
-the same sequence L times too. Operators at the same offset of a period form one
-*class*, and each class gets one set of decisions. A model of 96 layers therefore costs
-the solver about as much as one layer. The detection does not use names.
+the same sequence L times too. The operators at the same position in each repetition
+form one *class*. The planner makes one set of decisions for each class. A model of 96
+layers therefore costs the solver about as much as one layer. The detection does not use
+names.
 """
 
 from __future__ import annotations
@@ -32,8 +33,9 @@ from autopar_passes.program.equations import Program, walk
 from autopar_passes.program.trace import TracedStep
 from autopar_passes.rules.book import rule_book, signature
 
-# Number of periods that are tried per round. Periods are ranked by their frequency
-# among distances between neighbouring equal operators.
+# Number of periods that are tried per round. A period is a distance between two
+# operators. The distances that occur most often between an operator and the next equal
+# operator are tried.
 _CANDIDATES = 128
 _ROUNDS = 64
 
@@ -44,7 +46,7 @@ def repeated_classes(
     """Assigns each operator of a sequence to a class.
 
     Args:
-      signatures: keys that are equal for operators that may share decisions.
+      signatures: one key per operator; operators with equal keys may share decisions.
       min_length: shortest period that counts as a layer.
 
     Returns:
@@ -113,14 +115,14 @@ def _candidate_periods(
 def _true_runs(
     equal: np.ndarray, period: int, free: np.ndarray
 ) -> list[tuple[int, int]]:
-    """Returns the longest periodic runs, as (start, stop) of operators."""
+    """Returns the longest runs with this period, as (start, stop) of operators."""
     edges = np.flatnonzero(np.diff(np.concatenate(([0], equal.view(np.int8), [0]))))
     starts, stops = edges[::2], edges[1::2]
     long = stops - starts >= period
     out: list[tuple[int, int]] = []
     for start, stop in zip(starts[long].tolist(), stops[long].tolist(), strict=True):
         if out and start < out[-1][1]:
-            continue  # the run overlaps the last period of the run before
+            continue  # this run overlaps the last period of the previous run
         if free[start : stop + period].all():
             out.append((start, stop + period))
     return out
@@ -136,8 +138,8 @@ def step_graph(
 
     Args:
       traced: the step.
-      like: a graph with the same first arguments, whose roles and rows are used; None
-        to find them.
+      like: a graph of a step with the same first arguments. Its roles and rows are used
+        for these arguments. None to find the roles and rows.
       share_repeated: whether repeated layers share their decisions.
     """
     return build_graph(
@@ -243,7 +245,7 @@ def _like(given: GraphInput, other: GraphInput | None) -> GraphInput:
     if other is None:
         return dataclasses.replace(given, role=InputRole.OTHER)
     role = given.role
-    if given.output < 0:  # the carried state of another stage has no role here
+    if given.output < 0:  # state that another stage carries has no role in this stage
         role = InputRole.OTHER if other.output >= 0 else other.role
     return dataclasses.replace(
         given, role=role, rows=other.rows, unit=other.unit, turns=other.turns
@@ -258,7 +260,7 @@ def _classes(
     *,
     share: bool,
 ) -> list[int]:
-    """For each operator, the first operator that shares its decisions."""
+    """For each operator, the index of the first operator that shares its decisions."""
     if not share:
         return [op.index for op in operators]
     given = {i.value: i.role if i.output >= 0 else None for i in inputs}

@@ -92,7 +92,7 @@ def emit_operators(
     )
 
 
-# Represents an operand that is a scalar constant.
+# The type that stands for any operand that is a scalar constant.
 _SCALAR = Value((), jnp.dtype("float32"))
 
 
@@ -183,7 +183,7 @@ class _Emitter:
             self.emit(eqn.primitive, _ids((atom,)), (value,), rule, trips, eqn=eqn)
 
     def close(self, eqn: Equation, start: int) -> None:
-        """Stores the end of a region in its boundary operators."""
+        """Stores the last operator of a region in the region's boundary operators."""
         last = len(self.operators) - 1
         for k in range(start, len(self.operators)):
             if self.operators[k].equation == eqn.index:
@@ -300,7 +300,10 @@ def _identity(shape: tuple[int, ...], operands: int, results: int = 1) -> Factor
 
 
 def _slice_rule(shape: tuple[int, ...], length: int, *, stack: bool) -> FactorRule:
-    """Returns the rule of one scan step, whose leading dimension is never sharded."""
+    """Returns the rule that slices or stacks one scan step.
+
+    The leading dimension, over which the scan loops, is never sharded.
+    """
     rule = _identity(shape, 1)
     lead: Dims = ((len(rule.sizes),),) if length > 1 else ((),)
     whole = (lead + rule.results[0],)

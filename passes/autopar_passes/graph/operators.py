@@ -26,7 +26,7 @@ class Operator:
     """One operator of the graph.
 
     Attributes:
-      index: position in `OperatorGraph.operators`, which is also the operator's time.
+      index: position in `OperatorGraph.operators`, which is the order of execution.
       kind: name of the primitive or boundary operator, or ``input`` or ``return``.
       equation: index of the operator's equation; -1 for ``input`` and ``return``.
       inputs: value numbers; None for a scalar constant.
@@ -36,10 +36,12 @@ class Operator:
       module: Flax module path; '' if it is unknown.
       flops: floating-point operations of one run, on whole arrays.
       trips: the number of runs in a step.
-      input_trips: for each operand, the number of times in a step that it is passed.
-      class_index: the first operator of its class; a class shares one set of decisions.
+      input_trips: for each operand, how often in a step the operator reads it. A carry
+        reads its initial value once per loop, and the next value once per iteration.
+      class_index: index of the first operator of its class; a class shares one set of
+        decisions.
       source: ``file:line`` of the user's code.
-      until: for a boundary operator, the last operator of its region.
+      until: for a boundary operator, the index of the last operator of its region.
       kernel: the work of a hand-written kernel; None for other operators.
     """
 
@@ -86,15 +88,16 @@ class GraphInput:
 
     Attributes:
       value: the value number of the input.
-      path: its place in the arguments, such as ``state.params['dense']``.
+      path: the input's path in the arguments, such as ``state.params['dense']``.
       role: parameter, optimizer state, batch, frozen or other.
-      output: the flat output that carries it to the next step, or -1.
+      output: the flat output that is the input's value in the next step, or -1.
       rows: the dimension that grows with the rows of the batch, or -1. State may have
         such a dimension too, for example the activations that a recurrent network
         passes to the next step.
-      unit: the number of entries of that dimension per row; 0 if it is not an integer.
-      turns: the number of batches, or parts of a batch, in the dimensions before
-        ``rows``; a loop runs over them.
+      unit: the number of entries of dimension ``rows`` per row of the batch; 0 if the
+        number is not an integer.
+      turns: the number of batches or microbatches in the dimensions before ``rows``; a
+        loop runs over them.
     """
 
     value: int
@@ -118,8 +121,8 @@ class OperatorGraph:
       unsupported: primitives without a sharding rule, which are replicated.
       assumed_trips: loops with an unknown trip count and the assumed count, and the
         assumptions behind kernels' FLOPs.
-      accumulated: values that are summed over the microbatches of a step, and complete
-        after the last microbatch.
+      accumulated: values that are summed over the microbatches of a step. The sum is
+        complete after the last microbatch.
       microbatches: the number of microbatches.
     """
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 
 class Role(enum.Enum):
-    """The part of the step an operator belongs to."""
+    """The part of the step that an operator belongs to."""
 
     FORWARD = "forward"
     BACKWARD = "backward"
@@ -31,7 +31,7 @@ REPEATED = "rematted_computation"
 _WRAPPER = re.compile(r"^(?:transpose|jvp|vmap|remat|checkpoint|jit|pjit)\((.*)\)$")
 
 
-# The equations of a layer have few different name stacks, so a cache is enough.
+# The equations of a layer have few different name stacks, so most calls hit the cache.
 @functools.lru_cache(maxsize=1 << 12)
 def module_path(name_stack: str) -> str:
     """Removes the parts of a name stack that JAX's transformations add.
@@ -66,10 +66,10 @@ def operator_roles(
     """Assigns a role to each operator.
 
     JAX's name stack marks differentiated code with ``jvp(...)`` and its transpose with
-    ``transpose(...)``. Data flow decides the role of all other operators. An operator
-    that a differentiated operator depends on is forward. An operator that depends on
-    the backward pass is update. An operator that only the update reads (the decay of a
-    moment) is update too. Any other operator (a metric) is forward.
+    ``transpose(...)``. The role of every other operator follows from its dependencies.
+    An operator that a differentiated operator depends on is forward. An operator that
+    depends on the backward pass is update. An operator that only the update reads (the
+    decay of a moment) is update too. Any other operator (a metric) is forward.
 
     Args:
       name_stacks: the name stack of each operator, in program order.

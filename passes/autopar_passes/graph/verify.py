@@ -67,7 +67,7 @@ class _Region:
     Attributes:
       equation: the equation of the region.
       until: the last operator of the region.
-      outer: the region around it; None for the whole step.
+      outer: the region that contains this region; None for the whole step.
       outer_trips: the number of runs of its equation; None if not known yet.
       inner_trips: the number of runs of its operators; None if not known yet.
     """
@@ -87,7 +87,7 @@ def check_regions(graph: OperatorGraph) -> None:
       iteration, which a carry reads before the body makes it.
     * A region reads only values of its boundary operators and inputs of the step.
     * Trips are finite and not negative (a loop may have no iteration). All operators of
-      one region run equally often.
+      one region run the same number of times.
 
     Raises:
       GraphError: one of these invariants does not hold.
@@ -195,7 +195,7 @@ def _check_trips(graph: OperatorGraph, k: int, op: Operator, region: _Region) ->
 def _trips(
     op: Operator, region: _Region
 ) -> tuple[float | None, float | None, tuple[float, ...]]:
-    """Returns the runs of an operator's equation and body, and its reads' trips."""
+    """Returns how often an operator's equation, body and reads run in a step."""
     every = (op.trips,) * len(op.inputs)
     match op.kind:
         case "enter":
@@ -236,12 +236,13 @@ def verify(graph: OperatorGraph) -> None:
     * Rules: each dimension is the product of its factors. A reduced factor is in no
       result, and a parallel factor is in a result.
     * Regions: see `check_regions`.
-    * Roles: if the forward pass reads from the update, the operator that it reads does
-      not depend on the backward pass, except through carries of loops. An operator of
-      the update depends on the backward pass or is read by the update.
-    * Classes: the operators of a class differ only in their values.
+    * Roles: the forward pass may read an operator of the update only if that operator
+      does not depend on the backward pass, except through carries of loops. An operator
+      of the update depends on the backward pass or is read by the update.
+    * Classes: the operators of a class differ only in the values that they read and
+      make.
     * Inputs and outputs: the first operators are the inputs, and the last operators
-      take the outputs. Carried state keeps its shape and dtype.
+      return the outputs. Carried state keeps its shape and dtype.
 
     Raises:
       GraphError: one of these invariants does not hold.

@@ -44,7 +44,7 @@ BatchNames: TypeAlias = str | Sequence[str] | Mapping[str, int | None] | None
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class NamedRoles:
-    """The user's roles for the arguments that do not come back from a step.
+    """The user's roles for the arguments that a step does not return with new values.
 
     Each name is the name of an argument, or a pattern of paths such as ``batch/*``.
 
@@ -80,7 +80,7 @@ class NamedRoles:
         return any(name == given for given, _ in self.batch or ())
 
     def is_frozen(self, path: str) -> bool:
-        """Whether an array is named as frozen, or missing from the batch's names."""
+        """Whether the user names an array as frozen, or a batch without the array."""
         if any(_names(name, path) for name in self.frozen):
             return True
         return self.batch is not None and not self.is_batch(path)
@@ -93,11 +93,11 @@ class NamedRoles:
     def problem(
         self, shapes: Mapping[str, tuple[int, ...]], carried: Collection[str]
     ) -> str:
-        """Describes a name without an array or with two roles; '' if all names fit.
+        """Describes a name without an array or with two roles; '' if there is none.
 
         Args:
           shapes: path -> shape of each array of the step.
-          carried: paths of the arrays that come back.
+          carried: paths of the arrays that the step returns with new values.
         """
         batch = [name for name, _ in self.batch or ()]
         named = [("batch_argnames", name) for name in batch]
@@ -145,7 +145,7 @@ class Parameters:
       step: the step.
       signature: the signature of the step; None if Python cannot find it.
       names: names of the parameters that can be given by position.
-      static: names of the arguments that are part of the program.
+      static: names of the arguments that the program contains as constants.
       roles: the roles of arguments, as the user names them.
     """
 
@@ -206,7 +206,8 @@ class CallForm:
 
     Attributes:
       names: names of the arguments; the positional ones come first.
-      keywords: names of the arguments that are given by keyword, the last ones.
+      keywords: names of the arguments that are given by keyword; they stand last in
+        ``names``.
       fixed: the tuple of the arguments without their arrays.
       objects: whether an argument contains NNX objects.
       mesh: the mesh of ``jax.set_mesh`` around the call, which the step may read.
@@ -250,7 +251,7 @@ class ResultForm:
     Attributes:
       fixed: the pair of the arguments' NNX objects (None for other arguments) and the
         step's result, without their arrays.
-      objects: whether either of the two contains NNX objects.
+      objects: whether one of the pair contains NNX objects.
     """
 
     fixed: Fixed
@@ -267,7 +268,10 @@ class ResultForm:
         return found
 
     def return_value(self, arrays: Sequence[Any]) -> Any:
-        """Returns the step's result and updates NNX objects; use within `updating`."""
+        """Returns the step's result and updates the caller's NNX objects.
+
+        Call it within `static_leaves.updating`.
+        """
         tree = self.fixed.join(arrays)
         if self.objects:
             tree = put_back(tree, inner=False)
@@ -277,7 +281,7 @@ class ResultForm:
 def open_call(
     parameters: Parameters, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None
 ) -> StepCall:
-    """Takes the arrays out of a call; use within `updating`.
+    """Takes the arrays out of a call. Call it within `static_leaves.updating`.
 
     Arguments given by name move to their positions, if they have positions. The
     parameters tell which arguments are static. A whole argument that is a ``bool``,
@@ -313,7 +317,9 @@ def _is_flag(x: Any) -> bool:
 def flat_function(
     step: Callable[..., Any], form: CallForm
 ) -> tuple[Callable[..., list[Any]], list[ResultForm]]:
-    """Returns the step as a function of its flat arrays; use within `updating`.
+    """Returns the step as a function of its flat arrays.
+
+    Call it within `static_leaves.updating`.
 
     Also returns a list. Tracing the function appends the form of the result to the
     list.

@@ -43,7 +43,7 @@ class _Leaf:
     kind: tuple[Any, ...]
 
 
-# The pairs, and the arguments that come back changed.
+# The pairs, and the arguments that come back with another shape or dtype.
 _Found = tuple[dict[int, int], set[int]]
 # Path and array of every leaf of NNX objects.
 _ObjectArrays = Iterator[tuple[Any, _Leaf]]
@@ -132,7 +132,8 @@ class _PairSearch:
         self.pairs: dict[int, int] = {}
         self.changed: set[int] = set()
         self._taken: set[int] = set()
-        # The parts of the result by their structure, outer ones first.
+        # The parts of the result by their structure, each part before the parts inside
+        # it.
         self._parts: dict[Any, list[_Part]] = collections.defaultdict(list)
         for part in _parts(result):
             self._parts[part.structure].append(part)
@@ -159,14 +160,15 @@ class _PairSearch:
         inner = [x for x in children if not x.is_array]
         matched = [self.match(x) for x in inner]
         if any(matched):
-            # An array next to matched state may be state too, if its name is the same.
+            # An array beside matched state may be state too, if an array of the result
+            # has the same name.
             for x in children:
                 if x.is_array:
                     self.match(x)
         return any(matched)
 
     def _equal(self, part: _Part) -> _Part | None:
-        """A part of the result that is equal in the type of every array."""
+        """A part of the result with the argument's structure and array types."""
         found = [x for x in self._free(part) if _kinds(x) == _kinds(part)]
         if part.is_array:
             found = [x for x in found if self._may_be(part, x)]
@@ -186,7 +188,7 @@ class _PairSearch:
         return bool(part.name) and other.name == part.name
 
     def _alike(self, part: _Part) -> _Part | None:
-        """A part of the result that is equal in the types of most arrays."""
+        """A part of the result in which most arrays have the argument's types."""
         for other in self._free(part):
             equal = sum(
                 a == b for a, b in zip(_kinds(part), _kinds(other), strict=True)
@@ -246,7 +248,7 @@ def _name(path: Any) -> str:
 
 
 def _parts(part: _Part) -> Iterator[_Part]:
-    """A tree and its parts, outer ones first."""
+    """A tree and its parts, each part before the parts inside it."""
     queue = collections.deque([part])
     while queue:
         part = queue.popleft()

@@ -5,7 +5,7 @@ update of 5,000 arrays". This pass finds equations that are equal except for the
 that they read, and that do not depend on each other. The pass replaces blocks of such
 equations by one equation with an additional leading dimension, as ``jax.vmap`` would.
 Arguments are stacked before their first use, and results of the program are unstacked.
-For a sum of many terms, each block is summed first.
+A sum of many terms first sums the terms of each block, and then adds the blocks' sums.
 """
 
 from __future__ import annotations
@@ -66,10 +66,10 @@ class AdditionTree:
 
 
 class EqualEquations:
-    """Equal equations: their positions, and the columns of their operands.
+    """Equal equations as a table: one row per equation, one column per operand.
 
-    A column is the atom that all equations read, or a tuple with the value that each
-    equation reads.
+    A column is either the one atom that all equations read, or a tuple with the value
+    that each equation reads.
     """
 
     def __init__(
@@ -89,8 +89,8 @@ class EqualGroups:
     """Finds equal equations, from the end of a program to its beginning.
 
     Two equations are equal if they compute the same function and their results are read
-    by equal equations. The longest paths from both to the end of the program then have
-    equal lengths, so neither depends on the other.
+    by equal equations. The longest paths from both equations to the end of the program
+    then have equal lengths, so neither equation depends on the other.
     """
 
     def __init__(self, program: Program) -> None:
@@ -104,9 +104,10 @@ class EqualGroups:
         self.linked = {k: s for s in self.sums for k in (*s.links, s.root)}
         # A value that equals an earlier value -> the earlier value.
         self.same: dict[int, int] = {}
-        # Positions of equations that only compute such values.
+        # Positions of equations that only compute values equal to earlier values.
         self.repeated: set[int] = set()
-        # Value of a member -> its group, its row, and its place among the results.
+        # Result of an equation in a group -> the group, the equation's row, and the
+        # result's position among the equation's results.
         self.row_of: dict[int, tuple[EqualEquations, int, int]] = {}
         self.groups: list[EqualEquations] = []
         for members in self._alike():
@@ -147,7 +148,7 @@ class EqualGroups:
         return found
 
     def _link(self, atom: Atom, root: int) -> int | None:
-        """The addition that computes a term only for this sum; None without one."""
+        """The addition that makes a term, if only this sum reads the term."""
         if isinstance(atom, Scalar) or len(self.readers[atom]) > 1:
             return None
         at = self.maker.get(atom)
@@ -172,7 +173,7 @@ class EqualGroups:
         )
 
     def _alike(self) -> Iterable[list[int]]:
-        """The positions of equal equations, sorted so that makers precede readers."""
+        """Positions of equal equations; a group precedes its readers."""
         kinds: dict[Any, int] = {}
         forms: dict[Any, int] = {}
         form = [forms.setdefault((v.shape, v.dtype), len(forms)) for v in self.values]
@@ -210,7 +211,7 @@ class EqualGroups:
         return sorted(many, key=lambda x: (-heights[x[0]], x))
 
     def _slot(self, position: int, slot: int) -> int:
-        """The slot of a reader; all terms of a sum count as one slot."""
+        """The slot of a reader's operand; all terms of a sum count as one slot."""
         return 0 if position in self.linked else slot
 
     def _may_stack(self, eqn: Equation) -> bool:
@@ -241,7 +242,8 @@ class EqualGroups:
         small = all(self.values[columns[j][0]].nbytes <= MOST_BYTES for j in varied)
         if not small or not (elementwise or all(h is not None for h in homes)):
             return
-        # The rows have the order of a group that is read, so that no rows are permuted.
+        # The rows have the order of a group whose results they read, so that no rows
+        # are permuted.
         rows = range(len(members))
         first = next((j for j, h in zip(varied, homes, strict=True) if h), varied[0])
         within = [self.row_of.get(v, (None, v, 0))[1] for v in columns[first]]
@@ -259,7 +261,10 @@ class EqualGroups:
                 self.row_of[value] = (group, row, number)
 
     def _home(self, column: Sequence[Any]) -> EqualEquations | bool | None:
-        """The group that makes a column; False for arguments, None for other values."""
+        """The group that computes a whole column; False if all values are arguments.
+
+        None for any other column.
+        """
         if all(v in self.inputs for v in column):
             return False
         homes = {self.row_of.get(v, (None,))[0] for v in column}
@@ -276,7 +281,7 @@ def _parameters(eqn: Equation) -> Any:
 
 
 def _blocks(rows: int) -> list[range]:
-    """Blocks of rows, of one size if a divisor is close to the best size.
+    """Divides rows into blocks, of equal size if a divisor is near the best size.
 
     Compilers generate one kernel for all equal blocks, but one kernel for each row that
     is taken out of a block. The number of kernels is smallest if the size of a block is
@@ -289,7 +294,7 @@ def _blocks(rows: int) -> list[range]:
 
 
 def stacked_leaves(program: Program) -> Program:
-    """Returns the program with equal equations on many small arguments in blocks.
+    """Returns the program in which equal equations on small arguments run in blocks.
 
     Args:
       program: a flat program.
@@ -314,7 +319,7 @@ def stacked_leaves(program: Program) -> Program:
 
 
 class _BlockRewriter:
-    """Writes a new program, with its groups in blocks."""
+    """Writes a new program in which each group of equal equations runs in blocks."""
 
     def __init__(self, program: Program, found: EqualGroups) -> None:
         self.old = program
@@ -322,7 +327,7 @@ class _BlockRewriter:
         self.builder = Builder(program.values, 0)
         # Value of the old program -> the value that holds it now.
         self.held: dict[int, Atom] = {v: v for v in program.body.inputs}
-        # Group and block -> the stacked results.
+        # Pair of a group and a block's number -> the stacked results of the block.
         self.stacks: dict[tuple[int, int], list[Atom]] = {}
         self.stacked: dict[tuple[int, ...], int] = {}
         self.templates: dict[Any, Program] = {}
@@ -372,7 +377,7 @@ class _BlockRewriter:
         return _topological(nodes, found.same)
 
     def _groups_of(self, found: AdditionTree) -> set[int]:
-        """The groups, by `id`, whose rows are all terms of a sum, once each."""
+        """The ids of the groups whose every row is exactly one term of a sum."""
         counts = collections.Counter[int](a for a in found.terms if isinstance(a, int))
         homes = [self.found.row_of[v] for v in counts if v in self.found.row_of]
         rows = collections.Counter((id(group), number) for group, _, number in homes)
@@ -550,7 +555,7 @@ def _sum_rows(stack: Any) -> list[Any]:
 
 
 def _free(regions: Sequence[Region]) -> list[int]:
-    """The values outside of regions that the equations of the regions read."""
+    """The values from outside of some regions that their equations read."""
     found: list[int] = []
     for region in regions:
         own = set(region.inputs)
@@ -566,7 +571,7 @@ def _topological(
     nodes: Sequence[tuple[int, Callable[[], None], Sequence[Any], Iterable[int]]],
     same: dict[int, int],
 ) -> list[Callable[[], None]]:
-    """The nodes' functions in an order in which makers precede readers."""
+    """Orders the nodes' functions so that each value is made before it is read."""
     maker = {v: n for n, (_, _, _, made) in enumerate(nodes) for v in made}
     waiting: list[int] = []
     readers: list[list[int]] = [[] for _ in nodes]

@@ -58,8 +58,8 @@ def reductions(eqn: Any) -> Iterator[Any]:
         )
 
 
-# Calls that may be inlined. The parameter that holds the body depends on the primitive;
-# the first parameter of this list that is present is used.
+# The parameter that holds the body of a call depends on the primitive. The first
+# parameter of this list that a call has is its body.
 _BODY_PARAMS = ("jaxpr", "call_jaxpr", "fun_jaxpr")
 INLINED = frozenset(
     {
@@ -80,8 +80,8 @@ INLINED = frozenset(
 _REMAT = frozenset({"remat", "remat2", "checkpoint"})
 # Identity primitives that are dropped. Placements only tell where a value is stored,
 # which the plan decides. The others matter only for differentiation, which is complete.
-# If they stayed, the compiler would see a second name of the same array, and the
-# planner would see a second resharding.
+# If these primitives stayed, the compiler would see a second name of the same array,
+# and the planner would price a second resharding.
 _DROPPED = PLACEMENTS | {"stop_gradient", "name"}
 
 
@@ -138,7 +138,7 @@ class _Builder:
         return env[atom]
 
     def literal(self, atom: Any) -> Atom:
-        """Keeps scalars in place; turns an array literal into a constant input."""
+        """Returns a scalar as it is; turns an array literal into a constant input."""
         if getattr(atom.aval, "shape", ()) == ():
             return Scalar(atom.val, atom.aval)
         return self.hoist(atom.aval, atom.val)
@@ -148,7 +148,7 @@ class _Builder:
         self.values[value] = dataclasses.replace(self.values[value], name=name)
 
     def hoist(self, aval: Any, array: Any) -> int:
-        """Turns an array that the program contains into an input of the program."""
+        """Turns a constant array of the program into an input of the program."""
         value = self.new_value(aval)
         self.hoisted.append((value, array))
         return value
@@ -189,7 +189,7 @@ class _Builder:
     def alone(
         self, eqn: Any, inputs: list[Atom], env: dict[Any, Atom], stack: str
     ) -> None:
-        """Replaces a collective over one replica by its reshaped operands."""
+        """Replaces a collective of one replica by its reshaped operands."""
         for given, var, out in zip(inputs, eqn.invars, eqn.outvars, strict=True):
             if var.aval.shape == out.aval.shape:
                 env[out] = given

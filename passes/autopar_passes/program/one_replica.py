@@ -41,7 +41,7 @@ _UNBOUND = re.compile(r"unbound axis name: (\S+?)\.?(?:\s|$)")
 
 
 def with_one_replica(run: Callable[[], R]) -> tuple[R, frozenset[str]]:
-    """Runs a function with a one-replica axis for each axis name that it lacks.
+    """Runs a function with a one-replica axis for each unbound axis name.
 
     Args:
       run: a function that traces a step; it is called again for each missing name.
@@ -72,8 +72,9 @@ def on_one_replica(
 ) -> Callable[..., list[Any]]:
     """Returns a function of arrays with a one-replica axis for each name.
 
-    Use it for functions that JAX compiles unchanged. Values that depend on the
-    replica's number are computed with a leading dim of one, which is removed again.
+    The planner does not rewrite such a function: JAX compiles it as it is. Values that
+    depend on the replica's number get a leading dim of size one, which is removed again
+    at the end.
     """
 
     def run(*arrays: Any) -> list[Any]:

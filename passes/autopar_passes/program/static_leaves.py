@@ -1,14 +1,15 @@
 """Splits a tree into the leaves that a program takes and the leaves that stay fixed.
 
-A leaf that JAX can trace is an argument of the program. All other leaves are part of
-the program: for example a function, a flag of a module, or an argument that was
-declared static. A different fixed leaf gives a different program.
+A leaf is an element of a tree of arguments. A leaf that JAX can trace is an argument of
+the program. All other leaves are part of the program: for example a function, a flag of
+a module, or an argument that was declared static. A different fixed leaf gives a
+different program.
 
 The module also takes the arrays out of NNX objects and writes new arrays back.
-``nnx.jit`` does the same with the same functions of Flax. Changes of a step to a
-module, an optimizer, a metric, ``Rngs`` or a single variable therefore reach the
-caller's object. Objects that are shared stay shared, and a returned object of the
-caller is returned as itself.
+``nnx.jit`` does the same with the same functions of Flax. If a step changes a module,
+an optimizer, a metric, ``Rngs`` or a single variable, the caller's object changes too.
+Objects that are shared stay shared, and a returned object of the caller is returned as
+itself.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ _NO_TYPE = frozenset("OUSMm")
 
 
 class StaticError(InputTypeError):
-    """A leaf is neither an array nor a value that can stay fixed."""
+    """A leaf of a call is neither an array nor a value that can stay fixed."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -69,7 +70,7 @@ class Fixed:
         return jax.tree.unflatten(self.tree, leaves)
 
     def read(self, arrays: Sequence[Any], what: Callable[[Any], T]) -> T:
-        """Applies a function to the tree, in which each array is a tracer.
+        """Applies a function to the tree, with a tracer in place of each array.
 
         Classes that check their contents then see the same objects as under
         ``jax.jit``.
@@ -193,7 +194,8 @@ def _path(names: Sequence[str], whole: Any, position: int) -> str:
     return "/".join(x for x in (names[int(path[0].idx)], rest) if x)
 
 
-# Names every NNX module call by its path while a step is traced.
+# The functions below name each call of an NNX module by the module's path while a step
+# is traced.
 #
 # Linen puts module paths into JAX's name stack; NNX does not.
 
@@ -223,7 +225,7 @@ def name_modules(graph: Any) -> None:
 
 
 def unname_modules(graph: Any) -> None:
-    """Removes the paths, which are not part of the caller's objects."""
+    """Removes the paths that `name_modules` has stored in the caller's modules."""
     for _, module in _named_modules(graph):
         if _PATH in vars(module):
             object.__delattr__(module, _PATH)
@@ -246,13 +248,13 @@ def _add_scope(call: Callable[..., Any]) -> Callable[..., Any]:
     return call_in_scope
 
 
-# A name for the exchange between the caller's objects and those inside a program.
+# The tag under which Flax connects the caller's objects with those inside a program.
 _TAG = "autopar"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ObjectKey:
-    """Marks the place in a path where an object becomes its state; has no name."""
+    """A key without a name: in a path, it stands between an object and its state."""
 
 
 @jax.tree_util.register_pytree_with_keys_class
@@ -316,7 +318,7 @@ def updating() -> Generator[None]:
 
 
 def taken_out(tree: Any) -> Any:
-    """Replaces each object of a tree by an `ObjectState`; use within `updating`."""
+    """Replaces each object of a tree by an `ObjectState`. Call it within `updating`."""
     return _to_tree(tree, _TAG)
 
 
@@ -332,7 +334,7 @@ def put_back(tree: Any, *, inner: bool) -> Any:
 
 
 def split_objects(tree: Any) -> Any:
-    """`taken_out` for objects without other references; use outside of `updating`."""
+    """Like `taken_out`, for objects without other references, outside of `updating`."""
     return _to_tree(tree)
 
 
@@ -344,7 +346,8 @@ def merge_objects(tree: Any) -> Any:
 def _to_tree(tree: Any, tag: str | None = None) -> Any:
     """Replaces each object of a tree by an `ObjectState`.
 
-    With a tag, Flax stores the objects for `_from_tree` with the same tag.
+    If there is a tag, Flax stores the objects, and `_from_tree` with the same tag finds
+    them.
     """
     return nnx.to_tree(
         tree,

@@ -2,7 +2,7 @@
 
 * Linen: ``step(state, batch) -> (state, metrics)`` with a ``TrainState``;
 * plain: ``step(params, opt_state, batch) -> (params, opt_state, loss)``;
-* NNX: ``step(model, optimizer, metrics, batch) -> loss``, which changes its arguments;
+* NNX: ``step(model, optimizer, metrics, batch) -> loss``, which updates its arguments;
 * Equinox: ``step(model, opt_state, batch) -> (model, opt_state, loss)``.
 
 Tracing needs only shapes, so no memory of the model's size is allocated.
@@ -109,7 +109,7 @@ def open_arguments(
     static: Collection[str] = (),
     roles: NamedRoles = NOT_NAMED,
 ) -> StepCall:
-    """Takes the arrays out of a call whose results are not put back into objects.
+    """Takes the arrays out of a call that is only traced: no NNX object is updated.
 
     Args:
       step: the step.
@@ -202,7 +202,7 @@ class _Traced:
       inputs: structs of the flat arguments.
       outputs: shapes and dtypes of the flat results.
       result: the form of the result.
-      carried: the arguments that come back.
+      carried: the arguments that the step returns with new values.
       replicas: names of the axes that the step uses as axes of replicas.
     """
 
@@ -231,11 +231,11 @@ def _trace_step(step: Callable[..., Any], form: CallForm, inputs: list[Any]) -> 
         except (ValueError, NotImplementedError) as error:
             if form.mesh is None and not any(explicit):
                 raise
-            # Some operators, such as ``ragged_dot``, have no rule for sharded types.
-            # JAX uses such types to ask where arrays are placed, but the plan decides
-            # the placement. A step that does not name placements can therefore be
-            # traced without the mesh. If no mesh is set, the types alone allow a
-            # shard_map to be traced.
+            # Some operators, such as ``ragged_dot``, have no rule for types that
+            # contain a sharding. The plan decides where arrays are placed, so the
+            # shardings in the types are not needed. A step that names no placements can
+            # therefore be traced without the mesh. If no mesh is set, a shard_map can
+            # be traced only because of the shardings in the types.
             other = inputs
             if form.mesh is not None:
                 other = [jax_meshes.on_mesh(x, None) for x in inputs]

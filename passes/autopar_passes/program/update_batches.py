@@ -1,17 +1,19 @@
 """Computes equal matrix products of an update in batches.
 
 Optimizers such as Muon compute many products for the gradient of each matrix
-separately. Sharding such a computation within the matrix makes each product end in an
+separately. If the matrix of such a computation is sharded, each product ends in an
 all-reduce. This pass instead stacks the matrices for which the update computes the same
 function, and computes each stack at once, as ``jax.vmap`` would. The stack can then be
-sharded along its new dimension. Each device holds some whole matrices, and one
-all-to-all before and one after the computation move the parts. Megatron-LM distributes
-the matrices of Muon over data-parallel ranks in the same way.
+sharded along its new dimension. Each device then computes some whole matrices. One
+all-to-all before the computation collects the shards of each matrix, and one all-to-all
+after it distributes the results. Megatron-LM distributes the matrices of Muon over
+data-parallel ranks in the same way.
 
-A stack has the same number of matrices for each device. The remaining matrices form a
-stack of their own. If matrices are small, each device gets several, because one small
-product leaves most of a device idle. If matrices are large, each device gets one, so
-that the device's memory holds the temporaries of only one matrix.
+A stack has the same number of matrices for each device. Matrices that do not fill the
+last round of devices form a separate stack. If matrices are small, each device gets
+several, because one small product leaves most of a device idle. If matrices are large,
+each device gets one, so that the device's memory holds the temporaries of only one
+matrix.
 """
 
 from __future__ import annotations
@@ -36,9 +38,9 @@ from autopar_passes.program.equations import (
 )
 from autopar_passes.program.flatten import Builder, flatten, next_index
 
-# Primitives that make a computation worth stacking. Any other primitive takes about as
-# long as stacking its operands. Factorisations are excluded, because compilers run them
-# whole on each device.
+# Only computations with these primitives are stacked. Stacking the operands of any
+# other primitive takes about as long as the primitive itself. Factorisations are
+# excluded, because compilers run them whole on each device.
 _PRODUCTS = frozenset({"dot_general"})
 # Primitives that ``jax.vmap`` computes row by row without extra work. A ``cond`` with a
 # predicate per row would compute both branches. Random bits could change. The behaviour
@@ -67,7 +69,9 @@ _SAFE = (
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Computation:
-    """Connected equations of an update, with all equations on the paths between them.
+    """Equations of an update that are connected by the values that they read.
+
+    All equations on the paths between them belong to the computation.
 
     Attributes:
       equations: the equations in the order of the program.
@@ -91,7 +95,7 @@ MOST_BYTES = 1 << 26
 def batch_updates(
     program: Program, update: Collection[int], devices: int
 ) -> tuple[Program, tuple[int, ...]]:
-    """Returns the program with the equal computations of its update in batches.
+    """Returns the program in which equal computations of its update run in batches.
 
     The other equations keep their indices, and all values keep their numbers.
 
@@ -143,7 +147,7 @@ def batch_updates(
 
 
 def _at_a_time(program: Program, one: _Computation) -> int:
-    """The number of such computations that a device runs in one batch."""
+    """The number of computations like this one that a device runs in one batch."""
     made = (program.values[v].nbytes for eqn in one.equations for v in eqn.outputs)
     return max(1, MOST_BYTES // max(1, *made))
 
@@ -161,7 +165,7 @@ def _parts(
 def _first_of(
     program: Program, computations: Sequence[_Computation]
 ) -> list[_Computation]:
-    """The computations that depend on no other computation.
+    """Returns the computations that depend on no other of the given computations.
 
     If a step updates twice, later computations depend on earlier ones through the
     second forward pass.
@@ -183,7 +187,7 @@ def _read_by(eqn: Equation) -> Iterator[int]:
 
 
 def _computations(program: Program, update: Collection[int]) -> Iterator[_Computation]:
-    """Yields independent groups of connected equations of an update."""
+    """Yields the computations of an update; none reads a value of another."""
     own = [eqn for eqn in program.body.equations if eqn.index in update]
     readers: dict[int, set[int]] = {}
     for eqn in program.body.equations:
@@ -230,7 +234,7 @@ def _is_safe(eqn: Equation) -> bool:
     return all(e.primitive in _SAFE for e in (eqn, *inner))
 
 
-# An index that stands for the reader of the program's results.
+# Stands for the caller among the readers of a value, if the program returns the value.
 _OUTSIDE = -1
 
 
@@ -262,21 +266,22 @@ def _preparation(
     part: Collection[int],
     readers: Mapping[int, set[int]],
 ) -> set[int]:
-    """The reductions that only a part reads, if adding them reduces the bytes it reads.
+    """Finds reductions to add to a part, because they reduce the bytes that it reads.
 
-    An example is the norm that a matrix is divided by. If a device holds the whole
-    matrix, the norm needs no all-reduce.
+    Only the part reads such a reduction.
+
+    An example is the norm of a matrix, if the part divides the matrix by it. If a
+    device holds the whole matrix, the norm needs no all-reduce.
 
     Args:
       program: a flat program.
       own: the equations of the update.
-      maker: value -> the place of its equation in ``own``.
-      part: places of connected equations.
+      maker: value -> the position of its equation in ``own``.
+      part: positions of connected equations.
       readers: value -> the indices of the equations that read it.
 
     Returns:
-      Places of the reductions, and of the equations between the reductions and the
-      part.
+      Positions of the reductions, and of the equations between them and the part.
     """
     taken = {own[k].index for k in part}
     made = {v for k in part for v in own[k].outputs}
@@ -284,7 +289,7 @@ def _preparation(
     found, best = set[int](), set[int]()
     limit = sum(program.values[v].nbytes for v in given) + 1
     reduces = False
-    # Places of equations that make the given values. Later equations come first.
+    # Positions of equations that make the given values. Later equations come first.
     waiting = [-maker[v] for v in given if v in maker]
     heapq.heapify(waiting)
     while waiting:
@@ -326,7 +331,10 @@ def _between(own: Sequence[Equation]) -> list[Equation]:
 
 
 class _Form:
-    """Builds a key of equations that does not depend on the numbers of their values."""
+    """Builds a key that is equal for equations of the same form.
+
+    The key does not depend on the numbers of the values that the equations read.
+    """
 
     def __init__(self, program: Program) -> None:
         self.program = program
@@ -341,7 +349,8 @@ class _Form:
     def of(self, eqn: Equation) -> object:
         read = tuple(self.atom(a) for a in eqn.inputs)
         regions = tuple(self.region(r) for r in eqn.regions)
-        # Regions already represent the parameters that hold programs.
+        # The parameters that hold programs are left out: the equation's regions are in
+        # the key.
         params = tuple(
             (key, _hashable(value))
             for key, value in sorted(eqn.params.items())

@@ -5,7 +5,8 @@ are kept.
 
 To remove ``jax.checkpoint``, a step is traced without the optimization barriers of its
 checkpoints. An equation that a checkpoint repeats is then equal to an earlier equation
-of the forward pass, and its readers read the earlier result instead.
+of the forward pass, and the readers of the repeated result read the earlier result
+instead.
 """
 
 from __future__ import annotations
@@ -138,7 +139,7 @@ NEVER = frozenset({"rng_uniform"})
 
 
 def owners(flow: Flow, starts: Sequence[int]) -> dict[int, int]:
-    """The layer of each forward equation that may be recomputed.
+    """Finds the layer of each forward equation that may be recomputed.
 
     An equation that depends on both state and batch belongs to the layer that contains
     it. Any other equation, such as the cast of a weight, belongs to the only layer that
@@ -193,7 +194,8 @@ def crossing(flow: Flow, owner: dict[int, int]) -> frozenset[int]:
 
 
 FULL, DOTS = "full", "dots"
-# The values that may be kept, in addition to named values.
+# The levels besides lists of names: `FULL` keeps no value inside a recomputed layer,
+# `DOTS` keeps the results of matrix products.
 LEVELS = (FULL, DOTS)
 # Prefix of a level that keeps named values; the names follow, separated by commas.
 NAMES = "names="
@@ -260,7 +262,7 @@ def keeps(level: str, eqn: Equation, name: str, names: Collection[str]) -> bool:
 
 
 def is_product(eqn: Equation) -> bool:
-    """Whether the level ``dots`` keeps the results of an equation."""
+    """Whether the level ``dots`` keeps an equation's results."""
     if eqn.primitive == "dot_general":
         _, (left, right) = eqn.params["dimension_numbers"]
         return not left and not right
@@ -319,7 +321,7 @@ def merge_repeats(program: Program) -> Program:
 
 
 def _read(eqn: Equation, equal: Mapping[int, int]) -> tuple[int | None, ...]:
-    """The values among the operands. The signature holds the scalars."""
+    """The operands that are values. The signature of the equation holds the scalars."""
     return tuple(equal.get(a, a) if isinstance(a, int) else None for a in eqn.inputs)
 
 

@@ -5,7 +5,8 @@ each iteration keeps, its *residuals*. The backward loop reads these stacks. Thi
 removes the stacks of residuals of chosen iterations from the forward loop. Instead, the
 backward loop receives the inputs of the forward loop: its constants, its slices, and
 the initial carry of each iteration, which is stacked. From these inputs each iteration
-recomputes its residuals, behind an optimization barrier.
+recomputes its residuals, behind an optimization barrier, so that the compiler does not
+merge both computations.
 
 If only the first iterations are chosen, both loops are split in two.
 """
@@ -37,16 +38,17 @@ from autopar_passes.stages.flow import SMALL, reads
 def iterations(
     program: Program, starts: Sequence[int], layers: Collection[int]
 ) -> dict[int, int]:
-    """The number of iterations of each loop that are recomputed.
+    """Returns how many iterations of each loop are recomputed.
 
     Args:
       program: the step.
-      starts: the loop of each layer, ascending.
+      starts: for each layer, the index of the loop that contains it, ascending.
       layers: numbers of the layers to recompute.
 
     Raises:
-      RematError: a start is not a loop with the given number of iterations, or the
-        chosen iterations are not the first ones.
+      RematError: an index in ``starts`` is not a loop, or stands there more or less
+        often than the loop has iterations, or the chosen iterations are not the first
+        ones.
     """
     by_index = {eqn.index: eqn for eqn in program.body.equations}
     out: dict[int, int] = {}
@@ -179,7 +181,7 @@ def _cuts(
 
 
 def _with_results(splitter: Splitter, values: Collection[int]) -> Program:
-    """The program of a splitter, where the results of loops have their own numbers.
+    """The program of a splitter, where the results of split loops get new numbers.
 
     Args:
       splitter: a splitter that has processed all equations of its program.
@@ -250,7 +252,10 @@ class _Loop:
         return keeps(self.level, maker, like.name, self.names)
 
     def dropped_stacks(self) -> dict[int, int]:
-        """Unneeded stack -> the value of one iteration that the loop stacks."""
+        """Finds the stacks that nothing needs any more.
+
+        Maps each stack to the value of one iteration that the loop stacks.
+        """
         first = {r.index: _first_stack(r) for r in self.readers}
         read = {a for a in self.program.body.outputs if isinstance(a, int)}
         for eqn in self.program.body.equations:
@@ -269,7 +274,7 @@ class _Loop:
         }
 
     def source(self, value: int) -> tuple[Atom, bool]:
-        """The value of all iterations together, and whether it is a stack."""
+        """The operand that gives a backward loop a value; whether it is a stack."""
         if value in self.body.inputs:
             place = self.body.inputs.index(value)
             if place < self.forward.params["num_consts"]:
@@ -333,8 +338,9 @@ class _Loop:
           given: the values of the forward loop's body that the backward loop needs.
 
         Returns:
-          Value -> the input of the backward body that holds it. Also the new inputs
-          with their operands, first the constants, then the stacks.
+          Two items. The first maps a value to the input of the backward body that holds
+          it. The second maps new inputs to their operands: the constants, then the
+          stacks.
         """
         first, consts = _first_stack(eqn), eqn.params["num_consts"]
         own, inputs = dict[int, int](), eqn.regions[0].inputs
@@ -357,7 +363,7 @@ class _Loop:
         inside: Mapping[int, int],
         gates: Sequence[int],
     ) -> tuple[list[Equation], dict[int, int]]:
-        """The barrier of an iteration and the equations after the barrier.
+        """Copies equations behind a barrier, to recompute their results.
 
         Args:
           eqn: the backward loop.
@@ -366,8 +372,8 @@ class _Loop:
           gates: incoming gradients that the iteration waits for.
 
         Returns:
-          The equations, and value -> its copy. A gate maps to its value after the
-          barrier.
+          The barrier and the copies, and a map from each value to its copy. A gate maps
+          to its value after the barrier.
         """
         through = [*dict.fromkeys((*inside.values(), *gates))]
         types = [self.numbers.values[v] for v in through]
@@ -411,7 +417,7 @@ def _reading(
 
 
 def _gates(body: Region, gone: Collection[int], carries: Sequence[int]) -> list[int]:
-    """The carries read by the first equation that reads any dropped value."""
+    """The carries that the first equation with a dropped value as operand reads."""
     for eqn in body.equations:
         found = reads(eqn)
         if not set(gone).isdisjoint(found):

@@ -105,11 +105,12 @@ class _LayerAgain:
     """The recomputation of one layer.
 
     Attributes:
-      place: the position of the first backward equation that reads a recomputed value.
+      place: the position of the first backward equation that reads a recomputed value;
+          the recomputation is inserted there.
       values: the recomputed values that are read.
       equations: the equations that compute them, in order.
       given: the values that these equations read.
-      gates: incoming gradients that must be available before.
+      gates: incoming gradients that must be computed before the recomputation starts.
     """
 
     place: int
@@ -150,7 +151,7 @@ class _Rewriter:
         return self.flow.roles[eqn.index] is Role.BACKWARD
 
     def keeps_value(self, value: int) -> bool:
-        """Whether the backward pass reads a value as computed by the forward pass."""
+        """Whether the backward pass reads the forward pass's own result for a value."""
         maker = self.flow.maker.get(value, -1)
         if self.owner.get(maker) not in self.wanted.layers:
             return True
@@ -195,7 +196,10 @@ class _Rewriter:
         return self.position.get(self.flow.maker.get(value, -1), -1)
 
     def gates(self, users: Sequence[Equation], place: int) -> tuple[int, ...]:
-        """The gradients that the first reader of earlier gradients reads.
+        """The incoming gradients that a recomputation waits for.
+
+        These are the early gradients that the first of ``users`` with an early gradient
+        reads.
 
         Args:
           users: equations of the backward pass that read a recomputed value, in order.
@@ -214,7 +218,7 @@ class _Rewriter:
         return ()
 
     def copies(self, one: _LayerAgain, renamed: dict[int, int]) -> list[Equation]:
-        """The barrier and the copied equations after the barrier.
+        """Returns the barrier and the copied equations after the barrier.
 
         Args:
           one: the recomputation of one layer.

@@ -1,8 +1,9 @@
 """The sharding rule of every equation of a program.
 
-Equations that differ only in their values have the same rule. Each *distinct* equation
-is therefore lowered once. All distinct equations are lowered in one module, from which
-the compiler's own rules are read.
+Equations that differ only in the arrays that they read and write, not in shapes or
+parameters, have the same rule. Each *distinct* equation is therefore lowered once. All
+distinct equations are lowered in one module, from which the compiler's own rules are
+read.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ class RuleBook:
     Attributes:
       rules: the rule by equation index; control flow has no rule.
       unsupported: primitives and kernels without a rule, which are replicated.
-      kernels: the work of equations that are hand-written kernels.
+      kernels: the work by equation index, for equations that are hand-written kernels.
     """
 
     rules: dict[int, FactorRule]
@@ -116,14 +117,17 @@ class _Kernels:
         self.works: dict[Any, KernelWork] = {}
 
     def key(self, eqn: Equation, sig: Any) -> Any:
-        """The signature of an equation, with other facts that determine a kernel."""
+        """A key that is equal for equations with the same rule.
+
+        For a kernel, the key also has the constant operands and which results are read.
+        """
         if not is_kernel(eqn.primitive):
             return sig
         held = tuple(a for a in eqn.inputs if a in self.arrays)
         return (sig, held, tuple(v in self.read for v in eqn.outputs))
 
     def rule(self, sig: Any, eqn: Equation) -> FactorRule:
-        """Returns the rule of a kernel, and stores its work."""
+        """Returns the rule of a kernel, and stores its `KernelWork`."""
         operands, results = _avals(self.program, eqn)
         arrays = [
             self.arrays.get(a) if isinstance(a, int) else a.value for a in eqn.inputs

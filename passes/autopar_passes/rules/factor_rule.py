@@ -24,8 +24,8 @@ class FactorKind(enum.Enum):
 
 
 # `FactorRule.reduction` of an equation that changes values after it has reduced them.
-# An example is a gather that fills in elements which are out of bounds. Such an
-# equation must reduce to every device.
+# An example is a gather that fills in elements which are out of bounds. The partial
+# results of such an equation must be all-reduced to every device.
 INNER = "inner"
 
 # By dimension, the factors that make it up, major to minor. A dimension of size one has
@@ -43,10 +43,10 @@ class Exchange:
       factor: the factor of the rule.
       slot: the index of the operand or the result.
       result: whether the array is a result.
-      around: whether the shards of the array are passed around a ring while the
+      around: whether the devices pass the shards of the array around a ring while the
         operator computes. If not, each half of a shard goes to the device that works on
         that half (`worker`), and the computation waits for both halves.
-      widened: the factor by which the sent elements are wider than those of the array.
+      widened: bytes of a sent element divided by the bytes of an element of the array.
     """
 
     factor: int
@@ -70,7 +70,10 @@ class Exchange:
 
 
 def worker(chunk: int, shards: int) -> int:
-    """The device that works on a chunk; each device has an early and a late chunk.
+    """The device that works on a chunk of a sequence.
+
+    A sequence has two chunks per device. Each device works on an early and a late
+    chunk, so that a causal mask leaves all devices the same work.
 
     >>> [worker(chunk, 2) for chunk in range(4)]
     [0, 1, 1, 0]
@@ -84,15 +87,16 @@ class FactorRule:
 
     Attributes:
       sizes: size of each factor.
-      kinds: by factor, the effect of sharding it.
+      kinds: for each factor, the effect of sharding the factor.
       operands: for each operand, the factors of each dimension.
       results: for each result, the factors of each dimension.
       reduction: how partial results combine: ``sum``, ``max``, ``min``, ``or``,
         ``and``, or `INNER`; '' if the equation has no reduction factor.
-      sums: for each result, the parallel factors over whose shards the operator itself
-        sums the result; () if there are none.
-      whole: factors that must be sharded over exactly one mesh axis of the same size.
-        Without such an axis the operator cannot run with the same meaning.
+      sums: for each result, the factors of kind ``PASS`` over which the operator itself
+        sums the result if they are sharded; () if there are none.
+      whole: factors that must be sharded over exactly one mesh axis, which has as many
+        devices as the factor has elements. Otherwise the operator would compute
+        something else.
       exchanges: the arrays that shards send to each other (`FactorKind.EXCHANGED`).
     """
 
@@ -215,8 +219,9 @@ class KernelWork:
       efficiency: share of the peak rate that the kernel reaches, 0 to 1.
       platforms: kinds of devices that can run the kernel; empty for any device.
       assumed: the assumption behind the FLOPs; empty if there is none.
-      own_model_flops: FLOPs of the model's own products, if they differ from those that
-        the kernel runs. For attention they ignore the mask and the recomputation.
+      own_model_flops: FLOPs of the model's own matrix products, if they differ from the
+        FLOPs that the kernel runs. For attention they ignore the mask and the
+        recomputation.
       causal_flops: the part of the model FLOPs that is attention with a causal mask.
     """
 
@@ -232,7 +237,7 @@ class KernelWork:
 
     @property
     def model_flops(self) -> float:
-        """FLOPs of the model's own products."""
+        """FLOPs of the model's own matrix products, without recomputation."""
         if self.own_model_flops is not None:
             return self.own_model_flops
         return self.flops if self.matrix else 0.0
@@ -277,7 +282,7 @@ def registered_rule(
 def _barrier(
     operands: Sequence[Any], results: Sequence[Any], params: dict[str, Any]
 ) -> FactorRule:
-    """Makes each result share the factors of its operand, because a barrier copies."""
+    """Gives each result the factors of its operand, which the barrier copies."""
     del results, params
     rule = separate_rule([o.shape for o in operands], [], FactorKind.PASS)
     return dataclasses.replace(rule, results=rule.operands)

@@ -31,8 +31,8 @@ from autopar_passes.rules import pallas_grid
 # FLOPs of element-wise functions that need more than one instruction. Each number is
 # the measured time per element on one CPU core under XLA (benchmarks/elementwise.py),
 # multiplied by the 11 GFLOP/s of vector work that `autopar profile` measured on the
-# same core, and roughly rounded. Functions that were not measured are estimated from
-# the functions that compute them.
+# same core, and roughly rounded. The number of a function that was not measured is
+# estimated from the functions that it is computed with.
 _ELEMENT_FLOPS = {
     "acos": 15.0, "acosh": 10.0, "asin": 15.0, "asinh": 10.0, "atan2": 15.0,
     "cbrt": 40.0, "cos": 15.0, "cosh": 10.0, "digamma": 15.0, "div": 2.0,
@@ -118,7 +118,7 @@ def _convolution(
 def _ragged_product(
     operands: Sequence[Value], results: Sequence[Value], params: dict[str, Any]
 ) -> float:
-    """Each row meets only the columns of its own group, as in a grouped kernel."""
+    """Each row is multiplied only by its own group's matrix, as in a grouped kernel."""
     del results
     numbers = params["ragged_dot_dimension_numbers"]
     (_, contracting), (_, batch) = numbers.dot_dimension_numbers
@@ -153,7 +153,7 @@ def _scatter(
 # Number of points of one grid dimension at which the body is counted. In a longer
 # dimension, this many points are spread evenly.
 POINTS = 16
-# Assumed trips of a loop whose end depends on data.
+# Assumed number of iterations of a loop whose end depends on data.
 UNKNOWN_TRIPS = 1.0
 
 # Primitives that read and write memory of the kernel.
@@ -202,7 +202,7 @@ class Count:
         )
 
     def __mul__(self, times: float) -> Count:
-        """Returns the count of several runs."""
+        """Returns the FLOPs of several runs."""
         return dataclasses.replace(
             self, matrix=self.matrix * times, vector=self.vector * times
         )
@@ -254,7 +254,7 @@ def product_flops(eqn: Any) -> float:
 
 
 def _spread(size: int) -> list[int]:
-    """Points of one dimension: all points, or the middles of equal parts."""
+    """At most `POINTS` indices of one grid dimension, spread evenly."""
     if size <= POINTS:
         return list(range(size))
     return [int((k + 0.5) * size / POINTS) for k in range(POINTS)]
@@ -319,7 +319,7 @@ class _Walk:
         return found
 
     def alias(self, inner: Sequence[Any], outer: Sequence[Any]) -> None:
-        """Lets a body read the tables that it receives as operands."""
+        """Lets a body look up elements of the arrays that it receives as operands."""
         for mine, theirs in zip(inner, outer, strict=True):
             if not isinstance(theirs, jax_compat.Literal) and theirs in self.refs:
                 self.refs[mine] = self.refs[theirs]
@@ -358,7 +358,7 @@ class _Walk:
         return once * trips
 
     def element(self, eqn: Any, env: dict[Any, Any]) -> Any:
-        """An element of a table, if the program holds the table's array."""
+        """An element of an operand if the program holds its array, else None."""
         table = self.refs.get(eqn.invars[0])
         if table is None or eqn.outvars[0].aval.shape:
             return None
@@ -403,7 +403,7 @@ def _scalar(name: str, given: list[Any], eqn: Any) -> Any:
 
 
 def _trips(cond: Any, values: list[Any]) -> float | None:
-    """Trips of a loop that counts up by one to a known end; None for other loops."""
+    """Iterations of a loop that counts up by one to a known end; else None."""
     if len(cond.eqns) != 1 or cond.eqns[0].primitive.name != "lt":
         return None
     env = dict(zip(cond.invars, values, strict=False))

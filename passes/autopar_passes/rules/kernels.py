@@ -4,16 +4,17 @@ The compiler cannot look into a hand-written kernel. No sharding rule can be rea
 the lowering of a kernel, and a host without the device may be unable to lower the
 kernel. cuDNN's attention has the rule of this module. A Pallas kernel has the rule that
 its grid proves, or the rule that is registered under its name. The compiler cannot look
-into a `jax.shard_map` of the step's own either; the specs of the ``shard_map`` are its
-rule.
+into a `jax.shard_map` that the step contains either. The rule of such a ``shard_map``
+follows from its ``in_specs`` and ``out_specs``.
 
 Model FLOPs of attention kernels that are written in Pallas:
 
-An attention kernel takes queries, keys and values first, and computes an exponential
-between products. The FLOPs that a kernel runs depend on its block sizes, on the pairs
-that its mask skips, and on the values that it recomputes. The model's FLOPs depend on
-none of these. For each pair of a query ``s`` and a key ``t`` that the mask allows, with
-``d`` elements in queries and keys and ``e`` elements in values, the FLOPs are::
+The first operands of an attention kernel are queries, keys and values, and its body has
+both matrix products and an exponential. The FLOPs that a kernel runs depend on its
+block sizes, on the pairs that its mask skips, and on the values that it recomputes. The
+model's FLOPs depend on none of these. Queries and keys have ``d`` elements, and values
+have ``e`` elements. For each pair of a query and a key, masked or not, the model's
+FLOPs are::
 
     forward                 scores 2 d, output 2 e
     gradient of queries     2 d
@@ -127,7 +128,7 @@ def _integer(array: Any) -> bool:
 
 
 def _is_like(result: Any, of: Sequence[Any]) -> bool:
-    """Whether a result has the shape of one of the arrays, perhaps in several parts."""
+    """Whether a result has the shape of one of the arrays, perhaps behind more dims."""
     return any(
         len(result.shape) >= len(array.shape)
         and tuple(result.shape[-len(array.shape) :]) == tuple(array.shape)
@@ -136,7 +137,7 @@ def _is_like(result: Any, of: Sequence[Any]) -> bool:
 
 
 def _sequence(mapping: Any) -> int | None:
-    """The length of an array's only tiled dimension; None if there are more or none."""
+    """The length of an array's only tiled dim; None if not exactly one is tiled."""
     shape = tuple(mapping.array_aval.shape)[:-1]
     sizes = [getattr(dim, "block_size", 1) for dim in mapping.block_shape[:-1]]
     tiled = [n for n, size in zip(shape, sizes, strict=True) if size > 1]
@@ -144,7 +145,7 @@ def _sequence(mapping: Any) -> int | None:
 
 
 def _orders(eqn: Any) -> bool:
-    """Whether an equation compares two integer arrays of at least two dimensions."""
+    """Whether an equation compares two integer arrays with two or more dimensions."""
     return eqn.primitive.name in ORDERINGS and all(
         len(getattr(atom.aval, "shape", ())) >= 2 and _integer(atom.aval)
         for atom in eqn.invars
@@ -204,7 +205,7 @@ class _CallFactors:
 
 
 class _Call:
-    """The sizes and factors of one call."""
+    """The sizes and factors of one call of cuDNN's attention."""
 
     def __init__(self, operands: Sequence[Any], params: dict[str, Any]) -> None:
         query, key, value, bias = (tuple(o.shape) for o in operands[:4])
@@ -288,7 +289,7 @@ def attention_rule(
     params: dict[str, Any],
     read: Sequence[bool],
 ) -> FactorRule | None:
-    """Returns the rule of a call; None if the rule does not cover the sizes.
+    """Returns the rule of a call of cuDNN's attention; None for sizes without a rule.
 
     Args:
       primitive: one of `PRIMITIVES`.
@@ -333,7 +334,7 @@ def _goes_around(operands: Sequence[Any], params: dict[str, Any]) -> bool:
     return plain and masked and not any(math.prod(o.shape) for o in operands[3:10])
 
 
-# Bytes of an element of the float32 sums.
+# Bytes of an element of the float32 sums in which the ring adds up gradients.
 _SUM_BYTES = 4
 
 
@@ -367,7 +368,7 @@ def _exchanges(
 def attention_kernel(
     primitive: str, operands: Sequence[Any], params: dict[str, Any]
 ) -> KernelWork:
-    """Returns the FLOPs and the other properties of a call.
+    """Returns the FLOPs and the other properties of a call of cuDNN's attention.
 
     The forward pass takes ``2 * (qk_dim + v_dim)`` FLOPs for each query, key and head.
     """

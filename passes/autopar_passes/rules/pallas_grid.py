@@ -5,15 +5,15 @@ point reads or writes. A dimension of the grid may be sharded over devices if th
 kernel's results cannot depend on this sharding. The conditions are:
 
 * Each index map either ignores the dimension or returns it unchanged. An index map may
-  also return a whole quotient of the dimension, as for key heads that several query
-  heads share.
+  also return the dimension's index divided by an integer and rounded down. Key heads
+  that several query heads share need such a map.
 * The blocks tile the arrays, and every result that is read has a separate block for
   each point.
 * The kernel reads neither the index of the point nor the size of the dimension.
 * Nothing is carried from one point to the next: the kernel has no scratch memory, or
   the dimension is declared parallel, or ``jax.vmap`` added the dimension.
 
-Blocks are never divided.
+A shard consists of whole blocks: blocks are never divided.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ class _Index:
 
     Attributes:
       reads: the dimensions of the grid that the value depends on.
-      along: the dimension of the grid that the value follows, or -1.
+      along: g if the value is the index in grid dimension g, divided by ``repeat`` and
+          rounded down; -1 if there is no such dimension.
       repeat: the number of consecutive points with the same block.
     """
 
@@ -57,7 +58,7 @@ class _Block:
     indices: tuple[_Index, ...]
 
     def along(self, dim: int) -> list[int]:
-        """The dimensions of the array that follow a dimension of the grid."""
+        """The dimensions of the array whose blocks a dimension of the grid selects."""
         return [d for d, i in enumerate(self.indices) if i.along == dim]
 
     def covers_exactly(self, d: int, grid: Sequence[int]) -> bool:
@@ -90,7 +91,8 @@ def grid_rule(params: dict[str, Any], read: Sequence[bool]) -> FactorRule | None
     return found.rule(free) if free else None
 
 
-# A dimension that each point of a grid sees as a whole, and one with unknown access.
+# `WHOLE` marks a dimension that each point of a grid reads as a whole. `UNKNOWN` marks
+# a dimension with unknown access.
 WHOLE, UNKNOWN = -1, -2
 
 
@@ -242,7 +244,7 @@ class _Grid:
         return not kept or self.name.startswith(_FRESH_SCRATCH)
 
     def parts(self, operands: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
-        """By grid dimension, the number of parts that the operands' shards imply."""
+        """For each grid dimension, the number of parts into which shards divide it."""
         parts = [1] * len(self.grid)
         for block, shape in zip(self.operands, operands, strict=True):
             for size, local, index in zip(
@@ -253,7 +255,7 @@ class _Grid:
         return tuple(parts)
 
     def rule(self, free: Sequence[int]) -> FactorRule:
-        """The rule in which the free dimensions of the grid may be sharded."""
+        """The rule in which the given dimensions of the grid may be sharded."""
         sizes: list[int] = []
         kinds: list[FactorKind] = []
 
@@ -268,8 +270,8 @@ class _Grid:
         major: dict[int, tuple[int, ...]] = {}
         minor: dict[int, tuple[int, ...]] = {}
         for g in free:
-            # If all points of a dimension share all blocks, no array follows the
-            # dimension.
+            # If all points of a grid dimension read the same blocks, the dimension
+            # shards no array.
             repeats = (b.indices[d].repeat for b in arrays for d in b.along(g))
             repeat = max(repeats, default=self.grid[g])
             major[g] = new(self.grid[g] // repeat, FactorKind.PASS)
@@ -343,7 +345,7 @@ def grid_axes_asked(jaxpr: Any) -> frozenset[int]:
 
 
 def _block_size(dim: Any) -> int | None:
-    """Block elements in one dimension; None if blocks start at no multiple of them."""
+    """The block size of one dimension; None if blocks may start at any element."""
     kind = type(dim).__name__
     if kind == "Squeezed":
         return 1
@@ -364,7 +366,7 @@ def _parallel_dims(compiler: Any, own: Sequence[int], count: int) -> frozenset[i
 
 
 def _indices(jaxpr: Any, count: int) -> tuple[_Index, ...]:
-    """The results of an index map, in terms of the dimensions of the grid."""
+    """The results of an index map, as functions of the grid's dimensions."""
     env: dict[Any, _Index] = {}
     for g, var in enumerate(jaxpr.invars):
         env[var] = _Index(frozenset({g}), g) if g < count else _Index()

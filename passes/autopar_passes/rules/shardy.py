@@ -94,7 +94,7 @@ class FactorForest:
         return factor
 
     def leaves(self, factor: int) -> tuple[int, ...]:
-        """Returns the unsplit factors of a factor, major to minor."""
+        """Returns the smallest factors that a factor is split into, major to minor."""
         root = self.find(factor)
         children = self._nodes[root].children
         if not children:
@@ -181,7 +181,7 @@ _SUMMING = frozenset(
     {"stablehlo.dot_general", "stablehlo.convolution", "stablehlo.gather"}
 )
 _COMBINING = frozenset({"stablehlo.reduce", "stablehlo.scatter"})
-# Operations that create values without operands; any sharding of them is free.
+# Operations that create values without operands. Any sharding of these values is free.
 _GENERATORS = frozenset(
     {"stablehlo.constant", "stablehlo.iota", "stablehlo.partition_id"}
 )
@@ -367,7 +367,7 @@ class _RuleReader:
                 real = [factors[i] for i in indices if rule.factor_sizes[i] > 1]
                 if factor is not None and real:
                     self.unite_whole(factor, real)
-                elif factor is not None:  # the rule forbids sharding it
+                elif factor is not None:  # the rule forbids sharding this factor
                     self.forest.block(factor)
         kind = _combiner(op, name)
         for i in rule.reduction_factors:
@@ -379,7 +379,7 @@ class _RuleReader:
             self.forest.block(factors[i])
 
     def unite_whole(self, factor: int, real: list[int]) -> None:
-        """Unites factors, unless the rule covers only a part of the dimension."""
+        """Unites factors; replicates them if the rule covers only a part of the dim."""
         sizes = 1
         for f in real:
             sizes *= self.forest.size(f)
@@ -434,7 +434,8 @@ class _RuleReader:
         if self.forest.is_blocked(leaf):
             return FactorKind.BLOCKED
         reduced = bool(self.forest.reduction(leaf))
-        # reduced but still in the result, or missing from it without a reduction
+        # The factor is reduced but still in the result, or missing from the result
+        # without a reduction.
         if reduced == produced:
             return FactorKind.BLOCKED
         return FactorKind.REDUCE if reduced else FactorKind.PASS

@@ -26,13 +26,14 @@ from autopar_passes.sums.stacked import (
 def verify_deferrals(graph: OperatorGraph, deferrals: Sequence[Deferral]) -> None:
     """Checks the invariants of the deferrals of a graph.
 
-    * Contributions are contractions of the backward pass; all members are
-      floating-point values that some operator makes.
-    * From each contribution, single readers lead through members to the ends of
-      its reach, and to no other value.
-    * All other members are in loops, between the carry and the addition of a hoisted
-      sum.
-    * The ends are exactly the reached ends, in program order; gradients are among them.
+    * Contributions are contractions of the backward pass. Members are floating-point
+      values that some operator makes.
+    * A path leads from each contribution through members, each with a single reader, to
+      the ends that ``reach`` lists for the contribution, and to no other value.
+    * All members outside of these paths are in loops, between the carry and the
+      addition of a sum that is moved out of the loop.
+    * ``ends`` lists exactly the ends of these paths, in program order. Gradients are
+      among the ends.
     * Deferrals have no value in common.
 
     Raises:
@@ -136,7 +137,7 @@ class _View:
         return found[0][0]
 
     def loop_sums(self, reached: set[int]) -> set[int]:
-        """The values that loops pass between iterations, up to the final addition."""
+        """The values in loops from the carry to the addition of a sum."""
         out: set[int] = set()
         for value in reached:
             op = self.made_by[value]
@@ -197,7 +198,8 @@ class _Finder:
         self.graph = graph
         self.sources = program.by_index()
         self.inside = _nested_equations(program.body)
-        # Products of two partial values. A product of sums is not a sum of products.
+        # Products of two partial values. Such a product is not linear, so its operands
+        # must be summed first.
         self.products: set[int] = set()
         # Operators of the update that only add gradients, or scale gradients to be
         # added.
@@ -223,7 +225,7 @@ class _Finder:
         return tuple(sorted(found, key=lambda d: self.producer[d.ends[0]].index))
 
     def partial(self, makers: Sequence[Operator]) -> set[int]:
-        """Returns the values on the paths of all makers."""
+        """Returns the values on the paths of partial results from all makers."""
         return set[int]().union(*(self.path(op).members for op in makers))
 
     def deferral(self, paths: Sequence[_Path]) -> Deferral:
@@ -247,7 +249,7 @@ class _Finder:
         return op.index, op.outputs.index(value)
 
     def is_gradient(self, value: int) -> bool:
-        """Returns whether only the update or the caller reads a backward value."""
+        """Returns whether a backward value is read by only the update or the caller."""
         if self.is_nested(self.producer[value]):
             return False
         readers = [op for op, _ in self.readers.get(value, [])]
@@ -298,7 +300,8 @@ class _Finder:
         return _Path(maker.index, members, ends)
 
     def next(self, value: int) -> tuple[int, ...]:
-        """Returns the values that stay partial behind a value; () if its sum is due."""
+        """Returns the values that become partial too; () if the value must be summed.
+        """
         readers = self.readers.get(value, [])
         if len(readers) != 1:
             return ()
@@ -332,12 +335,13 @@ class _Finder:
     def leaves(self, value: int) -> bool:
         """Returns whether a value leaves the program as a whole value.
 
-        A sum over microbatches leaves as a running sum, which may be partial.
+        A sum over microbatches leaves the program as a running sum, which may be
+        partial.
         """
         return value in self.outputs and value not in self.graph.accumulated
 
     def adding_up(self, partial: set[int]) -> frozenset[int]:
-        """Returns the operators after the backward pass that add partial values.
+        """Returns the operators after the backward pass that add up partial values.
 
         A step that runs microbatches one by one adds their gradients. A step with
         several losses adds gradients too. An operator that scales a gradient by a
@@ -370,9 +374,9 @@ class _Finder:
     def accumulates(self, carry: Operator, end: int) -> bool:
         """Returns whether a loop only adds to a carry that nothing else reads.
 
-        Only additions may lead from the first value inside the loop to the last.
-        Nothing else may read a value between them, and neither may the condition of a
-        `while`.
+        Only additions may lead from the carry's value at the start of an iteration to
+        its value at the end. No other operator may read a value in between, and the
+        condition of a `while` may not either.
         """
         if carry.inputs[-1] != end or len(set(carry.inputs)) != len(carry.inputs):
             return False
@@ -391,7 +395,10 @@ class _Finder:
         return True
 
     def carried_in(self, members: set[int]) -> Iterator[int]:
-        """Yields the values of an iteration up to the addition of a hoisted sum."""
+        """Yields the values of an iteration from the carry to the addition of a sum.
+
+        The deferral moves this sum out of the loop.
+        """
         for value in list(members):
             op = self.producer[value]
             if op.kind != "carry" or value != op.outputs[-1]:

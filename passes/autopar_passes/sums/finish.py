@@ -30,16 +30,16 @@ from autopar_passes.layouts import Layout, partition_spec
 # Reduce-scatters, in the form that the compiler of each platform keeps.
 #
 # XLA's CPU compiler combines several all-reduces into one message, but does not combine
-# reduce-scatters (jaxlib 0.10.2). The 17 gradients of a GPT would need 17 messages. For
-# the CPU, the code is therefore an all-reduce, of which each device keeps its slice.
-# XLA itself uses this form if it chooses the collective.
+# reduce-scatters (jaxlib 0.10.2). The 17 gradients of a GPT would need 17 messages. On
+# the CPU, this module therefore writes an all-reduce, and each device keeps its slice
+# of the result. XLA itself writes the same if it chooses the collective.
 #
 # XLA's TPU compiler turns a reduce-scatter into an all-reduce if the part of a device
 # begins inside a tile, or if the part's size is an odd number of half tiles (libtpu
 # 0.0.42). This was found by compiling programs with one product of two or three
 # dimensions and one sum of the product. For example, a bfloat16 gradient of 1024 x 1024
-# that is split into 8 parts of 128 columns is sent twice. For such arrays, the parts
-# become a new first dimension, which tiles do not cut.
+# that is split into 8 parts of 128 columns is sent twice. For such arrays, this module
+# makes the parts a new first dimension, which no tile cuts.
 
 # The size of a TPU's tile of 32-bit numbers (https://openxla.org/xla/tiled_layout).
 # Narrower numbers are packed: a tile of 16-bit numbers has twice as many rows.
@@ -74,7 +74,7 @@ def _kept_slice(shard: Any, *, names: tuple[str, ...], dim: int) -> Any:
 
 
 def in_front(shard: Any, *, names: tuple[str, ...], dim: int) -> Any:
-    """A reduce-scatter over a new first dimension, which holds the parts of ``dim``."""
+    """Reduce-scatters an array whose parts along ``dim`` form a new first dimension."""
     parts = jax.lax.axis_size(names)
     before, behind = shard.shape[:dim], shard.shape[dim + 1 :]
     cut = shard.reshape(*before, parts, shard.shape[dim] // parts, *behind)
@@ -82,16 +82,17 @@ def in_front(shard: Any, *, names: tuple[str, ...], dim: int) -> Any:
 
 
 def cuts_tiles(part: Sequence[int], dim: int, item_bytes: int) -> bool:
-    """Whether a TPU's tiles cannot hold parts of this shape separately.
+    """Whether a TPU's tile would hold elements of two devices' parts of this shape.
 
     The compiler orders the dimensions of a part so that tiles have the least unused
     space. If several orders are equally good, the last dimension lies along the lanes.
     If the sum splits the dimension along the lanes, each part must be a whole number of
-    tiles. The same holds for the dimension along the rows if further dimensions
-    surround it. A matrix that is split along its last dimension is assumed to have this
-    dimension along the lanes, because the operator before the sum may have chosen that
-    order. The surrounding program may prefer another order. In that case a copy is made
-    in vain, or the whole array is summed.
+    tiles. The same holds for the dimension along the rows of tiles if the array has
+    further dimensions before it. A matrix that is split along its last dimension is
+    assumed to have this dimension along the lanes, because the operator before the sum
+    may have chosen that order. The program around the sum may prefer another order of
+    dimensions. Then either this module makes an unnecessary copy, or the compiler sums
+    the whole array.
 
     Args:
       part: the shape of the part that one device keeps.
@@ -121,15 +122,15 @@ def _order(shape: Sequence[int]) -> tuple[int, int]:
 
 
 def _room(shape: Sequence[int], lanes: int, rows: int) -> float:
-    """The space of the tiles, relative to the elements that they hold."""
+    """The room of the tiles in elements, divided by the elements that they hold."""
     units = ((shape[lanes], _LANES), (shape[rows], _ROWS))
     return math.prod(-(-size // unit) * unit / max(size, 1) for size, unit in units)
 
 
 # Equations with one result that may run shard by shard. Their parameters do not depend
 # on the operands' sizes, and the partial results of the shards add up to the result.
-# For a scatter this holds if it adds to zeros and each device has all rows of the
-# zeros.
+# The partial results of a scatter add up if the scatter adds to zeros and each device
+# has all rows of the zeros.
 BY_SHARDS = frozenset({"dot_general", "reduce_sum", "scatter-add"})
 
 
@@ -139,8 +140,9 @@ class Sum:
 
     Attributes:
       axes: the mesh axes that the collective sums over.
-      dim: the dimension that the collective shards over ``axes``, after the axes that
-        shard it already; None if every device gets the sum of the whole shard.
+      dim: the dimension that the collective shards over ``axes``, in addition to the
+        axes that shard it already; None if every device gets the sum of the whole
+        shard.
       layout: the layout of the array after the collective.
     """
 
@@ -194,9 +196,10 @@ def _run_collective(shard: Any, step: Sum, mesh: Any) -> Any:
 
 
 def behind(layouts: Sequence[Layout], sums: Sequence[Sum]) -> tuple[Layout, ...]:
-    """The layouts to state from the end of a sum on, out of all layouts of a value.
+    """The layouts that a value takes after its sum, which the program must state.
 
-    The result is empty if the sum already ends in the layout that its readers use.
+    The result is empty if the last collective already gives the layout that readers
+    use.
     """
     last = sums[-1].layout
     return tuple(layouts[layouts.index(last) :]) if last in layouts else ()

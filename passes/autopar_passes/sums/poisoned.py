@@ -1,8 +1,8 @@
-"""Finds the results that a non-finite gradient corrupts, and those it only controls.
+"""Finds the results of a step that a non-finite gradient corrupts or only influences.
 
 A NaN or an infinity passes through arithmetic. It does not pass through a comparison or
-through ``is_finite``: their results are well defined. A step may depend on such
-results, for example a step that halves its loss scale.
+through ``is_finite``, which return a boolean. A step may use such a boolean, for
+example to halve its loss scale.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ class Poisoned:
 
     Attributes:
       results: flat outputs that are computed from gradients.
-      guarded: whether the step checks its gradients itself: another carried output,
-        such as a loss scale, depends on a comparison of gradients.
+      guarded: whether the step itself checks its gradients. This is so if another
+        carried output, such as a loss scale, depends on a comparison of gradients.
     """
 
     results: frozenset[int]
@@ -77,7 +77,7 @@ def _backward(
 def _reachable(
     equations: Iterable[Equation], starts: set[int], keeps: Callable[[int], bool]
 ) -> set[int]:
-    """Returns the values that depend on given values through values that are kept.
+    """Returns the values that depend on ``starts`` through values with ``keeps``.
 
     A loop's body may come before values that its next iteration reads, so the search
     needs several rounds.

@@ -3,9 +3,9 @@
 XLA turns the sum of two all-reduces into the all-reduce of a sum
 (``xla/service/all_reduce_reassociate.cc``, ``reduce_scatter_reassociate.cc`` in
 openxla/xla). For example, queries, keys and values give three gradients of the same
-input, and only their sum crosses the links. Both sums must be over the same devices,
-and both may have only one reader. Operations between a sum and the addition that only
-change a shape are moved.
+input, and only the sum of the three crosses the links. The two all-reduces must be over
+the same devices, and each must have only one reader. XLA moves operations between an
+all-reduce and the addition if they only change a shape.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ _SHAPING = frozenset({"reshape", "transpose", "squeeze", "expand_dims", "copy"})
 
 
 class Reassociation(NamedTuple):
-    """An addition of two values whose sums over devices may be combined.
+    """An addition of two values whose all-reduces may be combined into one.
 
     Attributes:
       operator: the addition.
-      summed: the two values that are summed: results of contractions, or of earlier
-        additions of this kind.
+      summed: the two values that would be all-reduced: results of contractions, or of
+        earlier additions of this kind.
       between: every value from ``summed`` to the operands of the addition.
     """
 
@@ -40,7 +40,7 @@ def reassociations(graph: OperatorGraph) -> tuple[Reassociation, ...]:
     joined: set[int] = set()
 
     def way(value: int | None) -> tuple[int, ...]:
-        """The values from an operand back to its sum; () if there is no such sum."""
+        """The values from an operand back to the value that is all-reduced; else ()."""
         out: list[int] = []
         while value is not None and value not in outputs:
             if len(read_by.get(value, ())) != 1:

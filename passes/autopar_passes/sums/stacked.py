@@ -2,8 +2,8 @@
 
 A value may be partial over mesh axes that have n devices together. Such a value is held
 as an array ``(n, *shape)`` whose leading dimension is sharded over these axes. The
-value is the sum over the leading dimension. A partial value therefore has a layout that
-the program can state, and nothing is communicated until the sum is computed.
+value is the sum over the leading dimension. The program can therefore state the layout
+of a partial value, and devices communicate only when the sum is computed.
 
 A *deferral* is a set of partial results, with the values at which their sums must be
 computed. If the plan shards a factor that an operator contracts, each device has only a
@@ -38,7 +38,7 @@ CONTRACTIONS = frozenset(
 )
 # Operators that add their two operands.
 ADDITIONS = frozenset({"add", "add_any"})
-# Operators that are linear in all operands together.
+# Operators that are linear in all operands taken together.
 ADDITIVE = ADDITIONS | {"sub", "concatenate"}
 # Operators that are linear in their first operand. The other operands are parameters.
 UNARY = frozenset(
@@ -47,7 +47,7 @@ UNARY = frozenset(
         "squeeze", "expand_dims", "rev", "slice", "split", "div",
     }
 )  # fmt: skip
-# Operators that scale by a constant if all operands except one are constants.
+# Operators that only scale or cast an operand if all other operands are constants.
 SCALING = frozenset({"mul", "div", "neg", "convert_element_type"})
 
 
@@ -128,7 +128,10 @@ def stack_partials(
 
 
 def lift(array: Any, axes: Axes, layout: Layout, mesh: Any) -> Stacked:
-    """Turns a whole value into a partial one that a group's first device holds."""
+    """Turns a whole value into a partial value with the same sum.
+
+    The group's first device holds the whole value, and the other devices hold zeros.
+    """
     n = group_size(mesh, axes)
     array = jnp.asarray(array)
     first = jax.lax.broadcasted_iota(np.int32, (n, *array.shape), 0) == 0
@@ -148,8 +151,8 @@ def linear(
 ) -> list[Any]:
     """Runs an equation that is linear in its stacked operands on each slice.
 
-    If an equation adds or selects stacked and whole operands, the whole operands are
-    lifted.
+    If an equation adds or selects stacked and whole operands, `lift` first turns the
+    whole operands into stacked ones.
 
     Args:
       eqn: the equation.
@@ -196,7 +199,8 @@ class Deferral:
       reach: the operators that make the partial results, each with the ends that its
         result flows into.
       members: every value on a path, including the ends.
-      hoisted: whether the deferral moves a sum out of a loop that accumulates it.
+      hoisted: whether the deferral moves a sum over devices out of a loop that
+        accumulates the partial results.
       gradients: the ends that the update reads from the backward pass, once per step.
     """
 
