@@ -1,4 +1,7 @@
-"""``autopar-solve``: solves an instance of the contest and says what was proved."""
+"""``autopar-solve``: solves an instance of the contest, and prints what was proved.
+
+The contest on intra-operator parallelism was part of ASPLOS and EuroSys 2025.
+"""
 
 import math
 import time

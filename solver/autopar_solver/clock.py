@@ -11,8 +11,8 @@ Timer = Callable[[], float]
 class Clock:
     """The time that is left.
 
-    Without a limit, time is counted by work done (``tick``), and not read from a timer.
-    The same problem then always takes the same steps.
+    Without a limit the clock reads no timer: `tick` adds the estimated seconds of each
+    piece of work. The same problem then always takes the same steps.
     """
 
     def __init__(

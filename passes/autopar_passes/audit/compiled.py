@@ -1,8 +1,9 @@
 """Reads the communication and memory of a compiled program.
 
 `hlo_collectives` lists the collectives of the optimized program in the terms of a plan.
-A compiler may replace a collective by another form. Such a form is charged as the
-original collective, and `compiled_audit` lists it as an exception.
+A compiler may replace a collective by other instructions. `hlo_collectives` lists them
+with the kind and bytes of the original collective, and `compiled_audit` also lists them
+as exceptions.
 
 The module also reads a compiled program as a schedule: the sequence of events on one
 device. The text of a program for an accelerator lists the instructions in the order in
@@ -57,7 +58,7 @@ class CompiledAudit:
     """The communication and the memory of a compiled step, on one device.
 
     Attributes:
-      collectives: all collectives, named as a plan names them.
+      collectives: all collectives, by the kinds that a plan uses.
       communication_bytes: bytes that one device sends in one step.
       peak_memory_bytes: bytes of arguments, of results that are not arguments updated
         in place, and of temporary buffers.
@@ -65,7 +66,8 @@ class CompiledAudit:
       output_bytes: bytes of the results.
       alias_bytes: bytes of results that reuse an argument's buffer.
       temp_bytes: bytes of the temporary buffers.
-      exceptions: the forms that are known to differ from the plan's collectives.
+      exceptions: notes on collectives whose instructions differ from the plan's
+        collectives in a known way.
     """
 
     collectives: tuple[AuditedCollective, ...]
@@ -80,13 +82,13 @@ class CompiledAudit:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Found:
-    """A collective, and the ways in which its form differs from the plan's."""
+    """A collective, and notes on how its instructions differ from the plan's."""
 
     collective: AuditedCollective
     exceptions: tuple[str, ...] = ()
 
     def but(self, exception: str) -> Found:
-        """Returns the same collective with one more exception."""
+        """Returns this collective with one more note in ``exceptions``."""
         return Found(self.collective, (*self.exceptions, exception))
 
 
@@ -95,20 +97,21 @@ def hlo_collectives(
 ) -> tuple[AuditedCollective, ...]:
     """Lists the collectives of an optimized program.
 
-    A collective inside a loop counts once for each iteration of the loop. A permute is
-    charged for the share of devices that send to another device. A permute without such
-    devices is not listed. If each device keeps only a slice of an all-reduce, the
-    all-reduce is listed as a reduce-scatter. A second all-reduce is listed for the part
-    of the sum that the reduce-scatter does not cover. An all-reduce after a
-    reduce-scatter is charged only for the slice that the reduce-scatter leaves. An
-    array that was widened from 16 to 32 bits only for sending is charged with 16 bits.
+    A collective inside a loop counts once for each iteration of the loop. The size of a
+    permute is multiplied by the share of devices that send to another device. A permute
+    in which no device sends to another is not listed. If each device keeps only a slice
+    of an all-reduce, the all-reduce is listed as a reduce-scatter. A second all-reduce
+    is listed for the part of the sum that the reduce-scatter does not cover. The size
+    of an all-reduce after a reduce-scatter is only the slice that the reduce-scatter
+    leaves. An array that was widened from 16 to 32 bits only for sending has its size
+    in 16 bits.
 
     Args:
       text: the text of the optimized module, such as ``compiled.as_text()``.
       mesh: names and sizes of the mesh axes, to name the axes of each group; without
         them no axes are named.
-      as_run: whether to list the collectives that the program really runs, under their
-        own names.
+      as_run: whether to list the instructions that the program really runs, instead of
+        the original collectives.
     """
     reader = Reader(text, mesh, as_run)
     return tuple(found.collective for found in reader.entry())
@@ -148,8 +151,10 @@ class Reader:
       module: the module.
       follow: follows the values of the module.
       mesh: names and sizes of the mesh axes.
-      as_run: whether each collective is listed under the name that it runs under.
-      unknown: notes on collectives that are not counted, or whose count is uncertain.
+      as_run: whether to list the instructions that the program really runs, instead of
+        the original collectives.
+      unknown: notes on collectives that are not counted, or whose number of runs is
+        uncertain.
     """
 
     def __init__(self, text: str, mesh: MeshAxes, as_run: bool) -> None:
@@ -195,7 +200,7 @@ class Reader:
         yield from self.computation(self.inside(scope, op, name), trips)
 
     def loop_count(self, op: Instruction) -> float:
-        """Returns a loop's annotated trip count, or its condition's largest bound."""
+        """Returns a loop's annotated iterations, or the largest bound of its condition."""
         noted = re.search(r'"known_trip_count":\{"n":"(\d+)"', op.attributes)
         if noted:
             return float(noted[1])
@@ -239,7 +244,8 @@ class Reader:
         """Returns whether a collective is a later piece of a collective counted before.
 
         TPU programs write an asynchronous collective into every fusion that runs at the
-        same time. All these pieces have the same channel and the same chain.
+        same time. All these pieces have the same channel and the same value of the
+        attribute ``chain``.
         """
         chain = re.search(r'\bchain_id="(\d+)"', op.attributes)
         channel = re.search(r"\bchannel_id=(\d+)", op.attributes)
@@ -273,7 +279,8 @@ class Reader:
         """Splits an all-reduce into a part that is sliced afterwards and the rest."""
         need = WHOLE
         if self.as_run and scope.call is not None and scope.call.opcode == "fusion":
-            # TPU programs write a reduce-scatter as a fusion of a sum and its slice.
+            # TPU programs write a reduce-scatter as a fusion of an all-reduce and a
+            # slice of its result.
             kind = "reduce_scatter"
             yield self._describe(scope, op, index, kind, groups, nbytes, trips)
             return
@@ -317,7 +324,10 @@ class Reader:
         return Found(made, (WIDENED,) if narrow else ())
 
     def _source(self, scope: Scope, op: Instruction, index: int) -> str:
-        """Returns an array's source; a combined all-reduce has one per array."""
+        """Returns the operation of the user's program that made a collective's array.
+
+        A combined all-reduce has one name for each array.
+        """
         if len(op.operands) > 1 and op.opcode != "all-to-all":
             for user in scope.computation.users[op.name]:
                 if re.search(rf"\bindex={index}\b", user.attributes):
@@ -354,7 +364,7 @@ class Reader:
         return scope.instruction(op.operands[0]).shapes[0].dtype in _NARROW
 
     def _arriving(self, scope: Scope, name: str) -> float:
-        """Returns the share of a value that an earlier reduce-scatter leaves."""
+        """Returns the share of a value that earlier reduce-scatters leave per device."""
         scope, op = self.follow.origin(scope, name)
         index = None
         if op.opcode == "get-tuple-element":
@@ -377,7 +387,7 @@ class Reader:
         return base.opcode == "constant" and base.literal == "0"
 
 
-# Layout operations that keep the dtype.
+# Operations that change only the layout of an array, and not its dtype.
 _MOVES: Final = (LAYOUT_OPCODES - {"convert"}) | {
     "concatenate",
     "dynamic-slice",
@@ -385,7 +395,7 @@ _MOVES: Final = (LAYOUT_OPCODES - {"convert"}) | {
 }
 
 
-# Instructions that only hand values on; no kernel runs for them.
+# Instructions that only pass values to other instructions. No kernel runs for them.
 _FREE: Final = frozenset(
     {
         "after-all", "bitcast", "constant", "get-tuple-element", "iota",
@@ -408,7 +418,8 @@ class Start:
     Attributes:
       name: the name of the instruction.
       collectives: the collectives of the arrays, which share one message.
-      waits: whether the device waits at once, so that nothing runs at the same time.
+      waits: whether the device waits for the end at once, so that no kernel runs at the
+        same time.
     """
 
     name: str

@@ -86,7 +86,7 @@ class Instruction:
         return found.group(1) if found else ""
 
     def callee(self, role: str) -> str:
-        """Returns the computation called in a role, such as ``body``, or ''."""
+        """Returns the computation that an attribute such as ``body`` names, or ''."""
         found = re.search(rf"\b{role}=%?([\w.\-]+)", self.attributes)
         return found.group(1) if found else ""
 
@@ -250,7 +250,8 @@ def _mesh_groups(text: str) -> np.ndarray:
     order = _IOTA.search(found[0]) if found else None
     axes = [(m[1], int(m[2])) for m in _AXIS.finditer(mesh)]
     joined = rest[rest.index("{") : rest.index("}")]
-    # The part (major)size of an axis splits the axis into major, size and minor.
+    # A part of an axis is written ``(major)size``: the axis is split into the
+    # dimensions major, size and minor.
     sizes: list[int] = []
     within: list[bool] = []
     parts = {m[1]: m for m in _AXIS.finditer(joined)}
@@ -292,7 +293,7 @@ _BINARY: Mapping[str, Callable[[np.ndarray, np.ndarray], np.ndarray]] = {
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Scope:
-    """A computation at one of the places where it is called."""
+    """A computation together with the instruction that calls it."""
 
     computation: Computation
     call: Instruction | None = None
@@ -308,10 +309,10 @@ class Need:
     """The part of a value that each device uses.
 
     Attributes:
-      fraction: size of one slice relative to the value; 1 if a device uses the whole
-        value.
-      slices: for each device, the slices that it uses, in an arbitrary numbering; empty
-        if the slices are unknown.
+      fraction: size of one slice divided by the size of the value; 1 if a device uses
+        the whole value.
+      slices: for each device, the identifiers of the slices that it uses. Equal slices
+        have equal identifiers. Empty if the slices are unknown.
     """
 
     fraction: float = 1.0
@@ -324,7 +325,7 @@ class Need:
         return min(1.0, count * self.fraction)
 
     def join_groups(self, groups: np.ndarray) -> Need:
-        """Returns the slices that the devices of each group use together."""
+        """Returns the slices that all devices of a group use, for each device."""
         if self.fraction == 1.0:
             return self
         if not self.slices:
@@ -390,7 +391,10 @@ class ValueFollower:
     def readings_outside(
         self, scope: Scope, index: int | None, through: frozenset[str]
     ) -> Iterator[ValueReading]:
-        """Yields the readers of a fusion's result; other results are used wholly."""
+        """Yields the readers of a fusion's result.
+
+        Every other computation's result counts as used whole.
+        """
         if scope.call is None or scope.call.opcode != "fusion" or scope.outer is None:
             yield ValueReading(scope, None, 0)
         else:
@@ -420,7 +424,7 @@ class ValueFollower:
         return Need(largest, tuple(frozenset().union(*slices) for slices in per_device))
 
     def need_of(self, reading: ValueReading) -> Need:
-        """Returns the part of a value that each device uses through one reader."""
+        """Returns the part of a value that each device uses in one reader."""
         reader = reading.reader
         if reader is None:
             return WHOLE
@@ -495,7 +499,7 @@ class ValueFollower:
         )
 
     def resolve(self, scope: Scope, name: str) -> tuple[Scope, Instruction]:
-        """Follows parameters, fusions and loop invariants to the maker of a value."""
+        """Finds the maker of a value through parameters, fusions and loops."""
         instruction = scope.instruction(name)
         if instruction.opcode == "parameter" and scope.call and scope.outer:
             number = int(instruction.literal)
@@ -520,7 +524,7 @@ class ValueFollower:
     def resolve_element(
         self, scope: Scope, element: Instruction
     ) -> tuple[Scope, Instruction]:
-        """Follows an element of a tuple, or a constant element of a loop's state."""
+        """Finds the maker of a tuple's element, also through loops that keep it."""
         holder = scope.instruction(element.operands[0])
         if holder.opcode == "tuple":
             return self.resolve(scope, holder.operands[element_index(element)])
@@ -537,7 +541,10 @@ class ValueFollower:
 
 
 def split_groups(need: Need, groups: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the groups of the reduce-scatter, and of the remaining all-reduce."""
+    """Splits an all-reduce into a reduce-scatter and an all-reduce of the rest.
+
+    Returns the groups of devices of the first, and of the second.
+    """
     size = groups.shape[1]
     ratio = round(need.join_groups(groups).share / need.share)
     of_slice: dict[frozenset[tuple[int, ...]], list[int]] = {}

@@ -1,4 +1,4 @@
-"""The kernels of a compiled program: their products and the bytes that they move."""
+"""Kernels of a compiled program: their matrix products, bytes read and written."""
 
 from __future__ import annotations
 
@@ -23,10 +23,11 @@ from autopar_passes.audit.hlo_text import (
 # over layers reads one layer of the stacked weights. A kernel that updates a slice in
 # place writes only the slice.
 
-# Operations that read, of their first operand, only as many elements as the result
-# uses.
+# Operations that read only as many elements of their first operand as are used of the
+# result.
 _PARTIAL = frozenset({"slice", "dynamic-slice", "gather", "broadcast"})
-# Operations that update their first operand in place -> the operand with the update.
+# Operations that update their first operand in place -> the position of the operand
+# with the new elements.
 _IN_PLACE = {"dynamic-update-slice": 1, "scatter": 2}
 
 
@@ -52,7 +53,7 @@ def kernel_bytes(module: HloModule, scope: Scope, op: Instruction) -> float:
 
 
 def _size(shapes: tuple[Shape, ...]) -> float:
-    """Bytes of arrays, without a library's work space, which is a vector of bytes."""
+    """Bytes of arrays, except vectors of bytes, which are work space of libraries."""
     return sum(s.nbytes for s in shapes if s.dtype != "s8" or len(s.dims) > 1)
 
 
@@ -93,7 +94,7 @@ def _count(op: Instruction) -> float:
 
 
 def _element_counts(body: Computation) -> dict[str, float]:
-    """An upper bound of the elements of each value of a fusion that are used."""
+    """For each value of a fusion, an upper bound of the number of its used elements."""
     wanted: defaultdict[str, float] = defaultdict(float)
     in_place: set[str] = set()
     for name in _roots(body):
@@ -127,7 +128,8 @@ def _reads(
             yield name, count * made / _count(op)
 
 
-# Patterns for the dimensions of a product's left operand in instructions or libraries.
+# Patterns that find the dimensions of a product's left operand, in an HLO instruction
+# or in the configuration of a library call.
 _DIMS: Final = r'lhs_{}_dim(?:s=\{{|ensions":\[)([\d",]*)'
 _NUMPY: Final = {
     "bf16": "bfloat16", "f16": "float16", "f32": "float32", "f64": "float64",
@@ -170,7 +172,8 @@ class Kernel:
       flops: floating-point operations of its products and convolutions.
       nbytes: bytes that it reads and writes.
       dtype: NumPy name of the dtype of its products' operands, or of its result.
-      cycles: the compiler's own estimate; 0 if there is none.
+      cycles: the compiler's own estimate of the kernel's clock cycles; 0 if there is
+        none.
       products: its products and convolutions.
     """
 
@@ -244,7 +247,7 @@ def _product(
 
 
 def _dims_in_text(op: Instruction, role: str) -> tuple[int, ...] | None:
-    """Dimensions of the left operand in a role; None if the text names none."""
+    """The left operand's dims in a role, such as contracting; None if not named."""
     found = re.search(_DIMS.format(role), op.attributes)
     return tuple(int(n) for n in re.findall(r"\d+", found[1])) if found else None
 
@@ -254,10 +257,10 @@ def _convolution(
 ) -> Product:
     """A convolution as products: ``2 |output| |kernel| / output channels`` FLOPs.
 
-    The product of a convolution has one row for each output position and one column for
-    each output channel. The product of a kernel gradient has one row for each weight of
-    an output channel. The labels refer to the input, kernel and output of the forward
-    pass, even if the instruction computes a gradient.
+    A forward convolution counts as a product with one row for each output position and
+    one column for each output channel. The gradient of its kernel counts as a product
+    with one row for each weight of an output channel. The labels refer to the input,
+    kernel and output of the forward pass, even if the instruction computes a gradient.
     """
     image, kernel, output = 0, 1, 2
     if "convBackwardFilter" in op.attributes:

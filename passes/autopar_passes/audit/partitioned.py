@@ -1,11 +1,11 @@
 """Reads the communication of a partitioned program from the compiler itself.
 
 `shardy_collectives` runs the compiler's partitioner on a lowered program, and needs no
-device. Later compiler passes for accelerators rewrite two forms, so these are
-normalised. First, an all-reduce of which only a slice is used counts as a
-reduce-scatter. Second, two equal collectives of the same array count once. Collectives
-that the program itself requests inside a `jax.shard_map` are listed unchanged, except
-for the first form.
+device. Later compiler passes for accelerators rewrite two patterns, so
+`shardy_collectives` rewrites them too. First, if each device uses only a slice of an
+all-reduce, it counts as a reduce-scatter. Second, two equal collectives of the same
+array count once. Collectives that the program itself requests inside a `jax.shard_map`
+are subject to the first rewrite only.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ MeshAxes = Sequence[tuple[str, int]]
 
 
 def sent_ratio(kind: str, group: int) -> float:
-    """Bytes that one device sends, as a multiple of the collective's size.
+    """Bytes that one device sends, divided by the collective's size in bytes.
 
-    A ring of k devices sends ``(k - 1) / k`` of the size, and twice as much for an
-    all-reduce. A permutation sends the whole size.
+    In a ring of k devices, a device sends ``(k - 1) / k`` of the size, and twice as
+    much for an all-reduce. In a permutation, a device sends the whole size.
 
     >>> sent_ratio("all_reduce", 4)
     1.5
@@ -52,8 +52,8 @@ class AuditedCollective:
       kind: the kind of collective, as in `autopar.cost.collectives`.
       axes: names of the mesh axes of the group.
       group: number of devices in the group.
-      nbytes: the charged size in bytes: the bytes that one device contributes
-        (all-reduce, reduce-scatter, all-to-all, permute) or receives (all-gather).
+      nbytes: the size in bytes: for an all-gather the bytes of the result on one
+        device, for any other kind the bytes that one device contributes.
       trips: the number of runs in a step.
       source: the operation's name in the program.
     """
@@ -107,7 +107,7 @@ _ASKED_KINDS = {
     "stablehlo.all_to_all": "all_to_all",
     "stablehlo.collective_permute": "collective_permute",
 }
-# A counting loop's condition has three operations: its bound, comparison and return.
+# The number of operations in a counting loop's condition: bound, comparison, return.
 _COUNTING_OPERATIONS = 3
 _SHARDED = "sdy.sharding"
 _AXIS = re.compile(r'"([^"]+)"(?::\((\d+)\)(\d+))?')
@@ -251,10 +251,10 @@ class _Auditor:
     def sliced_axes(
         self, op: Any, reduced: set[tuple[str, int]]
     ) -> list[tuple[str, int]]:
-        """Returns the reduced axes over which a result is only sliced.
+        """Returns the reduced mesh axes over which every reader only slices the result.
 
-        The axes are in the order of the slices. XLA generates no reduce-scatter if the
-        slice is also over other axes.
+        The axes are in the order of the slices. The result is empty if the slice is
+        also over other axes, because XLA then generates no reduce-scatter.
         """
         out: list[tuple[str, int]] = []
         while True:
@@ -286,7 +286,7 @@ class _Auditor:
 
 
 def _keeps_part(op: Any, size: int) -> bool:
-    """Whether a result is only sliced, into ``size`` parts."""
+    """Whether each device uses only one of ``size`` slices of a result."""
     users = [use.owner for value in op.results for use in value.uses]
     if len(users) != 1 or users[0].operation.name != "stablehlo.dynamic_slice":
         return False

@@ -300,8 +300,7 @@ class _Finder:
         return _Path(maker.index, members, ends)
 
     def next(self, value: int) -> tuple[int, ...]:
-        """Returns the values that become partial too; () if the value must be summed.
-        """
+        """Returns the values that become partial too; () if a value must be summed."""
         readers = self.readers.get(value, [])
         if len(readers) != 1:
             return ()

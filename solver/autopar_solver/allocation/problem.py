@@ -15,7 +15,7 @@ from autopar_solver.status import Status
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class AllocationProblem:
-    """Jobs that choose among options, where each option takes devices of one kind.
+    """Jobs that choose among options; each option takes devices of one kind.
 
     Maximise the sum of the values of the chosen options, such that
 
@@ -84,7 +84,7 @@ class AllocationProblem:
         budgets: Sequence[int],
         required: Sequence[bool] = (),
     ) -> AllocationProblem:
-        """Builds a problem from ``(value, kind, count)`` of the options of each job."""
+        """Builds a problem from each job's options, given as ``(value, kind, count)``."""
         flat = [(j, *option) for j, row in enumerate(options) for option in row]
         table = np.array(flat, np.float64).reshape(len(flat), 4)
         return cls(
@@ -107,10 +107,10 @@ class Allocated:
     """The options that were chosen.
 
     Attributes:
-        choices: by job, the index of its option in the problem's arrays; -1 for no
-            option. The tuple is empty if no solution was found.
+        choices: for each job, the index of its option in the problem's arrays; -1 for a
+            job without an option. The tuple is empty if no solution was found.
         value: the sum of the values of the chosen options.
-        bound: an upper bound of the value of all choices.
+        bound: an upper bound of the value that any choice of options can have.
         status: how the solve ended.
     """
 
@@ -121,7 +121,7 @@ class Allocated:
 
     @property
     def gap(self) -> float:
-        """The largest possible distance to the best value, as a share of the bound."""
+        """The bound minus the value, divided by the bound."""
         least = max(abs(self.bound), 1e-300)
         return max(self.bound - self.value, 0.0) / least
 

@@ -1,10 +1,11 @@
-"""Solves allocations: prices decide most jobs, and an integer program the rest.
+"""Solves allocations by prices per device, and by an integer program for some jobs.
 
-At the best prices almost every job has one option that is clearly best. With K kinds of
-devices, at most about K jobs are split in the linear relaxation. A small integer
-program decides the jobs whose best and second best options are closest; all other jobs
-are fixed to their best options. The integer program grows until its value is close
-enough to the relaxation's bound.
+Each kind of devices gets a price. If the prices are well chosen, almost every job has
+one option whose value minus price is clearly the highest. The linear relaxation lets a
+job take fractions of several options. With K kinds of devices, at most about K jobs do
+so. A small integer program decides the jobs whose best and second best options are
+closest; all other jobs are fixed to their best options. Jobs are added to the integer
+program until its value is close enough to the relaxation's upper bound.
 """
 
 from __future__ import annotations
@@ -26,9 +27,9 @@ from autopar_solver.status import Status
 # The linear relaxation of an allocation, solved through prices of the kinds of devices.
 #
 # At given prices per device of each kind, every job takes the option with the largest
-# value after prices. The value of the linear relaxation is the minimum over prices of
-# ``budgets @ prices + sum of values after prices``. The number of prices is the number
-# of kinds, which is small, so cutting planes find the minimum quickly.
+# value after prices. The best value of the linear relaxation is the minimum, over all
+# prices, of ``budgets @ prices + sum of values after prices``. There is one price per
+# kind of devices. The kinds are few, so cutting planes find the minimum quickly.
 
 _MOST_PLANES = 200
 _NEAR = 2e-6
@@ -36,7 +37,7 @@ _NEAR = 2e-6
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class PricedJobs:
-    """Prices, and the bound that they prove.
+    """The prices of devices, and the upper bound that they prove.
 
     Attributes:
         prices: ``[kinds]``, the price of one device.
@@ -54,7 +55,7 @@ class PricedJobs:
 
 
 class Segments:
-    """The options of each job as segments of arrays, to take maxima over them."""
+    """The options of each job as segments of arrays, to find each job's best option."""
 
     def __init__(self, problem: AllocationProblem) -> None:
         """Finds where the options of each job begin."""
@@ -62,7 +63,7 @@ class Segments:
         self.present, self.starts = np.unique(problem.jobs, return_index=True)
 
     def at_prices(self, prices: np.ndarray) -> tuple[PricedJobs, np.ndarray]:
-        """Values after given prices, and the devices of each kind that jobs take."""
+        """Computes values after prices, and how many devices of each kind jobs take."""
         problem = self.problem
         left = problem.values - prices[problem.kinds] * problem.counts
         best = np.where(problem.required, -np.inf, 0.0)
@@ -82,7 +83,7 @@ class Segments:
 
 
 def relax(segments: Segments) -> PricedJobs:
-    """Finds the prices with the least bound, to a relative accuracy of 2e-6."""
+    """Finds the prices with the least upper bound, to a relative accuracy of 2e-6."""
     problem = segments.problem
     kinds = len(problem.budgets)
     highest = np.zeros(kinds)
@@ -112,7 +113,7 @@ def relax(segments: Segments) -> PricedJobs:
 def _lowest(
     slopes: np.ndarray, heights: np.ndarray, highest: np.ndarray
 ) -> tuple[np.ndarray, float]:
-    """The prices at which the maximum of the planes is least, and that maximum."""
+    """The prices at which the maximum over all planes is least, and this maximum."""
     planes, kinds = slopes.shape
     scale = highest + (highest == 0)
     shift = float(heights.min() - np.abs(slopes * scale).sum(axis=1).max() - 1.0)
@@ -136,7 +137,8 @@ def _lowest(
     return np.clip(values[1:], 0.0, 1.0) * scale, float(values[0] * unit + shift)
 
 
-# Exact solutions: a table for one kind of devices, an integer program for some jobs.
+# Exact solutions: by a table if there is one kind of devices, otherwise by an integer
+# program.
 
 
 def solve_table(problem: AllocationProblem) -> tuple[int, ...] | None:
@@ -231,9 +233,10 @@ def solve_core(
 
 
 _CORE_JOBS = 40
-# With at most this many options, an integer program over all of them is as fast.
+# With at most this many options, one integer program over all options is as fast as
+# prices.
 _WHOLE = 200
-# Larger tables are slower than the prices.
+# A table with more cells than this is slower than the prices.
 _MOST_CELLS = 300_000
 
 
@@ -248,7 +251,8 @@ def solve_allocation(
 
     Args:
         problem: jobs, options and budgets.
-        gap: the relative difference of value and bound that counts as optimal.
+        gap: the largest difference of bound and value, divided by the bound, at which a
+            result counts as optimal.
         seconds: time limit of each integer program; None for no limit.
         backend: the solver of the integer programs.
 
@@ -307,7 +311,10 @@ class _Rounds:
     seconds: float | None
 
     def run(self) -> Allocated:
-        """Raises the threshold until the gap is reached or all options are included."""
+        """Solves programs with a rising threshold of loss.
+
+        It stops when the gap is reached or all options are included.
+        """
         problem, ceiling = self.problem, self.priced.bound
         lost = self.priced.best[problem.jobs] - self.priced.left
         regrets = self._regrets(lost)
@@ -337,8 +344,9 @@ class _Rounds:
         self, threshold: float, found: Allocated, ceiling: float, lost: np.ndarray
     ) -> float:
         if found.choices and threshold < ceiling - found.value:
-            # Beyond the first end, no choice is better than the one found. Beyond the
-            # second end, no choice is better by more than the gap allows.
+            # The two ends are thresholds. No choice with an option above the first
+            # threshold is better than the choice found. No choice with an option above
+            # the second threshold is better by more than the gap allows.
             ends = ceiling - found.value, ceiling - found.value * (1 + 0.9 * self.gap)
             raised = max(4 * threshold, 1e-9 * abs(ceiling))
             return min(raised, *(end for end in ends if end > threshold))
@@ -346,7 +354,10 @@ class _Rounds:
         return np.inf if found.choices or raised > lost.max() else raised
 
     def _regrets(self, lost: np.ndarray) -> np.ndarray:
-        """The losses of the jobs' second best choices, ascending; none is a choice."""
+        """The losses of the jobs' second best options, ascending.
+
+        For a job that is not required, no option counts as an option too.
+        """
         problem = self.problem
         none = np.flatnonzero(~problem.required)
         jobs = np.concatenate([problem.jobs, none])
@@ -362,7 +373,7 @@ class _Rounds:
     def _with_open(
         self, lost: np.ndarray, threshold: float, found: Allocated
     ) -> tuple[tuple[int, ...] | None, float]:
-        """The best choice of options with losses up to the threshold, and a bound."""
+        """The best choice of options with losses up to the threshold; its bound."""
         problem = self.problem
         options = np.flatnonzero(lost <= threshold)
         ways = np.bincount(problem.jobs[options], minlength=problem.num_jobs)

@@ -3,9 +3,9 @@
 HiGHS takes the arrays directly. Building a PuLP model would take longer than solving
 most programs.
 
-The module also solves one linear program: it finds weights at which the minimum of
-several planes is highest. The program maximises ``h`` over weights ``w`` between 0 and
-1, such that
+The module also solves one linear program (`highest_minimum`). Several planes are linear
+functions of weights ``w`` between 0 and 1. The program finds the weights at which the
+lowest plane is as high as possible. It maximises this height ``h`` such that
 
     h <= heights[i] + slopes[i] @ w    for each plane i       (under_plane)
     sum of w over the members of g <= 1  for each group g     (once)
@@ -29,9 +29,9 @@ class IntegerProgram:
     The first ``num_binary`` variables are binary. All variables are between 0 and
     ``most``, which is 0 for a forbidden variable. ``A`` is stored by rows: row ``r``
     has the entries ``starts[r]:starts[r + 1]`` of ``columns`` and ``values``. ``names``
-    belong to the last rows; all earlier rows are equalities. ``reduced`` tells that the
-    program has been reduced already. A backend then skips its own reductions, if it
-    can.
+    are the names of the last rows; all earlier rows are equalities. ``reduced`` says
+    that no further presolve is worth its time. A backend then skips its own presolve,
+    if it can.
     """
 
     costs: np.ndarray
@@ -57,11 +57,11 @@ class StopCriteria:
 
     Attributes:
         seconds: wall-clock time; None for no limit.
-        gap: absolute difference of cost and bound that counts as proved, in the
-            program's units.
+        gap: the difference of cost and bound at which a solution counts as optimal, in
+            the units of ``costs``.
         cutoff: only solutions with lower costs are searched; ``inf`` for all solutions.
-        branches: nodes of the search tree, a limit that does not depend on the machine;
-            None for no limit.
+        branches: the largest number of nodes of the search tree; None for no limit.
+            Unlike seconds, this limit does not depend on the machine.
     """
 
     seconds: float | None

@@ -1,1 +1,1 @@
-"""Chooses a codec for each gradient."""
+"""Chooses a codec, which compresses for sending, for each gradient."""

@@ -1,4 +1,4 @@
-"""Recomputes cost, budgets and link weights of given codecs without the solver."""
+"""Recomputes cost, budgets and link weights of chosen codecs without the solver."""
 
 import dataclasses
 import math
@@ -36,7 +36,7 @@ def recompute(problem: CodecSelection, choices: Sequence[int]) -> SelectionCost:
 
 
 def fits_budgets(problem: CodecSelection, cost: SelectionCost) -> bool:
-    """Whether error and memory are within the budgets, apart from rounding.
+    """Whether error and memory are within the budgets, or above by rounding only.
 
     >>> import dataclasses
     >>> zeros = (np.zeros(1),)
@@ -55,14 +55,16 @@ def fits_budgets(problem: CodecSelection, cost: SelectionCost) -> bool:
 
 
 def wire_weights(problem: CodecSelection, choices: Sequence[int]) -> tuple[float, ...]:
-    """The seconds that a further second of each gradient on the link adds to the step.
+    """How many seconds the step takes longer per second longer on the link.
+
+    The result has one weight for each gradient.
 
     The weights are the right-hand derivative of ``exposed``. If the link finishes
     before the backward pass, all weights are 0. Otherwise, consider the last period in
     which the link is busy without a pause. The weight is 1 for the gradients of this
     period, and 0 for all gradients before it. If the link starts a gradient exactly
-    when the previous one ends, both belong to the same period, because more time for
-    either delays the end.
+    when the previous gradient ends, both gradients belong to the same period, because
+    more time for either delays the end.
     """
     _check_choices(problem, choices)
     finishes = _finishes(problem, choices)

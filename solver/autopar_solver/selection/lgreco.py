@@ -1,4 +1,4 @@
-"""Chooses a compression parameter for each layer, as L-GreCo does and exactly.
+"""Chooses a compression parameter for each layer, by L-GreCo's method or exactly.
 
 Source: Alimohammadi, Markov, Frantar and Alistarh, "L-GreCo: Layerwise-adaptive
 gradient compression for efficient data-parallel deep learning", MLSys 2024 (arXiv
@@ -15,11 +15,12 @@ multiples of ``E / buckets``::
     q[l][p] = clip(ceil(error[l][p] buckets / E), 1, buckets)
     best[l][e] = min_p best[l - 1][e - q[l][p]] + size[l][p]
 
-The effect of the rounding is bounded. Write ``least(B)`` for the least size with errors
-up to ``B``, ``S`` for ``sum_l q``, ``x`` for ``sum_l error buckets / E`` and ``L`` for
-the number of layers. Since ``error <= q E / buckets``, the errors of the programme's
-choice sum to at most E, so its size is at least ``least(E)``. Since
-``q < error buckets / E + 1`` unless the error is 0, ``S < x + L`` unless all errors are
+The rounding of errors makes the total size larger, but only by a bounded amount. Write
+``least(B)`` for the least size with errors up to ``B``, ``S`` for ``sum_l q``, ``x``
+for ``sum_l error buckets / E`` and ``L`` for the number of layers. Since ``error <= q E
+/ buckets``, the errors of the programme's choice sum to at most E, so its size is at
+least ``least(E)``. Since ``q < error buckets / E + 1`` unless the error is 0, ``S < x +
+L`` unless all errors are
 0. If all errors are 0, ``S = L``. Because ``S`` is a whole number,
 
     least(E) <= programme <= least(E (1 - L / buckets))          if S < buckets counts,
@@ -28,10 +29,10 @@ choice sum to at most E, so its size is at least ``least(E)``. Since
 The first line holds for ``L < buckets``, the second for ``L <= buckets``. The published
 code (github.com/LGrCo/L-GreCo, ``lgreco_hook.py``) is the first case: its first layer
 asks for strictly more than ``q`` buckets, so one bucket is never used. Two more facts
-about the published code follow. First, clipping never admits a layer that exceeds the
-budget on its own, because such a layer takes all buckets, but ``S < buckets`` is
-required. Second, the programme may not find the reference itself, because rounding up
-can put the reference over its own budget.
+about the published code follow. First, clipping ``q`` never admits a layer whose error
+alone exceeds the budget: such a layer takes all buckets, but the code requires ``S <
+buckets``. Second, the programme may not find the reference parameters themselves,
+because rounding up their errors can exceed the budget that they define.
 """
 
 import dataclasses
@@ -66,7 +67,7 @@ class LGreCoProblem:
             parameter; ``inf`` forbids a parameter.
         size: for layer ``l``: float64 ``[P_l]``, the amount of data sent, in any unit.
         reference: the parameter of each layer that defines the budget.
-        alpha: the budget, as a multiple of the reference's error.
+        alpha: the budget, divided by the sum of the errors of ``reference``.
         buckets: the number of parts that the budget is divided into.
 
     Raises:
@@ -136,10 +137,10 @@ class LGreCoResult:
 def solve_lgreco(problem: LGreCoProblem, *, whole_budget: bool = False) -> LGreCoResult:
     """Runs the dynamic programme.
 
-    As in the published code, ties between parameters go to the first parameter, and
-    ties between results of equal size go to the least rounded error. If no choice fits,
-    the published code reads its tables at index -1. Here the status is ``INFEASIBLE``
-    instead. A budget of 0 admits only parameters without error.
+    As in the published code, among equally good parameters of a layer the first is
+    taken, and among results of equal size the one with the least rounded error. If no
+    choice fits, the published code reads its tables at index -1. Here the status is
+    ``INFEASIBLE`` instead. A budget of 0 admits only parameters without error.
 
     Args:
         problem: the problem to solve.
@@ -189,8 +190,9 @@ def solve_lgreco_ilp(
         problem: the problem to solve; ``buckets`` is ignored.
         error_budget: replaces the problem's own budget.
         seconds: wall-clock limit; None to stop only when the optimum is proved.
-        gap: the largest difference between an optimal size and the bound, as a share of
-            the amount that all choices together can change; 1e-9 is always allowed.
+        gap: the largest difference of size and bound at which a result counts as
+            optimal, divided by the largest size minus the least size of all choices.
+            Every difference up to 1e-9 counts as optimal.
         backend: the solver of the program: "highs", or "cbc" through PuLP.
 
     Raises:
@@ -227,9 +229,10 @@ def _errors_in_buckets(problem: LGreCoProblem, error: np.ndarray) -> np.ndarray:
 def _fill(
     problem: LGreCoProblem, rounded: Sequence[np.ndarray], most: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The last layer's table over 0 to ``most`` buckets, and the parameters chosen.
+    """The last layer's table over 0 to ``most`` buckets, and all chosen parameters.
 
-    Entry ``e`` of a layer's table is the least size so far with at most ``e`` buckets.
+    Entry ``e`` of a layer's table is the least total size of this and all earlier
+    layers with at most ``e`` buckets.
     """
     table = np.zeros(most + 1)
     taken = np.zeros((len(rounded), most + 1), np.int32)

@@ -6,7 +6,8 @@ the option of gradient ``l``. The link finishes gradient ``l`` at
 
     finish[l] = max(finish[l - 1], ready[l]) + wire[l][x[l]]
 
-The step waits for ``exposed = max(0, finish[last] - backward)``. Unrolled::
+The step waits for ``exposed = max(0, finish[last] - backward)``. With all finish times
+inserted, and as a program::
 
     exposed = max(0, max_l (ready[l] + sum_(m >= l) wire[m][x[m]]) - backward)
 
@@ -43,15 +44,18 @@ class CodecSelection:
 
     Args:
         name: the name of the problem in messages.
-        wire_s: for gradient ``l``: float64 ``[K_l]``, seconds on the link by option.
-            Here and below, ``inf`` forbids an option.
-        local_s: by option, seconds of encoding and decoding on the device.
-        error: by option, weighted squared error in the metric of the budget.
+        wire_s: for gradient ``l``: float64 ``[K_l]``, for each option the seconds on
+            the link. In this and the next arguments, ``inf`` forbids an option.
+        local_s: for each gradient and option, seconds of encoding and decoding on the
+            device.
+        error: for each gradient and option, the weighted squared error, in the unit of
+            ``error_budget``.
         ready_s: when each gradient is complete, in seconds from the start of the
             backward pass.
         backward_s: when the backward pass ends, in seconds from its start.
         error_budget: the limit of the sum of the errors; ``inf`` for no limit.
-        memory_bytes: by option, the bytes kept between steps; None for no bytes.
+        memory_bytes: for each gradient and option, the bytes that the codec keeps
+            between steps; None for no bytes.
         memory_budget_bytes: the limit of the sum of these bytes; None for no limit.
 
     Raises:
@@ -194,8 +198,8 @@ class SelectionResult:
         choices: by gradient, in the problem's numbering.
         cost_s, exposed_s, local_s, wire_s, error, memory_bytes: as in `SelectionCost`.
         bound_s: a lower bound of the cost of all choices within the budgets.
-        status: how the solve ended; `Status` speaks of a memory limit, here both
-            budgets are meant.
+        status: how the solve ended. Where `Status` names a memory limit, read the error
+            budget and the memory budget.
         seconds: the wall-clock seconds of the solve.
     """
 
@@ -212,7 +216,7 @@ class SelectionResult:
 
     @property
     def gap(self) -> float:
-        """The largest possible excess over the least cost, as a share of the cost."""
+        """The cost minus the bound, divided by the cost."""
         if self.bound_s >= self.cost_s:
             return 0.0
         return (self.cost_s - self.bound_s) / max(abs(self.cost_s), 1e-300)
@@ -220,7 +224,9 @@ class SelectionResult:
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class OptionTable:
-    """The available options in flat arrays, by gradient in the link's order.
+    """All options that may be chosen, in flat arrays.
+
+    The options of one gradient are neighbours. Gradients are in the link's order.
 
     Attributes:
         starts: gradient ``l`` has the options ``starts[l]:starts[l + 1]``.
@@ -262,7 +268,7 @@ class OptionTable:
     def prices_at(
         self, weights: np.ndarray, error_price: float, memory_price: float
     ) -> np.ndarray:
-        """The cost of each option at these prices; ``weights`` are by gradient."""
+        """The cost of each option at given prices; one weight for each gradient."""
         priced = weights[self.gradient] * self.wire + self.local
         return priced + error_price * self.error + memory_price * self.memory
 

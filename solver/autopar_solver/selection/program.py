@@ -1,10 +1,10 @@
 """Builds the integer program of a codec selection.
 
-Gradients are numbered in the link's order. A *block* is a run of gradients that the
-link sends without a pause: even if every earlier gradient uses its fastest option, the
-link is still busy when the next gradient of the block is ready. Let ``x[l, k]`` be
-binary (gradient ``l`` uses option ``k``), ``W[b]`` the wire time of block ``b``, and
-``f[b]`` the time at which the link finishes block ``b``::
+Gradients are numbered in the link's order. A *block* is a list of successive gradients
+that the link sends without a pause, whatever options are chosen: even if all gradients
+use their fastest options, the link is still busy when the next gradient of the block is
+ready. Let ``x[l, k]`` be binary (gradient ``l`` uses option ``k``), ``W[b]`` the wire
+time of block ``b``, and ``f[b]`` the time at which the link finishes block ``b``::
 
     minimise    t + sum local[l, k] x[l, k]
     one_codec_l    sum_k x[l, k] = 1
@@ -16,11 +16,11 @@ binary (gradient ``l`` uses option ``k``), ``W[b]`` the wire time of block ``b``
 
 ``queue_b`` is left out if block ``b - 1`` always finishes before block ``b`` is ready.
 A budget is left out if no choice can exceed it. Every quantity is stored as its
-difference from its least value, in units that bring the numbers near one, because the
-backends' tolerances are absolute.
+difference from its least value, in units that bring the numbers near 1. The reason is
+that the backends' tolerances are absolute.
 
-The module also computes prices: of a second on the link (a weight for each gradient),
-of a unit of error, and of a byte of memory.
+The module also computes three prices: of one second on the link (a weight for each
+gradient), of one unit of error, and of one byte of memory.
 
 Suppose the weights do not decrease along the link's order and lie between 0 and 1, and
 the prices are not negative. Then every choice within the budgets costs at least
@@ -55,14 +55,15 @@ RANGE_UNITS = 1e4
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Blocks:
-    """Runs of gradients that the link sends without a pause.
+    """Lists of successive gradients that the link sends without a pause.
 
     Attributes:
         block: the block of each gradient.
-        ready: by block, when its first gradient is ready, in seconds.
-        earliest, latest: by block, when the link finishes it if every gradient uses its
-            fastest option, or its slowest option.
-        least: by block, its wire seconds if every gradient uses its fastest option.
+        ready: for each block, the time at which its first gradient is ready, in
+        seconds. earliest, latest: for each block, the time at which the link finishes
+        the block, if every gradient uses its fastest option, or its slowest option.
+        least: for each block, its seconds on the link if every gradient uses its
+            fastest option.
     """
 
     block: np.ndarray
@@ -108,11 +109,12 @@ class SelectionProgram:
 
     Attributes:
         program: the integer program.
-        options: the options of the first columns.
-        blocks: the blocks of ``f``.
+        options: the options that the first variables choose.
+        blocks: the blocks that the variables ``f`` belong to.
         unit_s: seconds per unit of cost and time.
         constant_s: the least cost of every choice, which the program leaves out.
-        scales: by budget row, the size of one unit of the row.
+        scales: name of a budget's row -> the budget's amount that is one unit of the
+            row.
     """
 
     program: IntegerProgram
@@ -200,7 +202,10 @@ def _entry(column: int, value: float) -> tuple[np.ndarray, np.ndarray]:
 def _budget_rows(
     rows: _Rows, problem: CodecSelection, options: OptionTable
 ) -> dict[str, float]:
-    """The rows ``error`` and ``memory``, in units of the room above the least sum."""
+    """The rows ``error`` and ``memory``.
+
+    Their unit is the budget minus the least sum that any choice has.
+    """
     scales: dict[str, float] = {}
     for name, values, budget in (
         ("error", options.error, problem.error_budget),
@@ -239,13 +244,14 @@ def _program(
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SelectionRelaxation:
-    """Prices of a selection, and the bound that they prove.
+    """The prices for a selection, and the lower bound of the cost that they prove.
 
     Attributes:
-        wire_weights: by gradient, in the problem's numbering: the price of one second
-            on the link, in seconds of the step, 0 to 1.
-        seconds_per_error: the price of one unit of squared error.
-        seconds_per_byte: the price of one byte of memory.
+        wire_weights: for each gradient, in the problem's numbering, the price of one
+            second on the link: 0 to 1 seconds of the step.
+        seconds_per_error: the price of one unit of squared error, in seconds of the
+            step.
+        seconds_per_byte: the price of one byte of memory, in seconds of the step.
         bound_s: a lower bound of the cost of all choices within the budgets; ``inf`` if
             there are none.
         status: ``OPTIMAL``, or ``INFEASIBLE`` without prices.
@@ -258,7 +264,7 @@ class SelectionRelaxation:
     status: Status
 
     def option_prices(self, problem: CodecSelection) -> tuple[np.ndarray, ...]:
-        """By gradient and option, the option's cost at these prices, in seconds."""
+        """The cost of each gradient's options at these prices, in seconds."""
         rows = zip(
             self.wire_weights,
             problem.wire_s,
@@ -277,7 +283,7 @@ class SelectionRelaxation:
 
 
 def solve_relaxation(problem: CodecSelection) -> SelectionRelaxation:
-    """Finds the prices that give the highest bound.
+    """Finds the prices that prove the highest lower bound of the cost.
 
     >>> problem = CodecSelection(
     ...     wire_s=(np.array([4.0, 1.0]), np.array([4.0, 1.0])),
@@ -330,11 +336,13 @@ class Relaxed:
     """The relaxed program's solution and prices.
 
     Attributes:
-        shares: by option, its share of its gradient in the relaxed solution.
+        shares: for each option, the value of its variable in the relaxed solution, 0 to
+            1.
         weights: by gradient in the link's order, the price of a second on the link.
         error_price, memory_price: seconds per unit.
         bound_s: the bound that the prices prove; it may be negative.
-        rises: by option, the least excess over the bound of all choices that use it.
+        rises: for each option, how much more than ``bound_s`` every choice with the
+            option costs at least, in seconds.
     """
 
     shares: np.ndarray
@@ -356,7 +364,8 @@ def relax(problem: CodecSelection, built: SelectionProgram) -> Relaxed | None:
     weights = np.array(
         [named[f"start_{b}"] + named.get(f"queue_{b}", 0.0) for b in range(count)]
     )
-    # All ascending weights prove a bound, so the solver's rounding does no harm.
+    # Any weights that do not decrease prove a bound, so rounding errors of the solver
+    # do no harm.
     weights = np.maximum.accumulate(weights.clip(0.0, 1.0))[built.blocks.block]
     prices = {
         name: max(0.0, float(named[name])) * built.unit_s / scale
@@ -385,7 +394,7 @@ def _lower_bound(
     error_price: float,
     memory_price: float,
 ) -> float:
-    """Computes the bound of the module's docstring."""
+    """Computes the lower bound that the module's docstring states."""
     ready = np.array(sorted(problem.ready_s)) - problem.backward_s
     terms = [*options.least(priced), *(np.diff(weights, prepend=0.0) * ready)]
     for price, budget in (

@@ -1,11 +1,11 @@
 """Solves a codec selection with prices, rounding, labels and an integer program.
 
 First the relaxed program is solved. Its solution gives a lower bound. Rounding and
-local search turn the solution into a feasible choice of codecs, the incumbent. Options
-whose prices put them above the incumbent's cost are dropped. A label search then
-improves the incumbent and the bound, and solves small or repetitive problems
-completely. If cost and bound still differ, an integer program decides between the
-remaining options.
+local search turn the solution into a feasible choice of codecs, the incumbent. An
+option is dropped if the prices prove that every choice with it costs more than the
+incumbent. A label search then improves the incumbent and the bound, and solves small or
+repetitive problems completely. If cost and bound still differ, an integer program
+decides between the remaining options.
 """
 
 from __future__ import annotations
@@ -58,14 +58,15 @@ from autopar_solver.status import Status
 # the backward pass. Each further second of ``f`` then adds one second to the cost, and
 # is added to the local time at once. A label is dropped if
 #
-# - its error or memory leaves too little of the budget for the remaining gradients,
-# - the prices of the relaxed program prove that it ends above the cutoff, or
+# - the remaining gradients need more error or memory than it leaves of a budget,
+# - the prices of the relaxed program prove that every choice that begins with it costs
+#   more than the cutoff, or
 # - another label with no more error and memory has ``local`` and ``f + local`` no
 #   larger.
 #
 # If more than ``width`` labels remain, those with the largest lower bounds are dropped
-# too. The smallest lower bound among them bounds the cost of the choices that were
-# missed.
+# too. The smallest of their lower bounds is a lower bound of the cost of all choices
+# that were missed in this way.
 
 BINS = 12
 """Number of intervals of ``f`` in which labels are compared, instead of all pairs."""
@@ -81,8 +82,8 @@ class LabelAnswer:
     Attributes:
         chosen: by gradient in the link's order, an index into the options; None if no
             choice below the cutoff was found.
-        bound_s: a lower bound of every choice's cost below the cutoff; ``inf`` if no
-            label was dropped for the width and no choice was found.
+        bound_s: a lower bound of the cost of every choice below the cutoff. ``inf`` if
+            no choice was found and no label was dropped because of ``width``.
     """
 
     chosen: np.ndarray | None
@@ -91,7 +92,11 @@ class LabelAnswer:
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class _Labels:
-    """Labels as columns of equal length; ``parent`` indexes the previous labels."""
+    """Labels as columns of equal length.
+
+    ``parent`` is the position of the label, for one gradient less, that a label
+    extends.
+    """
 
     finish: np.ndarray
     local: np.ndarray
@@ -116,9 +121,9 @@ class _Outlook:
     """Quantities of the gradients that follow each gradient in the link's order.
 
     Attributes:
-        ready: by gradient, the time at which the gradient is ready.
-        early, late: see the comment at the top of the module.
-        error, memory: the least error and memory that the later gradients add.
+        ready: by gradient, the time at which the gradient is ready. early, late: see
+        the comment at the top of the module. error, memory: for each gradient, the
+        least error and memory that the later gradients add.
         rest: a lower bound, in seconds, of the cost that the later gradients add,
             computed with the prices of the relaxed program.
     """
@@ -246,10 +251,10 @@ def _affordable(
 def _promise(
     labels: _Labels, relaxed: Relaxed, outlook: _Outlook, place: int
 ) -> np.ndarray:
-    """By label, a lower bound of the cost of all choices that begin with the label.
+    """For each label, a lower bound of the cost of all choices that begin with it.
 
-    The bound follows from the prices. Raising a finish to ``early`` changes no cost, so
-    the bound also holds for the raised finish.
+    The bound follows from the prices. A finish time below ``early`` is raised to
+    ``early``. This changes no cost, so the bound still holds.
     """
     charged = labels.local + relaxed.weights[place] * labels.finish
     charged = charged + relaxed.error_price * labels.error
@@ -260,10 +265,10 @@ def _promise(
 def _drop_dominated_labels(problem: CodecSelection, labels: _Labels) -> np.ndarray:
     """The labels that no other label of the same or a later bin dominates.
 
-    If ``f + local`` of one label is no larger and its ``f`` no smaller than those of a
-    second label, then its ``local`` is no larger either. The search therefore visits
-    labels in order of ``f + local``, and compares the error of each label with the
-    least error so far in the bins with no earlier ``f``.
+    Suppose that a label has no larger ``f + local`` than a second label, and no smaller
+    ``f``. Then its ``local`` is no larger either. The function therefore visits labels
+    in ascending order of ``f + local``. It compares the error of each label with the
+    least error of the labels visited before whose bin has the same or a later ``f``.
     """
     if not len(labels.local):
         return np.empty(0, np.int64)
@@ -339,11 +344,11 @@ class SelectionIncumbent:
 # Local search for a codec selection. A move changes the codecs of one gradient, or of
 # two gradients together.
 #
-# With ``end[j] = ready[j] + sum_(m >= j) wire[m]`` over the link's order, the exposed
-# time is the part of the largest ``end`` that lies after the backward pass. Changing
+# Let ``end[j] = ready[j] + sum_(m >= j) wire[m]`` over the link's order. The exposed
+# time is the largest ``end`` minus the end of the backward pass, if positive. Changing
 # the wire time of gradient ``l`` by ``d`` seconds moves ``end[0], ..., end[l]`` by
-# ``d`` and no other ``end``. Two running maxima therefore give the cost of every single
-# change at once.
+# ``d`` and no other ``end``. The running maxima of ``end`` from the left and from the
+# right therefore give the cost of all single changes at once.
 
 MOVES_PER_GRADIENT = 4
 """Limit of changes per gradient in one descent; few gradients need more than one."""
@@ -355,7 +360,7 @@ PAIRED = 24
 def descend(
     problem: CodecSelection, options: OptionTable, chosen: np.ndarray
 ) -> np.ndarray:
-    """Makes the change or pair of changes that saves most, until none saves time.
+    """Makes the change or pair of changes that saves most time, until none saves any.
 
     Args:
         problem: the problem of the options.
@@ -382,7 +387,7 @@ def descend(
 def _changes(
     problem: CodecSelection, options: OptionTable, ready: np.ndarray, chosen: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """By option, the cost that choosing it adds, and whether it fits the budgets."""
+    """For each option, the cost that it adds, and whether it fits the budgets."""
     wire = options.wire[chosen]
     end = ready + np.cumsum(wire[::-1])[::-1]
     until = np.maximum.accumulate(end)
@@ -412,7 +417,7 @@ def _pair(
     added: np.ndarray,
     fitting: np.ndarray,
 ) -> np.ndarray | None:
-    """The best pair of a change that exceeds a budget and a change that makes up."""
+    """The best pair of a change that exceeds a budget and one that compensates."""
     tempting = np.flatnonzero(~fitting & (added < 0))
     tempting = tempting[np.argsort(added[tempting], kind="stable")[:PAIRED]]
     best, least = None, 0.0
@@ -451,9 +456,10 @@ def solve_selection(
     Args:
         problem: the problem to solve. Its times may have any scale.
         seconds: wall-clock limit; None to stop only when the gap is closed.
-        gap: the difference of cost and bound at which a result is called optimal, as a
-            share of the sum of backward pass and cost. A difference of 1e-9 of the
-            amount that the choices can change is always allowed.
+        gap: the largest difference of cost and bound at which a result counts as
+            optimal, divided by the sum of the backward pass and the cost. A difference
+            of 1e-9 of the amount by which choices can change the cost always counts as
+            optimal.
         backend: the solver of the integer program: "highs", or "cbc" through PuLP.
         widths: the numbers of labels to keep, one label search for each; () to use the
             integer program only.
@@ -501,12 +507,12 @@ def solve_selection(
 def _round(
     problem: CodecSelection, options: OptionTable, relaxed: Relaxed
 ) -> SelectionIncumbent:
-    """Rounds the relaxed solution: the option of least error among those with a share.
+    """Rounds the relaxed solution, and improves the result by local search.
 
     Each gradient takes, among the options with a positive share in the relaxed
-    solution, the option with the least error. Without a memory budget the result always
-    fits, because no option with a share has a smaller error. Local search then improves
-    the result.
+    solution, the option with the least error. The option of least error never has more
+    error than the mixture of options in the relaxed solution. Without a memory budget
+    the rounded choice is therefore within the budget.
     """
     shared = relaxed.shares > 1e-9
     error = np.where(shared, options.error, np.inf)
@@ -525,7 +531,7 @@ def _allowance_s(
     gap: float,
     incumbent: SelectionIncumbent,
 ) -> float:
-    """The number of seconds by which an optimal cost may exceed the bound."""
+    """The seconds by which an optimal cost may exceed the bound."""
     step = problem.backward_s + max(0.0, incumbent.bound_s)
     return max(gap * step, ROUNDING_UNITS * built.unit_s)
 
@@ -536,7 +542,7 @@ def _worthwhile(
     relaxed: Relaxed,
     incumbent: SelectionIncumbent,
 ) -> np.ndarray:
-    """Marks the incumbent's options, and the options that a better choice could use."""
+    """Marks the options of the incumbent and of all choices that may be better."""
     room = incumbent.cost_s - relaxed.bound_s + ROUNDING_UNITS * built.unit_s
     kept = relaxed.rises <= room
     if incumbent.choices is not None:
@@ -554,8 +560,9 @@ def _search(
     allowed: float,
     width: int,
 ) -> SelectionIncumbent:
-    """Searches with labels for choices that are better by more than ``allowed``."""
-    # The factor 0.9 keeps rounding from leaving the gap open.
+    """Searches with labels for choices that save more than ``allowed`` seconds."""
+    # With the factor 0.9, rounding cannot leave a difference just above the allowed
+    # gap.
     cutoff = incumbent.cost_s - 0.9 * allowed
     answer = search_labels(
         problem, options, relaxed, cutoff_s=cutoff, width=width, clock=clock
@@ -626,7 +633,7 @@ def _values(
 
 
 def _without(program: IntegerProgram, chosen: np.ndarray) -> IntegerProgram:
-    """Excludes one choice that exceeds a budget within the backend's tolerance."""
+    """Excludes a choice that is above a budget by less than the backend's tolerance."""
     return dataclasses.replace(
         program,
         starts=np.append(program.starts, program.starts[-1] + len(chosen)),
