@@ -200,7 +200,7 @@ class Reader:
         yield from self.computation(self.inside(scope, op, name), trips)
 
     def loop_count(self, op: Instruction) -> float:
-        """Returns a loop's annotated iterations, or the largest bound of its condition."""
+        """Returns a loop's annotated iterations, or its condition's largest bound."""
         noted = re.search(r'"known_trip_count":\{"n":"(\d+)"', op.attributes)
         if noted:
             return float(noted[1])
@@ -364,7 +364,7 @@ class Reader:
         return scope.instruction(op.operands[0]).shapes[0].dtype in _NARROW
 
     def _arriving(self, scope: Scope, name: str) -> float:
-        """Returns the share of a value that earlier reduce-scatters leave per device."""
+        """Returns the share of a value that reduce-scatters left per device."""
         scope, op = self.follow.origin(scope, name)
         index = None
         if op.opcode == "get-tuple-element":

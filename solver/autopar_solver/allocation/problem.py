@@ -84,7 +84,7 @@ class AllocationProblem:
         budgets: Sequence[int],
         required: Sequence[bool] = (),
     ) -> AllocationProblem:
-        """Builds a problem from each job's options, given as ``(value, kind, count)``."""
+        """Builds a problem from each job's options ``(value, kind, count)``."""
         flat = [(j, *option) for j, row in enumerate(options) for option in row]
         table = np.array(flat, np.float64).reshape(len(flat), 4)
         return cls(

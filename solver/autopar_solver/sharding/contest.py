@@ -3,8 +3,8 @@
 The format (google/iopddl) has ``problem.nodes.intervals[i] = [start, end)``,
 ``costs[i][s]`` and ``usages[i][s]``. Each edge ``e`` of ``problem.edges`` has
 ``nodes[e] = [i, j]`` and ``costs[e]``, in row-major order over the strategies of ``i``
-and ``j``. Another field is ``usage_limit``. A cost of 10**18 is forbidden. A solution
-is a JSON list with one strategy per node.
+and ``j``. The field ``usage_limit`` is the memory limit. A cost of 10**18 marks a
+forbidden strategy or pair. A solution is a JSON list with one strategy per node.
 """
 
 import gzip

@@ -1,4 +1,4 @@
-"""Solves a field as an integer program, and adds memory rows that answers exceed.
+"""Solves a field as an integer program with few memory rows, and adds rows as needed.
 
 Let ``x[k, a]`` be binary (node ``k`` uses strategy ``a``), and ``y[e, a, b] >= 0``
 continuous (edge ``e = (k, m)`` uses the pair). The integer program is::
@@ -9,8 +9,9 @@ continuous (edge ``e = (k, m)`` uses the pair). The integer program is::
     target_e_b        sum_a y[e, a, b] = x[m, b]
     memory_r          sum usage[r, k, a] x[k, a] <= room[r]
 
-The edge variables are integral whenever the node variables are. The program contains
-only a few of the memory rows: the caller adds the rows that an answer exceeds.
+The edge variables are integral whenever the node variables are. The program first
+contains only a few of the memory rows. If an answer exceeds other rows, these are
+added, and the program is solved again.
 """
 
 from __future__ import annotations
@@ -81,8 +82,8 @@ def memory_cut(field: Field, row: int) -> CutRow:
 def exclusion_cut(field: Field, row: int, choices: np.ndarray) -> CutRow:
     """Forbids the combination of these choices, which exceeds the limit at a row.
 
-    The cut is needed only if a solver's tolerance allows a memory row to be exceeded
-    slightly.
+    The cut is needed only if the solver, within its tolerance, returns choices that
+    slightly exceed a memory row of the program.
     """
     columns = memory_cut(field, row).columns
     chosen = np.intersect1d(columns, field.offsets[:-1] + choices)
@@ -129,14 +130,15 @@ ROWS_PER_ROUND = 8
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class FieldAnswer:
-    """Choices of a field's nodes that fit, or None, and a proven bound.
+    """Choices of a field's nodes that fit in memory, or None, and a proven lower bound.
 
     Attributes:
         choices: the choices; None if none below the cutoff were found.
         cost: the cost of the choices, including the field's constant.
         bound: the bound, including the field's constant; at least the cutoff if nothing
             better exists.
-        finished: whether the bound is within the gap or at the cutoff.
+        finished: whether the cost is within the gap of the bound, or the bound has
+            reached the cutoff.
         rows: memory rows that answers exceeded, for the next solve.
     """
 
@@ -189,7 +191,10 @@ def solve_field(
 
 
 def broken_rows(field: Field, choices: np.ndarray) -> tuple[int, ...]:
-    """The worst row of each run of consecutive exceeded rows, worst rows first."""
+    """Among each run of consecutive exceeded rows, the row with the largest excess.
+
+    The rows with the largest excess come first.
+    """
     over = field.memory.usage_of(choices) - field.memory.room
     at = np.flatnonzero(over > field.memory.slack)
     if not len(at):
@@ -204,7 +209,7 @@ def _deadline(stop: StopCriteria) -> float | None:
 
 
 def _scale(field: Field) -> float:
-    """A scale that brings costs near one, because backends' tolerances are absolute."""
+    """A divisor that brings costs near 1, because backends have absolute tolerances."""
     parts = [*field.tables, *np.split(field.costs, field.offsets[1:-1])]
     finite = (part[part < np.inf] for part in parts)
     total = sum(float(np.ptp(part)) for part in finite if part.size)

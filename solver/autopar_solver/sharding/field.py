@@ -1,4 +1,4 @@
-"""The reduced problem as flat arrays, for bounds, moves and the integer program.
+"""The problem left after reductions, as flat arrays for bounds and searches.
 
 The strategies of all nodes are numbered consecutively, node after node. These numbers
 are called flat strategies. ``offsets[k]`` is the first flat strategy of node ``k``.
@@ -30,8 +30,9 @@ class FlatMemory:
         first: int64 ``[K]``, the index at which a term starts in ``usage``.
         strategy: int64, the flat strategy of each entry of ``usage``.
         term: int64, the term of each entry of ``usage``.
-        room: float64 ``[R]``, the memory available to the choices at each row.
-        slack: the rounding error of an exact sum; 0 for whole numbers.
+        room: float64 ``[R]``, the memory that the choices may use at each row.
+        slack: a bound of the rounding error of sums of memory; 0 if all usages are
+            whole numbers.
     """
 
     node: np.ndarray
@@ -45,11 +46,11 @@ class FlatMemory:
     slack: float
 
     def usage_of(self, choices: np.ndarray) -> np.ndarray:
-        """Memory ``[R]`` by row of the choices of all nodes."""
+        """The memory ``[R]`` that the choices of all nodes use at each row."""
         return self._over_rows(self.usage[self.first + choices[self.node]])
 
     def expected_usage(self, chances: np.ndarray) -> np.ndarray:
-        """Expected memory ``[R]`` if flat strategies have these probabilities."""
+        """The expected memory ``[R]`` at each row, if ``chances`` are probabilities."""
         weighted = self.usage * chances[self.strategy]
         return self._over_rows(np.bincount(self.term, weighted, len(self.node)))
 
@@ -61,7 +62,7 @@ class FlatMemory:
         return np.cumsum(change, dtype=np.float64)[:-1]
 
     def fits(self, choices: np.ndarray) -> bool:
-        """Whether the choices fit at every row."""
+        """Whether the choices stay within the memory at every row."""
         return bool((self.usage_of(choices) <= self.room + self.slack).all())
 
     def at(self, row: int, num_strategies: int) -> np.ndarray:
@@ -80,7 +81,7 @@ class FlatMemory:
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Field:
-    """A pairwise problem with finite costs, and memory rows.
+    """A problem with costs of nodes and of pairs, all finite, and with memory rows.
 
     Attributes:
         nodes: the graph's number of the node at each position.
@@ -90,7 +91,7 @@ class Field:
         edges: positions ``(k, m)`` with ``k < m``.
         tables: ``[S_k, S_m]`` of each edge.
         memory: the memory rows.
-        constant: the cost outside the field.
+        constant: the cost of the nodes that reductions have decided already.
         forbidden: a finite cost that no solution reaches, for methods that cannot
             compute with infinite costs.
     """
@@ -135,7 +136,7 @@ class Field:
         return np.repeat(np.arange(self.num_nodes), self.sizes)
 
     def least(self, values: np.ndarray) -> np.ndarray:
-        """Each node's first strategy of least value; ``values`` is by flat strategy."""
+        """Each node's flat strategy of least value; the first of equal ones."""
         lows = np.minimum.reduceat(values, self.offsets[:-1])
         at = np.flatnonzero(values <= np.repeat(lows, self.sizes))
         _, first = np.unique(self.owner()[at], return_index=True)

@@ -21,13 +21,15 @@ class GraphChange(Protocol):
         ...
 
     def redo(self, choices: np.ndarray) -> None:
-        """Turns choices before the change into choices after it at no higher cost."""
+        """Turns choices before the change into choices after it that cost no more."""
         ...
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Restrict:
-    """A node kept only some of its strategies: new index -> old index.
+    """A node kept only some of its strategies.
+
+    ``kept`` maps the new index of a strategy to its old index.
 
     ``instead`` maps every old strategy to the old strategy that replaces it.
     """
@@ -41,7 +43,7 @@ class Restrict:
         choices[self.node] = self.kept[choices[self.node]]
 
     def redo(self, choices: np.ndarray) -> None:
-        """Looks up the new index; solutions use no strategy without a replacement."""
+        """Looks up the new index of the strategy, or of the one that replaces it."""
         old = choices[self.node]
         if self.instead is not None:
             old = self.instead[old]
@@ -50,7 +52,10 @@ class Restrict:
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Follow:
-    """A node follows another: strategy of the leader -> strategy of the node."""
+    """A node follows another node, its leader.
+
+    ``strategy`` maps each strategy of the leader to the strategy of the node.
+    """
 
     node: int
     leader: int
@@ -66,7 +71,10 @@ class Follow:
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Eliminate:
-    """A node is eliminated: its neighbours' strategies -> its best strategy."""
+    """A node was removed.
+
+    ``strategy`` maps the neighbours' strategies to the best strategy of the node.
+    """
 
     node: int
     neighbours: tuple[int, ...]
@@ -92,10 +100,10 @@ class Graph:
         costs: node -> ``[S_i]``.
         links: node -> neighbour -> ``[S_i, S_j]``; both directions share one table.
         memory: node -> the memory of its strategies, for nodes with memory.
-        constant: cost of the decided nodes.
+        constant: cost of the nodes whose strategies are decided.
         rows: numbers of the problem's memory rows that can still exceed the limit.
         room: the memory available to this graph's nodes at each row; see `LimitRows`.
-        slack: the rounding error of exact sums of memory.
+        slack: a bound of the rounding error of sums of memory.
     """
 
     def __init__(self) -> None:
@@ -172,7 +180,7 @@ class Graph:
         self.trail.append(Restrict(node, kept, instead))
 
     def expand(self, choices: np.ndarray) -> np.ndarray:
-        """Turns choices of the remaining nodes into choices before the trail."""
+        """Turns choices of the remaining nodes into choices of all original nodes."""
         choices = choices.copy()
         for step in reversed(self.trail):
             step.undo(choices)

@@ -1,15 +1,14 @@
 """Memory at the few times at which the memory limit could be exceeded.
 
 A *row* is one time at which some choice could exceed the limit. A time is dropped if
-even the choices with the most memory fit, or if everything live at this time is also
-live at a kept time. A time is also dropped if repeated layers make its memory at most
-the mean of that at two kept times.
+even the choices with the most memory fit, or if all terms that are live at this time
+are also live at a kept time. A time is also dropped if, because of repeated layers, its
+memory is at most the mean of the memory at two kept times.
 
-Repeated layers imply rows of memory:
+Rows that repeated layers make unnecessary:
 
-The memory of a row in one layer equals the memory of the same row in the previous
-layer, plus or minus one layer's share. Such a sequence is convex, so its maximum is at
-one of its ends::
+From one layer to the next, the memory of corresponding rows grows or shrinks by the
+memory of one layer. Such a sequence is convex, so its maximum is at one of its ends::
 
     held[i] <= (held[i - p] + held[i + p]) / 2   for all i between a and b, p apart
     =>  held[i] <= max(held[a], held[b])         for every choice
@@ -85,8 +84,8 @@ def held_by_kind(
 def change_periods(held: np.ndarray) -> Sequence[int]:
     """Returns the distances at which the same change repeats, most frequent first.
 
-    Two different changes may have the same hash by chance; then a distance is tried in
-    vain.
+    Two different changes may have the same hash by chance. Then a distance is tried
+    that marks no row.
     """
     rng = np.random.default_rng(0)
     marks = np.zeros(held.shape[1] - 1, np.int64)
@@ -103,8 +102,8 @@ def change_periods(held: np.ndarray) -> Sequence[int]:
 def mark_convex(held: np.ndarray, least: np.ndarray, period: int) -> np.ndarray:
     """Marks rows that hold at most the mean of the rows one period before and after.
 
-    The rows of a run of marked rows hold at most the maximum of the run's two
-    neighbours.
+    Every row in a run of marked rows holds at most as much as one of the two unmarked
+    rows next to the run.
     """
     out = np.zeros(len(least), bool)
     if 2 * period < len(least):
@@ -126,7 +125,7 @@ class NodeMemory:
     Attributes:
         starts: int64 ``[K]``.
         ends: int64 ``[K]``.
-        usage: float64 ``[K, S]``, above the node's least usage (which counts as fixed).
+        usage: float64 ``[K, S]``, minus the node's least usage (which counts as fixed).
     """
 
     starts: np.ndarray
@@ -134,7 +133,7 @@ class NodeMemory:
     usage: np.ndarray
 
     def take(self, strategies: np.ndarray) -> NodeMemory:
-        """The memory of a selection of strategies, given by their indices here."""
+        """The memory of only the strategies with these indices."""
         return NodeMemory(self.starts, self.ends, self.usage[:, strategies])
 
     def at(self, row: int) -> np.ndarray | None:
@@ -144,7 +143,7 @@ class NodeMemory:
 
 
 def sum_memories(parts: Sequence[NodeMemory]) -> NodeMemory:
-    """Adds memories over the same strategies, and merges equal intervals."""
+    """Adds the memories of nodes with the same strategies; merges equal intervals."""
     if len(parts) == 1 and len(parts[0].starts) == 1:
         return parts[0]
     starts = np.concatenate([part.starts for part in parts])
@@ -168,7 +167,8 @@ class LimitRows:
         times: int64 ``[R]``.
         room: float64 ``[R]``: the limit minus all fixed memory; negative if no choice
             can fit.
-        slack: the rounding error of an exact sum; 0 if all numbers are whole.
+        slack: a bound of the rounding error of sums of memory; 0 if all numbers are
+            whole.
     """
 
     times: np.ndarray
@@ -182,7 +182,9 @@ class LimitRows:
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class _Memory:
-    """The memory of a problem, as a key that ignores the values of finite costs.
+    """A problem as the key of a cache of its memory.
+
+    Problems that differ only in the values of finite costs have equal keys.
 
     Attributes:
         problem: the problem.
@@ -249,7 +251,7 @@ def _find_rows(known: _Memory) -> tuple[LimitRows, dict[int, NodeMemory]]:
 
 
 def _kinds(terms: Sequence[MemoryTerm], choice: np.ndarray) -> np.ndarray:
-    """Numbers the terms that depend on a choice, equally for equal node and usage."""
+    """Numbers the kinds of terms that depend on a choice: pairs of node and usage."""
     alike: dict[tuple[int, bytes], int] = {}
     numbers: dict[tuple[int, int], int] = {}
     out = np.full(len(terms), -1, np.int64)
@@ -282,11 +284,11 @@ def _spreads(
 def _maximal(
     times: np.ndarray, starts: np.ndarray, ends: np.ndarray, low: np.ndarray
 ) -> np.ndarray:
-    """Marks times at which the largest set of terms is live.
+    """Marks times whose live terms are no subset of those of another time.
 
-    While no term ends, the set of live choices only grows, so the last time of each
-    such stretch has all of them. Fixed amounts may vary within a stretch, so the times
-    with the largest fixed amounts are kept too.
+    While no term ends, the set of live terms only grows, so the last time of such a
+    stretch has all of the stretch's terms. Fixed amounts may vary within a stretch, so
+    the times with the largest fixed amounts are kept too.
     """
     stretch = np.searchsorted(np.unique(ends), times, side="right")
     growing = np.flatnonzero(np.isin(times, starts))

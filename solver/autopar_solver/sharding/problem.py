@@ -6,9 +6,9 @@ Let ``x[i]`` be the strategy of node ``i``::
     subject to  sum_(terms live at t) usage[x[node]] + fixed(t) <= memory_limit,  all t
 
 This is the form of the ASPLOS/EuroSys 2025 contest on intra-operator parallelism
-(google/iopddl), with any number of memory terms per node. All costs have one arbitrary
+(google/iopddl), but a node may have any number of memory terms. All costs have the same
 unit: seconds in this project, integers similar to microseconds in the contest. All
-usages have one other unit.
+usages of memory have the same unit too, such as bytes.
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ from autopar_solver.status import Status
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class MemoryTerm:
-    """The memory that one node's choice occupies over ``[start, end)``.
+    """The memory that one node's strategy occupies at the times ``[start, end)``.
+
+    ``usage`` has one entry for each strategy.
 
     Many terms may share one ``usage`` array. Sharing makes the solver faster.
     """
@@ -162,7 +164,7 @@ def _check_usage(usage: np.ndarray, where: str) -> None:
 class ReductionReport:
     """The nodes, edges and strategies that one exact reduction removed.
 
-    ``strategies`` counts strategies of removed nodes and of remaining nodes.
+    ``strategies`` counts removed strategies of removed nodes and of remaining nodes.
     """
 
     name: str
@@ -188,7 +190,7 @@ class Solution:
 
     @property
     def gap(self) -> float:
-        """The largest possible excess over the least cost, as a share of the cost."""
+        """The cost minus the bound, divided by the cost."""
         if self.bound >= self.cost:
             return 0.0
         return (self.cost - self.bound) / max(abs(self.cost), 1e-300)
@@ -247,7 +249,7 @@ def usage_over_time(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Sums amounts over half-open intervals.
 
-    Long doubles keep sums of whole bytes exact for any number of terms.
+    The sums are computed as long doubles, so that sums of whole bytes are exact.
 
     >>> times, usage = usage_over_time(
     ...     starts=np.array([0, 1]), ends=np.array([2, 3]), amounts=np.array([5.0, 7.0])

@@ -1,4 +1,4 @@
-"""Closes the gap in rounds: bound, fix strategies, solve an integer program, search."""
+"""Closes the gap in rounds: bound, remove strategies, solve a program, search."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Incumbent:
     """
 
     def __init__(self, problem: ShardingProblem, gap: float) -> None:
-        """Starts without choices; ``gap`` is relative."""
+        """Starts without choices; ``gap`` is a share of the cost."""
         self.problem = problem
         self.gap = gap
         self.choices: np.ndarray | None = None
@@ -45,7 +45,7 @@ class Incumbent:
 
     @functools.cached_property
     def unit(self) -> float:
-        """The smallest difference that a single choice can make to a cost of zero."""
+        """The smallest positive difference that one choice can make to the cost."""
         return _smallest_cost(self.problem)
 
     def fork(self) -> Incumbent:
@@ -79,7 +79,7 @@ class Incumbent:
 
     @property
     def cutoff(self) -> float:
-        """The cost from which on solutions are ignored."""
+        """Solutions that cost this much or more are ignored."""
         return self.cost - 0.9 * self.tolerance if self.cost < math.inf else math.inf
 
     @property
@@ -89,7 +89,7 @@ class Incumbent:
 
 
 def _smallest_cost(problem: ShardingProblem) -> float:
-    """The smallest difference that a single choice can make to a cost of zero."""
+    """The smallest positive difference that one choice can make to the cost."""
     smallest = math.inf
     known: set[int] = set()
     for costs in (*problem.node_costs, *problem.edge_costs):
@@ -152,7 +152,8 @@ def close_gap(
         incumbent: the best choices and the bound so far.
         clock: the time limit.
         backend: the solver of integer programs.
-        inner: whether the graph is a restriction that another call made.
+        inner: whether another call of this function removed strategies from the graph,
+            to solve a smaller problem first.
     """
     if incumbent.is_proved or clock.left_s < 0.02:
         return
@@ -231,7 +232,7 @@ class _State:
         self._prove(self.graph.constant)
 
     def _prove(self, bound: float) -> None:
-        """Proves a bound; it holds for removed strategies only up to their cutoff."""
+        """Stores a bound, limited by the cost above which strategies were removed."""
         self.incumbent.prove(min(bound, self.removed_above))
 
     def _is_done(self) -> bool:
@@ -291,8 +292,11 @@ class _State:
             self._climb()
 
     def _climb(self) -> bool:
-        """Takes price steps for a slice, with decodings; True if progress stalls."""
-        # The last decoding must finish before the time limit.
+        """Changes prices for a slice of the time; returns True if the bound stalls.
+
+        Now and then it turns the dual's state into choices.
+        """
+        # Turning the dual's state into choices must finish before the time limit.
         left = self.clock.left_s - 1.2 * self.decode_seconds
         slice_clock = self.clock.within(min(self.slice, left))
         before, steps = self.dual.bound, 0
@@ -358,7 +362,7 @@ class _State:
         self._refresh(kept, carry_messages(messages, self.graph, first_step))
 
     def _program(self) -> bool:
-        """Runs the integer program for a slice; True if it was solved."""
+        """Runs the integer program for a slice of the time; True if it was solved."""
         seconds = min(max(2.0, 2 * self.slice), self.clock.left_s)
         rows = tuple(np.flatnonzero(self.dual.best_prices).tolist())
         counted = self.clock.counted
@@ -392,7 +396,7 @@ class _State:
         self.search_share = 1.0 if useful else max(self.search_share / 2, 0.1)
 
     def _narrow(self) -> None:
-        """Solves a restriction to the strategies with the best bounds, for a slice."""
+        """Solves the problem with few strategies, those of least bounds."""
         if self.position is None or self.inner:
             return
         kept = self._favourites()

@@ -44,10 +44,10 @@ def solve(
         problem: the problem to solve. Its costs may have any scale.
         seconds: time limit, as measured by the timer; None to stop only when the gap is
             closed.
-        gap: the relative difference of cost and bound at which a solution is called
-            optimal. A rounding error of 1e-9 is always allowed.
-        warm_start: choices to begin with. If they are valid, the result costs at most
-            as much.
+        gap: the largest difference of cost and bound, divided by the cost, at which a
+            solution counts as optimal. A difference of 1e-9 always counts as optimal.
+        warm_start: choices to begin with. If they are valid, the result costs no more
+            than they do.
         below: only solutions with a lower cost are searched. If there is none, the
             status is unknown, and the bound is at least ``below``.
         backend: the solver of integer programs: "highs", or "cbc" through PuLP.
@@ -98,7 +98,7 @@ def _solution(
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class LiveTerm:
-    """The least that one memory term can occupy at the binding time.
+    """The least memory that one term can occupy at the time that limits the choices.
 
     ``term`` indexes ``problem.memory``; ``node`` is the node that owns it.
     """
@@ -110,10 +110,10 @@ class LiveTerm:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class InfeasibilityExplanation:
-    """The time at which even the choices with the least memory need most.
+    """The time at which the least memory that any choice needs is largest.
 
     Attributes:
-        time: this time.
+        time: the time.
         least_peak: a lower bound of the memory of all choices at this time.
         limit: the problem's limit; None if it has none.
         fixed: the memory at this time that no choice changes.

@@ -1,1 +1,1 @@
-"""Bounds the cost of a field from below, and that of each strategy."""
+"""Lower bounds of a field's cost, and of the cost with each strategy."""

@@ -1,23 +1,23 @@
-"""Bounds the cost from below with messages on edges and prices on memory rows.
+"""Bounds the cost from below by messages on edges and prices of memory rows.
 
-A price ``p[r] >= 0`` for each row moves the memory limit into the costs::
+A price ``p[r] >= 0`` for each memory row replaces the memory limit by a cost::
 
     bound(p) = min_x (cost(x) + sum_r p[r] (used(x)[r] - room[r]))  <=  best cost
 
-Messages, or elimination after the messages, bound the inner minimum from below. Each
-step moves the prices along a smoothed subgradient, and then updates the messages with
-one sweep. If a step loses too much of the bound, the step is undone and the step length
-is reduced.
+Messages give a lower bound of the inner minimum; elimination after the messages raises
+this bound. Each step changes the prices along a smoothed subgradient, and then updates
+the messages with one sweep. If a step lowers the bound too much, it is undone, and
+later steps are shorter.
 
-*Mini-bucket elimination* bounds the cost of each strategy. Unlike messages on edges,
-its bounds take cycles into account. Nodes are eliminated one after another. To
-eliminate a node, all tables that depend on the node are summed, and the sum is
-minimised over the node's strategies. If the sum would be too large, its tables are
+*Mini-bucket elimination* bounds the cost of each strategy. Unlike the bounds of
+messages, its bounds take cycles of edges into account. Nodes are eliminated one after
+another. To eliminate a node, all tables that depend on the node are summed, and the sum
+is minimised over the node's strategies. If the sum would be too large, its tables are
 divided into several *mini-buckets*, each minimised separately. The node may then choose
 a different strategy in each mini-bucket, which can only lower the result (Dechter and
-Rish, "Mini-buckets", JACM 50(2), 2003). Without such splits elimination is exact.
+Rish, "Mini-buckets", JACM 50(2), 2003). If no sum is divided, elimination is exact.
 
-A second pass, down the tree of buckets, gives a bound for every strategy.
+A second pass visits the buckets in reverse order, and gives a bound for every strategy.
 """
 
 import dataclasses
@@ -55,7 +55,10 @@ class TooLargeError(Exception):
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class _Factor:
-    """A table over ascending nodes; ``source`` is the bucket that produced it."""
+    """A table over several nodes, in ascending order.
+
+    ``source`` is the bucket whose result the table is; -1 for a table of the field.
+    """
 
     scope: tuple[int, ...]
     table: np.ndarray
@@ -90,7 +93,7 @@ def mini_bucket_bounds(
     Args:
         field: the nodes and edges. Its memory counts only through ``costs``.
         costs: the cost of each flat strategy.
-        tables: by edge.
+        tables: the cost table of each edge.
         max_entries: the largest number of entries of a table.
         max_work: the largest number of entries of all tables together.
 
@@ -211,10 +214,10 @@ def _spread(
 def _down(
     field: Field, buckets: list[_Bucket], results: list[np.ndarray]
 ) -> np.ndarray:
-    """By strategy, its rise: the largest lower bound over the buckets of its node.
+    """The rise of each strategy: the largest lower bound of all its node's buckets.
 
-    ``outside[b]`` is a lower bound of the cost outside bucket ``b``, relative to the
-    whole bound, for each combination of strategies in the bucket's result.
+    ``outside[b]`` is a lower bound of the cost outside bucket ``b``, minus the bound of
+    the whole field, for each combination of strategies in the bucket's result.
     """
     rises = np.zeros(field.num_strategies)
     outside: dict[int, np.ndarray] = {}
@@ -282,10 +285,10 @@ class Dual:
     """Messages and prices of a field, which are improved in place.
 
     Attributes:
-        prices: per row, in cost per unit of memory.
+        prices: for each row, the cost per unit of memory.
         bound: the best bound so far, including the field's constant.
         bounds: for each flat strategy, the best bound of solutions that choose it.
-        best_prices: the prices of the best bound.
+        best_prices: the prices that gave ``bound``.
         costs: for each flat strategy, its cost at the current prices.
         rises: the rises of the last sweep; see `message_passing.Sweep`.
         bucket_choices: the choices of the last elimination; None if there was none.
@@ -323,7 +326,7 @@ class Dual:
         self._level = self._sweep(self.prices, self.costs)
 
     def deepen(self, max_entries: int, max_work: int) -> bool:
-        """Adds elimination to later steps; False if elimination is too much work.
+        """Lets later steps use elimination; returns False if this is too much work.
 
         Args:
             max_entries: the largest number of entries of a table; see
@@ -344,7 +347,7 @@ class Dual:
         self.bucket_choices = None
 
     def ascend(self, upper: float) -> None:
-        """Moves the prices once; ``upper`` is an estimate of the best cost."""
+        """Changes the prices once; ``upper`` is an estimate of the best cost."""
         gap = self._gap(upper)
         excess = self._excess(gap)
         for _ in range(4):
@@ -365,7 +368,7 @@ class Dual:
         self.prices, self.costs, self._level = prices, costs, level
 
     def expected_use(self, temperature: float) -> np.ndarray:
-        """Memory by row if strategies have probabilities ~ exp(-rise / T)."""
+        """Expected memory of each row, for probabilities ~ exp(-rise / temperature)."""
         field = self.field
         # If elimination splits a node, all strategies of the node may have positive
         # rises. Only the rise above the node's least rise tells how likely a strategy
@@ -389,10 +392,10 @@ class Dual:
     def _step_prices(self, excess: np.ndarray, gap: float) -> np.ndarray:
         """The prices after one step.
 
-        Steps are proportional to the prices, as in exponentiated gradients. Prices of
-        relevant rows therefore change fast, and the many other prices stay at zero. A
-        row with a price of zero gets a price only if its excess is the largest among
-        its neighbours.
+        The change of a price is proportional to the price, as in exponentiated
+        gradients. Prices of rows that limit the choices therefore change fast, and the
+        many other prices stay at zero. A row with a price of zero gets a price only if
+        its memory exceeds the limit by more than that of its neighbouring rows.
         """
         if self._direction is None:
             self._direction = excess

@@ -3,8 +3,8 @@
 Source: Kolmogorov, "Convergent tree-reweighted message passing for energy
 minimization", IEEE PAMI 28(10), 2006. A sweep visits the nodes in order and back, and
 never lowers the bound. A message ``M[k -> m]`` holds, for each strategy of ``m``, a
-lower bound of the cost on the side of ``k``. The messages here are numbers of the dual
-problem, not bytes on a link.
+lower bound of the cost of ``k`` and of the nodes behind ``k``. These messages are
+numbers of the dual problem; no device sends them.
 
 The inner loop of message passing is compiled if numba is installed. Numba is optional:
 without it, and on small fields, the same computation runs in numpy. Both give the same
@@ -42,12 +42,13 @@ class Visit:
         start: the index at which the messages into the node start.
         end: the index at which they end.
         first: the first neighbour that receives a message.
-        last: the neighbour after the last that receives a message.
-        share: the share of the node's cost that each chain through it carries.
+        last: the neighbour after the last neighbour that receives a message.
+        share: the part, 0 to 1, of the node's cost that each chain through the node
+            gets. TRW-S divides the graph into chains of nodes.
         table: ``[sum of S_m, S_k]``, the stacked tables to the receiving neighbours.
         neighbour: ``[sum of S_m]``, the neighbour of each row of ``table``.
-        begins: the first row of each neighbour.
-        out: the places of the sent messages in the buffer.
+        begins: for each neighbour, its first row of ``table``.
+        out: the positions of the sent messages in the buffer.
     """
 
     node: int
@@ -70,9 +71,9 @@ class Tape:
 
     Attributes:
         nodes: int64 ``[N, 7]``: low, size, start, first, last, first link, neighbours.
-        shares: ``[N]``.
-        links: int64 ``[L, 2]``: the neighbour's number of strategies, and the place of
-            its message.
+        shares: ``[N]``, `Visit.share` of each node.
+        links: int64 ``[L, 2]``: the neighbour's number of strategies, and the position
+            of its message in the buffer.
         tables: all tables one after another, ``[S_neighbour, S_node]`` each.
         widest: the largest number of strategies.
     """
@@ -86,7 +87,7 @@ class Tape:
     def run(
         self, loop: Callable[..., float], costs: np.ndarray, buffer: np.ndarray
     ) -> tuple[float, np.ndarray]:
-        """Runs one pass; updates the buffer, and returns the bound and the rises."""
+        """Runs one pass; updates the buffer. Returns bound and rises (`Sweep`)."""
         rises = np.empty(len(costs))
         scratch = np.empty(self.widest)
         arrays = (self.nodes, self.shares, self.links, self.tables)
@@ -129,7 +130,8 @@ def compiled_loop() -> Callable[..., float] | None:
         numba: Any = importlib.import_module("numba")
     except ImportError:
         return None
-    # Costs are never NaN. Declaring this lets minima use vector instructions.
+    # Costs are never NaN. With this promise the compiler uses vector instructions for
+    # minima.
     return numba.njit(cache=True, fastmath={"nnan", "nsz"})(sweep_loop)
 
 
@@ -182,9 +184,9 @@ class Sweep:
     Attributes:
         bound: a lower bound of the cost, without the field's constant.
         base: the bound that ``rises`` refer to; at most ``bound``.
-        rises: for each flat strategy, every solution with it costs at least
-            ``base + rises``. When a node is visited, the chains through it carry its
-            whole min-marginal.
+        rises: for each flat strategy, every solution with it costs at least ``base +
+            rises``. They are computed when the sweep visits the node: the chains
+            through the node then carry its whole min-marginal.
     """
 
     bound: float
@@ -233,7 +235,7 @@ class MessagePassing:
         return Sweep(bound=bound, base=base, rises=rises)
 
     def decode(self, costs: np.ndarray, *, backward: bool = False) -> np.ndarray:
-        """Chooses in order, by the earlier choices and the messages of later nodes."""
+        """Chooses node by node: by earlier choices and by messages of later nodes."""
         choices = np.zeros(self.field.num_nodes, np.int64)
         visits = list(zip(self._forward, self.links, strict=True))
         for v, links in reversed(visits) if backward else visits:
@@ -257,7 +259,7 @@ class MessagePassing:
         }
 
     def resume(self, known: dict[tuple[int, int], np.ndarray]) -> None:
-        """Restores messages of links that still exist."""
+        """Sets the messages of all links that ``known`` contains."""
         nodes = self.field.nodes
         for k, links in enumerate(self.links):
             for m, _ in links:
@@ -349,7 +351,8 @@ def carry_messages(
 ) -> dict[tuple[int, int], np.ndarray]:
     """Returns the messages that a graph still has after steps of its trail.
 
-    Messages into a node that kept only some strategies keep the entries of these.
+    If a node lost some of its strategies, the messages into the node lose the entries
+    of these strategies.
     """
     kept: dict[int, np.ndarray] = {}
     for step in graph.trail[first_step:]:

@@ -9,13 +9,13 @@ MOVES_AT_ONCE = 8
 
 
 class Position:
-    """Choices of a field's nodes, with the cost and memory of changing one choice.
+    """Choices of a field's nodes, and what each change of one choice would cost.
 
     Attributes:
         choices: int64 ``[N]``.
-        local: for each flat strategy, the node's cost with it, given its neighbours'
-            choices.
-        used: ``[R]``, memory by row.
+        local: for each flat strategy, the cost of its node and the node's edges with
+            this strategy and the neighbours' current choices.
+        used: ``[R]``, the memory that the choices use at each row.
     """
 
     def __init__(self, field: Field, choices: np.ndarray, links: Links) -> None:
@@ -36,7 +36,7 @@ class Position:
         self.choices[node] = strategy
 
     def change(self, node: int, strategy: int) -> np.ndarray:
-        """By row, the memory that a move would add."""
+        """The memory that a change of one strategy would add at each row."""
         memory = self.field.memory
         first, last = np.searchsorted(memory.node, [node, node + 1])
         at = memory.first[first:last]
@@ -47,7 +47,7 @@ class Position:
         return np.cumsum(change)[:-1]
 
     def losses(self) -> np.ndarray:
-        """By flat strategy, the cost that choosing it instead would add."""
+        """For each flat strategy, the cost that a change to it would add."""
         present = self.local[self.field.offsets[:-1] + self.choices]
         return self.local - np.repeat(present, self.field.sizes)
 
@@ -59,15 +59,16 @@ class Position:
 
     @property
     def fits(self) -> bool:
-        """Whether all rows fit."""
+        """Whether the memory of every row is within its room."""
         return self.over <= self.field.memory.slack
 
 
 def mend(position: Position, costs: np.ndarray, max_moves: int) -> bool:
-    """Moves single nodes until the choices fit; False if this fails.
+    """Changes single nodes' strategies until the choices fit; False on failure.
 
-    Each move lowers the worst row, at the least cost per unit of memory. ``costs`` has
-    a cost per flat strategy, and may add prices of memory to the field's costs.
+    Each change lowers the memory of the row with the largest excess, at the least cost
+    per unit of memory. ``costs`` has a cost for each flat strategy: the field's cost,
+    perhaps with a price of memory added.
     """
     moves = 0
     while not position.fits and moves < max_moves:
@@ -80,7 +81,7 @@ def mend(position: Position, costs: np.ndarray, max_moves: int) -> bool:
 
 
 def _lower(position: Position, costs: np.ndarray, row: int) -> int:
-    """Moves up to ``MOVES_AT_ONCE`` nodes until a row fits; returns their number."""
+    """Changes up to ``MOVES_AT_ONCE`` nodes until a row fits; returns the number."""
     field = position.field
     present = field.offsets[:-1] + position.choices
     use = field.memory.at(row, field.num_strategies)
@@ -100,14 +101,15 @@ def _lower(position: Position, costs: np.ndarray, row: int) -> int:
         position.move(node, flat - int(field.offsets[node]))
         moved.add(node)
         needed -= float(saved[flat])
-        # Moves change the losses of neighbours, so all moves are evaluated again soon.
+        # A change alters the losses of neighbours, so only a few changes are made
+        # before all losses are computed again.
         if needed <= 0 or len(moved) >= MOVES_AT_ONCE:
             break
     return len(moved)
 
 
 def polish(position: Position, passes: int = 10) -> None:
-    """Moves single nodes to cheaper strategies as long as all rows fit."""
+    """Gives single nodes cheaper strategies, as long as the memory of all rows fits."""
     field = position.field
     for _ in range(passes):
         losses = position.losses()
@@ -135,7 +137,7 @@ def _try_move(position: Position, field: Field, flat: int, tolerance: float) -> 
 
 
 def _fitting(position: Position) -> np.ndarray:
-    """By flat strategy, whether no single memory term of a move exceeds a row."""
+    """Marks flat strategies none of whose memory terms alone exceeds a row."""
     field, memory = position.field, position.field.memory
     fitting = np.ones(field.num_strategies, bool)
     if not len(memory.node):

@@ -1,4 +1,4 @@
-"""Searches large neighbourhoods: re-optimises one connected part after another."""
+"""Large neighbourhood search: optimises one connected part after another."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class PartAnswer:
 
 
 def part_graph(position: Position, members: np.ndarray, kept: np.ndarray) -> Graph:
-    """The graph of some nodes (by position) with some of their flat strategies.
+    """The graph of the nodes ``members`` with the flat strategies that ``kept`` marks.
 
     Raises:
         ContradictionError: a node keeps no strategy.
@@ -152,7 +152,7 @@ class NeighbourhoodSearch:
     """Improves the choices of one field, part by part."""
 
     def __init__(self, dual: Dual, backend: Backend, seed: int = 0) -> None:
-        """Draws parts by a seeded generator, where choices differ from the dual's."""
+        """Prepares to draw parts with a seeded random generator."""
         self.dual = dual
         self.backend = backend
         self.random = np.random.default_rng(seed)
@@ -165,11 +165,11 @@ class NeighbourhoodSearch:
         clock: Clock,
         enough: float = -math.inf,
     ) -> np.ndarray:
-        """Runs until time runs out; the result fits and costs at most as much.
+        """Improves choices until time runs out; the result fits and costs no more.
 
         Args:
             choices: choices that fit.
-            cutoff: the cost from which on solutions are ignored.
+            cutoff: solutions that cost this much or more are ignored.
             clock: the time limit.
             enough: the cost at which the search stops.
         """
@@ -223,7 +223,8 @@ class NeighbourhoodSearch:
     def _grow(self, seed: int, sizes: np.ndarray, position: Position) -> np.ndarray:
         inside, border, pairs = {seed}, [seed], 0
         while border and pairs < self.pairs:
-            # Mostly breadth first; with some probability depth first.
+            # With a probability of 0.8 the part grows breadth first, otherwise depth
+            # first.
             pick = 0 if self.random.random() < 0.8 else -1
             k = border.pop(pick)
             for m, _ in position.links[k]:

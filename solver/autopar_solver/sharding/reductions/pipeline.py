@@ -1,4 +1,4 @@
-"""Runs all reductions in turn, until a round removes too little.
+"""Runs all reductions in rounds, until a round removes too little.
 
 One reduction folds a node into the neighbour whose strategy determines the node's
 strategy. If every row of a link ``(i, j)`` has at most one finite entry, the strategy
@@ -26,7 +26,7 @@ RELATIVE_ROUNDING = 1e-13
 
 
 def drop_separable(graph: Graph) -> None:
-    """Moves ``cost[a, b] = u[a] + v[b]`` into the costs of the two nodes."""
+    """Moves links with ``cost[a, b] = u[a] + v[b]`` into the nodes' costs."""
     for i, links in graph.links.items():
         for j, table in list(links.items()):
             if i > j:
@@ -94,8 +94,8 @@ def _has_support(graph: Graph, i: int) -> np.ndarray:
 def drop_single(graph: Graph, nodes: Iterable[int] | None = None) -> None:
     """Removes nodes with one strategy: their links become costs of the neighbours.
 
-    The memory of such a node is fixed and is not part of the graph, because memory is
-    counted above each node's least.
+    The graph holds only the memory beyond the least that a node needs. A node with one
+    strategy therefore has no memory in the graph.
     """
     for i in list(graph.costs if nodes is None else nodes):
         if len(graph.costs[i]) > 1 or i in graph.memory:
@@ -113,7 +113,7 @@ MAX_WORK = 4_000_000
 
 
 def eliminate_low_degree(graph: Graph) -> None:
-    """Removes nodes of degree 0, 1 and 2 whose best strategies need no memory.
+    """Removes nodes of degree 0, 1 and 2 whose best strategies need the least memory.
 
     The best strategy of ``v`` for strategies of the neighbours ``a`` and ``b`` costs
     ``min_k c[k] + T_a[k, a] + T_b[k, b]``. This becomes a cost of the only neighbour,
@@ -177,7 +177,7 @@ AT_ONCE = 1_000_000
 
 
 def drop_dominated(graph: Graph) -> None:
-    """Removes strategies dominated by another one (Goldstein's criterion).
+    """Removes strategies that another one dominates (Goldstein's criterion).
 
     Strategy ``b`` dominates ``a`` at node ``i`` if replacing ``a`` by ``b`` never costs
     more for any choices of the neighbours, and ``b`` never needs more memory::
@@ -207,8 +207,9 @@ def _pair_work(graph: Graph, i: int) -> int:
 def replaceable_by(graph: Graph, i: int) -> np.ndarray:
     """``[S, S]``: whether ``b`` dominates ``a``, at ``[b, a]``.
 
-    One column of each table rules out most pairs: the column where ``a`` is cheapest.
-    Only the remaining pairs are compared column by column.
+    First, each pair is compared only in the column of each table where ``a`` is
+    cheapest. This rules out most pairs. The remaining pairs are compared in all
+    columns.
     """
     costs = graph.costs[i]
     tables = sorted(graph.links[i].values(), key=lambda t: t.shape[1])
@@ -234,11 +235,11 @@ def replaceable_by(graph: Graph, i: int) -> np.ndarray:
 
 
 def _least_loss(table: np.ndarray) -> np.ndarray:
-    """A bound of ``max_k (T[b, k] - T[a, k])``: its value at the least ``T[a, k]``."""
+    """At most ``max_k (T[b, k] - T[a, k])``: the value at the least ``T[a, k]``."""
     column = table.argmin(axis=1)
     present = table[np.arange(len(table)), column]
     loss = table[:, column] - np.where(present < np.inf, present, 0.0)
-    # If no column supports ``a``, any strategy may replace it.
+    # If every column forbids ``a``, any strategy may replace it.
     return np.where(present < np.inf, loss, 0.0)
 
 
@@ -262,7 +263,7 @@ def _largest_loss(
 
 
 def replacements(replaceable: np.ndarray) -> np.ndarray:
-    """By strategy, the strategy to use instead; of equal strategies the first is kept.
+    """For each strategy, the strategy to use instead; the first of equal ones is kept.
 
     >>> replacements(np.array([[True, True], [True, True]])).tolist()
     [0, 0]
@@ -277,7 +278,7 @@ def replacements(replaceable: np.ndarray) -> np.ndarray:
 
 
 def settle_memory(graph: Graph) -> None:
-    """Moves memory that all strategies of a node need from the graph into the room.
+    """Subtracts the memory that all strategies of a node need from the rows' room.
 
     Raises:
         ContradictionError: a row has no room left.
@@ -307,7 +308,7 @@ def settle_memory(graph: Graph) -> None:
 
 
 def drop_oversized(graph: Graph) -> None:
-    """Removes strategies that exceed a row even if other nodes need the least."""
+    """Removes strategies that exceed a row even with the least of other nodes."""
     if not len(graph.room):
         return
     lows = _range_minima(graph.room)
@@ -404,7 +405,7 @@ def _pick_leaders(graph: Graph) -> dict[int, tuple[int, np.ndarray]]:
 
 
 def _worthwhile(graph: Graph, follower: int, leader: int) -> bool:
-    """Whether folding is worthwhile: large tables must not be multiplied."""
+    """Whether folding is worthwhile: it must not enlarge the tables of many links."""
     grows = len(graph.costs[leader]) > len(graph.costs[follower])
     return not grows or len(graph.links[follower]) <= 4
 
@@ -470,7 +471,7 @@ def _relink(
     table: np.ndarray,
     maps: dict[int, tuple[int, np.ndarray]],
 ) -> tuple[int, int, np.ndarray]:
-    """The link between the remaining nodes; a diagonal if both are one node."""
+    """Rewrites a link for the remaining nodes that its two nodes map to."""
     i, rows = maps[node]
     table = table[rows]
     if other not in maps:
@@ -510,11 +511,10 @@ TIDYING: tuple[tuple[str, Reduction], ...] = (
 def reduce_graph(
     graph: Graph, clock: Clock | None = None
 ) -> tuple[ReductionReport, ...]:
-    """Reduces a graph in place; stops early, but exactly, when time runs out.
+    """Reduces a graph in place; stops early when time runs out, still exact.
 
-    Rounds end after a round that removes too little. The remaining graph is then
-    tidied, so that no node has an infinite cost, a single strategy or memory that all
-    its strategies need.
+    Rounds end after a round that removes too little. At the end, no node has a strategy
+    of infinite cost, a single strategy, or memory that all its strategies need.
 
     Raises:
         ContradictionError: no choice is possible.
