@@ -45,7 +45,7 @@ class Incumbent:
 
     @functools.cached_property
     def unit(self) -> float:
-        """The smallest positive difference that one choice can make to the cost."""
+        """The smallest absolute value of the costs that are not zero or infinite."""
         return _smallest_cost(self.problem)
 
     def fork(self) -> Incumbent:
@@ -89,7 +89,7 @@ class Incumbent:
 
 
 def _smallest_cost(problem: ShardingProblem) -> float:
-    """The smallest positive difference that one choice can make to the cost."""
+    """The smallest absolute value of the costs that are not zero or infinite."""
     smallest = math.inf
     known: set[int] = set()
     for costs in (*problem.node_costs, *problem.edge_costs):
