@@ -1,17 +1,17 @@
 """Events: changes of the devices or links of a run, reported from outside.
 
 An event names devices that leave or join, a whole cluster, or the measured rate of a
-link. Sources (`autopar.elastic.sources`) make events. This module resolves an event and
-a cluster to the next cluster.
+link. Sources (`autopar.elastic.sources`) make events. This module computes, from an
+event and the present cluster, the cluster on which the run continues.
 
-A scheduler may report the same change twice, report it too late, or withdraw it. No
-such event may stop a run. So every event is resolved to one of `STATUSES`, with a
-reason.
+A scheduler may report the same change twice, report it too late, or withdraw it. None
+of these mistakes may stop a run. So every event gets an outcome: one of `STATUSES`,
+with a reason.
 
 Sources put events into an `Inbox`, and the training loop takes changes from the inbox.
-Each source runs in its own thread. An event is resolved when it comes, against the
-cluster that results from all earlier events, so that its sender gets the answer at
-once.
+Each source runs in its own thread. The inbox determines the outcome of an event when
+the event arrives, for the cluster that results from all earlier events. So the sender
+gets the answer at once.
 """
 
 from __future__ import annotations
@@ -34,11 +34,12 @@ from autopar.units import seconds_text
 # The kinds of events.
 KINDS = ("gone", "added", "cluster", "link")
 
-# Largest length of a text, number of names, and length of a name: an event is a short
-# message.
+# Limits on an event, which is a short message: characters of a text, number of names,
+# and characters of a name.
 _LONGEST, _MOST, _LONGEST_NAME = 10_000, 10_000, 256
 
-# Largest allowed values of the numbers in a message; larger values are mistakes.
+# Largest allowed values of numbers in an event; a larger value is taken for a mistake
+# of the sender.
 _LARGEST = {
     "bandwidth_bytes_per_s": 1e18,
     "latency_s": 3600.0,
@@ -56,18 +57,23 @@ class Event:
 
     Attributes:
       kind: one of `KINDS`.
-      hosts: names of the hosts that leave or join, or their numbers in the whole
+      hosts: names of the hosts that leave or join, or the numbers of the hosts in the
+        whole cluster.
+      devices: names of devices that leave or join, or ids of the devices in the whole
         cluster.
-      devices: names of devices, or their ids in the whole cluster.
-      cluster: the whole next cluster; only of a ``cluster`` event.
-      level: the measured level of links, such as ``host`` (``between``: the links
-        between groups); only of a ``link`` event.
-      bandwidth_bytes_per_s: the measured rate; None: unchanged. Only of a ``link``
+      cluster: the whole next cluster; set only in a ``cluster`` event.
+      level: which links were measured, such as ``host`` for the links between hosts and
+        ``between`` for the links between groups of devices. Set only in a ``link``
         event.
-      latency_s: the measured latency; None: unchanged. Only of a ``link`` event.
-      deadline_s: seconds from ``time_s`` until devices leave; None: no limit is known.
+      bandwidth_bytes_per_s: the measured bandwidth; None: unchanged. Set only in a
+        ``link`` event.
+      latency_s: the measured latency in seconds; None: unchanged. Only of a ``link``
+        event.
+      deadline_s: seconds from ``time_s`` until the devices leave; None: the time is not
+        known.
       source: name of the sender.
-      id: identifier of the event; a second event with the same id is a repetition.
+      id: identifier of the event; a second event with the same id is ignored as a
+        repetition.
       time_s: when the event was sent, in seconds since the epoch.
 
     Raises:
@@ -87,7 +93,7 @@ class Event:
     time_s: float = dataclasses.field(default_factory=time.time)
 
     def __post_init__(self) -> None:
-        """Checks the fields against the kind."""
+        """Checks that the fields fit the kind of event."""
         if self.kind not in KINDS:
             raise EventError(
                 f"kind={self.kind!r} is not known; write one of {', '.join(KINDS)}."
@@ -216,7 +222,7 @@ def _number(name: str, value: Any) -> float:
 
 
 def _short(value: Any) -> str:
-    """A value for an error message: its first characters, or only its type."""
+    """A short text of a value, for an error message."""
     if isinstance(value, (int, float)):
         return show(value)[:40]
     return repr(value[:40]) if isinstance(value, str) else type(value).__name__
@@ -244,7 +250,7 @@ def _read_cluster(name: str, value: Any) -> Cluster:
 
 
 def _cluster(value: Any) -> Cluster:
-    """A cluster from its text or data; a sender may not name a file."""
+    """Reads a cluster from text or data; the sender of an event may not name a file."""
     try:
         if isinstance(value, Cluster):
             return value
@@ -276,8 +282,8 @@ _READERS: Mapping[str, Callable[[str, Any], Any]] = {
 
 
 # accepted: the cluster changes; repeated: the cluster already is as the event says, or
-# the id was seen before; late: the devices have left already; refused: the event is
-# invalid here.
+# an event with this id came before; late: the devices have left already; refused: the
+# event does not fit this cluster or this run.
 STATUSES = ("accepted", "repeated", "late", "refused")
 
 
@@ -394,7 +400,7 @@ def _words(event: Event) -> str:
 
 
 def ids_there(cluster: Cluster) -> set[int]:
-    """The ids of the devices that are present, including idle devices."""
+    """The ids of the cluster's present devices, including idle devices."""
     found: set[int] = set()
     for part in members.parts(cluster):
         of = members.members_of(part)
@@ -442,13 +448,13 @@ def _ids(names: Iterable[str | int], known: Mapping[str | int, set[int]]) -> set
     return found
 
 
-# Number of event ids that are remembered, and number of events that may wait. Both
-# limits bound the memory that many events can take.
+# Number of event ids that an inbox remembers, and number of events that may wait in it.
+# The limits bound the memory that a sender of many events can fill.
 _IDS, _WAITING = 1024, 256
 
 
 class Notes(Protocol):
-    """A record of events that change nothing."""
+    """A record of events that do not change the cluster."""
 
     def note(self, found: Resolved) -> None:
         """Records an event that changes nothing, with the reason."""
@@ -460,7 +466,7 @@ class Notes(Protocol):
 
 
 class Inbox:
-    """Events that wait for the training loop, and the resulting cluster."""
+    """Events that the training loop has not taken yet, and the cluster after them."""
 
     def __init__(
         self,
@@ -471,14 +477,16 @@ class Inbox:
         *,
         most: int = MOST_DEVICES,
     ) -> None:
-        """Holds no event yet.
+        """Starts without events.
 
         Args:
-          cluster: cluster on which the run goes on.
-          own: ids of this process's devices.
-          check: raises an `AutoparError` if this world cannot be such a cluster.
+          cluster: cluster on which the run trains.
+          own: ids of the devices of this process.
+          check: called with a next cluster; raises an `AutoparError` if this process's
+            devices cannot form it.
           notes: record of events that change nothing.
-          most: largest number of devices of this world; an event with more is refused.
+          most: number of devices that this run can have; an event with more devices is
+            refused.
         """
         self._most = most
         self._lock = threading.Lock()
@@ -489,7 +497,7 @@ class Inbox:
         self._ids: Recent[str, bool] = Recent(_IDS)
 
     def put(self, event: Event) -> Resolved:
-        """Takes an event, and returns its outcome; never raises."""
+        """Stores an event, and returns its outcome; never raises."""
         with self._lock:
             found = self._resolve_event(event)
             if found.status == "accepted":
@@ -534,9 +542,10 @@ class Inbox:
         return found
 
     def take(self) -> tuple[Resolved, ...]:
-        """Takes the waiting events, oldest first; empty if the cluster does not change.
+        """Removes and returns the waiting events, oldest first.
 
-        Events that cancel each other are recorded and not returned.
+        If the events cancel each other and the cluster stays the same, they are
+        recorded, and the result is empty.
         """
         with self._lock:
             taken, self._waiting = tuple(self._waiting), []
@@ -549,9 +558,9 @@ class Inbox:
         return ()
 
     def settle(self, cluster: Cluster) -> None:
-        """Sets the cluster on which the run goes on.
+        """Sets the cluster on which the run now trains.
 
-        Events that came in the meantime are resolved again against this cluster.
+        The outcomes of events that still wait are determined again, for this cluster.
         """
         with self._lock:
             self._current = self._next = cluster
@@ -570,13 +579,13 @@ class Inbox:
 
 
 def _devices(event: Event) -> int:
-    """The least number of devices that a cluster with the event's devices has."""
+    """The least number of devices of a cluster that contains the event's devices."""
     named = len(event.hosts) + len(event.devices)
     return named if event.cluster is None else _whole(event.cluster)
 
 
 def _whole(cluster: Cluster) -> int:
-    """The number of devices of a cluster, including devices that are not present."""
+    """The number of devices of the whole cluster, including devices that have left."""
     sizes = (
         part.num_devices if part.members is None else size_of(part.members.whole)
         for part in cluster.groups or (cluster,)

@@ -2,20 +2,22 @@
 
 Kinds of lines:
 
-* ``replan``: a re-plan: its cause, the options that were compared, the predicted gain
-  and cost of the chosen option, and the length of the pause;
-* ``measured``: the seconds of a step before a re-plan, and some steps after it;
-* ``batch``: a change of the batch size, the plan or the codecs by their goodput: the
-  options that were compared, and the predicted goodput of the chosen option;
-* ``batch measured``: the seconds and the progress of a step before and after such a
-  change;
-* ``batch refused``: an option for such a change that could not be planned;
-* ``world``: a world of processes that formed in a run of `autopar run`: its cause, the
-  length of the pause, and the part of the pause in which processes started again;
-* ``refused``: a change that could not be planned;
-* ``event``: an event that changed nothing, and the reason;
-* ``wrong``: a message that is not an event;
-* ``stop``: the end of a run that has no devices left.
+* ``replan``: a re-plan: its cause, the plans that were compared, the predicted gain and
+  cost of the chosen plan, and how long training paused;
+* ``measured``: the measured seconds of a step before a re-plan, and after it once some
+  steps have run;
+* ``batch``: a change of the batch size, the plan or the codecs to raise the goodput:
+  the choices that were compared, and the predicted goodput of the new choice;
+* ``batch measured``: the seconds and the progress of a step before and after a change
+  of kind ``batch``;
+* ``batch refused``: a choice of batch size or codecs that could not be planned;
+* ``world``: a new set of processes that train together (a world), in a run of `autopar
+  run`: why it formed, how long training paused, and how much of the pause the restart
+  of processes took;
+* ``refused``: a change of the cluster for which no plan could be made;
+* ``event``: an event that did not change the cluster, and the reason;
+* ``wrong``: a message from a source that is not a valid event;
+* ``stop``: the run ended because no devices are left.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ from autopar.elastic.events import Resolved
 from autopar.errors import PlanError
 from autopar.whole_files import WaitingLines
 
-# A hint for a reader of the log that `autopar run` keeps in its folder.
+# A hint for users who open the log of `autopar run` as if it were a ledger.
 _OF_RUN = (
     " It is the log of `autopar run`; the ledger is the file that the script names by "
     "autopar.elastic(..., ledger=) or autopar.train(..., ledger=)."
@@ -46,12 +48,12 @@ class Ledger:
     """Writes lines to a file, and keeps the latest lines in memory.
 
     If a line cannot be written, for example on a full disk, the run goes on. A message
-    is printed once, and ``failure`` holds the reason. The waiting lines are written
-    when there is room again.
+    is printed once, and ``failure`` holds the reason. Later calls write the lines that
+    could not be written, once there is room.
     """
 
     def __init__(self, path: str | os.PathLike[str] | None) -> None:
-        """Writes nothing yet.
+        """Opens no file yet.
 
         Args:
           path: path of the file, to which lines are added; None: lines are kept only in
@@ -95,7 +97,7 @@ class Ledger:
                 self.failure = ""
 
     def note(self, found: Resolved) -> None:
-        """Adds a line for an event that changes nothing."""
+        """Adds a line for an event that does not change the cluster."""
         self.write("event", event=event_data(found))
 
     def wrong(self, source: str, reason: str) -> None:
@@ -120,10 +122,12 @@ def event_data(found: Resolved) -> dict[str, Any]:
 def read_ledger(path: str | os.PathLike[str]) -> list[Mapping[str, Any]]:
     """Reads the lines of a ledger.
 
-    A last line that was cut short, for example by a kill, is left out.
+    The last line is ignored if it is incomplete, for example because the writer was
+    killed.
 
     Raises:
-      PlanError: the file cannot be read, or another line does not belong to a ledger.
+      PlanError: the file cannot be read, or a line other than the last is not a line of
+        a ledger.
     """
     try:
         texts = Path(path).read_text().splitlines()

@@ -1,4 +1,4 @@
-"""The reaction of a run to a step that is not finite, for all training loops."""
+"""How all training loops react to a step whose loss or gradient is not finite."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from autopar.runtime.parallel_step import ParallelStep
 OnNan = Literal["stop", "skip", "continue"]
 LOGGER = logging.getLogger("autopar")
 _HOW = ("stop", "skip", "continue")
-# Number of steps in a row that are not finite after which a run ends.
+# A run ends after this number of successive steps that are not finite.
 _MOST = 3
 
 
 def guard(name: str, step: ParallelStep[..., Any], how: Any) -> None:
-    """Makes a step restore its state if it is not finite, except under ``continue``.
+    """Makes a step return its old state if it is not finite, unless ``continue``.
 
     Args:
       name: name of the calling function, for error messages.
       step: the train step.
-      how: the reaction to a step that is not finite (``on_nan=``).
+      how: ``stop``, ``skip`` or ``continue`` (``on_nan=`` of `autopar.elastic`).
 
     Raises:
       PlanError: the reaction is unknown.
@@ -47,18 +47,19 @@ class Finiteness:
     Attributes:
       finite: whether the last step was finite.
       count: number of steps that were not finite.
-      first: number of the first step of the current row of steps that are not finite.
+      first: number of the first step in the current series of successive steps that are
+        not finite.
     """
 
     def __init__(
         self, step: ParallelStep[..., Any], how: OnNan, record: Callable[..., None]
     ) -> None:
-        """Has seen no step yet.
+        """Starts with a count of 0.
 
         Args:
           step: the train step, after `guard`.
-          how: the reaction to a step that is not finite (``on_nan=``).
-          record: takes the kind and the fields of a line of the ledger.
+          how: ``stop``, ``skip`` or ``continue`` (``on_nan=`` of `autopar.elastic`).
+          record: called with the kind and the fields of each line for the ledger.
         """
         self._step, self._how, self._record = step, how, record
         self.finite, self.count, self.first = True, 0, 0
@@ -66,21 +67,21 @@ class Finiteness:
 
     @property
     def restores(self) -> bool:
-        """Whether the state from before a step that is not finite is restored."""
+        """Whether a step that is not finite leaves the state as it was before."""
         return self._how != "continue"
 
     @property
     def hopeless(self) -> bool:
-        """Whether the last step was not finite and its state is not restored."""
+        """Whether the state is lost: the last step was not finite, and changed it."""
         return not self.finite and not self.restores
 
     def look(self, number: int, result: Any, *, says: bool = True) -> bool:
-        """Takes a step that has run; returns whether the step was finite.
+        """Checks a step that has run; returns whether the step was finite.
 
         Args:
           number: number of the step.
           result: the values that the step returned besides the state.
-          says: whether this process reports a step that is not finite.
+          says: whether this process prints a warning for a step that is not finite.
         """
         flag = self._step.finite if self.restores else None
         self.finite = _finite(result) if flag is None else bool(np.asarray(flag))
@@ -111,7 +112,9 @@ class Finiteness:
           before: the state before the last step.
           after: the state after the last step.
         """
-        # Stages in several processes neither restore the old state nor consume it.
+        # With pipeline stages in several processes, the step does not restore the old
+        # state itself. It does not consume the old state either, so it is restored
+        # here.
         lost = not self.finite and self.restores and self._step.finite is None
         return before if lost else after
 
@@ -129,7 +132,7 @@ class Finiteness:
 
 
 def _finite(result: Any) -> bool:
-    """Whether all real and complex numbers in a result are finite, on this process."""
+    """Whether all numbers that this process holds of a result are finite."""
     for leaf in jax.tree.leaves(result):
         away = isinstance(leaf, jax.Array) and not (
             leaf.is_fully_addressable or leaf.is_fully_replicated

@@ -1,13 +1,14 @@
-"""The progress and the speed of a run, as about one line of a ledger per second.
+"""Writes the progress and the speed of a run, about one ledger line per second.
 
 A line of kind ``progress`` holds the number of steps done and of samples consumed, the
-median seconds of a step since the line before, and the loss. The loss is the first
-number that a step returns. If the batch size follows the gradient noise, the line also
-holds the noise scale and the progress of the steps. A line holds microbatches, the
-plan's scheme and codecs only if they are not the default.
+median seconds of a step since the previous line, and the loss. The loss is the first
+number in the values that a step returns. If the batch size follows the gradient noise,
+the line also holds the noise scale, and the progress in rows of the base batch. A line
+names the number of microbatches, the plan's parallelism scheme and the codecs only if
+they are not the default.
 
-This module imports JAX. It is separate from `autopar.elastic.ledger`, which supervisors
-and `autopar ledger` import without JAX.
+This module imports JAX. `autopar.elastic.ledger` is a separate module, because
+supervisors and the command `autopar ledger` import it and do not need JAX.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ class Pace:
     """Writes lines of progress to a ledger.
 
     Attributes:
-      loss: the loss of the last line; None: no loss, or a loss that is not finite.
+      loss: the loss in the last line; None if there was no loss, or if it was not
+        finite.
     """
 
     def __init__(
@@ -53,8 +55,8 @@ class Pace:
         self.loss: float | None = None
         self._done_s: float | None = None
         self._seconds: list[float] = []
-        # Devices, batch size and plan of a step: times under other values are not
-        # comparable.
+        # Devices, batch size and plan of the last step. Step times with other values
+        # are not comparable with its time.
         self._way: tuple[Any, ...] = ()
 
     def take(
@@ -70,24 +72,26 @@ class Pace:
         last: bool = False,
         lost: bool = False,
     ) -> None:
-        """Takes a step that has run.
+        """Records a step that has run, and writes a line if one is due.
 
         Args:
           step: number of steps done.
           position: number of samples consumed.
           batch: samples of the next step.
-          devices: number of devices of the world that ran the step.
+          devices: number of devices that ran the step.
           result: the values that the step returned besides the state.
-          plan: fields of the line about the plan (`plan_fields`); None: no fields.
-          measured: returns further fields when a line is written; None: no fields.
-          last: whether this is the last step. A last step is always written.
-          lost: whether the state is not finite any more. Such a step is always written.
+          plan: fields about the plan for the line (`plan_fields`); None: no fields.
+          measured: called when a line is written; returns further fields for it. None:
+            no further fields.
+          last: whether this is the last step, for which a line is always written.
+          lost: whether the state is no longer finite. Then a line is always written.
         """
         now = self._clock()
         plan = plan or {}
         way = (devices, batch, *sorted(plan.items()))
         if way != self._way:
-            # The time since the last step under other values includes the change.
+            # The time since the last step includes the change to the new devices, batch
+            # size or plan, so it is not a step time.
             self._way, self._seconds, self._done_s = way, [], None
         if self._done_s is not None:
             self._seconds.append(now - self._done_s)
@@ -116,7 +120,7 @@ class Pace:
 
 
 def plan_fields(plan: Plan) -> dict[str, Any]:
-    """The fields about a plan: microbatches, scheme and codecs, if it has them."""
+    """Microbatches, scheme and codecs of a plan, where they are not the default."""
     found: dict[str, Any] = {}
     if plan.microbatches > 1:
         found["microbatches"] = plan.microbatches
@@ -128,7 +132,7 @@ def plan_fields(plan: Plan) -> dict[str, Any]:
 
 
 def loss_of(result: Any) -> float | None:
-    """The first number in the result of a step; None: the result has no number.
+    """The first number in the result of a step; None if it holds no number.
 
     >>> loss_of({"accuracy": np.ones(3), "loss": np.float32(0.5)})
     0.5

@@ -1,4 +1,4 @@
-"""A run of several processes, which may leave and join while the run trains.
+"""A training run of several processes, which may leave and join meanwhile.
 
 A world is a set of processes that train together. When processes leave or join, a
 new world forms.

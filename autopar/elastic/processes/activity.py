@@ -1,7 +1,8 @@
-"""The current activity of a worker for its heartbeats, and the stacks of its threads.
+"""What a worker process is doing now, for its heartbeats; and its threads' stacks.
 
-The training loop records its place. The thread of the link reads these records, so that
-a loop that hangs, for example in a collective, can still be described. This module does
+The training loop records which part of a step it is in (its place). Another thread
+(`autopar.elastic.processes.link`) sends this record to the supervisor. So the
+supervisor can tell where a loop hangs, for example in a collective. This module does
 not import JAX.
 """
 
@@ -20,18 +21,20 @@ from collections.abc import Callable, Iterator, Mapping
 from types import FrameType
 from typing import Any
 
-# The places of a loop, in the order of a step: it asks whether the step may start,
-# reads samples, runs the compiled program, keeps the state, saves, and returns to the
-# script. After the last step it waits for the other processes.
+# The places where a training loop can be, in the order of a step: it asks the
+# supervisor whether the step may start, reads samples, runs the compiled program, keeps
+# a copy of the state, saves a checkpoint, and returns to the user's script. After the
+# last step it waits for the other processes.
 PLACES = ("order", "samples", "program", "after", "save", "script", "finish")
-# The first steps of a world are not measured, because they compile and connect.
+# The first steps after a change of processes are not timed, because they compile
+# programs and open connections.
 FIRST_STEPS = 3
-# Number of steps in a median; the longest step is taken over at least the second
-# number.
+# The usual step time is the median of `_RECENT` steps. The longest step time is taken
+# over at least `_REMEMBERED` steps.
 _RECENT, _REMEMBERED = 20, 1000
-# After this many seconds at one place, a loop's thread is examined.
+# If a loop is at one place for this many seconds, the stack of its thread is examined.
 _LOOK_S = 2.0
-# A thread that compiles, traces or plans has one of these modules on its stack.
+# If one of these modules is on a thread's stack, the thread compiles, traces or plans.
 _COMPILES = (
     "jax/_src/compiler.py",
     "jax/_src/interpreters/mlir.py",
@@ -39,9 +42,10 @@ _COMPILES = (
     "autopar/planner/",
     "autopar/runtime/compiler.py",
 )
-# Beginnings of the names of threads that work for the loop.
+# Prefixes of the names of the threads that do work of the training loop.
 _HELPERS = ("step_", "stage_", "waits for others")
-# Paths of Python, of installed packages and of autopar: these are not the user's files.
+# Prefixes of paths that do not belong to the user's code: Python, installed packages
+# and autopar.
 _OTHERS = (
     *(f"{sysconfig.get_path(name)}/" for name in ("stdlib", "purelib", "platlib")),
     f"{pathlib.Path(__file__).parents[2]}/",
@@ -56,13 +60,13 @@ class Activity:
 
     Attributes:
       program: name of the compiled step.
-      tasks: returns the task of a step of stages that this process runs; None: there is
-        only one stage.
-      sent_bytes: bytes that a device sends in a step, as the plan predicts.
+      tasks: returns the pipeline task that this process is running; None if the plan
+        has only one pipeline stage.
+      sent_bytes: bytes that a device sends in a step, as predicted by the plan.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        """The loop has not begun.
+        """Starts before the loop has begun.
 
         Args:
           clock: returns the time in seconds.
@@ -75,21 +79,23 @@ class Activity:
         self.begin()
 
     def begin(self) -> None:
-        """Begins a world, and measures the times of its steps from scratch."""
+        """Forgets all step times, because a new set of processes trains together."""
         self._mark: tuple[str, int, float, int] = ("order", -1, self._clock(), 0)
-        # The place at the last heartbeat, the time then, and the CPU seconds used until
-        # then.
+        # At the last heartbeat: the place, the time, and the CPU seconds that the
+        # loop's thread had used.
         self._found = (self._mark, 0.0, 0.0)
         self._spent: dict[str, float] = dict.fromkeys(PLACES, 0.0)
         self._steps = 0
-        # These tuples are replaced as a whole, because another thread reads them.
+        # Each of these tuples is replaced by a new tuple and never changed, because
+        # another thread reads it.
         self._own: tuple[tuple[float, float], ...] = ()
         self._seconds: tuple[float, ...] = ()
-        # The longest of the latest steps, and of the _REMEMBERED steps before those.
+        # The longest step time among the latest steps, and among the _REMEMBERED steps
+        # before.
         self._longest_s, self._longest_before_s = 0.0, 0.0
 
     def enter(self, place: str, step: int) -> None:
-        """Records that the loop is now at a place of a step.
+        """Records that the loop is now at a given place of a step.
 
         Args:
           place: one of `PLACES`.
@@ -118,18 +124,18 @@ class Activity:
     def note_done(
         self, step: int, position: int, batch: int, loss: float | None
     ) -> None:
-        """Records the results of the last step.
+        """Records the progress after a step.
 
         Args:
           step: number of steps done.
           position: number of samples consumed.
           batch: samples of the step.
-          loss: the last loss that the loop has copied to the host; None: no loss yet.
+          loss: the last loss that the loop has copied from a device; None: no loss yet.
         """
         self._done = {"done": step, "position": position, "batch": batch, "loss": loss}
 
     def data(self) -> dict[str, Any]:
-        """The contents of a heartbeat: the place, times, and the task that runs."""
+        """The contents of a heartbeat: place, step times, and running pipeline task."""
         mark = self._mark
         place, step, begun_s, ident = mark
         for_s = self._clock() - begun_s
@@ -153,7 +159,7 @@ class Activity:
                 "measured": len(own),
             }
         if place == "program" and self.tasks is not None:
-            with contextlib.suppress(Exception):  # no error may stop the heartbeats
+            with contextlib.suppress(Exception):  # heartbeats must go on
                 found["task"] = self.tasks()
         spent_s = time.process_time() if place == "program" else _thread_s(ident)
         before, then_s, spent_then_s = self._found
@@ -168,7 +174,7 @@ class Activity:
 
 
 def _thread_s(ident: int) -> float:
-    """CPU seconds of a thread; 0: there is no thread, or it has ended."""
+    """CPU seconds that a thread has used; 0 if there is no such thread."""
     if not ident:
         return 0.0
     try:
@@ -178,12 +184,12 @@ def _thread_s(ident: int) -> float:
 
 
 def _frames() -> Mapping[int, FrameType]:
-    """The innermost frame of each thread, by Python's documented function."""
+    """The innermost Python frame of each thread, by thread identifier."""
     return sys._current_frames()  # pyright: ignore[reportPrivateUsage]
 
 
 def _working(ident: int) -> Iterator[FrameType]:
-    """The innermost frames of a thread, and of the threads that work for the loop."""
+    """The innermost frames of a thread and of the threads that work for it."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     for key, frame in _frames().items():
         if key == ident or names.get(key, "").startswith(_HELPERS):
@@ -197,13 +203,13 @@ def _outwards(frame: FrameType | None) -> Iterator[FrameType]:
 
 
 def _compiles(frame: FrameType) -> bool:
-    """Whether a thread compiles, traces or plans."""
+    """Whether the thread of a frame is compiling, tracing or planning."""
     files = (x.f_code.co_filename for x in _outwards(frame))
     return any(part in file for file in files for part in _COMPILES)
 
 
 def _user_frame(ident: int) -> str:
-    """A thread's innermost frame, in the user's files if it has such a frame."""
+    """The innermost frame of a thread in the user's code, or else its innermost."""
     frames = list(_outwards(_frames().get(ident)))
     own = [x for x in frames if not x.f_code.co_filename.startswith(_OTHERS)]
     if not frames:
@@ -214,7 +220,7 @@ def _user_frame(ident: int) -> str:
 
 
 def stacks_text() -> str:
-    """The Python stacks of all other threads of this process, the main thread first."""
+    """Python stacks of all threads but the calling one, main thread first, as text."""
     own, main = threading.get_ident(), threading.main_thread().ident
     threads = {thread.ident: thread for thread in threading.enumerate()}
     frames = _frames()

@@ -1,4 +1,4 @@
-"""States that a run of several processes keeps besides the state of its model."""
+"""State of codecs and noise averages, which a run keeps besides its training state."""
 
 from __future__ import annotations
 
@@ -16,19 +16,20 @@ from autopar.runtime.creation import StateShapes
 from autopar.runtime.parallel_step import ParallelStep
 from autopar_passes.program.static_leaves import struct_of
 
-# Name of a state, the prefix of the paths of its arrays -> attribute of the step.
+# Name of a state (a prefix of the paths of its arrays) -> attribute of the step that
+# holds it.
 _STATES = {"codecs": "compression_state", "noise": "noise_state"}
 
 
 def state_beside(step: ParallelStep[..., Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The states of a step besides the state of its model.
+    """The state of a step's codecs and of its noise averages.
 
     Args:
       step: the train step.
 
     Returns:
-      Path -> array, for the state of the codecs and the averages of the noise scale;
-      and name -> tree of these arrays, as plain data.
+      Two mappings: path -> array, for all arrays of these states; and name of a state
+      -> structure of its tree, as plain data.
     """
     arrays: dict[str, Any] = {}
     plain: dict[str, Any] = {}
@@ -43,12 +44,13 @@ def state_beside(step: ParallelStep[..., Any]) -> tuple[dict[str, Any], dict[str
 def take_up(
     step: ParallelStep[..., Any], fetch: Fetcher, plain: Mapping[str, Any]
 ) -> None:
-    """Gives a step the states that `state_beside` returned.
+    """Restores in a step the states that `state_beside` returned.
 
     Args:
       step: the train step.
-      fetch: reads arrays by path.
-      plain: the trees that `state_beside` returned; other names are ignored.
+      fetch: reads the arrays of the given paths.
+      plain: the structures of trees that `state_beside` returned; unknown names are
+        ignored.
     """
     for name, attribute in _STATES.items():
         if (tree := plain.get(name)) is not None:
@@ -60,7 +62,7 @@ def take_up(
 def rest_structs(
     train_step: ParallelStep[..., Any], samples: Samples, shapes: StateShapes, step: int
 ) -> list[Any]:
-    """Shapes of the step's arguments after the state, over all processes.
+    """Shapes of the step's arguments after the state, as global arrays.
 
     Args:
       train_step: the train step.

@@ -1,13 +1,14 @@
-"""Decides whether a world broke by the loss of a process or by its own script."""
+"""Decides whether the loss of a process, or the user's script, made processes fail."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
 
-# Number of worlds in a row that may break at one step although no process died.
+# A world is a set of processes that train together. If this many successive worlds
+# break at the same step although no process died, the run ends with an error.
 _BREAKS = 3
-# Kinds of errors that the loss of another process may have caused.
+# Names of exception types that the loss of another process may have caused.
 _OF_OTHERS = (
     "RuntimeError",
     "RunError",
@@ -16,21 +17,22 @@ _OF_OTHERS = (
     "TimeoutError",
     "WorldBroken",
 )
-# Parts of error texts from transports, for which JAX raises any kind of error.
+# Parts of error texts from communication libraries. JAX raises their errors as
+# exceptions of any type.
 _TRANSPORTS = ("Gloo", "gloo", "NCCL")
-# For this time after a loss, the loss may have caused any error: when another process
-# ends between two calls, a process may read only half of the expected data.
+# For this many seconds after a process was lost, any error of another process may be a
+# consequence: it may have read only half of the expected data.
 _AFTERMATH_S = 30.0
-# If no process is found to be gone for this time after an error, the error is the
-# script's own.
+# If no process is found to be lost within this many seconds after an error, the user's
+# script caused the error.
 _OWN_S = 3.0
 
 
 class Breaks:
-    """Counts broken worlds, and finds errors that a lost process explains."""
+    """Counts broken worlds, and tells errors of the script from effects of a loss."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
-        """Has seen no broken world yet.
+        """Starts with no broken world.
 
         Args:
           clock: returns the time in seconds.
@@ -45,7 +47,7 @@ class Breaks:
         self._lost_s = self._clock()
 
     def on_progress(self) -> None:
-        """Records that a world has formed at a later step than all worlds before."""
+        """Records that training got further than in all earlier worlds."""
         self._count = 0
 
     @property
@@ -57,31 +59,32 @@ class Breaks:
         """Whether an error may have been caused by the loss of another process.
 
         Args:
-          error: kind and text of the error, with a colon between them.
+          error: type and text of the error, with a colon between them.
         """
         kind = error.partition(":")[0]
         known = any(part in kind for part in _OF_OTHERS)
         return self.aftermath or known or any(x in error for x in _TRANSPORTS)
 
     def too_many(self, size: int) -> bool:
-        """Counts an error of a world; returns whether there were too many at one step.
+        """Counts an error in a broken world; returns whether there are too many.
 
         Args:
-          size: number of processes of the world.
+          size: number of processes of the world; `_BREAKS` errors per process are
+            allowed.
         """
         self._count += 1
         return self._count > _BREAKS * max(1, size)
 
     def wait(self, worker: int) -> None:
-        """Records that a worker waits to learn whether a loss explains its error."""
+        """Records that a worker with an error waits to learn the cause of the error."""
         self._due_s[worker] = self._clock() + _OWN_S
 
     def on_leave(self) -> None:
-        """Records that the world is left; this explains errors of its processes."""
+        """Records that processes leave the world, which may cause errors in them."""
         self._due_s.clear()
 
     def own(self) -> list[int]:
-        """The workers whose error proved to be their own; each is returned once."""
+        """The waiting workers whose own script caused the error; returns each once."""
         now = self._clock()
         found = [worker for worker, due_s in self._due_s.items() if due_s <= now]
         for worker in found:

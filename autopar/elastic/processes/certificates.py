@@ -1,7 +1,7 @@
-"""Makes the secret of a run on several hosts.
+"""Makes the secret that the processes of a run on several hosts share.
 
-This module is separate from the modules that use a secret: importing `cryptography`
-takes 0.1 s, and workers do not need it.
+This module is separate from the modules that use a secret: this module imports
+`cryptography`, which takes 0.1 s and which workers do not need.
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ def new_secret() -> str:
         .issuer_name(name)
         .public_key(key.public_key())
         .serial_number(x509.random_serial_number())
-        # The clocks of hosts may differ, so the certificate is valid from two days ago.
+        # The clocks of hosts may differ, so the certificate is valid from two days
+        # before now.
         .not_valid_before(now - datetime.timedelta(days=2))
         .not_valid_after(now + datetime.timedelta(days=365 * _YEARS))
         .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)

@@ -1,12 +1,13 @@
-"""The process that hosts the coordination services of all worlds.
+"""A process that hosts JAX's coordination services for the workers of a run.
 
-The process is separate from the supervisor, because workers must survive the
-supervisor's death. It ends with the workers. JAX's services check no secret, so they
-listen only on loopback. Workers of other hosts reach a service through a door: a
-listener with TLS. Commands come as JSON lines on stdin. ``open`` starts a service for
-some processes. ``fill`` connects substitutes for processes that died before they
-connected. ``close`` ends a service that no process uses any more. ``ping`` asks for an
-answer.
+Each set of processes that train together (a world) has its own service. The services
+run in a process of their own and not in the supervisor, because workers must survive
+the supervisor's death. This process ends after all workers have ended. JAX's services
+check no secret, so they listen only on loopback. Workers on other hosts connect to a
+service through a `Door`, a listener with TLS that passes bytes on. The supervisor sends
+commands as JSON lines to stdin. ``open`` starts a service for a number of processes.
+``fill`` connects in place of processes that died before they connected. ``close`` ends
+a service that no process uses any more. ``ping`` only asks for an answer.
 """
 
 from __future__ import annotations
@@ -35,26 +36,27 @@ from autopar.elastic.processes.network import (
 )
 from autopar.errors import RunError
 
-# The supervisor's side of the process that hosts coordination services.
+# The class by which the supervisor controls the process that hosts the services.
 
-# Seconds between two pings of the process, and longest time of its start.
+# Seconds between two ``ping`` commands, and the longest time that the process may take
+# to start.
 _ASK_S, _START_S = 2.0, 120.0
 _TRIES = 3
 
 
 class ServiceProcess:
-    """Starts the process, starts it again if it has died, and sends it commands.
+    """Starts the process that hosts services, restarts it, and sends it commands.
 
     Attributes:
-      up: whether the process has answered.
+      up: whether the process has started and answered.
     """
 
     def __init__(self, silent_s: float, network: Network) -> None:
-        """Has started no process yet.
+        """Starts no process yet.
 
         Args:
           silent_s: longest time without an answer before the process is killed.
-          network: network on which workers reach the process.
+          network: addresses and secret with which workers connect to the process.
         """
         self._silent_s, self._network = silent_s, network
         self._child: subprocess.Popen[str] | None = None
@@ -63,7 +65,7 @@ class ServiceProcess:
         self.up = False
 
     def start(self) -> None:
-        """Starts the process if it does not run."""
+        """Starts the process unless it is running."""
         if self._child is not None and self._child.poll() is None:
             return
         child = subprocess.Popen(
@@ -101,7 +103,7 @@ class ServiceProcess:
         return ProcessId.of(child.pid)
 
     def has_died(self) -> bool:
-        """Returns True once after the process has died; kills a silent process."""
+        """Whether the process has died since the last call; kills a silent one."""
         child, now = self._child, time.monotonic()
         if child is None:
             return False
@@ -119,8 +121,8 @@ class ServiceProcess:
         """Starts the service of a world; returns its address.
 
         Args:
-          generation: number of the world.
-          processes: the processes that will connect.
+          generation: number of the world; each new world gets a higher number.
+          processes: the processes that will connect to the service.
 
         Raises:
           RunError: the process does not start.
@@ -140,7 +142,7 @@ class ServiceProcess:
         )
 
     def fill(self, generation: int, ranks: list[int]) -> None:
-        """Lets a world finish connecting without the processes of these ranks."""
+        """Connects to a world's service in place of the dead processes ``ranks``."""
         self._tell(kind="fill", generation=generation, ranks=ranks)
 
     def close(self, generation: int) -> None:
@@ -162,23 +164,24 @@ class ServiceProcess:
                 child.stdin.flush()
 
 
-# How long a world may take to connect. XLA ends a process that does not connect in
-# time.
+# Seconds within which all processes of a world must connect to its service. XLA ends a
+# process that does not connect in time.
 _CONNECT_S = 50
 
 
 class Services:
-    """The coordination services, by generation of their worlds."""
+    """The coordination services of all worlds, by the worlds' numbers."""
 
     def __init__(self) -> None:
-        """Hosts no service yet."""
-        # JAX is imported here because the supervisor imports this module without JAX.
+        """Starts without services."""
+        # This import loads JAX. It is not at the top of the module, because the
+        # supervisor imports the module and must not load JAX.
         from autopar_passes import jax_processes
 
         self._jax, self._network = jax_processes, Network.of_environment()
         self._running: dict[int, tuple[str, Any]] = {}
         self._doors: dict[int, Door] = {}
-        # A descriptor of each worker that has used a service.
+        # A process descriptor (pidfd) of each local worker that has used a service.
         self._workers: dict[ProcessId, int] = {}
 
     def open(self, generation: int, processes: list[Any]) -> str:
@@ -202,11 +205,11 @@ class Services:
                 self._workers[worker] = descriptor
 
     def ping(self) -> str:
-        """Answers, to show that this process lives."""
+        """Answers, which shows that this process is alive."""
         return ""
 
     def fill(self, generation: int, ranks: list[int]) -> None:
-        """Connects in place of processes that are gone, in background threads."""
+        """Connects in place of dead processes, in background threads."""
         if generation not in self._running:
             return
         address = self._running[generation][0]
@@ -229,7 +232,7 @@ class Services:
         """Returns once all processes that used a service are gone."""
         for descriptor in self._workers.values():
             members.has_ended(descriptor, wait_s=None)
-        # Workers of other hosts are known only by their connections.
+        # This process knows workers of other hosts only by their connections.
         alone_s = time.monotonic()
         while self._doors and time.monotonic() - alone_s < _CONNECT_S:
             if any(door.is_used for door in self._doors.values()):
@@ -238,7 +241,7 @@ class Services:
 
 
 class Door:
-    """Passes connections of workers with the secret on to a service on loopback.
+    """A TLS listener that connects workers with the secret to a loopback service.
 
     Attributes:
       address: address that workers connect to.
@@ -249,7 +252,7 @@ class Door:
 
         Args:
           service: address of the service.
-          network: network on which workers reach the door.
+          network: address to listen on and secret to require.
         """
         self._service = split_address(service)
         self._lock = threading.Lock()
@@ -264,7 +267,7 @@ class Door:
             return bool(self._ends)
 
     def close(self) -> None:
-        """Accepts no more connections, and ends the open connections."""
+        """Stops listening, and ends the open connections."""
         self._listener.close()
         with self._lock:
             ends = list(self._ends)
@@ -300,7 +303,7 @@ def main() -> None:
             word = {"open": "address"}.get(kind, "answer")
             print(json.dumps({word: answer}), flush=True)
     services.wait_for_workers()
-    os._exit(0)  # the destructors of services would wait for clients
+    os._exit(0)  # destructors would wait for clients
 
 
 if __name__ == "__main__":

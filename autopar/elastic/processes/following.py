@@ -1,8 +1,8 @@
-"""The batch size of a run of several processes: all change it at the same step.
+"""Adapts the batch size of a run of several processes, on all at the same step.
 
-The loop's knowledge is kept with the state of each step. Processes that form another
-world read it from there. So all processes count the same steps, and change the batch at
-the same step.
+What the loop has measured and decided is stored with the training state of each step.
+After processes join or leave, all processes read it from there. So all of them count
+the same steps, and change the batch size at the same step.
 """
 
 from __future__ import annotations
@@ -27,9 +27,10 @@ class Ends:
     """The conditions that end a run with a changing batch size.
 
     Attributes:
-      samples: rows of the base batch after which the run ends; None: no such limit.
-      until: ends the run after a step for which it is true on all processes; None: no
-        such test.
+      samples: progress at which the run ends, in rows of the base batch; None: no such
+        limit.
+      until: a test of each step's result; the run ends once it is true on all
+        processes. None: no test.
       steps: number of steps.
     """
 
@@ -38,7 +39,7 @@ class Ends:
     steps: float = math.inf
 
     def is_reached(self, worth: float) -> bool:
-        """Whether progress of ``worth`` rows of the base batch ends the run."""
+        """Whether the run ends at a progress of ``worth`` rows of the base batch."""
         return self.samples is not None and worth >= self.samples
 
     def rest_s(self, step: int, worth: float, gained: float, step_s: float) -> float:
@@ -46,7 +47,7 @@ class Ends:
 
         Args:
           step: number of steps done.
-          worth: progress of these steps, in rows of the base batch.
+          worth: progress so far, in rows of the base batch.
           gained: progress of the last step, in rows of the base batch.
           step_s: seconds of the last step.
         """
@@ -57,7 +58,7 @@ class Ends:
 
 
 class TeamFollowing:
-    """Adapts the batch size in one process of several.
+    """Adapts the batch size, in each process of a run of several.
 
     Attributes:
       loop: chooses the batch size.
@@ -78,11 +79,11 @@ class TeamFollowing:
 
         Args:
           step: the train step.
-          following: how the batch size follows the gradient noise.
-          rule: rule of the learning rate, which the optimizer must have; None: any
-            rule.
+          following: settings of the adaptive batch size.
+          rule: the rule that scales the learning rate, which must be the optimizer's
+            rule; None: any rule.
           ends: conditions that end the run.
-          record: takes the kind and the fields of a line of the ledger.
+          record: called with the kind and the fields of each line for the ledger.
         """
         self._step = step
         self._rule: Rule | None = rule
@@ -100,7 +101,7 @@ class TeamFollowing:
         """Sets the batch size in a new state, or in a state from a checkpoint.
 
         Raises:
-          PlanError: the optimizer was not wrapped with `scaled`.
+          PlanError: the optimizer was not wrapped with `scale_updates`.
         """
         check_rule(state, self.loop.following.base_batch, self._rule)
         made = self.loop.begin(state)
@@ -108,7 +109,7 @@ class TeamFollowing:
         return made
 
     def take(self, notes: Mapping[str, Any]) -> None:
-        """Continues from notes, before the step has a plan in this world."""
+        """Continues from the result of `notes`; called before the step is planned."""
         self.loop.go_on(notes)
         way = notes["way"]
         changing_batches.begin_with(
@@ -116,16 +117,16 @@ class TeamFollowing:
         )
 
     def notes(self) -> dict[str, Any]:
-        """The loop's knowledge as data that JSON can hold."""
+        """What the loop has measured and decided, as data that JSON can hold."""
         return self.loop.to_data()
 
     def measurements(self) -> dict[str, Any]:
-        """The measured fields of a line of progress.
+        """Measured fields for a line of progress in the ledger.
 
         Returns:
-          ``noise_scale`` in rows: the text ``inf`` if noise hides the mean gradient,
-          None if it is not known yet; ``progress`` in rows of the base batch; and
-          ``codec_error`` if the codecs are not exact.
+          ``noise_scale`` in rows: the text ``inf`` if the mean gradient cannot be told
+          from zero, None if it is not known yet; ``progress`` in rows of the base
+          batch; and ``codec_error`` if the codecs are not exact.
         """
         phi = self.loop.phi()
         found: dict[str, Any] = {"noise_scale": None, "progress": self.worth}
@@ -144,7 +145,7 @@ class TeamFollowing:
         seconds: float,
         result: Any,
     ) -> Any:
-        """The state for the next step, whose batch size may differ.
+        """Ends a step; returns the state for the next, whose batch size may differ.
 
         Args:
           state: the state that the step returned.
@@ -164,6 +165,6 @@ class TeamFollowing:
         return self.ends.rest_s(done, self.worth, self._gained, self._step_s)
 
     def resize(self, samples: Samples, step: int) -> Samples:
-        """The samples with the loop's batch size, from a step on."""
+        """The source of samples with the loop's batch size from step ``step`` on."""
         rows = self.loop.batch_size
         return samples if rows == samples.batch else samples.resize(step, rows)

@@ -1,7 +1,9 @@
-"""Parts of a run's state in host memory, and their way back to devices.
+"""Keeps parts of the training state in host memory, and restores arrays from them.
 
-A holding belongs to a step and to the world that made it. Two worlds split the state of
-the same step differently, so their tiles must not be mixed.
+A tile is a rectangular part of an array (`autopar.elastic.processes.tiles`). A
+`Holding` is the set of tiles of one step's state that one process keeps. A world is a
+set of processes that train together. Another world may split the state of the same step
+into other tiles. So tiles of two worlds must not be mixed.
 """
 
 from __future__ import annotations
@@ -20,22 +22,22 @@ from autopar.elastic.processes.tiles import Tile
 from autopar.runtime import placement
 from autopar_passes import jax_compat
 
-# Path of an array -> tiles of the array that are held.
+# Path of an array in the state -> tile of the array -> elements of the tile.
 Tiles = dict[str, dict[Tile, np.ndarray]]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Holding:
-    """Tiles of the state after a step.
+    """The tiles that a process keeps of the state after a step.
 
     Attributes:
-      version: step and generation of the world, as text; the name of the holding.
+      version: name of the state: number of the step, and number of the world.
       step: number of steps done.
-      shapes: path -> shape and dtype of each whole array; random keys as their
+      shapes: path -> shape and dtype of each whole array; random keys count as
         integers.
       tiles: path -> tile -> elements of the tile.
-      extra: plain data that belongs to the state and is the same on all processes, such
-        as the position of the next sample.
+      extra: plain data that belongs to the state, such as the position of the next
+        sample. It is the same on all processes.
     """
 
     version: str
@@ -45,7 +47,7 @@ class Holding:
     extra: Mapping[str, Any]
 
     def describe(self) -> dict[str, Any]:
-        """The tiles without their elements, for a message."""
+        """Lists the tiles for a message, without their elements."""
         return {
             "step": self.step,
             "shapes": {k: [list(s), d] for k, (s, d) in self.shapes.items()},
@@ -58,19 +60,19 @@ class Holding:
 
 
 def version(step: int, generation: int) -> str:
-    """The name of a world's holdings after a step."""
+    """The name of the state that a world has after a step."""
     return f"{step}.{generation}"
 
 
 def hold(
     arrays: Mapping[str, Any], *, step: int, generation: int, extra: Mapping[str, Any]
 ) -> Holding:
-    """Holds this process's shards; on CPUs their memory is shared, not copied.
+    """Keeps this process's shards; on CPUs it shares their memory without a copy.
 
     Args:
       arrays: path -> global array.
       step: number of steps done.
-      generation: generation of the world that made the arrays.
+      generation: number of the world that made the arrays.
       extra: see `Holding`.
     """
     bits = {path: jax_compat.key_bits(x) for path, x in arrays.items()}
@@ -84,13 +86,13 @@ def hold(
 
 
 def shapes_of(arrays: Mapping[str, Any]) -> dict[str, tuple[tuple[int, ...], str]]:
-    """Path -> shape and dtype of each whole array; random keys as their integers."""
+    """Path -> shape and dtype of each whole array; random keys count as integers."""
     bits = {path: jax_compat.key_bits(x) for path, x in arrays.items()}
     return {path: (tuple(x.shape), str(x.dtype)) for path, x in bits.items()}
 
 
 def _shards(array: Any) -> dict[Tile, np.ndarray]:
-    """The distinct shards of this process; a host array is one shard."""
+    """The distinct shards of this process; an array in host memory is one shard."""
     if isinstance(array, np.ndarray):
         return {tiles.whole(array.shape): array}
     found: dict[Tile, np.ndarray] = {}
@@ -102,7 +104,7 @@ def _shards(array: Any) -> dict[Tile, np.ndarray]:
 
 
 def only_here(arrays: Mapping[str, Any]) -> dict[str, dict[Tile, np.ndarray]]:
-    """The shards that only this process has."""
+    """The shards that no other process has."""
     found: Tiles = {}
     for path, array in arrays.items():
         bits = jax_compat.key_bits(array)
@@ -124,7 +126,7 @@ Fetch = Callable[[str, Tile], np.ndarray]
 def place(
     wanted: Mapping[str, tuple[Any, NamedSharding]], fetch: Fetch
 ) -> dict[str, Any]:
-    """Makes the arrays of a state from tiles; reads only the tiles of this process.
+    """Makes arrays from tiles; fetches only the tiles that this process needs.
 
     Args:
       wanted: path -> shape and dtype of the whole array, and its sharding.
@@ -150,5 +152,5 @@ def _place(path: str, struct: Any, sharding: NamedSharding, fetch: Fetch) -> Any
 
 
 def numpy_dtype(name: str) -> np.dtype:
-    """The dtype of a name, such as ``bfloat16``."""
+    """The numpy dtype of a name, also of JAX's names such as ``bfloat16``."""
     return np.dtype(jnp.dtype(name))

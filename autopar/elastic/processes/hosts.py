@@ -1,8 +1,8 @@
-"""Workers on other hosts: the agent of a host, and the supervisor's view of hosts.
+"""Starts workers on other hosts: the agent of a host, and its part in the supervisor.
 
 An agent (`autopar worker`) connects to the supervisor, starts workers on the
-supervisor's orders, and reports their ends. Workers die with their agent, so no process
-is left behind on a host.
+supervisor's orders, and reports their ends. If an agent dies, its workers die too, so
+no process is left behind on a host.
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ from autopar.sealed_files import KEY_VARIABLE
 from autopar.units import number_of
 from autopar.version import __version__
 
-# The variables that a worker gets from its run; the host provides all other variables.
+# The environment variables that a worker gets from the supervisor. It gets all other
+# variables from its agent.
 _OF_RUN = (
     VARIABLE,
     KEY_VARIABLE,
@@ -61,16 +62,17 @@ _OF_RUN = (
 )
 _FLAG = re.compile(rf"--{COLLECTIVE_FLAG}=\d+")
 _BEAT_S = 1.0
-# After this time without a message, a host is unreachable, and its workers cannot be
-# killed.
+# A host without a message for this many seconds counts as unreachable: the supervisor
+# cannot kill its workers.
 _SILENT_S = 5.0
-# How long an agent may be away before its unreachable workers are given up.
+# Seconds that an agent may be disconnected before the supervisor goes on without its
+# workers.
 _AWAY_S = 3.0
 _RETRY_S = 0.5
-# How long workers may take to leave a host that was asked to leave.
+# Seconds that workers may take to leave a host that was asked to leave the run.
 _LEAVE_S = 60.0
-# How often a host that was asked to leave asks the supervisor again: other hosts may
-# have joined.
+# Seconds between two requests of a leaving host to release its workers. The supervisor
+# may have refused before, and other hosts may have joined since.
 _ASK_S = 5.0
 
 
@@ -80,12 +82,13 @@ class Host:
 
     Attributes:
       name: name of the host.
-      slots: number of workers that the host takes.
-      connection: connection to the host's agent; None: the agent is away.
-      workers: workers that the host runs.
+      slots: number of workers that may run on the host.
+      connection: connection to the host's agent; None: the agent is not connected.
+      workers: numbers of the workers that run on the host.
       heard_s: when the last message of the agent came (`time.monotonic`).
-      leaves: whether the host takes no more workers.
-      missed: number of workers that were given up because the host was unreachable.
+      leaves: whether the host is leaving and gets no more workers.
+      missed: number of workers that the supervisor counted as gone because the host was
+        unreachable.
     """
 
     name: str
@@ -97,7 +100,7 @@ class Host:
     missed: int = 0
 
     def give_up(self, workers: Sequence[int]) -> None:
-        """Counts workers as gone; they are killed when their agent connects again."""
+        """Counts workers as gone; they are killed once their agent connects again."""
         self.workers -= set(workers)
         self.missed += len(workers)
         if workers and self.connection is not None:
@@ -105,18 +108,18 @@ class Host:
 
     @property
     def room(self) -> int:
-        """Number of further workers that the host takes."""
+        """Number of further workers that may start on the host."""
         takes = self.is_reached and not self.leaves
         return self.slots - len(self.workers) if takes else 0
 
     @property
     def may_respawn(self) -> bool:
-        """Whether a worker may restart here, even if the host is leaving."""
+        """Whether a worker may be restarted here, although the host may be leaving."""
         return self.is_reached and self.slots > len(self.workers)
 
     @property
     def is_reached(self) -> bool:
-        """Whether the agent has sent a message in the last seconds."""
+        """Whether the agent has sent a message within the last `_SILENT_S` seconds."""
         heard = time.monotonic() - self.heard_s < _SILENT_S
         return self.connection is not None and heard
 
@@ -124,27 +127,29 @@ class Host:
 class HostLauncher:
     """Starts workers through the agents of hosts, while hosts join and leave.
 
-    A worker waits until a host has room. Hosts are filled one after another, so that
-    the processes of a world are close to each other.
+    If no host has a free slot, a worker waits. The launcher fills one host after
+    another, so that processes that train together run on few hosts.
     """
 
     def __init__(self, words: Sequence[str], silent_s: float) -> None:
-        """Knows no hosts yet.
+        """Starts without hosts.
 
         Args:
-          words: path of the script and its arguments.
-          silent_s: longest time without a message of an agent before the agent is given
-            up.
+          words: path of the user's script, and its arguments.
+          silent_s: if an agent sends no message for this long, its workers count as
+            gone.
         """
         self._words, self._silent_s, self._run = tuple(words), silent_s, ""
         self._lock = threading.RLock()
         self._hosts: dict[str, Host] = {}
         self._waiting: dict[int, Mapping[str, str]] = {}
-        # The variables of workers that were started; another host may need them.
+        # Environment variables of each started worker, to start it again on another
+        # host.
         self._given: dict[int, Mapping[str, str]] = {}
-        # The host whose shared memory holds the state of a worker.
+        # Worker -> the host whose shared memory holds the worker's state.
         self._homes: dict[int, Host] = {}
-        # Workers of an earlier supervisor whose agents have not connected yet.
+        # Workers of an earlier supervisor whose agents have not connected to this one
+        # yet -> since when.
         self._claimed: dict[int, float] = {}
         self._reports: HostReports | None = None
         self._closed = False
@@ -156,7 +161,7 @@ class HostLauncher:
 
     def start(self, worker: int, environment: Mapping[str, str]) -> ProcessId | None:
         """See `Launcher`."""
-        # An agent has its own variables, and only gets the variables of the run.
+        # The agent's own environment has all other variables.
         own = {k: environment[k] for k in _OF_RUN if k in environment}
         with self._lock:
             self._waiting[worker] = own
@@ -166,7 +171,7 @@ class HostLauncher:
         return None
 
     def watch(self, worker: int, process: ProcessId | None) -> bool:
-        """See `Launcher`; the agent reports later whether the worker runs."""
+        """See `Launcher`; the worker's agent reports later whether it runs."""
         del process
         with self._lock:
             if not self._claimed:
@@ -175,7 +180,7 @@ class HostLauncher:
         return True
 
     def _await_claimed(self) -> None:
-        """Gives up workers that no agent runs, because they still waited for a host."""
+        """Gives up workers that no agent has reported: they still waited for a host."""
         while True:
             time.sleep(_RETRY_S)
             late_s = time.monotonic() - self._silent_s
@@ -194,7 +199,7 @@ class HostLauncher:
                 return
 
     def signal(self, worker: int, number: int) -> None:
-        """See `Launcher`; a kill order makes an unreachable worker count as gone."""
+        """See `Launcher`; an unreachable worker that is to be killed counts as gone."""
         gone = waits = False
         with self._lock:
             host = next((h for h in self._hosts.values() if worker in h.workers), None)
@@ -213,7 +218,7 @@ class HostLauncher:
             self._reports_there.on_unreached(worker, spare=self._has_room())
 
     def close(self) -> None:
-        """See `Launcher`; the agents end, too."""
+        """See `Launcher`; also ends the agents."""
         with self._lock:
             self._closed = True
             for host in self._hosts.values():
@@ -230,7 +235,7 @@ class HostLauncher:
             return any(h.room > 0 for h in self._hosts.values())
 
     def _place(self) -> None:
-        """Starts waiting workers on hosts with room; the caller holds the lock."""
+        """Starts waiting workers where slots are free; the caller holds the lock."""
         for worker in sorted(self._waiting):
             home = self._homes.get(worker)
             free = [h for h in self._hosts.values() if h is home and h.may_respawn] or [
@@ -259,7 +264,7 @@ class HostLauncher:
             connection.close()
             return
         if first.get("run") not in ("", self._run):
-            connection.send("other run")  # its worker numbers belong to another run
+            connection.send("other run")  # the agent serves another run
             connection.close()
             return
         name = str(first["agent"])
@@ -287,8 +292,8 @@ class HostLauncher:
                 del self._claimed[worker]
                 self._homes[worker] = host
             ended = (host.workers - running) | left
-            # This worker was given up while its agent was away, and may hold the last
-            # state.
+            # These workers were given up while their agent was disconnected. They may
+            # hold the only copy of the last state, so they may return.
             back = {
                 w for w in running - host.workers if self._reports_there.may_return(w)
             }
@@ -299,7 +304,8 @@ class HostLauncher:
             if self._closed:
                 connection.send("end", done=self._reports_there.is_done())
             self._place()
-            # Workers of an earlier supervisor may belong to this host.
+            # Workers of an earlier supervisor that have not been found yet may run on
+            # this host.
             room = max(0, host.room - len(self._claimed) - len(left))
             room = room if new else min(room, host.missed)
             host.missed = 0
@@ -320,7 +326,7 @@ class HostLauncher:
             self._take_leave(host)
 
     def _take_end(self, host: Host, message: Message) -> None:
-        """Handles a worker's end; without a script here, another host starts it."""
+        """Handles a worker's end; restarts it elsewhere if the script is not here."""
         worker, wrong = int(message["worker"]), message.get("wrong")
         if wrong:
             said = f"autopar run: host {host.name}: {wrong}"
@@ -338,17 +344,17 @@ class HostLauncher:
             self._reports_there.on_end(worker, message["code"])
 
     def _take_leave(self, host: Host) -> None:
-        """Asks the workers of a leaving host to leave; other hosts may have room."""
+        """Asks the workers of a leaving host to leave the run."""
         with self._lock:
             host.leaves = True
             leaving = sorted(host.workers)
             room = sum(h.room for h in self._hosts.values()) - len(self._waiting)
-        # Workers that were refused before come last.
+        # Workers whose request to leave was refused before come last.
         for left, worker in zip(range(len(leaving), 0, -1), leaving, strict=True):
             self._reports_there.on_leave(worker, spare=left <= room)
 
     def _miss(self, name: str, connection: Connection) -> None:
-        """Gives up the unreachable workers of an agent that is away."""
+        """Gives up the workers of an agent that stays disconnected."""
         with self._lock:
             host = self._hosts[name]
             if host.connection is not connection:
@@ -373,7 +379,7 @@ class HostLauncher:
 
 
 def _mismatch(first: Message) -> str:
-    """Why the agent of a host cannot take part; '' if it can."""
+    """Why a host's agent cannot take part in the run; '' if it can."""
     own = _versions()
     theirs = first.get("versions")
     if not isinstance(theirs, dict) or theirs != own:
@@ -388,8 +394,8 @@ def _mismatch(first: Message) -> str:
 
 
 def _versions() -> dict[str, str]:
-    # The version of JAX is not compared: an agent runs without JAX, and a script may
-    # choose its own version.
+    # Versions of JAX are not compared: an agent does not load JAX, and a script may use
+    # its own version.
     return {
         "autopar": __version__,
         "python": ".".join(platform.python_version_tuple()[:2]),
@@ -407,13 +413,14 @@ class AgentOptions:
     Attributes:
       supervisor: ``HOST:PORT`` of the supervisor.
       secret: secret of the run, as PEM text.
-      slots: number of workers that this host takes.
-      folder: where workers keep plans and programs.
-      address: address of this host, as other hosts reach it; '': the address on the
-        route to the supervisor.
-      grace_s: how long the agent waits for a supervisor that is away.
-      leave_status: exit status if this host leaves an unfinished run: the host was
-        asked to leave, or the run was suspended or has failed.
+      slots: number of workers that may run on this host.
+      folder: where workers store plans and compiled programs.
+      address: address at which other hosts reach this host; '': the address of the
+        network interface that leads to the supervisor.
+      grace_s: seconds for which the agent waits for a supervisor that cannot be
+        reached.
+      leave_status: exit status of the agent if the host leaves before the run is
+        finished: it was asked to leave, or the run was suspended or failed.
     """
 
     supervisor: str
@@ -429,7 +436,7 @@ class Agent:
     """Starts workers of a run on this host."""
 
     def __init__(self, options: AgentOptions) -> None:
-        """Has not connected yet."""
+        """Makes an agent that is not connected yet."""
         self._options = options
         self._name, self._run = secrets.token_hex(8), ""
         self._events: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
@@ -451,14 +458,14 @@ class Agent:
                 ) from error
 
     def run(self) -> int:
-        """Takes part until the run ends, or this host is asked to leave.
+        """Runs workers until the run ends or this host is asked to leave.
 
         Returns:
           The exit status.
 
         Raises:
           PlanError: the supervisor refuses this host, or cannot be reached.
-          RunError: the supervisor has gone and not come back.
+          RunError: the supervisor disappeared and did not return within ``grace_s``.
         """
         self._call()
         with self._signals():
@@ -475,7 +482,7 @@ class Agent:
         print(f"autopar worker: {text}", file=sys.stderr, flush=True)
 
     def _call(self) -> None:
-        """Connects to the supervisor, which may start later than this process."""
+        """Connects to the supervisor; waits if the supervisor has not started yet."""
         options, said = self._options, False
         end = time.monotonic() + options.grace_s
         while True:
@@ -508,7 +515,7 @@ class Agent:
             threading.Thread(target=work, args=(self._connection,), daemon=True).start()
 
     def _greet(self) -> bool:
-        """Connects to the supervisor once; False: workers of an old run had to end.
+        """Tries once to connect; False: workers of an old run had to end first.
 
         Raises:
           OSError: no supervisor answers.
@@ -566,7 +573,7 @@ class Agent:
             time.sleep(_BEAT_S)
 
     def _lose(self, connection: Connection) -> None:
-        """Tries to connect to a supervisor that was started again."""
+        """Handles a lost connection: tries to connect to a restarted supervisor."""
         if connection is not self._connection or self._code is not None:
             return
         connection.close()
@@ -596,13 +603,13 @@ class Agent:
             self._end_workers()
             raise PlanError(f"{wrong}: start `autopar worker` in the script's folder.")
         if self._launcher is None:
-            # Workers must not outlive this process, because no other process could end
+            # Workers must die with this process, because no other process could end
             # them.
             command = [sys.executable, leash.__file__, str(os.getpid())]
             command += python_command(words)
             self._launcher = LocalLauncher(command, names=True)
-            # Another agent on this host may adopt the shared memory of this agent's
-            # workers.
+            # The name is the same for all agents of the run on this host. So a later
+            # agent finds the shared memory of this agent's workers.
             self._launcher.begin(f"{self._run}@{self._network.host}", self)
         self._running.add(worker)
         self._ended.pop(worker, None)
@@ -634,7 +641,7 @@ class Agent:
         self._events.put(lambda: self._report(worker, code))
 
     def on_join(self, machines: int) -> None:
-        """See `Reports`; an agent has only one host."""
+        """See `Reports`; does nothing, because an agent has only one host."""
 
     def _report(self, worker: int, code: int | None, wrong: str = "") -> None:
         self._running.discard(worker)
@@ -643,7 +650,7 @@ class Agent:
             self._connection.send("ended", worker=worker, code=code, wrong=wrong)
 
     def _look_after(self) -> None:
-        """Ends the agent once all workers have left a host that was asked to leave."""
+        """Ends the agent of a leaving host once all its workers have left."""
         left = not self._running and RESPAWNED not in self._ended.values()
         if self._leave_by_s < math.inf and (
             left or time.monotonic() > self._leave_by_s

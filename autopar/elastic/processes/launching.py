@@ -20,8 +20,9 @@ from autopar.elastic.processes.recovery import (
     shared_prefix,
 )
 
-# Linux sends this process a signal when the thread that started it ends. The helper
-# checks its parent after that is set up, so it cannot miss the end of the thread.
+# Code of a helper process that dies with the thread that started it. The helper asks
+# Linux for a signal at the end of that thread. Then it checks that its parent is still
+# there, because the thread may have ended before the request.
 _HELPER = """\
 import ctypes, os, sys
 ctypes.CDLL(None).prctl(1, 9)
@@ -31,12 +32,12 @@ os.execvp(sys.argv[3], sys.argv[3:])
 """
 
 
-# How long the last output of workers may take to be shown after their end.
+# Seconds to wait for the last output of workers after they have ended.
 _SHOWN_S = 2.0
 
 
 class Reports(Protocol):
-    """What a launcher reports to the run; any thread may call the methods."""
+    """Receives a launcher's reports; any thread may call the methods."""
 
     def on_end(self, worker: int, code: int | None, *, spare: bool = False) -> None:
         """Reports that a worker's process has ended.
@@ -44,41 +45,41 @@ class Reports(Protocol):
         Args:
           worker: number of the worker.
           code: exit status, negative for a signal; None: unknown.
-          spare: whether another machine is ready to replace the worker.
+          spare: whether another machine is ready to run a replacement of the worker.
         """
         ...
 
     def on_join(self, machines: int) -> None:
-        """Reports that this many more machines may each take a worker."""
+        """Reports that this many machines joined, each with room for one worker."""
         ...
 
 
 @runtime_checkable
 class HostReports(Reports, Protocol):
-    """Further reports and questions of a launcher that starts workers on hosts."""
+    """Also receives reports and questions of a launcher that manages several hosts."""
 
     def on_wait(self, worker: int) -> None:
-        """Reports that a worker waits until a host has room."""
+        """Reports that no host has room for a worker, so that it waits."""
         ...
 
     def on_start(self, worker: int) -> None:
-        """Reports that a worker that waited has been started."""
+        """Reports that a worker that waited for a host has been started."""
         ...
 
     def on_leave(self, worker: int, *, spare: bool) -> None:
-        """Reports that a worker's host will leave; ``spare``: another host has room."""
+        """Reports that a worker's host leaves; ``spare``: another host has room."""
         ...
 
     def on_unreached(self, worker: int, *, spare: bool) -> None:
-        """Reports that a worker cannot be reached; the worker may still run."""
+        """Reports that a worker cannot be reached, but may still run."""
         ...
 
     def on_host(self, name: str, slots: int) -> None:
-        """Reports a host that joined, with room for ``slots`` workers; 0: it left."""
+        """Reports that a host joined with ``slots`` slots for workers; 0: it left."""
         ...
 
     def may_return(self, worker: int) -> bool:
-        """Whether a worker that was given up may take part again."""
+        """Whether a worker that counted as gone may take part again."""
         ...
 
     def has_link(self, worker: int) -> bool:
@@ -94,11 +95,11 @@ class Launcher(Protocol):
     """Starts workers, and reports when they end."""
 
     def begin(self, run: str, reports: Reports) -> None:
-        """Begins or resumes a run; called before all other methods.
+        """Begins or resumes a run; must be called before all other methods.
 
         Args:
           run: name of the run.
-          reports: receives the reports.
+          reports: receives the launcher's reports.
         """
         ...
 
@@ -115,10 +116,10 @@ class Launcher(Protocol):
         ...
 
     def watch(self, worker: int, process: ProcessId | None) -> bool:
-        """Reports the end of a worker that an earlier supervisor started.
+        """Takes over a worker that an earlier supervisor started, to report its end.
 
         Returns:
-          Whether the worker runs; if not, its end is not reported.
+          Whether the worker still runs. If not, no end will be reported.
         """
         ...
 
@@ -127,22 +128,22 @@ class Launcher(Protocol):
         ...
 
     def close(self) -> None:
-        """Ends the launcher, after all workers have ended."""
+        """Frees what the launcher uses; called after all workers have ended."""
         ...
 
 
 @runtime_checkable
 class Placing(Protocol):
-    """A launcher that starts workers at given places."""
+    """A launcher that starts workers at named places, such as nodes of a cluster."""
 
     def move(self, places: Mapping[str, int]) -> Sequence[int]:
-        """Sets the places of workers.
+        """Sets how many workers run at each place.
 
         Args:
           places: name of a place -> number of workers at the place.
 
         Returns:
-          The workers that have no place any more.
+          The workers that must leave, because they have no place any more.
         """
         ...
 
@@ -152,16 +153,16 @@ def python_command(script: Sequence[str]) -> tuple[str, ...]:
     return (sys.executable, *script)
 
 
-# gloo may miss that a send has failed, and then waits for the timeout in this XLA flag,
-# half an hour by default.
+# gloo (JAX's communication library on CPUs) may miss that a send has failed. It then
+# waits until a timeout, half an hour by default, which this XLA flag sets.
 COLLECTIVE_FLAG = "xla_cpu_collective_timeout_seconds"
 
 
 def threads_needed(devices: int) -> str:
-    """Threads of a worker (``NPROC``): a collective takes two for each device.
+    """Number of XLA threads of a worker (``NPROC``); collectives need two per device.
 
     Args:
-      devices: number of devices that the process simulates.
+      devices: number of CPU devices that the process simulates.
     """
     return str(max(os.cpu_count() or 1, 2 * devices))
 
@@ -170,19 +171,21 @@ class LocalLauncher:
     """Starts workers as processes of this machine."""
 
     def __init__(self, command: Sequence[str], *, names: bool = False) -> None:
-        """Has started no worker yet.
+        """Starts no worker yet.
 
         Args:
           command: command of a worker.
-          names: whether each line that a worker prints begins with the worker's number.
-            If not, the lines of worker 0 are printed unchanged.
+          names: whether each line that a worker prints is printed with the worker's
+            number in front. If not, only lines of worker 0 are printed without a
+            number.
         """
         self._command, self._names = tuple(command), names
         self._lock = threading.Lock()
         self._printing: list[subprocess.Popen[bytes]] = []
         self._descriptors: dict[int, int] = {}
         self._reports: Reports | None = None
-        # Prefix of the workers' shared memory, and the workers that may have left some.
+        # Prefix of the names of the workers' shared memory, and the workers that may
+        # have left shared memory behind.
         self._shared, self._workers = "", set[int]()
 
     def begin(self, run: str, reports: Reports) -> None:
@@ -196,14 +199,14 @@ class LocalLauncher:
         with self._printing_of(worker) as (stdout, stderr):
             child = subprocess.Popen(
                 self._command,
-                # Output to a pipe would otherwise be buffered.
+                # Otherwise Python would buffer output to a pipe.
                 env={"PYTHONUNBUFFERED": "1", **environment, **own},
                 stdin=subprocess.DEVNULL,
                 stdout=stdout,
                 stderr=stderr,
                 start_new_session=True,
             )
-        # The number belongs to this child until somebody waits for the child.
+        # The process number cannot be reused before this process waits for the child.
         process = ProcessId.of(child.pid)
         self._watch(worker, os.pidfd_open(child.pid), child)
         return process
@@ -225,7 +228,8 @@ class LocalLauncher:
                 pass_fds=(err,),
                 start_new_session=True,
             )
-            # `poll` reaps the printing processes that have ended with their workers.
+            # Printing processes end with their workers. `poll` collects their exit
+            # status, so that no zombie stays.
             self._printing = [p for p in self._printing if p.poll() is None]
             self._printing.append(printing)
             yield stdout, stderr
@@ -261,7 +265,7 @@ class LocalLauncher:
                 signal.pidfd_send_signal(descriptor, number)
 
     def close(self) -> None:
-        """See `Launcher`; removes what workers have left in shared memory."""
+        """See `Launcher`; also removes shared memory that workers have left behind."""
         remove_shared(self._shared, self._workers)
         end = time.monotonic() + _SHOWN_S
         for printing in self._printing:
@@ -276,7 +280,7 @@ def start_helper(
     nice: int = 19,
     descriptors: Sequence[int] = (),
 ) -> subprocess.Popen[bytes]:
-    """Starts a process that ends with the calling thread.
+    """Starts a process that dies with the calling thread.
 
     Args:
       command: command of the process.
@@ -293,8 +297,9 @@ def start_helper(
         start_new_session=True,
         pass_fds=descriptors,
     )
-    # If the scheduler shares the cores evenly between sessions, the priority of a
-    # process counts only inside its session (Linux, sched(7), "The autogroup feature").
+    # Linux may share cores evenly between sessions. A nice value then only counts
+    # within a session (sched(7), "The autogroup feature"). Therefore the session's nice
+    # value is set, too.
     with (
         contextlib.suppress(OSError),
         open(f"/proc/{child.pid}/autogroup", "w") as file,

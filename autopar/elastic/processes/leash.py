@@ -1,4 +1,4 @@
-"""Replaces itself by a command that dies with its parent process (Linux).
+"""Runs a command that dies with its parent process (Linux).
 
 Usage: python leash.py PID COMMAND [ARGUMENT]...
 This module imports nothing of autopar, so that it starts fast.
@@ -15,7 +15,7 @@ _SET_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of <linux/prctl.h>
 
 
 def main() -> None:
-    """Asks for a signal at the parent's death, and becomes the command."""
+    """Asks Linux for a signal at the parent's death, then executes the command."""
     parent, command = int(sys.argv[1]), sys.argv[2:]
     ctypes.CDLL(None).prctl(_SET_DEATH_SIGNAL, signal.SIGKILL)
     if os.getppid() != parent:

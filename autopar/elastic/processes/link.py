@@ -1,10 +1,11 @@
 """A worker's side of the connection to the supervisor.
 
-A thread receives orders, so the supervisor gets answers while the main thread runs a
-step. A world is a set of processes that train together. Its processes agree on their
-last step without a collective, by means of a lock in each process. A process holds the
-lock to start a step. A process that is asked to pause takes the lock and answers with
-the last step that it has started.
+A thread of the worker receives the supervisor's orders, so that the worker answers even
+while its main thread runs a step. A world is a set of processes that train together.
+When a world pauses, its processes must agree on the last step. They need no collective
+for this, only a lock in each process. The main thread holds the lock to start a step.
+When the supervisor asks for a pause, the other thread takes the lock and answers with
+the last step that was started.
 """
 
 from __future__ import annotations
@@ -28,19 +29,21 @@ from autopar.elastic.processes.members import (
 from autopar.elastic.processes.network import Network, split_address
 from autopar.errors import PlanError, RunError
 
-# The variable by which `autopar run` tells its workers how to reach the supervisor.
+# The environment variable that tells a worker of `autopar run` how to reach the
+# supervisor.
 VARIABLE = "AUTOPAR_SUPERVISOR"
-# The folder in which the run keeps plans and programs.
+# The environment variable for the folder in which the run stores plans and programs.
 FOLDER_VARIABLE = "AUTOPAR_RUN"
-# Directory and number of steps between saves for scripts that set neither; a scheduler
-# sets both variables.
+# Environment variables for the checkpoint directory and the number of steps between
+# saves. A scheduler sets both. They apply to scripts that choose neither themselves.
 CHECKPOINT_VARIABLE, EVERY_VARIABLE = "AUTOPAR_CHECKPOINT", "AUTOPAR_EVERY"
-# Descriptor of the socket that brings orders to a process that prepares programs.
+# The environment variable for the file descriptor of the socket by which a process that
+# compiles programs ahead gets orders.
 AHEAD_VARIABLE = "AUTOPAR_AHEAD"
 
 _BEAT_S = 0.5
-# How often a worker with an error asks again whether the loss of another worker caused
-# it.
+# Seconds between two questions of a worker with an error to the supervisor, whether the
+# loss of another worker caused the error.
 _ASK_S = 5.0
 _RETRY_S = 0.2
 
@@ -51,9 +54,9 @@ class Address:
 
     Attributes:
       supervisor: ``HOST:PORT`` of the supervisor.
-      token: proves that the process is one of the supervisor's workers.
-      worker: number of this worker in the run; no number is used twice.
-      grace_s: how long the worker goes on without a supervisor.
+      token: secret text that proves that the process is a worker of the supervisor.
+      worker: number of this worker; a run never gives a number to two workers.
+      grace_s: seconds for which the worker goes on without a supervisor.
     """
 
     supervisor: str
@@ -62,7 +65,7 @@ class Address:
     grace_s: float
 
     def __str__(self) -> str:
-        """The text for `VARIABLE`."""
+        """The address as text for the environment variable `VARIABLE`."""
         return f"{self.supervisor}:{self.token}:{self.worker}:{self.grace_s:g}"
 
     @classmethod
@@ -87,8 +90,8 @@ class Link:
     """Receives the supervisor's orders, and reports on this worker to the supervisor.
 
     Attributes:
-      activity: what the training loop does now.
-      prepare: takes the orders to prepare plans and programs of next worlds.
+      activity: what the training loop is doing now; sent to the supervisor regularly.
+      prepare: called with each order to plan and compile for a possible next world.
     """
 
     def __init__(
@@ -105,11 +108,12 @@ class Link:
         Args:
           address: address of the supervisor.
           network: network on which the supervisor is reached.
-          broke: ends the waits of this process's world. A thread calls it repeatedly
-            until the main thread has left the world.
-          settled: receives the generation of a world whose processes all have the
+          broke: called when this process must leave its world, to end waits of the main
+            thread for other processes. A thread calls it repeatedly until the main
+            thread has left the world.
+          settled: called with the number of a world once all its processes have the
             state. The states of older worlds are then no longer needed.
-          holds: whether no step starts while the supervisor is gone.
+          holds: if True, no step starts while there is no supervisor.
 
         Raises:
           OSError: there is no supervisor.
@@ -124,7 +128,8 @@ class Link:
         self._started = -1
         self._limit: int | None = None
         self._paused = False
-        # How the run ends after the last step that may start: "suspend", "stop", or ''.
+        # What happens after the last step that may start: "suspend" or "stop" ends the
+        # run; with '' it goes on.
         self._ending = ""
         self._phase = "starting"
         self._lost_s: float | None = None
@@ -136,7 +141,7 @@ class Link:
 
     @property
     def ports(self) -> frozenset[int]:
-        """The ports of the connection to the supervisor."""
+        """The local and the remote port of the connection to the supervisor."""
         return self._connection.ports
 
     @property
@@ -147,24 +152,24 @@ class Link:
 
     @property
     def is_suspended(self) -> bool:
-        """Whether the run ends after the last step that may start, to resume later."""
+        """Whether the run is suspended after the last step that may start."""
         with self._changed:
             return self._ending == "suspend"
 
     @property
     def is_stopped(self) -> bool:
-        """Whether the training loop ends after the last step that may start."""
+        """Whether the training loop is stopped after the last step that may start."""
         with self._changed:
             return self._ending == "stop" and not self.must_leave
 
     def leave(self) -> None:
-        """Records that the main thread belongs to no world any more."""
+        """Records that the main thread has left its world."""
         with self._changed:
             self._generation = -1
             self._phase = "out"
 
     def say(self, kind: str, **data: Any) -> None:
-        """Sends a message of this worker; a lost connection is handled elsewhere."""
+        """Sends the supervisor a message; does nothing if the connection is lost."""
         with self._changed:
             generation = self._generation
         message = {"worker": self.address.worker, "generation": generation, **data}
@@ -181,7 +186,7 @@ class Link:
             return self._orders.pop(0)
 
     def may_start(self, step: int) -> bool:
-        """Whether a step may start; if not, the process leaves the world before it."""
+        """Whether a step may start; if not, the process must leave the world first."""
         self.activity.enter("order", step)
         with self._changed:
             while self._must_wait and not self.must_leave:
@@ -190,7 +195,7 @@ class Link:
                 return False
             first = self._started < 0
             self._started, self._phase = step, "step"
-        if first:  # so the supervisor knows of the state if this process dies soon
+        if first:  # the supervisor then knows of the state
             self.say("beat", step=step, phase="step")
         return True
 
@@ -202,8 +207,8 @@ class Link:
         """Waits until all processes have done the last step.
 
         Returns:
-          Whether all have done it, or no supervisor is left to say so. If False, the
-          process must leave the world.
+          True if all have done it, or if the supervisor is gone and cannot answer. If
+          False, the process must leave the world.
         """
         self.activity.enter("finish", step)
         self.say("finished", step=step)
@@ -223,11 +228,11 @@ class Link:
 
         Args:
           call: a call that may wait for processes that are gone.
-          patience_s: how long the call may go on after the world must be left.
+          patience_s: seconds for which the call may go on once the world must be left.
 
         Returns:
           Whether the call has ended. If False, the process must leave the world without
-          it.
+          waiting for the call.
         """
         call.add_done_callback(lambda _: self._notify())
         aborted_s = math.inf
@@ -246,10 +251,10 @@ class Link:
             self._changed.notify_all()
 
     def verdict(self, error: BaseException) -> bool:
-        """Whether the world of this process is broken, which explains an error.
+        """Whether the loss of another process explains an error of this process.
 
-        Waits for the supervisor's answer. Without a supervisor, the process waits for a
-        new supervisor, because it holds a part of the state.
+        The method waits for the supervisor's answer. If the supervisor is gone, it
+        waits for a new one, because this process holds a part of the state.
 
         Args:
           error: the error that was raised.
@@ -259,7 +264,7 @@ class Link:
         asked_s = -math.inf
         while True:
             now = time.monotonic()
-            if now - asked_s > _ASK_S:  # the supervisor may have been started again
+            if now - asked_s > _ASK_S:  # it may have restarted
                 self.say("broken", error=f"{type(error).__name__}: {error}"[:2000])
                 asked_s = now
             with self._changed:
@@ -274,9 +279,9 @@ class Link:
         return lost is not None and time.monotonic() - lost > self.address.grace_s
 
     def pause(self, generation: int) -> int | None:
-        """Starts no step for now; returns the last step that has started.
+        """Lets no more steps start for now; returns the last step that was started.
 
-        Returns None if this process is in another world.
+        Returns None if this process is not in world ``generation``.
         """
         with self._changed:
             if generation != self._generation:
@@ -285,7 +290,7 @@ class Link:
             return self._started
 
     def limit(self, generation: int, step: int) -> None:
-        """Ends a pause, and allows steps up to ``step``."""
+        """Ends a pause; steps up to number ``step`` may start."""
         with self._changed:
             if generation == self._generation:
                 self._paused, self._limit = False, step
@@ -303,10 +308,10 @@ class Link:
         self._changed.wait(_BEAT_S)
 
     def lost_error(self, saved: str) -> RunError:
-        """The error of a run that lost its supervisor.
+        """The error to raise in a run that lost its supervisor.
 
         Args:
-          saved: a sentence on the state, such as where it was saved.
+          saved: a sentence about the training state, such as where it was saved.
         """
         return RunError(
             "the supervisor (`autopar run`) is gone, and none came back within "
@@ -337,7 +342,7 @@ class Link:
                 self._obey(message)
 
     def _reconnect(self) -> None:
-        """Tries to connect to a supervisor that was started again."""
+        """Tries to connect to a restarted supervisor."""
         with self._changed:
             self._lost_s = self._lost_s or time.monotonic()
             self._changed.notify_all()
@@ -382,7 +387,7 @@ class Link:
             ).start()
 
     def _enter(self, generation: int) -> None:
-        """Enters a world; later orders may end the world."""
+        """Enters a world; from now on orders may end this world."""
         if generation != self._generation:
             self._generation, self._started = generation, -1
             self._limit, self._paused = None, False
@@ -390,7 +395,7 @@ class Link:
             self.activity.begin()
 
     def _break(self, generation: int) -> None:
-        """Ends all waits, again and again until the main thread has left the world."""
+        """Ends waits for other processes until the main thread has left the world."""
         while True:
             with self._changed:
                 if not 0 <= self._generation <= generation:

@@ -1,13 +1,14 @@
 """Measures the links between hosts while a run trains over them.
 
-For each TCP connection, the kernel counts the bytes that the other end has acknowledged
-(``tcpi_bytes_acked`` of ``struct tcp_info``, linux/tcp.h) and the time in which bytes
-were on their way (``tcpi_busy_time``). The bytes divided by this time are the rate of
-the step's own exchanges, so no extra bytes are sent for the measurement. The time in
-which the receiver's window was full (``tcpi_rwnd_limited``) is subtracted.
+For each TCP connection, the Linux kernel counts the bytes that the other end has
+acknowledged (``tcpi_bytes_acked`` of ``struct tcp_info``, linux/tcp.h), and the time
+during which sent bytes were not yet acknowledged (``tcpi_busy_time``). This module
+subtracts from this time the time during which the receiver's window was full
+(``tcpi_rwnd_limited``). The bytes divided by the difference are the rate at which the
+training step's own messages travel. So no extra messages are needed for a measurement.
 
-The kernel does not count bytes of other transports, such as InfiniBand. For these, no
-change of a link is found.
+The kernel does not count bytes of other transports, such as InfiniBand. On such links,
+this module finds no change.
 """
 
 from __future__ import annotations
@@ -22,22 +23,26 @@ from collections.abc import Mapping
 
 from autopar.elastic.processes.network import inodes
 
-# Seconds between two reports of a worker on its sent bytes.
+# Seconds between two reports of a worker about the bytes that it has sent.
 TELL_S = 1.0
-# Seconds of a window in which a worker's rate is measured, and the number of last
-# windows whose rates must differ.
+# A worker's rate is measured over windows of `_WINDOW_S` seconds. A link has changed if
+# the rates of the last `_WINDOWS` windows all differ from the first rate.
 _WINDOW_S, _WINDOWS = 5.0, 6
-# The first windows of a world give the rate that the plan assumes.
+# The rates in the first `_FIRST` windows of a world count as the rate that the plan
+# assumes.
 _FIRST = 3
-# The first seconds of a world are left out, because they compile and fetch the state.
+# The first seconds of a world are ignored, because its processes compile and fetch the
+# state.
 _SETTLE_S = 3.0
-# Least factor between a rate and the first rate that counts as a change.
+# A rate counts as changed if it is larger or smaller than the first rate by at least
+# this factor.
 _FACTOR = 1.5
-# Windows with fewer bytes are left out: few bytes arrive within one round trip.
+# Windows with fewer bytes are ignored: their time is mostly the latency of a round
+# trip, not the bandwidth.
 _LEAST_BYTES = 1 << 18
 
-# Offsets in ``struct tcp_info`` of Linux 4.10 and later: bytes_acked at 120; busy_time
-# and rwnd_limited, in microseconds, at 168 and 176.
+# Byte offsets of fields in ``struct tcp_info`` of Linux 4.10 and later: bytes_acked at
+# 120; busy_time and rwnd_limited, in microseconds, at 168 and 176.
 _ACKED, _BUSY = struct.Struct("=120xQ"), struct.Struct("=168xQQ")
 
 
@@ -47,23 +52,24 @@ class SentBytes:
 
     Attributes:
       nbytes: bytes that the other ends have acknowledged.
-      busy_s: seconds in which bytes were on their way, summed over all connections.
+      busy_s: seconds during which sent bytes were not yet acknowledged, summed over all
+        connections.
     """
 
     nbytes: int
     busy_s: float
 
     def __add__(self, other: SentBytes) -> SentBytes:
-        """The sums of both."""
+        """Adds bytes and seconds of two records."""
         return SentBytes(self.nbytes + other.nbytes, self.busy_s + other.busy_s)
 
     def __sub__(self, other: SentBytes) -> SentBytes:
-        """The bytes and seconds since the other record."""
+        """The bytes and seconds that were added since the other, earlier record."""
         return SentBytes(self.nbytes - other.nbytes, self.busy_s - other.busy_s)
 
     @property
     def rate(self) -> float | None:
-        """Bytes per second; None: too few bytes for a rate."""
+        """Bytes per second; None if there are too few bytes to measure a rate."""
         known = self.nbytes >= _LEAST_BYTES and self.busy_s > 0
         return self.nbytes / self.busy_s if known else None
 
@@ -75,10 +81,10 @@ class Traffic:
     """Reads the bytes that this process has sent to other hosts."""
 
     def __init__(self, host: str) -> None:
-        """Has read nothing yet.
+        """Starts without a reading.
 
         Args:
-          host: address of this host; connections within the host are left out.
+          host: address of this host; connections within the host are not counted.
         """
         self._host = host
         self._before: Mapping[int, SentBytes] = {}
@@ -95,7 +101,7 @@ class Traffic:
         return sum(fresh, _NONE)
 
     def _read_socket(self, descriptor: int) -> SentBytes | None:
-        """The bytes sent on a socket; None: it is no connection to another host."""
+        """The bytes sent on a socket; None if it does not lead to another host."""
         with contextlib.suppress(OSError, struct.error):
             with socket.socket(fileno=os.dup(descriptor)) as found:
                 if found.family not in (socket.AF_INET, socket.AF_INET6):
@@ -115,7 +121,7 @@ class Traffic:
 
 
 class LinkWatch:
-    """Compares the current rates of a world with its first rates."""
+    """Compares the present rates of a world's links with their first rates."""
 
     def __init__(self) -> None:
         """No world has formed yet."""
@@ -126,10 +132,10 @@ class LinkWatch:
         self._told = True
 
     def begin(self, now: float) -> None:
-        """Begins a world; its first rates are those that the plan assumes.
+        """Begins a new world, whose first rates count as those that its plan assumes.
 
         Args:
-          now: seconds on a monotonic clock (`time.monotonic`), here and below.
+          now: time in seconds on a monotonic clock (`time.monotonic`).
         """
         self._began_s, self._told = now + _SETTLE_S, False
         self._current, self._rates, self._window = {}, {}, -1
@@ -138,8 +144,9 @@ class LinkWatch:
         """Takes the bytes that a worker has sent since its last report.
 
         Returns:
-          The factor by which the rate of the slowest link has changed, once the change
-          has lasted for half a minute; otherwise None. Each change is returned once.
+          The factor by which the rate of the slowest link has changed, if the change
+          has lasted for half a minute; otherwise None. Each change is returned only
+          once.
         """
         window = int((now - self._began_s) // _WINDOW_S)
         if self._told or now < self._began_s:
@@ -158,7 +165,7 @@ class LinkWatch:
         self._current = {}
 
     def _find_factor(self) -> float | None:
-        """The factor of the slowest link, if it has changed for long enough."""
+        """By which factor the slowest link's rate has changed for long enough."""
         found = [x for x in map(_factors, self._rates.values()) if x]
         slower = [max(x) <= 1 / _FACTOR for x in found]
         faster = [min(x) >= _FACTOR for x in found]
@@ -168,7 +175,7 @@ class LinkWatch:
 
 
 def _factors(rates: list[float | None]) -> list[float]:
-    """A worker's last rates divided by its first rates; empty: too few rates."""
+    """A worker's last rates divided by its first rate; empty if there are too few."""
     first = [x for x in rates[:_FIRST] if x is not None]
     last = [x for x in rates[_FIRST:][-_WINDOWS:] if x is not None]
     if not first or len(last) < _WINDOWS - 1:

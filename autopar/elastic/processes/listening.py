@@ -1,8 +1,10 @@
-"""Events of a run of several processes, received where the supervisor runs.
+"""Receives the events of a run of several processes, in the supervisor's process.
 
-Each process is a host of the planned cluster: the process with rank k of the world is
-host k. Events are resolved as in a run of one process (`autopar.elastic.events`). The
-outcome is a number of processes, the processes that leave, and perhaps changed links.
+In the cluster that the plan is made for, each process is a host: the process with rank
+k in the world (the processes that train together) is host k. The outcome of an event is
+determined as in a run of one process (`autopar.elastic.events`). It is then turned into
+a number of processes, the processes that leave, and perhaps a cluster with changed
+links.
 """
 
 from __future__ import annotations
@@ -30,10 +32,10 @@ from autopar.errors import EventError, PlanError
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class WantedAction:
-    """The outcome of an event for the processes of a run.
+    """What an event changes for the processes of a run.
 
     Attributes:
-      processes: wanted number of processes.
+      processes: number of processes that the run should have from now on.
       gone: ranks of the processes that leave.
       cluster: the cluster to plan for from now on; None: links and devices do not
         change.
@@ -45,7 +47,7 @@ class WantedAction:
 
 
 class Listening:
-    """The event sources that a script names, and the cluster of its world."""
+    """The event sources that a script names, and the cluster that events refer to."""
 
     def __init__(
         self,
@@ -54,12 +56,13 @@ class Listening:
         follow: Callable[[WantedAction], None],
         folder: pathlib.Path,
     ) -> None:
-        """Receives no events before the first world has formed.
+        """Does not listen before the first world has formed.
 
         Args:
-          limits: smallest and largest number of processes.
+          limits: smallest and largest allowed number of processes.
           notes: record of events that change nothing.
-          follow: carries out the outcome of an event; called from any thread.
+          follow: called with the outcome of each event, from any thread, to carry it
+            out.
           folder: folder of the run.
         """
         self._limits, self._notes, self._follow = limits, notes, follow
@@ -72,12 +75,12 @@ class Listening:
         self._links = LinkWatch()
 
     def on_world(self, said: Mapping[str, Any]) -> None:
-        """Takes a world that has formed; starts the sources of its script.
+        """Records a world that has formed; starts the sources that its script names.
 
         Args:
-          said: message of a process of the world: ``cluster``, the planned cluster as
-            data; ``devices``, number of devices of a process; ``events``, texts of
-            sources.
+          said: message of a process of the world, with ``cluster``, the planned cluster
+            as data; ``devices``, the number of devices of each process; and ``events``,
+            the texts that name sources.
         """
         world = Cluster.from_data(said["cluster"])
         self._links.begin(time.monotonic())
@@ -111,16 +114,17 @@ class Listening:
             source.stop()
 
     def heard(self, data: Any) -> None:
-        """Takes an event that a script has sent, as data."""
+        """Handles an event that a script has sent, given as data."""
         try:
             self.put(Event.from_data(data))
         except EventError as error:
             self.wrong("script", str(error))
 
     def on_sent(self, worker: int, sent: SentBytes) -> None:
-        """Takes the bytes that a worker of the world has sent to other hosts.
+        """Records the bytes that a worker of the world has sent to other hosts.
 
-        If a link has become slower or faster than planned, this makes an event.
+        If a link has become slower or faster than the plan assumes, this method makes
+        an event of it.
         """
         factor = self._links.take(time.monotonic(), worker, sent)
         world = self._world
@@ -137,10 +141,10 @@ class Listening:
             )
         )
 
-    # The methods of a sink for the sources.
+    # The methods that sources of events call (`autopar.elastic.sources.source.Sink`).
 
     def put(self, event: Event) -> Resolved:
-        """Takes an event, and returns its outcome."""
+        """Handles an event, and returns its outcome."""
         with self._lock:
             if self._inbox is None or self._world is None:
                 reason = "no world has formed yet; send it again."
@@ -174,10 +178,10 @@ class Listening:
         return refused
 
     def _check(self, cluster: Cluster) -> None:
-        """Checks that whole processes can form a cluster.
+        """Checks that a cluster contains each process with all of its devices.
 
         Raises:
-          PlanError: whole processes cannot form the cluster.
+          PlanError: the cluster has only some of the devices of a process.
         """
         devices, limits = self._devices, self._limits
         there = ids_there(cluster)
@@ -193,7 +197,7 @@ class Listening:
             )
 
     def _wanted_from(self, world: Cluster, target: Cluster) -> WantedAction:
-        """The action that turns the world's cluster into the target cluster."""
+        """What must change to get from the world's cluster to the target cluster."""
         there = ids_there(target)
         count = len(ids_there(world)) // self._devices
         firsts = [k * self._devices for k in range(count)]
@@ -210,6 +214,6 @@ class Listening:
 
 
 def _parts(there: set[int], devices: int) -> Sequence[int]:
-    """The processes of which only some devices are present."""
+    """The processes of which some devices are present and others are not."""
     counts = collections.Counter(i // devices for i in there)
     return [k for k, count in counts.items() if count != devices]

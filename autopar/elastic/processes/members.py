@@ -1,4 +1,4 @@
-"""What the supervisor knows about its workers, and its actions on them.
+"""What the supervisor knows about its workers, and how it chooses among them.
 
 A world is a set of processes that train together.
 """
@@ -24,19 +24,19 @@ from autopar.elastic.processes import tiles
 from autopar.elastic.processes.network import End, split_address
 from autopar.elastic.processes.recovery import RESPAWNED
 
-# Index of the start time among the fields after the name in ``/proc/PID/stat``; it is
-# field 22 of proc(5).
+# In ``/proc/PID/stat``, index of the process's start time among the fields after the
+# name; it is field 22 in the numbering of proc(5).
 _STARTED = 19
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ProcessId:
-    """A process of this machine (Linux).
+    """Identifies a process of this machine, even after its number is reused (Linux).
 
     Attributes:
       pid: process number.
       started: start time, in clock ticks since the machine booted.
-      boot: identifier of the machine's boot.
+      boot: random identifier that the kernel makes at each boot.
     """
 
     pid: int
@@ -45,7 +45,7 @@ class ProcessId:
 
     @classmethod
     def of(cls, pid: int) -> ProcessId | None:
-        """The process that has a number now; None: no process has the number."""
+        """The process that now has this number; None if there is no such process."""
         try:
             text = pathlib.Path(f"/proc/{pid}/stat").read_text()
             return cls(pid, int(text.rpartition(")")[2].split()[_STARTED]), _boot())
@@ -67,20 +67,20 @@ class ProcessId:
         return dataclasses.asdict(self)
 
     def open(self) -> int | None:
-        """Opens a descriptor of the process (pidfd_open(2)); None: it has ended."""
+        """Opens a descriptor of the process (pidfd_open(2)); None if it has ended."""
         try:
             descriptor = os.pidfd_open(self.pid)
         except (OSError, OverflowError):
             return None
-        # The open descriptor holds its process, so the identity is compared after
-        # opening.
+        # While the descriptor is open, the number cannot be reused. So the identity is
+        # compared after opening.
         if ProcessId.of(self.pid) == self and not has_ended(descriptor):
             return descriptor
         os.close(descriptor)
         return None
 
     def kill(self) -> None:
-        """Kills the process, but never another process that has got its number."""
+        """Kills the process, but never another process that now has its number."""
         if (descriptor := self.open()) is not None:
             with contextlib.suppress(OSError):
                 signal.pidfd_send_signal(descriptor, signal.SIGKILL)
@@ -88,7 +88,7 @@ class ProcessId:
 
 
 def has_ended(descriptor: int, wait_s: float | None = 0) -> bool:
-    """Whether a process has ended, even if its parent has not waited for it yet.
+    """Whether a process has ended; a zombie has ended, too.
 
     Args:
       descriptor: descriptor of the process.
@@ -104,22 +104,24 @@ def _boot() -> str:
 
 Message = dict[str, Any]
 
-# The exit status of a worker or a run that has saved its state to be resumed later.
+# Exit status of a worker or a run that was suspended: its state is saved, and it can be
+# resumed.
 SUSPENDED = 75  # EX_TEMPFAIL of <sysexits.h>
 
-# Longest line. A message lists the arrays that a worker holds, but not their contents.
+# Most bytes of a message, which is one line. A message may list the arrays that a
+# worker holds, but not their contents.
 _LONGEST_BYTES = 64 << 20
 
 
 class Connection:
-    """One end of a connection; any thread may send, only one thread receives.
+    """One end of a connection; any thread may send, but only one may receive.
 
     Attributes:
-      is_open: whether no end of the incoming messages has been seen.
+      is_open: False once the other end has closed the connection.
     """
 
     def __init__(self, end: End) -> None:
-        """Takes a connected socket."""
+        """Wraps a connected socket."""
         self._socket = end
         self._lines = end.makefile("rb")
         self._lock = threading.Lock()
@@ -127,7 +129,7 @@ class Connection:
 
     @property
     def ports(self) -> frozenset[int]:
-        """The ports of both ends; empty once the connection is closed."""
+        """The ports of this end and of the other end; empty once it is closed."""
         try:
             own, other = self._socket.getsockname(), self._socket.getpeername()
         except OSError:
@@ -149,7 +151,7 @@ class Connection:
         self._socket.settimeout(seconds)
 
     def receive(self) -> Message | None:
-        """The next message; None at the end, or after data that is not a message."""
+        """The next message; None if the connection ended, or got an invalid message."""
         try:
             line = self._lines.readline(_LONGEST_BYTES)
             found = json.loads(line) if line else None
@@ -174,12 +176,13 @@ def has_token(message: Message | None, token: str) -> bool:
     return hmac.compare_digest(given.encode(), token.encode())
 
 
-# Seconds after which a run reports that it still waits for a script to join.
+# After this many seconds, a run reports that it still waits for a worker's script to
+# join.
 _LATE_S = 15.0
 
 
 class Actions(Protocol):
-    """What a supervisor does outside its own state."""
+    """Actions on processes and files that a supervisor asks its runner for."""
 
     def spawn(self, worker: int) -> None:
         """Starts a worker."""
@@ -190,20 +193,20 @@ class Actions(Protocol):
         ...
 
     def kill(self, worker: int) -> None:
-        """Kills a worker; its end is reported like any other end."""
+        """Kills a worker; its end is reported as if it had ended by itself."""
         ...
 
     def open(self, generation: int, processes: Sequence[ProcessId | None]) -> str:
         """Starts the coordination service of a world; returns its address.
 
         Args:
-          generation: number of the world.
+          generation: number of the world; each new world gets a higher number.
           processes: processes of the world's workers.
         """
         ...
 
     def fill(self, generation: int, ranks: list[int]) -> None:
-        """Lets a world finish connecting without the processes of these ranks."""
+        """Connects to a world's service in place of the dead processes ``ranks``."""
         ...
 
     def close(self, generation: int) -> None:
@@ -211,15 +214,15 @@ class Actions(Protocol):
         ...
 
     def formed_world(self, message: Message) -> None:
-        """Takes a worker's message about a world that all its workers have formed."""
+        """Called with a worker's message once all workers of a world have its state."""
         ...
 
     def heard(self, event: Any) -> None:
-        """Takes an event, as plain data, that a worker's script has sent."""
+        """Called with an event, as plain data, that a worker's script has sent."""
         ...
 
     def on_sent(self, worker: int, message: Message) -> None:
-        """Takes how much a worker of the world has sent to other hosts."""
+        """Called with a worker's report about the bytes that it sent to other hosts."""
         ...
 
     def log(self, event: str, **data: Any) -> None:
@@ -233,17 +236,20 @@ class MemberLimits:
 
     Attributes:
       processes: number of processes that a run begins with.
-      least: smallest number of processes that a run goes on with.
-      most: largest number of processes that may be asked for.
-      restarts: how many dead workers are replaced in the whole run.
-      start_s: longest time from a worker's start until it is ready.
+      least: smallest number of processes with which a run continues.
+      most: largest number of processes that a run may have.
+      restarts: how many dead workers a run replaces, in total.
+      start_s: longest time from the start of a worker's process until the worker is
+        ready to train.
       silent_s: longest time without a message from a connected worker.
       leave_s: longest time from an order to leave a world until the worker has left.
-      stuck_s: longest time in which a whole world makes no progress.
-      fence_s: how long an unreachable world may train on.
-      prepares: whether plans and programs of next worlds are prepared while a world
-        trains.
-      prepare_s: longest time that a changed cluster waits for its plan and program.
+      stuck_s: longest time without progress of a whole world before the world is left.
+      fence_s: how long a world that the supervisor cannot reach may train on, before a
+        new world starts.
+      prepares: whether plans and programs for possible next worlds are made while a
+        world trains.
+      prepare_s: longest time to wait for a plan and program for a changed cluster
+        before the change is made without them.
     """
 
     processes: int
@@ -260,7 +266,7 @@ class MemberLimits:
 
 
 def likely_sizes(processes: int, limits: MemberLimits) -> list[int]:
-    """Numbers of processes that the next world may have, the most likely one first.
+    """Likely numbers of processes of the next world, the most likely one first.
 
     Args:
       processes: number of processes of the current world.
@@ -278,22 +284,25 @@ class WorkerMember:
     """What the supervisor knows about a worker.
 
     Attributes:
-      phase: ``starting``; ``ready`` for a world; or ``in`` a world.
-      since_s: when the phase began; infinite while the worker waits for a host.
+      phase: ``starting``, ``ready`` (waits to be in a world), or ``in`` (is in a
+        world).
+      since_s: when the phase began; infinite while no host has room for the worker.
       heard_s: when the last message of the worker came.
       connected: whether the worker has a connection.
       ready: the worker's last ``ready`` message.
-      formed: whether the worker has the state of its world.
-      started: the last step that the worker started, as it answered to a pause.
-      finished: whether the worker has done the last step.
+      formed: whether the worker has received the training state in its world.
+      started: the last step that the worker has started, as it reported when it was
+        asked to pause.
+      finished: whether the worker has done the last step of the run.
       broken: the error that the worker reported; '' otherwise.
       step: the last step that the worker is known to have started.
-      leave_by_s: when the worker must have left its world.
+      leave_by_s: time by which the worker must have left its world.
       dismissed: whether the worker was told to end.
-      refused: whether the worker has asked to leave and was refused.
-      trained: whether the worker has had the state of any world.
+      refused: whether the worker asked to leave the run, and the supervisor refused.
+      trained: whether the worker has ever had the training state.
       pid: number of the worker's process; None: the worker has not connected yet.
-      respawns: whether the worker's process ends with its world and is started again.
+      respawns: whether the worker's process ends when it leaves a world, and is then
+        started again.
     """
 
     phase: str = "starting"
@@ -324,7 +333,7 @@ def late(members: Mapping[int, WorkerMember], now: float) -> frozenset[int]:
 
 
 def find_unplaced(members: Mapping[int, WorkerMember], now: float) -> frozenset[int]:
-    """The workers that have waited for a host for more than `_LATE_S` seconds."""
+    """The workers for which no host had room for more than `_LATE_S` seconds."""
     return frozenset(
         worker
         for worker, member in members.items()
@@ -333,16 +342,16 @@ def find_unplaced(members: Mapping[int, WorkerMember], now: float) -> frozenset[
 
 
 def overdue(member: WorkerMember, limits: MemberLimits, now: float) -> str:
-    """Why the supervisor gives a worker up; '' if it does not.
+    """Why the supervisor no longer waits for a worker; '' if it still does.
 
     Args:
       member: the worker.
-      limits: limits on times.
+      limits: the allowed times.
       now: seconds on the supervisor's clock.
     """
     if member.connected and now - member.heard_s > limits.silent_s:
         return f"silent for {limits.silent_s:g} s"
-    waited = now - member.since_s  # negative while the worker waits for a host
+    waited = now - member.since_s  # negative while no host has room for the worker
     if member.phase == "starting" and waited > limits.start_s:
         return f"not ready {limits.start_s:g} s after its start"
     if member.phase == "in" and now > member.leave_by_s:
@@ -351,11 +360,11 @@ def overdue(member: WorkerMember, limits: MemberLimits, now: float) -> str:
 
 
 def excuse(members: Mapping[int, WorkerMember], away_s: float) -> None:
-    """Moves all deadlines by a time in which the supervisor did not look.
+    """Extends all deadlines by a time during which the supervisor did not run.
 
     Args:
       members: the workers.
-      away_s: seconds in which the supervisor did not look.
+      away_s: seconds during which the supervisor's process did not run.
     """
     for member in members.values():
         member.heard_s += away_s
@@ -364,29 +373,29 @@ def excuse(members: Mapping[int, WorkerMember], away_s: float) -> None:
 
 
 def all_formed(members: Mapping[int, WorkerMember], world: Sequence[int]) -> bool:
-    """Whether all workers of a world are alive and have its state."""
+    """Whether all workers of a world are alive and have the training state."""
     return all(w in members and members[w].formed for w in world)
 
 
 def mark_trained(members: Mapping[int, WorkerMember], world: Sequence[int]) -> None:
-    """Records that the workers of a world have had its state."""
+    """Records that the workers of a world have had the training state."""
     for worker in world:
         members[worker].trained = True
 
 
 def last_error(members: Mapping[int, WorkerMember]) -> str:
-    """The last error that a worker reported."""
+    """The latest error that any worker reported."""
     errors = [m.broken for m in members.values() if m.broken]
     return errors[-1] if errors else "none"
 
 
 def never_starts(member: WorkerMember, code: int | None, restarts: int) -> bool:
-    """Whether a worker ended before it joined, as a replacement would, too.
+    """Whether a worker ended before it joined, so that replacing it is useless.
 
     Args:
       member: the worker.
       code: exit status of the worker, negative for a signal; None: unknown.
-      restarts: how many killed workers are still replaced.
+      restarts: how many more killed workers may be replaced.
     """
     killed = code is None or (code < 0 and restarts > 0)
     return member.phase == "starting" and not killed
@@ -395,26 +404,27 @@ def never_starts(member: WorkerMember, code: int | None, restarts: int) -> bool:
 def starts_again(
     member: WorkerMember, code: int | None, now: float, *, gathers: bool
 ) -> bool:
-    """Whether a worker ended because it left its world, and is to be started again.
+    """Whether a worker ended only to leave its world, and must be started again.
 
     Args:
       member: the worker.
       code: exit status of the worker, negative for a signal; None: unknown.
       now: seconds on the supervisor's clock.
-      gathers: whether the worker's world is being left. An error at that time, such as
-        a broken collective, ends a process just as an order to leave does.
+      gathers: whether the worker's world is being left. At that time, an error such as
+        a broken collective counts as leaving the world.
     """
     if code == RESPAWNED:
         return True
     if code == -signal.SIGKILL and now <= member.leave_by_s:
-        return False  # a kill is no order; `restarts` decides whether it is replaced
-    # A worker of an earlier supervisor may have ended while no supervisor ran.
+        return False  # killed; `restarts` decides on a replacement
+    # A worker that an earlier supervisor started may have ended while no supervisor was
+    # running, so that its exit code is unknown.
     unseen = member.trained and member.pid is None
     return member.respawns and member.phase == "in" and (gathers or unseen)
 
 
 def respawn_member(member: WorkerMember, now: float) -> WorkerMember:
-    """A new record for a worker whose process is started again.
+    """The record of a worker whose process is started again.
 
     Args:
       member: the worker.
@@ -441,7 +451,7 @@ def end_text(code: int | None) -> str:
 
 
 def never_started(worker: int, code: int) -> str:
-    """Why a run ends when a worker ended before it joined the run."""
+    """The text that a run ends with if a worker ended before it joined."""
     return (
         f"worker {worker} {end_text(code)} before it joined the run: its script must "
         "call autopar.elastic(...) and take its steps; see its output."
@@ -449,30 +459,33 @@ def never_started(worker: int, code: int) -> str:
 
 
 def adopt(now: float, *, inside: bool, formed: bool = False) -> WorkerMember:
-    """A new record for a worker of an earlier supervisor, which will connect again.
+    """The record of a worker that an earlier supervisor started; it reconnects.
 
     Args:
       now: seconds on the supervisor's clock.
-      inside: whether the worker is in the world.
-      formed: whether all workers of the world had its state.
+      inside: whether the worker is in the current world.
+      formed: whether all workers of the world had the training state.
     """
     return WorkerMember(
         phase="in" if inside else "starting",
         since_s=now,
         heard_s=now,
-        connected=inside,  # a worker outside the world may still be starting
+        connected=inside,  # a worker outside the world may not have connected yet
         formed=inside and formed,
         trained=inside,
     )
 
 
 def ready_of(members: Mapping[int, WorkerMember]) -> list[int]:
-    """The workers that wait for a world."""
+    """The workers that are ready and wait to be in a world."""
     return [w for w, m in members.items() if m.phase == "ready" and not m.dismissed]
 
 
 def rows_of(members: Mapping[int, WorkerMember]) -> float:
-    """Rows of a batch divided by the devices of a process; 0: any number will do."""
+    """Rows of a batch divided by the devices of a process.
+
+    The number of processes must divide the result. 0 stands for no such condition.
+    """
     told = [m.ready for m in members.values() if m.ready]
     return told[-1]["rows"] / told[-1]["devices"] if told else 0
 
@@ -493,12 +506,12 @@ def describe(members: Mapping[int, WorkerMember]) -> dict[str, Any]:
 def staying_of(
     members: Mapping[int, WorkerMember], leaving: Collection[int]
 ) -> list[int]:
-    """The workers that were not asked to leave or told to end."""
+    """The workers that were neither asked to leave nor told to end."""
     return [w for w, m in members.items() if w not in leaving and not m.dismissed]
 
 
 def is_new(member: WorkerMember, members: Mapping[int, WorkerMember]) -> bool:
-    """Whether a worker has never trained, while other workers have."""
+    """Whether a worker has never trained although other workers have."""
     return not member.trained and any(m.trained for m in members.values())
 
 
@@ -512,19 +525,22 @@ def newcomers_of(
     return [w for w, m in current if is_new(m, members)]
 
 
-# The choice of the next world's workers, and of the state that it starts from.
+# Functions that choose the workers of the next world, and the state from which it
+# continues.
 
-# Address of a worker's offers -> version -> the worker's part (see `Offers.describe`).
+# Address at which a worker serves its parts of states -> name of a state -> the
+# worker's tiles of this state (see `Offers.describe`).
 Held = Mapping[str, Mapping[str, Mapping[str, Any]]]
 
 
 def latest_state(held: Held) -> dict[str, Any] | None:
-    """The latest state of which the workers together hold all parts.
+    """The latest training state of which the workers together hold all parts.
 
-    The result is a part of the message that forms a world.
+    The result is sent to the workers in the message that forms a world.
 
     Returns:
-      Version, step, shapes, extra data and holders; None: no state is complete.
+      Name, step, shapes, extra data, and which worker holds which part; None if no
+      state is complete.
     """
     versions = {name for mine in held.values() for name in mine}
     for name in sorted(versions, key=_order, reverse=True):
@@ -546,7 +562,7 @@ def latest_state(held: Held) -> dict[str, Any] | None:
 def describe_world(
     ready: Mapping[int, Message], workers: Sequence[int]
 ) -> list[dict[str, Any]]:
-    """The workers of a world by rank, for the message to them.
+    """Describes the workers of a world by rank, for the message that forms it.
 
     Args:
       ready: the ``ready`` message of each worker.
@@ -571,17 +587,18 @@ def _order(version: str) -> tuple[int, int]:
 def choose_workers(
     ready: Sequence[int], wanted: int, leaving: frozenset[int], rows: float
 ) -> list[int]:
-    """The workers of the next world, by rank; the oldest workers come first.
+    """The workers of the next world, by rank; workers that joined earlier come first.
 
-    The result is the largest number of workers that divides the batch. The other
-    workers are spares, which replace workers that die.
+    The result has as many workers as possible, at most ``wanted``, such that their
+    devices can split the rows of a batch evenly. Workers that are not chosen wait as
+    spares, and replace workers that die.
 
     Args:
       ready: numbers of the workers that wait for a world.
-      wanted: wanted number of workers.
+      wanted: largest number of workers to choose.
       leaving: workers that were asked to leave.
-      rows: rows of a batch divided by the devices of a process; 0: any number of
-        processes will do.
+      rows: rows of a batch divided by the devices of a process; the number of workers
+        must divide it. 0: any number of workers is allowed.
 
     >>> choose_workers([0, 1, 2, 3, 4], 5, frozenset({1}), 24)
     [0, 2, 3, 4]
@@ -596,13 +613,14 @@ def choose_workers(
 def side_by_side(
     ready: Mapping[int, Message], workers: Sequence[int]
 ) -> tuple[int, ...]:
-    """The workers by rank, with the workers of each host next to each other.
+    """Orders workers such that those on the same host have successive ranks.
 
-    A mesh axis then does not mix links inside a host with links between hosts.
+    Then the devices along one mesh axis communicate either inside hosts or between
+    hosts.
 
     Args:
       ready: the ``ready`` message of each worker.
-      workers: workers of the world; the oldest come first.
+      workers: workers of the world, ordered by age.
     """
     hosts = {w: ready[w]["address"].rpartition(":")[0] for w in workers}
     first = {host: w for w, host in reversed(hosts.items())}
