@@ -6,12 +6,15 @@ code.
 
 from __future__ import annotations
 
+import difflib
 import os
 from pathlib import Path
 
 from checkout import GOLDEN
 
 UPDATE = "AUTOPAR_UPDATE_GOLDEN"
+# More lines of a difference say no more.
+MOST_LINES = 80
 
 
 def assert_golden(text: str, name: str) -> None:
@@ -20,7 +23,12 @@ def assert_golden(text: str, name: str) -> None:
     if os.environ.get(UPDATE):
         _write(path, text + "\n")
     assert path.exists(), f"no golden file {name}; `make golden` writes it."
-    assert text + "\n" == path.read_text(encoding="utf-8")
+    kept = path.read_text(encoding="utf-8")
+    if text + "\n" != kept:
+        before, after = kept.splitlines(), text.splitlines()
+        lines = list(difflib.unified_diff(before, after, name, "now", "", "", 1, ""))
+        shown = "\n".join(lines[:MOST_LINES])
+        raise AssertionError(f"`make golden` writes {name} anew; it differs:\n{shown}")
 
 
 def _write(path: Path, text: str) -> None:

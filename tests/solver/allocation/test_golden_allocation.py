@@ -1,0 +1,81 @@
+"""The inner figures of the allocation of devices on fixed problems."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from figures import digest, row
+from golden import assert_golden
+
+from autopar_solver import AllocationProblem, solve_allocation
+from autopar_solver.allocation import solve as rounds
+
+
+def problem_of(seed: int) -> AllocationProblem:
+    """Jobs with options on up to three kinds of devices, of which some are needed."""
+    random = np.random.default_rng(seed)
+    kinds, jobs = int(random.integers(1, 4)), int(random.integers(2, 14))
+    rows = [
+        [
+            (float(random.uniform(-1, 20)), int(random.integers(kinds)), 2**k)
+            for k in range(int(random.integers(1, 5)))
+        ]
+        for _ in range(jobs)
+    ]
+    required = [bool(random.random() < 0.2) for _ in rows]
+    budgets = random.integers(2, 3 * jobs, kinds).tolist()
+    return AllocationProblem.of(rows, budgets, required)
+
+
+def lines_of(problem: AllocationProblem, gap: float) -> Iterator[str]:
+    """Each threshold of losses with what is proved under it, and the result."""
+    log: list[tuple[float, float]] = []
+    run = rounds._Rounds._with_open
+
+    def noted(self: Any, lost: np.ndarray, threshold: float, found: Any) -> Any:
+        answer = run(self, lost, threshold, found)
+        log.append((threshold, answer[1]))
+        return answer
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rounds._Rounds, "_with_open", noted)
+        found = solve_allocation(problem, gap=gap, seconds=None)
+    yield row(
+        "solution",
+        status=found.status.name,
+        value=found.value,
+        bound=found.bound,
+        gap=found.gap if found.choices else 0.0,
+        choices=found.choices,
+    )
+    if log:
+        yield row("thresholds", each=[x for pair in log for x in pair])
+
+
+def test_searches(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rounds, "_CORE_JOBS", 2)
+    lines: list[str] = []
+    for seed in range(40):
+        problem = problem_of(seed)
+        priced = rounds.relax(rounds.Segments(problem))
+        lines += ["", f"problem {seed}"]
+        lines.append(
+            row(
+                "relaxed",
+                bound=priced.bound,
+                prices=list(priced.prices),
+                left=digest(priced.left),
+                best=digest(priced.best),
+            )
+        )
+        lines += lines_of(problem, 1e-4)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(rounds, "_MOST_CELLS", -1)
+            lines += lines_of(problem, 1e-9)
+            patch.setattr(rounds, "_WHOLE", -1)
+            lines += lines_of(problem, 0.02)
+
+    assert_golden("\n".join(lines).strip(), "searches/allocation.txt")
