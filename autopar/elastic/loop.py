@@ -284,6 +284,8 @@ class ElasticRun:
           shows: whether progress is shown; None: only on a terminal.
           on_nan: reaction to a step that is not finite.
         """
+        # A re-plan compares the plans for a whole cluster and for parts of it.
+        step.preparation.planner.uses_all = True
         self.nans = Finiteness(step, on_nan, self._write)
         self._train_step, self._samples, self._steps = step, samples, steps
         self.ledger = ledger

@@ -24,6 +24,7 @@ import msgspec
 from autopar.cluster import Cluster
 from autopar.errors import AutoparError
 from autopar.planner.codecs.adjusted import program_plan
+from autopar.planner.parts import dividing_part
 from autopar.plans import Plan, StagePlan
 from autopar.progress import LOGGER
 from autopar.runtime.compiler import Compiler, CompilerClosedError, compiled_by
@@ -108,25 +109,6 @@ def meshes_of(plan: Plan) -> list[dict[str, int]]:
         dict(zip(stage.axis_names, stage.axis_sizes, strict=True))
         for stage in plan.stages
     ]
-
-
-def dividing_part(cluster: Cluster, rows: int) -> Cluster | None:
-    """The largest part of a cluster that divides a batch; None if the whole divides it.
-
-    The last devices stay idle.
-
-    >>> str(dividing_part(Cluster.parse("6:cpu"), 32))
-    '4:cpu (devices 0-3 of 6)'
-    >>> dividing_part(Cluster.parse("8:cpu"), 32)
-    """
-    if rows % cluster.num_devices == 0:
-        return None
-    for count in range(cluster.num_devices - 1, 0, -1):
-        if rows % count == 0:
-            part = cluster.without(devices=cluster.ids[count:])
-            if rows % part.num_devices == 0:
-                return part
-    return None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -394,7 +394,9 @@ def _first(
 def _planned_at(
     wanted: WantedCurve, cluster: Cluster, rows: int, running: Plan | None
 ) -> PlanAtBatches:
-    analysis, options = wanted.program.at(rows), as_written(wanted.options)
+    analysis = wanted.program.at(rows)
+    # Curves have points of their own for fewer devices, and for other batch sizes.
+    options = dataclasses.replace(as_written(wanted.options), may_idle=False)
     warm = (
         not wanted.anew
         and running is not None

@@ -93,6 +93,7 @@ def _file_name(analysis: Analysis, cluster: Cluster, options: PlanOptions) -> st
         *(f"{name}={_text(value)}" for name, value in sorted(said.items())),
         repr(options.spares),
         options.one_stage,
+        repr(options.may_idle),
         *_figures(options.compression),
     ]
     digest = hashlib.sha256("\0".join(parts).encode())

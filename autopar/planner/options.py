@@ -172,10 +172,11 @@ _READERS: Mapping[str, Callable[[Any], Any]] = {
 class PlanOptions:
     """The options for planning and running a step; `OPTIONS` has their texts.
 
-    Two more fields follow from the way in which the step is run. ``spares`` is the part
-    of the state that devices hold in addition to the state in use. ``one_stage`` is the
-    reason why pipelines are not tried without the user asking for them; '' means that
-    pipelines are tried.
+    Three more fields follow from the way in which the step is run. ``spares`` is the
+    part of the state that devices hold in addition to the state in use. ``one_stage``
+    is the reason why pipelines are not tried without the user asking for them; ''
+    means that pipelines are tried. ``may_idle`` says whether devices that do not divide
+    the batch may stay idle.
 
     Raises:
       PlanError: an option does not accept its value, or two values contradict each
@@ -209,6 +210,7 @@ class PlanOptions:
     frozen_argnames: str | Sequence[str] = OPTIONS["frozen_argnames"].default
     spares: Spares = spares.NONE
     one_stage: str = ""
+    may_idle: bool = True
 
     def __post_init__(self) -> None:
         """Checks each option, then combinations of options."""

@@ -34,6 +34,12 @@ from autopar.planner.hints import (
     pinned_layouts,
 )
 from autopar.planner.options import DEFAULTS, PlanOptions
+from autopar.planner.parts import (
+    UnsplitBatchError,
+    batch_rows,
+    part_to_try,
+    plan_best_part,
+)
 from autopar.planner.problem import Restriction
 from autopar.planner.programs import NEAR, Planned, Unfit, remat_wanted
 from autopar.planner.recipes import has_context
@@ -59,7 +65,6 @@ from autopar.plans.files import checks_of
 from autopar.plans.schema import Seconds
 from autopar.plans.specs import check_divides, spec_of
 from autopar.steps.analysis import Analysis
-from autopar.steps.batch import batch_dims
 from autopar.steps.update_batches import in_update_batches
 
 
@@ -219,7 +224,11 @@ def plan_analysis(
             most_s=most_s,
         )
 
-    return decide(analysis, cluster, options, plan, codecs, advise=advise, unfit=unfit)
+    def search(on: Cluster) -> Plan:
+        return decide(analysis, on, options, plan, codecs, advise=advise, unfit=unfit)
+
+    part = part_to_try(analysis, cluster, options)
+    return search(cluster) if part is None else plan_best_part(cluster, part, search)
 
 
 def meshes_of(
@@ -453,17 +462,14 @@ def _with_layouts(
 def check_batch(
     analysis: Analysis, cluster: Cluster, meshes: Sequence[MeshShape]
 ) -> None:
-    """Raises `PlanError` if no mesh axis divides the rows of the batch.
+    """Raises `UnsplitBatchError` if no mesh axis divides the rows of the batch.
 
     Rows of a kernel whose sequence may be split need not be divisible.
     """
-    graph, parts = analysis.graph, analysis.microbatches
+    parts = analysis.microbatches
     if has_context(analysis):
         return
-    leading = {
-        graph.inputs[k].path: graph.values[graph.inputs[k].value].shape[dim] // parts
-        for k, dim in batch_dims(graph).items()
-    }
+    leading = batch_rows(analysis)
     sizes = sorted({size for m in meshes for size in m.sizes if size > 1})
     if not leading or not sizes:
         return
@@ -471,7 +477,7 @@ def check_batch(
         return
     path, n = next(iter(leading.items()))
     up = cluster.num_devices
-    raise PlanError(
+    raise UnsplitBatchError(
         f"the batch cannot be split: the number of its rows is {n} ('{path}'"
         f"{', in each microbatch' if parts > 1 else ''}), and no "
         f"mesh axis of {cluster} ({', '.join(map(str, sizes))}) divides it.\n"

@@ -153,11 +153,19 @@ def _is_near(plan: Plan, memory: float) -> bool:
     return one and plan.predicted.peak_memory_bytes > NEAR_LIMIT * memory
 
 
+def _part_of(plan: Plan, cluster: Cluster) -> Cluster:
+    """The devices of a cluster that a plan uses; it was made for less memory."""
+    planned = plan.cluster.read()
+    if planned.num_devices == cluster.num_devices:
+        return cluster
+    return dataclasses.replace(planned, device=cluster.device)
+
+
 def _with_compiled(
     found: Plan, cluster: Cluster, held: float, solve_s: float, compile_s: float
 ) -> Plan:
     """Returns the plan for the given cluster, with the compiler's memory and times."""
-    given = ClusterData.of(cluster)
+    given = ClusterData.of(_part_of(found, cluster))
     if found.cluster != given:
         found = msgspec.structs.replace(found, cluster=given).with_checks()
     own = found.seconds
@@ -200,7 +208,8 @@ def _compiled_bytes(
     say(f"compiling the plan for {target.name}")
     step = planned_step(analysis, plan, abstract_mesh(plan))
     try:
-        found = compile_for(step.lower(target.platform), target, cluster)
+        part = _part_of(plan, cluster)
+        found = compile_for(step.lower(target.platform), target, part)
     except CompileError as error:
         used = _USED.search(str(error))
         return float(used[1]) * _UNITS[used[2]] if used else 0.0

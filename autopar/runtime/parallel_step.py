@@ -126,7 +126,13 @@ class ParallelStep(HasNoise, Generic[P, R]):
         self._cache = cache
         self._store = store
         self._preparation = Preparation(
-            StepPlanner(step, options, cache=cache, one_stage=self._one_stage),
+            StepPlanner(
+                step,
+                options,
+                cache=cache,
+                one_stage=self._one_stage,
+                may_idle=lambda: self.world.process_count == 1,
+            ),
             store,
             lambda: self.world,
             lambda: self.cluster,

@@ -69,6 +69,7 @@ class StepPlanner:
         capacity: int = ANALYSES,
         cache: PlanCache | None = None,
         one_stage: Callable[[], str] = str,
+        may_idle: Callable[[], bool] = lambda: True,
     ) -> None:
         """Creates a planner without analyses.
 
@@ -79,9 +80,12 @@ class StepPlanner:
           cache: the plans on disk; None for no plans on disk.
           one_stage: returns the reason why the planner does not try several stages on
             its own; '' if the planner does try several stages.
+          may_idle: returns whether devices that do not divide the batch may stay idle.
         """
         self.cache = cache
-        self._one_stage = one_stage
+        self._one_stage, self._may_idle = one_stage, may_idle
+        # Whether every plan uses all devices, because the caller also plans for parts.
+        self.uses_all = False
         self.step = step
         self.options = options
         self._analysed: Recent[Hashable, tuple[Analysed, ...]] = Recent(capacity)
@@ -265,6 +269,7 @@ class StepPlanner:
             error_budget=asked.error_budget,
             layouts=asked.layouts,
             one_stage=self._one_stage(),
+            may_idle=self._may_idle() and not self.uses_all,
         )
 
 

@@ -179,7 +179,7 @@ def test_options_of_planning(options: dict[str, Any], message: str) -> None:
 def test_what_cannot_be_split() -> None:
     odd = W[:15, :15], X[:, :15]
     refused(
-        lambda: plan(step, W, X[:5], cluster=EIGHT),
+        lambda: plan(step, W, X[:3], cluster=EIGHT),
         r"cannot be split.*\n.*try: a batch of 8, or split_batch=False.* last_batch=",
     )
     refused(

@@ -71,6 +71,8 @@ def join_run(
             f"elastic: survive={survive!r} must be a whole number, at least 0."
         )
     donate = survive == 0
+    # The supervisor chooses how many processes a world has.
+    step.preparation.planner.uses_all = True
     if survive:
         # While a step runs, memory holds the state before the step, the two states
         # before that, and copies for neighbours (`Team.keep_state`). An array that

@@ -21,10 +21,10 @@ from autopar.elastic.replanning import (
     Horizon,
     ReplanOption,
     best_option,
-    dividing_part,
     likely_next,
 )
 from autopar.errors import ClusterError
+from autopar.planner.parts import dividing_part
 from autopar.runtime.state_mover import _lacking, move_of
 
 CLUSTER = Cluster.parse("4:cpu")
